@@ -1,0 +1,104 @@
+"""Checkpoints: a plain transformers model folder, and the training state in a folder inside it.
+
+    checkpoints/step-200/config.json, model.safetensors, tokenizer.json, ...   loads anywhere
+    checkpoints/step-200/training/state.pt, recipe.yaml                        to go on from here
+
+A checkpoint is written under a temporary name and renamed, so that a folder called step-N is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+TRAINING = "training"
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` of the run in `folder` lies."""
+    return folder / "checkpoints" / f"step-{step}"
+
+
+def steps_saved(folder: Path) -> list[int]:
+    """Steps of which the run in `folder` has a whole checkpoint, in order."""
+    names = (p.name for p in (folder / "checkpoints").glob("step-*"))
+    return sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step-(\d+)", name)))
+
+
+def is_model(path: Path) -> bool:
+    """Whether transformers could load a model from this folder."""
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+
+
+def save(
+    path: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    state: dict[str, Any],
+    recipe_yaml: str,
+) -> None:
+    """Writes one checkpoint. Only the main process calls it.
+
+    Args:
+        path: its final name. state: what `load_state` gives back; tensors and plain values only.
+    """
+    partial = path.with_name(path.name + ".tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    training = partial / TRAINING
+    training.mkdir(parents=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    torch.save(state, training / "state.pt")
+    (training / "recipe.yaml").write_text(recipe_yaml, encoding="utf-8")
+    for file in partial.rglob("*"):  # on the disk before the name says that it is whole
+        if file.is_file():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+    if path.exists():  # the same step again, after a resume from an earlier one
+        shutil.rmtree(path)
+    partial.rename(path)
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """The training state of a checkpoint, on the CPU."""
+    state: dict[str, Any] = torch.load(
+        path / TRAINING / "state.pt", map_location="cpu", weights_only=True
+    )
+    return state
+
+
+def prune(folder: Path, keep_last: int, best: int | None) -> None:
+    """Removes all but the newest `keep_last` checkpoints and the best one."""
+    for step in steps_saved(folder)[:-keep_last]:
+        if step != best:
+            shutil.rmtree(path_of(folder, step))
+
+
+def rng_state() -> dict[str, Any]:
+    """The random streams of this process, as tensors and plain values."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Puts back what `rng_state` returned."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])

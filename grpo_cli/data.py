@@ -1,0 +1,263 @@
+"""Files and hub data sets to rows, rows to prompts, prompts to an order that can be recomputed.
+
+Nothing here imports torch or transformers: a mistake in the data is reported before they load.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.resources
+import json
+import os
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_cli.config import Dataset
+from grpo_cli.errors import UserError, listed, nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from grpo_cli.rollouts import Prompt
+
+FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one split, and where they are from (for messages)."""
+
+    source: str
+    columns: list[str]
+    rows: Sequence[dict[str, Any]]
+
+
+def load_rows(config: Dataset, split: str) -> Rows:
+    """The rows of `dataset.train` or `dataset.eval`, checked against the templates.
+
+    Args:
+        split: "train" or "eval".
+
+    Raises:
+        UserError: a missing file, a malformed line, a missing column, no rows.
+    """
+    key = f"dataset.{split}"
+    source = config.train if split == "train" else config.eval
+    if source is None:
+        raise UserError(f"{key}: no data; give a file or a hub name.")
+    path = local_path(source)
+    table = _load_file(path, key) if path else _load_hub(source, config, split, key)
+    for new, old in config.columns.items():
+        if old not in table.column_names:
+            hint = nearest(old, table.column_names)
+            raise UserError(
+                f"dataset.columns.{new} = {old!r}: {source} has no such column; "
+                f"it has {listed(table.column_names)}.{hint}"
+            )
+        if new in table.column_names and new != old:
+            table = table.remove_columns(new)
+        table = table.rename_column(old, new)
+    limit = config.train_limit if split == "train" else config.eval_limit
+    if limit is not None:
+        table = table.select(range(min(limit, len(table))))
+    if len(table) == 0:
+        raise UserError(f"{key} = {source}: the data set is empty.")
+    templates = {"dataset.prompt": config.prompt}
+    if config.solution is not None and split == "train":
+        templates["dataset.solution"] = config.solution
+    for template_key, template in templates.items():
+        _check_template(template_key, template, table[0], source)
+    return Rows(source, table.column_names, table)
+
+
+def local_path(source: str) -> Path | None:
+    """The file that `source` names, or None for a hub name. `pkg://a.b/c` is a package's file."""
+    if source.startswith("pkg://"):
+        package, _, name = source.removeprefix("pkg://").partition("/")
+        return Path(str(importlib.resources.files(package))) / name
+    path = Path(os.path.expanduser(source))
+    is_file = path.exists() or file_format(path) is not None or source.startswith((".", "/", "~"))
+    return path if is_file else None
+
+
+def file_format(path: Path) -> str | None:
+    """The `datasets` builder for a file name, or None if the name is of no known kind."""
+    suffixes = [s for s in path.suffixes if s not in (".gz", ".zst", ".bz2", ".xz")]
+    return FORMATS.get(suffixes[-1].lower()) if suffixes else None
+
+
+def _load_file(path: Path, key: str) -> Any:
+    if not path.exists():
+        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise UserError(f"{key} = {path}: there is no such file.{nearest(path.name, beside)}")
+    kind = file_format(path)
+    if kind is None or path.is_dir():
+        raise UserError(f"{key} = {path}: must be a {', '.join(FORMATS)} file (or .gz of one).")
+    if kind == "json":
+        _check_json(path, key)
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(kind, data_files=str(path), split="train")
+    except Exception as error:  # pyarrow's and datasets' errors have no common base
+        cause = str(error.__cause__ or error).split("\n")[0]
+        raise UserError(f"{key} = {path}: cannot be read: {cause}") from error
+
+
+def _check_json(path: Path, key: str) -> None:
+    """Finds what `datasets` reports without a place: the first malformed line of a JSON file."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as file:
+        start = file.read(1)
+        file.seek(0)
+        if not start:
+            raise UserError(f"{key} = {path}: the data set is empty.")
+        try:
+            if start == "[":  # one JSON array
+                json.load(file)
+                return
+            for number, line in enumerate(file, start=1):
+                if line.strip() and not isinstance(json.loads(line), dict):
+                    raise UserError(f"{key} = {path}, line {number}: must be a JSON object.")
+        except json.JSONDecodeError as error:
+            at = number if start != "[" else error.lineno
+            raise UserError(f"{key} = {path}, line {at}: malformed JSON ({error.msg}).") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{key} = {path}: is not UTF-8 text ({error.reason}).") from error
+
+
+def _load_hub(source: str, config: Dataset, split: str, key: str) -> Any:
+    import datasets
+
+    name = config.train_split if split == "train" else config.eval_split
+    try:
+        return datasets.load_dataset(source, config.subset, split=name)
+    except Exception as error:  # hub, network and builder errors have no common base
+        raise UserError(
+            f"{key} = {source}: no such file here, and as a hub data set (split {name}) it cannot "
+            f"be loaded: {type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _check_template(key: str, template: str, row: dict[str, Any], source: str) -> None:
+    try:
+        template.format_map(row)
+    except KeyError as error:
+        name = str(error.args[0])
+        raise UserError(
+            f"{key}: the template names a column {name!r} that {source} lacks; "
+            f"it has {listed(row)}.{nearest(name, row)}"
+        ) from error
+    except (ValueError, IndexError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"{key} = {template!r}: is not a template ({error}); "
+            "write a literal brace twice, as in \\boxed{{}}."
+        ) from error
+
+
+def make_prompts(
+    rows: Rows, config: Dataset, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Prompt], int]:
+    """Prompts of all rows, and how many rows were dropped or cut for being over-long.
+
+    Raises:
+        UserError: a row whose `prompt` is a list of messages without dataset.chat, a chat data set
+            with a tokenizer that has no template, or no row short enough.
+    """
+    from grpo_cli.rollouts import Prompt
+
+    if config.chat and not tokenizer.chat_template:
+        raise UserError(
+            "dataset.chat = true: the tokenizer has no chat template; "
+            "set model.chat_template or dataset.chat=false."
+        )
+    prompts, overlong = [], 0
+    texts = [_prompt_text(row, config, number) for number, row in enumerate(rows.rows)]
+    if config.chat:
+        rendered = [
+            tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=False)
+            for text in texts
+        ]
+    else:
+        rendered = texts
+    # A chat template writes its own special tokens; a plain prompt gets the tokenizer's.
+    encoded = tokenizer(rendered, add_special_tokens=not config.chat)["input_ids"]
+    for number, (row, text, ids) in enumerate(zip(rows.rows, texts, encoded, strict=True)):
+        if len(ids) > config.max_prompt_tokens:
+            overlong += 1
+            if config.overlong_prompts == "drop":
+                continue
+            ids = ids[-config.max_prompt_tokens :]
+        if not ids:
+            raise UserError(f"{rows.source}, row {number}: the prompt is empty.")
+        columns = {k: v for k, v in row.items() if k not in ("prompt", "completion")}
+        prompts.append(Prompt(row=number, ids=list(ids), text=text, columns=columns))
+    if not prompts:
+        raise UserError(
+            f"dataset.max_prompt_tokens = {config.max_prompt_tokens}: every prompt of "
+            f"{rows.source} is longer (the shortest has {min(map(len, encoded))} tokens)."
+        )
+    return prompts, overlong
+
+
+def _prompt_text(row: dict[str, Any], config: Dataset, number: int) -> Any:
+    """The prompt as a string, or as messages for a chat data set."""
+    if config.prompt == "{prompt}" and isinstance(row["prompt"], list):
+        if not config.chat:
+            raise UserError(
+                f"dataset.chat = false: row {number} holds a list of messages; "
+                "set dataset.chat=true."
+            )
+        messages = list(row["prompt"])
+    else:
+        text = config.prompt.format_map(row)
+        if not config.chat:
+            return text
+        messages = [{"role": "user", "content": text}]
+    if config.system is not None:
+        messages.insert(0, {"role": "system", "content": config.system})
+    return messages
+
+
+class PromptStream:
+    """The endless sequence of prompts of a run, epoch after epoch.
+
+    Which prompt stands at a position is a pure function of (seed, position), so that resuming needs
+    no state, and so that any number of processes shares one order.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
+        self.prompts = prompts
+        self.seed = seed
+        self.shuffle = shuffle
+        self._order: tuple[int, list[int]] = (-1, [])  # the epoch last asked for, and its order
+
+    def take(self, start: int, count: int) -> Iterator[tuple[int, Prompt]]:
+        """(position, prompt) for `count` positions from `start` on."""
+        for position in range(start, start + count):
+            epoch, offset = divmod(position, len(self.prompts))
+            if self._order[0] != epoch:
+                self._order = (
+                    epoch,
+                    epoch_order(self.seed, epoch, len(self.prompts), self.shuffle),
+                )
+            yield position, self.prompts[self._order[1][offset]]
+
+
+def epoch_order(seed: int, epoch: int, size: int, shuffle: bool) -> list[int]:
+    """The order of `size` prompts in one epoch."""
+    order = list(range(size))
+    if shuffle:
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
+def solution_pairs(rows: Rows, config: Dataset) -> Iterator[tuple[Any, str]]:
+    """(prompt text, worked solution) of each row, for the warm-up of a built model."""
+    assert config.solution is not None, "checked when the recipe was parsed"
+    for number, row in enumerate(rows.rows):
+        yield _prompt_text(row, config, number), config.solution.format_map(row)

@@ -1,0 +1,26 @@
+"""The two kinds of failure that a user reads as one message and not as a traceback."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """A mistake in what was asked for. Raised before any model is loaded; exit code 2."""
+
+
+class TrainingError(Exception):
+    """What stops a run under way: a reward that raises, a gradient of NaN. Exit code 1."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A sentence that offers the name meant, or "" when nothing known is near `name`."""
+    known = sorted(set(known))
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    if not close:  # `lr` is far from `learning_rate` by edit distance, near by its last part
+        close = [k for k in known if name and k.rsplit(".", 1)[-1].startswith(name)][:3]
+    return f" Did you mean {' or '.join(close)}?" if close else ""
+
+
+def listed(names: Iterable[str]) -> str:
+    """`a, b, c`, or `none`."""
+    return ", ".join(sorted(map(str, names))) or "none"

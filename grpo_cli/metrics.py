@@ -1,0 +1,113 @@
+"""What a step's rollouts amount to: a flat dict in TRL's names, defined in docs/metrics.md."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_cli.advantages import all_equal, group_std
+from grpo_cli.rollouts import Group, Rollout
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The few numbers of a rollout that other processes need; small enough to gather."""
+
+    reward: float
+    reward_parts: dict[str, float | None]
+    prompt_tokens: int
+    tokens: int
+    truncated: bool
+
+    @classmethod
+    def of(cls, r: Rollout) -> Outcome:
+        return cls(
+            r.reward,
+            r.reward_parts,
+            len(r.prompt.ids),
+            len(r.completion.ids),
+            r.completion.finish_reason == "length",
+        )
+
+
+WholeStep = dict[int, list[Outcome]]  # by the group's position, over all processes
+
+
+def outcomes(groups: Sequence[Group]) -> list[tuple[int, list[Outcome]]]:
+    """(position, outcomes) of each group."""
+    return [(g.position, [Outcome.of(r) for r in g.rollouts]) for g in groups]
+
+
+def reward_matrix(whole_step: WholeStep) -> Tensor:
+    """Rewards as [P, G] float64 in the order of positions, NaN where no function applied."""
+    rows = [[o.reward for o in whole_step[p]] for p in sorted(whole_step)]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def rollout_metrics(whole_step: WholeStep) -> dict[str, float]:
+    """Rewards and lengths of a step."""
+    every = [o for position in sorted(whole_step) for o in whole_step[position]]
+    rewards = reward_matrix(whole_step)
+    lengths = [o.tokens for o in every]
+    ended = [o.tokens for o in every if not o.truncated] or [0]
+    metrics = {
+        "reward": mean([o.reward for o in every if not math.isnan(o.reward)]),
+        "reward_std": group_std(rewards).mean().item(),
+        "frac_reward_zero_std": all_equal(rewards).double().mean().item(),
+        "rewards_none": float(sum(math.isnan(o.reward) for o in every)),
+        "completions/mean_length": mean(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": mean([float(o.truncated) for o in every]),
+        "completions/mean_terminated_length": mean(ended),
+        "completions/min_terminated_length": float(min(ended)),
+        "completions/max_terminated_length": float(max(ended)),
+    }
+    for name in every[0].reward_parts:
+        values = [v for o in every if (v := o.reward_parts[name]) is not None]
+        metrics[f"rewards/{name}/mean"] = mean(values)
+        metrics[f"rewards/{name}/std"] = statistics.stdev(values) if len(values) > 1 else 0.0
+    return metrics
+
+
+def add(into: dict[str, float], parts: Mapping[str, float]) -> None:
+    """Adds each value to the sum of its name."""
+    for name, value in parts.items():
+        into[name] = into.get(name, 0.0) + value
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean; NaN of nothing."""
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+class Clock:
+    """Seconds by stage of one step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.start = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the time spent inside to `time/name`. Waits for the GPU at its end."""
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":  # kernels run on after their launch returns
+            torch.cuda.synchronize()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def metrics(self, whole_step: WholeStep) -> dict[str, float]:
+        """Seconds by stage and tokens per second of the step that ends now."""
+        total = time.perf_counter() - self.start
+        tokens = sum(o.prompt_tokens + o.tokens for group in whole_step.values() for o in group)
+        stages = {f"time/{name}": s for name, s in self.seconds.items()}
+        return {**stages, "step_time": total, "tokens_per_second": tokens / total}

@@ -1,0 +1,127 @@
+"""The policy: tokenizer, model, frozen reference, and log-probabilities of rollouts."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo_cli.config import Model
+from grpo_cli.errors import UserError
+from grpo_cli.logprobs import token_entropy, token_logprobs
+from grpo_cli.rollouts import Batch
+
+transformers.utils.logging.disable_progress_bar()  # the run has a progress display of its own
+
+
+def load(config: Model, path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model (on the CPU, in training mode) and tokenizer from a folder or the hub.
+
+    Raises:
+        UserError: nothing there, or nothing that transformers can load.
+    """
+    shared: dict[str, Any] = {
+        "revision": config.revision or "main",
+        "trust_remote_code": config.trust_remote_code,
+    }
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), **shared)
+        model_config = transformers.AutoConfig.from_pretrained(str(path), **shared)
+        if config.dropout is not None:
+            set_dropout(model_config, config.dropout)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            str(path),
+            config=model_config,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=config.attn_implementation,
+            **shared,
+        )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise UserError(f"model.path = {path}: cannot be loaded: {reason}") from error
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_template(config.chat_template)
+    prepare_for_training(model, config)
+    return model, tokenizer
+
+
+def prepare_for_training(model: PreTrainedModel, config: Model) -> None:
+    """Training mode, with the dropout and the activation checkpointing that the recipe asks for."""
+    model.train()
+    if config.dropout is not None:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = config.dropout
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def set_dropout(model_config: transformers.PretrainedConfig, rate: float) -> None:
+    """Sets every dropout rate that a model config knows, by whatever name."""
+    for name, value in model_config.to_dict().items():
+        if name.endswith(("dropout", "pdrop")) and isinstance(value, (int, float)):
+            setattr(model_config, name, rate)
+
+
+def read_template(given: str) -> str:
+    """A chat template, from a file if `given` names one."""
+    if "{" in given:
+        return given
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise UserError(f"model.chat_template = {given}: neither a file nor a Jinja template.")
+    return path.read_text(encoding="utf-8")
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token id that ends a completion: the generation config's and the tokenizer's."""
+    found: set[int] = set()
+    for ids in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
+        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return sorted(found)
+
+
+def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A reference policy with the model's present weights: no gradient, no dropout."""
+    return copy.deepcopy(model).requires_grad_(False).eval()
+
+
+def score(model: Callable[..., Any], batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of a batch's completion tokens.
+
+    Args:
+        model: a causal LM, wrapped for several processes or not.
+
+    Returns:
+        (logprobs [B, C] float32 with gradient, entropies [B, C] float32 without).
+    """
+    width = batch.loss_mask.shape[1]
+    logits = model(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        logits_to_keep=width + 1,
+    ).logits[:, :-1]  # [B, C, V]; the last position predicts what comes after the completion
+    logprobs = token_logprobs(logits, batch.targets, temperature)
+    with torch.no_grad():
+        return logprobs, token_entropy(logits, temperature)
+
+
+@contextlib.contextmanager
+def inference(model: nn.Module) -> Iterator[None]:
+    """No gradient and no dropout inside; the module's mode is put back afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)

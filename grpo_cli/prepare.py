@@ -1,0 +1,196 @@
+"""Everything that can be known to be wrong before a model is loaded: data, rewards, folders."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_cli import checkpoint, data, tracking
+from grpo_cli.config import Recipe
+from grpo_cli.errors import UserError, nearest
+from grpo_cli.scoring import Scorer
+
+# What a run leaves in its folder; `overwrite=true` removes these and nothing else.
+RUN_FILES = ("recipe.yaml", "command.txt", "metrics.jsonl", "summary.json", "curves.png")
+RUN_FOLDERS = ("checkpoints", "completions", "eval", "tensorboard")
+
+# Groups that a stored recipe offers again, so that `grpo eval CHECKPOINT generation=...` works.
+GROUPS = (
+    "model", "dataset", "reward", "generation", "loss", "advantage", "optimizer", "tracking",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A recipe found to be sound, with what was loaded to find out."""
+
+    recipe: Recipe
+    folder: Path
+    resume_from: Path | None
+    train_rows: data.Rows | None
+    eval_rows: data.Rows | None
+    scorer: Scorer
+
+
+def for_training(recipe: Recipe) -> Prepared:
+    """Checks a recipe for `grpo train`.
+
+    Raises:
+        UserError: the folder holds another run; the data, a reward or the model is not there.
+    """
+    folder = Path(recipe.output_dir).expanduser()
+    resume_from = find_resume(recipe, folder)
+    tracking.require(recipe.tracking.backend)
+    check_model_path(recipe)
+    train_rows = data.load_rows(recipe.dataset, "train")
+    eval_rows = data.load_rows(recipe.dataset, "eval") if recipe.dataset.eval else None
+    scorer = Scorer(recipe.reward, train_rows.columns, train_rows.source)
+    if eval_rows is not None:
+        Scorer(recipe.reward, eval_rows.columns, eval_rows.source)
+    return Prepared(with_absolute_paths(recipe), folder, resume_from, train_rows, eval_rows, scorer)
+
+
+def for_evaluation(recipe: Recipe) -> Prepared:
+    """Checks a recipe for `grpo eval`.
+
+    Raises:
+        UserError: no held-out data; the data, a reward or the model is not there.
+    """
+    if recipe.dataset.eval is None:
+        raise UserError("dataset.eval: the recipe has no held-out rows; give a file or a hub name.")
+    check_model_path(recipe)
+    rows = data.load_rows(recipe.dataset, "eval")
+    scorer = Scorer(recipe.reward, rows.columns, rows.source)
+    folder = Path(recipe.output_dir).expanduser()
+    return Prepared(with_absolute_paths(recipe), folder, None, None, rows, scorer)
+
+
+def find_resume(recipe: Recipe, folder: Path) -> Path | None:
+    """The checkpoint to go on from; None to begin anew.
+
+    Raises:
+        UserError: the folder holds another run, or there is no such checkpoint.
+    """
+    saved = checkpoint.steps_saved(folder)
+    if recipe.resume is not None and recipe.overwrite:
+        raise UserError("overwrite=true discards the run that resume would go on with; set one.")
+    if recipe.resume == "auto":
+        if not saved and holds_run(folder) and not (folder / "checkpoints").is_dir():
+            return None  # stopped before its first checkpoint
+        return checkpoint.path_of(folder, saved[-1]) if saved else None
+    if recipe.resume is not None:
+        path = Path(recipe.resume).expanduser()
+        if not (path / checkpoint.TRAINING / "state.pt").is_file():
+            beside = [str(p) for p in path.parent.glob("step-*")] if path.parent.is_dir() else []
+            raise UserError(
+                f"resume = {path}: no checkpoint with a training state lies there; give `auto` or "
+                f"a folder such as outputs/NAME/checkpoints/step-100.{nearest(str(path), beside)}"
+            )
+        inside = path.resolve().parent.parent == folder.resolve()
+        if not inside and holds_run(folder):
+            raise UserError(
+                f"output_dir = {folder}: holds another run than resume = {path}; "
+                "choose another output_dir."
+            )
+        return path
+    if holds_run(folder) and not recipe.overwrite:
+        newest = f" up to step {saved[-1]}" if saved else ""
+        raise UserError(
+            f"output_dir = {folder}: holds a run already{newest}; go on with resume=auto, discard "
+            "it with overwrite=true, or choose another output_dir."
+        )
+    return None
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has written into this folder."""
+    return any((folder / name).exists() for name in (*RUN_FILES, "checkpoints"))
+
+
+def discard_run(folder: Path) -> None:
+    """Removes what a run left in its folder, and nothing else."""
+    for name in RUN_FILES:
+        (folder / name).unlink(missing_ok=True)
+    for name in RUN_FOLDERS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def check_model_path(recipe: Recipe) -> None:
+    """Raises a UserError if model.path names a folder that holds no model."""
+    if recipe.model.path is None:
+        return
+    path = Path(recipe.model.path).expanduser()
+    if path.is_dir():
+        if not checkpoint.is_model(path):
+            raise UserError(
+                f"model.path = {path}: the folder holds no model (config.json, *.safetensors)."
+            )
+    elif looks_local(recipe.model.path):
+        raise UserError(f"model.path = {path}: there is no such folder.")
+
+
+def looks_local(path: str) -> bool:
+    """Whether a model name can only be a path: hub names are `name` or `owner/name`."""
+    parts = Path(path).parts
+    return path.startswith((".", "/", "~")) or len(parts) > 2 or Path(parts[0]).is_dir()
+
+
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """The same recipe, its local files named so that they are found from any working directory."""
+
+    def absolute(source: str | None) -> str | None:
+        if source is None or source.startswith("pkg://"):
+            return source
+        path = Path(os.path.expanduser(source))
+        return str(path.resolve()) if path.exists() else source
+
+    return dataclasses.replace(
+        recipe,
+        model=dataclasses.replace(recipe.model, path=absolute(recipe.model.path)),
+        dataset=dataclasses.replace(
+            recipe.dataset,
+            train=absolute(recipe.dataset.train),
+            eval=absolute(recipe.dataset.eval),
+        ),
+    )
+
+
+def as_yaml(recipe: Recipe) -> str:
+    """The recipe with every knob spelt out, as a file that `recipe=FILE` takes again."""
+    # Groups come after the values, so that one chosen on the command line wins over what is stored.
+    defaults: list[Any] = ["schema", "_self_", *({group: None} for group in GROUPS)]
+    values = dataclasses.asdict(recipe)
+    # The stored run's folder is not the next one's.
+    for own in ("output_dir", "overwrite", "resume"):
+        del values[own]
+    text: str = yaml.safe_dump(
+        {"defaults": defaults, **values}, sort_keys=False, allow_unicode=True
+    )
+    return text
+
+
+def differences(stored: dict[str, Any], recipe: Recipe) -> list[str]:
+    """Knobs that differ between a stored recipe and this one, as `key: old -> new`."""
+    old, new = _flat(stored), _flat(dataclasses.asdict(recipe))
+    skip = ("output_dir", "overwrite", "resume", "defaults", "description")
+    return [
+        f"{key}: {old.get(key)} -> {new.get(key)}"
+        for key in sorted(old.keys() | new.keys())
+        if not key.startswith(skip) and old.get(key) != new.get(key)
+    ]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            out |= _flat(value, f"{prefix}{key}.")
+        else:
+            out[prefix + key] = value
+    return out

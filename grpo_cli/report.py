@@ -1,0 +1,299 @@
+"""What the user sees and finds: progress, metrics.jsonl, completions, curves, the closing table."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from grpo_cli import tracking
+from grpo_cli.config import Log, Recipe
+from grpo_cli.evaluate import Evaluation
+from grpo_cli.rollouts import Group
+
+SECONDS_BETWEEN_LINES = 2.0  # without a terminal, progress is at most one line in so many seconds
+
+
+class Reporter:
+    """Writes on the main process; on the others every method does nothing."""
+
+    def __init__(self, recipe: Recipe, folder: Path, settings: dict[str, Any], main: bool) -> None:
+        """Starts the recipe's trackers.
+
+        Args:
+            folder: the run's. settings: the recipe as plain values, for trackers.
+        """
+        self.config: Log = recipe.log
+        self.folder = folder
+        self.main = main
+        self.console = Console(highlight=False, quiet=not main)
+        self.trackers = tracking.start(recipe, folder, settings) if main else []
+        self.progress = Bar(self.console, "train", recipe.steps)
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    def say(self, text: str) -> None:
+        """A line for the user."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def step(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
+        """Writes one step's metrics, everywhere, once."""
+        if not self.main:
+            return
+        line = {"step": step, **{k: _finite(v) for k, v in metrics.items()}}
+        with self.metrics_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        for tracker in self.trackers:
+            tracker.log({k: v for k, v in metrics.items() if math.isfinite(v)}, step)
+        shown = f"reward {metrics['reward']:.3f}  length {metrics['completions/mean_length']:.0f}"
+        shown += f"  {metrics['tokens_per_second']:,.0f} tok/s"
+        if "eval/accuracy" in metrics:
+            shown += f"  held-out {metrics['eval/accuracy']:.3f}"
+        self.progress.update(step, shown)
+        every = self.config.completions_every
+        if every and (step == 1 or step % every == 0) and groups:
+            self._completions(step, groups)
+
+    def _completions(self, step: int, groups: Sequence[Group]) -> None:
+        rows = [completion_row(step, g, i) for g in groups for i in range(len(g.rollouts))]
+        write_parquet(self.folder / "completions" / f"step-{step}.parquet", rows)
+        for row in rows[: self.config.completions_shown]:
+            prompt = row["prompt"] if len(row["prompt"]) < 200 else "…" + row["prompt"][-199:]
+            text = row["completion"]
+            text = text if len(text) < 400 else text[:399] + "…"
+            self.say(f"  step {step}  {prompt!r} -> {text!r}  reward {row['reward']}")
+
+    def rewind(self, step: int) -> None:
+        """Cuts metrics.jsonl back to `step`: what came after is about to be done again."""
+        if not self.main:
+            return
+        self.progress.start_at(step)
+        if self.metrics_file.exists():
+            lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
+            kept = [s for s in lines if s.endswith("}") and json.loads(s)["step"] <= step]
+            write_text(self.metrics_file, "".join(s + "\n" for s in kept))
+
+    def pause(self) -> None:
+        """Ends the live display, so that other things can be printed."""
+        self.progress.close()
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """summary.json, curves.png and the table before/after."""
+        self.progress.close()
+        for tracker in self.trackers:
+            tracker.close()
+        if not self.main:
+            return
+        write_text(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        metrics = read_metrics(self.metrics_file)
+        if self.config.plots and metrics:
+            draw_curves(self.folder / "curves.png", metrics, summary)
+        self.console.print(closing_table(metrics, summary))
+
+
+class Bar:
+    """A progress bar on a terminal; elsewhere a plain line now and then."""
+
+    def __init__(self, console: Console, name: str, total: int) -> None:
+        self.console, self.name, self.total = console, name, total
+        self.first, self.start, self.last_line = 0, time.monotonic(), 0.0
+        self.bar: Progress | None = None
+
+    def start_at(self, done: int) -> None:
+        self.first, self.start = done, time.monotonic()
+
+    def update(self, done: int, text: str) -> None:
+        if self.console.quiet:
+            return
+        if self.console.is_terminal:
+            if self.bar is None:
+                self.bar = Progress(
+                    TextColumn("{task.description}"),
+                    BarColumn(),
+                    MofNCompleteColumn(),
+                    TextColumn("{task.fields[text]}"),
+                    TimeRemainingColumn(),
+                    console=self.console,
+                )
+                self.bar.add_task(self.name, total=self.total, text="")
+                self.bar.start()
+            self.bar.update(self.bar.task_ids[0], completed=done, text=text)
+            return
+        now = time.monotonic()
+        if done == self.total or now - self.last_line >= SECONDS_BETWEEN_LINES:
+            self.last_line = now
+            left = (now - self.start) / max(1, done - self.first) * (self.total - done)
+            self.console.print(
+                f"{self.name} {done}/{self.total}  {text}  {clock(left)} left", soft_wrap=True
+            )
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+
+def clock(seconds: float) -> str:
+    """`1:02:03` or `2:03`."""
+    minutes, s = divmod(int(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
+
+def completion_row(step: int, group: Group, sample: int) -> dict[str, Any]:
+    """A rollout as a row of a table."""
+    r = group.rollouts[sample]
+    text = group.prompt.text
+    return {
+        "step": step,
+        "row": group.prompt.row,
+        "sample": sample,
+        "prompt": text if isinstance(text, str) else text[-1]["content"],
+        "completion": r.text,
+        "reward": _finite(r.reward),
+        **{f"rewards/{name}": value for name, value in r.reward_parts.items()},
+        "advantage": r.advantage,
+        "finish_reason": r.completion.finish_reason,
+        "prompt_ids": group.prompt.ids,
+        "completion_ids": r.completion.ids,
+        "sampling_logprobs": r.completion.logprobs,
+    }
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file so that a reader sees the old text or the new, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Rows as a Parquet file."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def draw_curves(path: Path, metrics: list[dict[str, Any]], summary: dict[str, Any]) -> None:
+    """A picture of how the run went."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = [
+        ("reward", "reward"),
+        ("eval/accuracy", "held-out accuracy"),
+        ("completions/mean_length", "completion length (tokens)"),
+        ("entropy", "entropy (nats a token)"),
+        ("grad_norm", "gradient norm"),
+        ("kl", "KL to the reference") if "kl" in metrics[-1] else ("step_time", "seconds a step"),
+    ]
+    figure, axes = plt.subplots(2, 3, figsize=(13, 6.5), constrained_layout=True)
+    for axis, (key, title) in zip(axes.flat, panels, strict=True):
+        points = [(m["step"], m[key]) for m in metrics if m.get(key) is not None]
+        if key == "eval/accuracy" and summary["before"] is not None:
+            points.insert(0, (0, summary["before"]["accuracy"]))
+        if points:
+            marker = "o" if len(points) < 25 else None
+            axis.plot(*zip(*points, strict=True), lw=1.2, marker=marker, ms=3)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("step", fontsize=8)
+        axis.grid(alpha=0.3)
+    figure.suptitle(f"{summary['recipe']}  (seed {summary['seed']})", fontsize=11)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def closing_table(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> Table:
+    """Before and after, side by side."""
+    table = Table("", "before", "after", title=f"{summary['recipe']}: {summary['steps']} steps")
+    before, after = summary["before"], summary["after"]
+    if before is not None and after is not None:
+        table.add_row("held-out accuracy", _with_interval(before), _with_interval(after))
+        table.add_row("held-out reward", f"{before['reward']:.3f}", f"{after['reward']:.3f}")
+    if metrics:
+        tenth = max(1, len(metrics) // 10)
+        for key, title in (
+            ("reward", "training reward"),
+            ("completions/mean_length", "completion length"),
+        ):
+            first, last = metrics[:tenth], metrics[-tenth:]
+            table.add_row(title, *(f"{_average(part, key):.3f}" for part in (first, last)))
+    return table
+
+
+def _average(lines: list[dict[str, Any]], key: str) -> float:
+    values = [m[key] for m in lines if m.get(key) is not None]
+    return sum(values) / len(values) if values else math.nan
+
+
+def _with_interval(result: dict[str, Any]) -> str:
+    low, high = result["interval_95"]
+    return f"{result['accuracy']:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def write_evaluation(
+    folder: Path,
+    checkpoint: str,
+    evaluation: Evaluation,
+    settings: dict[str, Any],
+    reporter: Reporter,
+) -> None:
+    """eval.json, completions.jsonl and a table on the console, for `grpo eval`.
+
+    Args:
+        settings: what else eval.json is to say of how the numbers came about.
+    """
+    reporter.progress.close()
+    if not reporter.main:
+        return
+    name = evaluation.name
+    result = readable(evaluation.metrics)
+    result["n"] = len({row["row"] for row in evaluation.rows})
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in evaluation.rows)
+    write_text(folder / "completions.jsonl", text)
+    report = {"checkpoint": checkpoint, "benchmarks": {name: result}, **settings}
+    write_text(folder / "eval.json", json.dumps(report, indent=2) + "\n")
+    table = Table("", name, title=checkpoint)
+    table.add_row("accuracy [95 %]", _with_interval(result))
+    for key in ("reward", "mean_length", "clipped_ratio"):
+        table.add_row(key.replace("_", " "), f"{result[key]:.3f}")
+    for key in result:
+        if key.startswith("rewards/"):
+            table.add_row(key, f"{result[key]:.3f}")
+    table.add_row("rows", str(result["n"]))
+    reporter.console.print(table)
+    reporter.say(f"every completion: {folder / 'completions.jsonl'}")
+
+
+def readable(metrics: dict[str, float]) -> dict[str, Any]:
+    """Evaluation metrics as summary.json and eval.json have them."""
+    plain: dict[str, Any] = {k.removeprefix("eval/"): v for k, v in metrics.items()}
+    interval = [plain.pop("accuracy_low"), plain.pop("accuracy_high")]
+    return {"accuracy": plain.pop("accuracy"), "interval_95": interval, **plain}

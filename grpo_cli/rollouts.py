@@ -1,0 +1,181 @@
+"""The records that travel through a step, in order: Prompt, Completion, Rollout, Group, Batch.
+
+A step with P = 2 prompts and G = 3 completions each:
+
+    prompts  [Prompt("2+3="), Prompt("9+9=")]                          from data.PromptStream
+    groups   [Group(prompt, [Rollout, Rollout, Rollout]), Group(...)]  from the generator
+    batches  Batch of B rows (P·G = 6 in all), C completion tokens     for the model
+
+Rows are lists of token ids until the model's door; only `collate` pads. A mask is made from lengths
+and never from `ids != pad`, because a model may well sample its own pad token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the data set, ready to be completed."""
+
+    row: int  # line of the data set, counted from 0, before anything was dropped
+    ids: list[int]  # prompt tokens, template and chat markup included
+    text: str | Messages  # what reward functions receive as `prompts`
+    columns: dict[str, Any]  # every other column of the row
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a generator returns: tokens and how they were sampled, nothing guessed."""
+
+    ids: list[int]  # sampled tokens, the eos included if it was emitted
+    logprobs: list[float]  # log-probability of each under the distribution sampled from
+    finish_reason: Literal["stop", "length"]  # an eos was sampled, or the limit was reached
+
+
+@dataclass
+class Rollout:
+    """One completion of a prompt with all that is learnt about it during the step."""
+
+    prompt: Prompt
+    completion: Completion
+    text: str  # the completion decoded, without special tokens
+    reward_parts: dict[str, float | None] = field(default_factory=dict)  # by function, unweighted
+    reward: float = float("nan")  # weighted sum; NaN when no function applied
+    advantage: float = 0.0
+    old_logprobs: Tensor | None = None  # [C] the policy before the step's first update
+    ref_logprobs: Tensor | None = None  # [C] the reference policy
+
+    @property
+    def loss_tokens(self) -> int:
+        """Completion tokens that train: none when no reward function applied."""
+        return 0 if math.isnan(self.reward) else len(self.completion.ids)
+
+
+@dataclass
+class Group:
+    """All rollouts of one prompt; `position` numbers prompts over the whole run."""
+
+    position: int
+    prompt: Prompt
+    rollouts: list[Rollout]
+
+
+@dataclass
+class Batch:
+    """Padded tensors of B rollouts: prompts padded on the left, completions on the right.
+
+    With P the longest prompt and C the longest completion, a completion begins at column P in every
+    row, so everything about completions is [B, C].
+    """
+
+    input_ids: Tensor  # [B, P + C]
+    attention_mask: Tensor  # [B, P + C] 1 on real tokens
+    position_ids: Tensor  # [B, P + C] counted from each row's first real token
+    loss_mask: Tensor  # [B, C] float, 1 on completion tokens that train
+    advantages: Tensor  # [B]
+    sampling_logprobs: Tensor  # [B, C]
+    old_logprobs: Tensor | None  # [B, C]; None: the current policy's own, exactly on-policy
+    ref_logprobs: Tensor | None  # [B, C]
+
+    @property
+    def targets(self) -> Tensor:
+        """Completion tokens, [B, C]."""
+        return self.input_ids[:, -self.loss_mask.shape[1] :]
+
+
+def collate(rollouts: Sequence[Rollout], device: torch.device) -> Batch:
+    """Pads B rollouts into a `Batch` on `device`."""
+    width_p = max(len(r.prompt.ids) for r in rollouts)
+    width_c = max(len(r.completion.ids) for r in rollouts)
+    size = len(rollouts)
+    input_ids = torch.zeros(size, width_p + width_c, dtype=torch.long)
+    attention_mask = torch.zeros(size, width_p + width_c, dtype=torch.long)
+    for i, r in enumerate(rollouts):
+        start, end = width_p - len(r.prompt.ids), width_p + len(r.completion.ids)
+        input_ids[i, start:end] = torch.tensor(r.prompt.ids + r.completion.ids)
+        attention_mask[i, start:end] = 1
+    trains = torch.tensor([[r.loss_tokens] for r in rollouts])  # [B, 1]
+    loss_mask = (torch.arange(width_c) < trains).float()  # [B, C]
+
+    def rows(values: Iterable[Any]) -> Tensor:
+        return pad_right([torch.as_tensor(v, dtype=torch.float32) for v in values], width_c)
+
+    def optional_rows(values: list[Tensor | None]) -> Tensor | None:
+        return None if any(v is None for v in values) else rows(values).to(device)
+
+    return Batch(
+        input_ids=input_ids.to(device),
+        attention_mask=attention_mask.to(device),
+        position_ids=positions(attention_mask).to(device),
+        loss_mask=loss_mask.to(device),
+        advantages=torch.tensor([r.advantage for r in rollouts], device=device),
+        sampling_logprobs=rows(r.completion.logprobs for r in rollouts).to(device),
+        old_logprobs=optional_rows([r.old_logprobs for r in rollouts]),
+        ref_logprobs=optional_rows([r.ref_logprobs for r in rollouts]),
+    )
+
+
+def positions(attention_mask: Tensor) -> Tensor:
+    """Position of each token in its row, [B, T]; 0 on the padding to its left."""
+    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def pad_right(rows: Sequence[Tensor], width: int) -> Tensor:
+    """B one-dimensional tensors as one [B, width], zeros behind each."""
+    out = rows[0].new_zeros(len(rows), width)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out
+
+
+def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """B lists of ids as (ids [B, T], attention mask [B, T]), zeros before each."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask
+
+
+def micro_batches(rollouts: Sequence[Rollout], max_tokens: int) -> Iterator[list[Rollout]]:
+    """Splits rollouts so that no padded micro-batch holds more than `max_tokens` tokens.
+
+    Rows of like length go together, so that little is padded. A single row longer than the budget
+    is a micro-batch of its own. The split changes memory and time, never the gradient.
+    """
+    chunk: list[Rollout] = []
+    width_p = width_c = 0
+    for r in sorted(rollouts, key=lambda r: (len(r.completion.ids), len(r.prompt.ids))):
+        new_p, new_c = max(width_p, len(r.prompt.ids)), max(width_c, len(r.completion.ids))
+        if chunk and (len(chunk) + 1) * (new_p + new_c) > max_tokens:
+            yield chunk
+            chunk, new_p, new_c = [], len(r.prompt.ids), len(r.completion.ids)
+        chunk.append(r)
+        width_p, width_c = new_p, new_c
+    if chunk:
+        yield chunk
+
+
+def derive_seed(*parts: int) -> int:
+    """A seed in [0, 2**63) from a path of integers, such as (seed, position, sample).
+
+    Streams derived from different paths are independent, so what is drawn for one completion does
+    not depend on what else is in the batch, on the number of processes or on where a run resumed.
+    """
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def placeholder() -> Rollout:
+    """A rollout that trains on nothing: no reward applies to it."""
+    return Rollout(Prompt(0, [0], "", {}), Completion([0], [0.0], "stop"), "")

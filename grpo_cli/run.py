@@ -1,0 +1,361 @@
+"""build(prepared) -> Run: the live objects of a run, wired once."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import accelerate
+import datasets
+import torch
+import transformers
+import yaml
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import grpo_cli
+from grpo_cli import checkpoint, data, policy, prepare, tiny
+from grpo_cli.config import Recipe
+from grpo_cli.distributed import Workers
+from grpo_cli.evaluate import Evaluation, Evaluator
+from grpo_cli.generation import Generator, TransformersGenerator
+from grpo_cli.metrics import WholeStep
+from grpo_cli.prepare import Prepared
+from grpo_cli.report import Bar, Reporter, readable, write_text
+from grpo_cli.rollouts import Prompt
+from grpo_cli.sampling import Sampling
+from grpo_cli.scoring import Scorer
+
+
+class Stop:
+    """Remembers that the user (Ctrl-C) or the system (SIGTERM) wants the run to end.
+
+    The loop looks at step boundaries, saves and leaves; a second signal ends the run at once.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self.signal: int | None = None
+        self._previous = {
+            number: signal.signal(number, self._handle)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            self.release()
+            raise KeyboardInterrupt
+        self.signal = number
+        self.say("stopping: this step is finished and saved first; once more to stop at once")
+
+    def release(self) -> None:
+        """Puts back the handlers that were there before."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class State:
+    """Where a run stands; saved with every checkpoint, besides weights and optimizer."""
+
+    step: int = 0  # steps done
+    num_tokens: float = 0  # prompt and completion tokens seen, over all processes
+    seconds: float = 0  # time spent training, over all its sittings
+    before: dict[str, float] | None = None  # metrics of the evaluation before the first step
+    after: dict[str, float] | None = None  # metrics of the newest evaluation
+    after_step: int = 0  # and the step it was made at
+    best_step: int | None = None  # the step of the best evaluation
+    best_accuracy: float = -1.0
+
+
+@dataclass
+class Run:
+    """A run under way. The loop asks it for things by name and never for a backend."""
+
+    recipe: Recipe
+    folder: Path
+    workers: Workers
+    tokenizer: PreTrainedTokenizerBase
+    policy: PreTrainedModel  # the model itself
+    model: nn.Module  # the same, wrapped for several processes
+    reference: PreTrainedModel | None
+    optimizer: torch.optim.Optimizer
+    generator: Generator
+    scorer: Scorer
+    stream: data.PromptStream
+    evaluator: Evaluator | None
+    reporter: Reporter
+    stop: Stop
+    state: State = field(default_factory=State)
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How completions are drawn for training."""
+        g = self.recipe.generation
+        return Sampling(g.max_completion_tokens, g.temperature, g.top_p, g.top_k, g.min_p)
+
+    def prompts(self, step: int) -> list[tuple[int, Prompt]]:
+        """(position, prompt) of this process's share of a step."""
+        size = self.recipe.prompts_per_step
+        return list(self.stream.take(step * size, size))[self.workers.rank :: self.workers.size]
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluates the policy as it is after `step` steps and remembers how it did."""
+        assert self.evaluator is not None
+        metrics = self.evaluator.run().metrics
+        self.state.after, self.state.after_step = metrics, step
+        if step == 0:
+            self.state.before = metrics
+        if metrics["eval/accuracy"] > self.state.best_accuracy:
+            self.state.best_accuracy, self.state.best_step = metrics["eval/accuracy"], step
+        return metrics
+
+    def save(self) -> None:
+        """Writes a checkpoint of the present step, then removes those no longer kept."""
+        state, keep = self.state, self.recipe.checkpoint.keep_last
+        rng = self.workers.gather(checkpoint.rng_state())
+        if self.workers.is_main:
+            now = time.monotonic()
+            state.seconds, self.started = state.seconds + now - self.started, now
+            checkpoint.save(
+                checkpoint.path_of(self.folder, state.step),
+                self.policy,
+                self.tokenizer,
+                {"run": asdict(state), "optimizer": self.optimizer.state_dict(), "rng": rng},
+                prepare.as_yaml(self.recipe),
+            )
+            checkpoint.prune(self.folder, keep, state.best_step)
+        self.workers.barrier()
+
+    def restore(self, path: Path) -> None:
+        """Goes on from a checkpoint: weights, optimizer, random streams, where the run stands."""
+        saved = checkpoint.load_state(path)
+        weights = type(self.policy).from_pretrained(path, dtype=self.policy.dtype)
+        self.policy.load_state_dict(weights.state_dict())
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.state = State(**saved["run"])
+        if len(saved["rng"]) == self.workers.size:
+            checkpoint.set_rng_state(saved["rng"][self.workers.rank])
+        stored = yaml.safe_load((path / checkpoint.TRAINING / "recipe.yaml").read_text("utf-8"))
+        self.reporter.say(f"going on from {path}, step {self.state.step}")
+        for change in prepare.differences(stored, self.recipe):
+            self.reporter.say(f"  changed since: {change}")
+        self.reporter.rewind(self.state.step)
+        self.generator.update_weights(self.policy)
+
+    def advance(self, whole_step: WholeStep) -> dict[str, float]:
+        """Counts a step that is done; returns how far the run is."""
+        self.state.step += 1
+        self.state.num_tokens += sum(
+            o.prompt_tokens + o.tokens for group in whole_step.values() for o in group
+        )
+        seen = self.state.step * self.recipe.prompts_per_step
+        return {
+            "num_tokens": self.state.num_tokens,
+            "epoch": seen / len(self.stream.prompts),
+        }
+
+    def evaluation_is_due(self, step: int) -> bool:
+        """Whether to evaluate after `step` steps."""
+        config = self.recipe.eval
+        if self.evaluator is None:
+            return False
+        at_end = config.at_ends and step in (0, self.recipe.steps)
+        return at_end or (config.every > 0 and step > 0 and step % config.every == 0)
+
+    def checkpoint_is_due(self, step: int) -> bool:
+        """Whether to save after `step` steps: on schedule, at the end, and a new best."""
+        every = self.recipe.checkpoint.every
+        on_schedule = every > 0 and step % every == 0
+        return on_schedule or step == self.recipe.steps or step == self.state.best_step
+
+    def stop_requested(self) -> bool:
+        """Whether any process was told to stop."""
+        return self.workers.max(float(self.stop.signal or 0)) > 0
+
+    def finish(self) -> None:
+        """summary.json, curves, closing table."""
+        state = self.state
+        saved = checkpoint.steps_saved(self.folder)
+        best = state.best_step if state.best_step in saved else None
+        self.reporter.finish(
+            {
+                "recipe": self.recipe.recipe,
+                "seed": self.recipe.seed,
+                "steps": state.step,
+                "before": readable(state.before) if state.before else None,
+                "after": readable(state.after) if state.after else None,
+                "best_checkpoint": str(checkpoint.path_of(self.folder, best)) if best else None,
+                "best_accuracy": state.best_accuracy if best else None,
+                "last_checkpoint": str(checkpoint.path_of(self.folder, saved[-1]))
+                if saved
+                else None,
+                "seconds": round(state.seconds + time.monotonic() - self.started, 1),
+                "num_tokens": state.num_tokens,
+                "processes": self.workers.size,
+                "device": str(self.workers.device),
+                "versions": versions(),
+            }
+        )
+
+    def close(self) -> None:
+        """Gives back what the run holds, whether it ended well or not."""
+        self.reporter.pause()
+        self.generator.close()
+
+
+def build(prepared: Prepared, command: list[str]) -> Run:
+    """Loads the models and wires everything for `grpo train`.
+
+    Args:
+        command: the command line, kept beside the run.
+
+    Raises:
+        UserError: the model cannot be loaded, no prompt is short enough, the device is not there.
+    """
+    recipe, folder = prepared.recipe, prepared.folder
+    workers = Workers(recipe.device, recipe.mixed_precision)
+    if workers.is_main:
+        if recipe.overwrite:
+            prepare.discard_run(folder)
+        write_text(folder / "recipe.yaml", prepare.as_yaml(recipe))
+        write_text(folder / "command.txt", shlex.join(command) + "\n")
+    workers.barrier()
+    reporter = Reporter(recipe, folder, asdict(recipe), workers.is_main)
+    transformers.set_seed(recipe.seed + workers.rank)  # dropout; sampling has streams of its own
+    assert prepared.train_rows is not None
+
+    model, tokenizer = load_policy(prepared, workers, reporter)
+    prompts = make_prompts("train", prepared.train_rows, recipe, tokenizer, reporter)
+    reference = policy.frozen_copy(model).to(workers.device) if recipe.loss.beta else None
+    wrapped = workers.wrap(model)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=recipe.optimizer.learning_rate,
+        betas=(recipe.optimizer.betas[0], recipe.optimizer.betas[1]),
+        eps=recipe.optimizer.eps,
+        weight_decay=recipe.optimizer.weight_decay,
+    )
+    generator = make_generator(recipe, model, tokenizer)
+    evaluator = None
+    if prepared.eval_rows is not None:
+        held_out = make_prompts("eval", prepared.eval_rows, recipe, tokenizer, reporter)
+        evaluator = Evaluator(recipe, workers, tokenizer, generator, prepared.scorer, held_out)
+    run = Run(
+        recipe=recipe,
+        folder=folder,
+        workers=workers,
+        tokenizer=tokenizer,
+        policy=model,
+        model=wrapped,
+        reference=reference,
+        optimizer=optimizer,
+        generator=generator,
+        scorer=prepared.scorer,
+        stream=data.PromptStream(prompts, recipe.seed, recipe.dataset.shuffle),
+        evaluator=evaluator,
+        reporter=reporter,
+        stop=Stop(reporter.say),
+    )
+    size = sum(p.numel() for p in model.parameters())
+    reporter.say(
+        f"{recipe.recipe}: {size / 1e6:.2f} M parameters on {workers.device}, {len(prompts):,} "
+        f"prompts, {recipe.prompts_per_step} x {recipe.generation.num_generations} completions a "
+        f"step, {workers.size} process{'es' if workers.size > 1 else ''}; writes to {folder}"
+    )
+    if prepared.resume_from is not None:
+        run.restore(prepared.resume_from)
+    return run
+
+
+def load_policy(
+    prepared: Prepared, workers: Workers, reporter: Reporter
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The recipe's model and tokenizer, built and warmed up first where the recipe says so."""
+    recipe = prepared.recipe
+    if recipe.model.build is None:
+        assert recipe.model.path is not None, "checked when the recipe was parsed"
+        return policy.load(recipe.model, recipe.model.path)
+    assert prepared.train_rows is not None
+    pairs = []
+    if recipe.model.build.warmup_steps:
+        pairs = list(data.solution_pairs(prepared.train_rows, recipe.dataset))
+    bar = Bar(reporter.console, "warm-up", recipe.model.build.warmup_steps)
+    with workers.main_first():  # the others find what the main process has made
+        path = tiny.build(
+            recipe.model.build,
+            pairs,
+            recipe.seed,
+            lambda step, loss: bar.update(step, f"supervised loss {loss:.3f}"),
+        )
+    bar.close()
+    return policy.load(recipe.model, path)
+
+
+def make_prompts(
+    split: str,
+    rows: data.Rows,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    reporter: Reporter,
+) -> list[Prompt]:
+    """The prompts of a split; says how many rows were over-long."""
+    prompts, overlong = data.make_prompts(rows, recipe.dataset, tokenizer)
+    if overlong:
+        done = "dropped" if recipe.dataset.overlong_prompts == "drop" else "cut"
+        reporter.say(
+            f"dataset.{split}: {overlong:,} of {len(rows.rows):,} prompts longer than "
+            f"dataset.max_prompt_tokens = {recipe.dataset.max_prompt_tokens}: {done}"
+        )
+    return prompts
+
+
+def make_generator(
+    recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Generator:
+    """The generator that the recipe names, sampling from `model`."""
+    return TransformersGenerator(
+        model, policy.eos_ids(model, tokenizer), recipe.generation.max_rows
+    )
+
+
+def evaluate_checkpoint(prepared: Prepared) -> tuple[Evaluation, Reporter]:
+    """Loads the model of a prepared recipe and evaluates it, for `grpo eval`."""
+    recipe = prepared.recipe
+    workers = Workers(recipe.device, recipe.mixed_precision)
+    reporter = Reporter(recipe, prepared.folder, {}, workers.is_main)
+    model, tokenizer = load_policy(prepared, workers, reporter)
+    assert prepared.eval_rows is not None
+    prompts = make_prompts("eval", prepared.eval_rows, recipe, tokenizer, reporter)
+    model.to(workers.device)
+    evaluator = Evaluator(
+        recipe,
+        workers,
+        tokenizer,
+        make_generator(recipe, model, tokenizer),
+        prepared.scorer,
+        prompts,
+    )
+    bar = Bar(reporter.console, "eval", len(prompts))
+    evaluation = evaluator.run(lambda done, text: bar.update(done, text))
+    bar.close()
+    return evaluation, reporter
+
+
+def versions() -> dict[str, str]:
+    """Versions of what numbers depend on."""
+    return {
+        "grpo_cli": grpo_cli.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+        "datasets": datasets.__version__,
+    }

@@ -1,0 +1,1 @@
+"""Recipes and the groups that they compose; Hydra finds them as pkg://grpo_cli.recipes."""

@@ -1,0 +1,33 @@
+"""Reward: the completion is about as long as asked."""
+
+from typing import Any
+
+from grpo_cli.rewards._text import Completions, completion_texts
+
+UNITS = ("characters", "tokens")
+
+
+def length(
+    completions: Completions,
+    completion_ids: list[list[int]] | None = None,
+    *,
+    target: int = 20,
+    unit: str = "characters",
+    **_: Any,
+) -> list[float | None]:
+    """Minus the distance between the completion's length and `target`: 0.0 is best.
+
+    Recipe args:
+        target: the length wanted, 0 or more.
+        unit: "characters" counts the completion's text, "tokens" its token ids as sampled, the end
+            token included.
+    """
+    if unit not in UNITS:
+        raise ValueError(f"length: unit is {unit!r}; it must be one of {', '.join(UNITS)}.")
+    if isinstance(target, bool) or not isinstance(target, int) or target < 0:
+        raise ValueError(f"length: target is {target!r}; it must be a whole number, 0 or more.")
+    if unit == "tokens" and completion_ids is None:
+        raise ValueError('length: unit "tokens" needs completion_ids, and none were passed.')
+    measured = completion_ids if unit == "tokens" else completion_texts(completions)
+    assert measured is not None
+    return [-float(abs(target - len(one))) for one in measured]

@@ -1,0 +1,80 @@
+"""Makes the data under grpo_cli/samples from published data sets.
+
+    python scripts/make_samples.py --data ../shared/data
+
+The same input gives the same bytes. What the files are, and whose: grpo_cli/samples/README.md.
+"""
+
+import argparse
+import gzip
+import json
+import random
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+SAMPLES = Path(__file__).resolve().parent.parent / "grpo_cli" / "samples"
+LICENSES = ("grade-school-math.MIT.txt",)
+ARITHMETIC_SEED = 0
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the data under grpo_cli/samples.")
+    parser.add_argument("--data", type=Path, required=True, help="folder with gsm8k/")
+    data: Path = parser.parse_args().data
+
+    gsm8k_train = read(data / "gsm8k" / "train.jsonl.gz")
+    gsm8k_test = read(data / "gsm8k" / "test.jsonl")
+    arithmetic = sums(below=40)
+    gsm8k_fields = ("id", "question", "answer", "solution")
+
+    (SAMPLES / "LICENSES").mkdir(parents=True, exist_ok=True)
+    write("gsm8k_train.jsonl.gz", keep(gsm8k_train[:1000], gsm8k_fields))
+    write("gsm8k_test.jsonl", keep(spread(gsm8k_test, 200), gsm8k_fields))
+    write("arithmetic_train.jsonl", arithmetic[:1400])
+    write("arithmetic_test.jsonl", arithmetic[1400:])
+    for name in LICENSES:
+        shutil.copyfile(data / "LICENSES" / name, SAMPLES / "LICENSES" / name)
+
+
+def sums(below: int) -> list[Row]:
+    """Every ordered pair of whole numbers below `below`, in an order that looks random.
+
+    Numbers have two digits, so that every sum reads alike and a small model generalises from few.
+    """
+    rows = [
+        {"question": f"{a:02}+{b:02}=", "answer": f"{a + b:02}"}
+        for a in range(below)
+        for b in range(below)
+    ]
+    random.Random(ARITHMETIC_SEED).shuffle(rows)
+    return rows
+
+
+def spread(rows: Sequence[Row], count: int) -> list[Row]:
+    """`count` of the rows, at even distances, as the sources are sorted by subject."""
+    return [rows[i * len(rows) // count] for i in range(count)]
+
+
+def keep(rows: Iterable[Row], fields: Sequence[str]) -> list[Row]:
+    return [{field: row[field] for field in fields} for row in rows]
+
+
+def read(path: Path) -> list[Row]:
+    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def write(name: str, rows: Iterable[Row]) -> None:
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    # Without mtime=0 the archive would hold the time of writing, and differ each time.
+    path = SAMPLES / name
+    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+    print(f"{path.relative_to(SAMPLES.parent.parent)}: {len(path.read_bytes()):,} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,375 @@
+import importlib
+import importlib.resources
+import inspect
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_cli.rewards._text import boxed_answers, hashes_answer
+from grpo_cli.rewards.boxed_format import boxed_format
+from grpo_cli.rewards.exact_match import exact_match
+from grpo_cli.rewards.length import length
+from grpo_cli.rewards.math import math
+
+REWARDS: list[Callable[..., list[float | None]]] = [exact_match, math, boxed_format, length]
+
+
+def as_chat(text: str) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "args", "expected"),
+    [
+        ("37", "37", {}, 1.0),
+        ("38", "37", {}, 0.0),
+        ("37 ", "37", {}, 1.0),
+        ("37", " 37\n", {}, 1.0),
+        ("37 ", "37", {"strip": False}, 0.0),
+        ("3 7", "37", {}, 0.0),
+        ("037", "37", {}, 0.0),
+        ("", "37", {}, 0.0),
+        ("", "", {}, 1.0),
+        ("Paris", "paris", {}, 0.0),
+        ("Paris", "paris", {"ignore_case": True}, 1.0),
+        ("STRASSE", "straße", {"ignore_case": True}, 1.0),
+        ("37", 37, {}, 1.0),
+        ("0.5", 0.5, {}, 1.0),
+        ("None", None, {}, None),
+    ],
+)
+def test_exact_match(
+    completion: str, answer: Any, args: dict[str, Any], expected: float | None
+) -> None:
+    assert exact_match([completion], [answer], **args) == [expected]
+    assert exact_match([as_chat(completion)], [answer], **args) == [expected]
+
+
+EQUAL = [
+    # (completion, gold)
+    (r"so \boxed{\frac{3}{4}}.", r"\frac{3}{4}"),
+    (r"\boxed{3/4}", r"\frac{3}{4}"),
+    (r"\boxed{0.75}", r"\frac{3}{4}"),
+    (r"\boxed{\frac34}", r"\dfrac{3}{4}"),
+    (r"\boxed{x \in [-2,7]}", r"x \in [-2,7]"),
+    (r"\boxed{[-2, 7]}", r"x \in [-2,7]"),
+    (r"\boxed{-2 \le x \le 7}", r"[-2,7]"),
+    (r"\boxed{4i+8}", "8+4i"),
+    (r"\boxed{(x-1)(x+1)}", "x^2 - 1"),
+    (r"\boxed{-\sqrt2, \sqrt 2}", r"\sqrt{2}, -\sqrt{2}"),
+    (
+        r"\boxed{\begin{bmatrix}1&0\\0&3\end{bmatrix}}",
+        r"\begin{pmatrix} 1 & 0 \\ 0 & 3 \end{pmatrix}",
+    ),
+    (r"\boxed{x=5}", "5"),
+    (r"\boxed{5}", "x=5"),
+    (r"\boxed{1080}", "1,080"),
+    (r"\boxed{1,\!080}", "1080"),
+    (r"\boxed{1{,}080.00}", "1,080"),
+    (r"\boxed{-1\,080}", "-1,080"),
+    (r"\boxed{\$18.00}", "18"),
+    (r"\boxed{$18$}", r"\$18"),
+    (r"\boxed{18\%}", "18"),
+    (r"\boxed{18 dollars}", "18"),
+    (r"\boxed{5\text{ cm}}", "5"),
+    (r"\boxed{50^\circ}", "50"),
+    (r"\boxed{5.}", "5"),
+    (r"\boxed{3120}", "3120_4"),
+    (r"\boxed{3120_{4}}", "3120_4"),
+    (r"\boxed{Evelyn}", r"\text{Evelyn}"),
+    (r"\boxed{\textbf{even}}", r"\text{Even}"),
+    (r"\boxed{C}", r"\text{(C)}"),
+    (r"\boxed{0.333333333}", r"\frac{1}{3}"),
+    (r"\boxed{" + "9" * 900 + "}", "9" * 900),
+    # where the answer stands
+    (r"\boxed{1} no, \boxed{2}", "2"),
+    (r"\boxed{3} and then \boxed{4", "3"),
+    (r"\boxed {3}", "3"),
+    (r"\fbox{3}", "3"),
+    (r"\boxed{3} #### 4", "3"),
+    ("48/2 = <<48/2=24>>24\n#### 24", "24"),
+    ("24 so #### 24", "24"),
+    ("#### $1,080\n", "1080"),
+    ("#### Step 2\nWe get 7", "7"),
+    ("#### yes", "yes"),
+    ("The answer is 42.", "42"),
+    ("The answer is $1,080.", "1080"),
+    ("12+25=37", "37"),
+    (r"The length is $2\sqrt{5}.$", r"2\sqrt{5}"),
+    ("**Answer:** 1/2", "0.5"),
+    ("x = -5", "-5"),
+    ("Evelyn", r"\text{Evelyn}"),
+    # the gold answer may be a whole solution, or a number
+    ("#### 24", "48/2 = <<48/2=24>>24\n#### 24"),
+    (r"\boxed{24}", r"It is \boxed{24}."),
+    (r"\boxed{24}", 24),
+    (r"\boxed{1/2}", 0.5),
+]
+
+DIFFERENT = [
+    (r"\boxed{\frac{4}{3}}", r"\frac{3}{4}"),
+    (r"\boxed{(-2,7)}", r"x \in [-2,7]"),
+    (r"\boxed{8-4i}", "8+4i"),
+    (r"\boxed{\sqrt2}", r"\sqrt{2}, -\sqrt{2}"),
+    (r"\boxed{(2,1)}", "(1,2)"),
+    (r"\boxed{1, 2}", "1,2,3"),
+    (r"\boxed{3 \text{ or } 4}", "3"),
+    (r"\boxed{1,080}", "1,081"),
+    (r"\boxed{0.18}", r"18\%"),
+    (r"\boxed{3120_5}", "3120_4"),
+    (r"\boxed{odd}", r"\text{even}"),
+    (r"\boxed{D}", r"\text{(C)}"),
+    (r"\boxed{0.33}", r"\frac{1}{3}"),
+    (r"\boxed{10000000000000001}", "10000000000000000"),
+    (r"\boxed{y=5}", "x=5"),
+    (r"\boxed{2} no, \boxed{1}", "2"),
+    (r"2 \boxed{}", "2"),
+    (r"\boxed{" + "1+" * 600 + "1}", "601"),  # over the length of any answer
+    ("#### 24\nQuestion: what is 7?\n#### 7", "24"),
+    ("", "5"),
+    ("no number here", "5"),
+    (r"16\sqrt{2} is $16\sqrt{2}.$", "16"),
+]
+
+HOSTILE = [
+    "\\boxed{\x00}",
+    "\x00\x00",
+    "\\boxed{\ud800}",
+    r"\boxed{9**9**9**9}",
+    r"\boxed{9^{9^{9^9}}}",
+    r"\boxed{" + "{" * 5000 + "}" * 5000 + "}",
+    r"\boxed{" * 30_000,
+    "}" * 50_000,
+    "1" * 100_000,
+    r"\boxed{" + "1" * 100_000 + "}",
+    "#### " * 30_000,
+    "#### a\n" * 30_000 + "x",
+    "1 " * 20_000,
+    "$" * 20_000,
+    "answer " * 5_000,
+    r"\frac" * 5_000,
+    r"\boxed{\frac{1}{0}}",
+    r"\boxed{\infty - \infty}",
+    r"\boxed{\begin{pmatrix} 1 & 2 \\ 3}",
+]
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "expected"),
+    [
+        *((completion, gold, 1.0) for completion, gold in EQUAL),
+        *((completion, gold, 0.0) for completion, gold in DIFFERENT),
+    ],
+)
+def test_math(completion: str, gold: Any, expected: float) -> None:
+    assert math([completion], [gold]) == [expected]
+    assert math([as_chat(completion)], [gold]) == [expected]
+
+
+@pytest.mark.parametrize("name", ["gsm8k_test.jsonl", "math_train.jsonl", "arithmetic_test.jsonl"])
+def test_math_agrees_with_the_sample_solutions(name: str) -> None:
+    lines = (importlib.resources.files("grpo_cli") / "samples" / name).read_text("utf-8")
+    rows = [json.loads(line) for line in lines.split("\n") if line]
+    solutions, answers = ([row[key] for row in rows] for key in ("solution", "answer"))
+    assert math(solutions, answers) == [1.0] * len(rows)
+    other_answers = answers[1:] + answers[:1]
+    expected = [float(one == other) for one, other in zip(answers, other_answers, strict=True)]
+    assert math(solutions, other_answers) == expected
+
+
+@pytest.mark.parametrize("completion", HOSTILE, ids=range(len(HOSTILE)))
+def test_math_scores_hostile_text_zero(completion: str) -> None:
+    assert math([completion], ["6"], timeout=1) == [0.0]
+
+
+def test_math_does_not_apply_without_a_gold_answer() -> None:
+    assert math(["5", r"\boxed{5}", "#### 5"], [None, "", "5"]) == [None, None, 1.0]
+
+
+def test_math_sums_timeouts_up_in_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert math([r"\boxed{9^{9^{9^9}}}"] * 2 + ["5"], ["6", "7", "5"], timeout=1) == [0, 0, 1]
+    assert [record.name for record in caplog.records] == ["grpo_cli.rewards.math"]
+    assert "took over 1 s, 2 times" in caplog.text
+
+
+def test_math_lets_a_bug_surface(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> bool:
+        raise TypeError("a bug of ours")
+
+    monkeypatch.setattr("grpo_cli.rewards.math._same_answer", broken)
+    with pytest.raises(TypeError, match="a bug of ours"):
+        math([r"\boxed{5}"], ["6"])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"\boxed{\frac{1}{2}} and \fbox{a{b{c}}}", [r"\frac{1}{2}", "a{b{c}}"]),
+        (r"\boxed{\{1, 2\}}", [r"\{1, 2\}"]),
+        (r"\boxed{\left\{ x \right.}", [r"\left\{ x \right."]),
+        (r"{ \boxed{1} } } \boxed{2}", ["1", "2"]),
+        (r"\boxed{\boxed{1}}", [r"\boxed{1}", "1"]),
+        (r"\boxed{1", []),
+        (r"\boxed 5", []),
+        (r"\unboxed{1}", []),
+        ("", []),
+    ],
+)
+def test_boxed_answers(text: str, expected: list[str]) -> None:
+    assert boxed_answers(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a\n#### 42", "42"),
+        ("#### 1\n#### 2\nmore", "2"),
+        ("####42  \n\n", "42"),
+        ("####", None),
+        ("### 42", None),
+        ("##### 42", None),
+        ("#### Evelyn", "Evelyn"),
+        ("#### Step 1\ntext", None),
+    ],
+)
+def test_hashes_answer(text: str, expected: str | None) -> None:
+    assert hashes_answer(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "style", "expected"),
+    [
+        (r"The answer is \boxed{42}.", "boxed", 1.0),
+        (r"\boxed{\frac{1}{2}}", "boxed", 1.0),
+        (r"\boxed{wrong but boxed}", "boxed", 1.0),
+        (r"\boxed{1} or \boxed{2}", "boxed", 0.0),
+        (r"\boxed{\boxed{1}}", "boxed", 0.0),
+        (r"\boxed{1} and \boxed{2", "boxed", 0.0),
+        (r"\boxed{1", "boxed", 0.0),
+        (r"\boxed{\frac{1}{2}", "boxed", 0.0),
+        (r"\boxed{}", "boxed", 0.0),
+        (r"\boxed{ }", "boxed", 0.0),
+        (r"\boxed 5", "boxed", 0.0),
+        ("#### 42", "boxed", 0.0),
+        ("", "boxed", 0.0),
+        ("6 * 7 = 42\n#### 42", "hashes", 1.0),
+        ("6 * 7 = 42\n#### 42 \n\n", "hashes", 1.0),
+        ("#### 42", "hashes", 1.0),
+        ("#### 42\nThat is it.", "hashes", 0.0),
+        ("#### 41\n#### 42", "hashes", 0.0),
+        ("so #### 42", "hashes", 0.0),
+        ("a\n####", "hashes", 0.0),
+        ("##### 42", "hashes", 0.0),
+        (r"\boxed{42}", "hashes", 0.0),
+        ("", "hashes", 0.0),
+    ],
+)
+def test_boxed_format(completion: str, style: str, expected: float) -> None:
+    assert boxed_format([completion], style=style) == [expected]
+    assert boxed_format([as_chat(completion)], style=style) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("completion", "ids", "args", "expected"),
+    [
+        ("a" * 20, [], {}, 0.0),
+        ("a" * 17, [], {}, -3.0),
+        ("a" * 50, [], {}, -30.0),
+        ("", [], {}, -20.0),
+        ("äöü", [], {"target": 3}, 0.0),
+        ("anything", [5, 6, 7], {"target": 5, "unit": "tokens"}, -2.0),
+        ("anything", [], {"target": 0, "unit": "tokens"}, 0.0),
+    ],
+)
+def test_length(completion: str, ids: list[int], args: dict[str, Any], expected: float) -> None:
+    assert length([completion], completion_ids=[ids], **args) == [expected]
+    assert length([as_chat(completion)], completion_ids=[ids], **args) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ([], ""),
+        ([{"role": "assistant", "content": None}], ""),
+        ([{"role": "assistant", "tool_calls": []}], ""),
+        ([{"role": "tool", "content": "4"}, {"role": "assistant", "content": "37"}], "37"),
+        ([{"role": "assistant", "content": [{"type": "text", "text": "37"}]}], "37"),
+    ],
+)
+def test_chat_completions_are_read_by_their_last_message(
+    message: list[dict[str, Any]], text: str
+) -> None:
+    assert exact_match([message], [text]) == [1.0]
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+def test_called_as_the_trainer_calls_them(reward: Callable[..., list[float | None]]) -> None:
+    """By keyword, with columns it does not know; one value each; the same when repeated."""
+    texts = [r"\boxed{7}", "#### 8", "nine", ""]
+    batch: dict[str, list[Any]] = {
+        "prompts": ["q"] * 4,
+        "completion_ids": [[1, 2], [3], [4], []],
+        "answer": ["7", "7", "nine", "7"],
+        "subject": ["Algebra"] * 4,
+    }
+    values = reward(completions=texts, **batch)
+    assert len(values) == 4
+    assert all(type(value) is float for value in values)
+    assert reward(completions=texts, **batch) == values
+    assert reward(completions=[as_chat(text) for text in texts], **batch) == values
+    backwards = {column: entries[::-1] for column, entries in batch.items()}
+    assert reward(completions=texts[::-1], **backwards) == values[::-1]
+    assert reward(completions=[], **{column: [] for column in batch}) == []
+
+
+@pytest.mark.parametrize(
+    ("reward", "args", "sentence"),
+    [
+        (boxed_format, {"style": "latex"}, "style is 'latex'; it must be one of boxed, hashes"),
+        (length, {"unit": "words"}, "unit is 'words'; it must be one of characters, tokens"),
+        (length, {"target": -1}, "target is -1; it must be a whole number, 0 or more"),
+        (length, {"target": "20"}, "target is '20'; it must be a whole number, 0 or more"),
+        (length, {"unit": "tokens"}, 'unit "tokens" needs completion_ids'),
+        (math, {"timeout": 0}, "timeout is 0; it must be a whole number of seconds, 1 or more"),
+        (math, {"timeout": 0.5}, "timeout is 0.5; it must be a whole number of seconds"),
+        (math, {"timeout": None}, "timeout is None; it must be a whole number of seconds"),
+    ],
+)
+def test_bad_arguments(
+    reward: Callable[..., list[float | None]], args: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        reward(completions=["5"], answer=["5"], **args)
+
+
+@pytest.mark.parametrize("reward", [exact_match, math])
+def test_columns_of_another_length_are_a_bug(reward: Callable[..., list[float | None]]) -> None:
+    with pytest.raises(ValueError, match="zip"):
+        reward(completions=["5", "6"], answer=["5"])
+
+
+def test_each_file_holds_one_documented_reward_of_its_name() -> None:
+    folder = Path(inspect.getfile(math)).parent
+    names = sorted(path.stem for path in folder.glob("[!_]*.py"))
+    assert names == sorted(reward.__name__ for reward in REWARDS)
+    for name in names:
+        module = importlib.import_module(f"grpo_cli.rewards.{name}")
+        summary = (getattr(module, name).__doc__ or "").splitlines()[0]
+        assert summary.endswith(".")
+        assert len(summary) < 100
+
+
+def test_listing_the_rewards_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, grpo_cli.rewards.math, grpo_cli.rewards.boxed_format\n"
+        "print([name for name in ('sympy', 'math_verify', 'torch') if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
