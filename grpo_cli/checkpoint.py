@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,23 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TRAINING = "training"
-
-
-def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` of the run in `folder` lies."""
-    return folder / "checkpoints" / f"step-{step}"
-
-
-def steps_saved(folder: Path) -> list[int]:
-    """Steps of which the run in `folder` has a whole checkpoint, in order."""
-    names = (p.name for p in (folder / "checkpoints").glob("step-*"))
-    return sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step-(\d+)", name)))
-
-
-def is_model(path: Path) -> bool:
-    """Whether transformers could load a model from this folder."""
-    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+from grpo_cli.folders import TRAINING, checkpoint_path, steps_saved
 
 
 def save(
@@ -76,10 +59,10 @@ def load_state(path: Path) -> dict[str, Any]:
 
 
 def prune(folder: Path, keep_last: int, best: int | None) -> None:
-    """Removes all but the newest `keep_last` checkpoints and the best one."""
+    """Removes all but the newest `keep_last` checkpoints of a run, and the best one."""
     for step in steps_saved(folder)[:-keep_last]:
         if step != best:
-            shutil.rmtree(path_of(folder, step))
+            shutil.rmtree(checkpoint_path(folder, step))
 
 
 def rng_state() -> dict[str, Any]:

@@ -13,7 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    OmegaConfBaseException,
+    ValidationError,
+)
 
 from grpo_cli.errors import UserError, listed, nearest
 
@@ -144,7 +149,11 @@ class Generation:
     top_p: float = knob(1.0, "Keep the likeliest tokens up to this share.", gt=0, le=1)
     top_k: int = knob(0, "Keep the K likeliest tokens; 0 keeps all.", ge=0)
     min_p: float = knob(0.0, "Drop tokens below this share of the likeliest one's.", ge=0, le=1)
-    max_rows: int = knob(512, "Completions decoded at the same time, for memory's sake.", ge=1)
+    max_rows: int = knob(
+        512,
+        "Completions decoded at the same time, for memory's sake; a group is never split.",
+        ge=1,
+    )
 
 
 @dataclass
@@ -289,13 +298,15 @@ def parse(cfg: DictConfig | dict[str, Any]) -> Recipe:
             contradict one another. All ranges are checked, and every violation is named.
     """
     try:
-        typed = OmegaConf.merge(OmegaConf.structured(Recipe), cfg)
+        # As plain values first: a config composed by Hydra lets a key added with `+` through.
+        tree = OmegaConf.to_container(OmegaConf.create(cfg), resolve=True)
+        typed = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(tree))
         recipe = cast(Recipe, OmegaConf.to_object(typed))
         recipe.reward = {
             name: _reward(name, value) for name, value in recipe.reward.items() if value is not None
         }
     except OmegaConfBaseException as error:
-        raise UserError(explain(error)) from error
+        raise UserError(explain(error) or str(error)) from error
     problems = [*_range_violations(recipe), *_contradictions(recipe)]
     if problems:
         raise UserError("\n".join(problems))
@@ -358,6 +369,10 @@ def _range_violations(node: Any, prefix: str = "") -> Iterator[str]:
         if dataclasses.is_dataclass(value):
             yield from _range_violations(value, key + ".")
             continue
+        if key == "reward":
+            for name, reward in value.items():
+                yield from _range_violations(reward, f"reward.{name}.")
+            continue
         for v in value if isinstance(value, list) else [value]:
             if meta.get("choices"):
                 if v not in meta["choices"]:
@@ -382,7 +397,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield "model: set model.path (a hub name or a folder) or choose model=tiny_qwen, not both."
     if model.build is not None:
         b = model.build
-        if b.hidden_size % b.num_heads or b.num_heads % b.num_kv_heads:
+        # max: a 0 is out of range, and is reported as that
+        if b.hidden_size % max(1, b.num_heads) or b.num_heads % max(1, b.num_kv_heads):
             yield (
                 f"model.build: num_heads = {b.num_heads} must divide hidden_size = {b.hidden_size} "
                 f"and be a multiple of num_kv_heads = {b.num_kv_heads}."
@@ -429,11 +445,37 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def explain(error: Exception) -> str:
-    """An OmegaConf or Hydra error as one message that names the key and the nearest known one."""
-    text = str(error)
-    full_key = getattr(error, "full_key", None)
-    message = text.split("\n")[0].strip()
-    if full_key and full_key not in message:
-        message = f"{full_key}: {message}"
-    return message
+def explain(error: BaseException) -> str | None:
+    """What OmegaConf found wrong, as one message; None if the error is of another kind."""
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    for e in reversed(chain):
+        key = str(getattr(e, "full_key", None) or "")
+        if isinstance(e, (ConfigKeyError, ConfigAttributeError)) and key:
+            return f"{key}: there is no such key.{nearest_key(key)}"
+        if isinstance(e, ValidationError) and key:
+            return f"{key}: {first_line(e)}."
+    return first_line(error) if isinstance(error, OmegaConfBaseException) else None
+
+
+def nearest_key(key: str) -> str:
+    """A sentence that offers the knob meant by a misspelt full key."""
+    known = [name for name, _ in knobs()]
+    section, _, last = key.rpartition(".")
+    beside = [k for k in known if k.rpartition(".")[0] == section]
+    same = [k for k in known if k.rpartition(".")[2] == last]  # in another section
+    short = [k for k in known if _initials(k.rpartition(".")[2]) == last]  # lr: learning_rate
+    chosen = same or [k for k in short if k in beside] or short
+    if chosen:
+        return f" Did you mean {' or '.join(chosen)}?"
+    return nearest(key, beside) or nearest(key, known)
+
+
+def _initials(name: str) -> str:
+    return "".join(word[0] for word in name.split("_"))
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].strip().rstrip(".")

@@ -10,6 +10,7 @@ import importlib.resources
 import json
 import os
 import random
+import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,10 @@ def load_rows(config: Dataset, split: str) -> Rows:
     source = config.train if split == "train" else config.eval
     if source is None:
         raise UserError(f"{key}: no data; give a file or a hub name.")
-    path = local_path(source)
+    try:
+        path = local_path(source)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{key} = {source}: there is no such package ({error}).") from error
     table = _load_file(path, key) if path else _load_hub(source, config, split, key)
     for new, old in config.columns.items():
         if old not in table.column_names:
@@ -57,9 +61,13 @@ def load_rows(config: Dataset, split: str) -> Rows:
                 f"dataset.columns.{new} = {old!r}: {source} has no such column; "
                 f"it has {listed(table.column_names)}.{hint}"
             )
-        if new in table.column_names and new != old:
-            table = table.remove_columns(new)
-        table = table.rename_column(old, new)
+    twice = [old for old in config.columns.values() if [*config.columns.values()].count(old) > 1]
+    if twice:
+        raise UserError(f"dataset.columns: {twice[0]!r} cannot be renamed to two names.")
+    # All at once, so that columns may change places.
+    replaced = config.columns.keys() - set(config.columns.values())
+    table = table.remove_columns([name for name in table.column_names if name in replaced])
+    table = table.rename_columns({old: new for new, old in config.columns.items()})
     limit = config.train_limit if split == "train" else config.eval_limit
     if limit is not None:
         table = table.select(range(min(limit, len(table))))
@@ -77,7 +85,7 @@ def local_path(source: str) -> Path | None:
     """The file that `source` names, or None for a hub name. `pkg://a.b/c` is a package's file."""
     if source.startswith("pkg://"):
         package, _, name = source.removeprefix("pkg://").partition("/")
-        return Path(str(importlib.resources.files(package))) / name
+        return Path(str(importlib.resources.files(package).joinpath(name)))
     path = Path(os.path.expanduser(source))
     is_file = path.exists() or file_format(path) is not None or source.startswith((".", "/", "~"))
     return path if is_file else None
@@ -85,7 +93,7 @@ def local_path(source: str) -> Path | None:
 
 def file_format(path: Path) -> str | None:
     """The `datasets` builder for a file name, or None if the name is of no known kind."""
-    suffixes = [s for s in path.suffixes if s not in (".gz", ".zst", ".bz2", ".xz")]
+    suffixes = [s for s in path.suffixes if s != ".gz"]
     return FORMATS.get(suffixes[-1].lower()) if suffixes else None
 
 
@@ -105,6 +113,8 @@ def _load_file(path: Path, key: str) -> Any:
         return datasets.load_dataset(kind, data_files=str(path), split="train")
     except Exception as error:  # pyarrow's and datasets' errors have no common base
         cause = str(error.__cause__ or error).split("\n")[0]
+        if "corresponds to no data" in cause:
+            raise UserError(f"{key} = {path}: the data set is empty.") from error
         raise UserError(f"{key} = {path}: cannot be read: {cause}") from error
 
 
@@ -112,11 +122,12 @@ def _check_json(path: Path, key: str) -> None:
     """Finds what `datasets` reports without a place: the first malformed line of a JSON file."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8") as file:
-        start = file.read(1)
-        file.seek(0)
-        if not start:
-            raise UserError(f"{key} = {path}: the data set is empty.")
+        start = ""
         try:
+            start = file.read(1)
+            file.seek(0)
+            if not start:
+                raise UserError(f"{key} = {path}: the data set is empty.")
             if start == "[":  # one JSON array
                 json.load(file)
                 return
@@ -128,6 +139,8 @@ def _check_json(path: Path, key: str) -> None:
             raise UserError(f"{key} = {path}, line {at}: malformed JSON ({error.msg}).") from error
         except UnicodeDecodeError as error:
             raise UserError(f"{key} = {path}: is not UTF-8 text ({error.reason}).") from error
+        except (OSError, EOFError) as error:  # no gzip, or a part of one
+            raise UserError(f"{key} = {path}: cannot be read: {error}") from error
 
 
 def _load_hub(source: str, config: Dataset, split: str, key: str) -> Any:
@@ -214,13 +227,25 @@ def _prompt_text(row: dict[str, Any], config: Dataset, number: int) -> Any:
             )
         messages = list(row["prompt"])
     else:
-        text = config.prompt.format_map(row)
+        text = fill(config.prompt, row, number)
         if not config.chat:
             return text
         messages = [{"role": "user", "content": text}]
     if config.system is not None:
         messages.insert(0, {"role": "system", "content": config.system})
     return messages
+
+
+def fill(template: str, row: dict[str, Any], number: int) -> str:
+    """A template with the row's columns filled in.
+
+    Raises:
+        UserError: a column that it names is null in this row.
+    """
+    for _, name, _, _ in string.Formatter().parse(template):
+        if name is not None and row.get(name, "") is None:
+            raise UserError(f"row {number}: the column {name!r}, which a template names, is null.")
+    return template.format_map(row)
 
 
 class PromptStream:
@@ -260,4 +285,4 @@ def solution_pairs(rows: Rows, config: Dataset) -> Iterator[tuple[Any, str]]:
     """(prompt text, worked solution) of each row, for the warm-up of a built model."""
     assert config.solution is not None, "checked when the recipe was parsed"
     for number, row in enumerate(rows.rows):
-        yield _prompt_text(row, config, number), config.solution.format_map(row)
+        yield _prompt_text(row, config, number), fill(config.solution, row, number)

@@ -14,10 +14,7 @@ class TrainingError(Exception):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A sentence that offers the name meant, or "" when nothing known is near `name`."""
-    known = sorted(set(known))
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    if not close:  # `lr` is far from `learning_rate` by edit distance, near by its last part
-        close = [k for k in known if name and k.rsplit(".", 1)[-1].startswith(name)][:3]
+    close = difflib.get_close_matches(name, sorted(set(known)), n=2, cutoff=0.7)
     return f" Did you mean {' or '.join(close)}?" if close else ""
 
 

@@ -14,11 +14,12 @@ from grpo_cli.config import Recipe
 from grpo_cli.distributed import Workers
 from grpo_cli.generation import Generator, sample
 from grpo_cli.metrics import mean
-from grpo_cli.rollouts import Group, Prompt
+from grpo_cli.rollouts import Group, Prompt, derive_seed
 from grpo_cli.sampling import Sampling
 from grpo_cli.scoring import Scorer
 
 Z_95 = 1.959964  # 97.5 % point of the normal distribution
+STREAM = -1  # apart from the streams of training, which are numbered by position
 CHUNK = 64  # rows between two signs of progress
 
 
@@ -66,7 +67,7 @@ class Evaluator:
                 own[start : start + CHUNK],
                 config.num_samples,
                 sampling,
-                self.recipe.seed,
+                derive_seed(self.recipe.seed, STREAM),
             )
             progress(min(len(groups) * self.workers.size, len(self.prompts)), "rows completed")
         with self.workers.together():

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from grpo_cli import checkpoint, data, tracking
+from grpo_cli import data, folders, tracking
 from grpo_cli.config import Recipe
 from grpo_cli.errors import UserError, nearest
 from grpo_cli.scoring import Scorer
-
-# What a run leaves in its folder; `overwrite=true` removes these and nothing else.
-RUN_FILES = ("recipe.yaml", "command.txt", "metrics.jsonl", "summary.json", "curves.png")
-RUN_FOLDERS = ("checkpoints", "completions", "eval", "tensorboard")
 
 # Groups that a stored recipe offers again, so that `grpo eval CHECKPOINT generation=...` works.
 GROUPS = (
@@ -77,29 +72,29 @@ def find_resume(recipe: Recipe, folder: Path) -> Path | None:
     Raises:
         UserError: the folder holds another run, or there is no such checkpoint.
     """
-    saved = checkpoint.steps_saved(folder)
+    saved = folders.steps_saved(folder)
     if recipe.resume is not None and recipe.overwrite:
         raise UserError("overwrite=true discards the run that resume would go on with; set one.")
     if recipe.resume == "auto":
-        if not saved and holds_run(folder) and not (folder / "checkpoints").is_dir():
+        if not saved and folders.holds_run(folder) and not (folder / "checkpoints").is_dir():
             return None  # stopped before its first checkpoint
-        return checkpoint.path_of(folder, saved[-1]) if saved else None
+        return folders.checkpoint_path(folder, saved[-1]) if saved else None
     if recipe.resume is not None:
         path = Path(recipe.resume).expanduser()
-        if not (path / checkpoint.TRAINING / "state.pt").is_file():
+        if not folders.has_training_state(path):
             beside = [str(p) for p in path.parent.glob("step-*")] if path.parent.is_dir() else []
             raise UserError(
                 f"resume = {path}: no checkpoint with a training state lies there; give `auto` or "
                 f"a folder such as outputs/NAME/checkpoints/step-100.{nearest(str(path), beside)}"
             )
         inside = path.resolve().parent.parent == folder.resolve()
-        if not inside and holds_run(folder):
+        if not inside and folders.holds_run(folder):
             raise UserError(
                 f"output_dir = {folder}: holds another run than resume = {path}; "
                 "choose another output_dir."
             )
         return path
-    if holds_run(folder) and not recipe.overwrite:
+    if folders.holds_run(folder) and not recipe.overwrite:
         newest = f" up to step {saved[-1]}" if saved else ""
         raise UserError(
             f"output_dir = {folder}: holds a run already{newest}; go on with resume=auto, discard "
@@ -108,37 +103,18 @@ def find_resume(recipe: Recipe, folder: Path) -> Path | None:
     return None
 
 
-def holds_run(folder: Path) -> bool:
-    """Whether a run has written into this folder."""
-    return any((folder / name).exists() for name in (*RUN_FILES, "checkpoints"))
-
-
-def discard_run(folder: Path) -> None:
-    """Removes what a run left in its folder, and nothing else."""
-    for name in RUN_FILES:
-        (folder / name).unlink(missing_ok=True)
-    for name in RUN_FOLDERS:
-        shutil.rmtree(folder / name, ignore_errors=True)
-
-
 def check_model_path(recipe: Recipe) -> None:
     """Raises a UserError if model.path names a folder that holds no model."""
     if recipe.model.path is None:
         return
     path = Path(recipe.model.path).expanduser()
     if path.is_dir():
-        if not checkpoint.is_model(path):
+        if not folders.is_model(path):
             raise UserError(
                 f"model.path = {path}: the folder holds no model (config.json, *.safetensors)."
             )
-    elif looks_local(recipe.model.path):
+    elif folders.looks_local(recipe.model.path):
         raise UserError(f"model.path = {path}: there is no such folder.")
-
-
-def looks_local(path: str) -> bool:
-    """Whether a model name can only be a path: hub names are `name` or `owner/name`."""
-    parts = Path(path).parts
-    return path.startswith((".", "/", "~")) or len(parts) > 2 or Path(parts[0]).is_dir()
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:

@@ -99,6 +99,10 @@ class Reporter:
         if self.config.plots and metrics:
             draw_curves(self.folder / "curves.png", metrics, summary)
         self.console.print(closing_table(metrics, summary))
+        for what in ("best_checkpoint", "last_checkpoint"):
+            if summary[what] is not None:
+                self.say(f"{what.replace('_', ' ')}: {summary[what]}")
+        self.say(f"{clock(summary['seconds'])} in all; metrics, curves and summary: {self.folder}")
 
 
 class Bar:

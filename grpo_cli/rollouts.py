@@ -93,6 +93,14 @@ class Batch:
         """Completion tokens, [B, C]."""
         return self.input_ids[:, -self.loss_mask.shape[1] :]
 
+    def masked(self, values: Tensor) -> Tensor:
+        """[B, C] values, 0 where nothing trains.
+
+        What a model says of padding can be anything, its exp inf, and inf · 0 is NaN: a mask has to
+        be applied before an exp and not only after it.
+        """
+        return values.masked_fill(self.loss_mask == 0, 0.0)
+
 
 def collate(rollouts: Sequence[Rollout], device: torch.device) -> Batch:
     """Pads B rollouts into a `Batch` on `device`."""
@@ -177,5 +185,11 @@ def derive_seed(*parts: int) -> int:
 
 
 def placeholder() -> Rollout:
-    """A rollout that trains on nothing: no reward applies to it."""
-    return Rollout(Prompt(0, [0], "", {}), Completion([0], [0.0], "stop"), "")
+    """A rollout that trains on nothing, for no reward applies to it, with all that others have."""
+    return Rollout(
+        Prompt(0, [0], "", {}),
+        Completion([0], [0.0], "stop"),
+        text="",
+        old_logprobs=torch.zeros(1),
+        ref_logprobs=torch.zeros(1),
+    )

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import grpo_cli
-from grpo_cli import checkpoint, data, policy, prepare, tiny
+from grpo_cli import checkpoint, data, folders, policy, prepare, tiny
 from grpo_cli.config import Recipe
 from grpo_cli.distributed import Workers
 from grpo_cli.evaluate import Evaluation, Evaluator
@@ -92,6 +92,7 @@ class Run:
     evaluator: Evaluator | None
     reporter: Reporter
     stop: Stop
+    stopped_by: int | None = None  # the signal that ended the run early
     state: State = field(default_factory=State)
     started: float = field(default_factory=time.monotonic)
 
@@ -125,7 +126,7 @@ class Run:
             now = time.monotonic()
             state.seconds, self.started = state.seconds + now - self.started, now
             checkpoint.save(
-                checkpoint.path_of(self.folder, state.step),
+                folders.checkpoint_path(self.folder, state.step),
                 self.policy,
                 self.tokenizer,
                 {"run": asdict(state), "optimizer": self.optimizer.state_dict(), "rng": rng},
@@ -143,7 +144,7 @@ class Run:
         self.state = State(**saved["run"])
         if len(saved["rng"]) == self.workers.size:
             checkpoint.set_rng_state(saved["rng"][self.workers.rank])
-        stored = yaml.safe_load((path / checkpoint.TRAINING / "recipe.yaml").read_text("utf-8"))
+        stored = yaml.safe_load((path / folders.TRAINING / "recipe.yaml").read_text("utf-8"))
         self.reporter.say(f"going on from {path}, step {self.state.step}")
         for change in prepare.differences(stored, self.recipe):
             self.reporter.say(f"  changed since: {change}")
@@ -177,13 +178,14 @@ class Run:
         return on_schedule or step == self.recipe.steps or step == self.state.best_step
 
     def stop_requested(self) -> bool:
-        """Whether any process was told to stop."""
-        return self.workers.max(float(self.stop.signal or 0)) > 0
+        """Whether any process was told to stop; every process gets the same answer."""
+        self.stopped_by = int(self.workers.max(float(self.stop.signal or 0))) or None
+        return self.stopped_by is not None
 
     def finish(self) -> None:
         """summary.json, curves, closing table."""
         state = self.state
-        saved = checkpoint.steps_saved(self.folder)
+        saved = folders.steps_saved(self.folder)
         best = state.best_step if state.best_step in saved else None
         self.reporter.finish(
             {
@@ -192,9 +194,11 @@ class Run:
                 "steps": state.step,
                 "before": readable(state.before) if state.before else None,
                 "after": readable(state.after) if state.after else None,
-                "best_checkpoint": str(checkpoint.path_of(self.folder, best)) if best else None,
+                "best_checkpoint": str(folders.checkpoint_path(self.folder, best))
+                if best
+                else None,
                 "best_accuracy": state.best_accuracy if best else None,
-                "last_checkpoint": str(checkpoint.path_of(self.folder, saved[-1]))
+                "last_checkpoint": str(folders.checkpoint_path(self.folder, saved[-1]))
                 if saved
                 else None,
                 "seconds": round(state.seconds + time.monotonic() - self.started, 1),
@@ -207,6 +211,7 @@ class Run:
 
     def close(self) -> None:
         """Gives back what the run holds, whether it ended well or not."""
+        self.stop.release()
         self.reporter.pause()
         self.generator.close()
 
@@ -224,7 +229,7 @@ def build(prepared: Prepared, command: list[str]) -> Run:
     workers = Workers(recipe.device, recipe.mixed_precision)
     if workers.is_main:
         if recipe.overwrite:
-            prepare.discard_run(folder)
+            folders.discard_run(folder)
         write_text(folder / "recipe.yaml", prepare.as_yaml(recipe))
         write_text(folder / "command.txt", shlex.join(command) + "\n")
     workers.barrier()

@@ -56,7 +56,10 @@ def draw(log_p: Tensor, uniforms: Tensor) -> Tensor:
     Returns:
         [B] token ids.
     """
-    cdf = log_p.exp().cumsum(-1)  # [B, V]; float32 sums need not end at 1, hence the scaling below
+    p = log_p.exp()  # [B, V]
+    # A GPU's prefix sums need not rise from one to the next. cummax makes them, and puts tokens of
+    # probability 0 where the one before them stands. Nor need they end at 1, hence the scaling.
+    cdf = p.cumsum(-1).masked_fill(p == 0, 0.0).cummax(-1).values
     # right=True skips tokens of probability 0: the first index with cdf > target has some.
     tokens = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True).squeeze(-1)
     # When rounding puts the target at the sum itself, the last token of some probability is meant.

@@ -11,12 +11,14 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpo_cli.rewards
 from grpo_cli.config import Reward
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
-from grpo_cli.rollouts import Rollout
+
+if TYPE_CHECKING:
+    from grpo_cli.rollouts import Rollout
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
@@ -124,7 +126,7 @@ class _Term:
         }
         arguments = {name: arguments[name] for name in self.standard}
         for column in rollouts[0].prompt.columns:
-            if self.signature.takes(column):
+            if column not in STANDARD and self.signature.takes(column):
                 arguments[column] = [r.prompt.columns[column] for r in rollouts]
         return self.function(**{**arguments, **self.args})
 
@@ -152,6 +154,12 @@ class Scorer:
                     raise UserError(
                         f"reward.{name}.args.{argument}: {spec.function} takes no such argument; "
                         f"it takes {listed(signature.named)}.{nearest(argument, signature.named)}"
+                    )
+            for argument, p in inspect.signature(function).parameters.items():
+                if p.kind is p.KEYWORD_ONLY and p.default is p.empty and argument not in spec.args:
+                    raise UserError(
+                        f"reward.{name}: {spec.function} needs the argument {argument!r}; set "
+                        f"reward.{name}.args.{argument}."
                     )
             missing = [c for c in signature.required if c not in columns and c not in spec.args]
             if missing:

@@ -181,18 +181,21 @@ def objective(
     """
     config, mask = run.recipe.loss, batch.loss_mask  # mask: [B, C]
     logprobs, entropy = policy.score(run.model, batch, run.recipe.generation.temperature)  # [B, C]
-    old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    logprobs = batch.masked(logprobs)
+    old = batch.old_logprobs
+    old_logprobs = logprobs.detach() if old is None else batch.masked(old)
     clip = (config.epsilon, config.epsilon_high)
     per_token = losses.POLICY[config.policy](logprobs, old_logprobs, batch.advantages, *clip)
     measured = {"entropy": entropy}
-    if batch.ref_logprobs is not None:
-        kl = losses.k3(logprobs, batch.ref_logprobs)
+    if config.beta:
+        assert batch.ref_logprobs is not None, "computed for every rollout before the update"
+        kl = losses.k3(logprobs, batch.masked(batch.ref_logprobs))
         per_token = per_token + config.beta * kl
         measured["kl"] = kl.detach()
     loss = (per_token * losses.token_weights(mask, config.normalize, counts)).sum()
 
     low, high = losses.clip_flags(logprobs.detach(), old_logprobs, batch.advantages, *clip)
-    difference = (old_logprobs - batch.sampling_logprobs).abs() * mask
+    difference = (old_logprobs - batch.masked(batch.sampling_logprobs)).abs()
     measured |= {
         "clip_ratio/low_mean": low,
         "clip_ratio/high_mean": high,

@@ -6,14 +6,16 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from grpo_cli import cli, config, data, prepare, scoring
+from grpo_cli import compose as composing
+from grpo_cli import config, data, prepare, scoring
 
-RECIPES = [p.stem for p in cli.recipe_files()]
-GROUP_FILES = sorted(p.relative_to(cli.RECIPES) for p in cli.RECIPES.glob("*/*.yaml"))
+FOLDER = composing.recipe_files()[0].parent
+RECIPES = [p.stem for p in composing.recipe_files()]
+GROUP_FILES = sorted(p.relative_to(FOLDER) for p in FOLDER.glob("*/*.yaml"))
 
 
 def composed(name: str, *overrides: str) -> config.Recipe:
-    cli.register_schema()
+    composing.register_schema()
     with initialize_config_module("grpo_cli.recipes", version_base="1.3"):
         return config.parse(compose(name, [f"recipe={name}", *overrides]))
 

@@ -172,9 +172,9 @@ def test_math(completion: str, gold: Any, expected: float) -> None:
     assert math([as_chat(completion)], [gold]) == [expected]
 
 
-@pytest.mark.parametrize("name", ["gsm8k_test.jsonl", "math_train.jsonl", "arithmetic_test.jsonl"])
-def test_math_agrees_with_the_sample_solutions(name: str) -> None:
-    lines = (importlib.resources.files("grpo_cli") / "samples" / name).read_text("utf-8")
+def test_math_agrees_with_the_sample_solutions() -> None:
+    sample = importlib.resources.files("grpo_cli") / "samples" / "gsm8k_test.jsonl"
+    lines = sample.read_text("utf-8")
     rows = [json.loads(line) for line in lines.split("\n") if line]
     solutions, answers = ([row[key] for row in rows] for key in ("solution", "answer"))
     assert math(solutions, answers) == [1.0] * len(rows)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_cli import checkpoint, config, prepare, run, train
+from grpo_cli import config, folders, prepare, run, train
 from grpo_cli.errors import TrainingError
 from grpo_cli.rollouts import collate
 
@@ -92,6 +92,11 @@ def one_update(live: run.Run) -> tuple[list[torch.Tensor], dict[str, float]]:
     )
     live.scorer.score([r for g in groups for r in g.rollouts])
     train.assign_advantages(groups, dict(train.outcomes(groups)), "group")
+    if live.reference is not None:
+        for r, logprobs in train.logprobs_of(
+            live.reference, [r for g in groups for r in g.rollouts], live
+        ):
+            r.ref_logprobs = logprobs
     gradients: list[torch.Tensor] = []
     live.optimizer.step = lambda *a, **k: gradients.extend(  # type: ignore[method-assign]
         p.grad.clone() for p in live.policy.parameters()
@@ -159,7 +164,7 @@ def test_the_checkpoint_is_a_model_with_the_generators_logprobs(tmp_path: Path) 
     live = trained(tmp_path)
     prompts = [p.ids for _, p in live.prompts(0)]
     groups = live.generator.generate(prompts, 3, live.sampling, list(range(len(prompts))))
-    model = AutoModelForCausalLM.from_pretrained(checkpoint.path_of(live.folder, 4)).eval()
+    model = AutoModelForCausalLM.from_pretrained(folders.checkpoint_path(live.folder, 4)).eval()
     for prompt, group in zip(prompts, groups, strict=True):
         for c in group:
             with torch.no_grad():
@@ -182,7 +187,7 @@ def test_stop_and_resume_is_the_same_run(tmp_path: Path, changes: dict[str, Any]
     halted.reporter.step = write_and_stop  # type: ignore[method-assign]
     train.train(halted)
     halted.close()
-    assert checkpoint.steps_saved(halted.folder)[-1] == 3
+    assert folders.steps_saved(halted.folder)[-1] == 3
 
     resumed = trained(tmp_path, output_dir=str(tmp_path / "halted"), resume="auto", **changes)
     assert torch.equal(weights(resumed), weights(straight))
@@ -198,7 +203,7 @@ def test_resume_cuts_the_metrics_back_to_the_checkpoint(tmp_path: Path) -> None:
     live = trained(tmp_path)
     torn = live.reporter.metrics_file
     torn.write_text(torn.read_text() + '{"step": 5, "rewa')
-    resumed = trained(tmp_path, resume=str(checkpoint.path_of(live.folder, 2)))
+    resumed = trained(tmp_path, resume=str(folders.checkpoint_path(live.folder, 2)))
     assert [m["step"] for m in metrics(resumed)] == [1, 2, 3, 4]
 
 

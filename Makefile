@@ -1,0 +1,72 @@
+# Needs python3 (3.11 or newer) and make; everything else goes into .venv.
+# The stamp files in .venv remember what is installed, so that the second time is quick.
+
+PYTHON ?= python3
+ARGS ?=
+WORKERS ?= 0
+DEMO ?= outputs/demo
+PIP_FLAGS ?= --quiet
+
+BIN := .venv/bin
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
+PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+ELSEWHERE := not gpu and not vllm and not slurm
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install demo test test-slow lint format types docs clean
+
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST) | while IFS=: read -r name text; do \
+		printf '  make %-10s%s\n' "$$name" "$$text"; done
+	@echo
+	@echo "  PYTHON=python3.12   the Python to make .venv with"
+	@echo "  ARGS='...'          more arguments for demo (steps=20 seed=1) or for pytest (-k name)"
+	@echo "  WORKERS=4           processes for pytest; 0, the default, is one without pytest-xdist"
+
+install: .venv/dev.stamp ## Make .venv with grpo and all that working on it takes
+
+demo: .venv/run.stamp ## Train a tiny model on sums, offline, on the CPU, and evaluate it
+	HF_HUB_OFFLINE=1 $(BIN)/grpo train recipe=arithmetic_tiny overwrite=true output_dir=$(DEMO) $(ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/grpo eval $(DEMO)
+
+test: lint types ## Lint, types, and the tests that take seconds
+	$(PYTEST) -n $(WORKERS) -m "not slow and $(ELSEWHERE)" $(ARGS)
+
+test-slow: .venv/dev.stamp ## The tests that take minutes
+	$(PYTEST) -n $(WORKERS) -m "slow and $(ELSEWHERE)" $(ARGS)
+
+lint: .venv/dev.stamp ## Check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/dev.stamp ## Put style and formatting right where that can be done by itself
+	$(BIN)/ruff check --fix --exit-zero --quiet .
+	$(BIN)/ruff format .
+
+types: .venv/dev.stamp ## Check the types
+	$(BIN)/mypy
+
+docs: .venv/dev.stamp ## Write the table of knobs in docs/recipes.md anew
+	$(BIN)/python scripts/make_docs.py
+
+clean: ## Remove .venv, caches and build leftovers; outputs/ stays
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/made.stamp:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "grpo needs Python 3.11 or newer, but '$(PYTHON)' is: $$($(PYTHON) -V 2>&1);" \
+			"name a newer one, as in make demo PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/run.stamp: .venv/made.stamp pyproject.toml constraints.txt
+	@echo "installing grpo and what it needs into .venv (minutes the first time)"
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+.venv/dev.stamp: .venv/made.stamp pyproject.toml constraints.txt
+	@echo "installing grpo and its development tools into .venv (minutes the first time)"
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch .venv/run.stamp $@

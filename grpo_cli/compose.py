@@ -1,0 +1,209 @@
+"""From a command line to a composed config, with Hydra; and Hydra's errors in one sentence.
+
+A recipe is a Hydra primary config: `recipe=NAME` becomes `--config-name NAME`, and for
+`recipe=./my.yaml` also its folder. Hydra keeps the rest: override grammar, --cfg, --info, --help,
+multirun, completion.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from grpo_cli import config
+from grpo_cli.errors import UserError, listed, nearest
+
+DEFAULT_RECIPE = "arithmetic_tiny"
+
+# Hydra makes no folder and no logging: the run's folder is ours to make, after the checks.
+QUIET_HYDRA = (
+    "hydra.run.dir=.",
+    "hydra.sweep.dir=.",
+    "hydra.sweep.subdir=.",
+    "hydra.output_subdir=null",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+    "hydra.searchpath=[pkg://grpo_cli.recipes]",
+    "hydra.help.header='grpo COMMAND [recipe=NAME] [group=choice ...] [key=value ...]'",
+    "hydra.help.footer='docs/recipes.md explains every key. --hydra-help: flags of Hydra.'",
+)
+VALUED_OPTIONS = ("--cfg", "-c", "--package", "-p", "--info", "-i")
+
+
+def recipe_files() -> list[Path]:
+    """The shipped recipes."""
+    import grpo_cli.recipes
+
+    return sorted(p for folder in grpo_cli.recipes.__path__ for p in Path(folder).glob("*.yaml"))
+
+
+def compose_and_call(argv: list[str], task: Callable[[DictConfig], None]) -> None:
+    """Composes the recipe that the command line names and calls `task` with it.
+
+    With --cfg, --info or --help, Hydra prints and `task` is not called; with --multirun it is
+    called once for each job, one after another.
+
+    Raises:
+        UserError: no such recipe. What `task` raises, and Hydra's and OmegaConf's errors.
+    """
+    register_schema()
+    folder, name, rest = split_recipe(argv)
+    options, overrides = split_options(rest)
+    options += ["--config-name", name]
+    if folder is not None:
+        # As config path, a user's recipe wins over a shipped one of its name; a folder that only
+        # adds groups cannot be it, since the recipe has to lie there.
+        own = (folder / f"{name}.yaml").is_file()
+        options += ["--config-path" if own else "--config-dir", str(folder)]
+    if not _names_itself(folder, name):
+        overrides = [f"recipe={name}", *overrides]
+    # Hydra announces an error that passes through it in words of its own; so none does.
+    raised: list[BaseException] = []
+
+    def guarded(cfg: DictConfig) -> None:
+        job = HydraConfig.get()
+        if job.mode is RunMode.MULTIRUN:  # the jobs of a sweep must not share a folder
+            cfg.output_dir = f"{cfg.output_dir}-{job.job.override_dirname or job.job.num}"
+        try:
+            task(cfg)
+        except BaseException as error:
+            raised.append(error)
+
+    sys.argv = ["grpo", *options, *QUIET_HYDRA, *overrides]
+    try:
+        hydra.main(version_base="1.3", config_path="pkg://grpo_cli.recipes", config_name=name)(
+            guarded
+        )()
+    except ValueError as error:  # flags that exclude one another; what `task` raises is kept apart
+        raise UserError(str(error)) from error
+    except SystemExit as done:  # --help leaves this way
+        if done.code:
+            raise
+    if raised:
+        raise raised[0]
+
+
+def register_schema() -> None:
+    """Makes the typed `Recipe` known to Hydra as the `schema` that every recipe begins with."""
+    store: Any = ConfigStore.instance()
+    store.store(name="schema", node=config.Recipe)
+
+
+def split_recipe(argv: Iterable[str]) -> tuple[Path | None, str, list[str]]:
+    """Takes recipe=... and --config-dir out of a command line.
+
+    Returns:
+        (folder of a recipe from outside or None, its name, the other arguments).
+
+    Raises:
+        UserError: no such recipe, file or folder.
+    """
+    name, folder, rest = DEFAULT_RECIPE, None, []
+    arguments = iter(argv)
+    for argument in arguments:
+        if argument.startswith("recipe="):
+            name = argument.removeprefix("recipe=")
+        elif argument in ("--config-dir", "-cd"):
+            folder = Path(next(arguments, ""))
+        elif argument.startswith("--config-dir="):
+            folder = Path(argument.removeprefix("--config-dir="))
+        else:
+            rest.append(argument)
+    if folder is not None:
+        folder = folder.expanduser().resolve()
+        if not folder.is_dir():
+            raise UserError(f"--config-dir {folder}: there is no such folder.")
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        path = Path(name).expanduser().resolve()
+        if not path.is_file():
+            beside = [p.name for p in path.parent.glob("*.yaml")]
+            raise UserError(f"recipe = {name}: there is no such file.{nearest(path.name, beside)}")
+        return path.parent, path.stem, rest
+    own = sorted(p.stem for p in folder.glob("*.yaml")) if folder is not None else []
+    known = [*own, *(p.stem for p in recipe_files())]
+    if name not in known:
+        raise UserError(
+            f"recipe = {name}: there is no such recipe; there are {listed(known)}, "
+            f"or give a file as recipe=./my.yaml.{nearest(name, known)}"
+        )
+    return folder, name, rest
+
+
+def split_options(argv: Iterable[str]) -> tuple[list[str], list[str]]:
+    """(options with their values, all else): Hydra's parser wants overrides in one stretch."""
+    options: list[str] = []
+    rest: list[str] = []
+    for argument in argv:
+        is_value = bool(options) and options[-1] in VALUED_OPTIONS and "=" not in argument
+        (options if argument.startswith("-") or is_value else rest).append(argument)
+    return options, rest
+
+
+def _names_itself(folder: Path | None, name: str) -> bool:
+    """Whether a recipe says what it is called, as one stored with a run does."""
+    path = folder / f"{name}.yaml" if folder is not None else None
+    if path is None or not path.is_file():
+        return False
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        place = str(getattr(error, "problem_mark", "")).strip()
+        raise UserError(
+            f"recipe = {path}: is not YAML: {getattr(error, 'problem', error)} {place}"
+        ) from error
+    return isinstance(tree, dict) and bool(tree.get("recipe"))
+
+
+def explain(error: BaseException) -> str:
+    """Hydra's or OmegaConf's error as one message: the key, the value, the nearest known name."""
+    plain = config.explain(error)
+    if plain is not None:
+        return plain
+    text = str(error)
+    if match := re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text):
+        group, choice = match.groups()
+        options = [p.stem for p in (recipe_files()[0].parent / group).glob("*.yaml")]
+        return (
+            f"{group} = {choice}: there is no {group}/{choice}.yaml; there are "
+            f"{listed(options)}.{nearest(choice, options)}"
+        )
+    if match := re.search(r"Could not override '([^']+)'", text):
+        return f"{match[1]}: there is no such key or group.{config.nearest_key(match[1])}"
+    override = getattr(error, "override", None)
+    return (f"{override}: " if override else "") + config.first_line(error)
+
+
+def complete(argv: list[str], commands: Iterable[str]) -> None:
+    """Shell completion: Hydra's, with the subcommands and the recipes' names added."""
+    register_schema()
+    line = os.environ.get("COMP_LINE", "")
+    words = line.split()
+    current = "" if line.endswith(" ") or not words else words[-1]
+    before = words[1:-1] if current else words[1:]
+    names = [p.stem for p in recipe_files()]
+    asked = "query" in argv[-1]
+    if asked and not before:
+        print(" ".join(c for c in commands if c.startswith(current)))
+        return
+    if asked and current.startswith("recipe="):
+        print(" ".join(f"recipe={name}" for name in names))
+        return
+    chosen = [w.removeprefix("recipe=") for w in before if w.startswith("recipe=")]
+    name = next((n for n in chosen if n in names), DEFAULT_RECIPE)
+    overrides = [w for w in before[1:] if not w.startswith("recipe=")]
+    os.environ["COMP_LINE"] = " ".join(["grpo", *overrides, current])
+    sys.argv = ["grpo", *argv]
+    hydra.main(version_base="1.3", config_path="pkg://grpo_cli.recipes", config_name=name)(
+        lambda cfg: None
+    )()

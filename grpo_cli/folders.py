@@ -1,0 +1,69 @@
+"""What lies where in the folder of a run. Imports nothing heavy.
+
+recipe.yaml, command.txt              what was asked for
+metrics.jsonl                         one flat object a step
+checkpoints/step-N/                   a model folder; training/ in it is what a resume needs
+completions/step-N.parquet            samples of what was written
+eval/step-N/                          what `grpo eval` found
+summary.json, curves.png              how it ended
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+TRAINING = "training"
+
+# What a run leaves behind; `overwrite=true` removes these and nothing else.
+RUN_FILES = ("recipe.yaml", "command.txt", "metrics.jsonl", "summary.json", "curves.png")
+RUN_FOLDERS = ("checkpoints", "completions", "eval", "tensorboard")
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` of the run in `folder` lies."""
+    return folder / "checkpoints" / f"step-{step}"
+
+
+def steps_saved(folder: Path) -> list[int]:
+    """Steps of which the run in `folder` has a whole checkpoint, in order."""
+    names = (p.name for p in (folder / "checkpoints").glob("step-*"))
+    return sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step-(\d+)", name)))
+
+
+def is_model(path: Path) -> bool:
+    """Whether transformers could load a model from this folder."""
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+
+
+def has_training_state(path: Path) -> bool:
+    """Whether a run can go on from this checkpoint."""
+    return (path / TRAINING / "state.pt").is_file()
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has written into this folder."""
+    return any((folder / name).exists() for name in (*RUN_FILES, "checkpoints"))
+
+
+def discard_run(folder: Path) -> None:
+    """Removes what a run left in its folder, and nothing else."""
+    for name in RUN_FILES:
+        (folder / name).unlink(missing_ok=True)
+    for name in RUN_FOLDERS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def evaluation_folder(model: str) -> Path:
+    """`RUN/eval/step-N` for a run's checkpoint, `outputs/eval/NAME` for another model."""
+    path = Path(model)
+    if path.parent.name == "checkpoints":
+        return path.parent.parent / "eval" / path.name
+    return Path("outputs/eval") / path.name
+
+
+def looks_local(path: str) -> bool:
+    """Whether a model name can only be a path: hub names are `name` or `owner/name`."""
+    parts = Path(path).parts
+    return path.startswith((".", "/", "~")) or len(parts) > 2 or Path(parts[0]).is_dir()

@@ -1,0 +1,86 @@
+"""What every test shares: no network, one thread, a tiny random model, rollouts made by hand."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from typing import Any, Literal
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["GRPO_CACHE"] = tempfile.mkdtemp(prefix="grpo-tests-")  # this session's, then removed
+os.environ["HF_DATASETS_CACHE"] = os.environ["GRPO_CACHE"] + "/datasets"  # read on import
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from grpo_cli import tiny
+from grpo_cli.config import Build
+from grpo_cli.rollouts import Completion, Group, Prompt, Rollout
+
+torch.set_num_threads(1)
+atexit.register(shutil.rmtree, os.environ["GRPO_CACHE"], ignore_errors=True)
+
+CPU = torch.device("cpu")
+BUILD = Build(
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    max_position_embeddings=128,
+    warmup_steps=0,
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes and three special tokens: 259 ids, `<|endoftext|>` 0 (pad), `<|im_end|>` 2 (eos)."""
+    return tiny.make_tokenizer(BUILD, [])
+
+
+@pytest.fixture(scope="session")
+def _model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return tiny.make_model(BUILD, tokenizer)
+
+
+@pytest.fixture
+def model(_model: PreTrainedModel) -> PreTrainedModel:
+    """A random Qwen2, the same in every test, each test's own to change."""
+    return copy.deepcopy(_model)
+
+
+def make_rollout(
+    prompt_ids: Sequence[int] = (5, 6),
+    completion_ids: Sequence[int] = (7, 8),
+    *,
+    logprobs: Sequence[float] | None = None,
+    finish_reason: Literal["stop", "length"] = "stop",
+    prompt: Any = "",
+    text: str = "",
+    columns: dict[str, Any] | None = None,
+    row: int = 0,
+    reward: float = 0.0,
+    parts: dict[str, float | None] | None = None,
+    advantage: float = 0.0,
+) -> Rollout:
+    ids = list(completion_ids)
+    return Rollout(
+        Prompt(row, list(prompt_ids), prompt, columns or {}),
+        Completion(ids, list(logprobs or [0.0] * len(ids)), finish_reason),
+        text,
+        parts or {},
+        reward,
+        advantage,
+    )
+
+
+def make_group(position: int, rollouts: list[Rollout]) -> Group:
+    return Group(position, rollouts[0].prompt, rollouts)

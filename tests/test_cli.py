@@ -1,0 +1,216 @@
+"""The command line: every mistake is one message with exit code 2, before torch's models load."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpo_cli import cli
+from grpo_cli.compose import recipe_files
+
+ROWS = [{"question": f"{a}+1=", "answer": str(a + 1)} for a in range(4)]
+
+
+@pytest.fixture
+def grpo(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command line in this process, in an empty folder with a small data file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["grpo"])
+    write(tmp_path / "rows.jsonl", ROWS)
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        code = cli.run_command(list(argv))
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+MISTAKES = {
+    "unknown recipe": (["recipe=arithmetic_tini"], ["arithmetic_tini", "arithmetic_tiny?"]),
+    "missing recipe file": (["recipe=./mine.yaml"], ["./mine.yaml", "no such file"]),
+    "unknown key": (["optimizer.lr=1"], ["optimizer.lr", "optimizer.learning_rate"]),
+    "misspelt key": (["generation.num_generation=4"], ["Did you mean generation.num_generations"]),
+    "added key": (["+foo=1"], ["foo: there is no such key"]),
+    "key of another section": (["num_generations=4"], ["generation.num_generations?"]),
+    "unknown top key": (["stepz=4"], ["stepz", "steps?"]),
+    "unknown group choice": (["loss=dappo"], ["loss = dappo", "dapo?"]),
+    "wrong type": (["steps=many"], ["steps", "many", "Integer"]),
+    "wrong type deep": (["optimizer.learning_rate=fast"], ["optimizer.learning_rate", "fast"]),
+    "out of range": (["generation.top_p=1.5"], ["generation.top_p = 1.5", "<= 1"]),
+    "below the range": (["steps=0"], ["steps = 0", ">= 1"]),
+    "not a choice": (["device=gpu"], ["device = 'gpu'", "auto, cpu, cuda, mps"]),
+    "missing file": (["dataset.train=row.jsonl"], ["dataset.train = row.jsonl", "rows.jsonl"]),
+    "malformed line": (["dataset.train=torn.jsonl"], ["torn.jsonl, line 2", "malformed JSON"]),
+    "missing column": (["dataset.prompt='{query}'"], ["dataset.prompt", "'query'", "question"]),
+    "empty data": (["dataset.train=empty.jsonl"], ["dataset.train", "empty.jsonl", "is empty"]),
+    "unknown reward": (["reward=[]", "+reward.x.function=exact_mach"], ["exact_match?"]),
+    "unknown module": (["reward=[]", "+reward.x.function=no_mod:fn"], ["no_mod", "cannot import"]),
+    "reward needs a column": (
+        ["dataset.train=plain.jsonl", "dataset.solution=x"],
+        ["reward.exact_match", "'answer'", "plain.jsonl", "question"],
+    ),
+    "reward argument": (["+reward.exact_match.args.stripp=1"], ["stripp", "strip?"]),
+    "another run": (["output_dir=taken"], ["output_dir = taken", "resume=auto", "overwrite=true"]),
+    "resume from nothing": (["resume=nowhere/step-1"], ["resume = nowhere/step-1"]),
+    "model folder": (["model=qwen2_5_0_5b_instruct", "model.path=./none"], ["model.path = none"]),
+    "empty model folder": (
+        ["model=qwen2_5_0_5b_instruct", "model.path=./hollow"],
+        ["model.path = hollow", "holds no model"],
+    ),
+    "contradiction": (["dataset.system=Hi"], ["dataset.system", "dataset.chat=true"]),
+    "grammar": (["reward=[exact_match"], ["reward=[exact_match"]),
+    "unknown command": ("evaluate", ["grpo evaluate", "eval, recipes, rewards, train"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_message(
+    name: str, grpo: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "torn.jsonl").write_text('{"question": "1", "answer": "1"}\n{"question": \n')
+    (tmp_path / "empty.jsonl").write_text("")
+    write(tmp_path / "plain.jsonl", [{"question": "1+1="}])
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "hollow").mkdir()
+    arguments, expected = MISTAKES[name]
+    if isinstance(arguments, str):
+        argv = [arguments]
+    else:
+        own = [a for a in arguments if a.startswith(("dataset.train=", "dataset.eval="))]
+        data = own or ["dataset.train=rows.jsonl"]
+        argv = ["train", *data, "dataset.eval=rows.jsonl"]
+        argv += [a for a in arguments if a not in own]
+    code, _, err = grpo(*argv)
+    assert code == 2, err
+    for part in expected:
+        assert part in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "outputs").exists(), "a refused run leaves nothing behind"
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("hollow", "holds no model"),
+        ("outputs/x/checkpoints/step-9", "there is no such folder"),
+        ("./none", "there is no such folder"),
+    ],
+)
+def test_eval_refuses_a_path_without_a_model(
+    path: str, expected: str, grpo: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "hollow").mkdir()
+    code, _, err = grpo("eval", path)
+    assert (code, expected in err) == (2, True), err
+
+
+def test_a_mistake_ends_in_under_five_seconds_without_transformers(tmp_path: Path) -> None:
+    """In a process of its own: the models' code is not even imported. (No timing: see bench.)"""
+    program = (
+        "import sys; from grpo_cli import cli; "
+        "code = cli.run_command(['train', 'dataset.train=none.jsonl']); "
+        "print(code, 'transformers.models' in sys.modules, 'grpo_cli.policy' in sys.modules)"
+    )
+    root = str(Path(__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert done.stdout.split() == ["2", "False", "False"], done.stdout + done.stderr
+
+
+def test_cfg_prints_the_composed_recipe_and_runs_nothing(
+    grpo: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    code, out, _ = grpo("train", "recipe=math_qwen", "--cfg", "job", "steps=7")
+    assert code == 0
+    assert "recipe: math_qwen" in out
+    assert "steps: 7" in out
+    assert "path: Qwen/Qwen2.5-Math-1.5B" in out
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("argv", [["train", "--help"], ["train", "--info", "defaults"], ["--help"]])
+def test_help_and_info(argv: list[str], grpo: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = grpo(*argv)
+    assert code == 0, err
+    assert "loss" in out or "grpo train" in out
+
+
+def test_recipes_and_rewards_are_listed(grpo: Callable[..., tuple[int, str, str]]) -> None:
+    _, recipes, _ = grpo("recipes")
+    assert recipes.count("\n") == len(recipe_files())
+    _, rewards, _ = grpo("rewards")
+    for name in ("exact_match", "math", "boxed_format", "length"):
+        assert name in rewards
+
+
+def test_a_recipe_of_ones_own_extends_a_shipped_one(
+    grpo: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    own = "defaults: [gsm8k_qwen, override loss: grpo, _self_]\nsteps: 3\n"
+    (tmp_path / "mine.yaml").write_text(own)
+    for argv in (["recipe=./mine.yaml"], ["--config-dir", str(tmp_path), "recipe=mine"]):
+        code, out, err = grpo("train", *argv, "--cfg", "job")
+        assert code == 0, err
+        assert "recipe: mine" in out
+        assert "steps: 3" in out
+        assert "normalize: completions" in out
+
+
+def test_a_folder_of_ones_own_adds_groups(
+    grpo: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss" / "wide.yaml").write_text("epsilon: 0.5\n")
+    _, out, err = grpo("train", "--config-dir", str(tmp_path), "loss=wide", "--cfg", "job")
+    assert "epsilon: 0.5" in out, err
+
+
+def test_a_recipe_of_ones_own_wins_over_a_shipped_one_of_its_name(
+    grpo: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    text = (
+        (recipe_files()[0].parent / "gsm8k_tiny.yaml")
+        .read_text()
+        .replace("steps: 100", "steps: 11")
+    )
+    (tmp_path / "gsm8k_tiny.yaml").write_text(text)
+    _, out, _ = grpo("train", "recipe=./gsm8k_tiny.yaml", "--cfg", "job")
+    assert "\nsteps: 11" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("grpo tr", "train"),
+        ("grpo train recipe=math", "recipe=math_qwen"),
+        ("grpo train loss=", "loss=dapo"),
+        ("grpo train generation.num_g", "generation.num_generations="),
+        ("grpo train recipe=gsm8k_tiny optimizer.learning", "optimizer.learning_rate="),
+    ],
+)
+def test_completion(
+    line: str,
+    expected: str,
+    grpo: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    _, out, err = grpo("-sc", "query=bash")
+    assert expected in out.split(), err

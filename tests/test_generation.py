@@ -1,0 +1,277 @@
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from grpo_cli import policy
+from grpo_cli.generation import TransformersGenerator, sample, uniforms
+from grpo_cli.rollouts import Completion, Prompt, Rollout, collate, derive_seed
+from grpo_cli.sampling import Sampling
+from tests.conftest import CPU
+
+PROMPTS = [[40, 41, 42, 43, 44, 45, 46], [50], [60, 61, 62], [70, 71, 72, 73], [80, 81, 80, 81]]
+SEEDS = [11, 12, 13, 14, 15]
+# Ids that a random model samples one in five times: completions end after a few tokens.
+MANY_EOS = list(range(200, 259))
+
+
+def generate(
+    model: PreTrainedModel,
+    sampling: Sampling,
+    *,
+    order: Sequence[int] = range(5),
+    num_generations: int = 2,
+    eos_ids: Sequence[int] = MANY_EOS,
+    max_rows: int = 100,
+) -> dict[int, list[Completion]]:
+    """Completions by number of the prompt, for some prompts in some order."""
+    groups = TransformersGenerator(model, eos_ids, max_rows).generate(
+        [PROMPTS[i] for i in order], num_generations, sampling, [SEEDS[i] for i in order]
+    )
+    assert [len(g) for g in groups] == [num_generations] * len(order)
+    return dict(zip(order, groups, strict=True))
+
+
+def same(a: Completion, b: Completion) -> bool:
+    close = a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+    return a.ids == b.ids and a.finish_reason == b.finish_reason and close
+
+
+def one_by_one(model: PreTrainedModel, prompt: list[int], length: int, eos: int) -> list[int]:
+    """transformers' own greedy completion of one prompt."""
+    out = model.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=length, eos_token_id=eos
+    )
+    ids: list[int] = out[0, len(prompt) :].tolist()
+    return ids
+
+
+def test_greedy_is_that_of_transformers(model: PreTrainedModel) -> None:
+    unending = [one_by_one(model, prompt, 10, eos=-1) for prompt in PROMPTS]
+    eos = unending[0][4]  # so that one row ends while others go on
+    expected = [one_by_one(model, prompt, 10, eos) for prompt in PROMPTS]
+    assert sorted({len(ids) for ids in expected})[0] < 10
+    found = generate(model, Sampling(10, temperature=0), num_generations=1, eos_ids=[eos])
+    assert [found[i][0].ids for i in range(5)] == expected
+    ends = ["stop" if ids[-1] == eos else "length" for ids in expected]
+    assert [found[i][0].finish_reason for i in range(5)] == ends
+    assert set(ends) == {"stop", "length"}
+
+
+def test_greedy_takes_a_batch_of_transformers_with_padding_too(model: PreTrainedModel) -> None:
+    width = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in PROMPTS])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS])
+    out = model.generate(
+        ids, attention_mask=mask, do_sample=False, max_new_tokens=8, eos_token_id=-1
+    )
+    found = generate(model, Sampling(8, temperature=0), num_generations=1, eos_ids=[])
+    assert [found[i][0].ids for i in range(5)] == out[:, width:].tolist()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_trainer_reproduces_the_reported_logprobs(
+    model: PreTrainedModel, temperature: float
+) -> None:
+    found = generate(model, Sampling(9, temperature=temperature), num_generations=3)
+    rollouts = [Rollout(Prompt(0, PROMPTS[i], "", {}), c, "") for i, g in found.items() for c in g]
+    for r in rollouts:
+        r.reward = 0.0
+    batch = collate(rollouts, CPU)
+    logprobs, _ = policy.score(model, batch, temperature)
+    difference = (logprobs - batch.sampling_logprobs) * batch.loss_mask
+    assert difference.abs().max() < 1e-4
+    assert batch.sampling_logprobs.min() < -1
+    assert logprobs.requires_grad
+
+
+def test_a_greedy_completions_logprobs_are_those_at_temperature_one(
+    model: PreTrainedModel,
+) -> None:
+    (c,) = generate(model, Sampling(5, temperature=0), order=[2], num_generations=1, eos_ids=[])[2]
+    logits = model(torch.tensor([PROMPTS[2] + c.ids])).logits[0, 2:-1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(c.ids)[:, None])[:, 0]
+    assert c.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+SAMPLING = Sampling(12, temperature=0.9, top_p=0.98, top_k=200, min_p=0.001)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"order": [3]},  # no other prompts
+        {"order": [0, 3]},  # only a longer one
+        {"order": [4, 3, 2, 1, 0]},
+        {"order": [1, 3, 2, 0, 4]},
+        {"max_rows": 2},
+        {"max_rows": 4},
+        {"max_rows": 1},
+        {"num_generations": 5, "max_rows": 11},
+    ],
+    ids=str,
+)
+def test_a_completion_does_not_depend_on_what_is_computed_with_it(
+    model: PreTrainedModel, changed: dict[str, Any]
+) -> None:
+    expected = generate(model, SAMPLING)
+    assert len({len(c.ids) for g in expected.values() for c in g}) > 3
+    for i, group in generate(model, SAMPLING, **changed).items():
+        assert all(same(a, b) for a, b in zip(group, expected[i], strict=False)), i
+
+
+def test_a_completion_is_drawn_from_its_prompts_seed_and_its_number(model: PreTrainedModel) -> None:
+    found = generate(model, SAMPLING, num_generations=4)
+    assert len({tuple(c.ids) for c in found[0]}) == 4
+    generator = TransformersGenerator(model, MANY_EOS, 100)
+    twice = generator.generate([PROMPTS[0]] * 3, 2, SAMPLING, [11, 11, 99])
+    assert [c.ids for c in twice[0]] == [c.ids for c in twice[1]]
+    assert [c.ids for c in twice[0]] != [c.ids for c in twice[2]]
+
+
+def test_the_uniform_numbers_of_a_row_are_its_own() -> None:
+    numbers = uniforms([5, 6], Sampling(7))
+    assert numbers.shape == (2, 7)
+    assert torch.equal(numbers[1:], uniforms([6], Sampling(7)))
+    assert torch.equal(numbers[:, :3], uniforms([5, 6], Sampling(3)))
+
+
+def cut_at_eos(c: Completion, eos_ids: Sequence[int]) -> Completion:
+    ends = [t for t, token in enumerate(c.ids) if token in eos_ids]
+    if not ends:
+        return c
+    return Completion(c.ids[: ends[0] + 1], c.logprobs[: ends[0] + 1], "stop")
+
+
+def test_the_first_eos_ends_a_completion_and_nothing_else_changes(model: PreTrainedModel) -> None:
+    unending = generate(model, Sampling(15), num_generations=6, eos_ids=[])
+    every = [c for g in unending.values() for c in g]
+    assert {(len(c.ids), c.finish_reason) for c in every} == {(15, "length")}
+    ending = generate(model, Sampling(15), num_generations=6)
+    lasts = set()
+    for i, group in ending.items():
+        for a, b in zip(group, unending[i], strict=True):
+            assert same(a, cut_at_eos(b, MANY_EOS))
+            lasts.add(a.ids[-1])
+    assert len(lasts & set(MANY_EOS)) > 5
+
+
+def test_every_eos_of_the_generation_config_ends_a_completion(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (c,) = generate(model, Sampling(8), order=[0], num_generations=1, eos_ids=[])[0]
+    assert len(set(c.ids)) == 8
+    for t, token in enumerate(c.ids):
+        model.generation_config.eos_token_id = [258, token]
+        eos_ids = policy.eos_ids(model, tokenizer)
+        assert eos_ids == sorted({2, 258, token})
+        (ended,) = generate(model, Sampling(8), order=[0], num_generations=1, eos_ids=eos_ids)[0]
+        assert (ended.ids, ended.finish_reason) == (c.ids[: t + 1], "stop")
+
+
+def test_eos_ids_of_a_model_with_one_or_none(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model.generation_config.eos_token_id = 7
+    assert policy.eos_ids(model, tokenizer) == [2, 7]
+    model.generation_config.eos_token_id = None
+    assert policy.eos_ids(model, tokenizer) == [2]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 7])
+def test_max_tokens_is_the_longest_completion(model: PreTrainedModel, max_tokens: int) -> None:
+    found = generate(model, Sampling(max_tokens), num_generations=4)
+    for c in (c for g in found.values() for c in g):
+        assert len(c.ids) == len(c.logprobs) <= max_tokens
+        assert (c.finish_reason == "stop") == (c.ids[-1] in MANY_EOS)
+        assert c.finish_reason == "stop" or len(c.ids) == max_tokens
+
+
+def test_no_more_rows_than_max_rows_are_decoded_at_once(model: PreTrainedModel) -> None:
+    sizes: list[int] = []
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        sizes.append(len(kwargs["input_ids"]))
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    generate(model, Sampling(4), num_generations=2, eos_ids=[], max_rows=5)
+    assert max(sizes) == 4
+    assert len(sizes) == 3 * 4  # three chunks, and no pass whose logits nobody reads
+
+
+def test_one_token_of_top_k_is_greedy(model: PreTrainedModel) -> None:
+    greedy = generate(model, Sampling(6, temperature=0))
+    for settings in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}):
+        found = generate(model, Sampling(6, **settings))  # type: ignore[arg-type]
+        assert [[c.ids for c in g] for g in found.values()] == [
+            [c.ids for c in g] for g in greedy.values()
+        ]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_models_mode_is_put_back(model: PreTrainedModel, training: bool) -> None:
+    model.train(training)
+    seen: list[tuple[bool, bool]] = []
+    hook = model.register_forward_pre_hook(
+        lambda m, _: seen.append((m.training, torch.is_grad_enabled()))
+    )
+    generate(model, Sampling(3))
+    assert set(seen) == {(False, False)}
+    assert {m.training for m in model.modules()} == {training}
+    hook.remove()
+    model.register_forward_pre_hook(lambda m, _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generate(model, Sampling(3))
+    assert {m.training for m in model.modules()} == {training}
+
+
+def test_new_weights_are_used_once_they_are_handed_over(model: PreTrainedModel) -> None:
+    generator = TransformersGenerator(model, [], 8)
+    before = generator.generate(PROMPTS[:1], 1, Sampling(6), [0])
+    other = policy.frozen_copy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+    assert generator.generate(PROMPTS[:1], 1, Sampling(6), [0]) == before
+    generator.update_weights(other)
+    expected = TransformersGenerator(other, [], 8).generate(PROMPTS[:1], 1, Sampling(6), [0])
+    assert generator.generate(PROMPTS[:1], 1, Sampling(6), [0]) == expected != before
+
+
+class Echo:
+    """A generator whose completion j is the prompt, then j, then eos."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_generations: int,
+        sampling: Sampling,
+        seeds: Sequence[int],
+    ) -> list[list[Completion]]:
+        self.seeds += seeds
+        return [
+            [Completion([*p, 10 + j, 2], [-1.0] * (len(p) + 2), "stop") for j in range(2)]
+            for p in prompts
+        ]
+
+    def update_weights(self, policy: PreTrainedModel) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_sample_makes_groups_of_decoded_rollouts(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompts = [Prompt(row, tokenizer(text)["input_ids"], text, {}) for row, text in enumerate("ab")]
+    generator = Echo()
+    groups = sample(generator, tokenizer, [(7, prompts[0]), (3, prompts[1])], 2, SAMPLING, seed=5)
+    assert [(g.position, g.prompt.row, len(g.rollouts)) for g in groups] == [(7, 0, 2), (3, 1, 2)]
+    assert generator.seeds == [derive_seed(5, 7), derive_seed(5, 3)]
+    rollouts = groups[1].rollouts
+    assert [r.prompt for r in rollouts] == [prompts[1]] * 2
+    # The eos is one of the ids and no part of the text.
+    assert rollouts[1].completion.ids == [*prompts[1].ids, 11, 2]
+    assert rollouts[1].text == "b" + tokenizer.decode([11])

@@ -1,0 +1,134 @@
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from grpo_cli.rollouts import (
+    Rollout,
+    collate,
+    derive_seed,
+    micro_batches,
+    pad_left,
+    pad_right,
+    placeholder,
+    positions,
+)
+from tests.conftest import CPU, make_rollout
+
+
+def test_collate_by_hand() -> None:
+    a = make_rollout([5], [7, 8, 2], logprobs=[-0.5, -0.25, -1.0], advantage=1.5)
+    b = make_rollout([3, 4, 6], [9], logprobs=[-2.0], advantage=-0.5)
+    batch = collate([a, b], CPU)
+    assert batch.input_ids.tolist() == [[0, 0, 5, 7, 8, 2], [3, 4, 6, 9, 0, 0]]
+    assert batch.attention_mask.tolist() == [[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]
+    assert batch.position_ids[0].tolist() == [0, 0, 0, 1, 2, 3]
+    assert batch.position_ids[1, :4].tolist() == [0, 1, 2, 3]
+    assert batch.targets.tolist() == [[7, 8, 2], [9, 0, 0]]
+    assert batch.loss_mask.tolist() == [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
+    assert batch.advantages.tolist() == [1.5, -0.5]
+    assert batch.sampling_logprobs.tolist() == [[-0.5, -0.25, -1.0], [-2.0, 0.0, 0.0]]
+    assert batch.old_logprobs is None
+    assert batch.ref_logprobs is None
+    assert batch.input_ids.dtype == torch.long
+    assert batch.loss_mask.dtype == torch.float32
+
+
+def test_collate_pads_old_and_reference_logprobs_where_every_row_has_them() -> None:
+    a, b = make_rollout([5], [7, 8]), make_rollout([5], [7])
+    a.old_logprobs, a.ref_logprobs = torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -4.0])
+    b.ref_logprobs = torch.tensor([-5.0])
+    batch = collate([a, b], CPU)
+    assert batch.old_logprobs is None
+    assert batch.ref_logprobs is not None
+    assert batch.ref_logprobs.tolist() == [[-3.0, -4.0], [-5.0, 0.0]]
+    b.old_logprobs = torch.tensor([-6.0])
+    batch = collate([a, b], CPU)
+    assert batch.old_logprobs is not None
+    assert batch.old_logprobs.tolist() == [[-1.0, -2.0], [-6.0, 0.0]]
+
+
+def test_a_sampled_pad_token_is_a_token_like_any_other() -> None:
+    # 0 is what rows are padded with, and the tokenizer's pad id as well.
+    batch = collate([make_rollout([0, 5], [7, 0, 0]), make_rollout([5], [0])], CPU)
+    assert batch.loss_mask.tolist() == [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1], [0, 1, 1, 0, 0]]
+
+
+def test_a_rollout_without_a_reward_trains_on_nothing() -> None:
+    nothing = make_rollout([5], [7, 8, 9], reward=math.nan)
+    assert nothing.loss_tokens == 0
+    batch = collate([nothing, make_rollout([5], [7, 8])], CPU)
+    assert batch.loss_mask.tolist() == [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+    assert placeholder().loss_tokens == 0
+    assert collate([placeholder()], CPU).loss_mask.tolist() == [[0.0]]
+
+
+def test_positions_and_padding_by_hand() -> None:
+    ids, mask = pad_left([[4], [7, 8, 9]], CPU)
+    assert ids.tolist() == [[0, 0, 4], [7, 8, 9]]
+    assert mask.tolist() == [[0, 0, 1], [1, 1, 1]]
+    assert positions(mask).tolist() == [[0, 0, 0], [0, 1, 2]]
+    rows = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
+    assert pad_right(rows, 3).tolist() == [[1.0, 2.0, 0.0], [3.0, 0.0, 0.0]]
+
+
+def ragged(n: int) -> list[Rollout]:
+    sizes = torch.randint(1, 40, (n, 2), generator=torch.Generator().manual_seed(0)).tolist()
+    return [make_rollout([5] * p, [7] * c) for p, c in sizes]
+
+
+def padded_tokens(rows: Sequence[Rollout]) -> int:
+    return collate(rows, CPU).input_ids.numel()
+
+
+@pytest.mark.parametrize("budget", [1, 60, 78, 200, 1000, 10**6])
+def test_micro_batches_hold_every_rollout_once_within_the_budget(budget: int) -> None:
+    rollouts = ragged(50)
+    micros = list(micro_batches(rollouts, budget))
+    assert sorted(id(r) for m in micros for r in m) == sorted(map(id, rollouts))
+    assert all(len(m) == 1 or padded_tokens(m) <= budget for m in micros)
+    assert all(micros)
+
+
+def test_micro_batches_are_as_large_as_the_budget_allows() -> None:
+    rollouts = [make_rollout([5] * 3, [7] * 2) for _ in range(7)]
+    sizes = {budget: [len(m) for m in micro_batches(rollouts, budget)] for budget in (14, 15, 35)}
+    assert sizes == {14: [2, 2, 2, 1], 15: [3, 3, 1], 35: [7]}
+    # A wide row does not make those after it count as wide.
+    wide, narrow = make_rollout([5] * 30, [7]), [make_rollout([5], [7, 7]) for _ in range(11)]
+    assert [len(m) for m in micro_batches([*narrow, wide], 33)] == [1, 11]
+
+
+def test_a_row_longer_than_the_budget_is_a_micro_batch_of_its_own() -> None:
+    long, short = make_rollout([5] * 30, [7] * 30), [make_rollout([5], [7]) for _ in range(3)]
+    micros = list(micro_batches([short[0], long, *short[1:]], 20))
+    assert micros == [short, [long]]
+
+
+def test_micro_batches_of_nothing() -> None:
+    assert list(micro_batches([], 100)) == []
+
+
+def test_rows_of_like_length_go_together() -> None:
+    rollouts = ragged(200)
+    micros = list(micro_batches(rollouts, 800))
+    unpadded = sum(len(r.prompt.ids) + len(r.completion.ids) for r in rollouts)
+    assert sum(padded_tokens(m) for m in micros) < 1.6 * unpadded
+    assert padded_tokens(rollouts) > 1.8 * unpadded
+
+
+def test_derive_seed_is_the_same_for_ever() -> None:
+    assert derive_seed(0) == 4246866556266386882
+    assert derive_seed(0, 1, 2) == 3662037204992188296
+
+
+def test_derive_seed_tells_paths_apart() -> None:
+    paths = [(a, b, c) for a in range(12) for b in range(12) for c in range(12)]
+    seeds = {derive_seed(*path) for path in paths} | {derive_seed(1), derive_seed(1, 1)}
+    assert len(seeds) == 12**3 + 2
+    assert derive_seed(1, 23) != derive_seed(12, 3)
+    assert all(0 <= s < 2**63 for s in seeds)
+    assert max(seeds) > 2**62
