@@ -15,6 +15,7 @@ from torch import nn
 from grpo_cli.errors import TrainingError, UserError
 
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
 
 
 class Workers:
@@ -45,8 +46,13 @@ class Workers:
     def is_main(self) -> bool:
         return bool(self.rank == 0)
 
+    def place(self, model: M) -> M:
+        """The model on this process's device, in the run's precision, for forward passes alone."""
+        placed: M = self.accelerator.prepare_model(model, evaluation_mode=True)
+        return placed
+
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model on this process's device, its gradients averaged over processes in backward."""
+        """The same for training: backward averages the gradients over processes."""
         wrapped: nn.Module = self.accelerator.prepare_model(model)
         return wrapped
 

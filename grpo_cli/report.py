@@ -59,7 +59,7 @@ class Reporter:
         shown += f"  {metrics['tokens_per_second']:,.0f} tok/s"
         if "eval/accuracy" in metrics:
             shown += f"  held-out {metrics['eval/accuracy']:.3f}"
-        self.progress.update(step, shown)
+        self.progress.update(step, shown, always="eval/accuracy" in metrics)
         every = self.config.completions_every
         if every and (step == 1 or step % every == 0) and groups:
             self._completions(step, groups)
@@ -111,12 +111,14 @@ class Bar:
     def __init__(self, console: Console, name: str, total: int) -> None:
         self.console, self.name, self.total = console, name, total
         self.first, self.start, self.last_line = 0, time.monotonic(), 0.0
+        self.held_back: str | None = None  # the newest line, if it was not written
         self.bar: Progress | None = None
 
     def start_at(self, done: int) -> None:
         self.first, self.start = done, time.monotonic()
 
-    def update(self, done: int, text: str) -> None:
+    def update(self, done: int, text: str, always: bool = False) -> None:
+        """Shows that so much is done. always: also where a line was written a moment ago."""
         if self.console.quiet:
             return
         if self.console.is_terminal:
@@ -134,14 +136,19 @@ class Bar:
             self.bar.update(self.bar.task_ids[0], completed=done, text=text)
             return
         now = time.monotonic()
-        if done == self.total or now - self.last_line >= SECONDS_BETWEEN_LINES:
+        left = (now - self.start) / max(1, done - self.first) * (self.total - done)
+        self.held_back = f"{self.name} {done}/{self.total}  {text}  {clock(left)} left"
+        if always or done == self.total or now - self.last_line >= SECONDS_BETWEEN_LINES:
             self.last_line = now
-            left = (now - self.start) / max(1, done - self.first) * (self.total - done)
-            self.console.print(
-                f"{self.name} {done}/{self.total}  {text}  {clock(left)} left", soft_wrap=True
-            )
+            self._write()
+
+    def _write(self) -> None:
+        if self.held_back is not None:
+            self.console.print(self.held_back, soft_wrap=True)
+            self.held_back = None
 
     def close(self) -> None:
+        self._write()
         if self.bar is not None:
             self.bar.stop()
             self.bar = None

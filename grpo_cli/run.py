@@ -114,6 +114,7 @@ class Run:
         self.state.after, self.state.after_step = metrics, step
         if step == 0:
             self.state.before = metrics
+            self.reporter.say(f"held-out accuracy before training: {metrics['eval/accuracy']:.3f}")
         if metrics["eval/accuracy"] > self.state.best_accuracy:
             self.state.best_accuracy, self.state.best_step = metrics["eval/accuracy"], step
         return metrics
@@ -239,7 +240,7 @@ def build(prepared: Prepared, command: list[str]) -> Run:
 
     model, tokenizer = load_policy(prepared, workers, reporter)
     prompts = make_prompts("train", prepared.train_rows, recipe, tokenizer, reporter)
-    reference = policy.frozen_copy(model).to(workers.device) if recipe.loss.beta else None
+    reference = workers.place(policy.frozen_copy(model)) if recipe.loss.beta else None
     wrapped = workers.wrap(model)
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -339,7 +340,7 @@ def evaluate_checkpoint(prepared: Prepared) -> tuple[Evaluation, Reporter]:
     model, tokenizer = load_policy(prepared, workers, reporter)
     assert prepared.eval_rows is not None
     prompts = make_prompts("eval", prepared.eval_rows, recipe, tokenizer, reporter)
-    model.to(workers.device)
+    model = workers.place(model)
     evaluator = Evaluator(
         recipe,
         workers,

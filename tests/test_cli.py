@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,18 @@ import pytest
 
 from grpo_cli import cli
 from grpo_cli.compose import recipe_files
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+
+# The default recipe, small enough to run within a test.
+TINY = [
+    "model.build.hidden_size=32",
+    "model.build.warmup_steps=5",
+    "prompts_per_step=4",
+    "eval.every=0",
+    "eval.at_ends=false",
+    "dataset.eval_limit=8",
+]
 
 ROWS = [{"question": f"{a}+1=", "answer": str(a + 1)} for a in range(4)]
 
@@ -123,13 +137,12 @@ def test_a_mistake_ends_in_under_five_seconds_without_transformers(tmp_path: Pat
         "code = cli.run_command(['train', 'dataset.train=none.jsonl']); "
         "print(code, 'transformers.models' in sys.modules, 'grpo_cli.policy' in sys.modules)"
     )
-    root = str(Path(__file__).parent.parent)
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": root},
+        env=ENVIRONMENT,
     )
     assert done.stdout.split() == ["2", "False", "False"], done.stdout + done.stderr
 
@@ -214,3 +227,62 @@ def test_completion(
     monkeypatch.setenv("COMP_LINE", line)
     _, out, err = grpo("-sc", "query=bash")
     assert expected in out.split(), err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_leaves_and_resume_goes_on(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    arguments = ["train", "output_dir=run", "steps=1000", "checkpoint.every=0", *TINY]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "grpo_cli", *arguments],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    try:
+        deadline = time.monotonic() + 120
+        while not metrics.exists() and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.1)
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == code, out
+    done = len(metrics.read_text().splitlines())
+    assert f"stopped after step {done}; saved in run/checkpoints/step-{done}" in out
+    resumed = subprocess.run(
+        [sys.executable, "-m", "grpo_cli", *arguments, f"steps={done + 2}", "resume=auto"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert f"changed since: steps: 1000 -> {done + 2}" in resumed.stdout
+    lines = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert lines == list(range(1, done + 3))
+
+
+def test_train_then_eval(tmp_path: Path, grpo: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = grpo("train", "output_dir=run", "steps=2", *TINY, "eval.at_ends=true")
+    assert code == 0, err
+    assert "last checkpoint: run/checkpoints/step-2" in out
+    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
+    assert (tmp_path / "run" / "completions" / "step-1.parquet").exists()
+    for argv in (["run"], ["checkpoint=run/checkpoints/step-2"], ["run", "eval.num_samples=3"]):
+        extra = ["eval.temperature=1"] if len(argv) > 1 else []
+        code, out, err = grpo("eval", *argv, *extra)
+        assert code == 0, err
+    report = json.loads((tmp_path / "run" / "eval" / "step-2" / "eval.json").read_text())
+    result = report["benchmarks"]["arithmetic_test"]
+    assert result["n"] == 8
+    low, high = result["interval_95"]
+    assert low <= result["accuracy"] <= high
+    rows = (tmp_path / "run" / "eval" / "step-2" / "completions.jsonl").read_text().splitlines()
+    assert len(rows) == 3 * 8
+    assert {"prompt", "completion", "reward", "sampling_logprobs"} <= json.loads(rows[0]).keys()
