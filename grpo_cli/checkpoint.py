@@ -65,6 +65,21 @@ def prune(folder: Path, keep_last: int, best: int | None) -> None:
             shutil.rmtree(checkpoint_path(folder, step))
 
 
+def set_aside(folder: Path, after: int) -> list[int]:
+    """Renames a run's checkpoints of later steps than `after`, so that resume=auto ignores them.
+
+    Returns:
+        The steps of those renamed.
+    """
+    later = [step for step in steps_saved(folder) if step > after]
+    for step in later:
+        path = checkpoint_path(folder, step)
+        old = path.with_name(path.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+    return later
+
+
 def rng_state() -> dict[str, Any]:
     """The random streams of this process, as tensors and plain values."""
     name, keys, *rest = np.random.get_state(legacy=True)

@@ -150,6 +150,11 @@ class Run:
         for change in prepare.differences(stored, self.recipe):
             self.reporter.say(f"  changed since: {change}")
         self.reporter.rewind(self.state.step)
+        if self.workers.is_main:
+            for step in checkpoint.set_aside(self.folder, self.state.step):
+                self.reporter.say(
+                    f"  checkpoint step-{step} is of another course: now step-{step}.old"
+                )
         self.generator.update_weights(self.policy)
 
     def advance(self, whole_step: WholeStep) -> dict[str, float]:

@@ -71,7 +71,7 @@ def train(run: Run) -> None:
         if run.evaluation_is_due(step + 1):
             metrics |= run.evaluate(step + 1)
         run.reporter.step(step + 1, metrics, groups)
-        stopping = run.stop_requested()
+        stopping = run.stop_requested() and step + 1 < recipe.steps
         if stopping or run.checkpoint_is_due(step + 1):
             run.save()
         if stopping:

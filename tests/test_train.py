@@ -203,7 +203,11 @@ def test_resume_cuts_the_metrics_back_to_the_checkpoint(tmp_path: Path) -> None:
     live = trained(tmp_path)
     torn = live.reporter.metrics_file
     torn.write_text(torn.read_text() + '{"step": 5, "rewa')
-    resumed = trained(tmp_path, resume=str(folders.checkpoint_path(live.folder, 2)))
+    resumed = built(tmp_path, resume=str(folders.checkpoint_path(live.folder, 2)))
+    assert [m["step"] for m in metrics(resumed)] == [1, 2]
+    assert folders.steps_saved(live.folder) == [2], "resume=auto must not find another course"
+    train.train(resumed)
+    resumed.close()
     assert [m["step"] for m in metrics(resumed)] == [1, 2, 3, 4]
 
 
