@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import platform
 import shlex
-import signal
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 
 import accelerate
 import datasets
@@ -31,33 +28,7 @@ from grpo_cli.report import Bar, Reporter, readable, write_text
 from grpo_cli.rollouts import Prompt
 from grpo_cli.sampling import Sampling
 from grpo_cli.scoring import Scorer
-
-
-class Stop:
-    """Remembers that the user (Ctrl-C) or the system (SIGTERM) wants the run to end.
-
-    The loop looks at step boundaries, saves and leaves; a second signal ends the run at once.
-    """
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
-        self.signal: int | None = None
-        self._previous = {
-            number: signal.signal(number, self._handle)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
-            self.release()
-            raise KeyboardInterrupt
-        self.signal = number
-        self.say("stopping: this step is finished and saved first; once more to stop at once")
-
-    def release(self) -> None:
-        """Puts back the handlers that were there before."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+from grpo_cli.stop import Stop
 
 
 @dataclass
@@ -200,6 +171,7 @@ class Run:
                 "steps": state.step,
                 "before": readable(state.before) if state.before else None,
                 "after": readable(state.after) if state.after else None,
+                "after_step": state.after_step,
                 "best_checkpoint": str(folders.checkpoint_path(self.folder, best))
                 if best
                 else None,
