@@ -118,7 +118,7 @@ class Dataset:
     solution: str | None = knob(
         None, "Template of a worked solution; only the warm-up of a built model reads it."
     )
-    max_prompt_tokens: int = knob(512, "Longest prompt, in tokens.", ge=1)
+    max_prompt_tokens: int = knob(512, "Longest training prompt, in tokens.", ge=1)
     overlong_prompts: str = knob(
         "drop",
         "What becomes of a longer one: drop the row, or cut tokens off its left end.",

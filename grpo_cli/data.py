@@ -173,9 +173,13 @@ def _check_template(key: str, template: str, row: dict[str, Any], source: str) -
 
 
 def make_prompts(
-    rows: Rows, config: Dataset, tokenizer: PreTrainedTokenizerBase
+    rows: Rows, config: Dataset, tokenizer: PreTrainedTokenizerBase, *, held_out: bool = False
 ) -> tuple[list[Prompt], int]:
     """Prompts of all rows, and how many rows were dropped or cut for being over-long.
+
+    Args:
+        held_out: rows to evaluate on. None of them is dropped or cut: an accuracy over the rows
+            that happen to be short would not be one over the data.
 
     Raises:
         UserError: a row whose `prompt` is a list of messages without dataset.chat, a chat data set
@@ -200,7 +204,7 @@ def make_prompts(
     # A chat template writes its own special tokens; a plain prompt gets the tokenizer's.
     encoded = tokenizer(rendered, add_special_tokens=not config.chat)["input_ids"]
     for number, (row, text, ids) in enumerate(zip(rows.rows, texts, encoded, strict=True)):
-        if len(ids) > config.max_prompt_tokens:
+        if len(ids) > config.max_prompt_tokens and not held_out:
             overlong += 1
             if config.overlong_prompts == "drop":
                 continue

@@ -290,7 +290,8 @@ def make_prompts(
     reporter: Reporter,
 ) -> list[Prompt]:
     """The prompts of a split; says how many rows were over-long."""
-    prompts, overlong = data.make_prompts(rows, recipe.dataset, tokenizer)
+    held_out = split == "eval"
+    prompts, overlong = data.make_prompts(rows, recipe.dataset, tokenizer, held_out=held_out)
     if overlong:
         done = "dropped" if recipe.dataset.overlong_prompts == "drop" else "cut"
         reporter.say(

@@ -476,3 +476,10 @@ def test_the_shares_of_two_processes_are_together_that_of_one() -> None:
         together = sorted([*shares[0], *shares[1]], key=lambda pair: pair[0])
         assert together == share(step, 0, 1)
         assert [position for position, _ in together] == list(range(5 * step, 5 * step + 5))
+
+
+def test_held_out_rows_are_never_dropped_or_cut(tokenizer: PreTrainedTokenizerFast) -> None:
+    given = rows({"prompt": "1+1="}, {"prompt": "1234567890"})
+    prompts, overlong = make_prompts(given, Dataset(max_prompt_tokens=4), tokenizer, held_out=True)
+    assert [len(p.ids) for p in prompts] == [4, 10]
+    assert overlong == 0
