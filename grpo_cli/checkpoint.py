@@ -43,7 +43,7 @@ def save(
     (training / "recipe.yaml").write_text(recipe_yaml, encoding="utf-8")
     for file in partial.rglob("*"):  # on the disk before the name says that it is whole
         if file.is_file():
-            with file.open("rb") as handle:
+            with file.open("r+b") as handle:
                 os.fsync(handle.fileno())
     if path.exists():  # the same step again, after a resume from an earlier one
         shutil.rmtree(path)
@@ -60,6 +60,8 @@ def load_state(path: Path) -> dict[str, Any]:
 
 def prune(folder: Path, keep_last: int, best: int | None) -> None:
     """Removes all but the newest `keep_last` checkpoints of a run, and the best one."""
+    for torn in (folder / "checkpoints").glob("step-*.tmp"):  # of a save that was killed
+        shutil.rmtree(torn)
     for step in steps_saved(folder)[:-keep_last]:
         if step != best:
             shutil.rmtree(checkpoint_path(folder, step))

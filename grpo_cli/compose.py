@@ -72,19 +72,23 @@ def compose_and_call(argv: list[str], task: Callable[[DictConfig], None]) -> Non
     raised: list[BaseException] = []
 
     def guarded(cfg: DictConfig) -> None:
+        if raised:  # a sweep ends with the first job that fails or is stopped
+            return
         job = HydraConfig.get()
         if job.mode is RunMode.MULTIRUN:  # the jobs of a sweep must not share a folder
-            cfg.output_dir = f"{cfg.output_dir}-{job.job.override_dirname or job.job.num}"
+            cfg.output_dir = f"{cfg.output_dir}-{job.job.num}"
         try:
             task(cfg)
         except BaseException as error:
             raised.append(error)
 
-    sys.argv = ["grpo", *options, *QUIET_HYDRA, *overrides]
+    sys.argv = ["grpo", *options, *QUIET_HYDRA, *map(_allow_new_key, overrides)]
     try:
         hydra.main(version_base="1.3", config_path="pkg://grpo_cli.recipes", config_name=name)(
             guarded
         )()
+    except RecursionError as error:
+        raise UserError(f"recipe = {name}: includes itself; rename the file.") from error
     except ValueError as error:  # flags that exclude one another; what `task` raises is kept apart
         raise UserError(str(error)) from error
     except SystemExit as done:  # --help leaves this way
@@ -150,6 +154,11 @@ def split_options(argv: Iterable[str]) -> tuple[list[str], list[str]]:
     return options, rest
 
 
+def _allow_new_key(override: str) -> str:
+    """Rewards and renamed columns have names of the user's own: setting one may add it."""
+    return f"++{override}" if override.startswith(("reward.", "dataset.columns.")) else override
+
+
 def _names_itself(folder: Path | None, name: str) -> bool:
     """Whether a recipe says what it is called, as one stored with a run does."""
     path = folder / f"{name}.yaml" if folder is not None else None
@@ -171,6 +180,10 @@ def explain(error: BaseException) -> str:
     if plain is not None:
         return plain
     text = str(error)
+    if match := re.search(r"full_key: (\S+)", text):  # within a recipe's file
+        place = re.match(r"In '([^']+)'", text)
+        where = f" (in {place[1]}.yaml)" if place else ""
+        return f"{match[1]}: there is no such key{where}.{config.nearest_key(match[1])}"
     if match := re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text):
         group, choice = match.groups()
         options = [p.stem for p in (recipe_files()[0].parent / group).glob("*.yaml")]
@@ -181,7 +194,12 @@ def explain(error: BaseException) -> str:
     if match := re.search(r"Could not override '([^']+)'", text):
         return f"{match[1]}: there is no such key or group.{config.nearest_key(match[1])}"
     override = getattr(error, "override", None)
-    return (f"{override}: " if override else "") + config.first_line(error)
+    if override is None:
+        return config.first_line(error)
+    return (
+        f"{override}: {config.first_line(error)}. A value with spaces, commas, = or other signs "
+        "needs quotes of their own, as in 'output_dir=\"a=b\"'; several values need -m."
+    )
 
 
 def complete(argv: list[str], commands: Iterable[str]) -> None:

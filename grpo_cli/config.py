@@ -30,10 +30,11 @@ def knob(
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
+    lt: float | None = None,
     choices: tuple[str, ...] | None = None,
 ) -> Any:
-    """A dataclass field with its sentence and its range: >= ge, > gt, <= le, one of choices."""
-    metadata = {"doc": doc, "ge": ge, "gt": gt, "le": le, "choices": choices}
+    """A dataclass field with its sentence and its range: >= ge, > gt, <= le, < lt, choices."""
+    metadata = {"doc": doc, "ge": ge, "gt": gt, "le": le, "lt": lt, "choices": choices}
     if isinstance(default, (dict, list)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -189,7 +190,7 @@ class Optimizer:
     """AdamW and its schedule."""
 
     learning_rate: float = knob(1e-6, "Peak learning rate.", ge=0)
-    betas: list[float] = knob([0.9, 0.999], "Decay rates of the two moments.", ge=0, le=1)
+    betas: list[float] = knob([0.9, 0.999], "Decay rates of the two moments.", ge=0, lt=1)
     eps: float = knob(1e-8, "Added to the root of the second moment.", gt=0)
     weight_decay: float = knob(0.0, "Decoupled weight decay.", ge=0)
     max_grad_norm: float = knob(1.0, "Gradients are scaled down to this norm.", gt=0)
@@ -357,7 +358,7 @@ def allowed(f: dataclasses.Field[Any]) -> str:
         return "one of " + ", ".join(meta["choices"])
     bounds = [
         f"{sign} {meta[key]:g}"
-        for key, sign in (("ge", ">="), ("gt", ">"), ("le", "<="))
+        for key, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
         if meta.get(key) is not None
     ]
     return " and ".join(bounds)
@@ -379,12 +380,13 @@ def _range_violations(node: Any, prefix: str = "") -> Iterator[str]:
                     hint = nearest(str(v), meta["choices"])
                     yield f"{key} = {v!r}: must be {allowed(f)}.{hint}"
             elif isinstance(v, (int, float)) and not isinstance(v, bool):
-                ge, gt, le = meta.get("ge"), meta.get("gt"), meta.get("le")
+                ge, gt, le, lt = (meta.get(bound) for bound in ("ge", "gt", "le", "lt"))
                 inside = (
                     math.isfinite(v)
                     and (ge is None or v >= ge)
                     and (gt is None or v > gt)
                     and (le is None or v <= le)
+                    and (lt is None or v < lt)
                 )
                 if not inside:
                     yield f"{key} = {v}: must be {allowed(f) or 'a finite number'}."
@@ -393,8 +395,12 @@ def _range_violations(node: Any, prefix: str = "") -> Iterator[str]:
 def _contradictions(recipe: Recipe) -> Iterator[str]:
     """Combinations that would be ignored or would fail much later."""
     model, dataset = recipe.model, recipe.dataset
-    if (model.path is None) == (model.build is None):
-        yield "model: set model.path (a hub name or a folder) or choose model=tiny_qwen, not both."
+    if model.path is None and model.build is None:
+        yield "model.path: set it to a hub name or a folder, or choose model=tiny_qwen."
+    if model.path is not None and model.build is not None:
+        yield f"model.path = {model.path}: the recipe builds a model; add model.build=null."
+    if not recipe.output_dir:
+        yield "output_dir: is empty; name a folder."
     if model.build is not None:
         b = model.build
         # max: a 0 is out of range, and is reported as that
@@ -402,6 +408,11 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             yield (
                 f"model.build: num_heads = {b.num_heads} must divide hidden_size = {b.hidden_size} "
                 f"and be a multiple of num_kv_heads = {b.num_kv_heads}."
+            )
+        elif b.hidden_size // max(1, b.num_heads) % 2:
+            yield (
+                f"model.build.hidden_size = {b.hidden_size}: must be an even multiple of num_heads "
+                f"= {b.num_heads}, since rotary embeddings turn pairs."
             )
         if b.warmup_steps and dataset.solution is None:
             yield (
@@ -428,7 +439,10 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f"{listed(recipe.reward)}."
         )
     if recipe.eval.every and dataset.eval is None:
-        yield f"eval.every = {recipe.eval.every}: needs held-out rows; set dataset.eval."
+        yield (
+            f"eval.every = {recipe.eval.every}: needs held-out rows; set dataset.eval, or "
+            "eval.every=0."
+        )
     if recipe.eval.num_samples > 1 and recipe.eval.temperature == 0:
         yield (
             f"eval.num_samples = {recipe.eval.num_samples}: greedy completions are all the same; "
@@ -452,6 +466,8 @@ def explain(error: BaseException) -> str | None:
         chain.append(cause)
     for e in reversed(chain):
         key = str(getattr(e, "full_key", None) or "")
+        if key == "recipe":
+            return "the recipe lacks `schema`, the first entry of every recipe's defaults."
         if isinstance(e, (ConfigKeyError, ConfigAttributeError)) and key:
             return f"{key}: there is no such key.{nearest_key(key)}"
         if isinstance(e, ValidationError) and key:

@@ -78,6 +78,12 @@ def load_rows(config: Dataset, split: str) -> Rows:
         templates["dataset.solution"] = config.solution
     for template_key, template in templates.items():
         _check_template(template_key, template, table[0], source)
+        for _, name, _, _ in string.Formatter().parse(template):
+            if name in table.column_names and None in (cells := table[name][:]):
+                raise UserError(
+                    f"{key} = {source}, row {cells.index(None)}: the column {name!r}, which "
+                    f"{template_key} names, is null."
+                )
     return Rows(source, table.column_names, table)
 
 
@@ -231,25 +237,13 @@ def _prompt_text(row: dict[str, Any], config: Dataset, number: int) -> Any:
             )
         messages = list(row["prompt"])
     else:
-        text = fill(config.prompt, row, number)
+        text = config.prompt.format_map(row)
         if not config.chat:
             return text
         messages = [{"role": "user", "content": text}]
     if config.system is not None:
         messages.insert(0, {"role": "system", "content": config.system})
     return messages
-
-
-def fill(template: str, row: dict[str, Any], number: int) -> str:
-    """A template with the row's columns filled in.
-
-    Raises:
-        UserError: a column that it names is null in this row.
-    """
-    for _, name, _, _ in string.Formatter().parse(template):
-        if name is not None and row.get(name, "") is None:
-            raise UserError(f"row {number}: the column {name!r}, which a template names, is null.")
-    return template.format_map(row)
 
 
 class PromptStream:
@@ -289,4 +283,4 @@ def solution_pairs(rows: Rows, config: Dataset) -> Iterator[tuple[Any, str]]:
     """(prompt text, worked solution) of each row, for the warm-up of a built model."""
     assert config.solution is not None, "checked when the recipe was parsed"
     for number, row in enumerate(rows.rows):
-        yield _prompt_text(row, config, number), fill(config.solution, row, number)
+        yield _prompt_text(row, config, number), config.solution.format_map(row)

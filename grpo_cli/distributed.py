@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 
 from grpo_cli.errors import TrainingError, UserError
@@ -35,7 +37,11 @@ class Workers:
             raise UserError(f"device = {device}: this machine has none; use device=auto.")
         # accelerate ignores torchrun's processes on a machine without GPU unless it is told `cpu`.
         cpu = device == "cpu" or (device == "auto" and not cuda and not mps)
-        self.accelerator = Accelerator(cpu=cpu, mixed_precision=mixed_precision)
+        # NCCL's own 10 minutes are too short for others to wait while one writes a checkpoint.
+        patience = InitProcessGroupKwargs(timeout=timedelta(hours=1))
+        self.accelerator = Accelerator(
+            cpu=cpu, mixed_precision=mixed_precision, kwargs_handlers=[patience]
+        )
         self.rank = self.accelerator.process_index
         self.size = self.accelerator.num_processes
         self.device = self.accelerator.device

@@ -20,7 +20,6 @@ from grpo_cli.scoring import Scorer
 
 Z_95 = 1.959964  # 97.5 % point of the normal distribution
 STREAM = -1  # apart from the streams of training, which are numbered by position
-CHUNK = 64  # rows between two signs of progress
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,12 @@ class Evaluator:
         )
         own = list(enumerate(self.prompts))[self.workers.rank :: self.workers.size]
         groups: list[Group] = []
-        for start in range(0, len(own), CHUNK):
+        chunk = max(1, generation.max_rows // config.num_samples)  # rows between signs of progress
+        for start in range(0, len(own), chunk):
             groups += sample(
                 self.generator,
                 self.tokenizer,
-                own[start : start + CHUNK],
+                own[start : start + chunk],
                 config.num_samples,
                 sampling,
                 derive_seed(self.recipe.seed, STREAM),

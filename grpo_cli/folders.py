@@ -18,7 +18,7 @@ TRAINING = "training"
 
 # What a run leaves behind; `overwrite=true` removes these and nothing else.
 RUN_FILES = ("recipe.yaml", "command.txt", "metrics.jsonl", "summary.json", "curves.png")
-RUN_FOLDERS = ("checkpoints", "completions", "eval", "tensorboard")
+RUN_PARTS = ("checkpoints/step-*", "completions/step-*.parquet", "eval/step-*", "tensorboard/*")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -43,16 +43,18 @@ def has_training_state(path: Path) -> bool:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has written into this folder."""
-    return any((folder / name).exists() for name in (*RUN_FILES, "checkpoints"))
+    """Whether a run got as far as a first step in this folder."""
+    metrics = folder / "metrics.jsonl"
+    has_metrics = metrics.is_file() and metrics.stat().st_size > 0
+    return has_metrics or any(folder.glob("checkpoints/step-*"))
 
 
 def discard_run(folder: Path) -> None:
     """Removes what a run left in its folder, and nothing else."""
     for name in RUN_FILES:
         (folder / name).unlink(missing_ok=True)
-    for name in RUN_FOLDERS:
-        shutil.rmtree(folder / name, ignore_errors=True)
+    for path in [p for part in RUN_PARTS for p in folder.glob(part)]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def evaluation_folder(model: str) -> Path:

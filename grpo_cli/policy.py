@@ -74,10 +74,7 @@ def read_template(given: str) -> str:
     """A chat template, from a file if `given` names one."""
     if "{" in given:
         return given
-    path = Path(given).expanduser()
-    if not path.is_file():
-        raise UserError(f"model.chat_template = {given}: neither a file nor a Jinja template.")
-    return path.read_text(encoding="utf-8")
+    return Path(given).expanduser().read_text(encoding="utf-8")
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -93,14 +90,16 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model).requires_grad_(False).eval()
 
 
-def score(model: Callable[..., Any], batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of a batch's completion tokens.
+def score(
+    model: Callable[..., Any], batch: Batch, temperature: float, *, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of a batch's completion tokens, and their entropies if asked for.
 
     Args:
         model: a causal LM, wrapped for several processes or not.
 
     Returns:
-        (logprobs [B, C] float32 with gradient, entropies [B, C] float32 without).
+        (logprobs [B, C] float32 with gradient, entropies [B, C] float32 without, or None).
     """
     width = batch.loss_mask.shape[1]
     logits = model(
@@ -111,6 +110,8 @@ def score(model: Callable[..., Any], batch: Batch, temperature: float) -> tuple[
         logits_to_keep=width + 1,
     ).logits[:, :-1]  # [B, C, V]; the last position predicts what comes after the completion
     logprobs = token_logprobs(logits, batch.targets, temperature)
+    if not entropy:
+        return logprobs, None
     with torch.no_grad():
         return logprobs, token_entropy(logits, temperature)
 

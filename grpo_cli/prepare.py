@@ -73,12 +73,12 @@ def find_resume(recipe: Recipe, folder: Path) -> Path | None:
         UserError: the folder holds another run, or there is no such checkpoint.
     """
     saved = folders.steps_saved(folder)
+    check_writable(folder)
     if recipe.resume is not None and recipe.overwrite:
         raise UserError("overwrite=true discards the run that resume would go on with; set one.")
     if recipe.resume == "auto":
-        if not saved and folders.holds_run(folder) and not (folder / "checkpoints").is_dir():
-            return None  # stopped before its first checkpoint
-        return folders.checkpoint_path(folder, saved[-1]) if saved else None
+        paths = [folders.checkpoint_path(folder, step) for step in saved]
+        return next((p for p in reversed(paths) if folders.has_training_state(p)), None)
     if recipe.resume is not None:
         path = Path(recipe.resume).expanduser()
         if not folders.has_training_state(path):
@@ -103,8 +103,22 @@ def find_resume(recipe: Recipe, folder: Path) -> Path | None:
     return None
 
 
+def check_writable(folder: Path) -> None:
+    """Raises a UserError if the run's folder cannot be made or written to."""
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise UserError(f"output_dir = {folder}: {existing} is a file, not a folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"output_dir = {folder}: {existing} cannot be written to.")
+
+
 def check_model_path(recipe: Recipe) -> None:
-    """Raises a UserError if model.path names a folder that holds no model."""
+    """Raises a UserError if model.path or model.chat_template names what is not there."""
+    template = recipe.model.chat_template
+    if template is not None and "{" not in template and not Path(template).expanduser().is_file():
+        raise UserError(f"model.chat_template = {template}: neither a file nor a Jinja template.")
     if recipe.model.path is None:
         return
     path = Path(recipe.model.path).expanduser()
@@ -121,14 +135,18 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     """The same recipe, its local files named so that they are found from any working directory."""
 
     def absolute(source: str | None) -> str | None:
-        if source is None or source.startswith("pkg://"):
+        if source is None or source.startswith("pkg://") or "{" in source:
             return source
         path = Path(os.path.expanduser(source))
         return str(path.resolve()) if path.exists() else source
 
     return dataclasses.replace(
         recipe,
-        model=dataclasses.replace(recipe.model, path=absolute(recipe.model.path)),
+        model=dataclasses.replace(
+            recipe.model,
+            path=absolute(recipe.model.path),
+            chat_template=absolute(recipe.model.chat_template),
+        ),
         dataset=dataclasses.replace(
             recipe.dataset,
             train=absolute(recipe.dataset.train),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -25,17 +26,12 @@ SECONDS_BETWEEN_LINES = 2.0  # without a terminal, progress is at most one line 
 class Reporter:
     """Writes on the main process; on the others every method does nothing."""
 
-    def __init__(self, recipe: Recipe, folder: Path, settings: dict[str, Any], main: bool) -> None:
-        """Starts the recipe's trackers.
-
-        Args:
-            folder: the run's. settings: the recipe as plain values, for trackers.
-        """
+    def __init__(self, recipe: Recipe, folder: Path, main: bool) -> None:
         self.config: Log = recipe.log
         self.folder = folder
         self.main = main
         self.console = Console(highlight=False, quiet=not main)
-        self.trackers = tracking.start(recipe, folder, settings) if main else []
+        self.trackers: list[tracking.Tracker] = []
         self.progress = Bar(self.console, "train", recipe.steps)
 
     @property
@@ -83,15 +79,16 @@ class Reporter:
             kept = [s for s in lines if s.endswith("}") and json.loads(s)["step"] <= step]
             write_text(self.metrics_file, "".join(s + "\n" for s in kept))
 
-    def pause(self) -> None:
-        """Ends the live display, so that other things can be printed."""
-        self.progress.close()
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        """summary.json, curves.png and the table before/after."""
+    def close(self) -> None:
+        """Ends the live display and the trackers, whether the run ended well or not."""
         self.progress.close()
         for tracker in self.trackers:
             tracker.close()
+        self.trackers = []
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """summary.json, curves.png and the table before/after."""
+        self.close()
         if not self.main:
             return
         write_text(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
@@ -131,7 +128,7 @@ class Bar:
                     TimeRemainingColumn(),
                     console=self.console,
                 )
-                self.bar.add_task(self.name, total=self.total, text="")
+                self.bar.add_task(self.name, total=self.total, completed=done, text="")
                 self.bar.start()
             self.bar.update(self.bar.task_ids[0], completed=done, text=text)
             return
@@ -291,7 +288,7 @@ def write_evaluation(
     write_text(folder / "completions.jsonl", text)
     report = {"checkpoint": checkpoint, "benchmarks": {name: result}, **settings}
     write_text(folder / "eval.json", json.dumps(report, indent=2) + "\n")
-    table = Table("", name, title=checkpoint)
+    table = Table("", name, title=escape(checkpoint))
     table.add_row("accuracy [95 %]", _with_interval(result))
     for key in ("reward", "mean_length", "clipped_ratio"):
         table.add_row(key.replace("_", " "), f"{result[key]:.3f}")

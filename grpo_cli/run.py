@@ -17,15 +17,16 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import grpo_cli
-from grpo_cli import checkpoint, data, folders, policy, prepare, tiny
+from grpo_cli import checkpoint, data, folders, policy, prepare, tiny, tracking
 from grpo_cli.config import Recipe
 from grpo_cli.distributed import Workers
+from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluate import Evaluation, Evaluator
 from grpo_cli.generation import Generator, TransformersGenerator
 from grpo_cli.metrics import WholeStep
 from grpo_cli.prepare import Prepared
 from grpo_cli.report import Bar, Reporter, readable, write_text
-from grpo_cli.rollouts import Prompt
+from grpo_cli.rollouts import Prompt, derive_seed
 from grpo_cli.sampling import Sampling
 from grpo_cli.scoring import Scorer
 from grpo_cli.stop import Stop
@@ -109,10 +110,20 @@ class Run:
 
     def restore(self, path: Path) -> None:
         """Goes on from a checkpoint: weights, optimizer, random streams, where the run stands."""
-        saved = checkpoint.load_state(path)
-        weights = type(self.policy).from_pretrained(path, dtype=self.policy.dtype)
-        self.policy.load_state_dict(weights.state_dict())
-        self.optimizer.load_state_dict(saved["optimizer"])
+        try:
+            saved = checkpoint.load_state(path)
+            weights = type(self.policy).from_pretrained(path, dtype=self.policy.dtype)
+            self.policy.load_state_dict(weights.state_dict())
+            # The recipe's settings (they may have changed), the old run's moments.
+            saved["optimizer"]["param_groups"] = self.optimizer.state_dict()["param_groups"]
+            self.optimizer.load_state_dict(saved["optimizer"])
+        except Exception as error:  # torn files: each format has its own errors
+            earlier = [str(p) for p in path.parent.glob("step-*") if p != path]
+            raise UserError(
+                f"resume: {path} is damaged or of another model "
+                f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); "
+                f"beside it lie {listed(earlier)}."
+            ) from error
         self.state = State(**saved["run"])
         if len(saved["rng"]) == self.workers.size:
             checkpoint.set_rng_state(saved["rng"][self.workers.rank])
@@ -190,7 +201,7 @@ class Run:
     def close(self) -> None:
         """Gives back what the run holds, whether it ended well or not."""
         self.stop.release()
-        self.reporter.pause()
+        self.reporter.close()
         self.generator.close()
 
 
@@ -205,14 +216,9 @@ def build(prepared: Prepared, command: list[str]) -> Run:
     """
     recipe, folder = prepared.recipe, prepared.folder
     workers = Workers(recipe.device, recipe.mixed_precision)
-    if workers.is_main:
-        if recipe.overwrite:
-            folders.discard_run(folder)
-        write_text(folder / "recipe.yaml", prepare.as_yaml(recipe))
-        write_text(folder / "command.txt", shlex.join(command) + "\n")
-    workers.barrier()
-    reporter = Reporter(recipe, folder, asdict(recipe), workers.is_main)
-    transformers.set_seed(recipe.seed + workers.rank)  # dropout; sampling has streams of its own
+    reporter = Reporter(recipe, folder, workers.is_main)
+    # For dropout; what is sampled has streams of its own.
+    transformers.set_seed(derive_seed(recipe.seed, workers.rank) % 2**32)
     assert prepared.train_rows is not None
 
     model, tokenizer = load_policy(prepared, workers, reporter)
@@ -231,6 +237,14 @@ def build(prepared: Prepared, command: list[str]) -> Run:
     if prepared.eval_rows is not None:
         held_out = make_prompts("eval", prepared.eval_rows, recipe, tokenizer, reporter)
         evaluator = Evaluator(recipe, workers, tokenizer, generator, prepared.scorer, held_out)
+    workers.barrier()  # by now every process has found the folder free
+    if workers.is_main:
+        if recipe.overwrite:
+            folders.discard_run(folder)
+        write_text(folder / "recipe.yaml", prepare.as_yaml(recipe))
+        with (folder / "command.txt").open("a", encoding="utf-8") as file:
+            file.write(shlex.join(command) + "\n")  # a resumed run has several
+        reporter.trackers = tracking.start(recipe, folder, asdict(recipe))
     run = Run(
         recipe=recipe,
         folder=folder,
@@ -255,6 +269,8 @@ def build(prepared: Prepared, command: list[str]) -> Run:
     )
     if prepared.resume_from is not None:
         run.restore(prepared.resume_from)
+    else:
+        reporter.rewind(0)  # lines of a run that was stopped before its first checkpoint
     return run
 
 
@@ -314,7 +330,7 @@ def evaluate_checkpoint(prepared: Prepared) -> tuple[Evaluation, Reporter]:
     """Loads the model of a prepared recipe and evaluates it, for `grpo eval`."""
     recipe = prepared.recipe
     workers = Workers(recipe.device, recipe.mixed_precision)
-    reporter = Reporter(recipe, prepared.folder, {}, workers.is_main)
+    reporter = Reporter(recipe, prepared.folder, workers.is_main)
     model, tokenizer = load_policy(prepared, workers, reporter)
     assert prepared.eval_rows is not None
     prompts = make_prompts("eval", prepared.eval_rows, recipe, tokenizer, reporter)

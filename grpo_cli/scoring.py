@@ -52,7 +52,7 @@ def resolve(name: str, key: str = "reward") -> RewardFunction:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # the user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # the user's module may raise anything on import
         raise UserError(
             f"{key} = {name}: cannot import {module_name}: {type(error).__name__}: {error}"
         ) from error
@@ -63,6 +63,8 @@ def resolve(name: str, key: str = "reward") -> RewardFunction:
             f"{key} = {name}: {module_name} has no function {attribute!r}."
             + nearest(attribute, there)
         )
+    if inspect.iscoroutinefunction(function):
+        raise UserError(f"{key} = {name}: is an async function; a reward is a plain one.")
     return function  # type: ignore[no-any-return]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable
 from types import FrameType
@@ -26,7 +27,8 @@ class Stop:
             self.release()
             raise KeyboardInterrupt
         self.signal = number
-        self.say("stopping: this step is finished and saved first; once more to stop at once")
+        with contextlib.suppress(RuntimeError):  # the signal may come while a line is being written
+            self.say("stopping: this step is finished and saved first; once more to stop at once")
 
     def release(self) -> None:
         """Puts back the handlers that were there before."""

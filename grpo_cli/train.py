@@ -117,14 +117,23 @@ def update(run: Run, groups: Sequence[Group], step: int) -> dict[str, float]:
         for own in minibatches(groups, recipe.prompts_per_step, recipe.update.minibatches):
             trained = [r.loss_tokens for r in own if r.loss_tokens]
             counts = workers.sum({"tokens": sum(trained), "completions": len(trained)})
-            # A process without rollouts still takes part in the sum of gradients.
-            micros = list(micro_batches(own, recipe.update.tokens_per_micro_batch))
-            micros = micros or [[placeholder()]]
             sums: dict[str, float] = {}
+            budget = recipe.update.tokens_per_micro_batch
+            # Without advantage and KL a rollout has no gradient: it is measured and counted only.
+            silent = [r for r in own if r.advantage == 0 and not recipe.loss.beta]
+            with torch.no_grad():
+                for micro in micro_batches(silent, budget):
+                    batch = collate(micro, workers.device)
+                    _, parts, difference = objective(run, run.policy, batch, counts)
+                    add(sums, parts)
+                    worst = max(worst, difference)
+            speaking = [r for r in own if r.advantage != 0 or recipe.loss.beta]
+            # A process with nothing to train on still takes part in the sum of gradients.
+            micros = list(micro_batches(speaking, budget)) or [[placeholder()]]
             for i, micro in enumerate(micros, start=1):
                 batch = collate(micro, workers.device)
                 with workers.accumulate(run.model, last=i == len(micros)):
-                    loss, parts, difference = objective(run, batch, counts)
+                    loss, parts, difference = objective(run, run.model, batch, counts)
                     workers.backward(loss)
                 add(sums, parts)
                 worst = max(worst, difference)
@@ -169,24 +178,28 @@ def minibatches(
 
 
 def objective(
-    run: Run, batch: Batch, counts: dict[str, float]
+    run: Run, model: nn.Module, batch: Batch, counts: dict[str, float]
 ) -> tuple[Tensor, dict[str, float], float]:
     """One micro-batch's part of the loss.
 
     Args:
+        model: the policy, wrapped for several processes where a backward follows.
         counts: tokens and completions that train, over the optimizer batch and all processes.
 
     Returns:
         (loss, its metrics as sums over tokens, the largest |old − sampling| log-probability).
     """
     config, mask = run.recipe.loss, batch.loss_mask  # mask: [B, C]
-    logprobs, entropy = policy.score(run.model, batch, run.recipe.generation.temperature)  # [B, C]
+    logprobs, entropy = policy.score(
+        model, batch, run.recipe.generation.temperature, entropy=True
+    )  # [B, C]
+    assert entropy is not None
     logprobs = batch.masked(logprobs)
     old = batch.old_logprobs
     old_logprobs = logprobs.detach() if old is None else batch.masked(old)
     clip = (config.epsilon, config.epsilon_high)
     per_token = losses.POLICY[config.policy](logprobs, old_logprobs, batch.advantages, *clip)
-    measured = {"entropy": entropy}
+    measured = {"entropy": batch.masked(entropy)}
     if config.beta:
         assert batch.ref_logprobs is not None, "computed for every rollout before the update"
         kl = losses.k3(logprobs, batch.masked(batch.ref_logprobs))

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ TINY = [
     "dataset.eval_limit=8",
 ]
 
-ROWS = [{"question": f"{a}+1=", "answer": str(a + 1)} for a in range(4)]
+ROWS: list[dict[str, Any]] = [{"question": f"{a}+1=", "answer": str(a + 1)} for a in range(4)]
 
 
 @pytest.fixture
@@ -46,7 +47,11 @@ def grpo(
     return run
 
 
-def write(path: Path, rows: list[dict[str, str]]) -> None:
+async def waits(completions: list[str]) -> list[float]:
+    return [0.0]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
@@ -82,6 +87,10 @@ MISTAKES = {
         ["model=qwen2_5_0_5b_instruct", "model.path=./hollow"],
         ["model.path = hollow", "holds no model"],
     ),
+    "folder is a file": (["output_dir=rows.jsonl/x"], ["output_dir", "is a file"]),
+    "no folder": (["output_dir="], ["output_dir"]),
+    "null cell": (["dataset.train=null.jsonl"], ["null.jsonl, row 1", "'question'", "is null"]),
+    "async reward": (["+reward.x.function=tests.test_cli:waits"], ["is an async function"]),
     "contradiction": (["dataset.system=Hi"], ["dataset.system", "dataset.chat=true"]),
     "grammar": (["reward=[exact_match"], ["reward=[exact_match"]),
     "unknown command": ("evaluate", ["grpo evaluate", "eval, recipes, rewards, train"]),
@@ -95,6 +104,7 @@ def test_a_mistake_is_one_message(
     (tmp_path / "torn.jsonl").write_text('{"question": "1", "answer": "1"}\n{"question": \n')
     (tmp_path / "empty.jsonl").write_text("")
     write(tmp_path / "plain.jsonl", [{"question": "1+1="}])
+    write(tmp_path / "null.jsonl", [ROWS[0], {**ROWS[1], "question": None}])
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "metrics.jsonl").write_text("{}\n")
     (tmp_path / "hollow").mkdir()
@@ -171,6 +181,54 @@ def test_recipes_and_rewards_are_listed(grpo: Callable[..., tuple[int, str, str]
     _, rewards, _ = grpo("rewards")
     for name in ("exact_match", "math", "boxed_format", "length"):
         assert name in rewards
+
+
+def test_a_recipe_that_includes_itself_and_a_wrong_key_in_one(
+    grpo: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "gsm8k_tiny.yaml").write_text("defaults: [gsm8k_tiny, _self_]\n")
+    code, _, err = grpo("train", "recipe=./gsm8k_tiny.yaml")
+    assert (code, "includes itself" in err) == (2, True), err
+    (tmp_path / "mine.yaml").write_text("defaults: [gsm8k_qwen, _self_]\nstepz: 3\n")
+    code, _, err = grpo("train", "recipe=./mine.yaml")
+    assert code == 2
+    assert "stepz: there is no such key (in mine.yaml). Did you mean steps?" in err
+
+
+def test_rewards_and_columns_take_values_without_a_plus(
+    grpo: Callable[..., tuple[int, str, str]],
+) -> None:
+    _, out, err = grpo(
+        "train", "reward.exact_match.weight=0.5", "dataset.columns.answer=gold", "--cfg", "job"
+    )
+    assert "weight: 0.5" in out, err
+    assert "answer: gold" in out
+
+
+def test_a_run_that_never_stepped_does_not_hold_its_folder_and_overwrite_spares_other_files(
+    grpo: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    raising = ["+reward.bad.function=tests.test_train:raises_at_three", "output_dir=run"]
+    (tmp_path / "run" / "eval").mkdir(parents=True)
+    (tmp_path / "run" / "eval" / "mine.txt").write_text("keep")
+    data = ["dataset.train=rows.jsonl", "dataset.eval=rows.jsonl"]
+    assert grpo("train", *TINY, *data, *raising)[0] == 1
+    assert grpo("train", *TINY, *data, "output_dir=run", "steps=1")[0] == 0
+    assert grpo("train", *TINY, *data, "output_dir=run", "steps=1")[0] == 2
+    assert grpo("train", *TINY, *data, "output_dir=run", "steps=1", "overwrite=true")[0] == 0
+    assert (tmp_path / "run" / "eval" / "mine.txt").read_text() == "keep"
+
+
+def test_a_damaged_checkpoint_is_one_message(
+    grpo: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    assert grpo("train", *TINY, "output_dir=run", "steps=2", "checkpoint.every=1")[0] == 0
+    weights = tmp_path / "run" / "checkpoints" / "step-2" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    code, _, err = grpo("train", *TINY, "output_dir=run", "steps=3", "resume=auto")
+    assert code == 2
+    assert "step-2 is damaged or of another model" in err
+    assert "step-1" in err
 
 
 def test_a_recipe_of_ones_own_extends_a_shipped_one(

@@ -105,7 +105,8 @@ def test_bounds_are_inside(key: str, value: Any) -> None:
         ("loss.beta", float("nan"), "loss.beta = nan: must be >= 0."),
         ("loss.beta", float("inf"), "loss.beta = inf: must be >= 0."),
         ("optimizer.eps", 0, "optimizer.eps = 0.0: must be > 0."),
-        ("optimizer.betas", [0.9, 1.1], "optimizer.betas = 1.1: must be >= 0 and <= 1."),
+        ("optimizer.betas", [0.9, 1.0], "optimizer.betas = 1.0: must be >= 0 and < 1."),
+        ("optimizer.betas", [0.9, 1.1], "optimizer.betas = 1.1: must be >= 0 and < 1."),
         ("model.dropout", 1.5, "model.dropout = 1.5: must be >= 0 and <= 1."),
         (
             "loss.normalize",
@@ -159,7 +160,7 @@ def test_several_violations_are_named_together() -> None:
     assert found.split("\n") == [
         "steps = 0: must be >= 1.",
         "loss.epsilon = 2.0: must be >= 0 and <= 1.",
-        "model: set model.path (a hub name or a folder) or choose model=tiny_qwen, not both.",
+        "model.path: set it to a hub name or a folder, or choose model=tiny_qwen.",
     ]
 
 
@@ -178,11 +179,11 @@ def test_a_rewards_weight_is_a_finite_number(value: float) -> None:
     [
         (
             {"model.path": None},
-            "model: set model.path (a hub name or a folder) or choose model=tiny_qwen, not both.",
+            "model.path: set it to a hub name or a folder, or choose model=tiny_qwen.",
         ),
         (
             {**BUILT, "model.path": "some/model"},
-            "model: set model.path (a hub name or a folder) or choose model=tiny_qwen, not both.",
+            "model.path = some/model: the recipe builds a model; add model.build=null.",
         ),
         (
             {**BUILT, "model.build.num_heads": 3},
@@ -221,7 +222,10 @@ def test_a_rewards_weight_is_a_finite_number(value: float) -> None:
             {"eval.accuracy": "exact_match"},
             "eval.accuracy = 'exact_match': must be one of the recipe's rewards, math.",
         ),
-        ({"eval.every": 5}, "eval.every = 5: needs held-out rows; set dataset.eval."),
+        (
+            {"eval.every": 5},
+            "eval.every = 5: needs held-out rows; set dataset.eval, or eval.every=0.",
+        ),
         (
             {"eval.num_samples": 4},
             "eval.num_samples = 4: greedy completions are all the same; "
@@ -340,6 +344,6 @@ def test_the_defaults_lack_only_what_a_recipe_must_say() -> None:
     with pytest.raises(UserError) as error:
         parse(OmegaConf.structured(Recipe))
     assert str(error.value).split("\n") == [
-        "model: set model.path (a hub name or a folder) or choose model=tiny_qwen, not both.",
+        "model.path: set it to a hub name or a folder, or choose model=tiny_qwen.",
         "reward: at least one is needed, such as reward=[math]; `grpo rewards` lists them.",
     ]

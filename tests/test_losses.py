@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from grpo_cli import train
 from grpo_cli.config import Generation, Loss, Recipe
-from grpo_cli.losses import clip_flags, clipped, k3, token_weights
+from grpo_cli.losses import POLICY, clip_flags, clipped, k3, token_weights
 from grpo_cli.rollouts import collate
 from tests.conftest import CPU, make_rollout
 
@@ -233,12 +234,17 @@ def test_what_the_policy_says_of_padding_cannot_overflow_the_loss() -> None:
         r.old_logprobs = r.ref_logprobs = torch.full((len(r.completion.ids),), -math.log(9))
     recipe = Recipe(loss=Loss(beta=0.1), generation=Generation(temperature=1.0))
     policy = SureOfItself()
-    run: Any = SimpleNamespace(recipe=recipe, model=policy)
+    run: Any = SimpleNamespace(recipe=recipe)
     counts = {"tokens": 4.0, "completions": 2.0}
-    loss, sums, _ = train.objective(run, collate(rollouts, CPU), counts)
+    loss, sums, _ = train.objective(run, policy, collate(rollouts, CPU), counts)
     loss.backward()
     # every ratio is 1 and π = π_ref on the tokens that count: −(3 · 1 − 1 · 1) / 4
     assert loss.item() == pytest.approx(-0.5)
     assert sums["kl"] == pytest.approx(0.0, abs=1e-6)
     assert policy.weight.grad is not None
     assert policy.weight.grad.isfinite().all()
+
+
+def test_every_policy_loss_can_be_chosen_and_every_choice_exists() -> None:
+    (field,) = (f for f in dataclasses.fields(Loss) if f.name == "policy")
+    assert set(field.metadata["choices"]) == set(POLICY)

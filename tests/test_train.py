@@ -124,6 +124,31 @@ def test_micro_batches_leave_the_gradient_alone(tmp_path: Path, loss: dict[str, 
         assert found_split[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
 
 
+def test_groups_without_signal_are_measured_without_a_backward(tmp_path: Path) -> None:
+    live = built(tmp_path)
+    groups = train.sample(live.generator, live.tokenizer, live.prompts(0), 4, live.sampling, 0)
+    rollouts = [r for g in groups for r in g.rollouts]
+    for i, r in enumerate(rollouts):
+        r.reward, r.advantage = 1.0, float(i % 3 - 1)  # a third of them 0
+    tokens = sum(r.loss_tokens for r in rollouts)
+    batch = collate(rollouts, torch.device("cpu"))
+    counts = {"tokens": float(tokens), "completions": float(len(rollouts))}
+    loss, sums, _ = train.objective(live, live.policy, batch, counts)
+    loss.backward()
+    expected = [p.grad.clone() for p in live.policy.parameters()]
+    live.optimizer.zero_grad()
+    found: list[torch.Tensor] = []
+    live.optimizer.step = lambda *a, **k: found.extend(  # type: ignore[method-assign]
+        p.grad.clone() for p in live.policy.parameters()
+    )
+    live.recipe.optimizer.max_grad_norm = 1e9
+    entropy = train.update(live, groups, 0)["entropy"]
+    live.close()
+    assert entropy == pytest.approx(sums["entropy"] / tokens, rel=1e-5)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+
+
 def test_metrics_have_one_line_a_step_and_the_summary_before_and_after(tmp_path: Path) -> None:
     live = trained(tmp_path, reward={"exact_match": {}, "length": {"weight": 0.1}})
     lines = metrics(live)
