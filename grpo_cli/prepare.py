@@ -6,19 +6,11 @@ import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from grpo_cli import data, folders, tracking
 from grpo_cli.config import Recipe
 from grpo_cli.errors import UserError, nearest
 from grpo_cli.scoring import Scorer
-
-# Groups that a stored recipe offers again, so that `grpo eval CHECKPOINT generation=...` works.
-GROUPS = (
-    "model", "dataset", "reward", "generation", "loss", "advantage", "optimizer", "tracking",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -153,38 +145,3 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
             eval=absolute(recipe.dataset.eval),
         ),
     )
-
-
-def as_yaml(recipe: Recipe) -> str:
-    """The recipe with every knob spelt out, as a file that `recipe=FILE` takes again."""
-    # Groups come after the values, so that one chosen on the command line wins over what is stored.
-    defaults: list[Any] = ["schema", "_self_", *({group: None} for group in GROUPS)]
-    values = dataclasses.asdict(recipe)
-    # The stored run's folder is not the next one's.
-    for own in ("output_dir", "overwrite", "resume"):
-        del values[own]
-    text: str = yaml.safe_dump(
-        {"defaults": defaults, **values}, sort_keys=False, allow_unicode=True
-    )
-    return text
-
-
-def differences(stored: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Knobs that differ between a stored recipe and this one, as `key: old -> new`."""
-    old, new = _flat(stored), _flat(dataclasses.asdict(recipe))
-    skip = ("output_dir", "overwrite", "resume", "defaults", "description")
-    return [
-        f"{key}: {old.get(key)} -> {new.get(key)}"
-        for key in sorted(old.keys() | new.keys())
-        if not key.startswith(skip) and old.get(key) != new.get(key)
-    ]
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            out |= _flat(value, f"{prefix}{key}.")
-        else:
-            out[prefix + key] = value
-    return out

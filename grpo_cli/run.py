@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import grpo_cli
-from grpo_cli import checkpoint, data, folders, policy, prepare, tiny, tracking
+from grpo_cli import checkpoint, data, folders, policy, stored, tiny, tracking
 from grpo_cli.config import Recipe
 from grpo_cli.distributed import Workers
 from grpo_cli.errors import UserError, listed
@@ -103,7 +103,7 @@ class Run:
                 self.policy,
                 self.tokenizer,
                 {"run": asdict(state), "optimizer": self.optimizer.state_dict(), "rng": rng},
-                prepare.as_yaml(self.recipe),
+                stored.as_yaml(self.recipe),
             )
             checkpoint.prune(self.folder, keep, state.best_step)
         self.workers.barrier()
@@ -127,9 +127,9 @@ class Run:
         self.state = State(**saved["run"])
         if len(saved["rng"]) == self.workers.size:
             checkpoint.set_rng_state(saved["rng"][self.workers.rank])
-        stored = yaml.safe_load((path / folders.TRAINING / "recipe.yaml").read_text("utf-8"))
+        before = yaml.safe_load((path / folders.TRAINING / "recipe.yaml").read_text("utf-8"))
         self.reporter.say(f"going on from {path}, step {self.state.step}")
-        for change in prepare.differences(stored, self.recipe):
+        for change in stored.differences(before, self.recipe):
             self.reporter.say(f"  changed since: {change}")
         self.reporter.rewind(self.state.step)
         if self.workers.is_main:
@@ -241,7 +241,7 @@ def build(prepared: Prepared, command: list[str]) -> Run:
     if workers.is_main:
         if recipe.overwrite:
             folders.discard_run(folder)
-        write_text(folder / "recipe.yaml", prepare.as_yaml(recipe))
+        write_text(folder / "recipe.yaml", stored.as_yaml(recipe))
         with (folder / "command.txt").open("a", encoding="utf-8") as file:
             file.write(shlex.join(command) + "\n")  # a resumed run has several
         reporter.trackers = tracking.start(recipe, folder, asdict(recipe))

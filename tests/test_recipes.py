@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from grpo_cli import compose as composing
-from grpo_cli import config, data, prepare, scoring
+from grpo_cli import config, data, scoring, stored
 
 FOLDER = composing.recipe_files()[0].parent
 RECIPES = [p.stem for p in composing.recipe_files()]
@@ -38,11 +38,11 @@ def test_recipe_composes_and_passes_the_schema(name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_survives_being_stored(name: str, tmp_path: Path) -> None:
     recipe = composed(name)
-    (tmp_path / "stored.yaml").write_text(prepare.as_yaml(recipe), encoding="utf-8")
-    stored = OmegaConf.to_container(OmegaConf.load(tmp_path / "stored.yaml"))
-    assert isinstance(stored, dict)
-    stored.pop("defaults")
-    assert prepare.differences(stored, recipe) == []
+    (tmp_path / "stored.yaml").write_text(stored.as_yaml(recipe), encoding="utf-8")
+    kept = OmegaConf.to_container(OmegaConf.load(tmp_path / "stored.yaml"))
+    assert isinstance(kept, dict)
+    kept.pop("defaults")
+    assert stored.differences(kept, recipe) == []
 
 
 @pytest.mark.parametrize("path", GROUP_FILES, ids=str)

@@ -1,0 +1,52 @@
+"""A recipe as it is kept beside a run, and what has changed since."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import yaml
+
+from grpo_cli.compose import recipe_files
+from grpo_cli.config import Recipe
+
+
+def as_yaml(recipe: Recipe) -> str:
+    """The recipe with every knob spelt out, as a file that `recipe=FILE` takes again."""
+    # Groups come after the values, so that one chosen on the command line wins over what is stored.
+    defaults: list[Any] = ["schema", "_self_", *({group: None} for group in groups())]
+    values = dataclasses.asdict(recipe)
+    # The stored run's folder is not the next one's.
+    for own in ("output_dir", "overwrite", "resume"):
+        del values[own]
+    text: str = yaml.safe_dump(
+        {"defaults": defaults, **values}, sort_keys=False, allow_unicode=True
+    )
+    return text
+
+
+def groups() -> list[str]:
+    """The config groups that ship with the tool."""
+    folders = (p for p in recipe_files()[0].parent.iterdir() if p.is_dir())
+    return sorted(p.name for p in folders if any(p.glob("*.yaml")))
+
+
+def differences(stored: dict[str, Any], recipe: Recipe) -> list[str]:
+    """Knobs that differ between a stored recipe and this one, as `key: old -> new`."""
+    old, new = _flat(stored), _flat(dataclasses.asdict(recipe))
+    skip = ("output_dir", "overwrite", "resume", "defaults", "description")
+    return [
+        f"{key}: {old.get(key)} -> {new.get(key)}"
+        for key in sorted(old.keys() | new.keys())
+        if not key.startswith(skip) and old.get(key) != new.get(key)
+    ]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            out |= _flat(value, f"{prefix}{key}.")
+        else:
+            out[prefix + key] = value
+    return out
