@@ -2,6 +2,7 @@
 
     checkpoints/step-200/config.json, model.safetensors, tokenizer.json, ...   loads anywhere
     checkpoints/step-200/training/state.pt, recipe.yaml                        to go on from here
+    checkpoints/step-200/training/reference/                                   with reference_every
 
 A checkpoint is written under a temporary name and renamed, so that a folder called step-N is whole.
 """
@@ -20,6 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_cli.folders import TRAINING, checkpoint_path, steps_saved
 
+REFERENCE = "reference"
+
 
 def save(
     path: Path,
@@ -27,11 +30,13 @@ def save(
     tokenizer: PreTrainedTokenizerBase,
     state: dict[str, Any],
     recipe_yaml: str,
+    reference: PreTrainedModel | None = None,
 ) -> None:
     """Writes one checkpoint. Only the main process calls it.
 
     Args:
         path: its final name. state: what `load_state` gives back; tensors and plain values only.
+        reference: the reference policy, where it is no longer the model that the run began with.
     """
     partial = path.with_name(path.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
@@ -40,6 +45,8 @@ def save(
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     torch.save(state, training / "state.pt")
+    if reference is not None:
+        reference.save_pretrained(training / REFERENCE)
     (training / "recipe.yaml").write_text(recipe_yaml, encoding="utf-8")
     for file in partial.rglob("*"):  # on the disk before the name says that it is whole
         if file.is_file():
@@ -48,6 +55,16 @@ def save(
     if path.exists():  # the same step again, after a resume from an earlier one
         shutil.rmtree(path)
     partial.rename(path)
+
+
+def reference_path(path: Path) -> Path:
+    """Where a checkpoint keeps a refreshed reference, if the run has one."""
+    return path / TRAINING / REFERENCE
+
+
+def has_reference(path: Path) -> bool:
+    """Whether the checkpoint holds a reference of its own."""
+    return reference_path(path).is_dir()
 
 
 def load_state(path: Path) -> dict[str, Any]:

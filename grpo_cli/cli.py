@@ -18,8 +18,15 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_cli import __version__, config, folders
-from grpo_cli.compose import complete, compose_and_call, explain, recipe_files, split_options
+from grpo_cli import __version__, folders, parsing
+from grpo_cli.compose import (
+    complete,
+    compose_and_call,
+    explain,
+    given_keys,
+    recipe_files,
+    split_options,
+)
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
 
 USAGE = """\
@@ -102,7 +109,7 @@ def train(argv: list[str]) -> None:
     def task(cfg: DictConfig) -> None:
         from grpo_cli import prepare
 
-        prepared = prepare.for_training(config.parse(cfg))
+        prepared = prepare.for_training(parsing.parse(cfg, given_keys(cfg)))
         from grpo_cli import run
         from grpo_cli import train as training
 
@@ -125,11 +132,14 @@ def evaluate(argv: list[str]) -> None:
     options, words = split_options(argv)
     models = [w.removeprefix("checkpoint=") for w in words if _is_model(w)]
     overrides = [*(w for w in words if not _is_model(w)), *options]
-    if len(models) != 1 and not options:
+    if len(models) != 1 and not {*options} - {"-m", "--multirun"}:
         raise UserError(
             "grpo eval: give one checkpoint, such as outputs/NAME/checkpoints/step-100"
             + (f"; got {' and '.join(models)}." if models else ".")
         )
+    for word in words:
+        if word.startswith(("model=", "model.path=", "model.build")):
+            raise UserError(f"{word}: the model of grpo eval is the one it is given to evaluate.")
     path = find_model(models[0]) if models else ""
     stored = Path(path) / folders.TRAINING / "recipe.yaml"
     if models and not any(w.startswith("recipe=") for w in overrides):
@@ -141,9 +151,9 @@ def evaluate(argv: list[str]) -> None:
         overrides = [f"recipe={stored}", *overrides]
 
     def task(cfg: DictConfig) -> None:
-        recipe = config.parse(cfg)
         # The recipe says how the model came about; what is evaluated is the checkpoint.
-        recipe.model.build, recipe.model.path = None, path
+        cfg.model.build, cfg.model.path = None, path
+        recipe = parsing.parse(cfg, given_keys(cfg))
         if not any(w.startswith("output_dir=") for w in overrides):
             recipe.output_dir = str(folders.evaluation_folder(path))
         from grpo_cli import prepare

@@ -10,18 +10,20 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from grpo_cli import config
+from grpo_cli import config, parsing
 from grpo_cli.errors import UserError, listed, nearest
 
 DEFAULT_RECIPE = "arithmetic_tiny"
@@ -38,6 +40,8 @@ QUIET_HYDRA = (
     "hydra.help.header='grpo COMMAND [recipe=NAME] [group=choice ...] [key=value ...]'",
     "hydra.help.footer='docs/recipes.md explains every key. --hydra-help: flags of Hydra.'",
 )
+# Entries have names of the user's own.
+OPEN_KEYS = ("reward.", "dataset.columns.", "dataset.columns=", "schedules.", "schedules=")
 VALUED_OPTIONS = ("--cfg", "-c", "--package", "-p", "--info", "-i")
 
 
@@ -61,6 +65,7 @@ def compose_and_call(argv: list[str], task: Callable[[DictConfig], None]) -> Non
     folder, name, rest = split_recipe(argv)
     options, overrides = split_options(rest)
     options += ["--config-name", name]
+    _check_choices(overrides)
     if folder is not None:
         # As config path, a user's recipe wins over a shipped one of its name; a folder that only
         # adds groups cannot be it, since the recipe has to lie there.
@@ -91,6 +96,12 @@ def compose_and_call(argv: list[str], task: Callable[[DictConfig], None]) -> Non
         raise UserError(f"recipe = {name}: includes itself; rename the file.") from error
     except ValueError as error:  # flags that exclude one another; what `task` raises is kept apart
         raise UserError(str(error)) from error
+    except (AssertionError, AttributeError) as error:  # OmegaConf's, of a value below null
+        below = [w for w in overrides if w.lstrip("+~").startswith("model.build")]
+        if not below:
+            raise
+        key = below[0].lstrip("+~").partition("=")[0]
+        raise UserError(f"{key}: model.build is null; choose model=tiny_qwen first.") from error
     except SystemExit as done:  # --help leaves this way
         if done.code:
             raise
@@ -98,10 +109,81 @@ def compose_and_call(argv: list[str], task: Callable[[DictConfig], None]) -> Non
         raise raised[0]
 
 
+def _check_choices(overrides: Iterable[str]) -> None:
+    """Raises a UserError for a choice of a group that Hydra would take or refuse without a word."""
+    for word in overrides:
+        group, equals, choice = word.partition("=")
+        known = _choices(group)
+        several = group != "reward" and re.fullmatch(r"\[.*,.*\]", choice)
+        if known and equals and (several or re.fullmatch(r"|null|true|false|[\d.]+", choice)):
+            raise UserError(f"{word}: must be one of {listed(known)}.")
+
+
+def _choices(group: str) -> list[str]:
+    """The shipped choices of a group; [] if there is no such group."""
+    return [p.stem for p in (recipe_files()[0].parent / group).glob("*.yaml")] if group else []
+
+
 def register_schema() -> None:
-    """Makes the typed `Recipe` known to Hydra as the `schema` that every recipe begins with."""
+    """Makes the typed `Recipe` known to Hydra as the `schema` that every recipe begins with.
+
+    The choices of loss and advantage begin with `_defaults`: so what one choice sets does not stay
+    behind when another is laid over it, as on a stored recipe.
+    """
     store: Any = ConfigStore.instance()
     store.store(name="schema", node=config.Recipe)
+    for group, node in (("loss", config.Loss), ("advantage", config.Advantage)):
+        store.repo.setdefault(group, _Unlisted())
+        store.store(group=group, name="_defaults", node=node)
+
+
+class _Unlisted(dict[str, Any]):
+    """A group of Hydra's store whose `_defaults` help and completion do not offer as a choice."""
+
+    def keys(self) -> Any:
+        return [name for name in self if not name.startswith("_")]
+
+
+def given_keys(cfg: DictConfig) -> frozenset[str]:
+    """Full keys that the command line of the present job sets to a value of their own.
+
+    A key that the recipe sets and the command line sets back to the default is not among them:
+    that is how to take back what the recipe says.
+
+    Args:
+        cfg: the job's composed config.
+    """
+    job = HydraConfig.get()
+    choices: list[str] = []
+    given: set[str] = set()
+    for override in OverridesParser.create().parse_overrides(list(job.overrides.task)):
+        key, value = override.key_or_group, override.value()
+        if "." not in key and not isinstance(value, dict):
+            choices.append(override.input_line or "")
+        elif not override.is_delete():
+            given.update(_leaves(key, value))
+    defaults = OmegaConf.structured(config.Recipe)
+    at_default = {k for k in given if _value_at(cfg, k) == _value_at(defaults, k)}
+    if at_default:
+        # Once more, with the choices of the command line and without its values.
+        loader = GlobalHydra.instance().config_loader()
+        words = [*job.overrides.hydra, *choices]
+        before = loader.load_configuration(job.job.config_name, words, RunMode.RUN)
+        given -= {k for k in at_default if _value_at(before, k) != _value_at(defaults, k)}
+    return frozenset(given)
+
+
+def _value_at(cfg: DictConfig, key: str) -> Any:
+    return OmegaConf.select(cfg, key, throw_on_missing=False)
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    """The full keys below `key` that a value sets, which may be a mapping."""
+    if not isinstance(value, dict):
+        yield key
+        return
+    for name, inner in value.items():
+        yield from _leaves(f"{key}.{name}", inner)
 
 
 def split_recipe(argv: Iterable[str]) -> tuple[Path | None, str, list[str]]:
@@ -155,8 +237,8 @@ def split_options(argv: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _allow_new_key(override: str) -> str:
-    """Rewards and renamed columns have names of the user's own: setting one may add it."""
-    return f"++{override}" if override.startswith(("reward.", "dataset.columns.")) else override
+    """Rewards, renamed columns, schedules: setting one may add it."""
+    return f"++{override}" if override.startswith(OPEN_KEYS) else override
 
 
 def _names_itself(folder: Path | None, name: str) -> bool:
@@ -176,28 +258,33 @@ def _names_itself(folder: Path | None, name: str) -> bool:
 
 def explain(error: BaseException) -> str:
     """Hydra's or OmegaConf's error as one message: the key, the value, the nearest known name."""
-    plain = config.explain(error)
+    plain = parsing.explain(error)
     if plain is not None:
         return plain
     text = str(error)
     if match := re.search(r"full_key: (\S+)", text):  # within a recipe's file
         place = re.match(r"In '([^']+)'", text)
         where = f" (in {place[1]}.yaml)" if place else ""
-        return f"{match[1]}: there is no such key{where}.{config.nearest_key(match[1])}"
+        return f"{match[1]}: there is no such key{where}.{parsing.nearest_key(match[1])}"
     if match := re.search(r"Could not (?:find|load) '([^']+)/([^'/]+)'", text):
         group, choice = match.groups()
-        options = [p.stem for p in (recipe_files()[0].parent / group).glob("*.yaml")]
+        options = _choices(group)
         return (
             f"{group} = {choice}: there is no {group}/{choice}.yaml; there are "
             f"{listed(options)}.{nearest(choice, options)}"
         )
+    if match := re.search(r"Error merging override ~([^=]+)", text):
+        return f"~{match[1]}: a knob always has a value; set it to another one."
     if match := re.search(r"Could not override '([^']+)'", text):
-        return f"{match[1]}: there is no such key or group.{config.nearest_key(match[1])}"
+        return f"{match[1]}: there is no such key or group.{parsing.nearest_key(match[1])}"
     override = getattr(error, "override", None)
     if override is None:
-        return config.first_line(error)
+        several = ". To try several, add -m." if text.startswith("Ambiguous value") else ""
+        return parsing.first_line(error) + several
+    if "=" not in override:
+        return f"{override}: lacks a value; write {override.lstrip('+')}=VALUE."
     return (
-        f"{override}: {config.first_line(error)}. A value with spaces, commas, = or other signs "
+        f"{override}: {parsing.first_line(error)}. A value with spaces, commas, = or other signs "
         "needs quotes of their own, as in 'output_dir=\"a=b\"'; several values need -m."
     )
 

@@ -1,26 +1,15 @@
 """Every knob of a recipe: its type, its default, what it does in one sentence, its range.
 
-A composed YAML is turned into a `Recipe` once, by `parse`. After that, code passes these
+A composed YAML is turned into a `Recipe` once, by `parsing.parse`. After that, code passes these
 dataclasses (or plain values) and never a raw config.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
-
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    OmegaConfBaseException,
-    ValidationError,
-)
-
-from grpo_cli.errors import UserError, listed, nearest
+from typing import Any
 
 
 def knob(
@@ -32,9 +21,17 @@ def knob(
     le: float | None = None,
     lt: float | None = None,
     choices: tuple[str, ...] | None = None,
+    read_if: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field with its sentence and its range: >= ge, > gt, <= le, < lt, choices."""
-    metadata = {"doc": doc, "ge": ge, "gt": gt, "le": le, "lt": lt, "choices": choices}
+    """A dataclass field with its sentence and its range: >= ge, > gt, <= le, < lt, choices.
+
+    Args:
+        read_if: (key, value, ...): the knob is read only if that other knob has one of the values,
+            or, without values, if it is set to something. Set without being read, it is an error.
+    """
+    metadata = {
+        "doc": doc, "ge": ge, "gt": gt, "le": le, "lt": lt, "choices": choices, "read_if": read_if,
+    }  # fmt: skip
     if isinstance(default, (dict, list)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -75,7 +72,7 @@ class Model:
     """The policy: a hub name, a folder, or a small model built on the spot."""
 
     path: str | None = knob(None, "Hub name or folder of a transformers causal language model.")
-    revision: str | None = knob(None, "Branch, tag or commit on the hub.")
+    revision: str | None = knob(None, "Branch, tag or commit on the hub.", read_if=("model.path",))
     build: Build | None = knob(None, "Build this small model instead of loading `path`.")
     dtype: str = knob(
         "float32",
@@ -85,9 +82,13 @@ class Model:
     attn_implementation: str | None = knob(
         None, "Attention kernel as transformers names it (sdpa, eager, flash_attention_2, ...)."
     )
-    trust_remote_code: bool = knob(False, "Run modelling code that comes with the model.")
+    trust_remote_code: bool = knob(
+        False, "Run modelling code that comes with the model.", read_if=("model.path",)
+    )
     chat_template: str | None = knob(
-        None, "Jinja file, or template text, in place of the tokenizer's chat template."
+        None,
+        "Jinja file, or template text, in place of the tokenizer's chat template.",
+        read_if=("dataset.chat",),
     )
     gradient_checkpointing: bool = knob(False, "Recompute activations in the backward pass.")
     dropout: float | None = knob(
@@ -112,7 +113,7 @@ class Dataset:
     prompt: str = knob(
         "{prompt}", "Prompt template over the row's columns; write a literal brace twice."
     )
-    system: str | None = knob(None, "System prompt (chat only).")
+    system: str | None = knob(None, "System prompt (chat only).", read_if=("dataset.chat",))
     chat: bool = knob(
         False, "Wrap the prompt in the tokenizer's chat template; completions become messages."
     )
@@ -137,6 +138,11 @@ class Reward:
     function: str = knob("", "Short name (`grpo rewards` lists them) or my_package.my_module:name.")
     weight: float = knob(1.0, "Factor in the sum that is the reward.")
     args: dict[str, Any] = knob({}, "Keyword arguments for the function.")
+    positions: str = knob(
+        "characters",
+        "What a function that rewards steps counts their ends in.",
+        choices=("characters", "tokens"),
+    )
 
 
 @dataclass
@@ -155,34 +161,228 @@ class Generation:
         "Completions decoded at the same time, for memory's sake; a group is never split.",
         ge=1,
     )
+    dynamic_sampling: bool = knob(
+        False, "Drop groups whose rewards are all equal, and sample more until the step is full."
+    )
+    max_attempts: int = knob(
+        10,
+        "Rounds of sampling in one step; after the last, the step trains on what there is.",
+        ge=1,
+        read_if=("generation.dynamic_sampling",),
+    )
 
 
 @dataclass
 class Loss:
-    """The objective, as a policy term and a KL term. docs/algorithm.md has the formulas."""
+    """The objective: policy, KL and entropy terms. docs/algorithm.md has the formulas."""
 
-    policy: str = knob("clipped", "Policy term.", choices=("clipped",))
+    policy: str = knob(
+        "clipped",
+        "Policy term: a function of losses.py.",
+        choices=("clipped", "cispo", "sapo", "vespo", "gmpo", "clip_cov", "kl_cov"),
+    )
+    ratio_level: str = knob(
+        "token",
+        "Importance ratio: each token's, the completion's (GSPO), or that one with each token's "
+        "own gradient (GSPO-token).",
+        choices=("token", "sequence", "sequence_token"),
+        read_if=("loss.policy", "clipped", "cispo", "sapo"),
+    )
     normalize: str = knob(
         "tokens",
-        "What is averaged: all tokens of the batch, or each completion's mean.",
-        choices=("tokens", "completions"),
+        "What is averaged: all tokens of the batch, each completion's mean, each prompt's mean; or "
+        "each completion's sum, over max_completion_tokens (constant) or as it is (sums).",
+        choices=("tokens", "completions", "prompts", "constant", "sums"),
     )
-    epsilon: float = knob(0.2, "The ratio is clipped below at 1 - epsilon.", ge=0, le=1)
+    epsilon: float = knob(
+        0.2,
+        "The ratio is clipped below at 1 - epsilon (gmpo: its logarithm at -epsilon).",
+        ge=0,
+        le=1,
+        read_if=("loss.policy", "clipped", "gmpo", "clip_cov"),
+    )
     epsilon_high: float | None = knob(
-        None, "The ratio is clipped above at 1 + epsilon_high; null: epsilon.", ge=0
+        None,
+        "The ratio is clipped above at 1 + epsilon_high; null: epsilon.",
+        ge=0,
+        read_if=("loss.policy", "clipped", "gmpo", "clip_cov"),
     )
-    beta: float = knob(0.0, "Weight of the k3 KL to the reference; 0 loads no reference.", ge=0)
+    delta: float | None = knob(
+        None,
+        "Upper bound of the ratio for negative advantages (two-sided clipping); null: none.",
+        gt=1,
+        read_if=("loss.policy", "clipped"),
+    )
+    ratio_cap: float = knob(
+        5.0, "Largest weight of a token.", gt=0, read_if=("loss.policy", "cispo")
+    )
+    sapo_temperature_pos: float = knob(
+        1.0, "Steepness of the gate for A > 0.", gt=0, read_if=("loss.policy", "sapo")
+    )
+    sapo_temperature_neg: float = knob(
+        1.05, "Steepness of the gate for A <= 0.", gt=0, read_if=("loss.policy", "sapo")
+    )
+    vespo_k_pos: float = knob(
+        2.0, "Power of the ratio for A >= 0.", ge=0, read_if=("loss.policy", "vespo")
+    )
+    vespo_lambda_pos: float = knob(
+        3.0, "Decay with the ratio for A >= 0.", gt=0, read_if=("loss.policy", "vespo")
+    )
+    vespo_k_neg: float = knob(
+        3.0, "Power of the ratio for A < 0.", ge=0, read_if=("loss.policy", "vespo")
+    )
+    vespo_lambda_neg: float = knob(
+        2.0, "Decay with the ratio for A < 0.", gt=0, read_if=("loss.policy", "vespo")
+    )
+    cov_share: float = knob(
+        2e-4,
+        "Share of the batch's tokens that are treated apart for their covariance.",
+        gt=0,
+        le=1,
+        read_if=("loss.policy", "clip_cov", "kl_cov"),
+    )
+    cov_low: float = knob(
+        1.0, "Lowest covariance of a chosen token.", read_if=("loss.policy", "clip_cov")
+    )
+    cov_high: float = knob(
+        5.0, "Highest covariance of a chosen token.", read_if=("loss.policy", "clip_cov")
+    )
+    cov_kl: float = knob(
+        1.0, "Weight of the chosen tokens' KL.", ge=0, read_if=("loss.policy", "kl_cov")
+    )
+    mask_truncated: bool = knob(
+        False, "Completions cut off by the length limit do not train; their rewards still count."
+    )
+    beta: float = knob(0.0, "Weight of the KL to the reference; 0 loads no reference.", ge=0)
+    kl_estimator: str = knob(
+        "k3",
+        "How the KL is estimated on sampled tokens.",
+        choices=("k1", "k2", "k3"),
+        read_if=("loss.beta",),
+    )
+    kl_in: str = knob(
+        "loss",
+        "The KL is a term of the loss, or is subtracted from the reward, summed over tokens.",
+        choices=("loss", "reward"),
+        read_if=("loss.beta",),
+    )
+    kl_bias_correction: bool = knob(
+        False, "Multiply the KL by the importance ratio (DeepSeek-V3.2).", read_if=("loss.beta",)
+    )
+    kl_target: float | None = knob(
+        None,
+        "Adapt beta so that the KL a token stays near this; null: beta is fixed.",
+        gt=0,
+        read_if=("loss.beta",),
+    )
+    kl_gain: float = knob(
+        0.1, "How fast beta adapts: at most a fifth of this a step.", gt=0, lt=5,
+        read_if=("loss.kl_target",),
+    )  # fmt: skip
+    reference_every: int = knob(
+        0,
+        "Refresh the reference with the policy every N steps (iterative GRPO); 0: never.",
+        ge=0,
+        read_if=("loss.beta",),
+    )
+    reference_alpha: float = knob(
+        1.0,
+        "Share of the policy in a refreshed reference; 1 replaces it.",
+        gt=0,
+        le=1,
+        read_if=("loss.reference_every",),
+    )
+    entropy_coef: float = knob(
+        0.0, "Weight of the entropy bonus; with entropy_target its first value.", ge=0
+    )
+    entropy_target: float | None = knob(
+        None,
+        "Adapt entropy_coef so that the entropy, in nats a token, does not fall below this.",
+        gt=0,
+    )
+    entropy_coef_min: float = knob(
+        0.0, "Smallest adapted entropy_coef.", ge=0, read_if=("loss.entropy_target",)
+    )
+    entropy_coef_max: float = knob(
+        1.0, "Largest adapted entropy_coef.", ge=0, read_if=("loss.entropy_target",)
+    )
+    entropy_coef_step: float = knob(
+        0.005, "Change of entropy_coef in one optimizer step.", gt=0,
+        read_if=("loss.entropy_target",),
+    )  # fmt: skip
+    top_entropy: float = knob(
+        1.0,
+        "The policy term trains only this share of the batch's tokens, those of highest entropy.",
+        gt=0,
+        le=1,
+    )
+    sampling_correction: str = knob(
+        "none",
+        "Weigh the policy term by the trainer's probability over the sampler's: a token's, a "
+        "completion's or its mean by length; held to its bounds (truncate) or 0 outside (mask).",
+        choices=(
+            "none",
+            "token_truncate",
+            "token_mask",
+            "sequence_truncate",
+            "sequence_mask",
+            "sequence_mean_truncate",
+            "sequence_mean_mask",
+        ),
+    )
+    sampling_cap: float = knob(
+        3.0, "Upper bound of that ratio.", gt=0, read_if=("loss.sampling_correction",)
+    )
+    sampling_floor: float | None = knob(
+        None, "Lower bound of that ratio; null: none.", ge=0, read_if=("loss.sampling_correction",)
+    )
+    off_policy_mask: float | None = knob(
+        None,
+        "Leave out the negative tokens of completions whose log-probability has fallen by more "
+        "than this a token since they were sampled (DeepSeek-V3.2); null: keep them.",
+        ge=0,
+    )
 
 
 @dataclass
 class Advantage:
     """Rewards to advantages."""
 
+    rule: str = knob(
+        "group",
+        "A function of advantages.py.",
+        choices=("group", "rloo", "reinforce_pp", "opo", "pass_at_k", "max_rl", "gdpo"),
+    )
     scale: str = knob(
         "group",
-        "Divide by the group's standard deviation, or not at all.",
-        choices=("group", "none"),
+        "Divide by the group's standard deviation, by that of the whole step, or not at all.",
+        choices=("group", "batch", "none"),
+        read_if=("advantage.rule", "group"),
     )
+    baseline: str = knob(
+        "group",
+        "Subtract the group's mean before normalising over the step, or not.",
+        choices=("group", "none"),
+        read_if=("advantage.rule", "reinforce_pp"),
+    )
+    k: int = knob(
+        2,
+        "Completions of which one has to be right.",
+        ge=1,
+        read_if=("advantage.rule", "pass_at_k"),
+    )
+
+
+@dataclass
+class Schedule:
+    """How a scalar knob changes with the step."""
+
+    to: float = knob(0.0, "Value that it ends at.")
+    shape: str = knob(
+        "linear", "Way there; jump: at `begin`, all at once.", choices=("linear", "cosine", "jump")
+    )
+    begin: int = knob(0, "Step, counted from 0, up to which the knob keeps its own value.", ge=0)
+    end: int | None = knob(None, "Step from which it is `to`; null: the run's last.", ge=1)
 
 
 @dataclass
@@ -200,7 +400,12 @@ class Optimizer:
         choices=("constant", "linear", "cosine"),
     )
     warmup_steps: int = knob(0, "Steps over which the learning rate rises from 0.", ge=0)
-    min_learning_rate: float = knob(0.0, "Where linear and cosine end.", ge=0)
+    min_learning_rate: float = knob(
+        0.0,
+        "Where linear and cosine end.",
+        ge=0,
+        read_if=("optimizer.schedule", "linear", "cosine"),
+    )
 
 
 @dataclass
@@ -225,7 +430,13 @@ class Eval:
     )
     num_samples: int = knob(1, "Completions for each row.", ge=1)
     temperature: float = knob(0.0, "Sampling temperature; 0 is greedy.", ge=0)
-    top_p: float = knob(1.0, "Keep the likeliest tokens up to this share.", gt=0, le=1)
+    top_p: float = knob(
+        1.0,
+        "Keep the likeliest tokens up to this share.",
+        gt=0,
+        le=1,
+        read_if=("eval.temperature",),
+    )
     max_completion_tokens: int | None = knob(
         None, "Longest completion; null: that of generation.", ge=1
     )
@@ -245,6 +456,9 @@ class Log:
 
     completions_every: int = knob(20, "Write a step's completions every N steps; 0: never.", ge=0)
     completions_shown: int = knob(1, "Of these, how many are also printed.", ge=0)
+    entropy_every: int = knob(
+        10, "Measure the entropy every N steps, where nothing else asks for it; 0: never.", ge=0
+    )
     plots: bool = knob(True, "Draw curves.png when the run ends.")
 
 
@@ -253,8 +467,12 @@ class Tracking:
     """Where metrics go besides metrics.jsonl."""
 
     backend: str = knob("none", "Tracker.", choices=("none", "tensorboard", "wandb", "trackio"))
-    project: str = knob("grpo", "Project name (wandb, trackio).")
-    name: str | None = knob(None, "Run name (wandb, trackio); null: the output folder's.")
+    project: str = knob("grpo", "Project name.", read_if=("tracking.backend", "wandb", "trackio"))
+    name: str | None = knob(
+        None,
+        "Run name; null: the output folder's.",
+        read_if=("tracking.backend", "wandb", "trackio"),
+    )
 
 
 @dataclass
@@ -285,52 +503,19 @@ class Recipe:
     advantage: Advantage = section(Advantage, Advantage.__doc__ or "")
     optimizer: Optimizer = section(Optimizer, Optimizer.__doc__ or "")
     update: Update = section(Update, Update.__doc__ or "")
+    schedules: dict[str, Any] = knob(
+        {}, "Scalars of loss and generation as functions of the step, such as loss.beta.to=0."
+    )
     eval: Eval = section(Eval, Eval.__doc__ or "")
     checkpoint: Checkpoint = section(Checkpoint, Checkpoint.__doc__ or "")
     log: Log = section(Log, Log.__doc__ or "")
     tracking: Tracking = section(Tracking, Tracking.__doc__ or "")
 
-
-def parse(cfg: DictConfig | dict[str, Any]) -> Recipe:
-    """A composed config as a checked `Recipe`.
-
-    Raises:
-        UserError: an unknown key, a value of another type, a value out of its range, or values that
-            contradict one another. All ranges are checked, and every violation is named.
-    """
-    try:
-        # As plain values first: a config composed by Hydra lets a key added with `+` through.
-        tree = OmegaConf.to_container(OmegaConf.create(cfg), resolve=True)
-        typed = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(tree))
-        recipe = cast(Recipe, OmegaConf.to_object(typed))
-        recipe.reward = {
-            name: _reward(name, value) for name, value in recipe.reward.items() if value is not None
-        }
-    except OmegaConfBaseException as error:
-        raise UserError(explain(error) or str(error)) from error
-    problems = [*_range_violations(recipe), *_contradictions(recipe)]
-    if problems:
-        raise UserError("\n".join(problems))
-    return recipe
-
-
-def _reward(name: str, value: Any) -> Reward:
-    if not isinstance(value, dict):
-        raise UserError(f"reward.{name} = {value!r}: must be a mapping with a `function`.")
-    unknown = value.keys() - {f.name for f in dataclasses.fields(Reward)}
-    if unknown:
-        key = sorted(unknown)[0]
-        raise UserError(
-            f"reward.{name}.{key}: there is no such key; "
-            f"a reward has {listed(f.name for f in dataclasses.fields(Reward))}."
-        )
-    try:
-        typed = OmegaConf.merge(OmegaConf.structured(Reward), value)
-        reward = cast(Reward, OmegaConf.to_object(typed))
-    except OmegaConfBaseException as error:
-        raise UserError(f"reward.{name}.{explain(error)}") from error
-    reward.function = reward.function or name
-    return reward
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is, or will be, a KL to a reference."""
+        schedule = self.schedules.get("loss.beta")
+        return self.loss.beta > 0 or (schedule is not None and schedule.to > 0)
 
 
 def knobs(node: Any = Recipe, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
@@ -362,136 +547,3 @@ def allowed(f: dataclasses.Field[Any]) -> str:
         if meta.get(key) is not None
     ]
     return " and ".join(bounds)
-
-
-def _range_violations(node: Any, prefix: str = "") -> Iterator[str]:
-    for f in dataclasses.fields(node):
-        value, key, meta = getattr(node, f.name), prefix + f.name, f.metadata
-        if dataclasses.is_dataclass(value):
-            yield from _range_violations(value, key + ".")
-            continue
-        if key == "reward":
-            for name, reward in value.items():
-                yield from _range_violations(reward, f"reward.{name}.")
-            continue
-        for v in value if isinstance(value, list) else [value]:
-            if meta.get("choices"):
-                if v not in meta["choices"]:
-                    hint = nearest(str(v), meta["choices"])
-                    yield f"{key} = {v!r}: must be {allowed(f)}.{hint}"
-            elif isinstance(v, (int, float)) and not isinstance(v, bool):
-                ge, gt, le, lt = (meta.get(bound) for bound in ("ge", "gt", "le", "lt"))
-                inside = (
-                    math.isfinite(v)
-                    and (ge is None or v >= ge)
-                    and (gt is None or v > gt)
-                    and (le is None or v <= le)
-                    and (lt is None or v < lt)
-                )
-                if not inside:
-                    yield f"{key} = {v}: must be {allowed(f) or 'a finite number'}."
-
-
-def _contradictions(recipe: Recipe) -> Iterator[str]:
-    """Combinations that would be ignored or would fail much later."""
-    model, dataset = recipe.model, recipe.dataset
-    if model.path is None and model.build is None:
-        yield "model.path: set it to a hub name or a folder, or choose model=tiny_qwen."
-    if model.path is not None and model.build is not None:
-        yield f"model.path = {model.path}: the recipe builds a model; add model.build=null."
-    if not recipe.output_dir:
-        yield "output_dir: is empty; name a folder."
-    if model.build is not None:
-        b = model.build
-        # max: a 0 is out of range, and is reported as that
-        if b.hidden_size % max(1, b.num_heads) or b.num_heads % max(1, b.num_kv_heads):
-            yield (
-                f"model.build: num_heads = {b.num_heads} must divide hidden_size = {b.hidden_size} "
-                f"and be a multiple of num_kv_heads = {b.num_kv_heads}."
-            )
-        elif b.hidden_size // max(1, b.num_heads) % 2:
-            yield (
-                f"model.build.hidden_size = {b.hidden_size}: must be an even multiple of num_heads "
-                f"= {b.num_heads}, since rotary embeddings turn pairs."
-            )
-        if b.warmup_steps and dataset.solution is None:
-            yield (
-                "model.build.warmup_steps: the warm-up needs dataset.solution, a template over the "
-                'row\'s columns such as "{solution}"; or set it to 0.'
-            )
-        longest = dataset.max_prompt_tokens + recipe.generation.max_completion_tokens
-        if longest > b.max_position_embeddings:
-            yield (
-                f"dataset.max_prompt_tokens + generation.max_completion_tokens = {longest}: must "
-                f"be <= model.build.max_position_embeddings = {b.max_position_embeddings}."
-            )
-    if dataset.system is not None and not dataset.chat:
-        yield "dataset.system: is only read with dataset.chat=true."
-    if model.chat_template is not None and not dataset.chat:
-        yield "model.chat_template: is only read with dataset.chat=true."
-    if not recipe.reward:
-        yield "reward: at least one is needed, such as reward=[math]; `grpo rewards` lists them."
-    elif not any(r.weight for r in recipe.reward.values()):
-        yield "reward: every weight is 0, so there is nothing to learn from."
-    if recipe.eval.accuracy is not None and recipe.eval.accuracy not in recipe.reward:
-        yield (
-            f"eval.accuracy = {recipe.eval.accuracy!r}: must be one of the recipe's rewards, "
-            f"{listed(recipe.reward)}."
-        )
-    if recipe.eval.every and dataset.eval is None:
-        yield (
-            f"eval.every = {recipe.eval.every}: needs held-out rows; set dataset.eval, or "
-            "eval.every=0."
-        )
-    if recipe.eval.num_samples > 1 and recipe.eval.temperature == 0:
-        yield (
-            f"eval.num_samples = {recipe.eval.num_samples}: greedy completions are all the same; "
-            "set eval.temperature above 0."
-        )
-    if len(recipe.optimizer.betas) != 2:
-        yield f"optimizer.betas = {recipe.optimizer.betas}: must be two numbers."
-    if recipe.optimizer.min_learning_rate and recipe.optimizer.schedule == "constant":
-        yield "optimizer.min_learning_rate: the constant schedule does not read it."
-    if recipe.update.minibatches > recipe.prompts_per_step:
-        yield (
-            f"update.minibatches = {recipe.update.minibatches}: must be <= prompts_per_step = "
-            f"{recipe.prompts_per_step}, since a minibatch holds whole groups."
-        )
-
-
-def explain(error: BaseException) -> str | None:
-    """What OmegaConf found wrong, as one message; None if the error is of another kind."""
-    chain = [error]
-    while (cause := chain[-1].__cause__) is not None:
-        chain.append(cause)
-    for e in reversed(chain):
-        key = str(getattr(e, "full_key", None) or "")
-        if key == "recipe":
-            return "the recipe lacks `schema`, the first entry of every recipe's defaults."
-        if isinstance(e, (ConfigKeyError, ConfigAttributeError)) and key:
-            return f"{key}: there is no such key.{nearest_key(key)}"
-        if isinstance(e, ValidationError) and key:
-            return f"{key}: {first_line(e)}."
-    return first_line(error) if isinstance(error, OmegaConfBaseException) else None
-
-
-def nearest_key(key: str) -> str:
-    """A sentence that offers the knob meant by a misspelt full key."""
-    known = [name for name, _ in knobs()]
-    section, _, last = key.rpartition(".")
-    beside = [k for k in known if k.rpartition(".")[0] == section]
-    same = [k for k in known if k.rpartition(".")[2] == last]  # in another section
-    short = [k for k in known if _initials(k.rpartition(".")[2]) == last]  # lr: learning_rate
-    chosen = same or [k for k in short if k in beside] or short
-    if chosen:
-        return f" Did you mean {' or '.join(chosen)}?"
-    return nearest(key, beside) or nearest(key, known)
-
-
-def _initials(name: str) -> str:
-    return "".join(word[0] for word in name.split("_"))
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].strip().rstrip(".")

@@ -84,9 +84,26 @@ class Workers:
 
     def max(self, value: float) -> float:
         """The largest of the processes' values."""
+        return self.maxima({"value": value})["value"]
+
+    def maxima(self, values: dict[str, float]) -> dict[str, float]:
+        """The largest by key over processes; every process passes the same keys."""
+        if self.size == 1 or not values:
+            return dict(values)
+        largest = torch.tensor(list(values.values()), dtype=torch.float64)
+        return dict(zip(values, self._reduce(largest, dist.ReduceOp.MAX).tolist(), strict=True))
+
+    def concatenate(self, own: torch.Tensor) -> tuple[torch.Tensor, slice]:
+        """The processes' one-dimensional CPU tensors, of any lengths, one after another.
+
+        Returns:
+            (all of them [N] on the CPU, where this process's own lies in it).
+        """
         if self.size == 1:
-            return value
-        return float(self._reduce(torch.tensor([value], dtype=torch.float64), dist.ReduceOp.MAX))
+            return own, slice(0, len(own))
+        parts = self.gather(own)
+        start = sum(len(part) for part in parts[: self.rank])
+        return torch.cat(parts), slice(start, start + len(own))
 
     def _reduce(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
         # MPS has no float64, NCCL no CPU tensors: reduce where the backend can, read on the CPU.
@@ -115,19 +132,26 @@ class Workers:
             if error is not None:
                 raise error
             return
-        told = self.gather(None if error is None else f"process {self.rank}: {error}")
-        messages = [m for m in told if m is not None]
-        if messages:
-            raise TrainingError(messages[0]) from error
+        kind = UserError if isinstance(error, UserError) else TrainingError
+        told = self.gather(None if error is None else (kind, f"process {self.rank}: {error}"))
+        for kind_and_message in told:
+            if kind_and_message is not None:
+                kind, message = kind_and_message
+                raise kind(message) from error
 
     def barrier(self) -> None:
         self.accelerator.wait_for_everyone()
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
-        """The main process runs the block before the others do."""
-        with self.accelerator.main_process_first():
+        """The main process runs the block before the others do, and lets them go if it fails."""
+        if not self.is_main:
+            self.barrier()
+        try:
             yield
+        finally:
+            if self.is_main:
+                self.barrier()
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -71,7 +71,7 @@ class Evaluator:
             )
             progress(min(len(groups) * self.workers.size, len(self.prompts)), "rows completed")
         with self.workers.together():
-            self.scorer.score([r for g in groups for r in g.rollouts])
+            self.scorer.score([r for g in groups for r in g.rollouts], self.tokenizer)
         everyones = [g for part in self.workers.gather(groups) for g in part]
         everyones.sort(key=lambda g: g.position)
         name = config.accuracy or next(iter(self.recipe.reward))

@@ -6,55 +6,18 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from grpo_cli.advantages import all_equal, group_std
-from grpo_cli.rollouts import Group, Rollout
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The few numbers of a rollout that other processes need; small enough to gather."""
-
-    reward: float
-    reward_parts: dict[str, float | None]
-    prompt_tokens: int
-    tokens: int
-    truncated: bool
-
-    @classmethod
-    def of(cls, r: Rollout) -> Outcome:
-        return cls(
-            r.reward,
-            r.reward_parts,
-            len(r.prompt.ids),
-            len(r.completion.ids),
-            r.completion.finish_reason == "length",
-        )
-
-
-WholeStep = dict[int, list[Outcome]]  # by the group's position, over all processes
-
-
-def outcomes(groups: Sequence[Group]) -> list[tuple[int, list[Outcome]]]:
-    """(position, outcomes) of each group."""
-    return [(g.position, [Outcome.of(r) for r in g.rollouts]) for g in groups]
-
-
-def reward_matrix(whole_step: WholeStep) -> Tensor:
-    """Rewards as [P, G] float64 in the order of positions, NaN where no function applied."""
-    rows = [[o.reward for o in whole_step[p]] for p in sorted(whole_step)]
-    return torch.tensor(rows, dtype=torch.float64)
+from grpo_cli.outcomes import WholeStep, matrix
 
 
 def rollout_metrics(whole_step: WholeStep) -> dict[str, float]:
     """Rewards and lengths of a step."""
     every = [o for position in sorted(whole_step) for o in whole_step[position]]
-    rewards = reward_matrix(whole_step)
+    rewards = matrix(whole_step, lambda o: o.reward)
     lengths = [o.tokens for o in every]
     ended = [o.tokens for o in every if not o.truncated] or [0]
     metrics = {
@@ -75,12 +38,6 @@ def rollout_metrics(whole_step: WholeStep) -> dict[str, float]:
         metrics[f"rewards/{name}/mean"] = mean(values)
         metrics[f"rewards/{name}/std"] = statistics.stdev(values) if len(values) > 1 else 0.0
     return metrics
-
-
-def add(into: dict[str, float], parts: Mapping[str, float]) -> None:
-    """Adds each value to the sum of its name."""
-    for name, value in parts.items():
-        into[name] = into.get(name, 0.0) + value
 
 
 def mean(values: Sequence[float]) -> float:

@@ -91,15 +91,21 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def score(
-    model: Callable[..., Any], batch: Batch, temperature: float, *, entropy: bool = False
+    model: Callable[..., Any],
+    batch: Batch,
+    temperature: float,
+    *,
+    entropy: bool = False,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of a batch's completion tokens, and their entropies if asked for.
 
     Args:
         model: a causal LM, wrapped for several processes or not.
+        entropy_gradient: keep their gradient, which takes several more [B, C, V] of memory.
 
     Returns:
-        (logprobs [B, C] float32 with gradient, entropies [B, C] float32 without, or None).
+        (logprobs [B, C] with gradient, entropies [B, C] or None), in float32 at least.
     """
     width = batch.loss_mask.shape[1]
     logits = model(
@@ -112,8 +118,18 @@ def score(
     logprobs = token_logprobs(logits, batch.targets, temperature)
     if not entropy:
         return logprobs, None
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         return logprobs, token_entropy(logits, temperature)
+
+
+@torch.no_grad()
+def mix(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
+    """Sets ref ← α·policy + (1 − α)·ref, in place (TR-DPO, arXiv 2404.09656; α = 1: a copy)."""
+    # By parameters, not by names: a tied output head has two names and must not be mixed twice.
+    for mixed, ours in zip(reference.parameters(), policy.parameters(), strict=True):
+        mixed.lerp_(ours.to(mixed), alpha)
+    for kept, current in zip(reference.buffers(), policy.buffers(), strict=True):
+        kept.copy_(current)
 
 
 @contextlib.contextmanager

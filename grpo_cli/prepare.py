@@ -22,7 +22,8 @@ class Prepared:
     resume_from: Path | None
     train_rows: data.Rows | None
     eval_rows: data.Rows | None
-    scorer: Scorer
+    scorer: Scorer  # of training; for an evaluation alone, the same as the next
+    eval_scorer: Scorer
 
 
 def for_training(recipe: Recipe) -> Prepared:
@@ -37,10 +38,12 @@ def for_training(recipe: Recipe) -> Prepared:
     check_model_path(recipe)
     train_rows = data.load_rows(recipe.dataset, "train")
     eval_rows = data.load_rows(recipe.dataset, "eval") if recipe.dataset.eval else None
-    scorer = Scorer(recipe.reward, train_rows.columns, train_rows.source)
-    if eval_rows is not None:
-        Scorer(recipe.reward, eval_rows.columns, eval_rows.source)
-    return Prepared(with_absolute_paths(recipe), folder, resume_from, train_rows, eval_rows, scorer)
+    limit = recipe.generation.max_completion_tokens
+    scorer = Scorer(recipe.reward, train_rows.columns, train_rows.source, limit)
+    eval_scorer = scorer if eval_rows is None else scorer_of_evaluation(recipe, eval_rows)
+    return Prepared(
+        with_absolute_paths(recipe), folder, resume_from, train_rows, eval_rows, scorer, eval_scorer
+    )
 
 
 def for_evaluation(recipe: Recipe) -> Prepared:
@@ -53,9 +56,15 @@ def for_evaluation(recipe: Recipe) -> Prepared:
         raise UserError("dataset.eval: the recipe has no held-out rows; give a file or a hub name.")
     check_model_path(recipe)
     rows = data.load_rows(recipe.dataset, "eval")
-    scorer = Scorer(recipe.reward, rows.columns, rows.source)
+    scorer = scorer_of_evaluation(recipe, rows)
     folder = Path(recipe.output_dir).expanduser()
-    return Prepared(with_absolute_paths(recipe), folder, None, None, rows, scorer)
+    return Prepared(with_absolute_paths(recipe), folder, None, None, rows, scorer, scorer)
+
+
+def scorer_of_evaluation(recipe: Recipe, rows: data.Rows) -> Scorer:
+    """The recipe's rewards for held-out rows, with the length limit of evaluation."""
+    limit = recipe.eval.max_completion_tokens or recipe.generation.max_completion_tokens
+    return Scorer(recipe.reward, rows.columns, rows.source, limit)
 
 
 def find_resume(recipe: Recipe, folder: Path) -> Path | None:

@@ -171,6 +171,7 @@ def completion_row(step: int, group: Group, sample: int) -> dict[str, Any]:
         "reward": _finite(r.reward),
         **{f"rewards/{name}": value for name, value in r.reward_parts.items()},
         "advantage": r.advantage,
+        "token_advantages": None if r.token_advantages is None else r.token_advantages.tolist(),
         "finish_reason": r.completion.finish_reason,
         "prompt_ids": group.prompt.ids,
         "completion_ids": r.completion.ids,

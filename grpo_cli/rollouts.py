@@ -51,15 +51,31 @@ class Rollout:
     completion: Completion
     text: str  # the completion decoded, without special tokens
     reward_parts: dict[str, float | None] = field(default_factory=dict)  # by function, unweighted
-    reward: float = float("nan")  # weighted sum; NaN when no function applied
+    step_rewards: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    # ^ of functions that reward steps: (token at which a step ends, weighted value)
+    reward: float = math.nan  # weighted sum, steps included; NaN when no function applied
+    outcome: float = math.nan  # the same without steps: what the advantage rule is given
+    masked: bool = False  # does not train, though it has a reward (`loss.mask_truncated`)
     advantage: float = 0.0
-    old_logprobs: Tensor | None = None  # [C] the policy before the step's first update
+    token_advantages: Tensor | None = None  # [C] where steps were rewarded; `advantage` included
+    old_logprobs: Tensor | None = None  # [C] the policy that it was sampled with
     ref_logprobs: Tensor | None = None  # [C] the reference policy
+    # Known once its optimizer batch is:
+    weight: float = 0.0  # what each token's loss is multiplied by (`normalization.py`)
+    high_entropy: Tensor | None = None  # [C] 1 on tokens that `loss.top_entropy` keeps
+    cov_selected: Tensor | None = None  # [C] 1 on tokens chosen by their covariance
 
     @property
     def loss_tokens(self) -> int:
         """Completion tokens that train: none when no reward function applied."""
-        return 0 if math.isnan(self.reward) else len(self.completion.ids)
+        return 0 if self.masked or math.isnan(self.reward) else len(self.completion.ids)
+
+    @property
+    def advantages(self) -> Tensor:
+        """Of each token, [C]."""
+        if self.token_advantages is not None:
+            return self.token_advantages
+        return torch.full((len(self.completion.ids),), self.advantage)
 
 
 @dataclass
@@ -83,10 +99,13 @@ class Batch:
     attention_mask: Tensor  # [B, P + C] 1 on real tokens
     position_ids: Tensor  # [B, P + C] counted from each row's first real token
     loss_mask: Tensor  # [B, C] float, 1 on completion tokens that train
-    advantages: Tensor  # [B]
+    weights: Tensor  # [B, C] what a token's loss is multiplied by, 0 where nothing trains
+    advantages: Tensor  # [B, C]
     sampling_logprobs: Tensor  # [B, C]
-    old_logprobs: Tensor | None  # [B, C]; None: the current policy's own, exactly on-policy
+    old_logprobs: Tensor | None  # [B, C]; None, or NaN: the current policy's own, on-policy
     ref_logprobs: Tensor | None  # [B, C]
+    high_entropy: Tensor | None  # [B, C]
+    cov_selected: Tensor | None  # [B, C]
 
     @property
     def targets(self) -> Tensor:
@@ -117,20 +136,27 @@ def collate(rollouts: Sequence[Rollout], device: torch.device) -> Batch:
     loss_mask = (torch.arange(width_c) < trains).float()  # [B, C]
 
     def rows(values: Iterable[Any]) -> Tensor:
-        return pad_right([torch.as_tensor(v, dtype=torch.float32) for v in values], width_c)
+        padded = pad_right([torch.as_tensor(v, dtype=torch.float32) for v in values], width_c)
+        return padded.to(device)
 
     def optional_rows(values: list[Tensor | None]) -> Tensor | None:
-        return None if any(v is None for v in values) else rows(values).to(device)
+        if all(v is None for v in values):
+            return None
+        absent = torch.full((width_c,), math.nan)
+        return rows(absent if v is None else v for v in values)
 
     return Batch(
         input_ids=input_ids.to(device),
         attention_mask=attention_mask.to(device),
         position_ids=positions(attention_mask).to(device),
         loss_mask=loss_mask.to(device),
-        advantages=torch.tensor([r.advantage for r in rollouts], device=device),
-        sampling_logprobs=rows(r.completion.logprobs for r in rollouts).to(device),
+        weights=(loss_mask * torch.tensor([[r.weight] for r in rollouts])).to(device),
+        advantages=rows(r.advantages for r in rollouts),
+        sampling_logprobs=rows(r.completion.logprobs for r in rollouts),
         old_logprobs=optional_rows([r.old_logprobs for r in rollouts]),
         ref_logprobs=optional_rows([r.ref_logprobs for r in rollouts]),
+        high_entropy=optional_rows([r.high_entropy for r in rollouts]),
+        cov_selected=optional_rows([r.cov_selected for r in rollouts]),
     )
 
 
@@ -184,12 +210,15 @@ def derive_seed(*parts: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def placeholder() -> Rollout:
-    """A rollout that trains on nothing, for no reward applies to it, with all that others have."""
+def placeholder(*, reference: bool) -> Rollout:
+    """A rollout that trains on nothing, for no reward applies to it.
+
+    Args:
+        reference: whether it has log-probabilities under a reference, as the others have.
+    """
     return Rollout(
         Prompt(0, [0], "", {}),
         Completion([0], [0.0], "stop"),
         text="",
-        old_logprobs=torch.zeros(1),
-        ref_logprobs=torch.zeros(1),
+        ref_logprobs=torch.zeros(1) if reference else None,
     )

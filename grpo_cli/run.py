@@ -7,6 +7,7 @@ import shlex
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import datasets
@@ -17,16 +18,19 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import grpo_cli
-from grpo_cli import checkpoint, data, folders, policy, stored, tiny, tracking
+from grpo_cli import checkpoint, data, folders, parsing, policy, stored, tiny, tracking
+from grpo_cli.carried import packed, unpacked
 from grpo_cli.config import Recipe
 from grpo_cli.distributed import Workers
+from grpo_cli.entropy import adapted_coef, applied_coef
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluate import Evaluation, Evaluator
 from grpo_cli.generation import Generator, TransformersGenerator
-from grpo_cli.metrics import WholeStep
+from grpo_cli.kl import adapted_beta
+from grpo_cli.outcomes import WholeStep
 from grpo_cli.prepare import Prepared
 from grpo_cli.report import Bar, Reporter, readable, write_text
-from grpo_cli.rollouts import Prompt, derive_seed
+from grpo_cli.rollouts import Group, Prompt, derive_seed
 from grpo_cli.sampling import Sampling
 from grpo_cli.scoring import Scorer
 from grpo_cli.stop import Stop
@@ -44,6 +48,12 @@ class State:
     after_step: int = 0  # and the step it was made at
     best_step: int | None = None  # the step of the best evaluation
     best_accuracy: float = -1.0
+    position: int = 0  # prompts sampled
+    signal_share: float = 1.0  # of the groups sampled last (dynamic sampling)
+    reference_moved: bool = False  # it is no longer the model that the run began with
+    beta: float | None = None  # where loss.kl_target adapts it
+    entropy_coef: float | None = None  # where loss.entropy_target adapts it
+    entropy: float | None = None  # of the last optimizer step, for the same
 
 
 @dataclass
@@ -64,20 +74,64 @@ class Run:
     evaluator: Evaluator | None
     reporter: Reporter
     stop: Stop
+    carried: list[Group] = field(default_factory=list)  # this process's, for the next step
     stopped_by: int | None = None  # the signal that ended the run early
     state: State = field(default_factory=State)
     started: float = field(default_factory=time.monotonic)
 
-    @property
-    def sampling(self) -> Sampling:
-        """How completions are drawn for training."""
-        g = self.recipe.generation
+    def sampling(self, recipe: Recipe) -> Sampling:
+        """How completions are drawn for training, by the recipe as it is at a step."""
+        g = recipe.generation
         return Sampling(g.max_completion_tokens, g.temperature, g.top_p, g.top_k, g.min_p)
 
-    def prompts(self, step: int) -> list[tuple[int, Prompt]]:
-        """(position, prompt) of this process's share of a step."""
-        size = self.recipe.prompts_per_step
-        return list(self.stream.take(step * size, size))[self.workers.rank :: self.workers.size]
+    def take_prompts(self, number: int) -> list[tuple[int, Prompt]]:
+        """(position, prompt) of this process's share of the next `number` prompts of the run."""
+        first = self.state.position
+        self.state.position += number
+        return list(self.stream.take(first, number))[self.workers.rank :: self.workers.size]
+
+    def beta(self, recipe: Recipe) -> float:
+        """The KL's coefficient at this step."""
+        adapted = self.state.beta if recipe.loss.kl_target is not None else None
+        return recipe.loss.beta if adapted is None else adapted
+
+    def adapt_beta(self, recipe: Recipe, metrics: dict[str, float]) -> dict[str, float]:
+        """Moves the KL's coefficient towards `loss.kl_target`; returns the one that acted."""
+        loss = recipe.loss
+        if loss.kl_target is None:
+            return {}
+        acted = self.beta(recipe)
+        self.state.beta = adapted_beta(acted, metrics["kl"], loss.kl_target, loss.kl_gain)
+        return {"beta": acted}
+
+    def entropy_coef(self, recipe: Recipe) -> float:
+        """The entropy bonus's coefficient at this optimizer step."""
+        loss = recipe.loss
+        adapted = self.state.entropy_coef if loss.entropy_target is not None else None
+        coef = loss.entropy_coef if adapted is None else adapted
+        return applied_coef(coef, self.state.entropy, loss.entropy_target)
+
+    def adapt_entropy(self, recipe: Recipe, measured: dict[str, float]) -> None:
+        """Moves the entropy bonus's coefficient by what an optimizer step has measured."""
+        state, loss = self.state, recipe.loss
+        if loss.entropy_target is None:
+            return
+        state.entropy = measured["entropy_trained"]
+        state.entropy_coef = adapted_coef(
+            loss.entropy_coef if state.entropy_coef is None else state.entropy_coef,
+            state.entropy,
+            loss.entropy_target,
+            low=loss.entropy_coef_min,
+            high=loss.entropy_coef_max,
+            step=loss.entropy_coef_step,
+        )
+
+    def refresh_reference(self, step: int) -> None:
+        """Iterative GRPO: every N steps the reference takes over the policy, or a part of it."""
+        loss = self.recipe.loss
+        if self.reference is not None and loss.reference_every and not step % loss.reference_every:
+            policy.mix(self.reference, self.policy, loss.reference_alpha)
+            self.state.reference_moved = True
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluates the policy as it is after `step` steps and remembers how it did."""
@@ -95,6 +149,7 @@ class Run:
         """Writes a checkpoint of the present step, then removes those no longer kept."""
         state, keep = self.state, self.recipe.checkpoint.keep_last
         rng = self.workers.gather(checkpoint.rng_state())
+        carried = self.workers.gather(packed(self.carried))
         if self.workers.is_main:
             now = time.monotonic()
             state.seconds, self.started = state.seconds + now - self.started, now
@@ -102,8 +157,14 @@ class Run:
                 folders.checkpoint_path(self.folder, state.step),
                 self.policy,
                 self.tokenizer,
-                {"run": asdict(state), "optimizer": self.optimizer.state_dict(), "rng": rng},
+                {
+                    "run": asdict(state),
+                    "optimizer": self.optimizer.state_dict(),
+                    "rng": rng,
+                    "carried": [g for part in carried for g in part],
+                },
                 stored.as_yaml(self.recipe),
+                self.reference if state.reference_moved else None,
             )
             checkpoint.prune(self.folder, keep, state.best_step)
         self.workers.barrier()
@@ -117,6 +178,9 @@ class Run:
             # The recipe's settings (they may have changed), the old run's moments.
             saved["optimizer"]["param_groups"] = self.optimizer.state_dict()["param_groups"]
             self.optimizer.load_state_dict(saved["optimizer"])
+            if self.reference is not None and checkpoint.has_reference(path):
+                kept = type(self.policy).from_pretrained(checkpoint.reference_path(path))
+                self.reference.load_state_dict(kept.state_dict())
         except Exception as error:  # torn files: each format has its own errors
             earlier = [str(p) for p in path.parent.glob("step-*") if p != path]
             raise UserError(
@@ -124,7 +188,10 @@ class Run:
                 f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); "
                 f"beside it lie {listed(earlier)}."
             ) from error
-        self.state = State(**saved["run"])
+        # A checkpoint of 0.1 says neither where the prompts stand nor what is carried.
+        drawn = saved["run"]["step"] * self.recipe.prompts_per_step
+        self.state = State(**{"position": drawn, **saved["run"]})
+        self.carried = self.unpack_carried(saved.get("carried", []))
         if len(saved["rng"]) == self.workers.size:
             checkpoint.set_rng_state(saved["rng"][self.workers.rank])
         before = yaml.safe_load((path / folders.TRAINING / "recipe.yaml").read_text("utf-8"))
@@ -139,16 +206,28 @@ class Run:
                 )
         self.generator.update_weights(self.policy)
 
+    def unpack_carried(self, saved: list[dict[str, Any]]) -> list[Group]:
+        """This process's share of a checkpoint's carried groups, as far as they are of use."""
+        if not self.recipe.generation.dynamic_sampling:
+            return []
+        fitting = unpacked(saved, self.stream, self.recipe.reward)
+        if len(fitting) < len(saved):
+            self.reporter.say(
+                f"  {len(saved) - len(fitting)} of {len(saved)} carried groups are of other "
+                "prompts or rewards: dropped"
+            )
+        fitting.sort(key=lambda g: g.position)
+        return fitting[self.workers.rank :: self.workers.size]
+
     def advance(self, whole_step: WholeStep) -> dict[str, float]:
         """Counts a step that is done; returns how far the run is."""
         self.state.step += 1
         self.state.num_tokens += sum(
             o.prompt_tokens + o.tokens for group in whole_step.values() for o in group
         )
-        seen = self.state.step * self.recipe.prompts_per_step
         return {
             "num_tokens": self.state.num_tokens,
-            "epoch": seen / len(self.stream.prompts),
+            "epoch": self.state.position / len(self.stream.prompts),
         }
 
     def evaluation_is_due(self, step: int) -> bool:
@@ -221,9 +300,10 @@ def build(prepared: Prepared, command: list[str]) -> Run:
     transformers.set_seed(derive_seed(recipe.seed, workers.rank) % 2**32)
     assert prepared.train_rows is not None
 
-    model, tokenizer = load_policy(prepared, workers, reporter)
+    with workers.together():  # a disk, a cache or a network may fail one process alone
+        model, tokenizer = load_policy(prepared, workers, reporter)
     prompts = make_prompts("train", prepared.train_rows, recipe, tokenizer, reporter)
-    reference = workers.place(policy.frozen_copy(model)) if recipe.loss.beta else None
+    reference = workers.place(policy.frozen_copy(model)) if recipe.needs_reference else None
     wrapped = workers.wrap(model)
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -236,7 +316,7 @@ def build(prepared: Prepared, command: list[str]) -> Run:
     evaluator = None
     if prepared.eval_rows is not None:
         held_out = make_prompts("eval", prepared.eval_rows, recipe, tokenizer, reporter)
-        evaluator = Evaluator(recipe, workers, tokenizer, generator, prepared.scorer, held_out)
+        evaluator = Evaluator(recipe, workers, tokenizer, generator, prepared.eval_scorer, held_out)
     workers.barrier()  # by now every process has found the folder free
     if workers.is_main:
         if recipe.overwrite:
@@ -267,6 +347,8 @@ def build(prepared: Prepared, command: list[str]) -> Run:
         f"prompts, {recipe.prompts_per_step} x {recipe.generation.num_generations} completions a "
         f"step, {workers.size} process{'es' if workers.size > 1 else ''}; writes to {folder}"
     )
+    for notice in parsing.notices(recipe):
+        reporter.say(f"note: {notice}")
     if prepared.resume_from is not None:
         run.restore(prepared.resume_from)
     else:
@@ -340,7 +422,7 @@ def evaluate_checkpoint(prepared: Prepared) -> tuple[Evaluation, Reporter]:
         workers,
         tokenizer,
         make_generator(recipe, model, tokenizer),
-        prepared.scorer,
+        prepared.eval_scorer,
         prompts,
     )
     bar = Bar(reporter.console, "eval", len(prompts))

@@ -1,8 +1,12 @@
 """Scalars as pure functions of the step, so that there is no scheduler state to save."""
 
-import math
+from __future__ import annotations
 
-from grpo_cli.config import Optimizer
+import dataclasses
+import math
+from typing import Any
+
+from grpo_cli.config import Optimizer, Recipe, Schedule
 
 
 def learning_rate(config: Optimizer, step: int, steps: int) -> float:
@@ -16,5 +20,48 @@ def learning_rate(config: Optimizer, step: int, steps: int) -> float:
     if config.schedule == "constant":
         return config.learning_rate
     done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)  # in [0, 1)
-    left = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return config.min_learning_rate + (config.learning_rate - config.min_learning_rate) * left
+    return between(config.learning_rate, config.min_learning_rate, done, config.schedule)
+
+
+def between(first: float, last: float, done: float, shape: str) -> float:
+    """The value at `done` of the way, in [0, 1], from `first` to `last`: linear or cosine."""
+    left = 1 - done if shape == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return last + (first - last) * left
+
+
+def scheduled_value(first: float, schedule: Schedule, step: int, steps: int) -> float:
+    """What a scheduled knob is at a step: `first` up to `begin`, `to` from `end` on.
+
+    Args:
+        first: the knob's own value. step: counted from 0. steps: the run's number of steps.
+    """
+    end = steps - 1 if schedule.end is None else schedule.end
+    if step < schedule.begin:
+        return first
+    if schedule.shape == "jump" or step >= end:
+        return schedule.to
+    done = (step - schedule.begin) / (end - schedule.begin)
+    return between(first, schedule.to, done, schedule.shape)
+
+
+def at_step(recipe: Recipe, step: int) -> tuple[Recipe, dict[str, float]]:
+    """The recipe with its scheduled knobs as they are at a step, counted from 0.
+
+    Returns:
+        (recipe, the scheduled values as metrics, `schedule/KEY`).
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    metrics: dict[str, float] = {}
+    for key, schedule in recipe.schedules.items():
+        section, _, name = key.partition(".")
+        first = getattr(getattr(recipe, section), name)
+        value = scheduled_value(first, schedule, step, recipe.steps)
+        if isinstance(first, int):
+            value = round(value)
+        sections.setdefault(section, {})[name] = value
+        metrics[f"schedule/{key}"] = float(value)
+    changed: dict[str, Any] = {
+        section: dataclasses.replace(getattr(recipe, section), **values)
+        for section, values in sections.items()
+    }
+    return dataclasses.replace(recipe, **changed), metrics

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import importlib
 import inspect
 import math
+import numbers
 import os
 import pkgutil
 import sys
@@ -18,12 +20,16 @@ from grpo_cli.config import Reward
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from grpo_cli.rollouts import Rollout
 
-RewardFunction = Callable[..., Sequence[float | None]]
+# A value for each completion: a number, None where it does not apply, or its steps' rewards.
+RewardFunction = Callable[..., Sequence[float | list[tuple[int, float]] | None]]
 
 # What every function is called with besides the columns (TRL's calling convention).
 STANDARD = ("prompts", "completions", "completion_ids")
+LIMIT = "max_completion_tokens"  # an argument that follows the run, unless the recipe sets it
 
 
 def shipped() -> dict[str, str]:
@@ -116,6 +122,7 @@ class _Term:
     args: Mapping[str, Any]
     signature: Signature
     standard: tuple[str, ...]  # those of STANDARD that it takes
+    positions: str  # what it counts the ends of steps in
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Any:
         chat = isinstance(rollouts[0].prompt.text, list)
@@ -136,12 +143,20 @@ class _Term:
 class Scorer:
     """The recipe's rewards, ready to be called."""
 
-    def __init__(self, rewards: Mapping[str, Reward], columns: Sequence[str], source: str) -> None:
+    def __init__(
+        self,
+        rewards: Mapping[str, Reward],
+        columns: Sequence[str],
+        source: str,
+        max_completion_tokens: int | None = None,
+    ) -> None:
         """Resolves and checks every function.
 
         Args:
             rewards: the recipe's rewards by name.
             columns: what the data set offers; source: what it is called in messages.
+            max_completion_tokens: the run's own limit, for functions with an argument of that name
+                which the recipe does not set.
 
         Raises:
             UserError: an unknown function, an argument it does not take, a column the data lacks.
@@ -150,6 +165,9 @@ class Scorer:
         for name, spec in rewards.items():
             function = resolve(spec.function, f"reward.{name}.function")
             signature = Signature.of(function)
+            arguments = dict(spec.args)
+            if LIMIT in signature.arguments and max_completion_tokens is not None:
+                arguments.setdefault(LIMIT, max_completion_tokens)
             # **kwargs is there for columns; an argument that only it would take is a typo.
             for argument in spec.args:
                 if argument not in signature.named:
@@ -158,7 +176,7 @@ class Scorer:
                         f"it takes {listed(signature.named)}.{nearest(argument, signature.named)}"
                     )
             for argument, p in inspect.signature(function).parameters.items():
-                if p.kind is p.KEYWORD_ONLY and p.default is p.empty and argument not in spec.args:
+                if p.kind is p.KEYWORD_ONLY and p.default is p.empty and argument not in arguments:
                     raise UserError(
                         f"reward.{name}: {spec.function} needs the argument {argument!r}; set "
                         f"reward.{name}.args.{argument}."
@@ -172,30 +190,44 @@ class Scorer:
                 )
             given = inspect.signature(function).parameters
             standard = tuple(n for n in STANDARD if n in given or signature.open_ended)
-            self.terms[name] = _Term(function, spec.weight, spec.args, signature, standard)
+            self.terms[name] = _Term(
+                function, spec.weight, arguments, signature, standard, spec.positions
+            )
 
-    def score(self, rollouts: Sequence[Rollout]) -> None:
-        """Fills in `reward_parts` and `reward` of each rollout.
+    def score(
+        self, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> None:
+        """Fills in `reward_parts`, `step_rewards`, `outcome` and `reward` of each rollout.
+
+        Args:
+            tokenizer: finds the token of a character, where a function rewards steps by characters.
 
         Raises:
-            TrainingError: a function raised, or returned something that is no list of numbers; the
-                message names the function, the row and the completion.
+            TrainingError: a function raised, or returned something that is no list of numbers or
+                steps; the message names the function, the row and the completion.
         """
         if not rollouts:
             return
         for name, term in self.terms.items():
             for rollout, value in zip(rollouts, _call(name, term, rollouts), strict=True):
-                rollout.reward_parts[name] = value
+                if isinstance(value, (list, tuple)):
+                    steps = _steps(name, term, value, rollout, tokenizer)
+                    rollout.step_rewards[name] = [(t, term.weight * v) for t, v in steps]
+                    rollout.reward_parts[name] = math.fsum(v for _, v in steps)
+                else:
+                    rollout.reward_parts[name] = _number(name, value, rollout)
         for rollout in rollouts:
-            applied = [
-                self.terms[name].weight * value
+            applied = {
+                name: self.terms[name].weight * value
                 for name, value in rollout.reward_parts.items()
                 if value is not None
-            ]
-            rollout.reward = math.fsum(applied) if applied else math.nan
+            }
+            outcomes = [v for name, v in applied.items() if name not in rollout.step_rewards]
+            rollout.outcome = math.fsum(outcomes) if outcomes else math.nan
+            rollout.reward = math.fsum(applied.values()) if applied else math.nan
 
 
-def _call(name: str, term: _Term, rollouts: Sequence[Rollout]) -> list[float | None]:
+def _call(name: str, term: _Term, rollouts: Sequence[Rollout]) -> Sequence[Any]:
     try:
         values = term(rollouts)
     except Exception as error:
@@ -208,7 +240,7 @@ def _call(name: str, term: _Term, rollouts: Sequence[Rollout]) -> list[float | N
             f"reward {name!r} must return a list of {len(rollouts)} values, one a completion; "
             f"it returned {got}."
         )
-    return [_number(name, value, r) for value, r in zip(values, rollouts, strict=True)]
+    return values
 
 
 def _number(name: str, value: Any, rollout: Rollout) -> float | None:
@@ -220,10 +252,56 @@ def _number(name: str, value: Any, rollout: Rollout) -> float | None:
         number = math.nan
     if isinstance(value, str) or not math.isfinite(number):
         raise TrainingError(
-            f"reward {name!r} returned {value!r}, which is not a finite number or None, for "
-            f"{_where(rollout)}"
+            f"reward {name!r} returned {value!r}, which is not a finite number, a list of "
+            f"(position, value) or None, for {_where(rollout)}"
         )
     return number
+
+
+def _steps(
+    name: str,
+    term: _Term,
+    steps: Sequence[Any],
+    rollout: Rollout,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> list[tuple[int, float]]:
+    """(token at which a step ends, value) of what a function that rewards steps has returned."""
+    ids = rollout.completion.ids
+    size = len(ids) if term.positions == "tokens" else len(rollout.text)
+    out = []
+    for step in steps:
+        pair = isinstance(step, (list, tuple)) and len(step) == 2
+        position, value = step if pair else (-1, None)
+        whole = isinstance(position, numbers.Integral) and not isinstance(position, bool)
+        if not whole or not 0 <= position < size:
+            raise TrainingError(
+                f"reward {name!r} returned the step {step!r}: must be (position of its last of "
+                f"{size} {term.positions}, counted from 0; value), for {_where(rollout)}"
+            )
+        number, position = _number(name, value, rollout), int(position)
+        if number is None:
+            continue
+        if term.positions == "characters":
+            assert tokenizer is not None, "characters are found by the tokenizer"
+            # What ends with the text ends with the completion: its eos is a part of the last step.
+            at_end = position == size - 1
+            position = len(ids) - 1 if at_end else token_of_character(ids, position, tokenizer)
+        out.append((position, number))
+    return out
+
+
+def token_of_character(
+    ids: Sequence[int], position: int, tokenizer: PreTrainedTokenizerBase
+) -> int:
+    """The token that writes the character at `position` of the decoded completion."""
+    return bisect.bisect_right(
+        range(len(ids) - 1),
+        position,
+        # A character of which some bytes are still to come decodes to a mark of its own.
+        key=lambda t: len(
+            tokenizer.decode(ids[: t + 1], skip_special_tokens=True).rstrip("\ufffd")
+        ),
+    )
 
 
 def _blame(name: str, term: _Term, rollouts: Sequence[Rollout], error: Exception) -> str:

@@ -19,10 +19,20 @@ def as_yaml(recipe: Recipe) -> str:
     # The stored run's folder is not the next one's.
     for own in ("output_dir", "overwrite", "resume"):
         del values[own]
+    values["schedules"] = _by_section(values["schedules"])
     text: str = yaml.safe_dump(
         {"defaults": defaults, **values}, sort_keys=False, allow_unicode=True
     )
     return text
+
+
+def _by_section(schedules: dict[str, Any]) -> dict[str, Any]:
+    """{loss.beta: …} as {loss: {beta: …}}, which an override can reach."""
+    out: dict[str, Any] = {}
+    for key, schedule in schedules.items():
+        section, _, name = key.partition(".")
+        out.setdefault(section, {})[name] = schedule
+    return out
 
 
 def groups() -> list[str]:

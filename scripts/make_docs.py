@@ -7,7 +7,7 @@ python scripts/make_docs.py --check    only say whether it is up to date (exit c
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,11 @@ KINDS = {
     "list[float]": "numbers",
     "dict[str, str]": "mapping of names to names",
     "dict[str, Any]": "mapping",
+}
+# Mappings whose names are the user's own, or a knob's.
+MAPPINGS = {
+    "reward": ("reward.NAME", config.Reward),
+    "schedules": ("schedules.KEY", config.Schedule),
 }
 
 Field = dataclasses.Field[Any]
@@ -65,13 +70,13 @@ def tables() -> str:
 
 
 def sections() -> Iterator[tuple[str, Any]]:
-    """(key, dataclass) of each section; `reward.NAME` stands for every entry of that mapping."""
+    """(key, dataclass) of each section; of a mapping, one key that stands for every entry."""
     yield "", config.Recipe
     for key, field in config.knobs():
         if section_of(field) is not None:
             yield key, section_of(field)
-        elif key == "reward":
-            yield "reward.NAME", config.Reward
+        elif key in MAPPINGS:
+            yield MAPPINGS[key]
 
 
 def section_of(field: Field) -> Any:
@@ -86,8 +91,26 @@ def is_knob(field: Field) -> bool:
 
 
 def row(key: str, field: Field) -> str:
-    cells = f"`{key}`", default(field), allowed(field), field.metadata["doc"]
+    what = " ".join(part for part in (field.metadata["doc"], read_if(field)) if part)
+    cells = f"`{key}`", default(field), allowed(field), what
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def read_if(field: Field) -> str:
+    """When a knob is read, as a sentence; "" if it always is."""
+    if not field.metadata["read_if"]:
+        return ""
+    other, *values = field.metadata["read_if"]
+    is_flag = dict(config.knobs())[other].type == "bool"
+    if is_flag or values:
+        return f"Only with `{other}` = {listed(values) if values else 'true'}."
+    return f"Only when `{other}` is set."
+
+
+def listed(values: Sequence[str]) -> str:
+    """`a, b or c`."""
+    *most, last = values
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def default(field: Field) -> str:

@@ -76,9 +76,10 @@ def make_rollout(
         Prompt(row, list(prompt_ids), prompt, columns or {}),
         Completion(ids, list(logprobs or [0.0] * len(ids)), finish_reason),
         text,
-        parts or {},
-        reward,
-        advantage,
+        reward_parts=parts or {},
+        reward=reward,
+        outcome=reward,
+        advantage=advantage,
     )
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from grpo_cli import cli
+from grpo_cli import cli, prepare
 from grpo_cli.compose import recipe_files
+from grpo_cli.config import Recipe
+from grpo_cli.errors import UserError
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
 
@@ -91,7 +93,74 @@ MISTAKES = {
     "no folder": (["output_dir="], ["output_dir"]),
     "null cell": (["dataset.train=null.jsonl"], ["null.jsonl, row 1", "'question'", "is null"]),
     "async reward": (["+reward.x.function=tests.test_cli:waits"], ["is an async function"]),
-    "contradiction": (["dataset.system=Hi"], ["dataset.system", "dataset.chat=true"]),
+    "contradiction": (["dataset.system=Hi"], ["dataset.system = Hi", "when dataset.chat is set"]),
+    "not read": (["loss=sapo", "loss.epsilon=0.2"], ["loss.epsilon = 0.2", "it is sapo."]),
+    "not read, by the recipe": (
+        ["loss.policy=sapo"],
+        ["loss.epsilon_high = 0.28", "loss.epsilon_high=null takes it back"],
+    ),
+    "subset of a file": (["dataset.subset=main"], ["dataset.subset = main", "rows.jsonl"]),
+    "split of a file": (["dataset.train_split=train"], ["dataset.train_split = train", "hub data"]),
+    "package of a file": (
+        ["dataset.train=pkg://no_such/x.jsonl", "dataset.subset=main"],
+        ["dataset.subset = main"],
+    ),
+    "project without tracker": (
+        ["tracking=none", "tracking.project=mine"],
+        ["tracking.project = mine", "wandb or trackio; it is none"],
+    ),
+    "top_p of greedy": (["eval.top_p=0.9"], ["eval.top_p = 0.9", "when eval.temperature is set"]),
+    "schedule not read": (
+        ["loss=sapo", "schedules.loss.epsilon.to=0.1"],
+        ["schedules.loss.epsilon: is only read with loss.policy"],
+    ),
+    "schedule of none": (
+        ["schedules.loss.betta.to=0.1"],
+        ["schedules.loss.betta: is no scalar", "Did you mean loss.beta"],
+    ),
+    "schedule without section": (["schedules.beta.to=0.1"], ["Did you mean loss.beta?"]),
+    "schedule of null": (
+        ["schedules.loss.off_policy_mask.to=1"],
+        ["loss.off_policy_mask is null"],
+    ),
+    "schedule out of range": (
+        ["schedules.generation.top_p.to=2"],
+        ["schedules.generation.top_p.to = 2.0: must be > 0 and <= 1"],
+    ),
+    "schedule backwards": (
+        ["schedules.loss.beta={to: 0.1, begin: 5, end: 4}"],
+        ["schedules.loss.beta.end = 4: must be after begin = 5"],
+    ),
+    "jump with an end": (
+        ["schedules.loss.beta={to: 0.1, shape: jump, end: 4}"],
+        ["schedules.loss.beta.end: a jump"],
+    ),
+    "schedule after the run": (
+        ["schedules.loss.beta={to: 0.1, shape: jump, begin: 5}", "steps=5"],
+        ["schedules.loss.beta.begin = 5", "steps = 5"],
+    ),
+    "schedule of what is adapted": (
+        ["loss=grpo", "loss.kl_target=0.01", "schedules.loss.beta.to=0.1"],
+        ["schedules.loss.beta: loss.kl_target adapts it already"],
+    ),
+    "schedule by a number": (["schedules.loss.beta=0.1"], ["schedules.loss.beta = 0.1", "mapping"]),
+    "k of too few": (["advantage=pass_at_k"], ["advantage.k = 4", "num_generations = 4"]),
+    "several losses": (["loss=[dapo,grpo]"], ["loss=[dapo,grpo]: must be one of bnpo"]),
+    "no loss": (["loss=null"], ["loss=null: must be one of bnpo"]),
+    "a loss by number": (["loss=5"], ["loss=5: must be one of bnpo"]),
+    "empty choice": (["loss="], ["loss=: must be one of bnpo"]),
+    "no value": (["loss.epsilon"], ["loss.epsilon: lacks a value; write loss.epsilon=VALUE."]),
+    "no knob": (["~loss.epsilon"], ["~loss.epsilon: a knob always has a value"]),
+    "several values": (["loss.epsilon=0.1,0.2"], ["loss.epsilon=0.1,0.2", "add -m"]),
+    "below null": (
+        ["model=qwen2_5_0_5b_instruct", "model.build.merges=5"],
+        ["model.build.merges: model.build is null"],
+    ),
+    "mapping below null": (
+        ["model=qwen2_5_0_5b_instruct", "model.build={merges: 5}"],
+        ["model.build: model.build is null"],
+    ),
+    "defaults as a choice": (["loss=_default"], ["there are bnpo, cispo, clip_cov, dapo"]),
     "grammar": (["reward=[exact_match"], ["reward=[exact_match"]),
     "unknown command": ("evaluate", ["grpo evaluate", "eval, recipes, rewards, train"]),
 }
@@ -120,7 +189,9 @@ def test_a_mistake_is_one_message(
     assert code == 2, err
     for part in expected:
         assert part in err
-    assert "Traceback" not in err
+    assert err.startswith("grpo: ")
+    assert err.count("\n") == 1, "one mistake, one line"
+    assert "_defaults" not in err
     assert not (tmp_path / "outputs").exists(), "a refused run leaves nothing behind"
 
 
@@ -138,6 +209,47 @@ def test_eval_refuses_a_path_without_a_model(
     (tmp_path / "hollow").mkdir()
     code, _, err = grpo("eval", path)
     assert (code, expected in err) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("model.path=x", "model.path=x: the model of grpo eval is the one it is given"),
+        ("model=tiny_qwen", "model=tiny_qwen: the model of grpo eval is the one it is given"),
+        ("model.build.merges=3", "the model of grpo eval is the one it is given"),
+        ("eval.top_p=0.9", "eval.top_p = 0.9: is only read when eval.temperature is set."),
+        ("loss.kl_estimator=k3", "loss.kl_estimator = k3: is only read when loss.beta is set."),
+    ],
+)
+def test_eval_refuses_what_it_would_not_read(
+    word: str, expected: str, grpo: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    (tmp_path / "m" / "model.safetensors").write_text("")
+    code, _, err = grpo("eval", "m", "recipe=arithmetic_tiny", word)
+    assert (code, expected in err, err.count("\n")) == (2, True, 1), err
+
+
+def test_eval_reads_knobs_of_a_loaded_model(
+    grpo: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe builds its model; what is evaluated is loaded, and may need these."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    (tmp_path / "m" / "model.safetensors").write_text("")
+    seen: list[Recipe] = []
+
+    def stop(recipe: Recipe) -> None:
+        seen.append(recipe)
+        raise UserError("seen")
+
+    monkeypatch.setattr(prepare, "for_evaluation", stop)
+    words = ["model.trust_remote_code=true", "model.dropout=null"]
+    assert grpo("eval", "m", "recipe=arithmetic_tiny", *words)[2] == "grpo: seen\n"
+    model = seen[0].model
+    assert (model.path, model.build) == (str((tmp_path / "m").resolve()), None)
+    assert (model.trust_remote_code, model.dropout) == (True, None)
 
 
 def test_a_mistake_ends_in_under_five_seconds_without_transformers(tmp_path: Path) -> None:
@@ -165,6 +277,11 @@ def test_cfg_prints_the_composed_recipe_and_runs_nothing(
     assert "recipe: math_qwen" in out
     assert "steps: 7" in out
     assert "path: Qwen/Qwen2.5-Math-1.5B" in out
+    _, out, _ = grpo("train", "--cfg", "job", "-p", "loss", "loss=gspo")
+    assert "policy: clipped\n" in out
+    assert "epsilon: 0.0003\n" in out
+    _, out, _ = grpo("train", "--cfg", "job", "schedules.loss.beta.to=0.1")
+    assert "schedules:\n  loss:\n    beta:\n      to: 0.1\n" in out
     assert not (tmp_path / "outputs").exists()
 
 
@@ -173,6 +290,14 @@ def test_help_and_info(argv: list[str], grpo: Callable[..., tuple[int, str, str]
     code, out, err = grpo(*argv)
     assert code == 0, err
     assert "loss" in out or "grpo train" in out
+
+
+def test_help_lists_the_choices_of_each_group(grpo: Callable[..., tuple[int, str, str]]) -> None:
+    _, out, _ = grpo("train", "--help")
+    for group in ("loss", "advantage"):
+        names = sorted(p.stem for p in (recipe_files()[0].parent / group).glob("*.yaml"))
+        assert f"\n{group}: {', '.join(names)}\n" in out
+    assert "_defaults" not in out
 
 
 def test_recipes_and_rewards_are_listed(grpo: Callable[..., tuple[int, str, str]]) -> None:
@@ -203,6 +328,10 @@ def test_rewards_and_columns_take_values_without_a_plus(
     )
     assert "weight: 0.5" in out, err
     assert "answer: gold" in out
+    words = ["dataset.columns={answer: gold}", "schedules={loss.beta: {to: 0.1}}"]
+    _, out, err = grpo("train", *words, "--cfg", "job")
+    assert "answer: gold" in out, err
+    assert "schedules:\n  loss.beta:\n    to: 0.1\n" in out
 
 
 def test_a_run_that_never_stepped_does_not_hold_its_folder_and_overwrite_spares_other_files(
@@ -272,6 +401,9 @@ def test_a_recipe_of_ones_own_wins_over_a_shipped_one_of_its_name(
         ("grpo tr", "train"),
         ("grpo train recipe=math", "recipe=math_qwen"),
         ("grpo train loss=", "loss=dapo"),
+        ("grpo train loss=gspo", "loss=gspo_token"),
+        ("grpo train advantage=", "advantage=pass_at_k"),
+        ("grpo train loss.sapo", "loss.sapo_temperature_neg="),
         ("grpo train generation.num_g", "generation.num_generations="),
         ("grpo train recipe=gsm8k_tiny optimizer.learning", "optimizer.learning_rate="),
     ],
@@ -285,6 +417,7 @@ def test_completion(
     monkeypatch.setenv("COMP_LINE", line)
     _, out, err = grpo("-sc", "query=bash")
     assert expected in out.split(), err
+    assert "_defaults" not in out
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

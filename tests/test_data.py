@@ -462,20 +462,22 @@ def test_the_order_is_the_same_for_ever() -> None:
 
 
 def test_the_shares_of_two_processes_are_together_that_of_one() -> None:
-    def share(step: int, rank: int, size: int) -> list[tuple[int, Prompt]]:
-        run: Any = SimpleNamespace(
-            recipe=SimpleNamespace(prompts_per_step=5),
+    def taking(rank: int, size: int) -> Any:
+        return SimpleNamespace(
+            state=SimpleNamespace(position=0),
             stream=PromptStream(PROMPTS, seed=1, shuffle=True),
             workers=SimpleNamespace(rank=rank, size=size),
         )
-        return Run.prompts(run, step)
 
-    for step in range(6):
-        shares = [share(step, rank, 2) for rank in range(2)]
-        assert sorted(map(len, shares)) == [2, 3]
+    runs, alone = [taking(rank, 2) for rank in range(2)], taking(0, 1)
+    first = 0
+    for number in (5, 5, 3, 4, 5):  # dynamic sampling asks for different numbers
+        shares = [Run.take_prompts(run, number) for run in runs]
+        assert sorted(map(len, shares)) == [number // 2, number - number // 2]
         together = sorted([*shares[0], *shares[1]], key=lambda pair: pair[0])
-        assert together == share(step, 0, 1)
-        assert [position for position, _ in together] == list(range(5 * step, 5 * step + 5))
+        assert together == Run.take_prompts(alone, number)
+        assert [position for position, _ in together] == list(range(first, first + number))
+        first += number
 
 
 def test_held_out_rows_are_never_dropped_or_cut(tokenizer: PreTrainedTokenizerFast) -> None:

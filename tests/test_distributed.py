@@ -63,9 +63,23 @@ def results(folder: Path, processes: int) -> tuple[list[dict[str, Any]], dict[st
     [
         (2, ["loss=dapo"]),
         (3, ["loss=grpo", "update.minibatches=2"]),
-        (2, ["prompts_per_step=1", "eval.at_ends=false"]),  # one process has nothing to do
+        (2, ["prompts_per_step=1", "eval.at_ends=false", "loss=dapo"]),  # one has nothing to do
+        (
+            3,
+            [
+                "generation.dynamic_sampling=true",
+                "reward.evens.function=tests.test_train:is_longest",
+                "loss=clip_cov",
+                "loss.cov_low=0",
+                "loss.cov_share=0.2",
+                "loss.top_entropy=0.5",
+                "loss.beta=0.05",
+                "loss.kl_target=1e-3",
+                "loss.entropy_coef=0.01",
+            ],
+        ),
     ],
-    ids=["two", "three-off-policy-kl", "an-idle-process"],
+    ids=["two", "three-off-policy-kl", "an-idle-process", "three-dynamic-sampling"],
 )
 def test_processes_do_not_change_the_run(
     tmp_path: Path, processes: int, overrides: list[str]
@@ -77,7 +91,7 @@ def test_processes_do_not_change_the_run(
     many, weights_of_many = results(tmp_path, processes)
     moved = 0.0
     for a, b in zip(one, many, strict=True):
-        for key in ("loss", "grad_norm", "reward", "entropy", "kl", "num_tokens"):
+        for key in ("loss", "grad_norm", "reward", "entropy", "kl", "num_tokens", "beta"):
             if key in a:
                 assert b[key] == pytest.approx(a[key], rel=1e-5, abs=1e-7), (a["step"], key)
         moved += abs(a["grad_norm"])

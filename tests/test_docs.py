@@ -11,6 +11,7 @@ import torch
 
 from grpo_cli import cli, evaluate, metrics, scoring
 from grpo_cli.config import Reward
+from grpo_cli.outcomes import outcomes
 from grpo_cli.rollouts import Completion, Group, Prompt, Rollout
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,7 +64,7 @@ def test_table_of_knobs_is_up_to_date() -> None:
 def test_every_metric_is_defined() -> None:
     scored = group()
     score(scored, exact_match=Reward("exact_match"))
-    whole_step = dict(metrics.outcomes([scored]))
+    whole_step = dict(outcomes([scored]))
     clock = metrics.Clock(torch.device("cpu"))
     for stage in re.findall(r'clock\.stage\("(\w+)"\)', (ROOT / "grpo_cli/train.py").read_text()):
         with clock.stage(stage):

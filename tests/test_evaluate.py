@@ -125,6 +125,37 @@ class Recites:
     def close(self) -> None: ...
 
 
+def second_character(completions: list[str]) -> list[list[tuple[int, float]]]:
+    return [[(1, 2.0)]] * len(completions)
+
+
+def test_steps_may_be_rewarded_by_characters(tokenizer: PreTrainedTokenizerFast) -> None:
+    rewards = {
+        "exact": Reward("exact_match"),
+        "steps": Reward("tests.test_evaluate:second_character", weight=0.5),
+    }
+    recipe = Recipe(reward=rewards, generation=Generation(max_completion_tokens=9))
+    ids = tokenizer("é")["input_ids"]
+    prompts = [Prompt(row, ids, "", {"answer": "x"}) for row in range(3)]
+    scorer = Scorer(rewards, ["answer"], "x")
+
+    class Repeats(Recites):
+        def generate(
+            self,
+            prompts: Sequence[Sequence[int]],
+            num_generations: int,
+            sampling: Sampling,
+            seeds: Sequence[int],
+        ) -> list[list[Completion]]:
+            return [[Completion([*p, *p, 2], [0.0] * 5, "stop")] for p in prompts]
+
+    found = Evaluator(recipe, Workers("cpu"), tokenizer, Repeats(), scorer, prompts).run()
+    assert [row["completion"] for row in found.rows] == ["éé"] * 3
+    assert found.metrics["eval/rewards/steps/mean"] == 2.0
+    assert found.metrics["eval/reward"] == 1.0
+    assert found.metrics["eval/accuracy"] == 0.0
+
+
 def test_an_evaluation_completes_and_scores_every_row(tokenizer: PreTrainedTokenizerFast) -> None:
     generator = Recites()
     letters = [chr(ord("a") + i % 26) for i in range(70)]  # more than one chunk

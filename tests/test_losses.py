@@ -1,25 +1,124 @@
+"""Each policy loss on numbers worked by hand; reference_losses.py has them at random.
+
+Rows that share a subject are one table: what goes in, then loss and gradient by the logprob.
+"""
+
+from __future__ import annotations
+
 import dataclasses
-import json
 import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
-from grpo_cli import train
-from grpo_cli.config import Generation, Loss, Recipe
-from grpo_cli.losses import POLICY, clip_flags, clipped, k3, token_weights
-from grpo_cli.rollouts import collate
-from tests.conftest import CPU, make_rollout
+from grpo_cli.config import Loss
+from grpo_cli.corrections import MODES
+from grpo_cli.kl import ESTIMATORS
+from grpo_cli.losses import (
+    POLICY,
+    cispo,
+    clip_cov,
+    clip_flags,
+    clipped,
+    gmpo,
+    importance_ratio,
+    kl_cov,
+    sapo,
+    sequence_mean,
+    vespo,
+    vespo_weight,
+)
+from grpo_cli.normalization import WEIGHTS
+from grpo_cli.signatures import parameters
+from tests import reference_losses as reference
 
-GOLDENS = json.loads((Path(__file__).parent / "data" / "policy_loss.json").read_text("utf-8"))
+FILES = sorted((Path(__file__).parent.parent / "recipes" / "loss").glob("*.yaml"))
+FIELDS = {f.name: f for f in dataclasses.fields(Loss)}
+
+
+def row(values: Iterable[float], *, grad: bool = False) -> Tensor:
+    """[1, C] in float64."""
+    return torch.tensor([list(values)], dtype=torch.float64, requires_grad=grad)
+
+
+def ones(number: int) -> Tensor:
+    return row([1.0] * number)
+
+
+def gradient(loss: Tensor, by: Tensor) -> list[float]:
+    """Of the sum of a [1, C] loss, by [1, C]."""
+    (found,) = torch.autograd.grad(loss.sum(), by, allow_unused=True, materialize_grads=True)
+    return [float(x) for x in found[0]]
+
+
+def values(tensor: Tensor) -> list[float]:
+    """Of a [1, C] tensor."""
+    assert len(tensor) == 1
+    return [float(x) for x in tensor.detach()[0]]
+
+
+# The importance ratio
+
+
+def test_ratio_of_tokens() -> None:
+    log_ratio = row([math.log(2), 0.0, math.log(0.5)], grad=True)
+    ratio = importance_ratio(log_ratio, ones(3), "token")
+    assert values(ratio) == pytest.approx([2, 1, 0.5])
+    assert gradient(ratio, log_ratio) == pytest.approx([2, 1, 0.5])
+
+
+def test_ratio_of_the_sequence_is_the_geometric_mean() -> None:
+    log_ratio = row([math.log(8), 0.0, 0.0, 0.0], grad=True)  # the last one does not train
+    mask = row([1, 1, 1, 0])
+    ratio = importance_ratio(log_ratio, mask, "sequence")
+    assert ratio.shape == (1, 1)
+    assert ratio.item() == pytest.approx(2)
+    assert gradient(ratio, log_ratio) == pytest.approx([2 / 3, 2 / 3, 2 / 3, 0])
+
+
+def test_ratio_of_the_sequence_with_each_tokens_own_gradient() -> None:
+    log_ratio = row([math.log(8), 0.0, 0.0], grad=True)
+    ratio = importance_ratio(log_ratio, ones(3), "sequence_token")
+    assert values(ratio) == pytest.approx([2, 2, 2])
+    factors = row([1, 10, 100])
+    assert gradient(ratio * factors, log_ratio) == pytest.approx([2, 20, 200])
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
+def test_ratio_past_float32_is_held_without_gradient(level: str) -> None:
+    for log in (200.0, -200.0):
+        log_ratio = torch.tensor([[log]], requires_grad=True)
+        ratio = importance_ratio(log_ratio, torch.ones(1, 1), level)
+        assert ratio.item() == pytest.approx(math.exp(math.copysign(80, log)), rel=1e-4)
+        assert gradient(ratio, log_ratio) == [0]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
+def test_ratio_of_what_does_not_train_is_one(level: str) -> None:
+    ratio = importance_ratio(torch.zeros(1, 2), torch.zeros(1, 2), level)
+    assert ratio.eq(1).all()
+
+
+def test_unknown_ratio_level_is_refused() -> None:
+    with pytest.raises(AssertionError, match="unknown level 'word'"):
+        importance_ratio(torch.zeros(1, 1), torch.ones(1, 1), "word")
+
+
+def test_sequence_mean_by_hand() -> None:
+    values = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    assert sequence_mean(values, mask).tolist() == [1.5, 4.0, 0.0]
+
+
+# clipped
 
 # (ratio, advantage, epsilon_high, loss, d loss / d logprob, clipped below, clipped above)
 # with epsilon 0.2; while the ratio is not clipped, the gradient equals the loss: d ρ / d log ρ = ρ.
-CASES = [
+CLIPPED = [
     (1.0, 2.0, None, -2.0, -2.0, False, False),
     (1.0, -2.0, None, 2.0, 2.0, False, False),
     (1.1, 2.0, None, -2.2, -2.2, False, False),
@@ -38,7 +137,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("ratio", "advantage", "high", "loss", "grad", "below", "above"), CASES)
+@pytest.mark.parametrize(("ratio", "advantage", "high", "loss", "grad", "below", "above"), CLIPPED)
 def test_clipped_by_hand(
     ratio: float,
     advantage: float,
@@ -48,203 +147,242 @@ def test_clipped_by_hand(
     below: bool,
     above: bool,
 ) -> None:
-    old = torch.tensor([[-0.7]], dtype=torch.float64)
-    logprobs = (old + math.log(ratio)).requires_grad_()
-    given = torch.tensor([advantage], dtype=torch.float64)
-    out = clipped(logprobs, old, given, epsilon=0.2, epsilon_high=high)
-    out.sum().backward()
-    assert logprobs.grad is not None
-    assert out.item() == pytest.approx(loss)
-    assert logprobs.grad.item() == pytest.approx(grad)
-    flags = clip_flags(logprobs, old, given, epsilon=0.2, epsilon_high=high)
-    assert [f.item() for f in flags] == [below, above]
-
-
-def test_each_row_has_its_own_advantage() -> None:
-    logprobs = torch.zeros(2, 3)
-    loss = clipped(logprobs, logprobs, torch.tensor([1.0, -5.0]), epsilon=0.2)
-    assert loss.tolist() == [[-1.0] * 3, [5.0] * 3]
-
-
-def test_at_ratio_one_the_gradient_is_that_of_reinforce() -> None:
-    random = torch.Generator().manual_seed(0)
-    parameters = torch.randn(4, dtype=torch.float64, generator=random).requires_grad_()
-    features = torch.randn(6, 5, 4, dtype=torch.float64, generator=random)
-    advantages = torch.randn(6, dtype=torch.float64, generator=random)
-
-    def gradient(loss_of: Any) -> Tensor:
-        logprobs = torch.nn.functional.logsigmoid(features @ parameters)  # [6, 5]
-        (grad,) = torch.autograd.grad(loss_of(logprobs).sum(), parameters)
-        return grad
-
-    ours = gradient(lambda lp: clipped(lp, lp.detach(), advantages, epsilon=0.2))
-    torch.testing.assert_close(ours, gradient(lambda lp: -advantages[:, None] * lp))
-
-
-def test_shapes_that_do_not_match_are_refused() -> None:
-    logprobs = torch.zeros(2, 3)
-    for old, advantages in [
-        (torch.zeros(2, 1), torch.zeros(2)),
-        (logprobs, torch.zeros(3)),
-        (logprobs, torch.zeros(2, 3)),
-    ]:
-        with pytest.raises(AssertionError):
-            clipped(logprobs, old, advantages, epsilon=0.2)
+    log_ratio, given = row([math.log(ratio)], grad=True), row([advantage])
+    out = clipped(log_ratio.exp(), given, epsilon=0.2, epsilon_high=high, delta=None)
+    assert values(out) == pytest.approx([loss])
+    assert gradient(out, log_ratio) == pytest.approx([grad])
+    flags = clip_flags(log_ratio.exp(), given, 0.2, high)
+    assert [flag.item() for flag in flags] == [below, above]
 
 
 @pytest.mark.parametrize(
-    ("log_ratio", "value"),  # log π_ref − log π
-    [(0.0, 0.0), (1.0, 0.71828183), (-1.0, 0.36787944), (math.log(2), 0.30685282)],
+    ("ratio", "advantage", "loss", "grad"),  # epsilon 0.2, delta 4
+    [
+        (3.0, -2.0, 6.0, 6.0),
+        (5.0, -2.0, 8.0, 0.0),
+        (0.5, -2.0, 1.6, 0.0),
+        (5.0, 2.0, -2.4, 0.0),
+        (0.5, 2.0, -1.0, -1.0),
+    ],
 )
-def test_k3_by_hand(log_ratio: float, value: float) -> None:
-    logprobs = torch.tensor([[-2.0]], dtype=torch.float64, requires_grad=True)
-    out = k3(logprobs, logprobs.detach() + log_ratio)
-    out.sum().backward()
-    assert logprobs.grad is not None
-    assert out.item() == pytest.approx(value)
-    assert logprobs.grad.item() == pytest.approx(1 - math.exp(log_ratio))
-
-
-def test_k3_is_the_kl_on_average_over_the_policy() -> None:
-    policy, reference = torch.tensor([[0.5, 0.5]]), torch.tensor([[0.25, 0.75]])
-    # KL = 0.5 ln(0.5 / 0.25) + 0.5 ln(0.5 / 0.75)
-    average = (policy * k3(policy.log(), reference.log())).sum()
-    assert average.item() == pytest.approx(0.14384104)
-
-
-def test_token_weights_by_hand() -> None:
-    mask = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
-    # The whole optimizer batch holds twice as much as these rows.
-    counts = {"tokens": 8, "completions": 4}
-    by_token = token_weights(mask, "tokens", counts)
-    assert by_token.tolist() == [[0.125] * 3 + [0.0], [0.125, 0.0, 0.0, 0.0], [0.0] * 4]
-    by_completion = token_weights(mask, "completions", counts)
-    expected = torch.tensor([[1 / 12] * 3 + [0.0], [0.25, 0.0, 0.0, 0.0], [0.0] * 4])
-    torch.testing.assert_close(by_completion, expected)
-
-
-@pytest.mark.parametrize("normalize", ["tokens", "completions"])
-def test_a_batch_of_nothing_weighs_nothing(normalize: str) -> None:
-    nothing = token_weights(torch.zeros(2, 3), normalize, {"tokens": 0, "completions": 0})
-    assert nothing.eq(0).all()
-
-
-def total(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    ref_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    normalize: str,
-    counts: dict[str, float],
-    *,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    beta: float = 0.0,
-) -> Tensor:
-    """The loss of some rows, as train.objective puts it together."""
-    per_token = clipped(
-        logprobs, old_logprobs, advantages, epsilon=epsilon, epsilon_high=epsilon_high
-    )
-    per_token = per_token + beta * k3(logprobs, ref_logprobs)
-    return (per_token * token_weights(mask, normalize, counts)).sum()
-
-
-def counts_of(mask: Tensor) -> dict[str, float]:
-    return {"tokens": mask.sum().item(), "completions": (mask.sum(-1) > 0).sum().item()}
-
-
-@pytest.mark.parametrize("normalize", ["tokens", "completions"])
-@pytest.mark.parametrize("parts", [[6], [3, 3], [1, 2, 3], [1] * 6])
-def test_micro_batches_and_padding_leave_loss_and_gradient_alone(
-    normalize: str, parts: list[int]
+def test_delta_bounds_what_the_minimum_leaves_open(
+    ratio: float, advantage: float, loss: float, grad: float
 ) -> None:
-    random = torch.Generator().manual_seed(0)
-    rows = [-2 * torch.rand(6, 7, dtype=torch.float64, generator=random) for _ in range(3)]
-    advantages = torch.randn(6, dtype=torch.float64, generator=random)
-    lengths = torch.tensor([[7], [1], [3], [5], [0], [2]])
-    mask = (torch.arange(7) < lengths).double()
-    counts = counts_of(mask)
-    logprobs = rows[0].requires_grad_()
-    whole = total(logprobs, rows[1], rows[2], advantages, mask, normalize, counts, beta=0.1)
-    (gradient,) = torch.autograd.grad(whole, logprobs)
-
-    split = torch.zeros((), dtype=torch.float64)
-    for index in torch.arange(6).flip(0).split(parts):
-        old, ref, m, lp = (
-            torch.nn.functional.pad(t[index], (0, 4), value=v)
-            for t, v in ((rows[1], -1.0), (rows[2], -3.0), (mask, 0.0), (logprobs, -2.0))
-        )
-        split = split + total(lp, old, ref, advantages[index], m, normalize, counts, beta=0.1)
-    (split_gradient,) = torch.autograd.grad(split, logprobs)
-    torch.testing.assert_close(split, whole, rtol=0, atol=1e-6)
-    torch.testing.assert_close(split_gradient, gradient, rtol=0, atol=1e-6)
-    assert gradient.abs().sum() > 0.1
+    log_ratio = row([math.log(ratio)], grad=True)
+    out = clipped(log_ratio.exp(), row([advantage]), epsilon=0.2, epsilon_high=None, delta=4.0)
+    assert values(out) == pytest.approx([loss])
+    assert gradient(out, log_ratio) == pytest.approx([grad])
 
 
-@pytest.mark.parametrize("case", GOLDENS, ids=lambda c: f"{c['id']}-{c['settings']['loss_type']}")
-def test_golden_values_of_trl(case: dict[str, Any]) -> None:
-    """TRL 1.16.0's `_compute_loss` in float64: `dapo` and `bnpo` average tokens, `grpo` rows."""
-    settings, expected = case["settings"], case["expected"]
-    given = {k: torch.tensor(v, dtype=torch.float64) for k, v in case["inputs"].items()}
-    logprobs, mask = given["logprobs"].requires_grad_(), given["mask"]
-    old = logprobs.detach() if settings.get("on_policy") else given["old_logprobs"]
-    ref = given.get("ref_logprobs", logprobs.detach())
-    normalize = "completions" if settings["loss_type"] == "grpo" else "tokens"
-    clip = {k: settings[k] for k in ("epsilon", "epsilon_high") if k in settings}
-    beta = settings.get("beta", 0.0)
-    loss = total(
-        logprobs, old, ref, given["advantages"], mask, normalize, counts_of(mask), beta=beta, **clip
+def test_one_ratio_a_row_meets_each_tokens_advantage() -> None:
+    ratio = torch.tensor([[1.1], [0.5]])
+    advantages = torch.tensor([[1.0, -1.0, 2.0], [1.0, -1.0, 2.0]])
+    out = clipped(ratio, advantages, epsilon=0.2, epsilon_high=None, delta=None)
+    expected = torch.tensor([[-1.1, 1.1, -2.2], [-0.5, 0.8, -1.0]])
+    torch.testing.assert_close(out, expected)
+    low, high = clip_flags(ratio, advantages, 0.2, None)
+    assert low.tolist() == [[False] * 3, [False, True, False]]
+    assert not high.any()
+
+
+# The others
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "grad"),  # cap 5, logprob −0.5; the gradient is −min(ρ, 5)·A
+    [
+        (1.0, 2.0, 1.0, -2.0),
+        (3.0, 2.0, 3.0, -6.0),
+        (7.0, 2.0, 5.0, -10.0),
+        (7.0, -2.0, -5.0, 10.0),
+        (0.1, -2.0, -0.1, 0.2),
+    ],
+)
+def test_cispo_by_hand(ratio: float, advantage: float, loss: float, grad: float) -> None:
+    logprobs = row([-0.5], grad=True)
+    log_ratio = logprobs + 0.5 + math.log(ratio)
+    out = cispo(log_ratio.exp(), row([advantage]), logprobs, ratio_cap=5.0)
+    assert values(out) == pytest.approx([loss])
+    assert gradient(out, logprobs) == pytest.approx([grad])
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "grad"),  # τ = 1 for A > 0, else 2
+    [
+        (1.0, 3.0, -3 * 2, -3),
+        (1.0, -3.0, 3 * 1, 3),
+        (2.0, 3.0, -3 * 4 * 0.7310585786, -3 * 2 * 4 * 0.1966119332),  # σ(1), ρ·σ'(1)
+        (2.0, -3.0, 3 * 2 * 0.8807970780, 3 * 2 * 4 * 0.1049935854),  # σ(2), ρ·σ'(2)
+        (0.5, 3.0, -3 * 4 * 0.3775406688, -3 * 0.5 * 4 * 0.2350037122),  # σ(−1/2)
+        (2.0, 0.0, 0.0, 0.0),
+    ],
+)
+def test_sapo_by_hand(ratio: float, advantage: float, loss: float, grad: float) -> None:
+    log_ratio = row([math.log(ratio)], grad=True)
+    out = sapo(
+        log_ratio.exp(), row([advantage]), sapo_temperature_pos=1.0, sapo_temperature_neg=2.0
     )
-    loss.backward()
-    assert loss.item() == pytest.approx(expected["loss"], abs=1e-6)
-    gradient = torch.tensor(expected["grad"], dtype=torch.float64)
-    torch.testing.assert_close(logprobs.grad, gradient, rtol=0, atol=1e-6)
-
-    low, high = clip_flags(logprobs, old, given["advantages"], **{"epsilon": 0.2, **clip})
-    measured = {
-        "clip_ratio/low_mean": low,
-        "clip_ratio/high_mean": high,
-        "clip_ratio/region_mean": low | high,
-    }
-    if beta:
-        measured["kl"] = k3(logprobs, ref)
-    for name, value in measured.items():
-        average = ((value * mask).sum() / mask.sum()).item()
-        assert average == pytest.approx(expected["metrics"][name], abs=1e-6), name
+    assert values(out) == pytest.approx([loss])
+    assert gradient(out, log_ratio) == pytest.approx([grad])
 
 
-class SureOfItself:
-    """A causal LM that gives the padding's id, 0, a log-probability of −200 everywhere."""
-
-    def __init__(self) -> None:
-        self.weight = torch.zeros(10, requires_grad=True)
-
-    def __call__(self, input_ids: Tensor, logits_to_keep: int, **_: Any) -> SimpleNamespace:
-        logits = self.weight + torch.tensor([-200.0] + [0.0] * 9)
-        return SimpleNamespace(logits=logits.expand(len(input_ids), logits_to_keep, 10))
+VESPO = {
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+}
 
 
-def test_what_the_policy_says_of_padding_cannot_overflow_the_loss() -> None:
-    rollouts = [
-        make_rollout(completion_ids=[3, 4, 5], advantage=1.0),
-        make_rollout(completion_ids=[3], advantage=-1.0),
-    ]
-    for r in rollouts:
-        r.old_logprobs = r.ref_logprobs = torch.full((len(r.completion.ids),), -math.log(9))
-    recipe = Recipe(loss=Loss(beta=0.1), generation=Generation(temperature=1.0))
-    policy = SureOfItself()
-    run: Any = SimpleNamespace(recipe=recipe)
-    counts = {"tokens": 4.0, "completions": 2.0}
-    loss, sums, _ = train.objective(run, policy, collate(rollouts, CPU), counts)
-    loss.backward()
-    # every ratio is 1 and π = π_ref on the tokens that count: −(3 · 1 − 1 · 1) / 4
-    assert loss.item() == pytest.approx(-0.5)
-    assert sums["kl"] == pytest.approx(0.0, abs=1e-6)
-    assert policy.weight.grad is not None
-    assert policy.weight.grad.isfinite().all()
+@pytest.mark.parametrize(
+    ("w", "positive", "negative"),  # w²e^(3(1−w)), w³e^(2(1−w))
+    [
+        (1.0, 1.0, 1.0),
+        (2.0, 4 * 0.0497870684, 8 * 0.1353352832),
+        (0.5, 0.25 * 4.4816890703, 0.125 * 2.7182818285),
+        (1e-9, 1e-16 * 20.0855369, 1e-24 * 7.389056),  # w is no less than 1e-8
+        (1e30, 0.0, 0.0),
+    ],
+)
+@pytest.mark.parametrize("through", ["ratio", "correction"])
+def test_vespo_by_hand(w: float, positive: float, negative: float, through: str) -> None:
+    """w is the product of the completion's ratios and of the sampler's correction."""
+    of_ratio, of_sampler = (math.log(w), 0.0) if through == "ratio" else (0.0, math.log(w))
+    logprobs = row([-0.5, -2.0, -1.0], grad=True)
+    mask = row([1, 1, 0])  # the last one does not train
+    half = of_ratio / 2  # of each token, since a token's own is held to e^±20
+    log_ratio = (logprobs - logprobs.detach()) + row([half + 0.1, half - 0.1, 5.0])
+    for advantage, phi in ((3.0, positive), (-3.0, negative)):
+        out = vespo(log_ratio, row([advantage] * 3), logprobs, mask, row([of_sampler]), **VESPO)
+        loss, grad = -phi * advantage * row([-0.5, -2.0]), -phi * advantage * mask
+        assert values(out[:, :2]) == pytest.approx(values(loss), rel=1e-5, abs=1e-30)
+        # φ is under a stop-gradient
+        assert gradient(out * mask, logprobs) == pytest.approx(values(grad), rel=1e-5, abs=1e-30)
 
 
-def test_every_policy_loss_can_be_chosen_and_every_choice_exists() -> None:
-    (field,) = (f for f in dataclasses.fields(Loss) if f.name == "policy")
-    assert set(field.metadata["choices"]) == set(POLICY)
+def test_vespo_weighs_each_token_by_its_own_sign() -> None:
+    out = vespo_weight(
+        row([math.log(2), 0.0]), row([0.0, -1.0]), ones(2), row([0.0]), (2.0, 3.0), (3.0, 2.0)
+    )
+    assert values(out) == pytest.approx([4 * math.exp(-3), 8 * math.exp(-2)])
+
+
+def test_vespo_bounds_each_ratio_and_each_correction_by_itself() -> None:
+    def weight(log_ratio: Sequence[float], log_correction: Sequence[float]) -> float:
+        mask = ones(len(log_ratio))
+        k, lam = (1.0, 1.0), (1.0, 1.0)
+        return values(vespo_weight(row(log_ratio), mask, mask, row(log_correction), k, lam))[0]
+
+    assert weight([300.0, -20.0], [0.0]) == pytest.approx(1)  # e^20 · e^−20
+    assert weight([-300.0, 20.0], [0.0]) == pytest.approx(1)
+    assert weight([-10.0, -10.0], [300.0, 0.0]) == pytest.approx(1)
+    assert weight([20.0, 0.0], [-300.0, -20.0 - math.log(1e-8)]) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("log_ratios", "advantage", "loss", "grad"),  # epsilon 0.4, epsilon_high 0.3
+    [
+        ([0.1, 0.2], 2.0, -2 * math.exp(0.15), [-math.exp(0.15), -math.exp(0.15)]),
+        ([0.5, 0.1], 2.0, -2 * math.exp(0.2), [0, -math.exp(0.2)]),
+        ([-0.9, 0.1], 2.0, -2 * math.exp(-0.4), [-math.exp(-0.4), -math.exp(-0.4)]),
+        ([-0.9, 0.1], -2.0, 2 * math.exp(-0.15), [0, math.exp(-0.15)]),
+        ([0.9, 0.1], -2.0, 2 * math.exp(0.5), [math.exp(0.5), math.exp(0.5)]),
+        ([0.1, 0.2], 0.0, 0.0, [0, 0]),
+    ],
+)
+def test_gmpo_by_hand(
+    log_ratios: list[float], advantage: float, loss: float, grad: list[float]
+) -> None:
+    log_ratio, mask = row(log_ratios, grad=True), ones(len(log_ratios))
+    out = gmpo(log_ratio, row([advantage] * 2), mask, mask, epsilon=0.4, epsilon_high=0.3)
+    assert values(out) == pytest.approx([loss] * 2)  # each token carries the completion's value
+    assert gradient(out / 2, log_ratio) == pytest.approx(grad)
+    if not advantage:
+        return
+    one_bound = gmpo(log_ratio, row([advantage] * 2), mask, mask, epsilon=0.4, epsilon_high=None)
+    bounded = max(log_ratios) > 0.3 and advantage > 0
+    assert (values(one_bound) != pytest.approx([loss] * 2)) == bounded  # null: epsilon
+
+
+def test_gmpo_of_fewer_tokens_weighs_as_much() -> None:
+    """Of four tokens three train, and two of them are of high entropy."""
+    log_ratio = row([0.1, -0.3, 0.3, 9.0])
+    mask, trained = row([1, 1, 1, 0]), row([1, 0, 1, 0])
+    out = gmpo(log_ratio, row([2.0] * 4), mask, trained, epsilon=0.4, epsilon_high=None)
+    assert values(out * trained / 3)[0] == pytest.approx(-2 * math.exp(0.2) / 2)
+    assert (out * trained / 3).sum().item() == pytest.approx(-2 * math.exp(0.2))
+    nothing = gmpo(log_ratio, row([2.0] * 4), mask, mask * 0, epsilon=0.4, epsilon_high=None)
+    assert nothing.isfinite().all()
+
+
+def test_clip_cov_by_hand() -> None:
+    log_ratio = row([math.log(r) for r in (1.1, 1.5, 0.5, 1.1)], grad=True)
+    advantages, chosen = row([2.0, 2.0, -2.0, 2.0]), row([0, 0, 0, 1])
+    out = clip_cov(log_ratio.exp(), advantages, chosen, epsilon=0.2, epsilon_high=0.3)
+    assert values(out) == pytest.approx([-2.2, -2.6, 1.6, 0])
+    assert gradient(out, log_ratio) == pytest.approx([-2.2, 0, 0, 0])
+
+
+def test_kl_cov_by_hand() -> None:
+    log_ratio = row([math.log(2), math.log(2), -math.log(2), 0.0], grad=True)
+    advantages, chosen = row([3.0, 3.0, 3.0, 3.0]), row([0, 1, 1, 1])
+    out = kl_cov(log_ratio.exp(), log_ratio, advantages, chosen, cov_kl=0.5)
+    half = 0.5 * math.log(2)
+    assert values(out) == pytest.approx([-6, -6 + half, -1.5 + half, -3])
+    assert gradient(out, log_ratio) == pytest.approx([-6, -6 + 0.5, -1.5 - 0.5, -3])
+
+
+# What a recipe can choose
+
+
+@pytest.mark.parametrize(
+    ("knob", "table"),
+    [
+        ("policy", set(POLICY)),
+        ("normalize", set(WEIGHTS)),
+        ("kl_estimator", set(ESTIMATORS)),
+        ("sampling_correction", {"none", *MODES}),
+    ],
+)
+def test_every_choice_exists_and_all_there_is_can_be_chosen(knob: str, table: set[str]) -> None:
+    assert set(FIELDS[knob].metadata["choices"]) == table
+
+
+@pytest.mark.parametrize("level", FIELDS["ratio_level"].metadata["choices"])
+def test_every_ratio_level_exists(level: str) -> None:
+    importance_ratio(torch.zeros(1, 1), torch.ones(1, 1), level)
+
+
+# Knobs of the selection by covariance, which survey.py makes and not the loss itself.
+READ_BY_SURVEY = {
+    "cov_share": {"clip_cov", "kl_cov"},
+    "cov_low": {"clip_cov"},
+    "cov_high": {"clip_cov"},
+}
+OF_A_POLICY = [
+    name
+    for name, f in FIELDS.items()
+    if f.metadata["read_if"][:1] == ("loss.policy",) and name != "ratio_level"
+]
+
+
+@pytest.mark.parametrize("knob", OF_A_POLICY)
+def test_a_knob_is_allowed_with_the_losses_that_read_it(knob: str) -> None:
+    readers = {name for name, function in POLICY.items() if knob in parameters(function)[1]}
+    assert set(FIELDS[knob].metadata["read_if"][1:]) == readers | READ_BY_SURVEY.get(knob, set())
+
+
+@pytest.mark.parametrize("policy", POLICY)
+def test_what_a_loss_reads_are_knobs_of_its_own(policy: str) -> None:
+    assert set(parameters(POLICY[policy])[1]) <= set(OF_A_POLICY)
+
+
+def test_a_ratio_level_is_chosen_only_for_losses_of_the_ratio() -> None:
+    for policy in FIELDS["ratio_level"].metadata["read_if"][1:]:
+        assert "ratio" in parameters(POLICY[policy])[0]
+
+
+def test_every_policy_loss_has_a_yaml_and_a_reference() -> None:
+    of_yaml = {OmegaConf.load(file).policy for file in FILES}
+    assert of_yaml == set(POLICY)
+    assert set(reference.POLICY) == set(POLICY)

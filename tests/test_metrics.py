@@ -3,17 +3,37 @@ import time
 
 import pytest
 import torch
+from torch import Tensor
 
-from grpo_cli.metrics import Clock, Outcome, mean, outcomes, reward_matrix, rollout_metrics
+from grpo_cli.metrics import Clock, mean, rollout_metrics
+from grpo_cli.outcomes import Outcome, matrix, outcomes, reward_tensors
 from tests.conftest import CPU, make_group, make_rollout
 
 NAN = math.nan
 
 
 def outcome(
-    reward: float, tokens: int = 1, truncated: bool = False, **parts: float | None
+    reward: float,
+    tokens: int = 1,
+    truncated: bool = False,
+    masked: bool = False,
+    *,
+    rest: float | None = None,
+    steps: dict[str, list[float]] | None = None,
+    **parts: float | None,
 ) -> Outcome:
-    return Outcome(reward, parts or {"r": reward}, 2, tokens, truncated)
+    """rest: the reward without its steps, where there are some."""
+    without_steps = reward if rest is None else rest
+    return Outcome(
+        reward,
+        without_steps,
+        parts or {"r": None if math.isnan(reward) else reward},
+        steps or {},
+        prompt_tokens=2,
+        tokens=tokens,
+        truncated=truncated,
+        masked=masked,
+    )
 
 
 def test_rollout_metrics_by_hand() -> None:
@@ -72,17 +92,71 @@ def test_lengths_of_those_that_ended() -> None:
 
 def test_outcomes_of_groups() -> None:
     r = make_rollout(
-        [1, 2, 3], [4, 5], reward=0.5, parts={"a": 0.5, "b": None}, finish_reason="length"
+        [1, 2, 3], [4, 5], reward=2.0, parts={"a": 0.5, "b": None, "c": 3.0}, finish_reason="length"
     )
-    expected = Outcome(0.5, {"a": 0.5, "b": None}, 3, 2, True)
+    r.outcome, r.step_rewards = 0.5, {"c": [(0, 1.0), (1, 0.5)]}
+    parts = {"a": 0.5, "b": None, "c": 3.0}
+    expected = Outcome(2.0, 0.5, parts, {"c": [1.0, 0.5]}, 3, 2, True, False)
     assert outcomes([make_group(7, [r])]) == [(7, [expected])]
     assert not Outcome.of(make_rollout()).truncated
 
 
-def test_the_reward_matrix_goes_by_position() -> None:
+def same(found: Tensor, rows: list[list[float]]) -> bool:
+    expected = torch.tensor(rows, dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    return True
+
+
+def test_the_matrix_goes_by_position() -> None:
     whole_step = {9: [outcome(3.0), outcome(NAN)], 2: [outcome(0.1), outcome(1.0)]}
-    expected = torch.tensor([[0.1, 1.0], [3.0, NAN]], dtype=torch.float64)
-    torch.testing.assert_close(reward_matrix(whole_step), expected, rtol=0, atol=0, equal_nan=True)
+    assert same(matrix(whole_step, lambda o: o.reward), [[0.1, 1.0], [3.0, NAN]])
+
+
+def test_the_matrix_of_groups_of_different_sizes_ends_in_nan() -> None:
+    whole_step = {
+        3: [outcome(1.0, tokens=4)],
+        1: [outcome(2.0, tokens=5), outcome(3.0, tokens=6), outcome(NAN, tokens=7)],
+        2: [outcome(4.0, tokens=8), outcome(5.0, tokens=9)],
+    }
+    found = matrix(whole_step, lambda o: o.reward)
+    assert same(found, [[2.0, 3.0, NAN], [4.0, 5.0, NAN], [1.0, NAN, NAN]])
+    assert same(matrix(whole_step, lambda o: o.tokens), [[5, 6, 7], [8, 9, NAN], [4, NAN, NAN]])
+    nones = matrix(whole_step, lambda o: None if o.tokens == 6 else 1.0)
+    assert same(nones, [[1, NAN, 1], [1, 1, NAN], [1, NAN, NAN]])
+
+
+def test_reward_tensors_by_hand() -> None:
+    whole_step = {
+        6: [
+            outcome(5.0, 3, a=1.0, b=2.0),
+            outcome(1.0, 4, a=1.0, b=None),
+            outcome(NAN, 5, a=None, b=None),
+        ],
+        # Steps are given to the tokens, not to the rule; a function may give some rollouts numbers.
+        4: [
+            outcome(4.0, 1, rest=1.0, steps={"b": [1.0, 2.0]}, a=1.0, b=1.5),
+            outcome(2.0, 2, rest=2.0, steps={"b": []}, a=2.0, b=0.0),
+        ],
+    }
+    found = reward_tensors(whole_step, {"a": 1.0, "b": 2.0})
+    assert found.keys() == {"rewards", "parts", "weights", "lengths"}
+    assert same(found["rewards"], [[1.0, 2.0, NAN], [5.0, 1.0, NAN]])
+    assert same(found["parts"][..., 0], [[1.0, 2.0, NAN], [1.0, 1.0, NAN]])
+    assert same(found["parts"][..., 1], [[NAN, NAN, NAN], [2.0, NAN, NAN]])
+    assert same(found["lengths"], [[1.0, 2.0, 0.0], [3.0, 4.0, 5.0]])
+    assert found["weights"].tolist() == [1.0, 2.0]
+    swapped = reward_tensors(whole_step, {"b": 2.0, "a": 1.0})
+    assert swapped["weights"].tolist() == [2.0, 1.0]
+    torch.testing.assert_close(swapped["parts"], found["parts"].flip(-1), equal_nan=True)
+
+
+def test_rewards_of_the_rule_are_outcomes_and_those_of_the_metrics_all() -> None:
+    alone = outcome(1.0, a=1.0, b=None)
+    step = [outcome(4.0, rest=1.0, steps={"b": [3.0]}, a=1.0, b=3.0), alone]
+    assert reward_tensors({0: step}, {"a": 1.0, "b": 1.0})["rewards"].tolist() == [[1.0, 1.0]]
+    assert rollout_metrics({0: step})["reward"] == 2.5
+    assert rollout_metrics({0: step})["frac_reward_zero_std"] == 0.0
+    assert rollout_metrics({0: step})["rewards/b/mean"] == 3.0
 
 
 def test_metrics_do_not_depend_on_the_order_in_which_groups_arrive() -> None:

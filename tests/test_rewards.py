@@ -16,8 +16,16 @@ from grpo_cli.rewards.boxed_format import boxed_format
 from grpo_cli.rewards.exact_match import exact_match
 from grpo_cli.rewards.length import length
 from grpo_cli.rewards.math import math
+from grpo_cli.rewards.soft_overlong import soft_overlong
 
-REWARDS: list[Callable[..., list[float | None]]] = [exact_match, math, boxed_format, length]
+# Each with the arguments that it cannot do without.
+REWARDS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    (exact_match, {}),
+    (math, {}),
+    (boxed_format, {}),
+    (length, {}),
+    (soft_overlong, {"max_completion_tokens": 4, "cache": 3}),
+]
 
 
 def as_chat(text: str) -> list[dict[str, Any]]:
@@ -309,8 +317,45 @@ def test_chat_completions_are_read_by_their_last_message(
     assert exact_match([message], [text]) == [1.0]
 
 
-@pytest.mark.parametrize("reward", REWARDS)
-def test_called_as_the_trainer_calls_them(reward: Callable[..., list[float | None]]) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        # free up to 20 − 4 = 16 tokens, then a quarter less a token, and never below −1
+        (1, 0.0),
+        (15, 0.0),
+        (16, 0.0),
+        (17, -0.25),
+        (18, -0.5),
+        (19, -0.75),
+        (20, -1.0),
+        (21, -1.0),
+        (500, -1.0),
+    ],
+)
+def test_soft_overlong(tokens: int, expected: float) -> None:
+    found = soft_overlong([[7] * tokens], max_completion_tokens=20, cache=4, completions=[""])
+    assert found == [expected]
+
+
+def test_soft_overlong_whose_cache_is_the_whole_limit_grows_from_the_first_token() -> None:
+    ids = [[7] * n for n in range(6)]
+    found = soft_overlong(ids, max_completion_tokens=5, cache=5)
+    assert found == pytest.approx([0.0, -0.2, -0.4, -0.6, -0.8, -1.0])
+
+
+@pytest.mark.parametrize("cache", [0, -1, 21])
+def test_soft_overlong_refuses_a_cache_outside_the_limit(cache: int) -> None:
+    expected = (
+        f"soft_overlong: cache is {cache}; it must be above 0 and at most the limit, 20 tokens."
+    )
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        soft_overlong([[7]], max_completion_tokens=20, cache=cache)
+
+
+@pytest.mark.parametrize(("reward", "args"), REWARDS)
+def test_called_as_the_trainer_calls_them(
+    reward: Callable[..., list[float | None]], args: dict[str, Any]
+) -> None:
     """By keyword, with columns it does not know; one value each; the same when repeated."""
     texts = [r"\boxed{7}", "#### 8", "nine", ""]
     batch: dict[str, list[Any]] = {
@@ -319,14 +364,15 @@ def test_called_as_the_trainer_calls_them(reward: Callable[..., list[float | Non
         "answer": ["7", "7", "nine", "7"],
         "subject": ["Algebra"] * 4,
     }
-    values = reward(completions=texts, **batch)
+    values = reward(completions=texts, **batch, **args)
     assert len(values) == 4
     assert all(type(value) is float for value in values)
-    assert reward(completions=texts, **batch) == values
-    assert reward(completions=[as_chat(text) for text in texts], **batch) == values
+    assert len(set(values)) > 1, "a function that tells these apart"
+    assert reward(completions=texts, **batch, **args) == values
+    assert reward(completions=[as_chat(text) for text in texts], **batch, **args) == values
     backwards = {column: entries[::-1] for column, entries in batch.items()}
-    assert reward(completions=texts[::-1], **backwards) == values[::-1]
-    assert reward(completions=[], **{column: [] for column in batch}) == []
+    assert reward(completions=texts[::-1], **backwards, **args) == values[::-1]
+    assert reward(completions=[], **{column: [] for column in batch}, **args) == []
 
 
 @pytest.mark.parametrize(
@@ -358,7 +404,7 @@ def test_columns_of_another_length_are_a_bug(reward: Callable[..., list[float | 
 def test_each_file_holds_one_documented_reward_of_its_name() -> None:
     folder = Path(inspect.getfile(math)).parent
     names = sorted(path.stem for path in folder.glob("[!_]*.py"))
-    assert names == sorted(reward.__name__ for reward in REWARDS)
+    assert names == sorted(reward.__name__ for reward, _ in REWARDS)
     for name in names:
         module = importlib.import_module(f"grpo_cli.rewards.{name}")
         summary = (getattr(module, name).__doc__ or "").splitlines()[0]
@@ -373,3 +419,9 @@ def test_listing_the_rewards_loads_nothing_heavy() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_soft_overlong_grows_in_the_last_fifth_unless_told() -> None:
+    ids = [[7] * n for n in (16, 17, 18, 20)]
+    assert soft_overlong(ids, max_completion_tokens=20) == [0.0, -0.25, -0.5, -1.0]
+    assert soft_overlong([[7] * 3, [7] * 4], max_completion_tokens=4) == [0.0, -1.0]

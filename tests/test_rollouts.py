@@ -20,6 +20,7 @@ from tests.conftest import CPU, make_rollout
 def test_collate_by_hand() -> None:
     a = make_rollout([5], [7, 8, 2], logprobs=[-0.5, -0.25, -1.0], advantage=1.5)
     b = make_rollout([3, 4, 6], [9], logprobs=[-2.0], advantage=-0.5)
+    a.weight, b.weight = 0.25, 0.125
     batch = collate([a, b], CPU)
     assert batch.input_ids.tolist() == [[0, 0, 5, 7, 8, 2], [3, 4, 6, 9, 0, 0]]
     assert batch.attention_mask.tolist() == [[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]
@@ -27,26 +28,55 @@ def test_collate_by_hand() -> None:
     assert batch.position_ids[1, :4].tolist() == [0, 1, 2, 3]
     assert batch.targets.tolist() == [[7, 8, 2], [9, 0, 0]]
     assert batch.loss_mask.tolist() == [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
-    assert batch.advantages.tolist() == [1.5, -0.5]
+    assert batch.weights.tolist() == [[0.25, 0.25, 0.25], [0.125, 0.0, 0.0]]
+    assert batch.advantages.tolist() == [[1.5, 1.5, 1.5], [-0.5, 0.0, 0.0]]
     assert batch.sampling_logprobs.tolist() == [[-0.5, -0.25, -1.0], [-2.0, 0.0, 0.0]]
     assert batch.old_logprobs is None
     assert batch.ref_logprobs is None
+    assert batch.high_entropy is None
+    assert batch.cov_selected is None
     assert batch.input_ids.dtype == torch.long
-    assert batch.loss_mask.dtype == torch.float32
+    assert batch.loss_mask.dtype == batch.advantages.dtype == torch.float32
 
 
-def test_collate_pads_old_and_reference_logprobs_where_every_row_has_them() -> None:
+@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "high_entropy", "cov_selected"])
+def test_collate_pads_what_some_rows_have_and_says_nan_where_one_has_not(name: str) -> None:
     a, b = make_rollout([5], [7, 8]), make_rollout([5], [7])
-    a.old_logprobs, a.ref_logprobs = torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -4.0])
-    b.ref_logprobs = torch.tensor([-5.0])
-    batch = collate([a, b], CPU)
-    assert batch.old_logprobs is None
-    assert batch.ref_logprobs is not None
-    assert batch.ref_logprobs.tolist() == [[-3.0, -4.0], [-5.0, 0.0]]
-    b.old_logprobs = torch.tensor([-6.0])
-    batch = collate([a, b], CPU)
-    assert batch.old_logprobs is not None
-    assert batch.old_logprobs.tolist() == [[-1.0, -2.0], [-6.0, 0.0]]
+    assert getattr(collate([a, b], CPU), name) is None
+    setattr(a, name, torch.tensor([-1.0, -2.0]))
+    found = getattr(collate([a, b], CPU), name)
+    assert found[0].tolist() == [-1.0, -2.0]
+    assert found[1].isnan().all()
+    setattr(b, name, torch.tensor([-6.0], dtype=torch.float64))
+    found = getattr(collate([a, b], CPU), name)
+    assert found.tolist() == [[-1.0, -2.0], [-6.0, 0.0]]
+    assert found.dtype == torch.float32
+
+
+def test_advantages_of_a_completion_are_those_of_its_tokens_if_steps_were_rewarded() -> None:
+    a, b = make_rollout([5], [7, 8, 9], advantage=0.5), make_rollout([5], [7, 8], advantage=2.0)
+    assert a.advantages.tolist() == [0.5, 0.5, 0.5]
+    a.token_advantages = torch.tensor([3.0, 2.0, 1.0])
+    assert a.advantages.tolist() == [3.0, 2.0, 1.0], "the completion's own is part of them"
+    assert collate([a, b], CPU).advantages.tolist() == [[3.0, 2.0, 1.0], [2.0, 2.0, 0.0]]
+
+
+def test_a_masked_rollout_has_a_reward_and_trains_on_nothing() -> None:
+    cut, whole = make_rollout([5], [7, 8], reward=1.0), make_rollout([5], [7, 8], reward=1.0)
+    cut.masked, cut.weight, whole.weight = True, 0.5, 0.5
+    assert (cut.loss_tokens, whole.loss_tokens) == (0, 2)
+    batch = collate([cut, whole], CPU)
+    assert batch.loss_mask.tolist() == [[0.0, 0.0], [1.0, 1.0]]
+    assert batch.weights.tolist() == [[0.0, 0.0], [0.5, 0.5]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
+def test_masked_values_are_zero_whatever_they_were() -> None:
+    batch = collate([make_rollout([5], [7, 8]), make_rollout([5], [7])], CPU)
+    values = torch.tensor([[1.0, 2.0], [3.0, torch.nan]])
+    assert batch.masked(values).tolist() == [[1.0, 2.0], [3.0, 0.0]]
+    assert batch.masked(torch.tensor([[1.0, 2.0], [3.0, torch.inf]])).isfinite().all()
+    assert values.isnan().any(), "what was given is left as it was"
 
 
 def test_a_sampled_pad_token_is_a_token_like_any_other() -> None:
@@ -62,8 +92,16 @@ def test_a_rollout_without_a_reward_trains_on_nothing() -> None:
     batch = collate([nothing, make_rollout([5], [7, 8])], CPU)
     assert batch.loss_mask.tolist() == [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
-    assert placeholder().loss_tokens == 0
-    assert collate([placeholder()], CPU).loss_mask.tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_a_placeholder_trains_on_nothing_and_fits_what_is_computed(reference: bool) -> None:
+    nothing = placeholder(reference=reference)
+    assert nothing.loss_tokens == 0
+    batch = collate([nothing], CPU)
+    assert batch.loss_mask.tolist() == [[0.0]]
+    assert batch.weights.tolist() == [[0.0]]
+    assert (batch.ref_logprobs is not None) == reference
 
 
 def test_positions_and_padding_by_hand() -> None:

@@ -1,18 +1,20 @@
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.config import Reward
+from grpo_cli import tiny
+from grpo_cli.config import Build, Reward
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.rewards.exact_match import exact_match
 from grpo_cli.rollouts import Rollout
-from grpo_cli.scoring import Scorer, Signature, resolve, shipped
+from grpo_cli.scoring import STANDARD, Scorer, Signature, resolve, shipped, token_of_character
 from tests.conftest import make_rollout
 
 # Reward functions, found by the recipe under tests.test_scoring:NAME.
@@ -55,6 +57,14 @@ def sees(**everything: Any) -> list[float]:
     return [0.0] * len(everything["completions"])
 
 
+def limited(completions: list[str], *, max_completion_tokens: int) -> list[float]:
+    return [float(max_completion_tokens)] * len(completions)
+
+
+def column_of_that_name(completions: list[str], max_completion_tokens: list[int]) -> list[float]:
+    return [float(n) for n in max_completion_tokens]
+
+
 RETURNED: list[Any] = []
 
 
@@ -62,27 +72,42 @@ def returns(completions: list[str]) -> Any:
     return RETURNED[0]
 
 
-def scorer(columns: Sequence[str] = ("answer", "level"), **rewards: Reward | str) -> Scorer:
+Specs = Mapping[str, Reward | str]
+
+
+def scorer(
+    rewards: Specs,
+    columns: Sequence[str] = ("answer", "level"),
+    max_completion_tokens: int | None = None,
+) -> Scorer:
     specs = {
         name: r if isinstance(r, Reward) else Reward(f"tests.test_scoring:{r}")
         for name, r in rewards.items()
     }
-    return Scorer(specs, columns, "rows.jsonl")
+    return Scorer(specs, columns, "rows.jsonl", max_completion_tokens)
 
 
-def rollout(text: str = "", answer: str | None = "", row: int = 0, **columns: Any) -> Rollout:
+def rollout(
+    text: str = "",
+    answer: str | None = "",
+    row: int = 0,
+    ids: Sequence[int] = (7, 8),
+    **columns: Any,
+) -> Rollout:
     columns = {"answer": answer, "level": 3, **columns}
-    return make_rollout(text=text, columns=columns, row=row, reward=math.nan, prompt="P")
+    return make_rollout(
+        completion_ids=ids, text=text, columns=columns, row=row, reward=math.nan, prompt="P"
+    )
 
 
 def score(rollouts: list[Rollout], **rewards: Reward | str) -> list[float]:
-    scorer(**rewards).score(rollouts)
+    scorer(rewards).score(rollouts)
     return [r.reward for r in rollouts]
 
 
 def user_error(**rewards: Reward | str) -> str:
     with pytest.raises(UserError) as error:
-        scorer(**rewards)
+        scorer(rewards)
     return str(error.value)
 
 
@@ -155,13 +180,14 @@ def test_signature() -> None:
 
 def test_a_column_that_the_data_lacks() -> None:
     with pytest.raises(UserError) as error:
-        scorer(columns=["question", "gold"], r="is_answer")
+        scorer({"r": "is_answer"}, columns=["question", "gold"])
     assert str(error.value) == (
         "reward.r: tests.test_scoring:is_answer needs the column 'answer', which rows.jsonl lacks; "
         "it has gold, question. Rename one with dataset.columns.answer=NAME."
     )
-    scorer(columns=[], r="mostly")  # has a default
-    scorer(columns=[], r=Reward("tests.test_scoring:is_answer", args={"answer": ["4"]}))
+    scorer({"r": "mostly"}, columns=[])  # has a default
+    given = Reward("tests.test_scoring:is_answer", args={"answer": ["4"]})
+    scorer({"r": given}, columns=[])
 
 
 @pytest.mark.parametrize("function", ["mostly", "is_answer"])
@@ -181,7 +207,7 @@ def test_an_argument_without_a_default_must_be_given() -> None:
     found = user_error(r="demanding")
     assert found.startswith("reward.r")
     assert "'level'" in found
-    scorer(r=Reward("tests.test_scoring:demanding", args={"level": 1}))
+    scorer({"r": Reward("tests.test_scoring:demanding", args={"level": 1})})
 
 
 @pytest.mark.parametrize("function", ["mostly", "open_ended"])
@@ -189,6 +215,43 @@ def test_a_keyword_only_argument_is_not_filled_by_a_column(function: str) -> Non
     assert score([rollout(level=3)], r=function) == [7.0]
     given = Reward(f"tests.test_scoring:{function}", args={"level": 5})
     assert score([rollout(level=3)], r=given) == [5.0]
+
+
+def test_the_runs_limit_fills_an_argument_of_its_name_unless_the_recipe_sets_it() -> None:
+    limited_to = Reward("tests.test_scoring:limited", args={"max_completion_tokens": 9})
+    limited_by_run = Reward("tests.test_scoring:limited")
+    rewards: Specs = {
+        "runs": limited_by_run,
+        "recipes": limited_to,
+        "column": "column_of_that_name",
+    }
+    columns = ["max_completion_tokens"]
+    made = scorer(rewards, columns=columns, max_completion_tokens=64)
+    r = rollout(max_completion_tokens=5)
+    made.score([r])
+    assert r.reward_parts == {"runs": 64.0, "recipes": 9.0, "column": 5.0}
+    # Another run of the same recipe has its own limit.
+    assert limited_by_run.args == {}
+    scorer(rewards, columns=columns, max_completion_tokens=32).score([r])
+    assert r.reward_parts == {"runs": 32.0, "recipes": 9.0, "column": 5.0}
+    assert user_error(r="limited") == (
+        "reward.r: tests.test_scoring:limited needs the argument 'max_completion_tokens'; set "
+        "reward.r.args.max_completion_tokens."
+    )
+
+
+def test_the_runs_limit_is_not_pressed_on_functions_without_the_argument() -> None:
+    SEEN.clear()
+    rewards: Specs = {"a": "sees", "b": "text_length"}
+    scorer(rewards, max_completion_tokens=64).score([rollout("abc")])
+    assert "max_completion_tokens" not in SEEN[0]
+
+
+def test_soft_overlong_takes_the_runs_limit() -> None:
+    rewards: Specs = {"r": Reward("soft_overlong", args={"cache": 2})}
+    rollouts = [rollout(ids=[7] * n) for n in (8, 9, 10)]
+    scorer(rewards, max_completion_tokens=10).score(rollouts)
+    assert [r.reward for r in rollouts] == [0.0, -0.5, -1.0]
 
 
 # Calls.
@@ -224,7 +287,7 @@ def test_chat_completions_come_in_trls_form() -> None:
 
 def test_a_column_does_not_stand_in_for_what_was_sampled() -> None:
     SEEN.clear()
-    taken = {"prompts": "column", "completions": "column", "completion_ids": "column"}
+    taken: dict[str, Any] = dict.fromkeys(STANDARD, "column")
     score([rollout("sampled", **taken)], r="sees")
     assert SEEN[0]["completions"] == ["sampled"]
     assert SEEN[0]["prompts"] == ["P"]
@@ -240,6 +303,9 @@ def test_the_reward_is_the_weighted_sum() -> None:
     assert score(rollouts, **weighed) == [2 * 1 - 0.5 * 3, 2 * 0 - 0.5 * 4]
     # The parts are kept as they were, without weights.
     assert rollouts[0].reward_parts == {"right": 1.0, "size": 3.0}
+    # Without steps the outcome is all of the reward.
+    assert [r.outcome for r in rollouts] == [0.5, -2.0]
+    assert [r.step_rewards for r in rollouts] == [{}, {}]
 
 
 def test_none_leaves_a_function_out_and_nothing_but_none_gives_nan() -> None:
@@ -250,6 +316,7 @@ def test_none_leaves_a_function_out_and_nothing_but_none_gives_nan() -> None:
     rewards = score(alone, right="is_answer")
     assert math.isnan(rewards[0])
     assert rewards[1] == 1.0
+    assert math.isnan(alone[0].outcome)
     assert [r.loss_tokens for r in alone] == [0, 2]
 
 
@@ -300,12 +367,12 @@ def test_a_wrong_number_of_values(returned: Any, got: str) -> None:
     )
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1.0", "a", [1.0], {}])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "1.0", "a", {}, np.ones(2)])
 def test_a_value_that_is_not_a_finite_number(value: Any) -> None:
     RETURNED[:] = [[1.0, value]]
     assert training_error([rollout("a"), rollout("b", row=9)], r="returns") == (
-        f"reward 'r' returned {value!r}, which is not a finite number or None, "
-        "for row 9, completion 'b'"
+        f"reward 'r' returned {value!r}, which is not a finite number, a list of "
+        "(position, value) or None, for row 9, completion 'b'"
     )
 
 
@@ -326,3 +393,166 @@ def test_numbers_of_every_kind_are_taken(returned: Any) -> None:
     rewards = score([rollout(), rollout()], r="returns")
     assert rewards == [1.0, 0.5]
     assert all(type(r) is float for r in rewards)
+
+
+# Rewards of steps.
+
+
+def by(positions: str, weight: float = 1.0) -> Reward:
+    return Reward("tests.test_scoring:returns", weight=weight, positions=positions)
+
+
+def encoded(text: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    ids: list[int] = tokenizer(text)["input_ids"]
+    return ids
+
+
+def test_steps_by_tokens() -> None:
+    RETURNED[:] = [[[(0, 1.0), (2, -0.5)], [[1, 2]], ((2, True), (2, 0.25))]]
+    rollouts = [rollout("abc", ids=[7, 8, 9]) for _ in range(3)]
+    scorer({"r": by("tokens")}).score(rollouts)
+    assert [r.step_rewards for r in rollouts] == [
+        {"r": [(0, 1.0), (2, -0.5)]},
+        {"r": [(1, 2.0)]},
+        {"r": [(2, 1.0), (2, 0.25)]},
+    ]
+    assert [r.reward_parts for r in rollouts] == [{"r": 0.5}, {"r": 2.0}, {"r": 1.25}]
+    assert [r.reward for r in rollouts] == [0.5, 2.0, 1.25]
+    assert all(math.isnan(r.outcome) for r in rollouts)
+    assert all(type(v) is float for r in rollouts for _, v in r.step_rewards["r"])
+    assert [r.loss_tokens for r in rollouts] == [3, 3, 3], "steps alone train"
+
+
+def test_steps_by_characters(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = "aé中b"  # characters of 1, 2, 3 and 1 byte, a token each byte
+    RETURNED[:] = [[[(0, 1.0), (1, 2.0), (2, 3.0), (3, 4.0)]]]
+    r = rollout(text, ids=encoded(text, tokenizer))
+    scorer({"r": by("characters")}).score([r], tokenizer)
+    assert r.step_rewards == {"r": [(0, 1.0), (2, 2.0), (5, 3.0), (6, 4.0)]}
+    assert r.reward == 10.0
+
+
+def test_characters_are_what_positions_are_unless_the_recipe_says_tokens() -> None:
+    assert Reward().positions == "characters"
+
+
+@pytest.mark.parametrize("text", ["plain", "aé中😀b", "中文中文", "é", "😀😀", "x\n é\n\n12 中"])
+@pytest.mark.parametrize("merges", [0, 30])
+def test_the_token_of_a_character_is_the_first_that_completes_it(text: str, merges: int) -> None:
+    tokenizer = tiny.make_tokenizer(
+        Build(merges=merges), ["plain x\n é\n\n12 中 中文中文 aé中"] * 9
+    )
+    ids = encoded(text, tokenizer)
+    for position in range(len(text)):
+        written = [
+            tokenizer.decode(ids[: t + 1]).startswith(text[: position + 1]) for t in range(len(ids))
+        ]
+        assert token_of_character(ids, position, tokenizer) == written.index(True), position
+
+
+def test_special_tokens_write_no_character(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = [*encoded("a", tokenizer), 2, 0, *encoded("b", tokenizer), 2]
+    assert token_of_character(ids, 0, tokenizer) == 0
+    assert token_of_character(ids, 1, tokenizer) == 3
+
+
+def test_the_last_character_of_a_completion_cut_off_within_one(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    ids = encoded("a中", tokenizer)[:-1]
+    text = tokenizer.decode(ids)
+    assert text == "a\ufffd", "what a reward function is shown"
+    assert token_of_character(ids, 0, tokenizer) == 0
+    assert token_of_character(ids, 1, tokenizer) in (1, 2)
+
+
+def test_weights_apply_to_steps_and_outcomes_leave_them_out() -> None:
+    RETURNED[:] = [[[(0, 1.0), (1, 3.0)], [(1, -1.0)]]]
+    rollouts = [rollout("abc", "abc"), rollout("abc", None)]
+    rewards: Specs = {
+        "steps": by("tokens", weight=0.5),
+        "size": Reward("tests.test_scoring:text_length", weight=2.0),
+        "right": "is_answer",
+    }
+    scorer(rewards).score(rollouts)
+    assert [r.step_rewards for r in rollouts] == [
+        {"steps": [(0, 0.5), (1, 1.5)]},
+        {"steps": [(1, -0.5)]},
+    ]
+    assert [r.reward_parts["steps"] for r in rollouts] == [4.0, -1.0]  # unweighted, as ever
+    assert [r.outcome for r in rollouts] == [2 * 3 + 1, 2 * 3]
+    assert [r.reward for r in rollouts] == [0.5 * 4 + 7, 0.5 * -1 + 6]
+
+
+def test_numbers_none_and_steps_in_one_list() -> None:
+    RETURNED[:] = [[0.25, None, [(1, 3.0)], []]]
+    rollouts = [rollout() for _ in range(4)]
+    rewards = score(rollouts, r=by("tokens", weight=2.0))
+    assert rewards[0] == 0.5
+    assert math.isnan(rewards[1])
+    assert rewards[2:] == [6.0, 0.0]
+    outcomes = [r.outcome for r in rollouts]
+    assert outcomes == pytest.approx([0.5, math.nan, math.nan, math.nan], nan_ok=True)
+    assert [r.reward_parts["r"] for r in rollouts] == [0.25, None, 3.0, 0.0]
+    assert [r.step_rewards for r in rollouts] == [{}, {}, {"r": [(1, 6.0)]}, {"r": []}]
+    # No step was found, which is not the same as a function that does not apply.
+    assert [r.loss_tokens for r in rollouts] == [2, 0, 2, 2]
+
+
+def test_a_step_without_a_value_is_left_out() -> None:
+    RETURNED[:] = [[[(0, None), (1, 3.0)]]]
+    r = rollout()
+    assert score([r], r=by("tokens")) == [3.0]
+    assert r.step_rewards == {"r": [(1, 3.0)]}
+
+
+@pytest.mark.parametrize(
+    ("step", "shown"),
+    [
+        ((2, 1.0), "(2, 1.0)"),
+        ((-1, 1.0), "(-1, 1.0)"),
+        ((True, 1.0), "(True, 1.0)"),
+        ((1.0, 1.0), "(1.0, 1.0)"),
+        ((None, 1.0), "(None, 1.0)"),
+        (("1", 1.0), "('1', 1.0)"),
+        ((1,), "(1,)"),
+        ((1, 1.0, 1.0), "(1, 1.0, 1.0)"),
+        ("ab", "'ab'"),
+        (1.0, "1.0"),
+        ({}, "{}"),
+    ],
+)
+def test_a_step_of_another_form(step: Any, shown: str) -> None:
+    RETURNED[:] = [[0.5, [(0, 1.0), step]]]
+    found = training_error([rollout(), rollout("b", row=9)], r=by("tokens"))
+    assert found == (
+        f"reward 'r' returned the step {shown}: must be (position of its last of 2 tokens, "
+        "counted from 0; value), for row 9, completion 'b'"
+    )
+
+
+def test_positions_are_bounded_by_what_they_count(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = [*encoded("é", tokenizer), 2]  # three tokens, one character
+    RETURNED[:] = [[[(1, 1.0)]]]
+    assert training_error([rollout("é", ids=ids)], r=by("characters")) == (
+        "reward 'r' returned the step (1, 1.0): must be (position of its last of 1 characters, "
+        "counted from 0; value), for row 0, completion 'é'"
+    )
+    RETURNED[:] = [[[(2, 1.0)]]]
+    assert score([rollout("é", ids=ids)], r=by("tokens")) == [1.0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, "1.0", [1.0]])
+def test_a_steps_value_that_is_not_a_finite_number(value: Any) -> None:
+    RETURNED[:] = [[[(0, value)]]]
+    assert training_error([rollout("b", row=9)], r=by("tokens")) == (
+        f"reward 'r' returned {value!r}, which is not a finite number, a list of "
+        "(position, value) or None, for row 9, completion 'b'"
+    )
+
+
+def test_a_list_of_plain_numbers_for_a_completion_is_no_list_of_steps() -> None:
+    for returned in ([[1.0, 0.5]], np.ones((1, 2)), torch.ones(1, 2)):
+        RETURNED[:] = [returned]
+        found = training_error([rollout()], r=by("tokens"))
+        assert found.startswith("reward 'r' returned the step 1.0: must be (position of its last")

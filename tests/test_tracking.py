@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+    EventAccumulator,
+)
 
 from grpo_cli import tracking
 from grpo_cli.errors import UserError
-from tests.test_train import metrics, trained
+from tests.test_train import metrics, recipe, trained
 
 
 def test_tensorboard_holds_what_metrics_jsonl_holds(tmp_path: Path) -> None:
@@ -26,13 +28,26 @@ def test_wandb_and_trackio_share_an_interface(
 ) -> None:
     calls: list[tuple[str, Any]] = []
     fake = types.ModuleType(backend)
-    fake.init = lambda **k: calls.append(("init", k["name"]))  # type: ignore[attr-defined]
+    fake.init = lambda **k: calls.append(  # type: ignore[attr-defined]
+        ("init", (k["project"], k["name"]))
+    )
     fake.log = lambda m, step: calls.append(("log", step))  # type: ignore[attr-defined]
     fake.finish = lambda: calls.append(("finish", None))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, backend, fake)
-    trained(tmp_path, tracking__backend=backend)
+    trained(tmp_path, tracking__backend=backend, tracking__project="mine")
     steps = [("log", step) for step in (1, 2, 3, 4)]
-    assert calls == [("init", "run"), *steps, ("finish", None)]
+    assert calls == [("init", ("mine", "run")), *steps, ("finish", None)]
+
+
+@pytest.mark.parametrize("backend", ["none", "tensorboard"])
+@pytest.mark.parametrize("knob", ["project", "name"])
+def test_other_trackers_have_no_project_and_no_name(
+    backend: str, knob: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=rf"tracking\.{knob} = mine: .* it is {backend}"):
+        recipe(tmp_path, tracking__backend=backend, **{f"tracking__{knob}": "mine"})
+    wandb = recipe(tmp_path, tracking__backend="wandb", **{f"tracking__{knob}": "mine"})
+    assert getattr(wandb.tracking, knob) == "mine"
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

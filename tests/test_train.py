@@ -9,9 +9,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_cli import config, folders, prepare, run, train
+from grpo_cli import config, folders, parsing, policy, prepare, run, train
+from grpo_cli.collect import collect
 from grpo_cli.errors import TrainingError
+from grpo_cli.generation import sample
+from grpo_cli.metrics import Clock
+from grpo_cli.objective import Coefficients, Terms, loss_of
 from grpo_cli.rollouts import collate
+from grpo_cli.sampling import Sampling
+from grpo_cli.survey import fill_old_logprobs, fill_ref_logprobs, select_tokens
+from grpo_cli.tally import Tally
+
+CPU = torch.device("cpu")  # not conftest's: other processes import this file for its rewards
+GREEDY = Sampling(max_tokens=6, temperature=0)
 
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
 
@@ -19,6 +29,7 @@ ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b 
 def recipe(folder: Path, **changes: Any) -> config.Recipe:
     """A run of seconds: 25 sums, a model of 30,000 weights, a reward that any model can raise."""
     data = folder / "rows.jsonl"
+    folder.mkdir(exist_ok=True)
     if not data.exists():
         data.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
     tree: dict[str, Any] = {
@@ -56,7 +67,7 @@ def recipe(folder: Path, **changes: Any) -> config.Recipe:
         for part in path:
             node = node.setdefault(part, {})
         node[last] = value
-    return config.parse(tree)
+    return parsing.parse(tree)
 
 
 def evens(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
@@ -87,22 +98,16 @@ def weights(live: run.Run) -> torch.Tensor:
 
 def one_update(live: run.Run) -> tuple[list[torch.Tensor], dict[str, float]]:
     """Gradients (kept, by an optimizer that does nothing) and metrics of a step's first update."""
-    groups = train.sample(
-        live.generator, live.tokenizer, live.prompts(0), 4, live.sampling, live.recipe.seed
-    )
-    live.scorer.score([r for g in groups for r in g.rollouts])
-    train.assign_advantages(groups, dict(train.outcomes(groups)), "group")
+    step = collect(live, live.recipe, Clock(CPU))
+    rollouts = [r for g in step.groups for r in g.rollouts]
     if live.reference is not None:
-        for r, logprobs in train.logprobs_of(
-            live.reference, [r for g in groups for r in g.rollouts], live
-        ):
-            r.ref_logprobs = logprobs
+        fill_ref_logprobs(live, live.recipe, rollouts)
+    train.assign_advantages(live.recipe, step.groups, step.whole_step, 0)
     gradients: list[torch.Tensor] = []
     live.optimizer.step = lambda *a, **k: gradients.extend(  # type: ignore[method-assign]
         p.grad.clone() for p in live.policy.parameters()
     )
-    found = train.update(live, groups, 0)
-    return gradients, found
+    return gradients, train.update(live, live.recipe, step.groups, list(step.whole_step), 0)
 
 
 def test_reward_rises(tmp_path: Path) -> None:
@@ -126,15 +131,17 @@ def test_micro_batches_leave_the_gradient_alone(tmp_path: Path, loss: dict[str, 
 
 def test_groups_without_signal_are_measured_without_a_backward(tmp_path: Path) -> None:
     live = built(tmp_path)
-    groups = train.sample(live.generator, live.tokenizer, live.prompts(0), 4, live.sampling, 0)
+    groups = collect(live, live.recipe, Clock(CPU)).groups
     rollouts = [r for g in groups for r in g.rollouts]
     for i, r in enumerate(rollouts):
         r.reward, r.advantage = 1.0, float(i % 3 - 1)  # a third of them 0
     tokens = sum(r.loss_tokens for r in rollouts)
-    batch = collate(rollouts, torch.device("cpu"))
-    counts = {"tokens": float(tokens), "completions": float(len(rollouts))}
-    loss, sums, _ = train.objective(live, live.policy, batch, counts)
-    loss.backward()
+    train.weigh(live, live.recipe, groups)
+    tally = Tally()
+    batch = collate(rollouts, CPU)
+    logprobs, entropies = policy.score(live.policy, batch, 1.0, entropy=True)
+    terms = Terms.of(batch, logprobs, entropies)
+    loss_of(live.recipe.loss, terms, Coefficients(0.0, 0.0, tokens), tally).backward()
     expected = [p.grad.clone() for p in live.policy.parameters()]
     live.optimizer.zero_grad()
     found: list[torch.Tensor] = []
@@ -142,9 +149,10 @@ def test_groups_without_signal_are_measured_without_a_backward(tmp_path: Path) -
         p.grad.clone() for p in live.policy.parameters()
     )
     live.recipe.optimizer.max_grad_norm = 1e9
-    entropy = train.update(live, groups, 0)["entropy"]
+    positions = [g.position for g in groups]
+    entropy = train.update(live, live.recipe, groups, positions, 0)["entropy"]
     live.close()
-    assert entropy == pytest.approx(sums["entropy"] / tokens, rel=1e-5)
+    assert entropy == pytest.approx(tally.reduced(live.workers).figures["entropy"], rel=1e-5)
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
 
@@ -154,6 +162,7 @@ def test_metrics_have_one_line_a_step_and_the_summary_before_and_after(tmp_path:
     lines = metrics(live)
     assert [m["step"] for m in lines] == [1, 2, 3, 4]
     assert all(math.isfinite(v) for m in lines for v in m.values())
+    assert ["entropy" in m for m in lines] == [True, False, False, False], "it costs a softmax"
     assert {"rewards/exact_match/mean", "entropy", "grad_norm", "time/generate"} <= lines[0].keys()
     summary = json.loads((live.folder / "summary.json").read_text())
     assert summary["before"]["accuracy"] <= 1
@@ -187,8 +196,8 @@ def test_kl_is_to_the_frozen_reference(tmp_path: Path) -> None:
 
 def test_the_checkpoint_is_a_model_with_the_generators_logprobs(tmp_path: Path) -> None:
     live = trained(tmp_path)
-    prompts = [p.ids for _, p in live.prompts(0)]
-    groups = live.generator.generate(prompts, 3, live.sampling, list(range(len(prompts))))
+    prompts = [p.ids for _, p in live.take_prompts(5)]
+    groups = live.generator.generate(prompts, 3, live.sampling(live.recipe), list(range(5)))
     model = AutoModelForCausalLM.from_pretrained(folders.checkpoint_path(live.folder, 4)).eval()
     for prompt, group in zip(prompts, groups, strict=True):
         for c in group:
@@ -198,7 +207,22 @@ def test_the_checkpoint_is_a_model_with_the_generators_logprobs(tmp_path: Path) 
             torch.testing.assert_close(torch.tensor(c.logprobs), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"loss__beta": 0.05, "update__minibatches": 2}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss__beta": 0.05, "update__minibatches": 2},
+        {"loss__beta": 0.05, "loss__kl_target": 1e-4, "loss__reference_every": 2},
+        {"loss__entropy_coef": 0.01, "loss__entropy_target": 5.5},
+        {
+            "generation__dynamic_sampling": True,
+            "reward": {"longest": {"function": "tests.test_train:is_longest"}},
+            "loss__beta": 0.05,
+            "schedules": {"loss": {"beta": {"to": 0.0}}, "generation.temperature": {"to": 0.8}},
+        },
+    ],
+    ids=["plain", "off-policy-kl", "moving-reference", "entropy", "dynamic-sampling-schedules"],
+)
 def test_stop_and_resume_is_the_same_run(tmp_path: Path, changes: dict[str, Any]) -> None:
     straight = trained(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
 
@@ -274,9 +298,241 @@ def never_applies(completions: list[str], **_: Any) -> list[None]:
     return [None] * len(completions)
 
 
-def test_masked_rows_do_not_reach_the_batch_loss(tmp_path: Path) -> None:
+def test_unscored_rollouts_do_not_train(tmp_path: Path) -> None:
     live = built(tmp_path)
-    groups = train.sample(live.generator, live.tokenizer, live.prompts(0), 4, live.sampling, 0)
-    batch = collate([r for g in groups for r in g.rollouts], torch.device("cpu"))
+    groups = sample(live.generator, live.tokenizer, live.take_prompts(5), 4, GREEDY, 0)
+    batch = collate([r for g in groups for r in g.rollouts], CPU)
     live.close()
     assert batch.loss_mask.sum() == 0, "unscored rollouts have a NaN reward"
+
+
+def test_truncated_completions_can_be_masked(tmp_path: Path) -> None:
+    live = built(tmp_path, loss__mask_truncated=True)
+    rollouts = [r for g in collect(live, live.recipe, Clock(CPU)).groups for r in g.rollouts]
+    live.close()
+    cut = [r for r in rollouts if r.completion.finish_reason == "length"]
+    assert 0 < len(cut) < len(rollouts)
+    assert all(r.loss_tokens == 0 and not math.isnan(r.reward) for r in cut)
+    assert all(r.loss_tokens for r in rollouts if r.completion.finish_reason == "stop")
+
+
+def is_longest(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """1 for completions that were cut off: groups of all or none of them have no signal."""
+    return [float(len(ids) == 6) for ids in completion_ids]
+
+
+DYNAMIC: dict[str, Any] = {
+    "generation__dynamic_sampling": True,
+    "reward": {"longest": {"function": "tests.test_train:is_longest"}},
+}
+
+
+def test_dynamic_sampling_fills_the_step_with_groups_that_have_a_signal(tmp_path: Path) -> None:
+    live = built(tmp_path, **DYNAMIC)
+    drawn = 0
+    for _ in range(3):
+        waiting = {g.position for g in live.carried}
+        step = collect(live, live.recipe, Clock(CPU))
+        found = step.metrics
+        assert len(step.groups) == 6
+        assert all(len({r.reward for r in g.rollouts}) > 1 for g in step.groups)
+        assert waiting <= {g.position for g in step.groups}, "carried groups come first"
+        spare = len(live.carried)
+        used = found["dynamic_sampling/sampled"] - found["dynamic_sampling/dropped"]
+        assert used + found["dynamic_sampling/carried"] == 6 + spare
+        assert found["dynamic_sampling/attempts"] >= 1
+        drawn += int(found["dynamic_sampling/sampled"])
+        assert live.state.position == drawn
+        for g in live.carried:
+            assert all(r.old_logprobs is not None for r in g.rollouts)
+    live.close()
+
+
+def test_dynamic_sampling_gives_up_in_the_end(tmp_path: Path) -> None:
+    same = {"same": {"function": "tests.test_train:always_one"}}
+    live = built(
+        tmp_path, generation__dynamic_sampling=True, generation__max_attempts=3, reward=same
+    )
+    before = weights(live)
+    train.train(live)
+    live.close()
+    assert torch.equal(before, weights(live)), "nothing to train on, and no step was taken"
+    for m in metrics(live):
+        assert m["dynamic_sampling/attempts"] == 3
+        assert m["dynamic_sampling/missing"] == 6
+        assert m["reward"] == 1
+
+
+def always_one(completions: list[str], **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def test_carried_groups_keep_the_policy_that_made_them(tmp_path: Path) -> None:
+    live = trained(tmp_path, **DYNAMIC, optimizer__learning_rate=5e-2, steps=3)
+    ratios = [m["clip_ratio/region_mean"] for m in metrics(live)]
+    carried = [m["dynamic_sampling/carried"] for m in metrics(live)]
+    assert any(carried), carried
+    assert all((ratio > 0) == (number > 0) for ratio, number in zip(ratios, carried, strict=True))
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.25])
+def test_the_reference_is_refreshed(tmp_path: Path, alpha: float) -> None:
+    live = built(
+        tmp_path,
+        loss__beta=0.01,
+        loss__reference_every=2,
+        loss__reference_alpha=alpha,
+        steps=2,
+        optimizer__learning_rate=1e-2,
+    )
+    first = weights(live)
+    train.train(live)
+    live.close()
+    assert live.reference is not None
+    mixed = torch.cat([p.flatten() for p in live.reference.parameters()])
+    torch.testing.assert_close(mixed, alpha * weights(live) + (1 - alpha) * first)
+    assert not torch.equal(weights(live), first)
+
+
+def test_kl_in_the_reward_lowers_what_the_rule_sees_and_not_the_reward(tmp_path: Path) -> None:
+    live = built(tmp_path, loss__beta=0.5, loss__kl_in="reward", loss__kl_estimator="k1")
+    with torch.no_grad():
+        for p in live.policy.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+    step = collect(live, live.recipe, Clock(CPU))
+    rollouts = [r for g in step.groups for r in g.rollouts]
+    fill_old_logprobs(live, live.recipe, rollouts)
+    fill_ref_logprobs(live, live.recipe, rollouts)
+    live.close()
+    raw = [r.reward for r in rollouts]
+    train.penalize(rollouts, "k1", 0.5)
+    for r, reward in zip(rollouts, raw, strict=True):
+        assert r.old_logprobs is not None
+        assert r.ref_logprobs is not None
+        kl = (r.old_logprobs - r.ref_logprobs).sum().item()
+        assert r.reward == reward
+        assert r.outcome == pytest.approx(reward - 0.5 * kl, abs=1e-6)
+
+
+def test_beta_follows_its_target(tmp_path: Path) -> None:
+    changes = {"loss__beta": 0.1, "loss__kl_target": 1e-9, "optimizer__learning_rate": 5e-3}
+    betas = [m["beta"] for m in metrics(trained(tmp_path, **changes))]
+    # In the first step the KL is 0, a full fifth of the gain below; then far above.
+    assert betas == pytest.approx([0.1, 0.098, 0.098 * 1.02, 0.098 * 1.02**2])
+
+
+def test_the_entropy_bonus_raises_entropy(tmp_path: Path) -> None:
+    changes = {"log__entropy_every": 1, "optimizer__learning_rate": 3e-3, "steps": 6}
+    plain = metrics(trained(tmp_path / "a", **changes))
+    bonus = metrics(trained(tmp_path / "b", loss__entropy_coef=1.0, **changes))
+    assert bonus[0]["entropy"] == pytest.approx(plain[0]["entropy"])
+    assert bonus[-1]["entropy"] > plain[-1]["entropy"] + 0.01
+
+
+def test_an_adaptive_bonus_acts_only_below_its_target(tmp_path: Path) -> None:
+    target = {"loss__entropy_coef": 0.5, "loss__entropy_target": 1e-6, "steps": 3}
+    never = trained(tmp_path / "a", **target)
+    assert torch.equal(weights(never), weights(trained(tmp_path / "b", steps=3)))
+    assert never.state.entropy_coef == pytest.approx(0.5 - 3 * 0.005)
+
+
+def test_a_schedule_changes_the_step_and_is_logged(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"generation": {"num_generations": {"to": 2}}}
+    lines = metrics(trained(tmp_path, schedules=changes))
+    assert [m["schedule/generation.num_generations"] for m in lines] == [4, 3, 3, 2]
+    tokens = [m["num_tokens"] for m in lines]
+    assert tokens[0] > tokens[-1] - tokens[-2]
+
+
+def test_steps_rewards_reach_the_tokens_before_their_end(tmp_path: Path) -> None:
+    live = built(
+        tmp_path,
+        reward={"steps": {"function": "tests.test_train:first_two", "positions": "tokens"}},
+    )
+    step = collect(live, live.recipe, Clock(CPU))
+    train.assign_advantages(live.recipe, step.groups, step.whole_step, 0)
+    live.close()
+    seen = 0
+    for g in step.groups:
+        for r in g.rollouts:
+            if len(r.completion.ids) < 2:
+                continue
+            first, second = r.completion.ids[0] % 2, r.completion.ids[1] % 2
+            got = r.advantages
+            assert (got[2:] == 0).all(), "no step ends after the second token"
+            # the first token's is the sum of both steps', so the difference is the first step's
+            own = {first: float(got[0] - got[1]), second: float(got[1])}
+            if first == second:
+                assert got[0] - got[1] == pytest.approx(float(got[1]), abs=1e-5)
+            else:
+                assert own[1] > own[0]
+                seen += 1
+    assert seen > 0
+
+
+def first_two(completion_ids: list[list[int]], **_: Any) -> list[list[tuple[int, float]]]:
+    """A reward of 1 for each of the first two tokens that is odd."""
+    return [[(t, float(i % 2)) for t, i in enumerate(ids[:2])] for ids in completion_ids]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss__top_entropy": 0.3},
+        {"loss__policy": "clip_cov", "loss__cov_low": 0.0, "loss__cov_share": 0.2},
+        {"loss__policy": "kl_cov", "loss__cov_share": 0.2, "update__minibatches": 2},
+    ],
+)
+def test_token_selection_takes_the_share_asked_for(tmp_path: Path, changes: dict[str, Any]) -> None:
+    live = built(tmp_path, **changes)
+    step = collect(live, live.recipe, Clock(CPU))
+    train.assign_advantages(live.recipe, step.groups, step.whole_step, 0)
+    select_tokens(live, live.recipe, step.groups, 0)
+    live.close()
+    rollouts = [r for g in step.groups for r in g.rollouts]
+    by_entropy = "loss__top_entropy" in changes
+    marks = [r.high_entropy if by_entropy else r.cov_selected for r in rollouts]
+    chosen = torch.cat([m for m in marks if m is not None])
+    share = 0.3 if by_entropy else 0.2
+    assert len(chosen) == sum(r.loss_tokens for r in rollouts)
+    assert chosen.mean().item() == pytest.approx(share, abs=2 / len(chosen))
+
+
+def test_a_coefficient_without_a_target_is_the_recipes_own(tmp_path: Path) -> None:
+    targets = {"loss__kl_target": 1e-9, "loss__entropy_target": 9.0, "loss__entropy_coef": 0.1}
+    adapted = trained(tmp_path, steps=2, loss__beta=0.1, **targets)
+    assert adapted.beta(adapted.recipe) != 0.1
+    assert adapted.entropy_coef(adapted.recipe) != 0.1
+    fixed = built(tmp_path, steps=3, loss__beta=0.5, resume="auto")
+    fixed.close()
+    assert fixed.beta(fixed.recipe) == 0.5
+    assert fixed.entropy_coef(fixed.recipe) == 0
+
+
+def test_a_reference_that_has_moved_stays_where_it_is(tmp_path: Path) -> None:
+    moved = trained(tmp_path, steps=2, loss__beta=0.1, loss__reference_every=1)
+    for steps in (3, 4):  # saved and loaded twice, with nothing that moves it on
+        later = trained(tmp_path, steps=steps, loss__beta=0.1, resume="auto")
+        for a, b in zip(model_weights(moved), model_weights(later), strict=True):
+            assert torch.equal(a, b)
+
+
+def model_weights(live: run.Run) -> list[torch.Tensor]:
+    assert live.reference is not None
+    return list(live.reference.parameters())
+
+
+def test_other_prompts_make_carried_groups_useless(tmp_path: Path) -> None:
+    halted = built(tmp_path, **DYNAMIC, steps=3)
+    halted.reporter.step = lambda *_: setattr(halted.stop, "signal", 15)  # type: ignore[method-assign]
+    train.train(halted)
+    halted.close()
+    again = built(tmp_path, **DYNAMIC, steps=3, resume="auto")
+    again.close()
+    assert len(again.carried) == len(halted.carried) > 0
+    without = built(tmp_path, reward=DYNAMIC["reward"], steps=3, resume="auto")
+    without.close()
+    assert without.carried == [], "dynamic sampling is off"
+    other = built(tmp_path, **DYNAMIC, steps=3, resume="auto", seed=5)
+    train.train(other)
+    other.close()

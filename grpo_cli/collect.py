@@ -1,0 +1,105 @@
+"""One step's groups: sampled, scored, and, with dynamic sampling, only those with a signal.
+
+Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): a group without any advantage, as when its
+rewards are all equal, has no gradient. It is dropped, and new prompts are sampled until the step is
+full. Groups that are left
+over are carried to the next step, with the log-probabilities of the policy that made them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from grpo_cli.config import Recipe
+from grpo_cli.credit import has_signal
+from grpo_cli.errors import TrainingError
+from grpo_cli.generation import sample
+from grpo_cli.metrics import Clock
+from grpo_cli.outcomes import Outcome, WholeStep, gathered
+from grpo_cli.rollouts import Group
+from grpo_cli.run import Run
+from grpo_cli.survey import fill_old_logprobs
+
+LOWEST_SHARE = 0.1  # of groups with a signal: more are not sampled in the hope of finding one
+
+
+@dataclass
+class Collected:
+    """What a step trains on."""
+
+    groups: list[Group]  # this process's
+    whole_step: WholeStep  # outcomes of every process's groups
+    sampled: WholeStep  # outcomes of all that was sampled in this step, dropped or not
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def collect(run: Run, recipe: Recipe, clock: Clock) -> Collected:
+    """Samples and scores the groups of a step.
+
+    Raises:
+        TrainingError: a reward function failed, or gave what the advantage rule does not take.
+    """
+    if not recipe.generation.dynamic_sampling:
+        groups, whole_step = _sample(run, recipe, recipe.prompts_per_step, clock)
+        return Collected(groups, whole_step, whole_step)
+    wanted = recipe.prompts_per_step
+    own, run.carried = run.carried, []
+    usable = gathered(run.workers, own)
+    carried = len(usable)
+    sampled: WholeStep = {}
+    attempts = 0
+    while len(usable) < wanted and attempts < recipe.generation.max_attempts:
+        share = max(run.state.signal_share, LOWEST_SHARE)
+        number = min(wanted, math.ceil((wanted - len(usable)) / share))
+        groups, fresh = _sample(run, recipe, number, clock)
+        sampled |= fresh
+        informative = {p for p, group in fresh.items() if _has_signal(run, recipe, group)}
+        own += [g for g in groups if g.position in informative]
+        usable |= {p: fresh[p] for p in informative}
+        run.state.signal_share = (len(usable) - carried) / len(sampled)
+        attempts += 1
+    chosen = dict(sorted(usable.items())[:wanted])
+    run.carried = [g for g in own if g.position not in chosen]
+    with clock.stage("old_logprobs"):  # of the policy as it is now, before it is updated
+        fill_old_logprobs(run, recipe, [r for g in run.carried for r in g.rollouts])
+    metrics = {
+        "dynamic_sampling/attempts": attempts,
+        "dynamic_sampling/sampled": len(sampled),
+        "dynamic_sampling/dropped": len(sampled) - (len(usable) - carried),
+        "dynamic_sampling/carried": carried,
+        "dynamic_sampling/missing": wanted - len(chosen),
+    }
+    return Collected(
+        [g for g in own if g.position in chosen],
+        chosen,
+        sampled or chosen,  # the groups carried were enough
+        {name: float(value) for name, value in metrics.items()},
+    )
+
+
+def _has_signal(run: Run, recipe: Recipe, group: Sequence[Outcome]) -> bool:
+    try:
+        return has_signal(recipe, group)
+    except ValueError as error:
+        raise TrainingError(f"step {run.state.step + 1}: {error}") from error
+
+
+def _sample(run: Run, recipe: Recipe, number: int, clock: Clock) -> tuple[list[Group], WholeStep]:
+    """(this process's groups of the next `number` prompts, outcomes of every process's)."""
+    with clock.stage("generate"):
+        groups = sample(
+            run.generator,
+            run.tokenizer,
+            run.take_prompts(number),
+            recipe.generation.num_generations,
+            run.sampling(recipe),
+            recipe.seed,
+        )
+    with clock.stage("reward"), run.workers.together():
+        run.scorer.score([r for g in groups for r in g.rollouts], run.tokenizer)
+    for group in groups:
+        for r in group.rollouts:
+            r.masked = recipe.loss.mask_truncated and r.completion.finish_reason == "length"
+    return groups, gathered(run.workers, groups)

@@ -1,0 +1,133 @@
+"""One optimizer batch of a small float64 model under every loss, for test_invariance.py.
+
+As a program it is started by torchrun and writes what the processes found together:
+
+    torchrun --nproc-per-node 2 tests/optimizer_batch.py OUT.pt
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from grpo_cli import tiny, train
+from grpo_cli.config import Log, Loss, Optimizer, Recipe, Update
+from grpo_cli.distributed import Workers
+from grpo_cli.policy import frozen_copy
+from grpo_cli.rollouts import Group
+from grpo_cli.run import Run
+from tests.conftest import BUILD, make_group, make_rollout
+
+LOSSES = Path(__file__).parent.parent / "recipes" / "loss"
+SWITCHES: dict[str, dict[str, Any]] = {
+    "prompts": {"normalize": "prompts"},
+    "k1": {"beta": 0.1, "kl_estimator": "k1", "kl_bias_correction": True},
+    "k2": {"beta": 0.1, "kl_estimator": "k2"},
+    "k3": {"beta": 0.1},
+    "entropy": {"entropy_coef": 0.1},
+    "top_entropy": {"top_entropy": 0.4, "entropy_coef": 0.1},
+    "token_truncate": {"sampling_correction": "token_truncate", "sampling_cap": 1.1},
+    "sequence_mask": {"sampling_correction": "sequence_mask", "sampling_cap": 1.3},
+    "sequence_mean_mask": {"sampling_correction": "sequence_mean_mask", "sampling_cap": 1.02},
+    "off_policy_mask": {"off_policy_mask": 0.01},
+}
+Found = dict[str, tuple[Tensor, dict[str, float]]]  # gradient of all weights, metrics
+
+
+def cases() -> dict[str, Loss]:
+    """Every loss that ships, and the switches of all of them on top of dapo."""
+    out = {}
+    for path in sorted(LOSSES.glob("*.yaml")):
+        settings = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
+        del settings["defaults"]
+        if settings["policy"] in ("clip_cov", "kl_cov"):  # so that some of a few tokens are chosen
+            settings |= {"cov_share": 0.5}
+            settings |= {"cov_low": 0.0} if settings["policy"] == "clip_cov" else {}
+        out[path.stem] = Loss(**settings)
+    return out | {name: Loss(**switch) for name, switch in SWITCHES.items()}
+
+
+def make_groups() -> list[Group]:
+    """Seven ragged groups of three: one token, no reward, cut off, no signal, rewarded steps."""
+    random = torch.Generator().manual_seed(0)
+    groups = []
+    for position in range(7):
+        rollouts = []
+        prompt = torch.randint(3, 200, (1 + position % 4,), generator=random).tolist()
+        for j in range(3):
+            length = 1 + (3 * position + 2 * j) % 8
+            r = make_rollout(prompt, torch.randint(3, 200, (length,), generator=random).tolist())
+            noise = [0.1 * torch.randn(length, generator=random) for _ in range(3)]
+            level = torch.full((length,), -5.6)  # about what a new model gives each of 259 tokens
+            r.old_logprobs, r.ref_logprobs = level + noise[0], level + noise[1]
+            r.completion.logprobs[:] = (r.old_logprobs + 0.3 * noise[2]).tolist()
+            r.advantage = (
+                torch.randn((), generator=random).item() if position not in (3, 4) else 0.0
+            )
+            r.reward = 1.0
+            r.masked = (position, j) == (1, 1)
+            rollouts.append(r)
+        groups.append(make_group(position, rollouts))
+    groups[2].rollouts[0].reward = float("nan")
+    for r in groups[5].rollouts:
+        r.token_advantages = torch.randn(len(r.completion.ids), generator=random)
+    return groups
+
+
+def all_gradients(workers: Workers, groups: list[Group], tokens_per_micro_batch: int) -> Found:
+    """The gradient of the first optimizer step under each case, over all processes."""
+    torch.manual_seed(0)
+    model = tiny.make_model(BUILD, tiny.make_tokenizer(BUILD, [])).double()
+    wrapped = workers.wrap(model)
+    found: Found = {}
+    for name, loss in cases().items():
+        gradients: list[Tensor] = []
+        optimizer = torch.optim.SGD(model.parameters())
+        optimizer.step = lambda *a, g=gradients, **k: g.append(  # type: ignore[method-assign]
+            torch.cat([p.grad.flatten().clone() for p in model.parameters()])
+        )
+        recipe = Recipe(
+            loss=loss,
+            optimizer=Optimizer(max_grad_norm=1e9),
+            update=Update(tokens_per_micro_batch=tokens_per_micro_batch),
+            log=Log(entropy_every=1),
+        )
+        # What an update does not touch is left out.
+        run = Run(
+            recipe=recipe,
+            workers=workers,
+            policy=model,
+            model=wrapped,
+            reference=frozen_copy(model) if loss.beta else None,
+            optimizer=optimizer,
+            **cast(
+                Any,
+                dict.fromkeys(
+                    ("folder", "tokenizer", "generator", "scorer", "stream", "evaluator",
+                     "reporter", "stop")
+                ),
+            ),
+        )  # fmt: skip
+        every = make_groups()
+        own = [g for g in every if g.position in {mine.position for mine in groups}]
+        if not loss.beta:
+            for r in (r for g in own for r in g.rollouts):
+                r.ref_logprobs = None
+        own.sort(key=lambda g: [mine.position for mine in groups].index(g.position))
+        metrics = train.update(run, recipe, own, [g.position for g in every], 0)
+        found[name] = (gradients[0], metrics)
+    return found
+
+
+if __name__ == "__main__":
+    joined = Workers("cpu")
+    mine = make_groups()[joined.rank :: joined.size]
+    result = all_gradients(joined, mine, tokens_per_micro_batch=40)
+    if joined.is_main:
+        torch.save(result, sys.argv[1])
+    joined.close()

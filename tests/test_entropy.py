@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+
+from grpo_cli.entropy import adapted_coef, applied_coef
+
+
+@pytest.mark.parametrize(
+    ("coef", "entropy", "expected"),  # target 0.5, step 0.01, within 0.02 and 0.1
+    [
+        (0.05, 0.2, 0.06),
+        (0.05, 0.5, 0.06),  # at the target it still acts
+        (0.05, 0.51, 0.04),
+        (0.095, 0.2, 0.1),
+        (0.1, 0.2, 0.1),
+        (0.025, 0.9, 0.02),
+        (0.02, 0.9, 0.02),
+        (0.0, 0.9, 0.02),  # a first value outside its bounds
+        (0.5, 0.2, 0.1),
+    ],
+)
+def test_adapted_coef_by_hand(coef: float, entropy: float, expected: float) -> None:
+    moved = adapted_coef(coef, entropy, 0.5, low=0.02, high=0.1, step=0.01)
+    assert moved == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("entropy", "target", "expected"),
+    [
+        (None, None, 0.03),
+        (9.0, None, 0.03),
+        (0.2, 0.5, 0.03),
+        (0.5, 0.5, 0.03),
+        (0.51, 0.5, 0.0),
+        (None, 0.5, 0.0),  # before any measure
+    ],
+)
+def test_applied_coef_by_hand(entropy: float | None, target: float | None, expected: float) -> None:
+    assert applied_coef(0.03, entropy, target) == expected

@@ -1,0 +1,15 @@
+"""Every loss and every advantage rule learns the tiny arithmetic recipe, as do rewarded steps."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts.learning_check import run, variants
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", variants())
+def test_held_out_accuracy_rises(name: str, tmp_path: Path) -> None:
+    result = run(name, variants()[name], seed=0, steps=40, out=tmp_path)
+    assert result["after"] > result["before"] + 0.1, result

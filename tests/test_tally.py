@@ -1,0 +1,121 @@
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from grpo_cli.distributed import Workers
+from grpo_cli.tally import Tally, Totals
+
+ALONE = cast(Workers, SimpleNamespace(sum=dict, maxima=dict))
+
+
+class Process:
+    """One of two that run as threads; values are matched by place, as a collective has it."""
+
+    def __init__(self, rank: int, passed: list[list[float]], barrier: threading.Barrier) -> None:
+        self.rank, self.passed, self.barrier = rank, passed, barrier
+
+    def sum(self, values: dict[str, float]) -> dict[str, float]:
+        return self._reduced(values, sum)
+
+    def maxima(self, values: dict[str, float]) -> dict[str, float]:
+        return self._reduced(values, max)
+
+    def _reduced(self, values: dict[str, float], by: Callable[..., float]) -> dict[str, float]:
+        self.passed[self.rank] = list(values.values())
+        self.barrier.wait(timeout=10)
+        found = [by(pair) for pair in zip(*self.passed, strict=True)]
+        self.barrier.wait(timeout=10)
+        return dict(zip(values, found, strict=True))
+
+
+def reduced_by_two(*tallies: Tally) -> list[dict[str, float]]:
+    """What `reduced` is on each of two processes."""
+    passed: list[list[float]] = [[], []]
+    barrier = threading.Barrier(2)
+    workers = [cast(Workers, Process(rank, passed, barrier)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        return [totals.figures for totals in pool.map(Tally.reduced, tallies, workers)]
+
+
+def tally_of(values: list[list[float]], mask: list[list[float]]) -> Tally:
+    tally, v, m = Tally(), torch.tensor(values), torch.tensor(mask)
+    tally.total("sum", v.sum())
+    tally.mean("mean", v, m)
+    tally.lowest("of/min", v, m)
+    tally.highest("of/max", v, m)
+    return tally
+
+
+FIRST = ([[1.0, 2.0, 9.0], [4.0, -9.0, 9.0]], [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+SECOND = ([[5.0, 100.0]], [[1.0, 0.0]])
+FIRST_ALONE = {"sum": 16.0, "mean": 7 / 3, "of/min": 1.0, "of/max": 4.0}
+TOGETHER = {"sum": 121.0, "mean": 3.0, "of/min": 1.0, "of/max": 5.0}
+
+
+def test_a_tally_by_hand() -> None:
+    assert tally_of(*FIRST).reduced(ALONE).figures == pytest.approx(FIRST_ALONE)
+
+
+def test_optimizer_batches_are_merged_as_if_they_had_been_one() -> None:
+    # Not a mean of the means, (7/3 + 5) / 2: the first has three values and the second one.
+    first, second = (tally_of(*given).reduced(ALONE) for given in (FIRST, SECOND))
+    assert Totals.of([first, second]).figures == pytest.approx(TOGETHER)
+    assert Totals.of([first]).figures == pytest.approx(FIRST_ALONE)
+    assert second.figures["mean"] == 5.0, "what was merged in is left as it was"
+
+
+def test_micro_batches_are_measured_as_if_they_had_been_one() -> None:
+    tally = Tally()
+    for values, mask in (FIRST, SECOND):
+        v, m = torch.tensor(values), torch.tensor(mask)
+        tally.total("sum", v.sum())
+        tally.mean("mean", v, m)
+        tally.lowest("of/min", v, m)
+    tally.highest("of/max", v, m)
+    assert tally.reduced(ALONE).figures == pytest.approx(TOGETHER)
+
+
+def test_two_processes_find_what_one_would() -> None:
+    for found in reduced_by_two(tally_of(*FIRST), tally_of(*SECOND)):
+        assert found == pytest.approx(TOGETHER)
+    for found in reduced_by_two(tally_of(*SECOND), tally_of(*FIRST)):
+        assert found == pytest.approx(TOGETHER)
+
+
+def test_a_process_without_anything_to_measure_changes_nothing() -> None:
+    idle = tally_of([[7.0]], [[0.0]])
+    for found in reduced_by_two(tally_of(*FIRST), idle):
+        assert found == pytest.approx(FIRST_ALONE | {"sum": 23.0})
+
+
+def test_a_mean_over_nothing_is_zero() -> None:
+    tally = Tally()
+    tally.mean("m", torch.tensor([3.0, 4.0]), torch.zeros(2))
+    assert tally.reduced(ALONE).figures == {"m": 0.0}
+
+
+def test_a_tally_keeps_no_graph() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    tally = Tally()
+    tally.total("t", (weight * 2).sum())
+    tally.mean("m", weight * 2, torch.ones(2))
+    tally.lowest("e/low", weight * 2, torch.ones(2))
+    tally.highest("e/high", weight * 2, torch.ones(2))
+    kept = [
+        t for part in (tally.sums, tally.counts, tally.highs, tally.lows) for t in part.values()
+    ]
+    assert [t.requires_grad for tensors in kept for t in tensors] == [False] * 5
+    assert tally.reduced(ALONE).figures == {"t": 4.0, "m": 2.0, "e/low": 2.0, "e/high": 2.0}
+
+
+def test_sums_are_in_float64() -> None:
+    # In float32 the half would be lost.
+    tally = Tally()
+    for value in (torch.tensor(1e8), torch.tensor(0.5), torch.tensor(1.0, dtype=torch.bfloat16)):
+        tally.total("t", value)
+    assert tally.reduced(ALONE).figures["t"] == 100000001.5
