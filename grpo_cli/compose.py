@@ -71,7 +71,7 @@ def compose_and_call(argv: list[str], task: Callable[[DictConfig], None]) -> Non
         # adds groups cannot be it, since the recipe has to lie there.
         own = (folder / f"{name}.yaml").is_file()
         options += ["--config-path" if own else "--config-dir", str(folder)]
-    if not _names_itself(folder, name):
+    if not _names_itself(folder, name) and "--hydra-help" not in options:
         overrides = [f"recipe={name}", *overrides]
     # Hydra announces an error that passes through it in words of its own; so none does.
     raised: list[BaseException] = []

@@ -20,6 +20,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
+LONGER = {"rewarded steps": 2}  # by this factor: a token's own credit is a weaker signal at first
+
 
 def variants() -> dict[str, list[str]]:
     """Overrides by the name in the table: each YAML of loss/ and advantage/, and rewarded steps."""
@@ -79,7 +81,8 @@ def main() -> None:
 
     def job(name_and_seed: tuple[str, int]) -> dict[str, float]:
         name, seed = name_and_seed
-        result = run(name, variants()[name], seed, given.steps, given.out.resolve())
+        steps = given.steps * LONGER.get(name, 1)
+        result = run(name, variants()[name], seed, steps, given.out.resolve())
         print(f"{name} seed {seed}: {result['before']:.3f} -> {result['after']:.3f}", flush=True)
         return result
 

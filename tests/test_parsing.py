@@ -12,7 +12,7 @@ from grpo_cli.advantages import RULES
 from grpo_cli.config import Model, Recipe, Reward, Schedule, allowed, knobs
 from grpo_cli.errors import UserError
 from grpo_cli.losses import POLICY
-from grpo_cli.parsing import SCHEDULABLE, as_written, parse, value_at
+from grpo_cli.parsing import SCHEDULABLE, as_written, notices, parse, value_at
 from grpo_cli.signatures import parameters
 
 SOUND: dict[str, Any] = {
@@ -780,6 +780,42 @@ def test_no_knob_that_is_no_number_is_schedulable() -> None:
     numbers = {k for k, f in KNOBS.items() if str(f.type).removesuffix(" | None") != "str"}
     assert set(SCHEDULABLE) <= numbers
     assert len(SCHEDULABLE) == len(set(SCHEDULABLE))
+
+
+# What is allowed and does little.
+
+K1_IN_LOSS = {"loss.beta": 0.1, "loss.kl_estimator": "k1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"loss.policy": "kl_cov"}, "loss.policy = kl_cov: its KL acts from"),
+        (K1_IN_LOSS, "loss.kl_estimator = k1: in the loss its gradient is 0"),
+        ({"loss.kl_estimator": "k1", **scheduled("loss.beta", to=0.1)}, "loss.kl_estimator = k1:"),
+        ({}, None),
+        ({"loss.policy": "kl_cov", "update.num_iterations": 2}, None),
+        ({"loss.policy": "kl_cov", "update.minibatches": 2}, None),
+        ({**K1_IN_LOSS, "loss.kl_in": "reward"}, None),
+        ({**K1_IN_LOSS, "loss.kl_bias_correction": True}, None),
+        ({**K1_IN_LOSS, "loss.kl_estimator": "k2"}, None),
+        ({"generation.top_p": 0.9}, None),
+        *(
+            (
+                {"loss.sampling_correction": "token_mask", f"generation.{knob}": value},
+                "loss.sampling_correction: with top_p, top_k or min_p",
+            )
+            for knob, value in {"top_p": 0.9, "top_k": 5, "min_p": 0.1}.items()
+        ),
+    ],
+    ids=lambda v: str(v)[:70] if isinstance(v, dict) else "",
+)
+def test_a_notice_says_what_does_less_than_it_seems(
+    changes: dict[str, Any], expected: str | None
+) -> None:
+    found = list(notices(parse(recipe(**changes))))
+    assert len(found) == (expected is not None)
+    assert all(notice.startswith(str(expected)) for notice in found)
 
 
 # Keys and types.
