@@ -28,8 +28,7 @@ def variants() -> dict[str, list[str]]:
     out = {}
     for group in ("loss", "advantage"):
         for path in sorted((ROOT / "recipes" / group).glob("*.yaml")):
-            name = f"{group}={path.stem}"
-            out[name] = [name]
+            out[f"{group}={path.stem}"] = [f"{group}={path.stem}"]
     out["rewarded steps"] = [
         "reward.exact_match.weight=0",  # measured, and no part of the reward
         "reward.digits.function=scripts.learning_check:digits",

@@ -12,4 +12,4 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("name", variants())
 def test_held_out_accuracy_rises(name: str, tmp_path: Path) -> None:
     result = run(name, variants()[name], seed=0, steps=40 * LONGER.get(name, 1), out=tmp_path)
-    assert result["after"] > result["before"] + 0.1, result
+    assert result["after"] > result["before"] + 0.05, result
