@@ -235,6 +235,13 @@ def test_eval_refuses_what_it_would_not_read(
     assert (code, expected in err, err.count("\n")) == (2, True, 1), err
 
 
+def test_a_sweep_of_evaluations_needs_a_model_too(
+    grpo: Callable[..., tuple[int, str, str]],
+) -> None:
+    code, _, err = grpo("eval", "-m", "recipe=arithmetic_tiny", "eval.temperature=0,1")
+    assert (code, "grpo eval: give one checkpoint" in err) == (2, True), err
+
+
 def test_eval_reads_knobs_of_a_loaded_model(
     grpo: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
