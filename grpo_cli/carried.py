@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from grpo_cli.data import PromptStream
 from grpo_cli.rollouts import Completion, Group, Rollout
 
 
-def packed(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Carried groups as plain values and tensors, for a checkpoint; prompts by their position."""
+def packed(groups: Sequence[Group], rewards: str) -> list[dict[str, Any]]:
+    """Carried groups as plain values and tensors, for a checkpoint; prompts by their position.
+
+    Args:
+        rewards: says by which rewards they were scored.
+    """
     return [
         {
             "position": g.position,
             "prompt_ids": g.prompt.ids,
+            "rewards": rewards,
             "rollouts": [
                 {
                     "ids": r.completion.ids,
@@ -35,21 +40,18 @@ def packed(groups: Sequence[Group]) -> list[dict[str, Any]]:
     ]
 
 
-def unpacked(
-    saved: Sequence[dict[str, Any]], stream: PromptStream, rewards: Collection[str]
-) -> list[Group]:
+def unpacked(saved: Sequence[dict[str, Any]], stream: PromptStream, rewards: str) -> list[Group]:
     """What `packed` was given, but for groups of another prompt or of other rewards.
 
     A run may go on with other data or other rewards; what was scored before then means nothing.
 
     Args:
-        rewards: names of the recipe's rewards as they are now.
+        rewards: as for `packed`, of the recipe as it is now.
     """
     groups = []
     for entry in saved:
         ((position, prompt),) = stream.take(entry["position"], 1)
-        scored = [values["reward_parts"].keys() for values in entry["rollouts"]]
-        if prompt.ids != entry["prompt_ids"] or any(names != set(rewards) for names in scored):
+        if prompt.ids != entry["prompt_ids"] or rewards != entry["rewards"]:
             continue
         rollouts = []
         for values in entry["rollouts"]:

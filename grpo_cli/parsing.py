@@ -62,11 +62,11 @@ def parse(cfg: DictConfig | dict[str, Any], given: Collection[str] = ()) -> Reci
     }
     for name, reward in recipe.reward.items():
         reward.function = reward.function or name
-    recipe.schedules = {
-        key: _entry(Schedule, f"schedules.{key}", value)
-        for key, value in _by_knob(recipe.schedules).items()
-        if value is not None
-    }
+    schedules = {k: v for k, v in _by_knob(recipe.schedules).items() if v is not None}
+    recipe.schedules = {k: _entry(Schedule, f"schedules.{k}", v) for k, v in schedules.items()}
+    for key, value in schedules.items():
+        if "to" not in value:
+            raise UserError(f"schedules.{key}.to: is missing; it is the value to end at.")
     problems = [*_range_violations(recipe), *_schedule_violations(recipe)]
     if not problems:
         problems += _contradictions_by_step(recipe)
@@ -390,11 +390,16 @@ def notices(recipe: Recipe) -> Iterator[str]:
             "step it does nothing. Set update.minibatches or update.num_iterations above 1."
         )
     g = recipe.generation
-    if loss.sampling_correction != "none" and (g.top_p < 1 or g.top_k or g.min_p):
-        yield (
-            "loss.sampling_correction: with top_p, top_k or min_p the sampler's probabilities are "
-            "those of the tokens it kept, so that the ratio lies below 1 by that much."
-        )
+    compared = {
+        "loss.sampling_correction": loss.sampling_correction != "none",
+        "loss.off_policy_mask": loss.off_policy_mask is not None,
+    }
+    if g.top_p < 1 or g.top_k or g.min_p:
+        for key in (key for key, is_set in compared.items() if is_set):
+            yield (
+                f"{key}: with top_p, top_k or min_p the sampler's probabilities are those of the "
+                "tokens it kept, higher than the trainer's by what that leaves out."
+            )
     in_loss = recipe.needs_reference and loss.kl_in == "loss"
     if in_loss and loss.kl_estimator == "k1" and not loss.kl_bias_correction:
         yield (

@@ -149,7 +149,7 @@ class Run:
         """Writes a checkpoint of the present step, then removes those no longer kept."""
         state, keep = self.state, self.recipe.checkpoint.keep_last
         rng = self.workers.gather(checkpoint.rng_state())
-        carried = self.workers.gather(packed(self.carried))
+        carried = self.workers.gather(packed(self.carried, repr(self.recipe.reward)))
         if self.workers.is_main:
             now = time.monotonic()
             state.seconds, self.started = state.seconds + now - self.started, now
@@ -195,6 +195,11 @@ class Run:
         if len(saved["rng"]) == self.workers.size:
             checkpoint.set_rng_state(saved["rng"][self.workers.rank])
         before = yaml.safe_load((path / folders.TRAINING / "recipe.yaml").read_text("utf-8"))
+        # What an adaptive coefficient begins with was changed: it begins anew.
+        if before["loss"].get("beta") != self.recipe.loss.beta:
+            self.state.beta = None
+        if before["loss"].get("entropy_coef") != self.recipe.loss.entropy_coef:
+            self.state.entropy_coef = None
         self.reporter.say(f"going on from {path}, step {self.state.step}")
         for change in stored.differences(before, self.recipe):
             self.reporter.say(f"  changed since: {change}")
@@ -210,12 +215,14 @@ class Run:
         """This process's share of a checkpoint's carried groups, as far as they are of use."""
         if not self.recipe.generation.dynamic_sampling:
             return []
-        fitting = unpacked(saved, self.stream, self.recipe.reward)
+        fitting = unpacked(saved, self.stream, repr(self.recipe.reward))
         if len(fitting) < len(saved):
             self.reporter.say(
                 f"  {len(saved) - len(fitting)} of {len(saved)} carried groups are of other "
                 "prompts or rewards: dropped"
             )
+        for r in (r for g in fitting for r in g.rollouts):
+            r.masked = self.recipe.loss.mask_truncated and r.completion.finish_reason == "length"
         fitting.sort(key=lambda g: g.position)
         return fitting[self.workers.rank :: self.workers.size]
 

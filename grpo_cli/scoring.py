@@ -230,7 +230,7 @@ class Scorer:
 def _call(name: str, term: _Term, rollouts: Sequence[Rollout]) -> Sequence[Any]:
     try:
         values = term(rollouts)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # the user's code may do anything
         raise TrainingError(_blame(name, term, rollouts, error)) from error
     if not isinstance(values, Sequence) and hasattr(values, "tolist"):  # a tensor or an array
         values = values.tolist()
@@ -304,13 +304,15 @@ def token_of_character(
     )
 
 
-def _blame(name: str, term: _Term, rollouts: Sequence[Rollout], error: Exception) -> str:
+def _blame(
+    name: str, term: _Term, rollouts: Sequence[Rollout], error: Exception | SystemExit
+) -> str:
     """Calls the function again row by row to find the completion at which it raises."""
     where = "some completion of the batch (not one by itself)"
     for rollout in rollouts:
         try:
             term([rollout])
-        except Exception as single:
+        except (Exception, SystemExit) as single:
             error, where = single, _where(rollout)
             break
     frames = traceback.extract_tb(error.__traceback__)

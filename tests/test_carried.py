@@ -19,7 +19,7 @@ LATER = {
     "advantage", "token_advantages", "ref_logprobs", "weight", "high_entropy", "cov_selected",
 }  # fmt: skip
 NOT_KEPT = {"prompt", "completion"}  # by position and in parts
-REWARDS = ("right", "steps")
+REWARDS = "right and steps"
 
 
 def make_stream() -> PromptStream:
@@ -84,7 +84,9 @@ def test_groups_come_back_as_they_were(tmp_path: Path) -> None:
     stream = make_stream()
     groups = carried_groups(stream)
     resumed = make_stream()  # another process's, of the same recipe
-    found = unpacked(through_a_file(packed(groups), tmp_path / "state.pt"), resumed, REWARDS)
+    found = unpacked(
+        through_a_file(packed(groups, REWARDS), tmp_path / "state.pt"), resumed, REWARDS
+    )
     assert [g.position for g in found] == [2, 11]
     for group, back in zip(groups, found, strict=True):
         assert back.prompt == group.prompt
@@ -99,7 +101,7 @@ def test_groups_come_back_as_they_were(tmp_path: Path) -> None:
 
 def test_everything_known_of_a_carried_rollout_is_packed() -> None:
     # A new field of Rollout has to be decided on: kept, or computed later.
-    group = packed(carried_groups(make_stream()))[0]
+    group = packed(carried_groups(make_stream()), REWARDS)[0]
     of_rollout = {f.name for f in dataclasses.fields(Rollout)}
     of_completion = {f.name for f in dataclasses.fields(Completion)}
     assert set(group["rollouts"][0]) == (of_rollout - LATER - NOT_KEPT) | of_completion
@@ -107,7 +109,7 @@ def test_everything_known_of_a_carried_rollout_is_packed() -> None:
 
 def test_a_prompt_is_found_by_its_position() -> None:
     stream = make_stream()
-    (first, second) = packed(carried_groups(stream))
+    (first, second) = packed(carried_groups(stream), REWARDS)
     assert "prompt" not in first["rollouts"][0]
     rows = [g.prompt.row for g in unpacked([second, first], stream, REWARDS)]
     expected = [prompt.row for at in (11, 2) for _, prompt in stream.take(at, 1)]
@@ -116,15 +118,14 @@ def test_a_prompt_is_found_by_its_position() -> None:
 
 
 def test_nothing_carried() -> None:
-    assert packed([]) == []
+    assert packed([], REWARDS) == []
     assert unpacked([], make_stream(), REWARDS) == []
 
 
 def test_groups_of_other_prompts_or_rewards_are_left_out() -> None:
-    saved = packed(carried_groups(make_stream()))
+    saved = packed(carried_groups(make_stream()), REWARDS)
     assert len(unpacked(saved, make_stream(), REWARDS)) == 2
-    assert unpacked(saved, make_stream(), ["right"]) == []
-    assert unpacked(saved, make_stream(), [*REWARDS, "new"]) == []
+    assert unpacked(saved, make_stream(), "right, steps with another weight") == []
     other = PromptStream(make_stream().prompts, seed=4, shuffle=True)
     found = unpacked(saved, other, REWARDS)
     assert len(found) < 2, "the positions hold other prompts"

@@ -869,3 +869,8 @@ def test_the_defaults_lack_only_what_a_recipe_must_say() -> None:
         "model.path: set it to a hub name or a folder, or choose model=tiny_qwen.",
         "reward: at least one is needed, such as reward=[math]; `grpo rewards` lists them.",
     ]
+
+
+def test_a_schedule_says_where_it_ends() -> None:
+    expected = "schedules.loss.epsilon.to: is missing; it is the value to end at."
+    assert message(**{"schedules.loss.epsilon": {"begin": 1}}) == expected

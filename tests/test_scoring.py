@@ -556,3 +556,13 @@ def test_a_list_of_plain_numbers_for_a_completion_is_no_list_of_steps() -> None:
         RETURNED[:] = [returned]
         found = training_error([rollout()], r=by("tokens"))
         assert found.startswith("reward 'r' returned the step 1.0: must be (position of its last")
+
+
+def leaves(completions: list[str], **_: Any) -> list[float]:
+    raise SystemExit(0)
+
+
+def test_a_reward_that_leaves_the_program_is_an_error_and_no_success() -> None:
+    scorer = Scorer({"r": Reward("tests.test_scoring:leaves")}, [], "here")
+    with pytest.raises(TrainingError, match="'r' raised SystemExit"):
+        scorer.score([make_rollout()])

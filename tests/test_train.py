@@ -536,3 +536,14 @@ def test_other_prompts_make_carried_groups_useless(tmp_path: Path) -> None:
     other = built(tmp_path, **DYNAMIC, steps=3, resume="auto", seed=5)
     train.train(other)
     other.close()
+
+
+def test_a_beta_changed_on_resume_is_where_adaption_begins_anew(tmp_path: Path) -> None:
+    target = {"loss__kl_target": 1e-9}
+    trained(tmp_path, steps=2, loss__beta=0.1, **target)
+    same = built(tmp_path, steps=3, loss__beta=0.1, resume="auto", **target)
+    same.close()
+    assert same.beta(same.recipe) not in (0.1, 0.5)
+    other = built(tmp_path, steps=3, loss__beta=0.5, resume="auto", **target)
+    other.close()
+    assert other.beta(other.recipe) == 0.5
