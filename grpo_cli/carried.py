@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ def packed(groups: Sequence[Group], rewards: str) -> list[dict[str, Any]]:
                     "step_rewards": r.step_rewards,
                     "reward": r.reward,
                     "outcome": r.outcome,
+                    # Whatever functions logged, of whatever type: a checkpoint holds plain values.
+                    "extras": json.dumps(r.extras, default=str),
                     "masked": r.masked,
                     "old_logprobs": r.old_logprobs,
                 }
@@ -57,6 +60,7 @@ def unpacked(saved: Sequence[dict[str, Any]], stream: PromptStream, rewards: str
         for values in entry["rollouts"]:
             known = dict(values)
             ids, logprobs = known.pop("ids"), known.pop("logprobs")
+            known["extras"] = json.loads(known.get("extras", "{}"))
             completion = Completion(ids, logprobs, known.pop("finish_reason"))
             rollouts.append(Rollout(prompt, completion, **known))
         groups.append(Group(position, prompt, rollouts))

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli import __version__, folders, parsing
 from grpo_cli.compose import (
+    BARE,
     complete,
     compose_and_call,
     explain,
@@ -34,8 +35,9 @@ grpo: train language models with GRPO
 
   grpo train [recipe=NAME] [key=value ...]   train; the default recipe is arithmetic_tiny
   grpo eval CHECKPOINT [key=value ...]       evaluate a checkpoint, or any model with recipe=NAME
+  grpo score reward=NAME input=FILE          try rewards out on completions that are there
   grpo recipes                               the recipes there are
-  grpo rewards                               the reward functions there are
+  grpo rewards [MODULE ...]                  the reward functions there are
   grpo train --help                          groups and knobs (with recipe=NAME: of that recipe)
   grpo train recipe=NAME --cfg job           the composed recipe; runs nothing
   eval "$(grpo -sc install=bash)"            shell completion (also zsh, fish)
@@ -161,7 +163,10 @@ def evaluate(argv: list[str]) -> None:
         prepared = prepare.for_evaluation(recipe)
         from grpo_cli import report, run
 
-        evaluation, reporter = run.evaluate_checkpoint(prepared)
+        try:
+            evaluation, reporter = run.evaluate_checkpoint(prepared)
+        finally:
+            prepared.eval_scorer.crew.close()
         settings = {
             "seed": recipe.seed,
             "eval": dataclasses.asdict(recipe.eval),
@@ -201,6 +206,26 @@ def find_model(given: str) -> str:
     return given
 
 
+def score(argv: list[str]) -> None:
+    """`grpo score`: the recipe's rewards, or reward=NAME, on completions that are there."""
+    from grpo_cli import score as scores
+
+    options, words = split_options(argv)
+    has_recipe = any(w.startswith("recipe=") for w in words)
+    if options:  # --help, --cfg
+        scoring = [w for w in words if w.partition("=")[0] not in scores.WORDS]
+        compose_and_call([*scoring, *options], lambda cfg: None, BARE)
+        return
+    request, rest = scores.split_words(words)
+    if not has_recipe and not any(w.lstrip("+").startswith("reward") for w in rest):
+        raise UserError("grpo score: say what to score with: reward=NAME or recipe=NAME.")
+
+    def task(cfg: DictConfig) -> None:
+        scores.score(request, parsing.parse(cfg, given_keys(cfg)), has_recipe)
+
+    compose_and_call(rest, task, BARE)
+
+
 def recipes(argv: list[str]) -> None:
     """`grpo recipes`: one line each."""
     for path in recipe_files():
@@ -209,20 +234,28 @@ def recipes(argv: list[str]) -> None:
 
 
 def rewards(argv: list[str]) -> None:
-    """`grpo rewards`: name, what it is, the columns it needs, its arguments."""
-    from grpo_cli import scoring
+    """`grpo rewards [MODULE ...]`: name, what it is, the columns it needs, its arguments."""
+    from grpo_cli import registry
+    from grpo_cli.rewards import traits_of
 
-    for name in sorted(scoring.shipped()):
-        function = scoring.resolve(name)
-        signature = scoring.Signature.of(function)
+    registry.import_modules(argv, "grpo rewards")
+    for name in sorted(registry.known()):
+        function = registry.resolve(name)
+        signature, timeout = registry.Signature.of(function), traits_of(function).timeout
         columns = listed([*signature.required, *(f"[{c}]" for c in signature.optional)])
-        print(f"{name:16} {(function.__doc__ or '').strip().splitlines()[0]}")
-        print(f"{'':16} columns: {columns}; arguments: {listed(signature.arguments)}")
+        needed = signature.needed
+        arguments = [f"{a} (to be set)" if a in needed else a for a in signature.arguments]
+        first_line = ((function.__doc__ or "").strip().splitlines() or [""])[0]
+        print(f"{name:16} {first_line}")
+        print(f"{'':16} columns: {columns}; arguments: {listed(arguments)}")
+        if timeout is not None:
+            print(f"{'':16} at most {timeout:g} s for a completion")
 
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
     "eval": evaluate,
+    "score": score,
     "recipes": recipes,
     "rewards": rewards,
 }

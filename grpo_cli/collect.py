@@ -2,8 +2,8 @@
 
 Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): a group without any advantage, as when its
 rewards are all equal, has no gradient. It is dropped, and new prompts are sampled until the step is
-full. Groups that are left
-over are carried to the next step, with the log-probabilities of the policy that made them.
+full. Groups that are left over are carried to the next step, with the log-probabilities of the
+policy that made them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from grpo_cli.metrics import Clock
 from grpo_cli.outcomes import Outcome, WholeStep, gathered
 from grpo_cli.rollouts import Group
 from grpo_cli.run import Run
+from grpo_cli.scoring import Sheet, metrics_of
 from grpo_cli.survey import fill_old_logprobs
 
 LOWEST_SHARE = 0.1  # of groups with a signal: more are not sampled in the hope of finding one
@@ -41,9 +42,10 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> Collected:
     Raises:
         TrainingError: a reward function failed, or gave what the advantage rule does not take.
     """
+    sheets: list[Sheet] = []
     if not recipe.generation.dynamic_sampling:
-        groups, whole_step = _sample(run, recipe, recipe.prompts_per_step, clock)
-        return Collected(groups, whole_step, whole_step)
+        groups, whole_step = _sample(run, recipe, recipe.prompts_per_step, clock, sheets)
+        return Collected(groups, whole_step, whole_step, metrics_of(sheets, run.workers))
     wanted = recipe.prompts_per_step
     own, run.carried = run.carried, []
     usable = gathered(run.workers, own)
@@ -53,7 +55,7 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> Collected:
     while len(usable) < wanted and attempts < recipe.generation.max_attempts:
         share = max(run.state.signal_share, LOWEST_SHARE)
         number = min(wanted, math.ceil((wanted - len(usable)) / share))
-        groups, fresh = _sample(run, recipe, number, clock)
+        groups, fresh = _sample(run, recipe, number, clock, sheets)
         sampled |= fresh
         informative = {p for p, group in fresh.items() if _has_signal(run, recipe, group)}
         own += [g for g in groups if g.position in informative]
@@ -75,7 +77,7 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> Collected:
         [g for g in own if g.position in chosen],
         chosen,
         sampled or chosen,  # the groups carried were enough
-        {name: float(value) for name, value in metrics.items()},
+        {name: float(value) for name, value in metrics.items()} | metrics_of(sheets, run.workers),
     )
 
 
@@ -86,8 +88,16 @@ def _has_signal(run: Run, recipe: Recipe, group: Sequence[Outcome]) -> bool:
         raise TrainingError(f"step {run.state.step + 1}: {error}") from error
 
 
-def _sample(run: Run, recipe: Recipe, number: int, clock: Clock) -> tuple[list[Group], WholeStep]:
-    """(this process's groups of the next `number` prompts, outcomes of every process's)."""
+def _sample(
+    run: Run, recipe: Recipe, number: int, clock: Clock, sheets: list[Sheet]
+) -> tuple[list[Group], WholeStep]:
+    """(this process's groups of the next `number` prompts, outcomes of every process's).
+
+    Args:
+        sheets: gets the one that the groups are scored on.
+    """
+    sheet = run.scorer.begin(run.trainer_state())
+    sheets.append(sheet)
     with clock.stage("generate"):
         groups = sample(
             run.generator,
@@ -96,9 +106,10 @@ def _sample(run: Run, recipe: Recipe, number: int, clock: Clock) -> tuple[list[G
             recipe.generation.num_generations,
             run.sampling(recipe),
             recipe.seed,
+            sheet.add,  # scoring begins while others are still being sampled
         )
     with clock.stage("reward"), run.workers.together():
-        run.scorer.score([r for g in groups for r in g.rollouts], run.tokenizer)
+        sheet.finish([r for g in groups for r in g.rollouts], run.tokenizer)
     for group in groups:
         for r in group.rollouts:
             r.masked = recipe.loss.mask_truncated and r.completion.finish_reason == "length"

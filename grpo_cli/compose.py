@@ -27,6 +27,7 @@ from grpo_cli import config, parsing
 from grpo_cli.errors import UserError, listed, nearest
 
 DEFAULT_RECIPE = "arithmetic_tiny"
+BARE = "_bare"  # rewards and nothing else, for `grpo score` without a recipe
 
 # Hydra makes no folder and no logging: the run's folder is ours to make, after the checks.
 QUIET_HYDRA = (
@@ -52,8 +53,13 @@ def recipe_files() -> list[Path]:
     return sorted(p for folder in grpo_cli.recipes.__path__ for p in Path(folder).glob("*.yaml"))
 
 
-def compose_and_call(argv: list[str], task: Callable[[DictConfig], None]) -> None:
+def compose_and_call(
+    argv: list[str], task: Callable[[DictConfig], None], default: str = DEFAULT_RECIPE
+) -> None:
     """Composes the recipe that the command line names and calls `task` with it.
+
+    Args:
+        default: the recipe if it names none; `BARE` is one without model and data.
 
     With --cfg, --info or --help, Hydra prints and `task` is not called; with --multirun it is
     called once for each job, one after another.
@@ -62,7 +68,7 @@ def compose_and_call(argv: list[str], task: Callable[[DictConfig], None]) -> Non
         UserError: no such recipe. What `task` raises, and Hydra's and OmegaConf's errors.
     """
     register_schema()
-    folder, name, rest = split_recipe(argv)
+    folder, name, rest = split_recipe(argv, default)
     options, overrides = split_options(rest)
     options += ["--config-name", name]
     _check_choices(overrides)
@@ -132,6 +138,8 @@ def register_schema() -> None:
     """
     store: Any = ConfigStore.instance()
     store.store(name="schema", node=config.Recipe)
+    nothing: dict[str, Any] = {"model": {"path": "none"}, "dataset": {"train": "none"}}
+    store.store(name=BARE, node={"defaults": ["schema", {"reward": None}, "_self_"], **nothing})
     for group, node in (("loss", config.Loss), ("advantage", config.Advantage)):
         store.repo.setdefault(group, _Unlisted())
         store.store(group=group, name="_defaults", node=node)
@@ -186,7 +194,9 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
         yield from _leaves(f"{key}.{name}", inner)
 
 
-def split_recipe(argv: Iterable[str]) -> tuple[Path | None, str, list[str]]:
+def split_recipe(
+    argv: Iterable[str], default: str = DEFAULT_RECIPE
+) -> tuple[Path | None, str, list[str]]:
     """Takes recipe=... and --config-dir out of a command line.
 
     Returns:
@@ -195,7 +205,7 @@ def split_recipe(argv: Iterable[str]) -> tuple[Path | None, str, list[str]]:
     Raises:
         UserError: no such recipe, file or folder.
     """
-    name, folder, rest = DEFAULT_RECIPE, None, []
+    name, folder, rest = default, None, []
     arguments = iter(argv)
     for argument in arguments:
         if argument.startswith("recipe="):
@@ -218,7 +228,7 @@ def split_recipe(argv: Iterable[str]) -> tuple[Path | None, str, list[str]]:
         return path.parent, path.stem, rest
     own = sorted(p.stem for p in folder.glob("*.yaml")) if folder is not None else []
     known = [*own, *(p.stem for p in recipe_files())]
-    if name not in known:
+    if name not in known and name != default:
         raise UserError(
             f"recipe = {name}: there is no such recipe; there are {listed(known)}, "
             f"or give a file as recipe=./my.yaml.{nearest(name, known)}"

@@ -143,6 +143,49 @@ class Reward:
         "What a function that rewards steps counts their ends in.",
         choices=("characters", "tokens"),
     )
+    timeout: float | None = knob(
+        None,
+        "Seconds for one completion, in a worker process that is killed when they are over; null: "
+        "what the function asks for; 0: no limit, in the run's own process.",
+        ge=0,
+    )
+    timeout_value: float | None = knob(
+        None, "Value of a completion that took longer; null: the reward does not apply to it."
+    )
+    on_error: str = knob(
+        "stop",
+        "When the function raises or returns no number: stop the run, or count it and go on as if "
+        "the reward did not apply.",
+        choices=("stop", "count"),
+    )
+    cache: bool | None = knob(
+        None,
+        "Remember values by completion and row, of functions with a timeout; null: what the "
+        "function asks for.",
+    )
+    concurrency: int | None = knob(
+        None, "Completions at once, of an async function; null: 16.", ge=1
+    )
+
+
+@dataclass
+class Scoring:
+    """How rewards are computed."""
+
+    workers: int | None = knob(
+        None,
+        "Worker processes for rewards with a timeout; null: this process's share of the cores.",
+        ge=1,
+    )
+    worker_memory_gb: float | None = knob(
+        4.0, "Address space of one of them, in GiB; null: no limit.", gt=0
+    )
+    try_out: bool = knob(
+        True, "Call every reward on one row with a made-up completion before a model is loaded."
+    )
+    modules: list[str] = knob(
+        [], "Modules to import first: their @reward functions are then known by short names."
+    )
 
 
 @dataclass
@@ -498,6 +541,7 @@ class Recipe:
     model: Model = section(Model, Model.__doc__ or "")
     dataset: Dataset = section(Dataset, Dataset.__doc__ or "")
     reward: dict[str, Any] = knob({}, "Rewards by name; each has function, weight and args.")
+    scoring: Scoring = section(Scoring, Scoring.__doc__ or "")
     generation: Generation = section(Generation, Generation.__doc__ or "")
     loss: Loss = section(Loss, Loss.__doc__ or "")
     advantage: Advantage = section(Advantage, Advantage.__doc__ or "")
@@ -530,8 +574,8 @@ def knobs(node: Any = Recipe, prefix: str = "") -> Iterator[tuple[str, dataclass
 _SECTIONS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        Build, Model, Dataset, Generation, Loss, Advantage, Optimizer, Update, Eval, Checkpoint,
-        Log, Tracking,
+        Build, Model, Dataset, Scoring, Generation, Loss, Advantage, Optimizer, Update, Eval,
+        Checkpoint, Log, Tracking,
     )
 }  # fmt: skip
 

@@ -5,13 +5,14 @@ Nothing here imports torch or transformers: a mistake in the data is reported be
 
 from __future__ import annotations
 
+import csv
 import gzip
 import importlib.resources
 import json
 import os
 import random
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,21 +54,8 @@ def load_rows(config: Dataset, split: str) -> Rows:
         path = local_path(source)
     except ModuleNotFoundError as error:
         raise UserError(f"{key} = {source}: there is no such package ({error}).") from error
-    table = _load_file(path, key) if path else _load_hub(source, config, split, key)
-    for new, old in config.columns.items():
-        if old not in table.column_names:
-            hint = nearest(old, table.column_names)
-            raise UserError(
-                f"dataset.columns.{new} = {old!r}: {source} has no such column; "
-                f"it has {listed(table.column_names)}.{hint}"
-            )
-    twice = [old for old in config.columns.values() if [*config.columns.values()].count(old) > 1]
-    if twice:
-        raise UserError(f"dataset.columns: {twice[0]!r} cannot be renamed to two names.")
-    # All at once, so that columns may change places.
-    replaced = config.columns.keys() - set(config.columns.values())
-    table = table.remove_columns([name for name in table.column_names if name in replaced])
-    table = table.rename_columns({old: new for new, old in config.columns.items()})
+    table = load_file(path, key) if path else _load_hub(source, config, split, key)
+    table = rename_columns(table, config.columns, source, "dataset.columns")
     limit = config.train_limit if split == "train" else config.eval_limit
     if limit is not None:
         table = table.select(range(min(limit, len(table))))
@@ -87,6 +75,28 @@ def load_rows(config: Dataset, split: str) -> Rows:
     return Rows(source, table.column_names, table)
 
 
+def rename_columns(table: Any, names: Mapping[str, str], source: str, key: str) -> Any:
+    """A table with columns renamed, given as new name -> old name.
+
+    Raises:
+        UserError: a column that is not there, or that is to have two names.
+    """
+    for new, old in names.items():
+        if old not in table.column_names:
+            hint = nearest(old, table.column_names)
+            raise UserError(
+                f"{key}.{new} = {old!r}: {source} has no such column; "
+                f"it has {listed(table.column_names)}.{hint}"
+            )
+    twice = [old for old in names.values() if [*names.values()].count(old) > 1]
+    if twice:
+        raise UserError(f"{key}: {twice[0]!r} cannot be renamed to two names.")
+    # All at once, so that columns may change places.
+    replaced = names.keys() - set(names.values())
+    table = table.remove_columns([name for name in table.column_names if name in replaced])
+    return table.rename_columns({old: new for new, old in names.items()})
+
+
 def local_path(source: str) -> Path | None:
     """The file that `source` names, or None for a hub name. `pkg://a.b/c` is a package's file."""
     if source.startswith("pkg://"):
@@ -103,7 +113,15 @@ def file_format(path: Path) -> str | None:
     return FORMATS.get(suffixes[-1].lower()) if suffixes else None
 
 
-def _load_file(path: Path, key: str) -> Any:
+def load_file(path: Path, key: str) -> Any:
+    """A file of rows as a `datasets.Dataset`.
+
+    Args:
+        key: what messages call the file by.
+
+    Raises:
+        UserError: a missing file, a malformed line, no rows.
+    """
     if not path.exists():
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise UserError(f"{key} = {path}: there is no such file.{nearest(path.name, beside)}")
@@ -115,6 +133,8 @@ def _load_file(path: Path, key: str) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
+    if kind == "csv":
+        return datasets.Dataset.from_list(_read_csv(path, key))
     try:
         return datasets.load_dataset(kind, data_files=str(path), split="train")
     except Exception as error:  # pyarrow's and datasets' errors have no common base
@@ -147,6 +167,30 @@ def _check_json(path: Path, key: str) -> None:
             raise UserError(f"{key} = {path}: is not UTF-8 text ({error.reason}).") from error
         except (OSError, EOFError) as error:  # no gzip, or a part of one
             raise UserError(f"{key} = {path}: cannot be read: {error}") from error
+
+
+def _read_csv(path: Path, key: str) -> list[dict[str, str]]:
+    """Rows as text: what looks like a number or a missing value may be an answer, 007 or NA."""
+    csv.field_size_limit(2**31 - 1)
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            rows = list(reader)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{key} = {path}: is not UTF-8 text ({error.reason}).") from error
+    except (OSError, EOFError, csv.Error) as error:
+        raise UserError(f"{key} = {path}: cannot be read: {error}") from error
+    names = reader.fieldnames or []
+    if not rows:
+        raise UserError(f"{key} = {path}: the data set is empty.")
+    for number, row in enumerate(rows):
+        if None in row or None in row.values():
+            got = len(names) + len(row.get(None, ())) - [*row.values()].count(None)  # type: ignore[call-overload]
+            raise UserError(
+                f"{key} = {path}, row {number}: has {got} fields; the header has {len(names)}."
+            )
+    return rows
 
 
 def _load_hub(source: str, config: Dataset, split: str, key: str) -> Any:
@@ -199,7 +243,7 @@ def make_prompts(
             "set model.chat_template or dataset.chat=false."
         )
     prompts, overlong = [], 0
-    texts = [_prompt_text(row, config, number) for number, row in enumerate(rows.rows)]
+    texts = [prompt_text(row, config, number) for number, row in enumerate(rows.rows)]
     if config.chat:
         rendered = [
             tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=False)
@@ -217,7 +261,7 @@ def make_prompts(
             ids = ids[-config.max_prompt_tokens :]
         if not ids:
             raise UserError(f"{rows.source}, row {number}: the prompt is empty.")
-        columns = {k: v for k, v in row.items() if k not in ("prompt", "completion")}
+        columns = other_columns(row)
         prompts.append(Prompt(row=number, ids=list(ids), text=text, columns=columns))
     if not prompts:
         raise UserError(
@@ -227,7 +271,12 @@ def make_prompts(
     return prompts, overlong
 
 
-def _prompt_text(row: dict[str, Any], config: Dataset, number: int) -> Any:
+def other_columns(row: dict[str, Any]) -> dict[str, Any]:
+    """What reward functions get of a row, besides its prompt."""
+    return {k: v for k, v in row.items() if k not in ("prompt", "completion")}
+
+
+def prompt_text(row: dict[str, Any], config: Dataset, number: int) -> Any:
     """The prompt as a string, or as messages for a chat data set."""
     if config.prompt == "{prompt}" and isinstance(row["prompt"], list):
         if not config.chat:
@@ -283,4 +332,4 @@ def solution_pairs(rows: Rows, config: Dataset) -> Iterator[tuple[Any, str]]:
     """(prompt text, worked solution) of each row, for the warm-up of a built model."""
     assert config.solution is not None, "checked when the recipe was parsed"
     for number, row in enumerate(rows.rows):
-        yield _prompt_text(row, config, number), config.solution.format_map(row)
+        yield prompt_text(row, config, number), config.solution.format_map(row)

@@ -19,6 +19,10 @@ from grpo_cli.errors import TrainingError, UserError
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
+# Kept to the end of the process. Were DDP's reducer the last to hold a group, freeing it would join
+# gloo's threads with the GIL held, and now and then one of them waits for the GIL: a hang at exit.
+_groups: list[Any] = []
+
 
 class Workers:
     """The processes of this run. With one process every method is a plain local operation."""
@@ -47,6 +51,8 @@ class Workers:
         self.device = self.accelerator.device
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         assert self.size == launched, f"{launched} processes launched, {self.size} joined"
+        if dist.is_initialized():
+            _groups.append(dist.group.WORLD)
 
     @property
     def is_main(self) -> bool:

@@ -14,9 +14,10 @@ from grpo_cli.config import Recipe
 from grpo_cli.distributed import Workers
 from grpo_cli.generation import Generator, sample
 from grpo_cli.metrics import mean
+from grpo_cli.registry import TrainerState
 from grpo_cli.rollouts import Group, Prompt, derive_seed
 from grpo_cli.sampling import Sampling
-from grpo_cli.scoring import Scorer
+from grpo_cli.scoring import Scorer, metrics_of
 
 Z_95 = 1.959964  # 97.5 % point of the normal distribution
 STREAM = -1  # apart from the streams of training, which are numbered by position
@@ -42,10 +43,15 @@ class Evaluator:
     scorer: Scorer
     prompts: Sequence[Prompt]
 
-    def run(self, progress: Callable[[int, str], None] = lambda done, text: None) -> Evaluation:
+    def run(
+        self,
+        progress: Callable[[int, str], None] = lambda done, text: None,
+        state: TrainerState | None = None,
+    ) -> Evaluation:
         """Completes and scores every held-out row; rows are divided over the processes.
 
         Args:
+            state: what functions are told of the run, where there is one.
             progress: called with (rows done, a word about them).
 
         Raises:
@@ -57,6 +63,7 @@ class Evaluator:
             temperature=config.temperature,
             top_p=config.top_p,
         )
+        sheet = self.scorer.begin(state)
         own = list(enumerate(self.prompts))[self.workers.rank :: self.workers.size]
         groups: list[Group] = []
         chunk = max(1, generation.max_rows // config.num_samples)  # rows between signs of progress
@@ -68,15 +75,18 @@ class Evaluator:
                 config.num_samples,
                 sampling,
                 derive_seed(self.recipe.seed, STREAM),
+                sheet.add,
             )
             progress(min(len(groups) * self.workers.size, len(self.prompts)), "rows completed")
         with self.workers.together():
-            self.scorer.score([r for g in groups for r in g.rollouts], self.tokenizer)
+            sheet.finish([r for g in groups for r in g.rollouts], self.tokenizer)
+        of_rewards = metrics_of([sheet], self.workers)
         everyones = [g for part in self.workers.gather(groups) for g in part]
         everyones.sort(key=lambda g: g.position)
         name = config.accuracy or next(iter(self.recipe.reward))
         return Evaluation(
-            metrics=summarize(everyones, name),
+            metrics=summarize(everyones, name)
+            | {f"eval/{key}": value for key, value in of_rewards.items() if "time/" not in key},
             rows=[row for g in everyones for row in _rows(g, name)],
             name=Path(self.recipe.dataset.eval or "").name.split(".")[0],
         )
@@ -133,6 +143,7 @@ def _rows(group: Group, accuracy: str) -> list[dict[str, Any]]:
             "correct": r.reward_parts[accuracy] == 1,
             "reward": None if math.isnan(r.reward) else r.reward,
             "rewards": r.reward_parts,
+            "extras": r.extras,
             "finish_reason": r.completion.finish_reason,
             "columns": group.prompt.columns,
             "prompt_ids": group.prompt.ids,

@@ -32,6 +32,12 @@ def steps_saved(folder: Path) -> list[int]:
     return sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step-(\d+)", name)))
 
 
+def step_of(path: Path) -> int:
+    """The N of a file or folder called step-N; -1 for another."""
+    found = re.match(r"step-(\d+)", path.name)
+    return int(found[1]) if found else -1
+
+
 def is_model(path: Path) -> bool:
     """Whether transformers could load a model from this folder."""
     return (path / "config.json").is_file() and any(path.glob("*.safetensors"))

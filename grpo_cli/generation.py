@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,12 @@ from grpo_cli.rollouts import (
 )
 from grpo_cli.sampling import Sampling, draw, log_distribution
 
+OnGroup = Callable[[int, list[Completion]], None]
+
+
+def ignore(number: int, completions: list[Completion]) -> None:
+    """For those who wait until all groups are there."""
+
 
 class Generator(Protocol):
     """Makes completions. Speaks token ids; what it returns was sampled, nothing is guessed."""
@@ -31,12 +37,15 @@ class Generator(Protocol):
         num_generations: int,
         sampling: Sampling,
         seeds: Sequence[int],
+        on_group: OnGroup = ignore,
     ) -> list[list[Completion]]:
         """`num_generations` completions for each prompt, in the order of the prompts.
 
         Args:
             prompts: token ids. seeds: one a prompt; completion j of a prompt depends on
                 (its seed, j) and the weights, not on the other prompts.
+            on_group: called with (number of the prompt, its completions) as soon as they are all
+                there, while others are still being made; it must be quick.
         """
         ...
 
@@ -56,22 +65,31 @@ def sample(
     num_generations: int,
     sampling: Sampling,
     seed: int,
+    arrived: Callable[[list[Rollout]], None],
 ) -> list[Group]:
-    """A group of rollouts, decoded and not yet scored, for each (position, prompt)."""
-    completions = generator.generate(
+    """A group of rollouts, decoded and not yet scored, for each (position, prompt).
+
+    Args:
+        arrived: called with a group's rollouts while others are still being sampled.
+    """
+    groups: dict[int, Group] = {}
+
+    def take(number: int, completions: list[Completion]) -> None:
+        position, prompt = prompts[number]
+        texts = (tokenizer.decode(c.ids, skip_special_tokens=True) for c in completions)
+        rollouts = [Rollout(prompt, c, t) for c, t in zip(completions, texts, strict=True)]
+        groups[number] = Group(position, prompt, rollouts)
+        arrived(rollouts)
+
+    generator.generate(
         [prompt.ids for _, prompt in prompts],
         num_generations,
         sampling,
         [derive_seed(seed, position) for position, _ in prompts],
+        take,
     )
-    return [
-        Group(
-            position,
-            prompt,
-            [Rollout(prompt, c, tokenizer.decode(c.ids, skip_special_tokens=True)) for c in group],
-        )
-        for (position, prompt), group in zip(prompts, completions, strict=True)
-    ]
+    assert len(groups) == len(prompts), "a generator hands over every group once"
+    return [groups[number] for number in range(len(prompts))]
 
 
 class TransformersGenerator:
@@ -93,6 +111,7 @@ class TransformersGenerator:
         num_generations: int,
         sampling: Sampling,
         seeds: Sequence[int],
+        on_group: OnGroup = ignore,
     ) -> list[list[Completion]]:
         at_once = max(1, self.max_rows // num_generations)
         # Prompts of like length go together, so that little is padded.
@@ -101,14 +120,18 @@ class TransformersGenerator:
         with inference(self.policy):
             for start in range(0, len(order), at_once):
                 chunk = order[start : start + at_once]
-                rows = self._decode(
+
+                def whole(k: int, completions: list[Completion], chunk: list[int] = chunk) -> None:
+                    groups[chunk[k]] = completions
+                    on_group(chunk[k], completions)
+
+                self._decode(
                     [prompts[i] for i in chunk],
                     num_generations,
                     sampling,
                     [derive_seed(seeds[i], j) for i in chunk for j in range(num_generations)],
+                    whole,
                 )
-                for k, i in enumerate(chunk):
-                    groups[i] = rows[k * num_generations : (k + 1) * num_generations]
         return groups
 
     def update_weights(self, policy: PreTrainedModel) -> None:
@@ -118,8 +141,13 @@ class TransformersGenerator:
         pass
 
     def _decode(
-        self, prompts: list[Sequence[int]], repeat: int, sampling: Sampling, seeds: list[int]
-    ) -> list[Completion]:
+        self,
+        prompts: list[Sequence[int]],
+        repeat: int,
+        sampling: Sampling,
+        seeds: list[int],
+        on_group: OnGroup,
+    ) -> None:
         """One batch of B = len(prompts) · repeat rows, from prompts to the last token."""
         device = self.policy.device
         eos = self.eos_ids.to(device)
@@ -134,20 +162,34 @@ class TransformersGenerator:
 
         tokens: list[list[int]] = [[] for _ in seeds]
         logprobs: list[list[float]] = [[] for _ in seeds]
-        stopped = [False] * len(seeds)
+        left = [repeat] * len(prompts)  # rows of each group still being decoded
+        finish_reasons: list[Literal["stop", "length"]] = ["length"] * len(seeds)
+
+        def end(row: int) -> None:
+            group = row // repeat
+            left[group] -= 1
+            if not left[group]:
+                rows = range(group * repeat, (group + 1) * repeat)
+                done = [Completion(tokens[r], logprobs[r], finish_reasons[r]) for r in rows]
+                on_group(group, done)
+
         alive = torch.arange(len(seeds), device=device)  # rows of the batch still being decoded
         for t in range(sampling.max_tokens):
             log_p = log_distribution(logits, sampling)
             token = draw(log_p, noise[alive, t]) if sampling.temperature else log_p.argmax(-1)
             chosen = log_p.gather(-1, token[:, None]).squeeze(-1)
             ended = torch.isin(token, eos)
-            for row, a, b, end in zip(
+            last = t + 1 == sampling.max_tokens
+            for row, a, b, stops in zip(
                 alive.tolist(), token.tolist(), chosen.tolist(), ended.tolist(), strict=True
             ):
                 tokens[row].append(a)
                 logprobs[row].append(b)
-                stopped[row] = end
-            if t + 1 == sampling.max_tokens or bool(ended.all()):
+                if stops:
+                    finish_reasons[row] = "stop"
+                if stops or last:
+                    end(row)
+            if last or bool(ended.all()):
                 break
             if bool(ended.any()):
                 keep = (~ended).nonzero().squeeze(-1)
@@ -157,10 +199,6 @@ class TransformersGenerator:
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
             logits = self._forward(token[:, None], mask, next_position[:, None], cache)
             next_position = next_position + 1
-        return [
-            Completion(ids, lp, "stop" if end else "length")
-            for ids, lp, end in zip(tokens, logprobs, stopped, strict=True)
-        ]
 
     def _forward(
         self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: DynamicCache

@@ -10,7 +10,10 @@ from pathlib import Path
 from grpo_cli import data, folders, tracking
 from grpo_cli.config import Recipe
 from grpo_cli.errors import UserError, nearest
+from grpo_cli.reward_calls import Crew, Sample
 from grpo_cli.scoring import Scorer
+
+MADE_UP = "The answer is 0."  # a completion to try rewards out on
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,10 @@ def for_training(recipe: Recipe) -> Prepared:
     check_model_path(recipe)
     train_rows = data.load_rows(recipe.dataset, "train")
     eval_rows = data.load_rows(recipe.dataset, "eval") if recipe.dataset.eval else None
+    crew = Crew(recipe.scoring)
     limit = recipe.generation.max_completion_tokens
-    scorer = Scorer(recipe.reward, train_rows.columns, train_rows.source, limit)
-    eval_scorer = scorer if eval_rows is None else scorer_of_evaluation(recipe, eval_rows)
+    scorer = make_scorer(recipe, train_rows, limit, crew)
+    eval_scorer = scorer if eval_rows is None else scorer_of_evaluation(recipe, eval_rows, crew)
     return Prepared(
         with_absolute_paths(recipe), folder, resume_from, train_rows, eval_rows, scorer, eval_scorer
     )
@@ -56,15 +60,37 @@ def for_evaluation(recipe: Recipe) -> Prepared:
         raise UserError("dataset.eval: the recipe has no held-out rows; give a file or a hub name.")
     check_model_path(recipe)
     rows = data.load_rows(recipe.dataset, "eval")
-    scorer = scorer_of_evaluation(recipe, rows)
+    scorer = scorer_of_evaluation(recipe, rows, Crew(recipe.scoring))
     folder = Path(recipe.output_dir).expanduser()
     return Prepared(with_absolute_paths(recipe), folder, None, None, rows, scorer, scorer)
 
 
-def scorer_of_evaluation(recipe: Recipe, rows: data.Rows) -> Scorer:
+def scorer_of_evaluation(recipe: Recipe, rows: data.Rows, crew: Crew) -> Scorer:
     """The recipe's rewards for held-out rows, with the length limit of evaluation."""
     limit = recipe.eval.max_completion_tokens or recipe.generation.max_completion_tokens
-    return Scorer(recipe.reward, rows.columns, rows.source, limit)
+    return make_scorer(recipe, rows, limit, crew)
+
+
+def make_scorer(recipe: Recipe, rows: data.Rows, limit: int, crew: Crew) -> Scorer:
+    """The recipe's rewards for these rows, each tried out on the first of them.
+
+    Args:
+        limit: longest completion, in tokens.
+
+    Raises:
+        UserError: a function that is not there, does not fit the data, or fails on the first row.
+    """
+    run = {"max_completion_tokens": limit, "device": recipe.device}
+    scorer = Scorer(recipe.reward, rows.columns, rows.source, crew, run)
+    if recipe.scoring.try_out:
+        row = rows.rows[0]
+        prompt = data.prompt_text(row, recipe.dataset, 0)
+        try:
+            scorer.try_out(Sample(0, prompt, MADE_UP, (0,), data.other_columns(row)))
+        except UserError:
+            crew.close()
+            raise
+    return scorer
 
 
 def find_resume(recipe: Recipe, folder: Path) -> Path | None:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from grpo_cli import tracking
 from grpo_cli.config import Log, Recipe
 from grpo_cli.evaluate import Evaluation
+from grpo_cli.progress import Bar, clock
 from grpo_cli.rollouts import Group
-
-SECONDS_BETWEEN_LINES = 2.0  # without a terminal, progress is at most one line in so many seconds
 
 
 class Reporter:
@@ -102,62 +99,6 @@ class Reporter:
         self.say(f"{clock(summary['seconds'])} in all; metrics, curves and summary: {self.folder}")
 
 
-class Bar:
-    """A progress bar on a terminal; elsewhere a plain line now and then."""
-
-    def __init__(self, console: Console, name: str, total: int) -> None:
-        self.console, self.name, self.total = console, name, total
-        self.first, self.start, self.last_line = 0, time.monotonic(), 0.0
-        self.held_back: str | None = None  # the newest line, if it was not written
-        self.bar: Progress | None = None
-
-    def start_at(self, done: int) -> None:
-        self.first, self.start = done, time.monotonic()
-
-    def update(self, done: int, text: str, always: bool = False) -> None:
-        """Shows that so much is done. always: also where a line was written a moment ago."""
-        if self.console.quiet:
-            return
-        if self.console.is_terminal:
-            if self.bar is None:
-                self.bar = Progress(
-                    TextColumn("{task.description}"),
-                    BarColumn(),
-                    MofNCompleteColumn(),
-                    TextColumn("{task.fields[text]}"),
-                    TimeRemainingColumn(),
-                    console=self.console,
-                )
-                self.bar.add_task(self.name, total=self.total, completed=done, text="")
-                self.bar.start()
-            self.bar.update(self.bar.task_ids[0], completed=done, text=text)
-            return
-        now = time.monotonic()
-        left = (now - self.start) / max(1, done - self.first) * (self.total - done)
-        self.held_back = f"{self.name} {done}/{self.total}  {text}  {clock(left)} left"
-        if always or done == self.total or now - self.last_line >= SECONDS_BETWEEN_LINES:
-            self.last_line = now
-            self._write()
-
-    def _write(self) -> None:
-        if self.held_back is not None:
-            self.console.print(self.held_back, soft_wrap=True)
-            self.held_back = None
-
-    def close(self) -> None:
-        self._write()
-        if self.bar is not None:
-            self.bar.stop()
-            self.bar = None
-
-
-def clock(seconds: float) -> str:
-    """`1:02:03` or `2:03`."""
-    minutes, s = divmod(int(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
-
-
 def completion_row(step: int, group: Group, sample: int) -> dict[str, Any]:
     """A rollout as a row of a table."""
     r = group.rollouts[sample]
@@ -170,6 +111,8 @@ def completion_row(step: int, group: Group, sample: int) -> dict[str, Any]:
         "completion": r.text,
         "reward": _finite(r.reward),
         **{f"rewards/{name}": value for name, value in r.reward_parts.items()},
+        **{f"extras/{name}": value for name, value in r.extras.items()},
+        **({"columns": columns} if (columns := group.prompt.columns) else {}),
         "advantage": r.advantage,
         "token_advantages": None if r.token_advantages is None else r.token_advantages.tolist(),
         "finish_reason": r.completion.finish_reason,

@@ -55,6 +55,7 @@ class Rollout:
     # ^ of functions that reward steps: (token at which a step ends, weighted value)
     reward: float = math.nan  # weighted sum, steps included; NaN when no function applied
     outcome: float = math.nan  # the same without steps: what the advantage rule is given
+    extras: dict[str, Any] = field(default_factory=dict)  # columns that functions logged
     masked: bool = False  # does not train, though it has a reward (`loss.mask_truncated`)
     advantage: float = 0.0
     token_advantages: Tensor | None = None  # [C] where steps were rewarded; `advantage` included

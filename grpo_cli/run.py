@@ -29,7 +29,9 @@ from grpo_cli.generation import Generator, TransformersGenerator
 from grpo_cli.kl import adapted_beta
 from grpo_cli.outcomes import WholeStep
 from grpo_cli.prepare import Prepared
-from grpo_cli.report import Bar, Reporter, readable, write_text
+from grpo_cli.progress import Bar
+from grpo_cli.registry import TrainerState
+from grpo_cli.report import Reporter, readable, write_text
 from grpo_cli.rollouts import Group, Prompt, derive_seed
 from grpo_cli.sampling import Sampling
 from grpo_cli.scoring import Scorer
@@ -84,6 +86,11 @@ class Run:
         g = recipe.generation
         return Sampling(g.max_completion_tokens, g.temperature, g.top_p, g.top_k, g.min_p)
 
+    def trainer_state(self) -> TrainerState:
+        """Where the run stands, for reward functions that want to know."""
+        epoch = self.state.position / len(self.stream.prompts)
+        return TrainerState(self.state.step, self.recipe.steps, epoch)
+
     def take_prompts(self, number: int) -> list[tuple[int, Prompt]]:
         """(position, prompt) of this process's share of the next `number` prompts of the run."""
         first = self.state.position
@@ -136,7 +143,7 @@ class Run:
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluates the policy as it is after `step` steps and remembers how it did."""
         assert self.evaluator is not None
-        metrics = self.evaluator.run().metrics
+        metrics = self.evaluator.run(state=self.trainer_state()).metrics
         self.state.after, self.state.after_step = metrics, step
         if step == 0:
             self.state.before = metrics
@@ -289,6 +296,7 @@ class Run:
         self.stop.release()
         self.reporter.close()
         self.generator.close()
+        self.scorer.crew.close()
 
 
 def build(prepared: Prepared, command: list[str]) -> Run:
@@ -354,6 +362,8 @@ def build(prepared: Prepared, command: list[str]) -> Run:
         f"prompts, {recipe.prompts_per_step} x {recipe.generation.num_generations} completions a "
         f"step, {workers.size} process{'es' if workers.size > 1 else ''}; writes to {folder}"
     )
+    for description in prepared.scorer.descriptions():
+        reporter.say(description)
     for notice in parsing.notices(recipe):
         reporter.say(f"note: {notice}")
     if prepared.resume_from is not None:

@@ -1,143 +1,46 @@
-"""Looks up the recipe's reward functions, calls them on a step's rollouts, and adds up."""
+"""A recipe's rewards: looked up and checked, called on completions as they arrive, added up."""
 
 from __future__ import annotations
 
-import bisect
-import importlib
 import inspect
 import math
-import numbers
-import os
-import pkgutil
-import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import grpo_cli.rewards
-from grpo_cli.config import Reward
+from grpo_cli.config import Reward, Scoring
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
+from grpo_cli.pool import Done
+from grpo_cli.registry import Signature, TrainerState, import_modules, path_of, resolve
+from grpo_cli.reward_calls import Crew, Sample, Term
+from grpo_cli.rewards import traits_of
+from grpo_cli.steps import check_steps, ending_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from grpo_cli.distributed import Workers
     from grpo_cli.rollouts import Rollout
 
-# A value for each completion: a number, None where it does not apply, or its steps' rewards.
-RewardFunction = Callable[..., Sequence[float | list[tuple[int, float]] | None]]
-
-# What every function is called with besides the columns (TRL's calling convention).
-STANDARD = ("prompts", "completions", "completion_ids")
-LIMIT = "max_completion_tokens"  # an argument that follows the run, unless the recipe sets it
-
-
-def shipped() -> dict[str, str]:
-    """Short name -> dotted path of each reward that comes with the tool."""
-    return {
-        module.name: f"grpo_cli.rewards.{module.name}:{module.name}"
-        for module in pkgutil.iter_modules(grpo_cli.rewards.__path__)
-        if not module.name.startswith("_")
-    }
-
-
-def resolve(name: str, key: str = "reward") -> RewardFunction:
-    """The function of a short name or of `package.module:function`.
-
-    Raises:
-        UserError: no such name, module or function.
-    """
-    path = shipped().get(name, name)
-    module_name, colon, attribute = path.partition(":")
-    if not colon:
-        raise UserError(
-            f"{key}: there is no reward {name!r}; there are {listed(shipped())}, or write your own "
-            f"as my_package.my_module:function.{nearest(name, shipped())}"
-        )
-    if os.getcwd() not in sys.path:  # the console script does not put the working directory there
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # the user's module may raise anything on import
-        raise UserError(
-            f"{key} = {name}: cannot import {module_name}: {type(error).__name__}: {error}"
-        ) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        there = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise UserError(
-            f"{key} = {name}: {module_name} has no function {attribute!r}."
-            + nearest(attribute, there)
-        )
-    if inspect.iscoroutinefunction(function):
-        raise UserError(f"{key} = {name}: is an async function; a reward is a plain one.")
-    return function  # type: ignore[no-any-return]
+ASYNC_TIMEOUT = 60.0  # seconds for one completion, where neither function nor recipe says
+ASYNC_CONCURRENCY = 16
+GRACE = 60.0  # seconds beyond which an event loop that does not answer is taken for stuck
+OWN_METRICS = ("mean", "std", "timeouts", "errors")
 
 
 @dataclass(frozen=True)
-class Signature:
-    """What a reward function takes besides `STANDARD`.
+class Verdict:
+    """What one function says of one completion."""
 
-    Positional parameters are columns of the data set, required unless they have a default;
-    keyword-only ones (after a `*`) are the recipe's to set, and no column of that name fills them.
-    """
-
-    required: tuple[str, ...]  # columns
-    optional: tuple[str, ...]  # columns
-    arguments: tuple[str, ...]
-    open_ended: bool  # **kwargs: takes every other column too
-
-    @classmethod
-    def of(cls, function: RewardFunction) -> Signature:
-        required: list[str] = []
-        optional: list[str] = []
-        arguments: list[str] = []
-        open_ended = False
-        for name, p in inspect.signature(function).parameters.items():
-            if p.kind is p.VAR_KEYWORD:
-                open_ended = True
-            elif name in STANDARD or p.kind is p.VAR_POSITIONAL:
-                continue
-            elif p.kind is p.KEYWORD_ONLY:
-                arguments.append(name)
-            else:
-                (required if p.default is p.empty else optional).append(name)
-        return cls(tuple(required), tuple(optional), tuple(arguments), open_ended)
-
-    @property
-    def named(self) -> tuple[str, ...]:
-        """Everything but what **kwargs would swallow."""
-        return self.required + self.optional + self.arguments
-
-    def takes(self, name: str) -> bool:
-        """Whether a column of this name is passed."""
-        is_column = name in self.required + self.optional
-        return is_column or (self.open_ended and name not in self.arguments)
-
-
-@dataclass(frozen=True)
-class _Term:
-    function: RewardFunction
-    weight: float
-    args: Mapping[str, Any]
-    signature: Signature
-    standard: tuple[str, ...]  # those of STANDARD that it takes
-    positions: str  # what it counts the ends of steps in
-
-    def __call__(self, rollouts: Sequence[Rollout]) -> Any:
-        chat = isinstance(rollouts[0].prompt.text, list)
-        arguments: dict[str, Any] = {
-            "prompts": [r.prompt.text for r in rollouts],
-            "completions": [
-                [{"role": "assistant", "content": r.text}] if chat else r.text for r in rollouts
-            ],
-            "completion_ids": [r.completion.ids for r in rollouts],
-        }
-        arguments = {name: arguments[name] for name in self.standard}
-        for column in rollouts[0].prompt.columns:
-            if column not in STANDARD and self.signature.takes(column):
-                arguments[column] = [r.prompt.columns[column] for r in rollouts]
-        return self.function(**{**arguments, **self.args})
+    value: float | None = None  # of steps: their sum
+    steps: list[tuple[int, float]] | None = None  # (position, value), where it rewards steps
+    extras: dict[str, Any] = field(default_factory=dict)  # its log_extra
+    seconds: float = 0.0
+    error: str | None = None
+    where: str | None = None  # what the error is about, where it is not this completion alone
+    timed_out: bool = False
 
 
 class Scorer:
@@ -148,75 +51,189 @@ class Scorer:
         rewards: Mapping[str, Reward],
         columns: Sequence[str],
         source: str,
-        max_completion_tokens: int | None = None,
+        crew: Crew | None = None,
+        run: Mapping[str, Any] | None = None,
     ) -> None:
         """Resolves and checks every function.
 
         Args:
             rewards: the recipe's rewards by name.
             columns: what the data set offers; source: what it is called in messages.
-            max_completion_tokens: the run's own limit, for functions with an argument of that name
-                which the recipe does not set.
+            crew: the processes that call them. run: what the run says where the recipe does not,
+                for functions with a keyword-only argument of that name (max_completion_tokens,
+                device).
 
         Raises:
-            UserError: an unknown function, an argument it does not take, a column the data lacks.
+            UserError: an unknown function, an argument it does not take, a column the data lacks, a
+                setting that is of no use for this function.
         """
-        self.terms: dict[str, _Term] = {}
-        for name, spec in rewards.items():
-            function = resolve(spec.function, f"reward.{name}.function")
-            signature = Signature.of(function)
-            arguments = dict(spec.args)
-            if LIMIT in signature.arguments and max_completion_tokens is not None:
-                arguments.setdefault(LIMIT, max_completion_tokens)
-            # **kwargs is there for columns; an argument that only it would take is a typo.
-            for argument in spec.args:
-                if argument not in signature.named:
-                    raise UserError(
-                        f"reward.{name}.args.{argument}: {spec.function} takes no such argument; "
-                        f"it takes {listed(signature.named)}.{nearest(argument, signature.named)}"
-                    )
-            for argument, p in inspect.signature(function).parameters.items():
-                if p.kind is p.KEYWORD_ONLY and p.default is p.empty and argument not in arguments:
-                    raise UserError(
-                        f"reward.{name}: {spec.function} needs the argument {argument!r}; set "
-                        f"reward.{name}.args.{argument}."
-                    )
-            missing = [c for c in signature.required if c not in columns and c not in spec.args]
-            if missing:
-                raise UserError(
-                    f"reward.{name}: {spec.function} needs the column {missing[0]!r}, which "
-                    f"{source} lacks; it has {listed(columns)}. Rename one with "
-                    f"dataset.columns.{missing[0]}=NAME."
-                )
-            given = inspect.signature(function).parameters
-            standard = tuple(n for n in STANDARD if n in given or signature.open_ended)
-            self.terms[name] = _Term(
-                function, spec.weight, arguments, signature, standard, spec.positions
-            )
+        self.crew = crew or Crew(Scoring())
+        import_modules(self.crew.config.modules, "scoring.modules")
+        self.terms = {
+            name: make_term(name, spec, columns, source, run or {})
+            for name, spec in rewards.items()
+        }
+        pooled = [t for t in self.terms.values() if t.timeout is not None and not t.is_async]
+        self.crew.preload.update(module for term in pooled for module in term.preload)
+
+    def begin(self, state: TrainerState | None = None) -> Sheet:
+        """A sheet for the completions of one step."""
+        return Sheet(self, state or TrainerState())
 
     def score(
         self, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> Sheet:
+        """Scores rollouts that are all there; see `Sheet.finish`."""
+        sheet = self.begin()
+        sheet.add(rollouts)
+        sheet.finish(rollouts, tokenizer)
+        return sheet
+
+    def try_out(self, sample: Sample) -> None:
+        """Calls every function once, before anything expensive is loaded.
+
+        Raises:
+            UserError: a function raised, ran out of time, or returned no list of one number.
+        """
+        sheet = self.begin()
+        sheet.start([sample])
+        for name, term in self.terms.items():
+            (verdict,) = sheet.verdicts(term, [sample])
+            if verdict.error is not None and term.on_error == "stop":
+                raise UserError(
+                    f"reward.{name}: tried out on row {sample.row} with the completion "
+                    f"{sample.text!r}: {verdict.error}"
+                )
+
+    def descriptions(self) -> Iterator[str]:
+        """A sentence for the log about each function that has one to say."""
+        for name, term in self.terms.items():
+            describe = traits_of(term.function).describe
+            if describe is not None:
+                yield f"reward {name}: {describe(**term.args)}"
+
+
+def make_term(
+    name: str, spec: Reward, columns: Sequence[str], source: str, run: Mapping[str, Any]
+) -> Term:
+    """A recipe's entry with the function it names; see `Scorer` for what is checked."""
+    function = resolve(spec.function, f"reward.{name}.function")
+    signature, traits = Signature.of(function), traits_of(function)
+    arguments = {key: value for key, value in run.items() if key in signature.arguments}
+    arguments |= spec.args
+    for argument in spec.args:
+        # **kwargs is there for columns; an argument that only it would take is a typo.
+        if argument not in signature.named:
+            raise UserError(
+                f"reward.{name}.args.{argument}: {spec.function} takes no such argument; "
+                f"it takes {listed(signature.named)}.{nearest(argument, signature.named)}"
+            )
+    for argument in signature.needed:
+        if argument not in arguments:
+            raise UserError(
+                f"reward.{name}: {spec.function} needs the argument {argument!r}; set "
+                f"reward.{name}.args.{argument}."
+            )
+    missing = [c for c in signature.required if c not in columns and c not in spec.args]
+    if missing:
+        raise UserError(
+            f"reward.{name}: {spec.function} needs the column {missing[0]!r}, which "
+            f"{source} lacks; it has {listed(columns)}. Rename one with "
+            f"dataset.columns.{missing[0]}=NAME."
+        )
+    is_async = inspect.iscoroutinefunction(function)
+    timeout = traits.timeout if spec.timeout is None else spec.timeout or None
+    if is_async:
+        if spec.timeout == 0:
+            raise UserError(f"reward.{name}.timeout: an async function has one; must be > 0.")
+        timeout = timeout or ASYNC_TIMEOUT
+    for knob in ("timeout_value", "cache"):
+        if timeout is None and getattr(spec, knob) is not None:
+            raise UserError(
+                f"reward.{name}.{knob}: is only read with a timeout, and {spec.function} has none; "
+                f"set reward.{name}.timeout."
+            )
+    if spec.concurrency is not None and not is_async:
+        raise UserError(
+            f"reward.{name}.concurrency: is only read for async functions; "
+            "scoring.workers says how many worker processes there are."
+        )
+    remembered = timeout is not None and (traits.cache if spec.cache is None else spec.cache)
+    if remembered and "trainer_state" in signature.standard:
+        if spec.cache:
+            raise UserError(
+                f"reward.{name}.cache: {spec.function} takes trainer_state, so its values change "
+                "with the step."
+            )
+        remembered = False
+    return Term(
+        name=name,
+        path=path_of(spec.function),
+        function=function,
+        signature=signature,
+        args=arguments,
+        weight=spec.weight,
+        positions=spec.positions,
+        is_async=is_async,
+        timeout=timeout,
+        timeout_value=spec.timeout_value,
+        on_error=spec.on_error,
+        cache=remembered,
+        concurrency=spec.concurrency or ASYNC_CONCURRENCY,
+        preload=(path_of(spec.function).partition(":")[0], *traits.preload),
+    )
+
+
+class Sheet:
+    """The scores of a step's completions, being filled in."""
+
+    def __init__(self, scorer: Scorer, state: TrainerState) -> None:
+        self.terms, self.crew, self.state = scorer.terms, scorer.crew, state
+        self._under_way: dict[tuple[str, int], Future[Done]] = {}  # by function and sample
+        self._samples: dict[int, Sample] = {}  # by rollout
+        self.counts: Counter[str] = Counter()  # metrics that are summed up
+        self.logged: dict[str, list[float]] = defaultdict(list)  # metrics that are averaged
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        """Has the functions begin that take one completion at a time. Returns at once."""
+        samples = [Sample.of(r) for r in rollouts]
+        self._samples |= {id(r): s for r, s in zip(rollouts, samples, strict=True)}
+        self.start(samples)
+
+    def start(self, samples: Sequence[Sample]) -> None:
+        """The same for samples that are no rollouts."""
+        for term in self.terms.values():
+            if term.timeout is not None:
+                for sample in samples:
+                    future = self.crew.start(term, sample, self.state)
+                    self._under_way[term.name, id(sample)] = future
+
+    def finish(
+        self, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase | None = None
     ) -> None:
-        """Fills in `reward_parts`, `step_rewards`, `outcome` and `reward` of each rollout.
+        """Fills in what functions say of each rollout, and its reward; waits where it must.
 
         Args:
+            rollouts: all that were added, in the order in which functions are to see them.
             tokenizer: finds the token of a character, where a function rewards steps by characters.
 
         Raises:
             TrainingError: a function raised, or returned something that is no list of numbers or
-                steps; the message names the function, the row and the completion.
+                steps, and `on_error` is stop; names the function, the row and the completion.
         """
         if not rollouts:
             return
-        for name, term in self.terms.items():
-            for rollout, value in zip(rollouts, _call(name, term, rollouts), strict=True):
-                if isinstance(value, (list, tuple)):
-                    steps = _steps(name, term, value, rollout, tokenizer)
-                    rollout.step_rewards[name] = [(t, term.weight * v) for t, v in steps]
-                    rollout.reward_parts[name] = math.fsum(v for _, v in steps)
-                else:
-                    rollout.reward_parts[name] = _number(name, value, rollout)
+        samples = [self._samples[id(r)] for r in rollouts]
+        # First those that are called here: the others are under way meanwhile.
+        for term in sorted(self.terms.values(), key=lambda term: term.timeout is not None):
+            verdicts = self.verdicts(term, samples)
+            for rollout, sample, verdict in zip(rollouts, samples, verdicts, strict=True):
+                if verdict.error is not None and not verdict.timed_out and term.on_error == "stop":
+                    where = _where(sample) if verdict.where is None else verdict.where
+                    raise TrainingError(f"reward {term.name!r} {verdict.error}{where}")
+                self._fill_in(term, rollout, verdict, tokenizer)
         for rollout in rollouts:
+            rollout.reward_parts = {name: rollout.reward_parts[name] for name in self.terms}
             applied = {
                 name: self.terms[name].weight * value
                 for name, value in rollout.reward_parts.items()
@@ -225,101 +242,155 @@ class Scorer:
             outcomes = [v for name, v in applied.items() if name not in rollout.step_rewards]
             rollout.outcome = math.fsum(outcomes) if outcomes else math.nan
             rollout.reward = math.fsum(applied.values()) if applied else math.nan
+        self.crew.forget_failures()
+
+    def _fill_in(
+        self,
+        term: Term,
+        rollout: Rollout,
+        verdict: Verdict,
+        tokenizer: PreTrainedTokenizerBase | None,
+    ) -> None:
+        name, ids = term.name, rollout.completion.ids
+        if verdict.steps is not None:
+            assert tokenizer is not None or term.positions == "tokens", "finds characters"
+            size = len(rollout.text)
+            rollout.step_rewards[name] = [
+                (ending_token(at, size, term.positions, ids, tokenizer), term.weight * value)  # type: ignore[arg-type]
+                for at, value in verdict.steps
+            ]
+        rollout.reward_parts[name] = verdict.value
+        rollout.extras |= verdict.extras
+
+    def verdicts(self, term: Term, samples: Sequence[Sample]) -> list[Verdict]:
+        """What a function says of each sample; a failure is a verdict with an error."""
+        if term.timeout is None:
+            verdicts = self._called_here(term, samples)
+        else:
+            verdicts = [self._awaited(term, sample) for sample in samples]
+            self.counts[f"rewards/{term.name}/timeouts"] += sum(v.timed_out for v in verdicts)
+        if term.on_error == "count":
+            failed = sum(v.error is not None and not v.timed_out for v in verdicts)
+            self.counts[f"rewards/{term.name}/errors"] += failed
+        self.counts[f"time/rewards/{term.name}"] += sum(v.seconds for v in verdicts)  # type: ignore[assignment]
+        return verdicts
+
+    def _awaited(self, term: Term, sample: Sample) -> Verdict:
+        future = self._under_way.pop((term.name, id(sample)))
+        assert term.timeout is not None
+        # Workers have deadlines of their own. Nothing can stop a coroutine that never awaits.
+        rounds = 1 + len(self._under_way) / term.concurrency
+        patience = term.timeout * rounds + GRACE if term.is_async else None
+        try:
+            done = future.result(patience)
+        except TimeoutError:
+            done = Done(
+                error=f"blocks its event loop: nothing came back for {patience:.0f} s; an async "
+                "function must await what takes time"
+            )
+        return self._verdict(term, done, [sample])[0]
+
+    def _called_here(self, term: Term, samples: Sequence[Sample]) -> list[Verdict]:
+        done = term.call(samples, self.state)
+        if done.error is not None and len(samples) > 1:
+            # Row by row, to find the completion at which it raises.
+            single = [self._verdict(term, term.call([s], self.state), [s])[0] for s in samples]
+            if any(v.error is not None for v in single):
+                return single
+            where = ", for some completion of the batch (not one by itself)"
+            return [Verdict(error=f"raised {done.error}", where=where) for _ in samples]
+        return self._verdict(term, done, samples)
+
+    def _verdict(self, term: Term, done: Done, samples: Sequence[Sample]) -> list[Verdict]:
+        """One call's outcome as a verdict on each of its samples."""
+        if done.timed_out:
+            value, seconds = term.timeout_value, done.seconds
+            return [Verdict(value, error=done.error, seconds=seconds, timed_out=True)]
+        if done.error is not None:
+            return [Verdict(error=f"raised {done.error}") for _ in samples]
+        values = done.values
+        if not isinstance(values, Sequence) and hasattr(values, "tolist"):  # a tensor or an array
+            values = values.tolist()
+        if not isinstance(values, (list, tuple)) or len(values) != len(samples):
+            got = f"{len(values)} values" if isinstance(values, (list, tuple)) else repr(values)
+            message = (
+                f"must return a list of {len(samples)} values, one a completion; it returned {got}."
+            )
+            return [Verdict(error=message, where="") for _ in samples]
+        for name, value in done.metrics:
+            self._log(term, name, value)
+        for column, entries in done.extras:
+            if len(entries) != len(samples):
+                message = (
+                    f"called log_extra({column!r}, ...) with {len(entries)} values for "
+                    f"{len(samples)} completions."
+                )
+                return [Verdict(error=message, where="") for _ in samples]
+        return [
+            self._one(
+                term,
+                value,
+                sample,
+                {column: entries[i] for column, entries in done.extras},
+                done.seconds / len(samples),
+            )
+            for i, (value, sample) in enumerate(zip(values, samples, strict=True))
+        ]
+
+    def _one(
+        self, term: Term, value: Any, sample: Sample, extras: dict[str, Any], seconds: float
+    ) -> Verdict:
+        try:
+            if isinstance(value, (list, tuple)):
+                size = len(sample.ids or ()) if term.positions == "tokens" else len(sample.text)
+                pairs = check_steps(value, size, term.positions)
+                steps = [(at, v) for at, v in ((at, number(v)) for at, v in pairs) if v is not None]
+                return Verdict(math.fsum(v for _, v in steps), steps, extras, seconds)
+            return Verdict(number(value), None, extras, seconds)
+        except ValueError as error:
+            return Verdict(error=f"returned {error}", extras=extras, seconds=seconds)
+
+    def _log(self, term: Term, name: str, value: float) -> None:
+        if name in OWN_METRICS:
+            raise TrainingError(
+                f"reward {term.name!r} called log_metric({name!r}, ...): "
+                f"rewards/{term.name}/{name} is a metric already; choose another name."
+            )
+        self.logged[f"rewards/{term.name}/{name}"].append(value)
 
 
-def _call(name: str, term: _Term, rollouts: Sequence[Rollout]) -> Sequence[Any]:
-    try:
-        values = term(rollouts)
-    except (Exception, SystemExit) as error:  # the user's code may do anything
-        raise TrainingError(_blame(name, term, rollouts, error)) from error
-    if not isinstance(values, Sequence) and hasattr(values, "tolist"):  # a tensor or an array
-        values = values.tolist()
-    if not isinstance(values, (list, tuple)) or len(values) != len(rollouts):
-        got = f"{len(values)} values" if isinstance(values, (list, tuple)) else repr(values)
-        raise TrainingError(
-            f"reward {name!r} must return a list of {len(rollouts)} values, one a completion; "
-            f"it returned {got}."
-        )
-    return values
+def metrics_of(sheets: Sequence[Sheet], workers: Workers) -> dict[str, float]:
+    """Counts and logged metrics of every process's sheets, the same on every process."""
+    counts: Counter[str] = Counter()
+    logged: dict[str, list[float]] = defaultdict(list)
+    everyones = workers.gather([(dict(s.counts), dict(s.logged)) for s in sheets])
+    for own_counts, own_logged in (sheet for own in everyones for sheet in own):
+        counts.update(own_counts)
+        for name, values in own_logged.items():
+            logged[name] += values
+    means = {name: math.fsum(values) / len(values) for name, values in sorted(logged.items())}
+    return {name: float(value) for name, value in counts.items()} | means
 
 
-def _number(name: str, value: Any, rollout: Rollout) -> float | None:
+def number(value: Any) -> float | None:
+    """What a function gave for a completion, as a float.
+
+    Raises:
+        ValueError: it is not a finite number, nor None.
+    """
     if value is None:
         return None
     try:
-        number = float(value)
+        found = float(value)
     except (TypeError, ValueError):
-        number = math.nan
-    if isinstance(value, str) or not math.isfinite(number):
-        raise TrainingError(
-            f"reward {name!r} returned {value!r}, which is not a finite number, a list of "
-            f"(position, value) or None, for {_where(rollout)}"
+        found = math.nan
+    if isinstance(value, (str, bytes)) or not math.isfinite(found):
+        raise ValueError(
+            f"{value!r}, which is not a finite number, a list of (position, value) or None"
         )
-    return number
+    return found
 
 
-def _steps(
-    name: str,
-    term: _Term,
-    steps: Sequence[Any],
-    rollout: Rollout,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> list[tuple[int, float]]:
-    """(token at which a step ends, value) of what a function that rewards steps has returned."""
-    ids = rollout.completion.ids
-    size = len(ids) if term.positions == "tokens" else len(rollout.text)
-    out = []
-    for step in steps:
-        pair = isinstance(step, (list, tuple)) and len(step) == 2
-        position, value = step if pair else (-1, None)
-        whole = isinstance(position, numbers.Integral) and not isinstance(position, bool)
-        if not whole or not 0 <= position < size:
-            raise TrainingError(
-                f"reward {name!r} returned the step {step!r}: must be (position of its last of "
-                f"{size} {term.positions}, counted from 0; value), for {_where(rollout)}"
-            )
-        number, position = _number(name, value, rollout), int(position)
-        if number is None:
-            continue
-        if term.positions == "characters":
-            assert tokenizer is not None, "characters are found by the tokenizer"
-            # What ends with the text ends with the completion: its eos is a part of the last step.
-            at_end = position == size - 1
-            position = len(ids) - 1 if at_end else token_of_character(ids, position, tokenizer)
-        out.append((position, number))
-    return out
-
-
-def token_of_character(
-    ids: Sequence[int], position: int, tokenizer: PreTrainedTokenizerBase
-) -> int:
-    """The token that writes the character at `position` of the decoded completion."""
-    return bisect.bisect_right(
-        range(len(ids) - 1),
-        position,
-        # A character of which some bytes are still to come decodes to a mark of its own.
-        key=lambda t: len(
-            tokenizer.decode(ids[: t + 1], skip_special_tokens=True).rstrip("\ufffd")
-        ),
-    )
-
-
-def _blame(
-    name: str, term: _Term, rollouts: Sequence[Rollout], error: Exception | SystemExit
-) -> str:
-    """Calls the function again row by row to find the completion at which it raises."""
-    where = "some completion of the batch (not one by itself)"
-    for rollout in rollouts:
-        try:
-            term([rollout])
-        except (Exception, SystemExit) as single:
-            error, where = single, _where(rollout)
-            break
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"reward {name!r} raised {type(error).__name__}: {error}{place}, for {where}"
-
-
-def _where(rollout: Rollout) -> str:
-    text = rollout.text if len(rollout.text) <= 300 else rollout.text[:297] + "..."
-    return f"row {rollout.prompt.row}, completion {text!r}"
+def _where(sample: Sample) -> str:
+    text = sample.text if len(sample.text) <= 300 else sample.text[:297] + "..."
+    return f", for row {sample.row}, completion {text!r}"

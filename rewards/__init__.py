@@ -3,5 +3,83 @@
 A reward is called with keyword arguments, in TRL's convention: `prompts`, `completions`,
 `completion_ids`, one list per dataset column, and the recipe's own arguments for it. It returns one
 float per completion, or None where it does not apply. Parameters without a default name the dataset
-columns it needs; keyword-only parameters with a default are its arguments.
+columns it needs; keyword-only parameters with a default are its arguments; `**_` says that it takes
+nothing else.
+
+Nothing here imports from grpo_cli but `grpo_cli.sandbox`, which imports nothing itself.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Short name -> dotted path of each function decorated with `@reward` in a module imported so far.
+REGISTERED: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a reward function says of itself; a recipe may say otherwise."""
+
+    timeout: float | None = None
+    cache: bool = False
+    preload: tuple[str, ...] = ()
+    describe: Callable[..., str] | None = None
+
+
+@overload
+def reward(function: F, /) -> F: ...
+
+
+@overload
+def reward(
+    *,
+    name: str | None = None,
+    timeout: float | None = None,
+    cache: bool | None = None,
+    preload: Sequence[str] = (),
+    describe: Callable[..., str] | None = None,
+) -> Callable[[F], F]: ...
+
+
+def reward(
+    function: F | None = None,
+    /,
+    *,
+    name: str | None = None,
+    timeout: float | None = None,
+    cache: bool | None = None,
+    preload: Sequence[str] = (),
+    describe: Callable[..., str] | None = None,
+) -> F | Callable[[F], F]:
+    """Decorator: makes a function known by a short name, and says how it wants to be called.
+
+    Args:
+        name: short name in recipes; the function's own unless given.
+        timeout: seconds for one completion. With it the function is called with one completion at
+            a time, in worker processes that are killed when they overrun.
+        cache: whether the same completion of the same row always has the same reward, so that none
+            is computed twice; by default it is if there is a timeout.
+        preload: modules that a worker imports before the clock of its first completion starts.
+        describe: called with the recipe's arguments; what the log says of the reward at the start.
+    """
+
+    def register(function: F) -> F:
+        path = f"{function.__module__}:{function.__qualname__}"
+        REGISTERED[name or function.__name__] = path
+        cached = timeout is not None if cache is None else cache
+        traits = Traits(timeout, cached, tuple(preload), describe)
+        function.reward_traits = traits  # type: ignore[attr-defined]
+        return function
+
+    return register if function is None else register(function)
+
+
+def traits_of(function: Callable[..., Any]) -> Traits:
+    """What `@reward` noted on a function; the plain traits of one that is not decorated."""
+    traits = getattr(function, "reward_traits", None)
+    return traits if isinstance(traits, Traits) else Traits()

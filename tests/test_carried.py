@@ -42,6 +42,7 @@ def carried_groups(stream: PromptStream) -> list[Group]:
                 reward=1.75,
                 outcome=1.0,
                 old_logprobs=torch.tensor([-0.5, -1.5, -0.125]),
+                extras={"shouted": "É中", "n": 3},
             ),
             Rollout(
                 prompt,

@@ -49,6 +49,10 @@ def grpo(
     return run
 
 
+def fails(completions: list[str]) -> list[float]:
+    raise RuntimeError("always")
+
+
 async def waits(completions: list[str]) -> list[float]:
     return [0.0]
 
@@ -92,7 +96,22 @@ MISTAKES = {
     "folder is a file": (["output_dir=rows.jsonl/x"], ["output_dir", "is a file"]),
     "no folder": (["output_dir="], ["output_dir"]),
     "null cell": (["dataset.train=null.jsonl"], ["null.jsonl, row 1", "'question'", "is null"]),
-    "async reward": (["+reward.x.function=tests.test_cli:waits"], ["is an async function"]),
+    "async reward without limit": (
+        ["reward.x.function=tests.test_cli:waits", "reward.x.timeout=0"],
+        ["reward.x.timeout: an async function has one"],
+    ),
+    "reward that fails": (
+        ["reward.x.function=tests.test_cli:fails"],
+        ["reward.x: tried out on row 0 with the completion", "raised RuntimeError: always at "],
+    ),
+    "limit of a function without one": (
+        ["reward.exact_match.timeout_value=0"],
+        ["reward.exact_match.timeout_value: is only read with a timeout"],
+    ),
+    "module that is not there": (
+        ["scoring.modules=[no_such]"],
+        ["scoring.modules: no_such: cannot import no_such"],
+    ),
     "contradiction": (["dataset.system=Hi"], ["dataset.system = Hi", "when dataset.chat is set"]),
     "not read": (["loss=sapo", "loss.epsilon=0.2"], ["loss.epsilon = 0.2", "it is sapo."]),
     "not read, by the recipe": (
@@ -166,7 +185,7 @@ MISTAKES = {
     ),
     "defaults as a choice": (["loss=_default"], ["there are bnpo, cispo, clip_cov, dapo"]),
     "grammar": (["reward=[exact_match"], ["reward=[exact_match"]),
-    "unknown command": ("evaluate", ["grpo evaluate", "eval, recipes, rewards, train"]),
+    "unknown command": ("evaluate", ["grpo evaluate", "eval, recipes, rewards, score, train"]),
 }
 
 

@@ -99,11 +99,36 @@ def message(config: Dataset, split: str = "train") -> str:
 def test_every_format_gives_the_same_rows(file: Path) -> None:
     rows = load_rows(config(file), "train")
     expected = ROWS
-    if file.suffix == ".csv":  # where everything that looks like a number is one
-        expected = [{**row, "answer": int(row["answer"])} for row in ROWS]
+    if file.suffix == ".csv":  # where everything is text
+        expected = [{key: str(value) for key, value in row.items()} for row in ROWS]
     assert rows_of(rows) == expected
     assert rows.columns == ["question", "answer", "level"]
     assert rows.source == str(file)
+
+
+def test_a_csv_files_cells_stay_the_text_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('\ufeffquestion,answer\n007,NA\n"a\nb",1e5\nnull,\n', "utf-8")
+    found = load_rows(config(path), "train")
+    assert found.columns == ["question", "answer"], "without the mark of its encoding"
+    assert [(r["question"], r["answer"]) for r in rows_of(found)] == [
+        ("007", "NA"),
+        ("a\nb", "1e5"),
+        ("null", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "count"), [("1,2,3", 3), ("1", 1), ("1,2,3,4", 4)], ids=["more", "fewer", "many"]
+)
+def test_a_csv_row_of_another_width(tmp_path: Path, line: str, count: int) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f"question,answer\n5,6\n{line}\n", "utf-8")
+    with pytest.raises(UserError) as error:
+        load_rows(config(path), "train")
+    assert str(error.value) == (
+        f"dataset.train = {path}, row 1: has {count} fields; the header has 2."
+    )
 
 
 def test_train_and_eval_have_each_their_file_and_limit(tmp_path: Path) -> None:

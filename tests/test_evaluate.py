@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from grpo_cli.config import Dataset, Eval, Generation, Recipe, Reward
 from grpo_cli.distributed import Workers
 from grpo_cli.evaluate import Evaluator, interval_95, summarize
+from grpo_cli.generation import OnGroup, ignore
 from grpo_cli.rollouts import Completion, Prompt
 from grpo_cli.sampling import Sampling
 from grpo_cli.scoring import Scorer
@@ -116,9 +117,13 @@ class Recites:
         num_generations: int,
         sampling: Sampling,
         seeds: Sequence[int],
+        on_group: OnGroup = ignore,
     ) -> list[list[Completion]]:
         self.asked.append((num_generations, sampling))
-        return [[Completion([p[0], 2], [-0.5, 0.0], "stop")] * num_generations for p in prompts]
+        groups = [[Completion([p[0], 2], [-0.5, 0.0], "stop")] * num_generations for p in prompts]
+        for number, group in enumerate(groups):
+            on_group(number, group)
+        return groups
 
     def update_weights(self, policy: Any) -> None: ...
 
@@ -146,8 +151,12 @@ def test_steps_may_be_rewarded_by_characters(tokenizer: PreTrainedTokenizerFast)
             num_generations: int,
             sampling: Sampling,
             seeds: Sequence[int],
+            on_group: OnGroup = ignore,
         ) -> list[list[Completion]]:
-            return [[Completion([*p, *p, 2], [0.0] * 5, "stop")] for p in prompts]
+            groups = [[Completion([*p, *p, 2], [0.0] * 5, "stop")] for p in prompts]
+            for number, group in enumerate(groups):
+                on_group(number, group)
+            return groups
 
     found = Evaluator(recipe, Workers("cpu"), tokenizer, Repeats(), scorer, prompts).run()
     assert [row["completion"] for row in found.rows] == ["éé"] * 3

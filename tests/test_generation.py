@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli import policy
-from grpo_cli.generation import TransformersGenerator, sample, uniforms
+from grpo_cli.generation import OnGroup, TransformersGenerator, ignore, sample, uniforms
 from grpo_cli.rollouts import Completion, Prompt, Rollout, collate, derive_seed
 from grpo_cli.sampling import Sampling
 from tests.conftest import CPU
@@ -252,12 +252,16 @@ class Echo:
         num_generations: int,
         sampling: Sampling,
         seeds: Sequence[int],
+        on_group: OnGroup = ignore,
     ) -> list[list[Completion]]:
         self.seeds += seeds
-        return [
+        groups = [
             [Completion([*p, 10 + j, 2], [-1.0] * (len(p) + 2), "stop") for j in range(2)]
             for p in prompts
         ]
+        for number in reversed(range(len(groups))):  # in any order
+            on_group(number, groups[number])
+        return groups
 
     def update_weights(self, policy: PreTrainedModel) -> None: ...
 
@@ -267,7 +271,11 @@ class Echo:
 def test_sample_makes_groups_of_decoded_rollouts(tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = [Prompt(row, tokenizer(text)["input_ids"], text, {}) for row, text in enumerate("ab")]
     generator = Echo()
-    groups = sample(generator, tokenizer, [(7, prompts[0]), (3, prompts[1])], 2, SAMPLING, seed=5)
+    arrived: list[list[Rollout]] = []
+    groups = sample(
+        generator, tokenizer, [(7, prompts[0]), (3, prompts[1])], 2, SAMPLING, 5, arrived.append
+    )
+    assert arrived == [groups[1].rollouts, groups[0].rollouts], "as they come"
     assert [(g.position, g.prompt.row, len(g.rollouts)) for g in groups] == [(7, 0, 2), (3, 1, 2)]
     assert generator.seeds == [derive_seed(5, 7), derive_seed(5, 3)]
     rollouts = groups[1].rollouts
@@ -275,3 +283,28 @@ def test_sample_makes_groups_of_decoded_rollouts(tokenizer: PreTrainedTokenizerF
     # The eos is one of the ids and no part of the text.
     assert rollouts[1].completion.ids == [*prompts[1].ids, 11, 2]
     assert rollouts[1].text == "b" + tokenizer.decode([11])
+
+
+def test_a_group_is_handed_over_while_others_are_still_being_made(model: PreTrainedModel) -> None:
+    sampling = Sampling(max_tokens=30)
+    came: list[tuple[int, list[Completion]]] = []
+    steps: list[int] = []  # forward passes done when a group came
+    passes = 0
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    model.register_forward_hook(count)
+
+    def take(number: int, completions: list[Completion]) -> None:
+        came.append((number, completions))
+        steps.append(passes)
+
+    generator = TransformersGenerator(model, MANY_EOS, 100)
+    groups = generator.generate(PROMPTS, 2, sampling, SEEDS, take)
+    assert sorted(number for number, _ in came) == list(range(len(PROMPTS)))
+    assert all(groups[number] is completions for number, completions in came)
+    longest = [max(len(c.ids) for c in groups[number]) for number, _ in came]
+    assert steps == longest == sorted(longest)
+    assert len(set(steps)) > 1, "nothing came early"

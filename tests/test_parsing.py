@@ -846,11 +846,15 @@ def test_an_unknown_key_or_a_wrong_type_is_named(changes: dict[str, Any], parts:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ("math", "reward.r = 'math': must be a mapping of args, function, positions, weight."),
+        (
+            "math",
+            "reward.r = 'math': must be a mapping of args, cache, concurrency, function, "
+            "on_error, positions, timeout, timeout_value, weight.",
+        ),
         (
             {"funktion": "math"},
-            "reward.r.funktion: there is no such key; a reward has args, function, positions, "
-            "weight. Did you mean function?",
+            "reward.r.funktion: there is no such key; a reward has args, cache, concurrency, "
+            "function, on_error, positions, timeout, timeout_value, weight. Did you mean function?",
         ),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_cli import compose, config, data, parsing, scoring, stored
+from grpo_cli import compose, config, data, parsing, registry, stored
 from grpo_cli.errors import UserError
 
 FOLDER = compose.recipe_files()[0].parent
@@ -61,7 +61,7 @@ def test_recipe_composes_and_passes_the_schema(name: str, composed: Composed) ->
     assert recipe.output_dir == f"outputs/{name}"
     assert recipe.description, "`grpo recipes` shows it"
     for reward in recipe.reward.values():
-        scoring.resolve(reward.function)
+        registry.resolve(reward.function)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -12,9 +12,11 @@ from transformers import PreTrainedTokenizerFast
 from grpo_cli import tiny
 from grpo_cli.config import Build, Reward
 from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.registry import STANDARD, Signature, TrainerState, known, resolve, shipped
 from grpo_cli.rewards.exact_match import exact_match
 from grpo_cli.rollouts import Rollout
-from grpo_cli.scoring import STANDARD, Scorer, Signature, resolve, shipped, token_of_character
+from grpo_cli.scoring import Scorer
+from grpo_cli.steps import token_of_character
 from tests.conftest import make_rollout
 
 # Reward functions, found by the recipe under tests.test_scoring:NAME.
@@ -32,7 +34,8 @@ def mostly(completions: list[str], answer: Sequence[str] = (), *, level: int = 7
     return [float(level)] * len(completions)
 
 
-def open_ended(completions: list[str], *, level: int = 7, **_: Any) -> list[float]:
+def open_ended(completions: list[str], *, level: int = 7, **columns: Any) -> list[float]:
+    assert "level" not in columns
     return [float(level)] * len(completions)
 
 
@@ -84,7 +87,8 @@ def scorer(
         name: r if isinstance(r, Reward) else Reward(f"tests.test_scoring:{r}")
         for name, r in rewards.items()
     }
-    return Scorer(specs, columns, "rows.jsonl", max_completion_tokens)
+    run = {"max_completion_tokens": max_completion_tokens} if max_completion_tokens else {}
+    return Scorer(specs, columns, "rows.jsonl", run=run)
 
 
 def rollout(
@@ -157,7 +161,7 @@ def test_a_function_of_a_module_in_the_working_directory(
 def test_unknown_names() -> None:
     assert user_error(r=Reward("exact_mach")) == (
         "reward.r.function: there is no reward 'exact_mach'; there are "
-        + ", ".join(sorted(shipped()))
+        + ", ".join(sorted(known()))
         + ", or write your own as my_package.my_module:function. Did you mean exact_match?"
     )
     assert user_error(r=Reward("no_such_module:f")) == (
@@ -173,9 +177,11 @@ def test_unknown_names() -> None:
 
 
 def test_signature() -> None:
-    assert Signature.of(is_answer) == Signature(("answer",), (), (), True)
-    assert Signature.of(mostly) == Signature((), ("answer",), ("level",), False)
-    assert Signature.of(text_length) == Signature((), (), (), False)
+    c = ("completions",)
+    assert Signature.of(is_answer) == Signature(c, c, ("answer",), (), (), (), False)
+    assert Signature.of(mostly) == Signature(c, c, (), ("answer",), (), ("level",), False)
+    assert Signature.of(open_ended) == Signature(c, c, (), (), (), ("level",), True)
+    assert Signature.of(demanding) == Signature(c, c, (), (), ("level",), ("level",), False)
 
 
 def test_a_column_that_the_data_lacks() -> None:
@@ -260,8 +266,11 @@ def test_soft_overlong_takes_the_runs_limit() -> None:
 def test_what_a_function_is_called_with() -> None:
     SEEN.clear()
     score([rollout("a", "1", extra="e"), rollout("b", None, extra="f")], r="sees")
-    assert SEEN == [
+    for unlike in ("log_metric", "log_extra"):
+        assert callable(SEEN[0].pop(unlike))
+    assert [
         {
+            "trainer_state": TrainerState(),
             "prompts": ["P", "P"],
             "completions": ["a", "b"],
             "completion_ids": [[7, 8], [7, 8]],
@@ -269,7 +278,7 @@ def test_what_a_function_is_called_with() -> None:
             "level": [3, 3],
             "extra": ["e", "f"],
         }
-    ]
+    ] == SEEN
 
 
 def test_what_the_recipe_gives_wins_over_a_column() -> None:

@@ -300,7 +300,7 @@ def never_applies(completions: list[str], **_: Any) -> list[None]:
 
 def test_unscored_rollouts_do_not_train(tmp_path: Path) -> None:
     live = built(tmp_path)
-    groups = sample(live.generator, live.tokenizer, live.take_prompts(5), 4, GREEDY, 0)
+    groups = sample(live.generator, live.tokenizer, live.take_prompts(5), 4, GREEDY, 0, print)
     batch = collate([r for g in groups for r in g.rollouts], CPU)
     live.close()
     assert batch.loss_mask.sum() == 0, "unscored rollouts have a NaN reward"

@@ -1,0 +1,105 @@
+"""A worker process of `pool.Pool`: `python -m grpo_cli.pool_worker FD`. Imports next to nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from grpo_cli.pool import Done
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Answers calls until the other end goes away."""
+    pipe = Connection(int(sys.argv[1]))
+    parent, memory_gb, preload = pipe.recv()
+    _die_with(parent)
+    if memory_gb is not None:
+        limit = int(memory_gb * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for module in preload:
+        with contextlib.suppress(ImportError):  # the function says what it lacks
+            importlib.import_module(module)
+    pipe.send("ready")
+    while True:
+        try:
+            path, arguments = pipe.recv()
+        except EOFError:
+            return
+        done = answer(find(path), arguments)
+        try:
+            pipe.send(done)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+        except Exception as error:  # a value that cannot be pickled
+            pipe.send(Done(error=f"it returned what cannot be sent: {error}"))
+
+
+def _die_with(parent: int) -> None:
+    """The kernel kills this process when the one that started it ends, however that happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+
+
+def find(path: str) -> Callable[..., Any]:
+    """The function of `module:function`; one that raises why it cannot be had, if it cannot."""
+    module, _, name = path.partition(":")
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except (Exception, SystemExit) as error:
+        message = f"in its worker process, {path} cannot be imported: {blame(error)}"
+
+        def unfindable(**_: Any) -> None:
+            raise ImportError(message)
+
+        return unfindable
+    return function
+
+
+def answer(function: Callable[..., Any], arguments: dict[str, Any]) -> Done:
+    """Calls a function with keyword arguments; what it raises is said in `Done.error`."""
+    metrics, extras = recorders(arguments)
+    start = time.perf_counter()
+    try:
+        values, error = function(**arguments), None
+    except (Exception, SystemExit) as raised:  # a user's function may raise anything
+        values, error = None, blame(raised)
+    return Done(values, metrics, extras, time.perf_counter() - start, error)
+
+
+def recorders(
+    arguments: dict[str, Any],
+) -> tuple[list[tuple[str, float]], list[tuple[str, list[Any]]]]:
+    """Puts log_metric and log_extra in their places; returns the lists that they write to."""
+    metrics: list[tuple[str, float]] = []
+    extras: list[tuple[str, list[Any]]] = []
+    if "log_metric" in arguments:
+        arguments["log_metric"] = lambda name, value: metrics.append((str(name), float(value)))
+    if "log_extra" in arguments:
+        arguments["log_extra"] = lambda column, values: extras.append((str(column), list(values)))
+    return metrics, extras
+
+
+def blame(error: BaseException) -> str:
+    """`ValueError: what it says at file.py:12`, the place being where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Reward functions for tests of the pool: modules of their own, light to import in a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from grpo_cli.rewards import reward
+
+
+def size(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(c)) for c in completions]
+
+
+def batch_size(completions: list[str]) -> list[float]:
+    return [float(len(completions))] * len(completions)
+
+
+def does(completions: list[str], answer: list[Any] | None = None) -> list[Any]:
+    """What the completion says: hang, die, raise, ...; the process's number otherwise."""
+    (text,) = completions
+    if text.startswith("hang"):
+        while True:
+            pass
+    if text == "sleep":
+        time.sleep(3600)
+    if text == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(3600)
+    if text == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if text == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if text == "leave":
+        os._exit(0)
+    if text == "exit":
+        sys.exit(3)
+    if text == "raise":
+        raise RuntimeError("on purpose")
+    if text == "memory":
+        bytearray(64 * 2**30)
+    if text == "two":
+        return [1.0, 2.0]
+    if text == "unpicklable":
+        return [lambda: 0]
+    if text == "nan":
+        return [float("nan")]
+    if text.startswith("children"):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+        Path(text.partition(" ")[2]).write_text(f"{os.getpid()} {child.pid}")
+        time.sleep(3600)
+    return [float(os.getpid())]
+
+
+def logs(
+    completions: list[str],
+    log_metric: Callable[[str, float], None],
+    log_extra: Callable[[str, list[Any]], None],
+) -> list[float]:
+    log_metric("length", len(completions[0]))
+    log_extra("shouted", [c.upper() for c in completions])
+    return [1.0] * len(completions)
+
+
+def clashes(completions: list[str], log_metric: Callable[[str, float], None]) -> list[float]:
+    log_metric("mean", 1.0)
+    return [1.0] * len(completions)
+
+
+def miscounts(completions: list[str], log_extra: Callable[[str, list[Any]], None]) -> list[float]:
+    log_extra("one", [1])
+    return [1.0] * len(completions)
+
+
+def at_step(completions: list[str], trainer_state: Any) -> list[float]:
+    return [float(trainer_state.global_step)] * len(completions)
+
+
+def counted(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """Notes in a file how often it was called."""
+    with Path(answer[0]).open("a") as file:
+        file.write(completions[0] + "\n")
+    if completions == ["raise"]:
+        raise RuntimeError("counted")
+    return [1.0]
+
+
+MOST = 0  # async calls under way at once, at most
+NOW = 0
+
+
+async def waits(completions: list[str], answer: list[str] | None = None) -> list[float]:
+    global MOST, NOW
+    NOW += 1
+    MOST = max(MOST, NOW)
+    try:
+        await asyncio.sleep(3600 if completions == ["hang"] else 0.02)
+    finally:
+        NOW -= 1
+    if completions == ["raise"]:
+        raise RuntimeError("in a coroutine")
+    if completions == ["timeout"]:
+        raise TimeoutError
+    return [float(len(c)) for c in completions]
+
+
+async def blocks(completions: list[str]) -> list[float]:
+    time.sleep(0.1)
+    return [1.0]
+
+
+@reward(name="shouting", timeout=30)
+def is_shouted(completions: list[str], *, level: int = 1) -> list[float]:
+    """1.0 where the completion is in capitals."""
+    return [float(c.isupper()) * level for c in completions]
