@@ -84,9 +84,9 @@ def at_step(completions: list[str], trainer_state: Any) -> list[float]:
 
 
 def counted(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """Notes in a file how often it was called."""
+    """Notes in a file what it was called with, each behind a null byte."""
     with Path(answer[0]).open("a") as file:
-        file.write(completions[0] + "\n")
+        file.write("\0" + completions[0])
     if completions == ["raise"]:
         raise RuntimeError("counted")
     return [1.0]

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from grpo_cli import cli, evaluate, metrics, scoring
-from grpo_cli.config import Reward
+from grpo_cli.config import Reward, Scoring
+from grpo_cli.distributed import Workers
 from grpo_cli.outcomes import outcomes
+from grpo_cli.reward_calls import Crew
 from grpo_cli.rollouts import Completion, Group, Prompt, Rollout
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,6 +65,12 @@ def test_table_of_knobs_is_up_to_date() -> None:
 
 def test_every_metric_is_defined() -> None:
     scored = group()
+    counted = Reward("tests.pool_rewards:does", timeout=30, on_error="count")
+    crew = Crew(Scoring(workers=1))
+    sheet = scoring.Scorer({"r": counted}, ["answer"], "here", crew).score(scored.rollouts)
+    crew.close()
+    of_rewards = scoring.metrics_of([sheet], Workers("cpu"))
+    assert len(of_rewards) == 3
     score(scored, exact_match=Reward("exact_match"))
     whole_step = dict(outcomes([scored]))
     clock = metrics.Clock(torch.device("cpu"))
@@ -73,6 +81,8 @@ def test_every_metric_is_defined() -> None:
         **metrics.rollout_metrics(whole_step),
         **clock.metrics(whole_step),
         **evaluate.summarize([scored], "exact_match"),
+        **of_rewards,
+        **{f"eval/{key}": 0.0 for key in of_rewards if not key.startswith("time/")},
     }
     assert len([k for k in keys if k.startswith("time/")]) >= 4
     assert undocumented(keys) == []

@@ -1,6 +1,7 @@
 """The loop on a tiny model: it learns, its gradient ignores micro-batches, it stops and goes on."""
 
 import json
+import time
 import math
 from pathlib import Path
 from typing import Any
@@ -547,3 +548,34 @@ def test_a_beta_changed_on_resume_is_where_adaption_begins_anew(tmp_path: Path) 
     other = built(tmp_path, steps=3, loss__beta=0.5, resume="auto", **target)
     other.close()
     assert other.beta(other.recipe) == 0.5
+
+
+def test_scoring_begins_while_others_are_still_being_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = tmp_path / "notes"
+    notes.touch()
+    arguments = {"answer": [str(notes)]}
+    counted = {"function": "tests.pool_rewards:counted", "timeout": 60, "args": arguments}
+    live = built(tmp_path, reward={"r": counted}, generation__max_rows=4)
+    generate = live.generator.generate
+    seen: list[int] = []
+
+    def waits_for_scores(*args: Any) -> Any:
+        *others, on_group = args
+
+        def take(number: int, completions: Any) -> None:
+            on_group(number, completions)
+            end = time.monotonic() + 60
+            while notes.read_text().count("\0") < 4 * (len(seen) + 1):  # a null for each call
+                assert time.monotonic() < end, "scoring waits for the last group"
+                time.sleep(0.01)
+            seen.append(number)
+
+        return generate(*others, take)
+
+    monkeypatch.setattr(live.generator, "generate", waits_for_scores)
+    collected = collect(live, live.recipe, Clock(CPU))
+    live.close()
+    assert len(seen) == len(collected.groups) > 1
+    assert all(r.reward == 1.0 for g in collected.groups for r in g.rollouts)
