@@ -82,7 +82,7 @@ def make_scorer(recipe: Recipe, rows: data.Rows, limit: int, crew: Crew) -> Scor
     """
     run = {"max_completion_tokens": limit, "device": recipe.device}
     scorer = Scorer(recipe.reward, rows.columns, rows.source, crew, run)
-    if recipe.scoring.try_out:
+    if recipe.scoring.try_out and os.environ.get("LOCAL_RANK", "0") == "0":  # once a node
         row = rows.rows[0]
         prompt = data.prompt_text(row, recipe.dataset, 0)
         try:
