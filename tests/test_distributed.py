@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from tests.test_train import ROWS
-from tests.torchrun import alone
 
 SETTINGS = [
     "device=cpu",
@@ -43,15 +42,14 @@ def launch(folder: Path, processes: int, *overrides: str) -> subprocess.Complete
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
     command = [*torchrun, f"--nproc-per-node={processes}", *grpo] if processes > 1 else grpo
     root = Path(__file__).parent.parent
-    with alone():
-        return subprocess.run(
-            [*command, f"dataset.train={data}", f"dataset.eval={data}", *SETTINGS, *overrides],
-            capture_output=True,
-            text=True,
-            timeout=180,
-            cwd=root,
-            env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        )
+    return subprocess.run(
+        [*command, f"dataset.train={data}", f"dataset.eval={data}", *SETTINGS, *overrides],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+    )
 
 
 def results(folder: Path, processes: int) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:

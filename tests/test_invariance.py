@@ -18,7 +18,6 @@ from grpo_cli import train
 from grpo_cli.distributed import Workers
 from grpo_cli.losses import POLICY
 from tests.optimizer_batch import Found, all_gradients, cases, make_groups
-from tests.torchrun import alone
 
 ROOT = Path(__file__).parent.parent
 
@@ -62,15 +61,14 @@ def test_what_skips_the_backward_has_no_gradient(
 def test_processes(whole: Found, processes: int, tmp_path: Path) -> None:
     out = tmp_path / "found.pt"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    with alone():
-        done = subprocess.run(
-            [*torchrun, f"--nproc-per-node={processes}", "tests/optimizer_batch.py", str(out)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
+    done = subprocess.run(
+        [*torchrun, f"--nproc-per-node={processes}", "tests/optimizer_batch.py", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert_same(torch.load(out, weights_only=True), whole)
 
