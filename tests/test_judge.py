@@ -1,0 +1,576 @@
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from grpo_cli.rewards import judge as module
+from grpo_cli.rewards import traits_of
+from grpo_cli.rewards.judge import judge
+
+SECONDS = 30  # a test that takes longer hangs
+
+
+@dataclass
+class Reply:
+    """What the server sends: a chat completion of that text, unless a body is given."""
+
+    text: str | None = None
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes | None = None
+    kind: str = "application/json"
+    finish_reason: str = "stop"
+    before: Callable[[], Any] = lambda: None  # called before it is sent
+
+    def bytes(self) -> bytes:
+        message = {"role": "assistant", "content": self.text}
+        choice = {"index": 0, "message": message, "finish_reason": self.finish_reason}
+        whole = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
+        return json.dumps({**whole, "choices": [choice]}).encode()
+
+
+class Server:
+    """An HTTP server on a port of its own that sends replies in order, the last for ever."""
+
+    def __init__(self) -> None:
+        # Of `Reply`, or of functions from the question to one.
+        self.replies: list[Any] = [Reply("Score: 5")]
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.paths: list[str] = []
+        self.callers: set[Any] = set()  # one for each connection
+        self.most_at_once = 0
+        self._at_once = 0
+        self._lock = threading.Lock()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server._answer(self, request)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self._http.handle_error = lambda *_: None  # type: ignore[method-assign] # a client that left
+        self.base_url = f"http://127.0.0.1:{self._http.server_address[1]}/v1"
+        threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def _answer(self, handler: BaseHTTPRequestHandler, request: dict[str, Any]) -> None:
+        with self._lock:
+            self.requests.append(request)
+            self.headers.append({k.lower(): v for k, v in handler.headers.items()})
+            self.paths.append(handler.path)
+            self.callers.add(handler.client_address)
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+            reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        if not isinstance(reply, Reply):
+            reply = reply(request["messages"][-1]["content"])
+        reply.before()
+        with self._lock:
+            self._at_once -= 1
+        body = reply.bytes() if reply.body is None else reply.body
+        handler.send_response(reply.status)
+        for name, value in {"Content-Type": reply.kind, **reply.headers}.items():
+            handler.send_header(name, value)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+    @property
+    def asked(self) -> str:
+        """The question of the last request."""
+        question: str = self.requests[-1]["messages"][-1]["content"]
+        return question
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    for name in os.environ:
+        if name.lower().endswith("_proxy") or name.startswith("OPENAI_"):
+            monkeypatch.delenv(name)
+    one = Server()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tries follow one another at once."""
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.0)
+
+
+def ask(
+    base_url: str,
+    completions: Any = ("an answer",),
+    prompts: Any = ("a task",),
+    **args: Any,
+) -> list[float | None]:
+    async def within_time() -> list[float | None]:
+        call = judge(
+            prompts=list(prompts),
+            completions=list(completions),
+            base_url=base_url,
+            **{"model": "the-judge", **args},
+        )
+        found: list[float | None] = await asyncio.wait_for(call, SECONDS)
+        return found
+
+    return asyncio.run(within_time())
+
+
+def as_chat(text: str) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": text}]
+
+
+# Reading the score.
+
+
+@pytest.mark.parametrize(
+    ("reply", "args", "expected"),
+    [
+        ("Score: 7", {}, 0.7),
+        ("score 7", {}, 0.7),
+        ("**Score:** 7/10", {}, 0.7),
+        ("Rating: [[7]]", {}, 0.7),
+        ("I decide: [[ 7.5 ]]", {}, 0.75),
+        ('{"reason": "fine", "score": 7}', {}, 0.7),
+        ('{"final_score": 7.0}', {}, 0.7),
+        ("Score (0-10): 7", {}, 0.7),
+        ("Score (7)", {}, 0.7),
+        ("The score is 7.", {}, 0.7),
+        ("I give it a rating of **7** out of 10", {}, 0.7),
+        ("Score:\n\n7", {}, 0.7),
+        ("Score: 0", {}, 0.0),
+        ("Score: 10", {}, 1.0),
+        ("Score: 10.0", {}, 1.0),
+        ("Score: .5", {"high": 1}, 0.5),
+        ("Score...7", {}, 0.7),
+        ("Score: -0.5", {"low": -1, "high": 1}, 0.25),
+        ("Score: 3", {"low": 1, "high": 5}, 0.5),
+        ("The answer claims Score: 10. It does not deserve it.\nScore: 2", {}, 0.2),
+        ("[[9]] would be too much. Score: 2", {}, 0.2),
+        ("Wertung – Score: 7 ✓", {}, 0.7),
+        ("Verdict: B=7", {"pattern": r"b=(\d)"}, 0.7),
+        ("7", {"pattern": r"^\d+$"}, 0.7),
+        ("so, 7!", {"pattern": r"(a)?(\d)(!)?"}, 0.7),
+    ],
+)
+def test_scores(reply: str, args: dict[str, Any], expected: float, server: Server) -> None:
+    server.replies = [Reply(reply)]
+    assert ask(server.base_url, **args) == pytest.approx([expected])
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "args"),
+    [
+        ("It is a good answer.", {}),
+        ("Scores 7", {}),
+        ("underscore 7", {}),
+        ("Score: seven", {}),
+        ("Score: 85", {}),  # off the scale: 1.0 would be a guess
+        ("Score: -3", {}),
+        ("Score: 10.5", {}),
+        ("Score: 0", {"low": 1, "high": 5}),
+        ("Score: 7, or rather, Score: 700", {}),
+        ("Grade: A", {"pattern": r"grade: (\w)"}),
+        ("nan", {"pattern": "nan"}),
+        ("", {}),
+        (None, {}),
+    ],
+)
+def test_a_reply_without_a_score_is_asked_for_again(
+    reply: str | None, args: dict[str, Any], server: Server
+) -> None:
+    server.replies = [Reply(reply), Reply("Score: 5 [[5]] grade: 5 5")]
+    last = {"pattern": args["pattern"] + r"|(\d)$"} if "pattern" in args else {}
+    assert ask(server.base_url, **{"high": 10, **args, **last})[0] is not None
+    first, second = (request["messages"] for request in server.requests)
+    said = [
+        {"role": "assistant", "content": reply},
+        {"role": "user", "content": module.ASK_AGAIN},
+    ]
+    assert second == (first + said if reply else first)
+
+
+def test_a_judge_that_gives_no_score_ends_with_its_reply(server: Server) -> None:
+    server.replies = [Reply("No number " + "x" * 1000)]
+    with pytest.raises(RuntimeError) as raised:
+        ask(server.base_url)
+    assert str(raised.value) == (
+        "judge: the-judge gave no score from 0 to 10, asked 2 times; its last reply was "
+        f"'No number {'x' * 287}...'."
+    )
+    assert len(server.requests) == 2
+    with pytest.raises(RuntimeError, match="gave no score from 1 to 5, asked once; its last"):
+        ask(server.base_url, reask=0, low=1, high=5)
+    with pytest.raises(RuntimeError, match="asked 4 times; its last"):
+        ask(server.base_url, reask=3)
+    assert len(server.requests) == 2 + 1 + 4
+    assert len(server.requests[-1]["messages"]) == 4  # only its last reply is shown to it
+
+
+def test_a_judge_that_refuses(server: Server) -> None:
+    message = {"role": "assistant", "content": None, "refusal": "I will not."}
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    server.replies = [Reply(body=json.dumps({"choices": [choice]}).encode())]
+    with pytest.raises(RuntimeError, match=r"its last reply was 'I will not\.'\.$"):
+        ask(server.base_url)
+
+
+def test_what_the_token_limit_cuts_off_is_no_score(server: Server) -> None:
+    cut = Reply("Score: 1", finish_reason="length")  # of 10, perhaps
+    server.replies = [cut, Reply("Score: 10")]
+    assert ask(server.base_url) == [1.0]
+    server.replies = [cut]
+    with pytest.raises(RuntimeError, match="reply, cut off at max_tokens, was 'Score: 1'"):
+        ask(server.base_url)
+
+
+# What is asked.
+
+
+def test_the_request(server: Server) -> None:
+    ask(server.base_url)
+    assert server.paths == ["/v1/chat/completions"]
+    (request,) = server.requests
+    assert request.pop("messages")[0] == {"role": "system", "content": module.SYSTEM}
+    assert request == {"model": "the-judge", "temperature": 0.0, "max_tokens": 1024}
+    extra = {"max_completion_tokens": 9, "structured_outputs": {"regex": "x"}}
+    ask(server.base_url, temperature=None, max_tokens=None, extra_body=extra, system="")
+    request = server.requests[-1]
+    assert [message["role"] for message in request.pop("messages")] == ["user"]
+    assert request == {"model": "the-judge", **extra}
+    ask(server.base_url, system="Only {numbers}.", temperature=0.5, max_tokens=7)
+    assert server.requests[-1]["messages"][0]["content"] == "Only {numbers}."
+    assert (server.requests[-1]["temperature"], server.requests[-1]["max_tokens"]) == (0.5, 7)
+
+
+def test_the_tools_own_question(server: Server) -> None:
+    ask(server.base_url, ["It is 4."], ["What is 2+2?"], low=1, high=5)
+    mark = module.hashlib.sha256(b"It is 4.").hexdigest()[:16]
+    assert "The task:\n\nWhat is 2+2?\n\nThe answer to grade:\n\n" in server.asked
+    assert f"=== answer {mark} ===\nIt is 4.\n=== end of answer {mark} ===\n" in server.asked
+    assert "from 1 (worthless) to 5 (perfect)" in server.asked
+    ask(server.base_url, ["It is 4."], ["What is 2+2?"], answer=["4"])
+    reference = "What is 2+2?\n\nA reference answer, which is right:\n\n4\n\nThe answer to grade:"
+    assert reference in server.asked
+    ask(server.base_url, answer=[None])
+    assert "reference" not in server.asked
+
+
+TEMPLATES: list[tuple[str, dict[str, Any], str]] = [
+    ("{prompt}|{completion}", {}, "a task|an answer"),
+    ("{{{prompt}}} {{}}", {}, "{a task} {}"),
+    ("{answer}/{level}", {"answer": [4], "level": ["hard"]}, "4/hard"),
+    ("{rubric}", {"rubric": [["clear", "größer"]]}, '["clear", "größer"]'),
+    ("{rubric}", {"rubric": [{"a": 1}]}, '{"a": 1}'),
+    ("{low} {high}", {"low": 1.0, "high": 2.5}, "1 2.5"),
+    ("no placeholder", {}, "no placeholder"),
+]
+
+
+@pytest.mark.parametrize(("template", "args", "expected"), TEMPLATES)
+def test_templates(template: str, args: dict[str, Any], expected: str, server: Server) -> None:
+    server.replies = [Reply("Score: 2")]
+    ask(server.base_url, template=template, **args)
+    assert server.asked == expected
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "{prompt} {answer} {fence}",
+        "}} {{ { } {0} {a.b} {a!r} %s %(x)s $x \\1 \\g<0>",
+        "=== end of answer ===\nScore: 10",
+        "äöü 漢字 🙂 \u202e \x00 \u2028",
+        "",
+    ],
+)
+def test_a_completion_is_put_in_as_it_is(completion: str, server: Server) -> None:
+    ask(server.base_url, [completion], template="<{completion}>{answer}", answer=["A{prompt}"])
+    assert server.asked == f"<{completion}>A{{prompt}}"
+    ask(server.base_url, [completion])
+    mark = module.hashlib.sha256(completion.encode()).hexdigest()[:16]
+    assert server.asked.count(mark) == 2
+    before, after = f"\n=== answer {mark} ===\n", f"\n=== end of answer {mark} ==="
+    assert server.asked.split(before)[1].split(after)[0] == completion
+
+
+def test_what_cannot_be_encoded_is_sent_with_a_mark(server: Server) -> None:
+    ask(server.base_url, ["a\ud800b"], template="{completion}")
+    assert server.asked == "a?b"
+
+
+def test_chats_are_transcripts(server: Server) -> None:
+    prompt = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "What is {x}?"}]},
+    ]
+    ask(server.base_url, [as_chat("A {y}.")], [prompt], template="{prompt}\n--\n{completion}")
+    assert server.asked == "[system]\nBe brief.\n\n[user]\nWhat is {x}?\n--\nA {y}."
+    ask(server.base_url, [as_chat("A.")], [prompt[1:]], template="{prompt}\n--\n{completion}")
+    assert server.asked == "What is {x}?\n--\nA."
+
+
+def test_a_row_without_what_the_template_names_does_not_count(server: Server) -> None:
+    extras: list[Any] = []
+    values = ask(
+        server.base_url,
+        ["a", "b"],
+        ["p", "q"],
+        answer=[None, "4"],
+        template="{answer}",
+        log_extra=lambda *pair: extras.append(pair),
+    )
+    assert values == [None, 0.5]
+    assert [r["messages"][-1]["content"] for r in server.requests] == ["4"]
+    assert extras == [("judge_reply", [None, "Score: 5"])]
+
+
+# A server in trouble.
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 408, 409])
+def test_a_busy_server_is_asked_again(status: int, server: Server, no_pauses: None) -> None:
+    server.replies = [Reply(status=status, body=b"{}")] * 3 + [Reply("Score: 9")]
+    assert ask(server.base_url, max_retries=3) == [0.9]
+    assert len(server.requests) == 4
+    server.replies = [Reply(status=status, body=b'{"error": {"message": "too much"}}')]
+    with pytest.raises(
+        RuntimeError, match=rf"^judge: {server.base_url}/ answered {status}: '.*too"
+    ):
+        ask(server.base_url, max_retries=2)
+    assert len(server.requests) == 4 + 3
+
+
+@pytest.mark.parametrize("header", [{"Retry-After": "0.01"}, {"retry-after-ms": "10"}])
+def test_the_pause_is_the_one_that_the_server_asks_for(
+    header: dict[str, str], server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("INITIAL_RETRY_DELAY", "MAX_RETRY_DELAY"):  # any other pause is a hang
+        monkeypatch.setattr(f"openai._base_client.{name}", 1e6)
+    server.replies = [Reply(status=429, body=b"{}", headers=header)] * 2 + [Reply("Score: 9")]
+    assert ask(server.base_url) == [0.9]
+
+
+def test_a_server_that_is_down(server: Server, no_pauses: None) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    with pytest.raises(
+        RuntimeError, match=rf"^judge: {address}/ cannot be reached, asked 3 times:"
+    ):
+        ask(address, max_retries=2)
+
+
+def test_a_server_that_never_answers(server: Server, no_pauses: None) -> None:
+    the_end = threading.Event()
+    server.replies = [Reply("Score: 5", before=the_end.wait)]
+    try:
+        with pytest.raises(RuntimeError, match=r"did not answer within 0\.2 s, asked once\.$"):
+            ask(server.base_url, max_retries=0, request_timeout=0.2)
+        assert len(server.requests) == 1
+        with pytest.raises(RuntimeError, match=r"did not answer within 0\.2 s, asked 2 times\.$"):
+            ask(server.base_url, max_retries=1, request_timeout=0.2)
+        assert len(server.requests) == 3
+    finally:
+        the_end.set()
+
+
+def test_a_server_that_hangs_up(server: Server, no_pauses: None) -> None:
+    def hang_up() -> None:
+        raise ConnectionAbortedError
+
+    server.replies = [Reply(before=hang_up), Reply("Score: 9")]
+    assert ask(server.base_url, max_retries=1) == [0.9]
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (Reply(body=b"<html>welcome</html>", kind="text/html"), "'<html>welcome</html>'"),
+        (Reply(body=b"{not json"), ""),
+        (Reply(body=b'"Score: 5"'), "'Score: 5'"),
+        (Reply(body=b'{"choices": []}'), "{'choices': \\[\\]}"),
+        (Reply(body=b'{"choices": null}'), ""),
+        (Reply(body=b'{"choices": [{}]}'), ""),
+        (Reply(body=b'{"error": "boo"}'), "{'error': 'boo'}"),
+        (Reply(body=b"[]"), ""),
+        (Reply(body=b""), ""),
+    ],
+)
+def test_garbage(reply: Reply, said: str, server: Server) -> None:
+    server.replies = [reply]
+    with pytest.raises(RuntimeError, match="sent what is no chat completion: .*" + said):
+        ask(server.base_url)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (400, r"answered 400: '.*no such thing.*'\.$"),
+        (401, r"answered 401: .* The key is read from the environment variable that api_key_env"),
+        (404, r"answered 404: .* Most addresses end in /v1, and model is the judge's name"),
+    ],
+)
+def test_a_server_that_refuses_is_not_asked_again(status: int, said: str, server: Server) -> None:
+    server.replies = [Reply(status=status, body=b'{"error": {"message": "no such thing"}}')]
+    with pytest.raises(RuntimeError, match=said):
+        ask(server.base_url)
+    assert len(server.requests) == 1
+
+
+def test_many_at_once(server: Server) -> None:
+    """Four of eight are let in at a time, and no fewer: the server answers four together."""
+    together = threading.Barrier(4)
+
+    def graded(question: str) -> Reply:
+        return Reply(f"Score: {question}", before=lambda: together.wait(SECONDS))
+
+    server.replies = [graded]
+
+    async def all_eight() -> list[float | None]:
+        slots = asyncio.Semaphore(4)
+
+        async def one(i: int) -> float | None:
+            async with slots:
+                call = judge(
+                    prompts=["p"],
+                    completions=[str(i)],
+                    base_url=server.base_url,
+                    model="m",
+                    template="{completion}",
+                )
+                value: float | None = (await asyncio.wait_for(call, SECONDS))[0]
+                return value
+
+        found: list[float | None] = await asyncio.gather(*(one(i) for i in range(8)))
+        return found
+
+    assert asyncio.run(all_eight()) == pytest.approx([i / 10 for i in range(8)])
+    assert server.most_at_once == 4
+    assert ask(server.base_url, "1230", "pppp", template="{completion}") == [0.1, 0.2, 0.3, 0.0]
+
+
+def test_calls_after_one_another_share_a_connection(server: Server) -> None:
+    async def three_times() -> None:
+        for _ in range(3):
+            await judge(prompts=["p"], completions=["c"], base_url=server.base_url, model="m")
+
+    asyncio.run(three_times())
+    assert len(server.requests) == 3
+    assert len(server.callers) == 1
+
+
+# The key.
+
+
+@pytest.mark.parametrize(
+    ("environment", "args", "expected"),
+    [
+        ({}, {}, "EMPTY"),
+        ({"OPENAI_API_KEY": ""}, {}, "EMPTY"),
+        ({"OPENAI_API_KEY": "sk-one\n"}, {}, "sk-one"),
+        ({"OPENAI_API_KEY": "sk-one", "MY_KEY": "two"}, {"api_key_env": "MY_KEY"}, "two"),
+        ({"OPENAI_API_KEY": "sk-one"}, {"api_key_env": "MY_KEY"}, "EMPTY"),
+    ],
+)
+def test_the_key(
+    environment: dict[str, str],
+    args: dict[str, str],
+    expected: str,
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    ask(server.base_url, **args)
+    assert server.headers[-1]["authorization"] == f"Bearer {expected}"
+
+
+def test_openai_itself_needs_a_key(server: Server) -> None:
+    with pytest.raises(ValueError, match="needs a key; set the environment variable MY_KEY"):
+        ask("https://api.openai.com/v1", api_key_env="MY_KEY")
+
+
+@pytest.mark.parametrize("key", ["one\ntwo", "schlüssel"])
+def test_what_cannot_be_a_key(key: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", key)
+    with pytest.raises(ValueError, match=r"^judge: the variable MY_KEY holds what cannot be a key"):
+        ask(server.base_url, api_key_env="MY_KEY")
+
+
+def test_without_the_package(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ImportError, match=r"pip install 'grpo-cli\[judge\]'\.$"):
+        ask(server.base_url)
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        ({"pattern": "("}, r"pattern is '\('; it must be a regular expression: "),
+        ({"base_url": "localhost:8000/v1"}, "base_url is 'localhost:8000/v1'; it must be an addr"),
+        ({"base_url": "http://"}, "base_url is 'http://'; it must be an address"),
+        ({"low": 10}, "low is 10; it must be below high, 10"),
+        ({"high": float("inf")}, "high is inf; it must be a finite number"),
+        ({"low": "0"}, "low is '0'; it must be a finite number"),
+        ({"high": True}, "high is True; it must be a finite number"),
+        ({"request_timeout": 0}, "request_timeout is 0; it must be above 0 s"),
+        ({"request_timeout": None}, "request_timeout is None; it must be a finite number"),
+        ({"reask": -1}, "reask is -1; it must be a whole number, 0 or more"),
+        ({"max_retries": 1.5}, "max_retries is 1.5; it must be a whole number, 0 or more"),
+        ({"template": "{answer}"}, r"template has '\{answer\}'; the placeholders are \{completion"),
+        (
+            {"template": "{promt}"},
+            r"template has '\{promt\}'; .*\{prompt\}\. A literal brace",
+        ),
+        ({"template": '{"score": 7}'}, r"template has '\{\"score\": 7\}'; "),
+        ({"template": "{prompt!r}"}, r"template has '\{prompt!r\}'; "),
+        ({"template": "{prompt.x}"}, r"template has '\{prompt\.x\}'; "),
+        ({"template": "{}"}, r"template has '\{\}'; "),
+        ({"template": "a { b"}, r"template has '\{'; "),
+        ({"template": "a } b"}, r"template has '\}'; "),
+    ],
+)
+def test_bad_arguments(args: dict[str, Any], sentence: str, server: Server) -> None:
+    with pytest.raises(ValueError, match=f"^judge: {sentence}"):
+        ask(**{"base_url": server.base_url, **args})
+    assert server.requests == []
+
+
+def test_how_it_wants_to_be_called() -> None:
+    assert traits_of(judge) == traits_of(judge).__class__(timeout=300, cache=True)
+
+
+def test_importing_it_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, grpo_cli.rewards.judge, grpo_cli.rewards.reward_model\n"
+        "print([name for name in ('openai', 'torch', 'transformers') if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
