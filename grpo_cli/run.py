@@ -362,7 +362,7 @@ def build(prepared: Prepared, command: list[str]) -> Run:
         f"prompts, {recipe.prompts_per_step} x {recipe.generation.num_generations} completions a "
         f"step, {workers.size} process{'es' if workers.size > 1 else ''}; writes to {folder}"
     )
-    for description in prepared.scorer.descriptions():
+    for description in prepared.scorer.descriptions:
         reporter.say(description)
     for notice in parsing.notices(recipe):
         reporter.say(f"note: {notice}")

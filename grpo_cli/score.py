@@ -167,9 +167,11 @@ def _score_file(request: Request, recipe: Recipe, crew: Crew, run: Mapping[str, 
         ]
     scorer = Scorer(recipe.reward, [*samples[0].columns], str(path), crew, run)
     check_ids(scorer, samples, path)
+    console = Console(highlight=False)
+    for description in scorer.descriptions:
+        console.print(description, soft_wrap=True, markup=False)
     output = Path(request.output or f"outputs/score/{path.name.split('.')[0]}.jsonl").expanduser()
     passes = request.passes or (1 if labels is None else 2)
-    console = Console(highlight=False)
     bar = Bar(console, "score", len(samples) * passes)
     found: list[list[Scored]] = []
     for number in range(passes):

@@ -65,7 +65,8 @@ class Scorer:
 
         Raises:
             UserError: an unknown function, an argument it does not take, a column the data lacks, a
-                setting that is of no use for this function.
+                setting that is of no use for this function, something that it needs and that is not
+                there.
         """
         self.crew = crew or Crew(Scoring())
         import_modules(self.crew.config.modules, "scoring.modules")
@@ -75,6 +76,7 @@ class Scorer:
         }
         pooled = [t for t in self.terms.values() if t.timeout is not None and not t.is_async]
         self.crew.preload.update(module for term in pooled for module in term.preload)
+        self.descriptions = [*self._described()]  # a sentence of each function that has one to say
 
     def begin(self, state: TrainerState | None = None) -> Sheet:
         """A sheet for the completions of one step."""
@@ -105,12 +107,15 @@ class Scorer:
                     f"{sample.text!r}: {verdict.error}"
                 )
 
-    def descriptions(self) -> Iterator[str]:
-        """A sentence for the log about each function that has one to say."""
+    def _described(self) -> Iterator[str]:
         for name, term in self.terms.items():
             describe = traits_of(term.function).describe
-            if describe is not None:
+            if describe is None:
+                continue
+            try:
                 yield f"reward {name}: {describe(**term.args)}"
+            except Exception as error:  # such as a sandbox that cannot be had here
+                raise UserError(f"reward.{name}: {error}") from error
 
 
 def make_term(

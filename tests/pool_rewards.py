@@ -116,7 +116,13 @@ async def blocks(completions: list[str]) -> list[float]:
     return [1.0]
 
 
-@reward(name="shouting", timeout=30)
+def levels(*, level: int = 1) -> str:
+    if level > 3:
+        raise RuntimeError(f"no such level: {level}")
+    return f"capitals, level {level}"
+
+
+@reward(name="shouting", timeout=30, describe=levels)
 def is_shouted(completions: list[str], *, level: int = 1) -> list[float]:
     """1.0 where the completion is in capitals."""
     return [float(c.isupper()) * level for c in completions]

@@ -247,6 +247,15 @@ def test_a_recipe_may_undo_what_the_decorator_says(crew: Crew) -> None:
     assert (terms["plain"].timeout, terms["plain"].cache) == (None, False)
 
 
+def test_what_a_function_says_of_itself_is_for_the_log(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = {"plain": spec("size"), "r": spec("is_shouted", args={"level": 3})}
+    assert make(crew, specs).descriptions == ["reward r: capitals, level 3"]
+    with pytest.raises(UserError, match=r"^reward.r: no such level: 4$"):
+        make(crew, {"r": spec("is_shouted", args={"level": 4})})
+
+
 # Tried out before the run.
 
 
