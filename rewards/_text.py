@@ -9,6 +9,37 @@ Completions = list[str] | list[list[dict[str, Any]]]
 # An escaped character is matched so that `\{` and `\}` are not taken for braces.
 _BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 _HASHES_LINE = re.compile(r"(?<!#)####(?!#)[ \t]*(.*)")
+_ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+
+# Full-width forms (U+FF01 to U+FF5E) as ASCII. Their `!` ends a sentence, ASCII's is a factorial.
+_PLAIN: dict[int, str | None] = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
+_PLAIN |= {ord("！"): "。", ord("？"): "。", ord("｡"): "。", ord("　"): " ", ord("、"): ", "}
+_PLAIN |= dict.fromkeys((0x2010, 0x2011, 0x2212, 0xFE63), "-")  # hyphens and minus signs
+# Soft hyphen, zero-width characters, and marks for the direction of writing.
+_PLAIN |= dict.fromkeys(
+    (0xAD, *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x206A), 0xFEFF)
+)
+
+_ANNOUNCED = re.compile(
+    r"""
+    \banswers?\b (?: [^\n.:=!?]{0,60}? \b(?:is|are|be|equals?)\b (?!\s*n[o']t\b)  # the answer is
+                   | [*_\s]{0,6} [:=] )                                           # **Answer**:
+    | ^[#*_\s]{0,12} (?:final\ )? answer [*_\ \t]* $                              # a heading
+    | 答案\s*[】\]]?\s* (?:应该|应当|应|就|即)? (?: [是为选:] | 等于 ) | 【答案】
+    | (?<![解回问作应]) 答:                                                        # not 解答:
+    """,
+    re.IGNORECASE | re.MULTILINE | re.VERBOSE,
+)
+_AFTER_ANNOUNCEMENT = re.compile(
+    r"""
+    [\s:*`]* (?:(?:therefore|thus|simply|just|approximately|about|equal\ to|约为?)[\s:,*]+)?
+    (?P<body> \$\$.{1,1000}?\$\$ | \\\[.{1,1000}?\\\] | [^\n]{0,1000} )
+    """,
+    re.IGNORECASE | re.DOTALL | re.VERBOSE,
+)
+ANNOUNCEMENTS = 5
+_SENTENCE_END = re.compile(r"\.[*]*(?=\s|$)|。")
+_BOLD = re.compile(r"(?<![0-9A-Za-z)}*])\*\*([^*\n]+)\*\*(?![0-9(*])")
 
 
 def completion_texts(completions: Completions) -> list[str]:
@@ -25,6 +56,11 @@ def _completion_text(completion: str | list[dict[str, Any]]) -> str:
     if isinstance(content, list):  # parts, as multimodal chat templates write them
         return "".join(part.get("text", "") for part in content)
     return content or ""  # None where a message only calls tools
+
+
+def plain_characters(text: str) -> str:
+    """The text with full-width characters in their ASCII form, and without invisible ones."""
+    return text if text.isascii() else text.translate(_PLAIN)
 
 
 def boxed_answers(text: str) -> list[str]:
@@ -61,3 +97,35 @@ def hashes_answer(text: str) -> str | None:
         if answer and (is_last_line or not answer[0].isalpha()):
             return answer
     return None
+
+
+def tagged_answer(text: str) -> str | None:
+    """What stands in the last closed `<answer>...</answer>`; None without one."""
+    start, answer = None, None
+    for tag in _ANSWER_TAG.finditer(text):
+        if not tag[1]:
+            start = tag.end()
+        elif start is not None:
+            start, answer = None, text[start : tag.start()].strip()
+    return answer
+
+
+def announced_answer(text: str) -> str | None:
+    """The rest of the sentence after the last "the answer is", "Answer:", 答案是, 答: and the like.
+
+    It is looked for on the next line where its own line ends there. Of several, the last one counts
+    that holds a digit or a formula, so that "I hope this answer is right" hides none; no more than
+    the last five are looked at. The text has `plain_characters`.
+    """
+    last = None
+    for announcement in list(_ANNOUNCED.finditer(text))[: -1 - ANNOUNCEMENTS : -1]:
+        after = _AFTER_ANNOUNCEMENT.match(text, announcement.end())
+        assert after is not None, "it also matches the empty string"
+        body = after["body"]
+        if not body.startswith(("$$", r"\[")):
+            body = _SENTENCE_END.split(body, maxsplit=1)[0]
+        body = _BOLD.sub(r"\1", body).strip(" \t*`,;:")
+        if any(character.isdigit() or character in "$\\" for character in body):
+            return body
+        last = last or body
+    return last

@@ -2,6 +2,7 @@ r"""Reward: the answer is written where a checker finds it, in `\boxed{...}` or 
 
 from typing import Any
 
+from grpo_cli.rewards import reward
 from grpo_cli.rewards._text import (
     Completions,
     boxed_answers,
@@ -11,6 +12,7 @@ from grpo_cli.rewards._text import (
 )
 
 
+@reward
 def boxed_format(completions: Completions, *, style: str = "boxed", **_: Any) -> list[float | None]:
     r"""1.0 where the completion states one final answer in the asked style, else 0.0.
 

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+from grpo_cli.rewards import reward
 from grpo_cli.rewards._text import Completions, completion_texts
 
 
+@reward
 def exact_match(
     completions: Completions,
     answer: list[Any],

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+from grpo_cli.rewards import reward
 from grpo_cli.rewards._text import Completions, completion_texts
 
 UNITS = ("characters", "tokens")
 
 
+@reward
 def length(
     completions: Completions,
     completion_ids: list[list[int]] | None = None,

@@ -2,7 +2,10 @@
 
 from typing import Any
 
+from grpo_cli.rewards import reward
 
+
+@reward
 def soft_overlong(
     completion_ids: list[list[int]],
     *,

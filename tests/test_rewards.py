@@ -1,8 +1,5 @@
 import importlib
-import importlib.resources
 import inspect
-import json
-import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from grpo_cli.rewards import REGISTERED
 from grpo_cli.rewards._text import boxed_answers, hashes_answer
 from grpo_cli.rewards.boxed_format import boxed_format
 from grpo_cli.rewards.exact_match import exact_match
@@ -57,163 +55,6 @@ def test_exact_match(
 ) -> None:
     assert exact_match([completion], [answer], **args) == [expected]
     assert exact_match([as_chat(completion)], [answer], **args) == [expected]
-
-
-EQUAL = [
-    # (completion, gold)
-    (r"so \boxed{\frac{3}{4}}.", r"\frac{3}{4}"),
-    (r"\boxed{3/4}", r"\frac{3}{4}"),
-    (r"\boxed{0.75}", r"\frac{3}{4}"),
-    (r"\boxed{\frac34}", r"\dfrac{3}{4}"),
-    (r"\boxed{x \in [-2,7]}", r"x \in [-2,7]"),
-    (r"\boxed{[-2, 7]}", r"x \in [-2,7]"),
-    (r"\boxed{-2 \le x \le 7}", r"[-2,7]"),
-    (r"\boxed{4i+8}", "8+4i"),
-    (r"\boxed{(x-1)(x+1)}", "x^2 - 1"),
-    (r"\boxed{-\sqrt2, \sqrt 2}", r"\sqrt{2}, -\sqrt{2}"),
-    (
-        r"\boxed{\begin{bmatrix}1&0\\0&3\end{bmatrix}}",
-        r"\begin{pmatrix} 1 & 0 \\ 0 & 3 \end{pmatrix}",
-    ),
-    (r"\boxed{x=5}", "5"),
-    (r"\boxed{5}", "x=5"),
-    (r"\boxed{1080}", "1,080"),
-    (r"\boxed{1,\!080}", "1080"),
-    (r"\boxed{1{,}080.00}", "1,080"),
-    (r"\boxed{-1\,080}", "-1,080"),
-    (r"\boxed{\$18.00}", "18"),
-    (r"\boxed{$18$}", r"\$18"),
-    (r"\boxed{18\%}", "18"),
-    (r"\boxed{18 dollars}", "18"),
-    (r"\boxed{5\text{ cm}}", "5"),
-    (r"\boxed{50^\circ}", "50"),
-    (r"\boxed{5.}", "5"),
-    (r"\boxed{3120}", "3120_4"),
-    (r"\boxed{3120_{4}}", "3120_4"),
-    (r"\boxed{Evelyn}", r"\text{Evelyn}"),
-    (r"\boxed{\textbf{even}}", r"\text{Even}"),
-    (r"\boxed{C}", r"\text{(C)}"),
-    (r"\boxed{0.333333333}", r"\frac{1}{3}"),
-    (r"\boxed{" + "9" * 900 + "}", "9" * 900),
-    # where the answer stands
-    (r"\boxed{1} no, \boxed{2}", "2"),
-    (r"\boxed{3} and then \boxed{4", "3"),
-    (r"\boxed {3}", "3"),
-    (r"\fbox{3}", "3"),
-    (r"\boxed{3} #### 4", "3"),
-    ("48/2 = <<48/2=24>>24\n#### 24", "24"),
-    ("24 so #### 24", "24"),
-    ("#### $1,080\n", "1080"),
-    ("#### Step 2\nWe get 7", "7"),
-    ("#### yes", "yes"),
-    ("The answer is 42.", "42"),
-    ("The answer is $1,080.", "1080"),
-    ("12+25=37", "37"),
-    (r"The length is $2\sqrt{5}.$", r"2\sqrt{5}"),
-    ("**Answer:** 1/2", "0.5"),
-    ("x = -5", "-5"),
-    ("Evelyn", r"\text{Evelyn}"),
-    # the gold answer may be a whole solution, or a number
-    ("#### 24", "48/2 = <<48/2=24>>24\n#### 24"),
-    (r"\boxed{24}", r"It is \boxed{24}."),
-    (r"\boxed{24}", 24),
-    (r"\boxed{1/2}", 0.5),
-]
-
-DIFFERENT = [
-    (r"\boxed{\frac{4}{3}}", r"\frac{3}{4}"),
-    (r"\boxed{(-2,7)}", r"x \in [-2,7]"),
-    (r"\boxed{8-4i}", "8+4i"),
-    (r"\boxed{\sqrt2}", r"\sqrt{2}, -\sqrt{2}"),
-    (r"\boxed{(2,1)}", "(1,2)"),
-    (r"\boxed{1, 2}", "1,2,3"),
-    (r"\boxed{3 \text{ or } 4}", "3"),
-    (r"\boxed{1,080}", "1,081"),
-    (r"\boxed{0.18}", r"18\%"),
-    (r"\boxed{3120_5}", "3120_4"),
-    (r"\boxed{odd}", r"\text{even}"),
-    (r"\boxed{D}", r"\text{(C)}"),
-    (r"\boxed{0.33}", r"\frac{1}{3}"),
-    (r"\boxed{10000000000000001}", "10000000000000000"),
-    (r"\boxed{y=5}", "x=5"),
-    (r"\boxed{2} no, \boxed{1}", "2"),
-    (r"2 \boxed{}", "2"),
-    (r"\boxed{" + "1+" * 600 + "1}", "601"),  # over the length of any answer
-    ("#### 24\nQuestion: what is 7?\n#### 7", "24"),
-    ("", "5"),
-    ("no number here", "5"),
-    (r"16\sqrt{2} is $16\sqrt{2}.$", "16"),
-]
-
-HOSTILE = [
-    "\\boxed{\x00}",
-    "\x00\x00",
-    "\\boxed{\ud800}",
-    r"\boxed{9**9**9**9}",
-    r"\boxed{9^{9^{9^9}}}",
-    r"\boxed{" + "{" * 5000 + "}" * 5000 + "}",
-    r"\boxed{" * 30_000,
-    "}" * 50_000,
-    "1" * 100_000,
-    r"\boxed{" + "1" * 100_000 + "}",
-    "#### " * 30_000,
-    "#### a\n" * 30_000 + "x",
-    "1 " * 20_000,
-    "$" * 20_000,
-    "answer " * 5_000,
-    r"\frac" * 5_000,
-    r"\boxed{\frac{1}{0}}",
-    r"\boxed{\infty - \infty}",
-    r"\boxed{\begin{pmatrix} 1 & 2 \\ 3}",
-]
-
-
-@pytest.mark.parametrize(
-    ("completion", "gold", "expected"),
-    [
-        *((completion, gold, 1.0) for completion, gold in EQUAL),
-        *((completion, gold, 0.0) for completion, gold in DIFFERENT),
-    ],
-)
-def test_math(completion: str, gold: Any, expected: float) -> None:
-    assert math([completion], [gold]) == [expected]
-    assert math([as_chat(completion)], [gold]) == [expected]
-
-
-def test_math_agrees_with_the_sample_solutions() -> None:
-    sample = importlib.resources.files("grpo_cli") / "samples" / "gsm8k_test.jsonl"
-    lines = sample.read_text("utf-8")
-    rows = [json.loads(line) for line in lines.split("\n") if line]
-    solutions, answers = ([row[key] for row in rows] for key in ("solution", "answer"))
-    assert math(solutions, answers) == [1.0] * len(rows)
-    other_answers = answers[1:] + answers[:1]
-    expected = [float(one == other) for one, other in zip(answers, other_answers, strict=True)]
-    assert math(solutions, other_answers) == expected
-
-
-@pytest.mark.parametrize("completion", HOSTILE, ids=range(len(HOSTILE)))
-def test_math_scores_hostile_text_zero(completion: str) -> None:
-    assert math([completion], ["6"], timeout=1) == [0.0]
-
-
-def test_math_does_not_apply_without_a_gold_answer() -> None:
-    assert math(["5", r"\boxed{5}", "#### 5"], [None, "", "5"]) == [None, None, 1.0]
-
-
-def test_math_sums_timeouts_up_in_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert math([r"\boxed{9^{9^{9^9}}}"] * 2 + ["5"], ["6", "7", "5"], timeout=1) == [0, 0, 1]
-    assert [record.name for record in caplog.records] == ["grpo_cli.rewards.math"]
-    assert "took over 1 s, 2 times" in caplog.text
-
-
-def test_math_lets_a_bug_surface(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> bool:
-        raise TypeError("a bug of ours")
-
-    monkeypatch.setattr("grpo_cli.rewards.math._same_answer", broken)
-    with pytest.raises(TypeError, match="a bug of ours"):
-        math([r"\boxed{5}"], ["6"])
 
 
 @pytest.mark.parametrize(
@@ -383,9 +224,6 @@ def test_called_as_the_trainer_calls_them(
         (length, {"target": -1}, "target is -1; it must be a whole number, 0 or more"),
         (length, {"target": "20"}, "target is '20'; it must be a whole number, 0 or more"),
         (length, {"unit": "tokens"}, 'unit "tokens" needs completion_ids'),
-        (math, {"timeout": 0}, "timeout is 0; it must be a whole number of seconds, 1 or more"),
-        (math, {"timeout": 0.5}, "timeout is 0.5; it must be a whole number of seconds"),
-        (math, {"timeout": None}, "timeout is None; it must be a whole number of seconds"),
     ],
 )
 def test_bad_arguments(
@@ -401,21 +239,29 @@ def test_columns_of_another_length_are_a_bug(reward: Callable[..., list[float | 
         reward(completions=["5", "6"], answer=["5"])
 
 
-def test_each_file_holds_one_documented_reward_of_its_name() -> None:
-    folder = Path(inspect.getfile(math)).parent
-    names = sorted(path.stem for path in folder.glob("[!_]*.py"))
-    assert names == sorted(reward.__name__ for reward, _ in REWARDS)
-    for name in names:
-        module = importlib.import_module(f"grpo_cli.rewards.{name}")
-        summary = (getattr(module, name).__doc__ or "").splitlines()[0]
-        assert summary.endswith(".")
-        assert len(summary) < 100
+def shipped() -> list[str]:
+    return sorted(path.stem for path in Path(inspect.getfile(math)).parent.glob("[!_]*.py"))
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_each_file_holds_one_documented_reward_of_its_name(name: str) -> None:
+    function = getattr(importlib.import_module(f"grpo_cli.rewards.{name}"), name)
+    assert REGISTERED[name] == f"grpo_cli.rewards.{name}:{name}"
+    summary = (function.__doc__ or "").splitlines()[0]
+    assert summary.endswith(".")
+    assert len(summary) < 100
+
+
+def test_the_rewards_tested_here_are_shipped() -> None:
+    assert {reward.__name__ for reward, _ in REWARDS} <= set(shipped())
 
 
 def test_listing_the_rewards_loads_nothing_heavy() -> None:
     code = (
-        "import sys, grpo_cli.rewards.math, grpo_cli.rewards.boxed_format\n"
-        "print([name for name in ('sympy', 'math_verify', 'torch') if name in sys.modules])"
+        f"import importlib, sys\nfor name in {shipped()}:\n"
+        "    importlib.import_module(f'grpo_cli.rewards.{name}')\n"
+        "heavy = ('sympy', 'math_verify', 'torch', 'transformers', 'jsonschema', 'numpy')\n"
+        "print([name for name in heavy if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

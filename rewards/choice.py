@@ -1,0 +1,195 @@
+r"""Reward: a multiple-choice completion settles on the right option."""
+
+import functools
+import re
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_cli.rewards import reward
+from grpo_cli.rewards._text import (
+    Completions,
+    completion_texts,
+    plain_characters,
+    tagged_answer,
+)
+
+SEVERAL = ""  # what is read where more than one option is named in one breath
+
+# Boxes that hold no more than an option may: each repetition has a bound, for long texts' sake.
+_BRACED = r"\{[^{}]{0,99}(?:\{[^{}]{0,99}\}[^{}]{0,99}){0,5}\}"
+_BOX = re.compile(
+    rf"\\(?:boxed|fbox)\s{{0,9}}\{{([^{{}}]{{0,99}}(?:{_BRACED}[^{{}}]{{0,99}}){{0,5}})\}}"
+)
+REACH = 80  # characters that are read of one place where an option may be named
+LEADS = 100  # places, from the end, where the words that lead to an option are followed up
+
+# What says that an option follows.
+_LEAD = re.compile(
+    r"""
+    (?: answer (?: \ (?:choice|option) )? (?: \ to\ [^.:\n]{1,60}? )?
+        [\s*_`]{0,8} (?: \bis\b | [:=] )
+      | (?<![a-z]) correct \  (?:choice|option|letter) [\s*_`]{0,8} (?: \bis\b | [:=] )
+      | (?: 答案 | 正确选项 | 正確選項 ) [\s*_`]{0,8}
+        (?: 应该是 | 应为 | 应选 | 是 | 为 | 為 | 选 | 選 | : )
+      | (?<![不别可]) [选選] [择擇]?
+    )
+    [\s*_`:]{0,8}
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+
+# What is only there for looks: LaTeX that sets text, Markdown, quotation marks.
+_LOOKS = re.compile(
+    r"""\\(?:text(?:bf|it|rm)?|math(?:bf|rm|it)|mbox|bf|rm|q?quad)(?![A-Za-z])"""
+    r"""|\\(?=\s|\Z)|\\[\[\](),;!]|[{}$*`~"“”]|(?<![A-Za-z])['‘’]|['‘’](?![A-Za-z])"""
+)
+
+# Before another word, `a`, `A` or `I` is a word itself, unless the other is one of these.
+_CONNECTIVE = "because|since|as|and|which|but|with|from|where|when|is|was"
+
+
+@dataclass(frozen=True)
+class _Patterns:
+    """How the options of one set of letters are written."""
+
+    option: re.Pattern[str]  # the whole text is a letter, perhaps with the option's text after it
+    stated: re.Pattern[str]  # a text that goes on begins with a letter
+    alone: re.Pattern[str]  # the whole text is a letter
+    another: re.Pattern[str]  # what follows a letter names another
+
+
+@reward
+def choice(
+    completions: Completions, answer: list[Any], *, letters: str = "ABCDEFGHIJ", **_: Any
+) -> list[float | None]:
+    r"""1.0 where the letter that the completion settles on is the gold one, else 0.0.
+
+    It is read after the last `</think>`, if there is one, from the first of these that is there:
+
+    1. the last `\boxed{B}`, also `\boxed{\text{(B)}}` or `\boxed{B. Paris}`;
+    2. the last `<answer>B</answer>`;
+    3. the last of "answer is (B)", "Answer: B", "correct option is B", "答案是B", "选B";
+    4. a last line that is nothing but the letter, such as `**(B)**` or `B.`.
+
+    A letter anywhere else counts for nothing, nor does one that is a word ("the answer is a bit
+    long"); two letters in one place ("A or B") are no choice, and give 0.0.
+
+    Recipe args:
+        letters: what the options are labelled with, one character each; upper and lower case are
+            equal.
+
+    The gold answer may be written in the same ways, as in "b" or "(B) Paris". A row where it is
+    missing (None or blank) gives None.
+    """
+    if (
+        not isinstance(letters, str)
+        or not letters.isalnum()
+        or len(set(letters.upper())) != len(letters)
+    ):
+        raise ValueError(
+            f"choice: letters is {letters!r}; it must be letters or digits, none of them twice."
+        )
+    patterns = _patterns(letters)
+    return [
+        None
+        if gold is None or not str(gold).strip()
+        else float(_chosen(text, patterns) == _gold_letter(str(gold), letters))
+        for text, gold in zip(completion_texts(completions), answer, strict=True)
+    ]
+
+
+def _gold_letter(gold: str, letters: str) -> str:
+    patterns = _patterns(letters)
+    letter = _option(plain_characters(gold), patterns) or _chosen(gold, patterns)
+    if not letter:
+        raise ValueError(
+            f"choice: answer is {gold!r:.200}; it must be one of the letters {letters}."
+        )
+    return letter
+
+
+@functools.lru_cache
+def _patterns(letters: str) -> _Patterns:
+    label = f"[{letters.upper()}{letters.lower()}]"
+    # These are no words, so that one counts before any word.
+    sure = f"[{''.join(one for one in letters.upper() if one.isalpha() and one not in 'AI')}]"
+    sure = sure if sure != "[]" else r"(?!)"
+    bracketed = rf"[(\[【]\s?({label})\s?[)\]】]"
+    unnamed = rf"[(\[【]\s?{label}\s?[)\]】]"
+    name = r"\s*(?:(?:option|choice|letter|选项|選項)\s*)?"
+    mark = r"[.,:;!?](?!\d)|[)\]】|。—–\u3400-\u9fff]"
+    another = (
+        rf"[)\]】]?[ \t]*(?:{unnamed}"
+        rf"|(?:(?:[,/&;]|(?:and|or)\b|[或和与與])[ \t]*)+(?:{unnamed}|{label}[)\]】]?)"
+        rf"(?=\s*(?:\Z|\n|[,/&;.。]|(?:and|or)\b|[或和与與])))"
+    )
+    return _Patterns(
+        option=re.compile(rf"(?i:{name})(?:{bracketed}|({label})(?=\s*\Z|[.,:)](?!\d)|{another}))"),
+        stated=re.compile(
+            rf"(?i:{name})(?:{bracketed}"
+            rf"|({label})(?=\s*\Z|\s*\n|{mark}|</|{another}"
+            rf"|[ \t]+(?:[(\[—–]|-\s|(?:{_CONNECTIVE})\b))"
+            rf"|({sure})(?=[ \t]+\w))"
+        ),
+        alone=re.compile(rf"[(\[【]?\s?({label})\s?[)\]】]?\s?[.。:,!]?"),
+        another=re.compile(another),
+    )
+
+
+def _chosen(text: str, patterns: _Patterns) -> str | None:
+    text = plain_characters(text.rpartition("</think>")[2])
+    for read in (_boxed, _tagged, _stated, _alone):
+        letter = read(text, patterns)
+        if letter is not None:
+            return letter
+    return None
+
+
+def _boxed(text: str, patterns: _Patterns) -> str | None:
+    boxes = _BOX.findall(text)
+    # The innermost where they are nested.
+    return _option(boxes[-1].replace(r"\boxed", ""), patterns) if boxes else None
+
+
+def _tagged(text: str, patterns: _Patterns) -> str | None:
+    content = tagged_answer(text)
+    if content is None:
+        return None
+    for read in (_option, _alone):
+        letter = read(content, patterns)
+        if letter is not None:
+            return letter
+    return None
+
+
+def _stated(text: str, patterns: _Patterns) -> str | None:
+    for lead in reversed(deque(_LEAD.finditer(text), maxlen=LEADS)):
+        letter = _letter(patterns.stated, text[lead.end() : lead.end() + REACH], patterns)
+        if letter is not None and not _is_called_wrong(text, lead.start()):
+            return letter
+    return None
+
+
+def _is_called_wrong(text: str, place: int) -> bool:
+    return text[max(0, place - 12) : place].rstrip().lower().endswith(("wrong", "incorrect"))
+
+
+def _alone(text: str, patterns: _Patterns) -> str | None:
+    line = text.rstrip()[-REACH:].rpartition("\n")[2]
+    found = patterns.alone.fullmatch(_LOOKS.sub("", line).strip())
+    return found[1].upper() if found else None
+
+
+def _option(text: str, patterns: _Patterns) -> str | None:
+    return _letter(patterns.option, text.strip()[:REACH], patterns)
+
+
+def _letter(pattern: re.Pattern[str], text: str, patterns: _Patterns) -> str | None:
+    text = _LOOKS.sub("", text).strip()
+    found = pattern.match(text)
+    if found is None:
+        return None
+    if patterns.another.match(text, found.end()):
+        return SEVERAL
+    return next(letter for letter in found.groups() if letter).upper()

@@ -1,0 +1,163 @@
+"""Reward: the program in the completion passes its tests, in a sandbox."""
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_cli import sandbox
+from grpo_cli.rewards import reward
+from grpo_cli.rewards._text import Completions, completion_texts
+
+Test = str | Mapping[str, str]
+
+_PYTHON = ("python", "py", "python3")
+_FENCE = re.compile(r"([ \t]*+)(`{3,}+)[ \t]*+([^`\s]*+)[^`]*+")  # possessive: in linear time
+
+
+def _describe(*, guards: str = "auto", site_packages: bool = False, **_: Any) -> str:
+    return sandbox.describe(guards, site_packages)
+
+
+@reward(timeout=30, preload=("grpo_cli.sandbox",), describe=_describe)
+def code(
+    completions: Completions,
+    tests: list[Any],
+    test_setup_code: list[str | None] | None = None,
+    entry_point: list[str | None] | None = None,
+    prompts: list[Any] | None = None,
+    *,
+    seconds: float = 6.0,
+    total_seconds: float = 20.0,
+    memory_mb: int = 1024,
+    guards: str = "auto",
+    partial: bool = True,
+    continues_prompt: bool = False,
+    site_packages: bool = False,
+    **_: Any,
+) -> list[float | None]:
+    """The share of its tests that the completion's Python program passes, from 0.0 to 1.0.
+
+    The program is the last fenced block marked as Python; without one the last fenced block without
+    a mark; without one the whole text. A block that is never closed ends with the text.
+
+    The column `tests` holds, for each row, one of these or the JSON text of one:
+      - a list of snippets, each passed when it runs to its end after the program (MBPP's asserts);
+      - one snippet, as a string (HumanEval's `check` function);
+      - a list of {"input": ..., "output": ...}, each passed when the program, run as a script with
+        that text on stdin, exits with 0 and prints that text; spaces at the ends of lines and empty
+        lines at the end do not count.
+    Each test is tried by itself, in a process that runs the program first. The column
+    `test_setup_code` is run between the program and a snippet. With the column `entry_point`, the
+    function of that name is passed to the `check` that a snippet defines.
+
+    Recipe args:
+        seconds: wall time of the program with one test.
+        total_seconds: wall time of all tests of a completion; those not begun by then count as
+            failed. Keep it a few seconds below the reward's `timeout`: a completion that reaches
+            that loses its worker process, and has an error instead of a score.
+        memory_mb: memory of the program, in MiB.
+        guards: which guards the sandbox needs: "namespaces" (no network, no files of yours; needs
+            bubblewrap), "limits", or "auto" for the best that works on the machine. See
+            docs/sandbox.md. Nothing runs with fewer.
+        partial: false gives 1.0 where all tests pass, else 0.0, and stops at the first that fails.
+        continues_prompt: true puts the prompt's text before the program, as HumanEval wants it.
+        site_packages: whether the program may import what is installed beside grpo, such as numpy.
+
+    A row without tests gives None. A sandbox that fails by itself raises.
+    """
+    limits = _limits(seconds=seconds, memory_mb=memory_mb)
+    if not isinstance(total_seconds, (int, float)) or not total_seconds > 0:
+        raise ValueError(f"code: total_seconds is {total_seconds!r}; it must be above 0.")
+    if guards not in sandbox.GUARDS:
+        raise ValueError(
+            f"code: guards is {guards!r}; it must be one of {', '.join(sandbox.GUARDS)}."
+        )
+    values: list[float | None] = []
+    for row, text in enumerate(completion_texts(completions)):
+        row_tests = _tests(tests[row])
+        if not row_tests:
+            values.append(None)
+            continue
+        verdict = sandbox.grade(
+            (_prompt_text(prompts, row) if continues_prompt else "") + program(text),
+            row_tests,
+            setup=(test_setup_code and test_setup_code[row]) or "",
+            entry_point=(entry_point and entry_point[row]) or None,
+            limits=limits,
+            guards=guards,
+            site_packages=site_packages,
+            total_seconds=total_seconds,
+            stop_at_failure=not partial,
+        )
+        values.append(verdict.share if partial else float(verdict.passed == verdict.total))
+    return values
+
+
+def _limits(**values: Any) -> sandbox.Limits:
+    try:
+        return sandbox.Limits(**values)
+    except ValueError as error:
+        raise ValueError(f"code: {error}") from None
+
+
+def program(text: str) -> str:
+    """The Python source that a completion means."""
+    blocks = list(_fenced(text))
+    for marks in (_PYTHON, ("",)):
+        fitting = [source for mark, source in blocks if mark.lower() in marks]
+        if fitting:
+            return fitting[-1]
+    return text
+
+
+def _fenced(text: str) -> list[tuple[str, str]]:
+    """The mark and the content of each fenced block."""
+    blocks = []
+    indent, fence, mark = "", "", ""
+    inside: list[str] = []
+    for line in text.splitlines(keepends=True):
+        found = _FENCE.fullmatch(line.rstrip())
+        if fence == "":
+            if found:
+                indent, fence, mark = found.groups()
+                inside = []
+        elif found and found[3] == "" and len(found[2]) >= len(fence):
+            blocks.append((mark, "".join(inside)))
+            fence = ""
+        else:
+            inside.append(line.removeprefix(indent))
+    return [*blocks, (mark, "".join(inside))] if fence else blocks
+
+
+def _prompt_text(prompts: list[Any] | None, row: int) -> str:
+    prompt = prompts[row] if prompts else None
+    if not isinstance(prompt, str):
+        raise ValueError(
+            "code: continues_prompt is True; then each prompt must be a text that the completion "
+            f"goes on with, not {'missing' if prompt is None else 'a list of messages'}."
+        )
+    return prompt
+
+
+def _tests(cell: Any) -> list[Test]:
+    """The tests of a row; none where there are none."""
+    if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{", '"'):
+        with contextlib.suppress(ValueError):  # a snippet that begins like JSON
+            cell = json.loads(cell)
+    if cell is None or (isinstance(cell, str) and not cell.strip()):
+        return []
+    tests = [cell] if isinstance(cell, str | Mapping) else cell
+    if isinstance(tests, Sequence) and all(_is_test(test) for test in tests):
+        return list(tests)
+    raise ValueError(
+        f"code: tests is {str(cell)[:80]!r}; it must be a snippet, a list of snippets, a list of "
+        '{"input": ..., "output": ...}, or the JSON text of one of these.'
+    )
+
+
+def _is_test(test: Any) -> bool:
+    if isinstance(test, Mapping):
+        return all(isinstance(test.get(key), str) for key in ("input", "output"))
+    return isinstance(test, str)

@@ -1,0 +1,85 @@
+"""Reward: the completion matches a regular expression."""
+
+import functools
+import re
+from typing import Any
+
+from grpo_cli.rewards import reward
+from grpo_cli.rewards._text import Completions, completion_texts
+
+MODES = ("search", "fullmatch")
+
+
+@reward(timeout=2)
+def regex(
+    completions: Completions,
+    answer: list[Any] | None = None,
+    *,
+    pattern: str,
+    mode: str = "search",
+    ignore_case: bool = False,
+    dotall: bool = False,
+    multiline: bool = False,
+    compare: bool = False,
+    **_: Any,
+) -> list[float | None]:
+    r"""1.0 where the completion matches the recipe's regular expression, else 0.0.
+
+    Recipe args:
+        pattern: in the syntax of Python's `re`. In YAML write it in single quotes, which leave
+            backslashes as they are: '\d+ apples'.
+        mode: "search" looks for the first match anywhere; "fullmatch" asks for the whole text.
+        ignore_case: take upper and lower case as equal.
+        dotall: let `.` match a line break too.
+        multiline: let `^` and `$` match at each line.
+        compare: ask besides that the text of the pattern's first group equals the column `answer`,
+            white space at both ends aside. A row whose answer is missing (None) gives None.
+
+    A completion on which the pattern backtracks for longer than the reward's timeout counts as
+    timed out.
+    """
+    if mode not in MODES:
+        raise ValueError(f"regex: mode is {mode!r}; it must be one of {', '.join(MODES)}.")
+    if not isinstance(pattern, str):
+        raise ValueError(f"regex: pattern is {pattern!r}; it must be a text, in quotes.")
+    switches = {
+        "ignore_case": ignore_case,
+        "dotall": dotall,
+        "multiline": multiline,
+        "compare": compare,
+    }
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"regex: {name} is {value!r}; it must be true or false.")
+    compiled = _compiled(
+        pattern,
+        ignore_case * re.IGNORECASE | dotall * re.DOTALL | multiline * re.MULTILINE,
+    )
+    match = compiled.search if mode == "search" else compiled.fullmatch
+    texts = completion_texts(completions)
+    if not compare:
+        return [float(match(text) is not None) for text in texts]
+    if compiled.groups == 0:
+        raise ValueError(f"regex: pattern is {pattern!r}; with compare it must have a group.")
+    if answer is None:
+        raise ValueError("regex: compare is true, and there is no column answer to compare with.")
+    return [
+        None if gold is None else float(_first_group(match(text)) == str(gold).strip())
+        for text, gold in zip(texts, answer, strict=True)
+    ]
+
+
+@functools.lru_cache
+def _compiled(pattern: str, flags: int) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, flags)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(
+            f"regex: pattern is {pattern!r:.500}; it must be a regular expression of Python's re: "
+            f"{error}."
+        ) from error
+
+
+def _first_group(match: re.Match[str] | None) -> str | None:
+    group = match[1] if match else None
+    return None if group is None else group.strip()

@@ -1,0 +1,85 @@
+"""Reward: a penalty for saying the same again."""
+
+from collections.abc import Hashable, Sequence
+from math import isfinite
+from typing import Any
+
+from grpo_cli.rewards import reward
+from grpo_cli.rewards._text import Completions, completion_texts
+
+UNITS = ("words", "characters", "tokens")
+
+
+@reward
+def repetition(
+    completions: Completions,
+    completion_ids: list[list[int]] | None = None,
+    *,
+    ngram: int = 3,
+    max_penalty: float = -1.0,
+    unit: str = "words",
+    **_: Any,
+) -> list[float | None]:
+    """`max_penalty` times the share of n-grams that stood in the completion before: 0.0 is best.
+
+    With N n-grams in the completion, U of them different, the value is max_penalty * (1 - U / N),
+    as in "Demystifying Long Chain-of-Thought Reasoning" (arXiv 2502.03373) and open-r1. A
+    completion of fewer than `ngram` units has none, and gives 0.0.
+
+    Recipe args:
+        ngram: units in a row that make one n-gram. In units of characters or tokens 3 finds what
+            every text repeats; 20 is nearer to a sentence said twice.
+        max_penalty: the value of nothing but repetition, in the limit: a number, 0 or less.
+        unit: "words" are separated by white space, and upper and lower case are equal in them;
+            "characters", likewise equal and white space aside, suit languages that write no spaces;
+            "tokens" are the token ids as sampled.
+    """
+    if unit not in UNITS:
+        raise ValueError(f"repetition: unit is {unit!r}; it must be one of {', '.join(UNITS)}.")
+    if isinstance(ngram, bool) or not isinstance(ngram, int) or ngram < 1:
+        raise ValueError(f"repetition: ngram is {ngram!r}; it must be a whole number, 1 or more.")
+    if not _is_number(max_penalty) or max_penalty > 0:
+        raise ValueError(
+            f"repetition: max_penalty is {max_penalty!r}; it must be a number, 0 or less."
+        )
+    if unit == "tokens" and completion_ids is None:
+        raise ValueError('repetition: unit "tokens" needs completion_ids, and none were passed.')
+    rows: list[Any] = completion_ids if unit == "tokens" else completion_texts(completions)  # type: ignore[assignment]
+    # 0.0 + x turns a negative zero into a plain one.
+    return [0.0 + max_penalty * _repeated_share(_units(row, unit), ngram) for row in rows]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _units(row: Any, unit: str) -> Sequence[Hashable]:
+    if unit == "tokens":
+        return list(row)
+    words = row.lower().split()
+    return words if unit == "words" else "".join(words)
+
+
+def _repeated_share(units: Sequence[Hashable], ngram: int) -> float:
+    if len(units) < ngram:
+        return 0.0
+    names = _ngram_names(units, ngram)
+    return 1 - len(set(names)) / len(names)
+
+
+def _ngram_names(units: Sequence[Hashable], ngram: int) -> Sequence[Hashable]:
+    """A name for the n-gram at each place, the same for the same n-gram.
+
+    Two shorter n-grams that overlap make a longer one, so that time and memory grow with the text
+    and the logarithm of `ngram`, not with their product.
+    """
+    names, length = units, 1
+    while length < ngram:
+        step = min(length, ngram - length)
+        numbers: dict[tuple[Hashable, Hashable], int] = {}
+        names = [
+            numbers.setdefault(pair, len(numbers))
+            for pair in zip(names, names[step:], strict=False)
+        ]
+        length += step
+    return names

@@ -1,0 +1,299 @@
+"""Measures the `math` reward on published data, and feeds it text that nobody should write.
+
+python scripts/check_math.py ../shared/data --fuzz 100000 --seed 0
+
+Right answers: each gold solution of GSM8K and MATH against its own answer, and each answer in the
+endings that models write, English and Chinese. Wrong answers: the same against the answer of
+another row, where the two answers are not the same text. What comes out otherwise is printed.
+Fuzz: random, truncated, nested and huge text against gold answers of several kinds; crashes (an
+exception, or a value other than 0 and 1), and the time that a call takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from grpo_cli.rewards.math import math  # noqa: E402
+
+DEADLINE_S = 5
+PRINTED = 20  # of each kind of surprise
+
+SETS = {
+    "GSM8K": ("gsm8k/train.jsonl.gz", "gsm8k/test.jsonl"),
+    "MATH": ("math/train.jsonl.gz", "math/test_without_heldout.jsonl.gz"),
+    "CMATH": ("cmath/dev.jsonl", "cmath/test.jsonl", "cmath/distractor.jsonl"),
+    "MGSM-zh": ("mgsm_zh/test.jsonl",),
+}
+ENGLISH = (
+    r"\boxed{%s}",
+    "<think>\nSome 3 + 4 = 7.\n</think>\n<answer>%s</answer>",
+    "<answer>\n$%s$\n</answer>",
+    "It is 3 + 4 = 7.\n#### %s",
+    "The answer is $%s$.",
+    "Step 3: we add 12.\n\n**Final Answer:** $%s$",
+    "Therefore, the final answer is: $\\boxed{%s}$. I hope it is correct.",
+    "### Answer\n\n\\[\n%s\n\\]\n",
+)
+CHINESE = (
+    "3+4=7，所以答案是%s。",
+    "答：%s。",
+    "最终答案：%s",
+    "第1步，3+4=7。因此，最终答案为 $%s$。",
+    "3+4=7（个）\n答：一共有%s个苹果。",
+    "答案：%s元，因为3+4=7。",
+    "**答案：** %s 千克",
+    "所以小明一共走了%s千米。",
+    "因此，答案为 $\\boxed{%s}$。",
+    "<answer>%s</answer>",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path, help="folder with gsm8k/, math/, cmath/ and mgsm_zh/")
+    parser.add_argument("--fuzz", type=int, default=100_000, help="texts to generate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", type=int, default=None, help="of each file, to try the script")
+    args = parser.parse_args()
+    rows = {name: read(args.data, files, args.rows) for name, files in SETS.items()}
+    for name in ("GSM8K", "MATH"):
+        solutions, answers = ([row[key] for row in rows[name]] for key in ("solution", "answer"))
+        check(f"{name}, gold solutions", solutions, answers)
+    check_endings("GSM8K", rows["GSM8K"], ENGLISH)
+    check_endings("MATH, each fifth row", rows["MATH"][::5], ENGLISH)
+    check_endings("CMATH", rows["CMATH"], CHINESE)
+    check_endings("MGSM-zh", rows["MGSM-zh"], CHINESE)
+    fuzz(args.fuzz, args.seed, [row for name in ("GSM8K", "MATH") for row in rows[name]])
+
+
+def read(folder: Path, files: Sequence[str], limit: int | None) -> list[dict[str, Any]]:
+    rows = []
+    for file in files:
+        opened = gzip.open if file.endswith(".gz") else open
+        with opened(folder / file, "rt", encoding="utf-8") as lines:
+            rows += [json.loads(line) for line in lines][:limit]
+    return rows
+
+
+class Overrun(BaseException):
+    """Not an Exception: whatever a reward catches, it does not catch its deadline."""
+
+
+def call(completion: str, gold: str) -> float | None:
+    """The reward as a run calls it: one completion, with a deadline that ends it. None: it did."""
+    try:
+        with alarm(DEADLINE_S):
+            return float(math([completion], [gold])[0])
+    except Overrun:
+        return None
+
+
+@contextmanager
+def alarm(seconds: int) -> Iterator[None]:
+    def overrun(*_: object) -> None:
+        raise Overrun
+
+    signal.signal(signal.SIGALRM, overrun)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def check_endings(name: str, rows: list[dict[str, Any]], endings: Sequence[str]) -> None:
+    for ending in endings:
+        completions = [ending.replace("%s", row["answer"]) for row in rows]
+        check(f"{name}, {ending!r}", completions, [row["answer"] for row in rows])
+
+
+def check(title: str, completions: Sequence[str], answers: Sequence[str]) -> None:
+    """Holds each completion against the answer of its own row, and against that of the next."""
+    began = time.monotonic()
+    own, other = Counter[Any](), Counter[Any]()
+    same_text = 0
+    surprises = []
+    next_answers = [*answers[1:], *answers[:1]]
+    for completion, answer, next_answer in zip(completions, answers, next_answers, strict=True):
+        value = call(completion, answer)
+        own[value] += 1
+        if value != 1.0:
+            surprises.append(f"own   {value} {completion[-60:]!r} gold {answer!r}")
+        if answer.strip() == next_answer.strip():
+            same_text += 1
+            continue
+        value = call(completion, next_answer)
+        other[value] += 1
+        if value != 0.0:
+            surprises.append(f"other {value} {completion[-60:]!r} gold {next_answer!r}")
+    print(
+        f"{title}: own answer {own[1.0]}/{own.total()} right ({share(own[1.0], own.total())}), "
+        f"another row's {other[1.0]}/{other.total()} right ({share(other[1.0], other.total())}), "
+        f"{same_text} left out as the same text, {own[None] + other[None]} over {DEADLINE_S} s; "
+        f"{time.monotonic() - began:.0f} s"
+    )
+    for surprise in surprises[:PRINTED]:
+        print(f"    {surprise}")
+    if len(surprises) > PRINTED:
+        print(f"    and {len(surprises) - PRINTED} more")
+    sys.stdout.flush()
+
+
+def share(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.3f} %"
+
+
+GOLDS = ("6", "1,080", r"\frac{3}{4}", "x=5", r"x \in [-2,7]", r"\text{Evelyn}", r"\sqrt{2}", "18%")
+ADVERSARIAL = (
+    "9**9**9**9", "9^{9^{9^9}}", "10^{10^{10}}", "99999999999!", "9!!!!!!",
+    "(((9^{99})^{99})^{99})", r"\binom{10^9}{10^8}", r"\sum_{k=1}^{10^{12}} k^k",
+    r"\prod_{k=1}^{99999999} k", r"\int x^x dx", r"\frac{1}{0}", r"0^{0^0}", r"\infty-\infty",
+    r"\sqrt{-1}^{i^i}", r"\log_{0}{0}", r"\tan(\frac{\pi}{2})", "x^{97}+x+1=0", "(x+y+z)^{100}",
+    "1e999999999", "0x" + "f" * 999, "1" * 5000, "." * 999, "1." * 450, "\x00", "\x00" * 999,
+    "\ud800", "\u202e5\u202c", "\u200f5", "\ufeff5", "5\u0301" * 300, "５" * 400, "{" * 50_000,
+    "}" * 50_000, "(" * 900, "((" * 40 + "1" + "))" * 40, "|x|" * 300, "||" * 40, "$" * 50_000,
+    r"\boxed{" * 20_000, r"\boxed{" + "{" * 50_000, r"\boxed" * 9000, r"\frac{" * 150,
+    r"\frac" * 5000, r"\sqrt{" * 150, r"\left(" * 150, r"\begin{pmatrix}" * 60,
+    r"\begin{pmatrix}1\\" * 50, r"\text{" * 150, "<answer>" * 5000, "</answer>" * 5000,
+    "<answer></answer>" * 3000, "#### " * 20_000, "####\n" * 20_000, "answer " * 9000,
+    "answer: " * 9000, "the answer is " * 5000, r"answer: \[ " * 5000, "answer: $$" * 5000,
+    "答：" * 20_000, "答案是" * 20_000, "【答案】" * 9000, "一共" * 9000 + "5",
+    "百分之" * 3000,
+    "万亿" * 3000,
+    "1," * 5000, "1,000" * 999, "1 " * 20_000, "1 000 " * 5000, "+-" * 450, "-" * 900,
+    "1+" * 450 + "1", "x^" * 450, "a(" * 450, "1<x" * 300, "x=" * 450, "x<" * 450, "x_" * 450,
+    "!" * 900, "1!" * 450, "%" * 9000, "1%" * 5000, r"\%" * 5000, "&" * 900, "\\" * 50_000,
+    "\n" * 50_000, " " * 50_000, "\t5\t" * 9000, "a" * 50_000, "e" * 900, "i^" * 300 + "i",
+    "π" * 900, "√" * 900, "∞" * 900, "²" * 900, "½" * 900, "**" * 9000, "**5** " * 5000,
+    "5 apples " * 5000, "5/" * 450, "1/2 " * 9000, "3 or 4", ";" * 900, "~" * 900, "[0,1)" * 180,
+    r"\cup" * 200,
+)  # fmt: skip
+PIECES = (
+    *"0123456789+-*/^_=<>()[]{}|!,.;:%$\\ &~#'\"", "\n", *"xyzaei", "**", r"\frac", r"\frac{",
+    r"\sqrt{", "}{", r"\left(", r"\right)", r"\boxed{", "<answer>", "</answer>", "#### ",
+    "The answer is ", "答案是", "答：", "Answer: ", r"\pi", r"\infty", r"\text{", r"\cup", r"\in",
+    r"\pm", r"\le", r"\cdot", r"\times", "^{", "_{", r"\{", r"\}", r"\%", r"\$", "$$", r"\[",
+    r"\]", r"\(", r"\)", r"\begin{pmatrix}", r"\end{pmatrix}", r"\\", r"\binom{", r"\log_",
+    r"\sin", r"\sum_{", r"\int_", r"\lim_{", "1,000", "0.5", "999999", " cm", " dollars", "元",
+    "万",
+    "，", "。", "½", "√", "π", "≤", "∞", "\u200f", "\x00", "and", " or ", "1e9", "i",
+)  # fmt: skip
+
+
+def fuzz(count: int, seed: int, rows: list[dict[str, Any]]) -> None:
+    rng = random.Random(seed)
+    solutions = [row["solution"] for row in rows]
+    values = Counter[str]()
+    seconds: list[tuple[float, str, str]] = []
+    crashes: list[str] = []
+    for index in range(count):
+        text, gold = fuzz_text(index, rng, solutions), rng.choice(GOLDS)
+        began = time.monotonic()
+        try:
+            value = call(text, gold)
+        except Exception:
+            crashes.append(f"{text[:200]!r} gold {gold!r}\n{traceback.format_exc(limit=-3)}")
+            value = -1.0
+        seconds.append((time.monotonic() - began, text, gold))
+        kind = {None: "over the deadline", 0.0: "wrong", 1.0: "right"}.get(value, "crash")
+        values[kind] += 1
+    seconds.sort(key=lambda entry: entry[0])
+    print(f"fuzz, {count} texts, seed {seed}: {dict(values)}")
+    if seconds:
+        quantiles = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
+        print("    seconds:", {
+            name: round(seconds[min(int(q * count), count - 1)][0], 4)
+            for name, q in quantiles.items()
+        })  # fmt: skip
+    for crash in crashes[:PRINTED]:
+        print(f"    crash: {crash}")
+    for elapsed, text, gold in seconds[-PRINTED:]:
+        print(f"    {elapsed:.2f} s: {text[:90]!r} ({len(text)} characters) gold {gold!r}")
+
+
+def fuzz_text(index: int, rng: random.Random, solutions: Sequence[str]) -> str:
+    if index < 3 * len(ADVERSARIAL):
+        core = ADVERSARIAL[index // 3]
+        return (core, rf"so \boxed{{{core}}}", f"The answer is ${core}$.")[index % 3]
+    makers = (random_bytes, random_characters, random_pieces, truncated, nested, huge, spliced)
+    text = makers[index % len(makers)](rng, solutions)
+    wrappers = (
+        "%s",
+        "%s",
+        r"\boxed{%s}",
+        "$%s$",
+        "<answer>%s</answer>",
+        "The answer is %s",
+        "答：%s",
+    )
+    return rng.choice(wrappers).replace("%s", text)
+
+
+def random_bytes(rng: random.Random, _: Sequence[str]) -> str:
+    return rng.randbytes(rng.randrange(400)).decode(
+        rng.choice(("latin-1", "utf-16", "utf-8")), "replace"
+    )
+
+
+def random_characters(rng: random.Random, _: Sequence[str]) -> str:
+    return "".join(
+        chr(rng.randrange(rng.choice((128, 0x3000, 0x110000)))) for _ in range(rng.randrange(200))
+    )
+
+
+def random_pieces(rng: random.Random, _: Sequence[str]) -> str:
+    return "".join(rng.choices(PIECES, k=rng.choice((3, 8, 20, 60, 300))))
+
+
+def truncated(rng: random.Random, solutions: Sequence[str]) -> str:
+    text = rng.choice(solutions)
+    start = rng.randrange(len(text))
+    return text[start : start + rng.randrange(1, 600)]
+
+
+def spliced(rng: random.Random, solutions: Sequence[str]) -> str:
+    return truncated(rng, solutions) + random_pieces(rng, solutions) + truncated(rng, solutions)
+
+
+def nested(rng: random.Random, _: Sequence[str]) -> str:
+    opening, closing = rng.choice(
+        [("{", "}"), ("(", ")"), (r"\frac{1}{", "}"), (r"\sqrt{", "}"), (r"\left(", r"\right)"),
+         ("x^{", "}"), ("[", "]"), (r"\{", r"\}"), ("|", "|"), ("9^{", "}"), (r"\text{", "}"),
+         (r"\boxed{", "}"), ("<answer>", "</answer>"), (r"\sin(", ")"), ("(1,", ")"), ("-(", ")")]
+    )  # fmt: skip
+    depth = rng.choice((3, 6, 9, 12, 50, 500, 5000))
+    return (
+        opening * depth
+        + rng.choice(("1", "x", "", "1,2"))
+        + closing * rng.choice((depth, depth - 1, 0))
+    )
+
+
+def huge(rng: random.Random, _: Sequence[str]) -> str:
+    number = "".join(rng.choices("0123456789", k=rng.choice((5, 20, 300, 5000, 100_000))))
+    form = rng.choice(
+        ("%s", "-%s", "%s.%s", "1e%s", "%s!", "2^%s", "2^{%s}", "%s^{%s}", "x^{%s}",
+         r"\frac{%s}{%s}", r"\sqrt{%s}", r"\sqrt[%s]{2}", r"\binom{%s}{7}", "%s,%s", "%s%%",
+         "%s**%s", r"\log_{%s}{%s}", "(%s!)!",
+         "%s元", "%s万", r"\sin(%s)", "%s:%s", "0.%s", "1/%s", r"10^{-%s}", "%s_{7}")
+    )  # fmt: skip
+    return form.replace("%s", number)
+
+
+if __name__ == "__main__":
+    main()
