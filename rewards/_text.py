@@ -39,7 +39,7 @@ _AFTER_ANNOUNCEMENT = re.compile(
 )
 ANNOUNCEMENTS = 5
 _SENTENCE_END = re.compile(r"\.[*]*(?=\s|$)|。")
-_BOLD = re.compile(r"(?<![0-9A-Za-z)}*])\*\*([^*\n]+)\*\*(?![0-9(*])")
+_BOLD = re.compile(r"(?<=\S)\*\*(?=[\s.,;:]|$)|(?:^|(?<=\s))\*\*(?=\S)")  # not 2**3
 
 
 def completion_texts(completions: Completions) -> list[str]:
@@ -124,7 +124,7 @@ def announced_answer(text: str) -> str | None:
         body = after["body"]
         if not body.startswith(("$$", r"\[")):
             body = _SENTENCE_END.split(body, maxsplit=1)[0]
-        body = _BOLD.sub(r"\1", body).strip(" \t*`,;:")
+        body = _BOLD.sub("", body).strip(" \t*`,;:")
         if any(character.isdigit() or character in "$\\" for character in body):
             return body
         last = last or body

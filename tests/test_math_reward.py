@@ -494,6 +494,7 @@ def test_tagged_answer(text: str, expected: str | None) -> None:
         ("Answer: $$x = 3.\n$$ so", "$$x = 3.\n$$"),
         ("The answer is **18** eggs", "18 eggs"),
         ("The answer is 2**3", "2**3"),
+        ("The answer is 2 ** 3", "2 ** 3"),
         ("Answer: 3\nAnswer: 4", "4"),
         ("Answer: 3\nThis answer is right.", "3"),
         ("The answer is Evelyn.\nThis answer is right.", "right"),
