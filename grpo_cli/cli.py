@@ -206,15 +206,21 @@ def find_model(given: str) -> str:
     return given
 
 
+# Hydra's options that print something, and run nothing.
+SHOWING = ("--help", "-h", "--hydra-help", "--info", "-i", "--cfg", "-c")
+
+
 def score(argv: list[str]) -> None:
     """`grpo score`: the recipe's rewards, or reward=NAME, on completions that are there."""
     from grpo_cli import score as scores
 
     options, words = split_options(argv)
     has_recipe = any(w.startswith("recipe=") for w in words)
-    if options:  # --help, --cfg
-        scoring = [w for w in words if w.partition("=")[0] not in scores.WORDS]
-        compose_and_call([*scoring, *options], lambda cfg: None, BARE)
+    if {"-m", "--multirun"} & {*options}:
+        raise UserError("grpo score: scores once; -m is for grpo train and grpo eval.")
+    if any(o.partition("=")[0] in SHOWING for o in options):
+        rest = [w for w in words if not scores.is_own(w)]
+        compose_and_call([*rest, *options], lambda cfg: None, BARE)
         return
     request, rest = scores.split_words(words)
     if not has_recipe and not any(w.lstrip("+").startswith("reward") for w in rest):
@@ -223,7 +229,7 @@ def score(argv: list[str]) -> None:
     def task(cfg: DictConfig) -> None:
         scores.score(request, parsing.parse(cfg, given_keys(cfg)), has_recipe)
 
-    compose_and_call(rest, task, BARE)
+    compose_and_call([*rest, *options], task, BARE)
 
 
 def recipes(argv: list[str]) -> None:

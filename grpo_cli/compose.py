@@ -43,7 +43,7 @@ QUIET_HYDRA = (
 )
 # Entries have names of the user's own.
 OPEN_KEYS = ("reward.", "dataset.columns.", "dataset.columns=", "schedules.", "schedules=")
-VALUED_OPTIONS = ("--cfg", "-c", "--package", "-p", "--info", "-i")
+VALUED_OPTIONS = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd")
 
 
 def recipe_files() -> list[Path]:

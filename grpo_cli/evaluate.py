@@ -80,13 +80,16 @@ class Evaluator:
             progress(min(len(groups) * self.workers.size, len(self.prompts)), "rows completed")
         with self.workers.together():
             sheet.finish([r for g in groups for r in g.rollouts], self.tokenizer)
-        of_rewards = metrics_of([sheet], self.workers)
+        of_rewards = {
+            f"eval/{key}": value
+            for key, value in metrics_of([sheet], self.workers).items()
+            if not key.startswith("time/")
+        }
         everyones = [g for part in self.workers.gather(groups) for g in part]
         everyones.sort(key=lambda g: g.position)
         name = config.accuracy or next(iter(self.recipe.reward))
         return Evaluation(
-            metrics=summarize(everyones, name)
-            | {f"eval/{key}": value for key, value in of_rewards.items() if "time/" not in key},
+            metrics=summarize(everyones, name) | of_rewards,
             rows=[row for g in everyones for row in _rows(g, name)],
             name=Path(self.recipe.dataset.eval or "").name.split(".")[0],
         )

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -21,9 +23,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 START_SECONDS = 120.0  # for a worker to import what it is to run, on a busy machine or a slow disk
+SENTENCE_SECONDS = 10  # for one message between a worker and the pool, once it has begun
+MOST_FAILED_STARTS = 3  # one after another
+PAUSE_SECONDS = 0.5  # before another try
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -51,10 +58,9 @@ class Done:
 class _Worker:
     process: subprocess.Popen[bytes]
     pipe: Connection
-    started: float
+    deadline: float  # for being ready, then for the call that it is at
     ready: bool = False
-    job: tuple[Call, Future[Done]] | None = None
-    deadline: float = 0.0
+    job: tuple[int, Call, Future[Done]] | None = None  # with the number of the call
 
     @property
     def is_busy(self) -> bool:
@@ -77,14 +83,15 @@ class Pool:
     preload: Sequence[str] = ()
     _queue: collections.deque[tuple[Call, Future[Done]]] = field(default_factory=collections.deque)
     _workers: list[_Worker] = field(default_factory=list)
-    _closing: bool = False
-    _failed_starts: int = 0
+    _ended: str | None = None  # why there are no workers any more
+    _failed_starts: int = 0  # one after another
 
     def __post_init__(self) -> None:
         self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
         self._ring.setblocking(False)
         self._lock = threading.Lock()
+        self._numbers = itertools.count()
         self._thread = threading.Thread(target=self._look_after, name="reward-pool", daemon=True)
         self._thread.start()
 
@@ -92,66 +99,83 @@ class Pool:
         """Queues a call. Its future always ends, with a `Done`."""
         future: Future[Done] = Future()
         with self._lock:
-            assert not self._closing, "the pool is closed"
-            self._queue.append((call, future))
+            if self._ended is None:
+                self._queue.append((call, future))
+            else:
+                future.set_result(Done(error=self._ended))
         self._wake()
         return future
 
     def close(self) -> None:
         """Kills the workers; calls under way end with an error."""
-        with self._lock:
-            if self._closing:
-                return
-            self._closing = True
-        self._wake()
+        self._end("the pool was closed")
         self._thread.join(timeout=10)
 
+    def _end(self, reason: str) -> None:
+        with self._lock:
+            self._ended = self._ended or reason
+        self._wake()
+
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # a full bell has rung
+        with contextlib.suppress(OSError):  # a full bell has rung; a closed one is not heard
             self._ring.send(b".")
 
     def _look_after(self) -> None:
         """The pool's thread. It starts the workers: they are killed by the kernel when it ends."""
         try:
-            while not self._closing:
+            while self._ended is None:
                 self._hire()
                 self._hand_out()
-                deadlines = [w.deadline for w in self._workers if w.is_busy]
-                patience = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-                pipes = {w.pipe: w for w in self._workers}
-                for one in wait([*pipes, self._bell], patience):
-                    if one is self._bell:
-                        with contextlib.suppress(BlockingIOError):
-                            self._bell.recv(4096)
-                    else:
-                        self._hear(pipes[one])  # type: ignore[index]
+                self._wait_and_hear()
                 for worker in list(self._workers):
                     if worker.is_busy and worker.deadline < time.monotonic():
                         self._overrun(worker)
+        except BaseException as error:  # of this code: those who wait must hear of it
+            self._end(f"the pool of workers broke: {type(error).__name__}: {error}")
+            raise
         finally:
             for worker in list(self._workers):
-                self._dismiss(worker, "the pool was closed")
-            for _, future in self._queue:
-                future.set_result(Done(error="the pool was closed"))
+                self._dismiss(worker, self._ended)
+            with self._lock:
+                left, self._queue = self._queue, collections.deque()
+            for _, future in left:
+                future.set_result(Done(error=self._ended))
+            self._bell.close()
 
     def _hire(self) -> None:
         """As many workers as there is work for, up to `size`."""
-        wanted = min(self.size, len(self._queue) + sum(w.job is not None for w in self._workers))
-        while len(self._workers) < wanted:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "grpo_cli.pool_worker", str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # Ctrl-C is for the run, and a kill is for all of it
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                )
-            pipe = Connection(ours.detach())
-            now = time.monotonic()
-            with contextlib.suppress(OSError):  # it died at once: its end of file is read next
-                pipe.send((os.getpid(), self.memory_gb, list(self.preload)))
-            self._workers.append(_Worker(process, pipe, now, deadline=now + START_SECONDS))
+        while len(self._workers) < self._wanted():
+            try:
+                self._workers.append(self._started())
+            except OSError as error:  # no more processes, no such interpreter
+                if self._workers:
+                    return  # those there are do
+                self._could_not_start(str(error))
+                time.sleep(PAUSE_SECONDS)
+
+    def _wanted(self) -> int:
+        return min(self.size, len(self._queue) + sum(w.job is not None for w in self._workers))
+
+    def _started(self) -> _Worker:
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.ExitStack() as if_it_fails:
+            if_it_fails.callback(ours.close)
+            process = subprocess.Popen(
+                # -P: a random.py in the working folder is not Python's own.
+                [sys.executable, "-P", "-m", "grpo_cli.pool_worker", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the run, and a kill is for all of it
+                env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(Path(__file__).parent.parent)},
+            )
+            if_it_fails.pop_all()
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # it may be stopped in mid-sentence
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", SENTENCE_SECONDS, 0))
+        pipe = Connection(ours.detach())
+        settings = (os.getpid(), self.memory_gb, list(map(str, sys.path)), list(self.preload))
+        with contextlib.suppress(OSError):  # it died at once: its end of file is read next
+            pipe.send(settings)
+        return _Worker(process, pipe, time.monotonic() + START_SECONDS)
 
     def _hand_out(self) -> None:
         for worker in self._workers:
@@ -160,61 +184,87 @@ class Pool:
             with self._lock:
                 if not self._queue:
                     return
-                worker.job = self._queue.popleft()
-            call = worker.job[0]
+                call, future = self._queue.popleft()
+            number = next(self._numbers)
+            worker.job = number, call, future
             worker.deadline = time.monotonic() + call.seconds
             try:
-                worker.pipe.send((call.path, dict(call.arguments)))
-            except OSError:  # it died in between: its end of file is read next
+                worker.pipe.send((number, call.path, dict(call.arguments)))
+            except OSError:  # it died in between, and its end of file is read next; or its deadline
                 pass
             except Exception as error:  # an argument that cannot be pickled
                 self._answer(worker, Done(error=f"{type(error).__name__}: {error}"))
+
+    def _wait_and_hear(self) -> None:
+        """Waits until a worker says something or ends, a call comes, or a deadline is there."""
+        deadlines = [w.deadline for w in self._workers if w.is_busy]
+        patience = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        pipes: dict[Any, _Worker] = {w.pipe: w for w in self._workers}
+        for one in wait([*pipes, self._bell], patience):
+            if one is not self._bell:
+                self._hear(pipes[one])
+                continue
+            with contextlib.suppress(BlockingIOError):
+                self._bell.recv(4096)
 
     def _hear(self, worker: _Worker) -> None:
         try:
             message = worker.pipe.recv()
         except (EOFError, OSError):
-            self._dismiss(worker, None)
+            self._dismiss(worker)
             return
         except Exception as error:  # what it sent cannot be unpickled here
-            message = Done(error=f"{type(error).__name__}: {error}")
+            self._answer(worker, Done(error=f"{type(error).__name__}: {error}"))
+            return
         if message == "ready":
             worker.ready, self._failed_starts = True, 0
-        elif isinstance(message, Done):
-            self._answer(worker, message)
+            return
+        number, done = message
+        if worker.job is not None and worker.job[0] == number:
+            self._answer(worker, done)
 
     def _answer(self, worker: _Worker, done: Done) -> None:
         if worker.job is not None:
-            worker.job[1].set_result(done)
+            worker.job[2].set_result(done)
             worker.job = None
 
     def _overrun(self, worker: _Worker) -> None:
         if worker.job is not None:
-            seconds = worker.job[0].seconds
+            seconds = worker.job[1].seconds
             self._answer(worker, Done(timed_out=True, seconds=seconds, error=overrun(seconds)))
-        self._dismiss(worker, None)
+            self._dismiss(worker)
+        else:
+            self._dismiss(worker, f"its worker process was not ready after {START_SECONDS:g} s")
 
-    def _dismiss(self, worker: _Worker, reason: str | None) -> None:
-        """Ends a worker and all that it has started; a call that it was at ends with an error."""
+    def _dismiss(self, worker: _Worker, reason: str | None = None) -> None:
+        """Ends a worker and its process group; a call that it was at ends with an error.
+
+        Args:
+            reason: that error; by default, how the process ended.
+        """
         self._workers.remove(worker)
         worker.pipe.close()
+        if reason is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # what ended it, not the next line
+                worker.process.wait(0 if worker.ready and worker.job is None else 0.5)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(worker.process.pid, signal.SIGKILL)
         status = worker.process.wait()
-        died = f"its worker process ended ({_ending(status)})"
-        self._answer(worker, Done(error=reason or died))
-        if not worker.ready and reason is None:
-            self._could_not_start(died)
+        reason = reason or f"its worker process ended ({_ending(status)})"
+        self._answer(worker, Done(error=reason))
+        if not worker.ready and self._ended is None:
+            self._could_not_start(reason)
 
-    def _could_not_start(self, died: str) -> None:
+    def _could_not_start(self, reason: str) -> None:
         """A worker that cannot even start will not do so next time: say so instead of for ever."""
         self._failed_starts += 1
-        if self._failed_starts < 3:
+        if self._failed_starts < MOST_FAILED_STARTS:
             return
+        self._failed_starts = 0
         with self._lock:
             jobs, self._queue = list(self._queue), collections.deque()
         for _, future in jobs:
-            future.set_result(Done(error=f"no worker process could be started: {died}"))
+            future.set_result(Done(error=f"no worker process could be started: {reason}"))
 
 
 def overrun(seconds: float) -> str:

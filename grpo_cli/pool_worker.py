@@ -23,28 +23,39 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Answers calls until the other end goes away."""
     pipe = Connection(int(sys.argv[1]))
-    parent, memory_gb, preload = pipe.recv()
+    parent, memory_gb, path, preload = pipe.recv()
     _die_with(parent)
     if memory_gb is not None:
-        limit = int(memory_gb * 2**30)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        _limit_memory(int(memory_gb * 2**30))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.path[:] = path
     for module in preload:
-        with contextlib.suppress(ImportError):  # the function says what it lacks
+        with contextlib.suppress(Exception, SystemExit):  # the first call says what is wrong
             importlib.import_module(module)
     pipe.send("ready")
+    own = os.getpid()
     while True:
         try:
-            path, arguments = pipe.recv()
+            number, function, arguments = pipe.recv()
         except EOFError:
             return
-        done = answer(find(path), arguments)
+        done = answer(find(function), arguments)
+        if os.getpid() != own:  # a child that the function forked and let go
+            os._exit(1)
         try:
-            pipe.send(done)
+            pipe.send((number, done))
         except (BrokenPipeError, ConnectionResetError):
             return
         except Exception as error:  # a value that cannot be pickled
-            pipe.send(Done(error=f"it returned what cannot be sent: {error}"))
+            pipe.send((number, Done(error=f"it returned what cannot be sent: {error}")))
+
+
+def _limit_memory(limit: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _die_with(parent: int) -> None:

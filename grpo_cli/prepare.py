@@ -87,7 +87,7 @@ def make_scorer(recipe: Recipe, rows: data.Rows, limit: int, crew: Crew) -> Scor
         prompt = data.prompt_text(row, recipe.dataset, 0)
         try:
             scorer.try_out(Sample(0, prompt, MADE_UP, (0,), data.other_columns(row)))
-        except UserError:
+        except BaseException:
             crew.close()
             raise
     return scorer

@@ -112,7 +112,7 @@ def completion_row(step: int, group: Group, sample: int) -> dict[str, Any]:
         "reward": _finite(r.reward),
         **{f"rewards/{name}": value for name, value in r.reward_parts.items()},
         **{f"extras/{name}": value for name, value in r.extras.items()},
-        **({"columns": columns} if (columns := group.prompt.columns) else {}),
+        "columns": json.dumps(group.prompt.columns, ensure_ascii=False, default=str),
         "advantage": r.advantage,
         "token_advantages": None if r.token_advantages is None else r.token_advantages.tolist(),
         "finish_reason": r.completion.finish_reason,
@@ -143,7 +143,19 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
     import pyarrow.parquet
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    columns = {name: parquet_column([row.get(name) for row in rows]) for name in names}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+
+def parquet_column(values: list[Any]) -> Any:
+    """A column as pyarrow has it; as JSON text where the values are of no one type."""
+    import pyarrow
+
+    try:
+        return pyarrow.array(values)
+    except (pyarrow.ArrowException, TypeError, OverflowError):
+        return pyarrow.array([json.dumps(v, ensure_ascii=False, default=str) for v in values])
 
 
 def draw_curves(path: Path, metrics: list[dict[str, Any]], summary: dict[str, Any]) -> None:

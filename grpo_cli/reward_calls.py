@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
+import functools
 import hashlib
 import os
 import pickle
@@ -76,7 +78,7 @@ class Term:
             "log_metric": None,
             "log_extra": None,
         }
-        if samples[0].ids is not None:
+        if all(s.ids is not None for s in samples):
             standard["completion_ids"] = [list(s.ids or ()) for s in samples]
         # What is remembered must not depend on the step, nor on a name that nothing asked for.
         named = self.signature.standard if self.cache else STANDARD
@@ -103,38 +105,53 @@ class Crew:
     preload: set[str] = field(default_factory=set)
     _pool: Pool | None = None
     _loop: Loop | None = None
-    _known: collections.OrderedDict[bytes, Future[Done]] = field(
+    # Calls under way, and what has come of others: a bare future of each would fill the memory.
+    _known: collections.OrderedDict[bytes, Future[Done] | Done] = field(
         default_factory=collections.OrderedDict
     )
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def start(self, term: Term, sample: Sample, state: TrainerState) -> Future[Done]:
-        """Has a function called with one completion; the future always ends, with a `Done`."""
+    def start(self, term: Term, sample: Sample, state: TrainerState) -> tuple[Future[Done], bool]:
+        """Has a function called with one completion.
+
+        Returns:
+            (a future that always ends, with a `Done`; whether it was known already).
+        """
         assert term.timeout is not None
         arguments = term.arguments([sample], state)
         key = digest(term.path, arguments) if term.cache else None
-        if key is not None and key in self._known:
-            self._known.move_to_end(key)
-            return self._known[key]
+        if key is not None:
+            with self._lock:
+                if (known := self._known.get(key)) is not None:
+                    self._known.move_to_end(key)
+                    return known if isinstance(known, Future) else _done(known), True
         if term.is_async:
             self._loop = self._loop or Loop()
             future = self._loop.start(term, arguments)
         else:
             future = self.pool.submit(Call(term.path, arguments, term.timeout))
         if key is not None:
-            self._known[key] = future
-            if len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
-        return future
+            with self._lock:
+                self._known[key] = future
+                if len(self._known) > REMEMBERED:
+                    self._known.popitem(last=False)
+            future.add_done_callback(functools.partial(self._remember, key))
+        return future, False
 
-    def forget_failures(self) -> None:
-        """Errors and time-outs are not remembered: the next time may end better."""
-        failed = [k for k, f in self._known.items() if f.done() and f.result().error is not None]
-        for key in failed:
-            del self._known[key]
+    def _remember(self, key: bytes, future: Future[Done]) -> None:
+        with self._lock:
+            if self._known.get(key) is not future:
+                return
+            done = None if future.cancelled() else future.result()
+            if done is None or done.error is not None:  # the next time may end better
+                del self._known[key]
+            else:
+                self._known[key] = done
 
     def forget(self) -> None:
         """Everything is computed anew from here on."""
-        self._known.clear()
+        with self._lock:
+            self._known.clear()
 
     @property
     def pool(self) -> Pool:
@@ -159,6 +176,12 @@ class Crew:
         self._pool = self._loop = None
 
 
+def _done(done: Done) -> Future[Done]:
+    future: Future[Done] = Future()
+    future.set_result(done)
+    return future
+
+
 def digest(path: str, arguments: Mapping[str, Any]) -> bytes | None:
     """What a call is remembered by; None for arguments that have no bytes."""
     try:
@@ -173,10 +196,15 @@ class Loop:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._slots: dict[str, asyncio.Semaphore] = {}
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="reward-loop", daemon=True
-        )
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="reward-loop", daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a task that someone made
+                self._loop.run_forever()
+        self._loop.close()
 
     def start(self, term: Term, arguments: dict[str, Any]) -> Future[Done]:
         return asyncio.run_coroutine_threadsafe(self._call(term, arguments), self._loop)
@@ -188,7 +216,11 @@ class Loop:
             start = time.perf_counter()
             try:
                 coroutine: Coroutine[Any, Any, Any] = term.function(**arguments)  # type: ignore[assignment]
-                values, error = await asyncio.wait_for(coroutine, term.timeout), None
+                values, error = await asyncio.wait_for(_staying(coroutine), term.timeout), None
+            except asyncio.CancelledError:
+                if self._closing:
+                    raise
+                values, error = None, "CancelledError"  # of what it waited for
             except TimeoutError:
                 late = time.perf_counter() - start
                 assert term.timeout is not None
@@ -201,6 +233,7 @@ class Loop:
 
     def close(self) -> None:
         """Cancels what is under way and ends the thread."""
+        self._closing = True
 
         async def cancel() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -215,3 +248,11 @@ class Loop:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
+
+
+async def _staying(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """What the coroutine returns. A SystemExit would end the loop, and with it everyone's calls."""
+    try:
+        return await coroutine
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error}") from error

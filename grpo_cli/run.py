@@ -156,7 +156,7 @@ class Run:
         """Writes a checkpoint of the present step, then removes those no longer kept."""
         state, keep = self.state, self.recipe.checkpoint.keep_last
         rng = self.workers.gather(checkpoint.rng_state())
-        carried = self.workers.gather(packed(self.carried, repr(self.recipe.reward)))
+        carried = self.workers.gather(packed(self.carried, self.scored_by))
         if self.workers.is_main:
             now = time.monotonic()
             state.seconds, self.started = state.seconds + now - self.started, now
@@ -218,11 +218,17 @@ class Run:
                 )
         self.generator.update_weights(self.policy)
 
+    @property
+    def scored_by(self) -> str:
+        """What the values of a completion's rewards depend on in the recipe."""
+        rewards = self.recipe.reward.items()
+        return repr({name: (r.function, r.weight, r.args, r.positions) for name, r in rewards})
+
     def unpack_carried(self, saved: list[dict[str, Any]]) -> list[Group]:
         """This process's share of a checkpoint's carried groups, as far as they are of use."""
         if not self.recipe.generation.dynamic_sampling:
             return []
-        fitting = unpacked(saved, self.stream, repr(self.recipe.reward))
+        fitting = unpacked(saved, self.stream, self.scored_by)
         if len(fitting) < len(saved):
             self.reporter.say(
                 f"  {len(saved) - len(fitting)} of {len(saved)} carried groups are of other "

@@ -43,6 +43,12 @@ class Request:
     passes: int | None = None  # times that everything is scored; null: 2 with labels, else 1
 
 
+def is_own(word: str) -> bool:
+    """Whether a word is one of this command's, and no part of a recipe."""
+    key, equals, _ = word.partition("=")
+    return bool(equals) and (key in WORDS or key.startswith("columns."))
+
+
 def split_words(argv: Sequence[str]) -> tuple[Request, list[str]]:
     """(what the command line asks for, the words that compose the recipe).
 
@@ -170,17 +176,20 @@ def _score_file(request: Request, recipe: Recipe, crew: Crew, run: Mapping[str, 
     console = Console(highlight=False)
     for description in scorer.descriptions:
         console.print(description, soft_wrap=True, markup=False)
-    output = Path(request.output or f"outputs/score/{path.name.split('.')[0]}.jsonl").expanduser()
+    output = Path(request.output or default_output(path)).expanduser()
+    check_output(output, path)
     passes = request.passes or (1 if labels is None else 2)
     bar = Bar(console, "score", len(samples) * passes)
     found: list[list[Scored]] = []
     for number in range(passes):
         crew.forget()  # a second pass is there to see whether it comes out the same
         found.append([])
-        for scored in score_samples(scorer, samples):
-            found[-1] += scored
-            bar.update(number * len(samples) + len(found[-1]), "completions")
-    bar.close()
+        try:
+            for scored in score_samples(scorer, samples):
+                found[-1] += scored
+                bar.update(number * len(samples) + len(found[-1]), "completions")
+        finally:
+            bar.close()
     first = found[0]
     write_scores(output, first, labels, request.threshold)
     summary = summarize(scorer, found)
@@ -191,6 +200,29 @@ def _score_file(request: Request, recipe: Recipe, crew: Crew, run: Mapping[str, 
     print_summary(console, summary, str(path))
     console.print(f"every reward: {output}; summary: {summary_path}", soft_wrap=True)
     raise_if_failed(scorer, [s for one_pass in found for s in one_pass])
+
+
+def default_output(path: Path) -> str:
+    """Where the scores of a file go; those of stored completions carry the run's name."""
+    name, folder = path.name.split(".")[0], path.resolve().parent
+    if folder.name == "completions":
+        name = f"{folder.parent.name}-{name}"
+    elif name == "completions":
+        name = f"{folder.parent.parent.name}-{folder.name}"
+    return f"outputs/score/{name}.jsonl"
+
+
+def check_output(output: Path, path: Path) -> None:
+    """Raises a UserError if the scores cannot go there, before anything is scored."""
+    for file in (output, output.with_suffix(".summary.json")):
+        if file.exists() and path.exists() and file.samefile(path):
+            raise UserError(f"output = {output}: {file} is the input.")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a"):
+                pass
+        except OSError as error:
+            raise UserError(f"output = {output}: cannot be written: {error.strerror}.") from error
 
 
 @dataclass(frozen=True)
@@ -274,8 +306,7 @@ def load_samples(path: Path, columns: Mapping[str, str]) -> tuple[list[Sample], 
         )
     samples = []
     for number, row in enumerate(table):
-        # Stored completions keep the data set's columns in one of their own.
-        own = {**(row.pop("columns", None) or {}), **row}
+        own = {**row, **stored_columns(row.pop("columns", None))}
         prompt, text = own.pop("prompt", ""), own.pop("completion")
         if isinstance(text, list) and text and isinstance(text[-1], dict):  # a chat's messages
             text = text[-1].get("content")
@@ -285,6 +316,12 @@ def load_samples(path: Path, columns: Mapping[str, str]) -> tuple[list[Sample], 
             )
         samples.append(Sample(number, prompt, text, own.pop("completion_ids", None), own))
     return samples, [*samples[0].columns]
+
+
+def stored_columns(cell: Any) -> dict[str, Any]:
+    """Stored completions keep the data set's columns in one of their own, perhaps as JSON text."""
+    columns = json.loads(cell) if isinstance(cell, str) and cell.startswith("{") else cell
+    return columns if isinstance(columns, dict) else {}
 
 
 def labels_of(

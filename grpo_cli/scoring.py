@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.config import Reward, Scoring
@@ -100,7 +101,10 @@ class Scorer:
         sheet = self.begin()
         sheet.start([sample])
         for name, term in self.terms.items():
-            (verdict,) = sheet.verdicts(term, [sample])
+            try:
+                (verdict,) = sheet.verdicts(term, [sample])
+            except TrainingError as error:
+                raise UserError(str(error)) from error
             if verdict.error is not None and term.on_error == "stop":
                 raise UserError(
                     f"reward.{name}: tried out on row {sample.row} with the completion "
@@ -194,7 +198,8 @@ class Sheet:
 
     def __init__(self, scorer: Scorer, state: TrainerState) -> None:
         self.terms, self.crew, self.state = scorer.terms, scorer.crew, state
-        self._under_way: dict[tuple[str, int], Future[Done]] = {}  # by function and sample
+        # By function and sample: what comes of the call, and whether that was known already.
+        self._under_way: dict[tuple[str, int], tuple[Future[Done], bool]] = {}
         self._samples: dict[int, Sample] = {}  # by rollout
         self.counts: Counter[str] = Counter()  # metrics that are summed up
         self.logged: dict[str, list[float]] = defaultdict(list)  # metrics that are averaged
@@ -210,8 +215,8 @@ class Sheet:
         for term in self.terms.values():
             if term.timeout is not None:
                 for sample in samples:
-                    future = self.crew.start(term, sample, self.state)
-                    self._under_way[term.name, id(sample)] = future
+                    started = self.crew.start(term, sample, self.state)
+                    self._under_way[term.name, id(sample)] = started
 
     def finish(
         self, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase | None = None
@@ -229,6 +234,8 @@ class Sheet:
         if not rollouts:
             return
         samples = [self._samples[id(r)] for r in rollouts]
+        for rollout in rollouts:
+            rollout.extras = {}
         # First those that are called here: the others are under way meanwhile.
         for term in sorted(self.terms.values(), key=lambda term: term.timeout is not None):
             verdicts = self.verdicts(term, samples)
@@ -247,7 +254,6 @@ class Sheet:
             outcomes = [v for name, v in applied.items() if name not in rollout.step_rewards]
             rollout.outcome = math.fsum(outcomes) if outcomes else math.nan
             rollout.reward = math.fsum(applied.values()) if applied else math.nan
-        self.crew.forget_failures()
 
     def _fill_in(
         self,
@@ -265,6 +271,11 @@ class Sheet:
                 for at, value in verdict.steps
             ]
         rollout.reward_parts[name] = verdict.value
+        if twice := rollout.extras.keys() & verdict.extras.keys():
+            raise TrainingError(
+                f"reward {name!r} called log_extra({min(twice)!r}, ...), as another reward did; "
+                "choose another name."
+            )
         rollout.extras |= verdict.extras
 
     def verdicts(self, term: Term, samples: Sequence[Sample]) -> list[Verdict]:
@@ -272,7 +283,10 @@ class Sheet:
         if term.timeout is None:
             verdicts = self._called_here(term, samples)
         else:
-            verdicts = [self._awaited(term, sample) for sample in samples]
+            assert term.timeout is not None
+            rounds = 1 + len(samples) / term.concurrency
+            end = time.monotonic() + term.timeout * rounds + GRACE
+            verdicts = [self._awaited(term, sample, end) for sample in samples]
             self.counts[f"rewards/{term.name}/timeouts"] += sum(v.timed_out for v in verdicts)
         if term.on_error == "count":
             failed = sum(v.error is not None and not v.timed_out for v in verdicts)
@@ -280,20 +294,19 @@ class Sheet:
         self.counts[f"time/rewards/{term.name}"] += sum(v.seconds for v in verdicts)  # type: ignore[assignment]
         return verdicts
 
-    def _awaited(self, term: Term, sample: Sample) -> Verdict:
-        future = self._under_way.pop((term.name, id(sample)))
-        assert term.timeout is not None
+    def _awaited(self, term: Term, sample: Sample, end: float) -> Verdict:
+        future, was_known = self._under_way.pop((term.name, id(sample)))
         # Workers have deadlines of their own. Nothing can stop a coroutine that never awaits.
-        rounds = 1 + len(self._under_way) / term.concurrency
-        patience = term.timeout * rounds + GRACE if term.is_async else None
+        patience = max(0.0, end - time.monotonic()) if term.is_async else None
         try:
             done = future.result(patience)
         except TimeoutError:
-            done = Done(
-                error=f"blocks its event loop: nothing came back for {patience:.0f} s; an async "
-                "function must await what takes time"
-            )
-        return self._verdict(term, done, [sample])[0]
+            raise TrainingError(
+                f"reward {term.name!r} blocks its event loop: its calls do not end at their "
+                "deadlines; an async function must await what takes time."
+            ) from None
+        (verdict,) = self._verdict(term, done, [sample])
+        return replace(verdict, seconds=0.0) if was_known else verdict
 
     def _called_here(self, term: Term, samples: Sequence[Sample]) -> list[Verdict]:
         done = term.call(samples, self.state)
@@ -301,10 +314,20 @@ class Sheet:
             # Row by row, to find the completion at which it raises.
             single = [self._verdict(term, term.call([s], self.state), [s])[0] for s in samples]
             if any(v.error is not None for v in single):
-                return single
+                return self._without_failed(term, samples, single)
             where = ", for some completion of the batch (not one by itself)"
             return [Verdict(error=f"raised {done.error}", where=where) for _ in samples]
         return self._verdict(term, done, samples)
+
+    def _without_failed(
+        self, term: Term, samples: Sequence[Sample], single: Sequence[Verdict]
+    ) -> list[Verdict]:
+        """Verdicts of a batch of those alone that do not fail one by one."""
+        if term.on_error == "stop":
+            return list(single)
+        good = [s for s, v in zip(samples, single, strict=True) if v.error is None]
+        again = iter(self._verdict(term, term.call(good, self.state), good) if good else [])
+        return [next(again) if v.error is None else v for v in single]
 
     def _verdict(self, term: Term, done: Done, samples: Sequence[Sample]) -> list[Verdict]:
         """One call's outcome as a verdict on each of its samples."""
@@ -312,7 +335,8 @@ class Sheet:
             value, seconds = term.timeout_value, done.seconds
             return [Verdict(value, error=done.error, seconds=seconds, timed_out=True)]
         if done.error is not None:
-            return [Verdict(error=f"raised {done.error}") for _ in samples]
+            seconds = done.seconds / len(samples)
+            return [Verdict(error=f"raised {done.error}", seconds=seconds) for _ in samples]
         values = done.values
         if not isinstance(values, Sequence) and hasattr(values, "tolist"):  # a tensor or an array
             values = values.tolist()

@@ -70,7 +70,11 @@ def reward(
 
     def register(function: F) -> F:
         path = f"{function.__module__}:{function.__qualname__}"
-        REGISTERED[name or function.__name__] = path
+        known = REGISTERED.setdefault(name or function.__name__, path)
+        if known != path:
+            raise ValueError(
+                f"{path} and {known} have one name; give one another, as in @reward(name=...)"
+            )
         cached = timeout is not None if cache is None else cache
         traits = Traits(timeout, cached, tuple(preload), describe)
         function.reward_traits = traits  # type: ignore[attr-defined]

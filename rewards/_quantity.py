@@ -235,7 +235,12 @@ def with_powers(text: str) -> str:
 
 def has_words(text: str) -> bool:
     """Whether there is prose in the text, not only numbers and formulas."""
-    return _PROSE.search(_NAME_IN_LATEX.sub("", text)) is not None
+    return count_words(text) > 0
+
+
+def count_words(text: str) -> int:
+    """How many words of prose there are; a run of Chinese characters has as many as characters."""
+    return len(_PROSE.findall(_NAME_IN_LATEX.sub("", text)))
 
 
 def unit_name(words: str) -> str:

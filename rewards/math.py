@@ -12,6 +12,7 @@ from grpo_cli.rewards._quantity import (
     CHINESE,
     NUMBER,
     Quantity,
+    count_words,
     formula,
     has_unit,
     has_words,
@@ -42,6 +43,7 @@ MAX_ANSWER_CHARACTERS = 1000
 MAX_DEPTH = 8
 MAX_BARS = 8
 MAX_RELATIONS = 20
+MAX_WORDS = 8  # of prose in a formula, each of which is a product of letters to it
 MAX_TERMS = 2000  # of a sum to some power, multiplied out
 # Python itself reads and writes no whole number of more than 4,300 digits.
 MAX_DIGITS = 4000
@@ -83,10 +85,10 @@ def math(
             equal `18\%`. "value": `18\%` equals 0.18, not 18. "either": it equals both.
 
     Unless its text is that of the gold answer, an answer is wrong without a look that has more than
-    1,000 characters, brackets more than 8 deep, more than 8 bars or 20 relations, towers of more
-    than 5 powers or subscripts, functions of functions more than 3 deep, powers of sums that may
-    have more than 2,000 terms, or powers, factorials and binomials that may have more than 4,000
-    digits, such as `9**9**9**9`.
+    1,000 characters, 8 words inside a formula, 8 bars or 20 relations; brackets more than 8 deep;
+    towers of more than 5 powers or subscripts, or functions of functions more than 3 deep; powers
+    of sums that may have more than 2,000 terms; or powers, factorials and binomials that may have
+    more than 4,000 digits, such as `9**9**9**9`.
 
     A row whose gold answer is missing (None or blank) gives None.
     """
@@ -286,6 +288,8 @@ _TWO = log10(2)  # the size of what is not known to be large
 
 def _is_within_limits(text: str) -> bool:
     if len(text) > MAX_ANSWER_CHARACTERS + len("answer: "):
+        return False
+    if _ONE_FORMULA.fullmatch(text) and count_words(text) > MAX_WORDS:
         return False
     return all(
         segment.count("|") <= MAX_BARS

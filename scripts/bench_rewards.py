@@ -34,7 +34,10 @@ def scorer(workers: int) -> Scorer:
     crew = Crew(Scoring(workers=workers))
     made = Scorer({"math": Reward("math", cache=False)}, ["answer"], "the file", crew)
     gold = "x^2 + 1"
-    samples = [Sample(i, "", rf"\boxed{{1 + x^{{2}} + {i} - {i}}}", None, {"answer": gold}) for i in range(50)]
+    samples = [
+        Sample(i, "", rf"\boxed{{1 + x^{{2}} + {i} - {i}}}", None, {"answer": gold})
+        for i in range(50)
+    ]
     for _ in score_samples(made, samples):
         pass
     return made
@@ -54,7 +57,13 @@ def main() -> None:
     # Formulas: what Math-Verify has to work for. Equal texts and plain numbers take no time.
     chosen = [r for r in rows if not r["answer"].lstrip("-").isdigit()][:COMPLETIONS]
     samples = [
-        Sample(i, "", rf"So \[{r['answer']} = \boxed{{0 + {r['answer']}}}.\]", None, {"answer": r["answer"]})
+        Sample(
+            i,
+            "",
+            rf"So \[{r['answer']} = \boxed{{0 + {r['answer']}}}.\]",
+            None,
+            {"answer": r["answer"]},
+        )
         for i, r in enumerate(chosen)
     ]
     one, two = scorer(1), scorer(2)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import copy
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -36,6 +37,16 @@ BUILD = Build(
     max_position_embeddings=128,
     warmup_steps=0,
 )
+
+
+@pytest.fixture(autouse=True)
+def _root_logger() -> Iterator[None]:
+    """Hydra's --info leaves a handler that writes to what is a test's stdout."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = [h for h in root.handlers if h in handlers]
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,8 @@ def does(completions: list[str], answer: list[Any] | None = None) -> list[Any]:
         os._exit(0)
     if text == "exit":
         sys.exit(3)
+    if text == "fork":
+        os.fork()
     if text == "raise":
         raise RuntimeError("on purpose")
     if text == "memory":
@@ -109,6 +111,28 @@ async def waits(completions: list[str], answer: list[str] | None = None) -> list
     if completions == ["timeout"]:
         raise TimeoutError
     return [float(len(c)) for c in completions]
+
+
+async def ends(completions: list[str]) -> list[float]:
+    async def leave() -> None:
+        sys.exit(3)
+
+    if completions == ["exit"]:
+        sys.exit(3)
+    if completions == ["cancel"]:
+        raise asyncio.CancelledError
+    await asyncio.gather(asyncio.create_task(leave()))
+    return [1.0]
+
+
+def slowly(completions: list[str]) -> list[float]:
+    time.sleep(0.05)
+    return [1.0]
+
+
+def batch_without_raise(completions: list[str]) -> list[float]:
+    assert "raise" not in completions
+    return [float(len(completions))] * len(completions)
 
 
 async def blocks(completions: list[str]) -> list[float]:

@@ -129,6 +129,21 @@ def test_code(
     assert code(chat, **cells, **args) == [expected]
 
 
+@pytest.mark.parametrize("partial", [True, False])
+def test_code_tries_no_more_tests_than_it_needs(
+    monkeypatch: pytest.MonkeyPatch, partial: bool
+) -> None:
+    asked = []
+
+    def grade(*_: Any, stop_at_failure: bool, **__: Any) -> sandbox.Verdict:
+        asked.append(stop_at_failure)
+        return sandbox.Verdict(0.0, 0, 2, "", 0.0)
+
+    monkeypatch.setattr(sandbox, "grade", grade)
+    assert code([GOOD], [TESTS], partial=partial) == [0.0]
+    assert asked == [not partial]
+
+
 def test_code_scores_each_completion_by_its_own_row() -> None:
     values = code(
         [GOOD, HALF, GOOD, "    return x\n"],

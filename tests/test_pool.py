@@ -124,6 +124,41 @@ def test_logged_metrics_and_extras_come_back(pool: Pool) -> None:
     assert (done.metrics, done.extras) == ([("length", 3.0)], [("shouted", ["ABC"])])
 
 
+def test_a_forked_child_that_returns_is_not_heard() -> None:
+    pool = Pool(1)
+    values = [d.values for d in ask(pool, "fork", "a", "fork", "b", "c")]
+    pool.close()
+    assert len({int(pid) for (pid,) in values}) == 1, "the worker's own, each time"
+
+
+def test_names_in_the_working_folder_do_not_replace_pythons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("random", "select", "resource"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not the real one')")
+    (tmp_path / "own_reward.py").write_text("def f(completions): return [5.0]")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # a Path, as some tools put there
+    pool = Pool(1)
+    (done,) = [pool.submit(Call("own_reward:f", {"completions": ["x"]}, 30.0)).result(PATIENCE)]
+    pool.close()
+    assert done.values == [5.0], done.error
+
+
+def test_a_pool_that_breaks_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+
+    def breaks(self: Pool) -> None:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(Pool, "_hand_out", breaks)
+    pool = Pool(1)
+    expected = "the pool of workers broke: RuntimeError: on purpose"
+    for _ in range(2):
+        assert [d.error for d in ask(pool, "x")] == [expected]
+    pool.close()
+
+
 def test_closing_ends_the_workers_and_the_calls_under_way() -> None:
     pool = Pool(1)
     (pid,) = ask(pool, "pid")[0].values
@@ -138,12 +173,16 @@ def test_closing_ends_the_workers_and_the_calls_under_way() -> None:
 def test_workers_that_cannot_start_end_the_calls_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
     pool = Pool(1)
-    (done,) = ask(pool, "x")
-    assert done.error == (
-        "no worker process could be started: its worker process ended (exit code 1)"
-    )
+    for program, error in (
+        ("/bin/false", "its worker process ended (exit code 1)"),
+        ("/no/such", "[Errno 2] No such file or directory: '/no/such'"),
+    ):
+        monkeypatch.setattr(sys, "executable", program)
+        (done,) = ask(pool, "x")
+        assert done.error == f"no worker process could be started: {error}"
+    monkeypatch.undo()
+    assert ask(pool, "x")[0].error is None, "the next one starts"
     pool.close()
 
 

@@ -109,6 +109,13 @@ def test_failures_in_the_runs_own_process_are_counted_row_by_row(crew: Crew) -> 
     assert metrics(sheet) == {"rewards/r/errors": 1.0}
 
 
+def test_those_of_a_batch_that_do_not_fail_are_called_together(crew: Crew) -> None:
+    rollouts = rollouts_of("fine", "raise", "fine too")
+    sheet = score(crew, rollouts, r=spec("batch_without_raise", on_error="count"))
+    assert parts(rollouts) == [2.0, None, 2.0]
+    assert metrics(sheet) == {"rewards/r/errors": 1.0}
+
+
 def test_a_time_out_is_no_error(crew: Crew) -> None:
     sheet = score(crew, rollouts_of("hang"), r=spec("does", timeout=0.5, on_error="count"))
     assert metrics(sheet) == {"rewards/r/timeouts": 1.0, "rewards/r/errors": 0.0}
@@ -186,9 +193,29 @@ def test_an_async_function_that_never_awaits_is_found_out(
 ) -> None:
     monkeypatch.setattr("grpo_cli.scoring.GRACE", -0.99)
     crew = Crew(Scoring())
-    with pytest.raises(TrainingError, match="blocks its event loop: nothing came back for 0 s"):
+    with pytest.raises(TrainingError, match="'r' blocks its event loop: its calls do not end at"):
         score(crew, rollouts_of("x"), r=spec("blocks", timeout=1.0, concurrency=1000))
     crew.close()
+
+
+def test_what_ends_a_coroutine_does_not_end_the_loop(crew: Crew) -> None:
+    for text, error in (
+        ("exit", "RuntimeError: SystemExit: 3 at"),
+        ("cancel", "CancelledError"),
+        ("exit in a task", "RuntimeError|CancelledError|SystemExit|took more"),
+    ):
+        with pytest.raises(TrainingError, match=f"'r' (raised )?({error})"):
+            verdict_of(crew, text)
+        rollouts = rollouts_of("fine")
+        score(crew, rollouts, r=spec("waits"))
+        assert parts(rollouts) == [4.0], "the loop goes on"
+
+
+def verdict_of(crew: Crew, text: str) -> None:
+    rollouts = rollouts_of(text)
+    score(crew, rollouts, r=spec("ends", timeout=2.0))
+    if rollouts[0].reward_parts["r"] is None:
+        raise TrainingError("reward 'r' took more than its time")
 
 
 # Metrics, extras, the run's state.
@@ -213,6 +240,20 @@ def test_a_metric_of_our_own_cannot_be_logged_over(crew: Crew) -> None:
 def test_extras_must_be_as_many_as_completions(crew: Crew) -> None:
     with pytest.raises(TrainingError, match=r"log_extra\('one', ...\) with 1 values for 2 compl"):
         score(crew, rollouts_of("x", "y"), r=spec("miscounts"))
+
+
+def test_two_functions_cannot_log_one_column(crew: Crew) -> None:
+    with pytest.raises(TrainingError, match=r"'b' called log_extra\('shouted', ...\), as another"):
+        score(crew, rollouts_of("x"), a=spec("logs"), b=spec("logs"))
+
+
+def test_time_counts_what_was_computed(crew: Crew) -> None:
+    times = []
+    for _ in range(2):
+        sheet = score(crew, rollouts_of("zz"), r=spec("slowly", timeout=30, cache=True))
+        times.append(metrics_of([sheet], Workers("cpu"))["time/rewards/r"])
+    assert times[0] >= 0.05
+    assert times[1] == 0.0
 
 
 @pytest.mark.parametrize("timeout", [None, 30.0])
@@ -278,6 +319,11 @@ def test_a_reward_that_fails_is_found_before_the_run(
     make(crew, {"r": spec(name, **knobs, on_error="count")}, "answer").try_out(sample)
 
 
+def test_a_metric_that_clashes_is_found_before_the_run(crew: Crew) -> None:
+    with pytest.raises(UserError, match="rewards/r/mean is a metric already"):
+        make(crew, {"r": spec("clashes")}).try_out(Sample(0, "P", "x", (0,), {}))
+
+
 def test_a_reward_that_hangs_is_found_before_the_run(crew: Crew) -> None:
     with pytest.raises(UserError, match=r"'hang': took more than 0.5 s and was stopped"):
         make(crew, {"r": spec("does", timeout=0.5)}, "answer").try_out(
@@ -306,6 +352,9 @@ def test_modules_are_imported_for_their_names(
     (tmp_path / "my_grpo_module3.py").write_text(text.format(n="").replace("brief", "math"))
     with pytest.raises(UserError, match=r"my_grpo_module3:math is called 'math', as a reward that"):
         registry.import_modules(["my_grpo_module3"], "scoring.modules")
+    (tmp_path / "my_grpo_module4.py").write_text(text.format(n="1"))
+    with pytest.raises(UserError, match=r"my_grpo_module4:brief1 and my_grpo_module1:brief1 have"):
+        registry.import_modules(["my_grpo_module4"], "scoring.modules")
     with pytest.raises(UserError, match=r"scoring.modules: nowhere: cannot import nowhere"):
         registry.import_modules(["nowhere"], "scoring.modules")
 

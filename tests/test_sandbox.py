@@ -637,6 +637,11 @@ def test_a_program_that_ends_its_keeper(
     assert [pid for pid in pids() if str(same_user) in environment(pid)] == []
 
 
+def test_a_program_that_ends_its_session_ends_itself(same_user: Path) -> None:
+    finished = run("import os; os.killpg(0, 9)", guards="limits", limits=Limits(seconds=30))
+    assert finished.status == "killed"
+
+
 @pytest.mark.parametrize("folder", ["home", "os.path.dirname(home)"])
 def test_what_a_link_in_the_place_of_its_folder_leads_to_stays(
     same_user: Path, folder: str
@@ -653,6 +658,18 @@ os.symlink({str(same_user / "victim")!r}, folder)
     grade(code, ["pass", "pass"], guards="limits")
     assert (same_user / "victim" / "file").exists()
     assert not [path for path in same_user.iterdir() if path.is_symlink()]
+
+
+def test_a_program_that_spoils_the_next_run(same_user: Path) -> None:
+    code = """
+import os
+folder = os.path.dirname(os.environ["HOME"])
+os.rename(folder, folder + "-moved")
+open(folder, "w").close()
+"""
+    verdict = grade(code, ["pass", "pass"], guards="limits")
+    lost = "test 2 of 2: the program ended or blocked its sandbox"
+    assert (verdict.passed, verdict.reason) == (1, lost)
 
 
 @both_levels
@@ -938,6 +955,7 @@ INCREMENT = "def f(x): return x + 1"
             None,
         ),
         ("import os\nos.write = lambda *_: 0\nos._exit = lambda *_: 0", ["assert 0"], {}, 0, None),
+        ("import os\nos.write = lambda *_: 0\nos._exit = lambda *_: 0", ["pass"], {}, 1, "passed"),
         ("raise KeyboardInterrupt", ["pass"], {}, 0, "test 1 of 1: KeyboardInterrupt"),
         ("def f(", ["pass"], {}, 0, "test 1 of 1: SyntaxError: '(' was never closed"),
         # like an imported module
@@ -1107,6 +1125,18 @@ def test_limits_that_cannot_be_set_are_no_verdict(
     with pytest.raises(SandboxError, match="RLIMIT_NOTHING"):
         grade("", "pass", guards=guards)
     assert list(tmp_path.iterdir()) == []
+
+
+@both_levels
+def test_a_keeper_that_falls_silent_is_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, guards: str
+) -> None:
+    if guards == "limits" and not IS_ROOT:
+        pytest.skip("here the program may be the reason")
+    sandbox.find_level(guards)
+    monkeypatch.setattr(sandbox, "GRACE_SECONDS", -0.9)  # it may report for 0.1 s
+    with pytest.raises(SandboxError, match="no sign of life"):
+        grade("while True: pass", "pass", guards=guards, limits=Limits(seconds=1))
 
 
 def test_importing_it_is_cheap() -> None:

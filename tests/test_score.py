@@ -145,6 +145,16 @@ def test_a_reward_that_is_not_deterministic_is_found_out(grpo: Grpo, tmp_path: P
     assert "r: 5 of 5 values changed between 3 passes" in out
 
 
+def test_each_pass_computes_anew_what_is_remembered(grpo: Grpo, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.touch()
+    write(tmp_path / "c.jsonl", [{"completion": "a", "answer": str(notes)}] * 2)
+    words = ["reward.r.function=tests.pool_rewards:counted", "reward.r.timeout=60"]
+    code, _, _ = grpo(*words, "reward.r.cache=true", "input=c.jsonl", "passes=3")
+    assert code == 0
+    assert notes.read_text().count("a") == 3
+
+
 def sometimes(completions: list[str]) -> list[float]:
     if any(c == "5" for c in completions):
         raise RuntimeError("no fives")
@@ -246,7 +256,7 @@ def test_a_runs_stored_completions(grpo: Grpo, tmp_path: Path) -> None:
         length = ["reward.length.args.unit=tokens", "reward.length.args.target=0"]
         code, _, err = grpo("reward=[exact_match,length]", *length, f"input={given}")
         assert (code, err) == (0, "")
-        (found,) = lines_of(tmp_path / "outputs/score/step-20.jsonl")
+        (found,) = lines_of(tmp_path / "outputs/score/run-step-20.jsonl")
         assert found["rewards"] == {"exact_match": 1.0, "length": -3.0}
 
 
@@ -322,6 +332,15 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["reward=maths", "input=c.jsonl", "columns.completion=text"],
         "reward = maths: there",
     ),
+    "output": (
+        ["reward=exact_match", "input=c.jsonl", "columns.completion=text", "output=./c.jsonl"],
+        "output = c.jsonl: c.jsonl is the input.",
+    ),
+    "output below a file": (
+        ["reward=exact_match", "input=c.jsonl", "columns.completion=text", "output=c.jsonl/x"],
+        "output = c.jsonl/x: cannot be written: ",
+    ),
+    "sweep": (["reward=math", "input=c.jsonl", "-m"], "scores once; -m is for grpo train"),
     "knob": (["reward=math", "input=c.jsonl", "lable=x"], "lable"),
 }
 
@@ -335,6 +354,23 @@ def test_a_mistake_is_one_message(grpo: Grpo, name: str, tmp_path: Path) -> None
     assert (code, out) == (2, "")
     assert err.startswith("grpo: ")
     assert "Traceback" not in err
+
+
+def test_the_composed_recipe_is_shown(grpo: Grpo) -> None:
+    code, out, _ = grpo("reward=math", "input=c.jsonl", "columns.completion=x", "--cfg", "job")
+    assert code == 0
+    assert "function: math" in out
+
+
+def test_a_folder_of_own_groups(grpo: Grpo, tmp_path: Path) -> None:
+    (tmp_path / "own" / "reward").mkdir(parents=True)
+    (tmp_path / "own" / "reward" / "mine.yaml").write_text("mine:\n  function: exact_match\n")
+    write(tmp_path / "c.jsonl", ROWS)
+    code, out, err = grpo(
+        "--config-dir", "own", "reward=mine", "input=c.jsonl", "columns.completion=text"
+    )
+    assert (code, err) == (0, "")
+    assert "mine" in out
 
 
 # The parts.

@@ -1,8 +1,8 @@
 """The loop on a tiny model: it learns, its gradient ignores micro-batches, it stops and goes on."""
 
 import json
-import time
 import math
+import time
 from pathlib import Path
 from typing import Any
 
