@@ -218,6 +218,8 @@ def score(argv: list[str]) -> None:
     has_recipe = any(w.startswith("recipe=") for w in words)
     if {"-m", "--multirun"} & {*options}:
         raise UserError("grpo score: scores once; -m is for grpo train and grpo eval.")
+    if {"-h", "--help"} & {*options}:
+        print(scores.USAGE)
     if any(o.partition("=")[0] in SHOWING for o in options):
         rest = [w for w in words if not scores.is_own(w)]
         compose_and_call([*rest, *options], lambda cfg: None, BARE)
@@ -244,6 +246,11 @@ def rewards(argv: list[str]) -> None:
     from grpo_cli import registry
     from grpo_cli.rewards import traits_of
 
+    if {"-h", "--help"} & {*argv}:
+        print(
+            "grpo rewards [MODULE ...]: the reward functions there are, and those of your modules"
+        )
+        return
     registry.import_modules(argv, "grpo rewards")
     for name in sorted(registry.known()):
         function = registry.resolve(name)

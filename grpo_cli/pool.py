@@ -30,6 +30,7 @@ START_SECONDS = 120.0  # for a worker to import what it is to run, on a busy mac
 SENTENCE_SECONDS = 10  # for one message between a worker and the pool, once it has begun
 MOST_FAILED_STARTS = 3  # one after another
 PAUSE_SECONDS = 0.5  # before another try
+KILL_ROUNDS = 20  # of looking for what a worker has started, which may start others meanwhile
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -164,6 +165,7 @@ class Pool:
                 # -P: a random.py in the working folder is not Python's own.
                 [sys.executable, "-P", "-m", "grpo_cli.pool_worker", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
+                stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,  # stdout is the run's
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the run, and a kill is for all of it
                 env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(Path(__file__).parent.parent)},
@@ -247,8 +249,7 @@ class Pool:
         if reason is None:
             with contextlib.suppress(subprocess.TimeoutExpired):  # what ended it, not the next line
                 worker.process.wait(0 if worker.ready and worker.job is None else 0.5)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(worker.process.pid, signal.SIGKILL)
+        kill_tree(worker.process.pid)
         status = worker.process.wait()
         reason = reason or f"its worker process ended ({_ending(status)})"
         self._answer(worker, Done(error=reason))
@@ -265,6 +266,36 @@ class Pool:
             jobs, self._queue = list(self._queue), collections.deque()
         for _, future in jobs:
             future.set_result(Done(error=f"no worker process could be started: {reason}"))
+
+
+def kill_tree(pid: int) -> None:
+    """Kills a process and all that it has started; what is below it also has other sessions."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGSTOP)  # it starts nothing more, and its orphans stay below it
+    for _ in range(KILL_ROUNDS):
+        below = descendants(pid)
+        for child in below:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(child, signal.SIGKILL)
+        if not below:
+            break
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below one that are not dead already, as /proc has it; [] where there is none."""
+    children: dict[int, list[int]] = collections.defaultdict(list)
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            state, parent = entry.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                children[int(parent)].append(int(entry.parent.name))
+    found, new = [], [pid]
+    while new:
+        new = [child for parent in new for child in children[parent]]
+        found += new
+    return found
 
 
 def overrun(seconds: float) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_cli.pool import Done
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main() -> None:
@@ -61,7 +61,9 @@ def _limit_memory(limit: int) -> None:
 def _die_with(parent: int) -> None:
     """The kernel kills this process when the one that started it ends, however that happens."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # what it starts stays below it, and is found there
     if os.getppid() != parent:  # it ended before the line above
         os._exit(1)
 
@@ -87,7 +89,7 @@ def answer(function: Callable[..., Any], arguments: dict[str, Any]) -> Done:
     start = time.perf_counter()
     try:
         values, error = function(**arguments), None
-    except (Exception, SystemExit) as raised:  # a user's function may raise anything
+    except (Exception, SystemExit, GeneratorExit) as raised:  # a user's function may raise anything
         values, error = None, blame(raised)
     return Done(values, metrics, extras, time.perf_counter() - start, error)
 
@@ -109,7 +111,11 @@ def blame(error: BaseException) -> str:
     """`ValueError: what it says at file.py:12`, the place being where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
+    try:
+        message = str(error)
+    except Exception:  # of its own __str__
+        message = "it cannot say what"
+    return f"{type(error).__name__}: {message}{place}"
 
 
 if __name__ == "__main__":

@@ -216,18 +216,19 @@ class Loop:
             start = time.perf_counter()
             try:
                 coroutine: Coroutine[Any, Any, Any] = term.function(**arguments)  # type: ignore[assignment]
-                values, error = await asyncio.wait_for(_staying(coroutine), term.timeout), None
+                task = asyncio.ensure_future(_staying(coroutine))
+                ended, _ = await asyncio.wait({task}, timeout=term.timeout)
+                if not ended:
+                    task.cancel()  # and not waited for: it may not let itself be cancelled
+                    assert term.timeout is not None
+                    late = time.perf_counter() - start
+                    return Done(timed_out=True, seconds=late, error=overrun(term.timeout))
+                values, error = task.result(), None
             except asyncio.CancelledError:
                 if self._closing:
                     raise
                 values, error = None, "CancelledError"  # of what it waited for
-            except TimeoutError:
-                late = time.perf_counter() - start
-                assert term.timeout is not None
-                if late >= term.timeout:
-                    return Done(timed_out=True, seconds=late, error=overrun(term.timeout))
-                values, error = None, "TimeoutError"  # its own, of a request
-            except (Exception, SystemExit) as raised:
+            except Exception as raised:
                 values, error = None, blame(raised)
         return Done(values, metrics, extras, time.perf_counter() - start, error)
 
@@ -254,5 +255,5 @@ async def _staying(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """What the coroutine returns. A SystemExit would end the loop, and with it everyone's calls."""
     try:
         return await coroutine
-    except SystemExit as error:
-        raise RuntimeError(f"SystemExit: {error}") from error
+    except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import json
 import math
+import re
+import signal
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +20,7 @@ from rich.table import Table
 from grpo_cli import data, folders
 from grpo_cli.config import Recipe
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
+from grpo_cli.prepare import MADE_UP
 from grpo_cli.progress import Bar
 from grpo_cli.reward_calls import Crew, Sample, Term
 from grpo_cli.scoring import Scorer, Sheet, Verdict
@@ -25,7 +28,23 @@ from grpo_cli.scoring import Scorer, Sheet, Verdict
 CHUNK = 256  # completions between two signs of progress
 CHUNKS_AHEAD = 4
 TRUE, FALSE = ("true", "yes", "1", "1.0", "correct"), ("false", "no", "0", "0.0", "incorrect")
+READ = ("recipe", "reward", "scoring", "device")  # of a recipe, where the completions are there
 WORDS = ("input", "label", "row", "split", "completion", "output", "threshold", "passes")
+
+
+USAGE = """\
+grpo score reward=NAME input=FILE              of the completions in a file, or stored with a run
+grpo score recipe=NAME row=N completion=TEXT   of one completion of a row of the recipe's data
+
+  columns.NEW=NAME   rename a column of the file; it needs `completion` and what the rewards take
+  label=COLUMN       hold the rewards against a column of true and false
+  threshold=0.5      a reward from here on counts as right
+  passes=2           score everything so often, to see what changes (1 without label)
+  output=FILE        where the scores go; by default outputs/score/INPUT.jsonl
+  split=eval         take row=N from the held-out data; completion=- reads standard input
+
+reward.NAME.args.ARG=..., reward.NAME.timeout=... and scoring.KEY=... set the rewards up:
+"""
 
 
 @dataclass
@@ -60,11 +79,18 @@ def split_words(argv: Sequence[str]) -> tuple[Request, list[str]]:
     for word in argv:
         key, equals, value = word.partition("=")
         if equals and key.startswith("columns."):
-            request.columns[key.removeprefix("columns.")] = value
+            name = key.removeprefix("columns.")
+            if name in request.columns:
+                raise UserError(f"{key}: is given twice.")
+            if not (name and value):
+                raise UserError(f"{word}: write columns.NEW_NAME=NAME.")
+            request.columns[name] = value
         elif equals and key in WORDS:
             if key in seen:
                 raise UserError(f"{key}: is given twice.")
             seen.add(key)
+            if not value and key != "completion":
+                raise UserError(f"{key}=: lacks a value.")
             setattr(request, key, _converted(key, value))
         else:
             rest.append(word)
@@ -82,6 +108,14 @@ def split_words(argv: Sequence[str]) -> tuple[Request, list[str]]:
         raise UserError("columns: are those of input=FILE; the recipe's are dataset.columns.")
     if "threshold" in seen and request.label is None:
         raise UserError("threshold: is only read with label=COLUMN.")
+    if request.input is not None:
+        for word in rest:
+            key = re.split(r"[=.]", word.lstrip("+~"), maxsplit=1)[0]
+            if key not in READ and not word.startswith("generation.max_completion_tokens="):
+                raise UserError(
+                    f"{word}: grpo score reads nothing of it; with input=FILE it reads "
+                    f"{listed(READ)}."
+                )
     if request.split not in ("train", "eval"):
         raise UserError(f"split = {request.split}: must be train or eval.")
     return request, rest
@@ -112,6 +146,7 @@ def score(request: Request, recipe: Recipe, own_recipe: bool) -> None:
         UserError: the file, a column or a reward is not there.
         TrainingError: a reward failed on some completions; said after all were scored.
     """
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of `crew.close`
     crew = Crew(recipe.scoring)
     run: dict[str, Any] = {"device": recipe.device}
     if own_recipe:
@@ -123,6 +158,7 @@ def score(request: Request, recipe: Recipe, own_recipe: bool) -> None:
             _score_file(request, recipe, crew, run)
     finally:
         crew.close()
+        signal.signal(signal.SIGTERM, before)
 
 
 def _score_one(request: Request, recipe: Recipe, crew: Crew, run: Mapping[str, Any]) -> None:
@@ -171,8 +207,10 @@ def _score_file(request: Request, recipe: Recipe, crew: Crew, run: Mapping[str, 
             replace(s, columns={k: v for k, v in s.columns.items() if k != request.label})
             for s in samples
         ]
-    scorer = Scorer(recipe.reward, [*samples[0].columns], str(path), crew, run)
+    scorer = Scorer(recipe.reward, [*samples[0].columns], str(path), crew, run, "columns")
     check_ids(scorer, samples, path)
+    if recipe.scoring.try_out:  # a mistake in the arguments fails on any completion
+        scorer.try_out(replace(samples[0], text=MADE_UP))
     console = Console(highlight=False)
     for description in scorer.descriptions:
         console.print(description, soft_wrap=True, markup=False)
@@ -204,7 +242,7 @@ def _score_file(request: Request, recipe: Recipe, crew: Crew, run: Mapping[str, 
 
 def default_output(path: Path) -> str:
     """Where the scores of a file go; those of stored completions carry the run's name."""
-    name, folder = path.name.split(".")[0], path.resolve().parent
+    name, folder = Path(path.name.removesuffix(".gz")).stem, path.resolve().parent
     if folder.name == "completions":
         name = f"{folder.parent.name}-{name}"
     elif name == "completions":
@@ -386,13 +424,13 @@ def write_scores(
             if extras:
                 line["extras"] = extras
             if labels is not None:
-                line |= {"label": labels[i], "agrees": is_right(one, threshold) == labels[i]}
+                line |= {"label": labels[i], "agrees": says(one, threshold) is labels[i]}
             file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
 
 
-def is_right(scored: Scored, threshold: float) -> bool:
-    """Whether a completion counts as right; one that no function applies to does not."""
-    return scored.reward is not None and scored.reward >= threshold
+def says(scored: Scored, threshold: float) -> bool | None:
+    """Whether a completion counts as right; None if no function applies to it."""
+    return None if scored.reward is None else scored.reward >= threshold
 
 
 def summarize(scorer: Scorer, passes: Sequence[Sequence[Scored]]) -> dict[str, Any]:
@@ -434,9 +472,9 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def agreement(scored: Sequence[Scored], labels: Sequence[bool], threshold: float) -> dict[str, Any]:
-    """How often the reward says what the label says."""
+    """How often the reward says what the label says; no reward agrees with neither."""
     counts = collections.Counter(
-        (is_right(one, threshold), label) for one, label in zip(scored, labels, strict=True)
+        (says(one, threshold), label) for one, label in zip(scored, labels, strict=True)
     )
     agreed = counts[True, True] + counts[False, False]
     return {
@@ -446,6 +484,7 @@ def agreement(scored: Sequence[Scored], labels: Sequence[bool], threshold: float
         "labelled_false": len(labels) - sum(labels),
         "false_positives": counts[True, False],
         "false_negatives": counts[False, True],
+        "no_reward": counts[None, True] + counts[None, False],
         "threshold": threshold,
     }
 
@@ -466,11 +505,12 @@ def print_summary(console: Console, summary: Mapping[str, Any], source: str) -> 
             said = f"{changed} of {summary['completions']:,} values" if changed else "no value"
             console.print(f"{name}: {said} changed between {summary['passes']} passes")
     if (labels := summary.get("label")) is not None:
+        silent = f", {labels['no_reward']} without a reward" if labels["no_reward"] else ""
         console.print(
             f"agreement: {labels['agreement']:.4f} ({labels['agreed']:,} of "
             f"{summary['completions']:,}; {labels['false_positives']} false positives of "
             f"{labels['labelled_false']:,}, {labels['false_negatives']} false negatives of "
-            f"{labels['labelled_true']:,})",
+            f"{labels['labelled_true']:,}{silent})",
             soft_wrap=True,
         )
 

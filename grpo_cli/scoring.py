@@ -54,6 +54,7 @@ class Scorer:
         source: str,
         crew: Crew | None = None,
         run: Mapping[str, Any] | None = None,
+        renaming: str = "dataset.columns",
     ) -> None:
         """Resolves and checks every function.
 
@@ -62,7 +63,7 @@ class Scorer:
             columns: what the data set offers; source: what it is called in messages.
             crew: the processes that call them. run: what the run says where the recipe does not,
                 for functions with a keyword-only argument of that name (max_completion_tokens,
-                device).
+                device). renaming: the key that renames a column, for messages.
 
         Raises:
             UserError: an unknown function, an argument it does not take, a column the data lacks, a
@@ -72,7 +73,7 @@ class Scorer:
         self.crew = crew or Crew(Scoring())
         import_modules(self.crew.config.modules, "scoring.modules")
         self.terms = {
-            name: make_term(name, spec, columns, source, run or {})
+            name: make_term(name, spec, columns, source, run or {}, renaming)
             for name, spec in rewards.items()
         }
         pooled = [t for t in self.terms.values() if t.timeout is not None and not t.is_async]
@@ -123,7 +124,12 @@ class Scorer:
 
 
 def make_term(
-    name: str, spec: Reward, columns: Sequence[str], source: str, run: Mapping[str, Any]
+    name: str,
+    spec: Reward,
+    columns: Sequence[str],
+    source: str,
+    run: Mapping[str, Any],
+    renaming: str,
 ) -> Term:
     """A recipe's entry with the function it names; see `Scorer` for what is checked."""
     function = resolve(spec.function, f"reward.{name}.function")
@@ -148,7 +154,7 @@ def make_term(
         raise UserError(
             f"reward.{name}: {spec.function} needs the column {missing[0]!r}, which "
             f"{source} lacks; it has {listed(columns)}. Rename one with "
-            f"dataset.columns.{missing[0]}=NAME."
+            f"{renaming}.{missing[0]}=NAME."
         )
     is_async = inspect.iscoroutinefunction(function)
     timeout = traits.timeout if spec.timeout is None else spec.timeout or None

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_cli import sandbox
@@ -27,6 +27,7 @@ def code(
     test_setup_code: list[str | None] | None = None,
     entry_point: list[str | None] | None = None,
     prompts: list[Any] | None = None,
+    log_extra: Callable[[str, list[Any]], None] | None = None,
     *,
     seconds: float = 6.0,
     total_seconds: float = 20.0,
@@ -65,7 +66,8 @@ def code(
         continues_prompt: true puts the prompt's text before the program, as HumanEval wants it.
         site_packages: whether the program may import what is installed beside grpo, such as numpy.
 
-    A row without tests gives None. A sandbox that fails by itself raises.
+    What came of the tests is recorded as `code_reason`: "passed", or the first failure in a line. A
+    row without tests gives None. A sandbox that fails by itself raises.
     """
     limits = _limits(seconds=seconds, memory_mb=memory_mb)
     if not isinstance(total_seconds, (int, float)) or not total_seconds > 0:
@@ -75,10 +77,12 @@ def code(
             f"code: guards is {guards!r}; it must be one of {', '.join(sandbox.GUARDS)}."
         )
     values: list[float | None] = []
+    reasons: list[str | None] = []
     for row, text in enumerate(completion_texts(completions)):
         row_tests = _tests(tests[row])
         if not row_tests:
             values.append(None)
+            reasons.append(None)
             continue
         verdict = sandbox.grade(
             (_prompt_text(prompts, row) if continues_prompt else "") + program(text),
@@ -92,6 +96,9 @@ def code(
             stop_at_failure=not partial,
         )
         values.append(verdict.share if partial else float(verdict.passed == verdict.total))
+        reasons.append(verdict.reason)
+    if log_extra is not None:
+        log_extra("code_reason", reasons)
     return values
 
 

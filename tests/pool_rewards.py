@@ -54,10 +54,14 @@ def does(completions: list[str], answer: list[Any] | None = None) -> list[Any]:
         return [lambda: 0]
     if text == "nan":
         return [float("nan")]
-    if text.startswith("children"):
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    if text.startswith(("children", "session", "daemon")):
+        own_session = not text.startswith("children")
+        child = subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=own_session
+        )
         Path(text.partition(" ")[2]).write_text(f"{os.getpid()} {child.pid}")
-        time.sleep(3600)
+        if not text.startswith("daemon"):
+            time.sleep(3600)
     return [float(os.getpid())]
 
 
@@ -119,6 +123,13 @@ async def ends(completions: list[str]) -> list[float]:
 
     if completions == ["exit"]:
         sys.exit(3)
+    if completions == ["interrupt"]:
+        raise KeyboardInterrupt
+    while completions == ["stubborn"]:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)
     if completions == ["cancel"]:
         raise asyncio.CancelledError
     await asyncio.gather(asyncio.create_task(leave()))

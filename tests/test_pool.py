@@ -114,6 +114,17 @@ def test_what_a_killed_worker_has_started_ends_with_it(pool: Pool, tmp_path: Pat
     assert gone(*map(int, (tmp_path / "pids").read_text().split()))
 
 
+def test_children_with_sessions_of_their_own_end_with_the_worker(tmp_path: Path) -> None:
+    pool = Pool(1)
+    (late,) = ask(pool, f"session {tmp_path / 'late'}", seconds=3.0)
+    assert late.timed_out
+    assert gone(*map(int, (tmp_path / "late").read_text().split()))
+    (done,) = ask(pool, f"daemon {tmp_path / 'daemon'}")
+    assert done.error is None
+    pool.close()
+    assert gone(*map(int, (tmp_path / "daemon").read_text().split()))
+
+
 def test_logged_metrics_and_extras_come_back(pool: Pool) -> None:
     call = Call(
         "tests.pool_rewards:logs",

@@ -202,6 +202,8 @@ def test_what_ends_a_coroutine_does_not_end_the_loop(crew: Crew) -> None:
     for text, error in (
         ("exit", "RuntimeError: SystemExit: 3 at"),
         ("cancel", "CancelledError"),
+        ("interrupt", "RuntimeError: KeyboardInterrupt"),
+        ("stubborn", "took more"),
         ("exit in a task", "RuntimeError|CancelledError|SystemExit|took more"),
     ):
         with pytest.raises(TrainingError, match=f"'r' (raised )?({error})"):
