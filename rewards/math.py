@@ -60,7 +60,8 @@ def math(
 ) -> list[float | None]:
     r"""1.0 where the completion's final answer is mathematically equal to the gold one, else 0.0.
 
-    The final answer is the first of these that the completion has:
+    The final answer is the first of these that the completion has, after the last `</think>` if
+    there is one:
 
     - the content of the last closed `\boxed{...}`;
     - the content of the last closed `<answer>...</answer>`;
@@ -120,7 +121,8 @@ class Final:
 def _is_right(completion: str, gold: str, units: str, percent_by_value: bool) -> bool:
     gold = plain_characters(gold)
     wanted = _final_answer(gold) or Final((gold,))
-    completion = plain_characters(completion)
+    # What is only thought is no answer.
+    completion = plain_characters(completion.rpartition("</think>")[2])
     found = _final_answer(completion)
     if found is not None and _equals(wanted, found, units, percent_by_value):
         return True

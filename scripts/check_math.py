@@ -15,22 +15,22 @@ import argparse
 import gzip
 import json
 import random
-import signal
 import sys
 import time
-import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from grpo_cli.rewards.math import math  # noqa: E402
+from grpo_cli.pool import Call, Done, Pool  # noqa: E402
 
+MATH = "grpo_cli.rewards.math:math"
 DEADLINE_S = 5
+WORKERS = 2
+CHUNK = 1000
 PRINTED = 20  # of each kind of surprise
 
 SETS = {
@@ -70,15 +70,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=int, default=None, help="of each file, to try the script")
     args = parser.parse_args()
+    pool = Pool(WORKERS, preload=["grpo_cli.rewards.math", "math_verify"])
     rows = {name: read(args.data, files, args.rows) for name, files in SETS.items()}
     for name in ("GSM8K", "MATH"):
         solutions, answers = ([row[key] for row in rows[name]] for key in ("solution", "answer"))
-        check(f"{name}, gold solutions", solutions, answers)
-    check_endings("GSM8K", rows["GSM8K"], ENGLISH)
-    check_endings("MATH, each fifth row", rows["MATH"][::5], ENGLISH)
-    check_endings("CMATH", rows["CMATH"], CHINESE)
-    check_endings("MGSM-zh", rows["MGSM-zh"], CHINESE)
-    fuzz(args.fuzz, args.seed, [row for name in ("GSM8K", "MATH") for row in rows[name]])
+        check(f"{name}, gold solutions", solutions, answers, pool)
+    check_endings("GSM8K", rows["GSM8K"], ENGLISH, pool)
+    check_endings("MATH, each fifth row", rows["MATH"][::5], ENGLISH, pool)
+    check_endings("CMATH", rows["CMATH"], CHINESE, pool)
+    check_endings("MGSM-zh", rows["MGSM-zh"], CHINESE, pool)
+    fuzz(args.fuzz, args.seed, [row for name in ("GSM8K", "MATH") for row in rows[name]], pool)
+    pool.close()
 
 
 def read(folder: Path, files: Sequence[str], limit: int | None) -> list[dict[str, Any]]:
@@ -90,57 +92,50 @@ def read(folder: Path, files: Sequence[str], limit: int | None) -> list[dict[str
     return rows
 
 
-class Overrun(BaseException):
-    """Not an Exception: whatever a reward catches, it does not catch its deadline."""
+def verdicts(pairs: Sequence[tuple[str, str]], pool: Pool) -> list[Done]:
+    """The reward as a run calls it, on (completion, gold): in killable workers, by one deadline."""
+    futures = [
+        pool.submit(Call(MATH, {"completions": [text], "answer": [gold]}, DEADLINE_S))
+        for text, gold in pairs
+    ]
+    return [future.result() for future in futures]
 
 
-def call(completion: str, gold: str) -> float | None:
-    """The reward as a run calls it: one completion, with a deadline that ends it. None: it did."""
-    try:
-        with alarm(DEADLINE_S):
-            return float(math([completion], [gold])[0])
-    except Overrun:
-        return None
+def value_of(done: Done) -> float | None:
+    """The value; None where the deadline was over."""
+    assert done.error is None or done.timed_out, done.error
+    return None if done.timed_out else float(done.values[0])
 
 
-@contextmanager
-def alarm(seconds: int) -> Iterator[None]:
-    def overrun(*_: object) -> None:
-        raise Overrun
-
-    signal.signal(signal.SIGALRM, overrun)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-
-
-def check_endings(name: str, rows: list[dict[str, Any]], endings: Sequence[str]) -> None:
+def check_endings(
+    name: str, rows: list[dict[str, Any]], endings: Sequence[str], pool: Pool
+) -> None:
     for ending in endings:
         completions = [ending.replace("%s", row["answer"]) for row in rows]
-        check(f"{name}, {ending!r}", completions, [row["answer"] for row in rows])
+        check(f"{name}, {ending!r}", completions, [row["answer"] for row in rows], pool)
 
 
-def check(title: str, completions: Sequence[str], answers: Sequence[str]) -> None:
+def check(title: str, completions: Sequence[str], answers: Sequence[str], pool: Pool) -> None:
     """Holds each completion against the answer of its own row, and against that of the next."""
     began = time.monotonic()
-    own, other = Counter[Any](), Counter[Any]()
-    same_text = 0
+    pairs = list(zip(completions, answers, strict=True))
+    shifted = list(zip(completions, [*answers[1:], *answers[:1]], strict=True))
+    others = [
+        pair
+        for pair, (_, own_answer) in zip(shifted, pairs, strict=True)
+        if pair[1].strip() != own_answer.strip()
+    ]
+    same_text = len(pairs) - len(others)
     surprises = []
-    next_answers = [*answers[1:], *answers[:1]]
-    for completion, answer, next_answer in zip(completions, answers, next_answers, strict=True):
-        value = call(completion, answer)
-        own[value] += 1
-        if value != 1.0:
-            surprises.append(f"own   {value} {completion[-60:]!r} gold {answer!r}")
-        if answer.strip() == next_answer.strip():
-            same_text += 1
-            continue
-        value = call(completion, next_answer)
-        other[value] += 1
-        if value != 0.0:
-            surprises.append(f"other {value} {completion[-60:]!r} gold {next_answer!r}")
+    counted: list[Counter[Any]] = []
+    for name, wanted, asked in (("own  ", 1.0, pairs), ("other", 0.0, others)):
+        counted.append(Counter())
+        for (completion, gold), done in zip(asked, verdicts(asked, pool), strict=True):
+            value = value_of(done)
+            counted[-1][value] += 1
+            if value != wanted:
+                surprises.append(f"{name} {value} {completion[-60:]!r} gold {gold!r}")
+    own, other = counted
     print(
         f"{title}: own answer {own[1.0]}/{own.total()} right ({share(own[1.0], own.total())}), "
         f"another row's {other[1.0]}/{other.total()} right ({share(other[1.0], other.total())}), "
@@ -195,23 +190,23 @@ PIECES = (
 )  # fmt: skip
 
 
-def fuzz(count: int, seed: int, rows: list[dict[str, Any]]) -> None:
+def fuzz(count: int, seed: int, rows: list[dict[str, Any]], pool: Pool) -> None:
     rng = random.Random(seed)
     solutions = [row["solution"] for row in rows]
     values = Counter[str]()
     seconds: list[tuple[float, str, str]] = []
     crashes: list[str] = []
-    for index in range(count):
-        text, gold = fuzz_text(index, rng, solutions), rng.choice(GOLDS)
-        began = time.monotonic()
-        try:
-            value = call(text, gold)
-        except Exception:
-            crashes.append(f"{text[:200]!r} gold {gold!r}\n{traceback.format_exc(limit=-3)}")
-            value = -1.0
-        seconds.append((time.monotonic() - began, text, gold))
-        kind = {None: "over the deadline", 0.0: "wrong", 1.0: "right"}.get(value, "crash")
-        values[kind] += 1
+    for start in range(0, count, CHUNK):
+        indices = range(start, min(start + CHUNK, count))
+        asked = [(fuzz_text(i, rng, solutions), rng.choice(GOLDS)) for i in indices]
+        for (text, gold), done in zip(asked, verdicts(asked, pool), strict=True):
+            seconds.append((done.seconds, text, gold))
+            if done.error is not None and not done.timed_out:
+                crashes.append(f"{text[:200]!r} gold {gold!r}: {done.error}")
+                values["crash"] += 1
+            else:
+                value = value_of(done)
+                values[{None: "over the deadline", 0.0: "wrong", 1.0: "right"}[value]] += 1
     seconds.sort(key=lambda entry: entry[0])
     print(f"fuzz, {count} texts, seed {seed}: {dict(values)}")
     if seconds:

@@ -409,6 +409,20 @@ def test_an_answer_over_the_limits_may_still_be_the_gold_one_word_for_word() -> 
     assert math([r"\boxed{2^{2010} + 1}"], ["1 + 2^{2010}"]) == [1.0]
 
 
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        (r"<think>\boxed{4}</think> The answer is 5.", 1.0),
+        (r"<think>perhaps \boxed{5}</think> I do not know.", 0.0),
+        (r"<think>5</think><think>\boxed{4}</think>5", 1.0),
+        (r"<think>so \boxed{5}", 1.0),  # cut off while thinking
+        (r"<think>\boxed{5}</think>", 0.0),
+    ],
+)
+def test_thoughts_are_no_answer(completion: str, expected: float) -> None:
+    assert math([completion], ["5"]) == [expected]
+
+
 def test_math_does_not_apply_without_a_gold_answer() -> None:
     assert math(["5", r"\boxed{5}", "#### 5"], [None, "", "5"]) == [None, None, 1.0]
 
