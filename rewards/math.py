@@ -43,6 +43,7 @@ MAX_ANSWER_CHARACTERS = 1000
 MAX_DEPTH = 8
 MAX_BARS = 8
 MAX_RELATIONS = 20
+MAX_SLASHES = 10  # one after the other: SymPy's numerical value takes twice as long for each
 MAX_WORDS = 8  # of prose in a formula, each of which is a product of letters to it
 MAX_TERMS = 2000  # of a sum to some power, multiplied out
 # Python itself reads and writes no whole number of more than 4,300 digits.
@@ -86,7 +87,7 @@ def math(
             equal `18\%`. "value": `18\%` equals 0.18, not 18. "either": it equals both.
 
     Unless its text is that of the gold answer, an answer is wrong without a look that has more than
-    1,000 characters, 8 words inside a formula, 8 bars or 20 relations; brackets more than 8 deep;
+    1,000 characters, 8 words inside a formula, 8 bars, 10 slashes or 20 relations; brackets more than 8 deep;
     towers of more than 5 powers or subscripts, or functions of functions more than 3 deep; powers
     of sums that may have more than 2,000 terms; or powers, factorials and binomials that may have
     more than 4,000 digits, such as `9**9**9**9`.
@@ -272,6 +273,7 @@ _ONE_FORMULA = re.compile(r"\$[^$]*\$")
 # What would take Math-Verify long, or more memory than there is.
 
 _SEGMENT_END = re.compile(r"\n|\$|(?<!\\)\\[()\[\]]")
+_ITEM_END = re.compile(r"[,;=<>&]|(?<![A-Za-z\\])[A-Za-z]{2,}")
 _RELATION = re.compile(r"[<>=]|\\(?:leq?|geq?|lt|gt|neq?)(?![A-Za-z])")
 _BINOMIAL = re.compile(r"\\[dt]?binom|\\choose|\\Gamma|\\sum|\\prod")
 # x_a_b_c_d_e_f and \sin(\sin(\sin(\sin x))), whatever the brackets.
@@ -296,6 +298,7 @@ def _is_within_limits(text: str) -> bool:
     return all(
         segment.count("|") <= MAX_BARS
         and len(_RELATION.findall(segment)) <= MAX_RELATIONS
+        and max(part.count("/") for part in _ITEM_END.split(segment)) <= MAX_SLASHES
         and _depth(segment) <= MAX_DEPTH
         and not _LONG_TOWER.search(segment)
         and not _NESTED_FUNCTIONS.search(segment)
