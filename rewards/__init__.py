@@ -6,7 +6,7 @@ float per completion, or None where it does not apply. Parameters without a defa
 columns it needs; keyword-only parameters with a default are its arguments; `**_` says that it takes
 nothing else.
 
-Nothing here imports from grpo_cli but `grpo_cli.sandbox`, which imports nothing itself.
+Nothing here imports from the rest of grpo_cli but `grpo_cli.sandbox`, which needs Python alone.
 """
 
 from __future__ import annotations

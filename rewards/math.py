@@ -87,10 +87,10 @@ def math(
             equal `18\%`. "value": `18\%` equals 0.18, not 18. "either": it equals both.
 
     Unless its text is that of the gold answer, an answer is wrong without a look that has more than
-    1,000 characters, 8 words inside a formula, 8 bars, 10 slashes or 20 relations; brackets more than 8 deep;
-    towers of more than 5 powers or subscripts, or functions of functions more than 3 deep; powers
-    of sums that may have more than 2,000 terms; or powers, factorials and binomials that may have
-    more than 4,000 digits, such as `9**9**9**9`.
+    1,000 characters, 8 words inside a formula, 8 bars, 10 slashes or 20 relations; brackets more
+    than 8 deep; towers of more than 5 powers or subscripts, or functions of functions more than 3
+    deep; powers of sums that may have more than 2,000 terms; or powers, factorials and binomials
+    that may have more than 4,000 digits, such as `9**9**9**9`.
 
     A row whose gold answer is missing (None or blank) gives None.
     """
