@@ -393,8 +393,12 @@ def _bubblewrapped(
     for path in ("/etc/ld.so.cache", "/etc/alternatives"):
         command += ["--ro-bind-try", path, path]
     for path in (_python()[1], *sys_path):
-        if not path.startswith("/usr/"):
+        if not path.startswith("/usr/") and not _is_hidden(path):
             command += _shown(path)
+    # What lies below a folder that is in memory here is shown in another place.
+    doors = {path: f"/site/{n}" for n, path in enumerate(sys_path) if _is_hidden(path)}
+    for path, door in doors.items():
+        command += ["--dir", "/site", "--ro-bind", path, door]
     if "proc" not in left_out:
         command += ["--proc", "/proc"]
     command += ["--dev", "/dev"]
@@ -415,7 +419,12 @@ def _bubblewrapped(
         guards.append(
             Guard("limit on the memory of all processes", False, "/proc cannot be mounted here")
         )
-    return Level("namespaces", tuple(guards), tuple(command), becomes, sys_path)
+    seen = tuple(doors.get(path, path) for path in sys_path)
+    return Level("namespaces", tuple(guards), tuple(command), becomes, seen)
+
+
+def _is_hidden(path: str) -> bool:
+    return any(path.startswith(folder + "/") for folder in _IN_MEMORY)
 
 
 def _shown(path: str) -> list[str]:

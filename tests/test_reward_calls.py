@@ -352,7 +352,7 @@ def test_modules_are_imported_for_their_names(
     registry.import_modules(["my_grpo_module1", "my_grpo_module2"], "scoring.modules")
     assert registry.resolve("brief1")([""]) == [1.0]
     (tmp_path / "my_grpo_module3.py").write_text(text.format(n="").replace("brief", "math"))
-    with pytest.raises(UserError, match=r"my_grpo_module3:math is called 'math', as a reward that"):
+    with pytest.raises(UserError, match=r"my_grpo_module3:math (is called 'math', as|and grpo)"):
         registry.import_modules(["my_grpo_module3"], "scoring.modules")
     (tmp_path / "my_grpo_module4.py").write_text(text.format(n="1"))
     with pytest.raises(UserError, match=r"my_grpo_module4:brief1 and my_grpo_module1:brief1 have"):
