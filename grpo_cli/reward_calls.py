@@ -242,9 +242,8 @@ class Loop:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
 
-        ending = asyncio.run_coroutine_threadsafe(cancel(), self._loop)
         try:
-            ending.result(timeout=5)
+            asyncio.run_coroutine_threadsafe(cancel(), self._loop).result(timeout=5)
         except Exception:  # a function that does not let itself be cancelled: a daemon thread's end
             return
         self._loop.call_soon_threadsafe(self._loop.stop)

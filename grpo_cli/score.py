@@ -219,15 +219,15 @@ def _score_file(request: Request, recipe: Recipe, crew: Crew, run: Mapping[str, 
     passes = request.passes or (1 if labels is None else 2)
     bar = Bar(console, "score", len(samples) * passes)
     found: list[list[Scored]] = []
-    for number in range(passes):
-        crew.forget()  # a second pass is there to see whether it comes out the same
-        found.append([])
-        try:
+    try:
+        for number in range(passes):
+            crew.forget()  # a second pass is there to see whether it comes out the same
+            found.append([])
             for scored in score_samples(scorer, samples):
                 found[-1] += scored
                 bar.update(number * len(samples) + len(found[-1]), "completions")
-        finally:
-            bar.close()
+    finally:
+        bar.close()
     first = found[0]
     write_scores(output, first, labels, request.threshold)
     summary = summarize(scorer, found)

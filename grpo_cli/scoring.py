@@ -289,7 +289,6 @@ class Sheet:
         if term.timeout is None:
             verdicts = self._called_here(term, samples)
         else:
-            assert term.timeout is not None
             rounds = 1 + len(samples) / term.concurrency
             end = time.monotonic() + term.timeout * rounds + GRACE
             verdicts = [self._awaited(term, sample, end) for sample in samples]
@@ -317,23 +316,18 @@ class Sheet:
     def _called_here(self, term: Term, samples: Sequence[Sample]) -> list[Verdict]:
         done = term.call(samples, self.state)
         if done.error is not None and len(samples) > 1:
-            # Row by row, to find the completion at which it raises.
-            single = [self._verdict(term, term.call([s], self.state), [s])[0] for s in samples]
-            if any(v.error is not None for v in single):
-                return self._without_failed(term, samples, single)
-            where = ", for some completion of the batch (not one by itself)"
-            return [Verdict(error=f"raised {done.error}", where=where) for _ in samples]
+            # One by one, to find those at which it raises; the others are a batch without them.
+            alone = [term.call([s], self.state) for s in samples]
+            good = [s for s, one in zip(samples, alone, strict=True) if one.error is None]
+            if len(good) == len(samples):
+                where = ", for some completion of the batch (not one by itself)"
+                return [Verdict(error=f"raised {done.error}", where=where) for _ in samples]
+            again = iter(self._verdict(term, term.call(good, self.state), good) if good else [])
+            return [
+                next(again) if one.error is None else self._verdict(term, one, [s])[0]
+                for s, one in zip(samples, alone, strict=True)
+            ]
         return self._verdict(term, done, samples)
-
-    def _without_failed(
-        self, term: Term, samples: Sequence[Sample], single: Sequence[Verdict]
-    ) -> list[Verdict]:
-        """Verdicts of a batch of those alone that do not fail one by one."""
-        if term.on_error == "stop":
-            return list(single)
-        good = [s for s, v in zip(samples, single, strict=True) if v.error is None]
-        again = iter(self._verdict(term, term.call(good, self.state), good) if good else [])
-        return [next(again) if v.error is None else v for v in single]
 
     def _verdict(self, term: Term, done: Done, samples: Sequence[Sample]) -> list[Verdict]:
         """One call's outcome as a verdict on each of its samples."""
