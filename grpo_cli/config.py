@@ -195,13 +195,26 @@ class Generation:
     engine: str = knob("transformers", "Which generator makes them.", choices=("transformers",))
     num_generations: int = knob(8, "Completions for each prompt: the group.", ge=2)
     max_completion_tokens: int = knob(256, "Longest completion, in tokens.", ge=1)
+    min_completion_tokens: int = knob(
+        0, "No eos and no stop string ends a completion of fewer tokens than this.", ge=0
+    )
+    stop: list[str] = knob(
+        [], "Texts that end a completion; the token that completes one is the completion's last."
+    )
     temperature: float = knob(1.0, "Sampling temperature; also that of the log-probs.", gt=0)
     top_p: float = knob(1.0, "Keep the likeliest tokens up to this share.", gt=0, le=1)
     top_k: int = knob(0, "Keep the K likeliest tokens; 0 keeps all.", ge=0)
     min_p: float = knob(0.0, "Drop tokens below this share of the likeliest one's.", ge=0, le=1)
-    max_rows: int = knob(
-        512,
-        "Completions decoded at the same time, for memory's sake; a group is never split.",
+    repetition_penalty: float = knob(
+        1.0,
+        "Logits of tokens in the prompt or completion are divided by this where positive, "
+        "multiplied where negative; 1: left alone.",
+        gt=0,
+    )
+    max_rows: int | None = knob(
+        None,
+        "Completions decoded at the same time; null: by free memory. Halved when it runs out; a "
+        "group is never split.",
         ge=1,
     )
     dynamic_sampling: bool = knob(
@@ -457,8 +470,26 @@ class Update:
 
     num_iterations: int = knob(1, "Passes over the step's completions.", ge=1)
     minibatches: int = knob(1, "Optimizer steps in one pass, each on whole groups.", ge=1)
-    tokens_per_micro_batch: int = knob(
-        8192, "Tokens in one backward, padding included. Moves memory, never the gradient.", ge=1
+    tokens_per_micro_batch: int | None = knob(
+        None,
+        "Tokens in one backward; null: by free memory. Halved when memory runs out; moves memory, "
+        "never the gradient.",
+        ge=1,
+    )
+    packing: bool = knob(
+        True, "Compute each prompt once for its completions, with no padding; false: padded rows."
+    )
+    chunked_logits: bool = knob(
+        True, "Make logits a chunk of tokens at a time, and again in the backward; false: whole."
+    )
+    old_logprobs: str = knob(
+        "auto",
+        "Log-probabilities before a step's first update: auto takes the sampler's where it samples "
+        "in float32 from the trainer's own distribution, and computes them elsewhere.",
+        choices=("auto", "computed"),
+    )
+    skip_silent: bool = knob(
+        True, "Compute nothing of completions that have no gradient: no advantage, KL or entropy."
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -15,6 +15,8 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 
 from grpo_cli.errors import TrainingError, UserError
+
+CHUNK = 2**24  # weights whose gradients are summed in one call
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
@@ -59,27 +61,43 @@ class Workers:
         return bool(self.rank == 0)
 
     def place(self, model: M) -> M:
-        """The model on this process's device, in the run's precision, for forward passes alone."""
-        placed: M = self.accelerator.prepare_model(model, evaluation_mode=True)
-        return placed
+        """The model on this process's device, with the main process's weights."""
+        model.to(self.device)
+        if self.size > 1:
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor.data, 0)
+        return model
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The same for training: backward averages the gradients over processes."""
-        wrapped: nn.Module = self.accelerator.prepare_model(model)
-        return wrapped
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The run's arithmetic inside."""
+        context: contextlib.AbstractContextManager[Any] = self.accelerator.autocast()
+        return context
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward of this process's share of a sum over all processes.
+        """Adds a loss's gradient to this process's own."""
+        self.accelerator.backward(loss)
 
-        Gradients are averaged over processes by the wrapper, so the share is scaled up first.
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sums every process's gradients, once all their micro-batches are done.
+
+        Not during the last backward, as DistributedDataParallel does it: then a process could not
+        do a micro-batch again, and one without any would have to make one up.
         """
-        self.accelerator.backward(loss * self.size)
-
-    @contextlib.contextmanager
-    def accumulate(self, model: nn.Module, last: bool) -> Iterator[None]:
-        """Gradients stay local inside, until the backward of the `last` micro-batch."""
-        with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
-            yield
+        if self.size == 1:
+            return
+        weights = [p for p in parameters if p.requires_grad]
+        there = torch.tensor([float(p.grad is not None) for p in weights])
+        used = self._reduce(there, dist.ReduceOp.MAX).bool().tolist()
+        chunk: list[nn.Parameter] = []
+        for p in (p for p, is_used in zip(weights, used, strict=True) if is_used):
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            if chunk and sum(q.numel() for q in chunk) + p.numel() > CHUNK:
+                _sum_together(chunk)
+                chunk = []
+            chunk.append(p)
+        if chunk:
+            _sum_together(chunk)
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
         """Sums by key over processes; every process passes the same keys."""
@@ -162,3 +180,14 @@ class Workers:
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _sum_together(weights: Sequence[nn.Parameter]) -> None:
+    """Sums gradients over processes in float32 or better, in one call."""
+    grads = [p.grad for p in weights if p.grad is not None]
+    wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+    flat = torch.cat([g.flatten().to(wide) for g in grads])
+    dist.all_reduce(flat)
+    parts = torch.split(flat, [g.numel() for g in grads])
+    for grad, total in zip(grads, parts, strict=True):
+        grad.copy_(total.view_as(grad))

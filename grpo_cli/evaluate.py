@@ -15,7 +15,7 @@ from grpo_cli.distributed import Workers
 from grpo_cli.generation import Generator, sample
 from grpo_cli.metrics import mean
 from grpo_cli.registry import TrainerState
-from grpo_cli.rollouts import Group, Prompt, derive_seed
+from grpo_cli.rollouts import Group, Prompt, Rollout, derive_seed
 from grpo_cli.sampling import Sampling
 from grpo_cli.scoring import Scorer, metrics_of
 
@@ -62,22 +62,29 @@ class Evaluator:
             max_tokens=config.max_completion_tokens or generation.max_completion_tokens,
             temperature=config.temperature,
             top_p=config.top_p,
+            repetition_penalty=generation.repetition_penalty,
+            min_tokens=generation.min_completion_tokens,
+            stop=tuple(generation.stop),
         )
         sheet = self.scorer.begin(state)
         own = list(enumerate(self.prompts))[self.workers.rank :: self.workers.size]
-        groups: list[Group] = []
-        chunk = max(1, generation.max_rows // config.num_samples)  # rows between signs of progress
-        for start in range(0, len(own), chunk):
-            groups += sample(
-                self.generator,
-                self.tokenizer,
-                own[start : start + chunk],
-                config.num_samples,
-                sampling,
-                derive_seed(self.recipe.seed, STREAM),
-                sheet.add,
-            )
-            progress(min(len(groups) * self.workers.size, len(self.prompts)), "rows completed")
+        done = 0
+
+        def arrived(rollouts: list[Rollout]) -> None:
+            nonlocal done
+            done += 1
+            progress(min(done * self.workers.size, len(self.prompts)), "rows completed")
+            sheet.add(rollouts)
+
+        groups = sample(
+            self.generator,
+            self.tokenizer,
+            own,
+            config.num_samples,
+            sampling,
+            derive_seed(self.recipe.seed, STREAM),
+            arrived,
+        )
         with self.workers.together():
             sheet.finish([r for g in groups for r in g.rollouts], self.tokenizer)
         of_rewards = {

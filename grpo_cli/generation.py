@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo_cli import attention, budget
+from grpo_cli.drafts import Drafts, OnGroup, ignore
+from grpo_cli.engine import Engine
+from grpo_cli.likelihood import Likelihood, close
+from grpo_cli.plain_decoding import PlainDecoder
 from grpo_cli.policy import inference
-from grpo_cli.rollouts import (
-    Completion,
-    Group,
-    Prompt,
-    Rollout,
-    derive_seed,
-    pad_left,
-    positions,
-)
-from grpo_cli.sampling import Sampling, draw, log_distribution
-
-OnGroup = Callable[[int, list[Completion]], None]
-
-
-def ignore(number: int, completions: list[Completion]) -> None:
-    """For those who wait until all groups are there."""
+from grpo_cli.rollouts import Completion, Group, Prompt, Rollout, derive_seed
+from grpo_cli.sampling import Sampling
 
 
 class Generator(Protocol):
     """Makes completions. Speaks token ids; what it returns was sampled, nothing is guessed."""
+
+    samples_from_policy: bool  # whether its arithmetic is the policy module's own
 
     def generate(
         self,
@@ -95,15 +87,35 @@ def sample(
 class TransformersGenerator:
     """Decodes with the policy's own module: no second copy of the weights, none to be stale.
 
-    A prompt is computed once and its cache repeated for the group; rows leave the batch as they
-    finish.
+    With the embedded engine (`engine.py`), if what that says of its first completions is what the
+    model says of them; else with transformers' own cache.
     """
 
-    def __init__(self, policy: PreTrainedModel, eos_ids: Sequence[int], max_rows: int) -> None:
-        """max_rows: completions decoded at the same time; bounds the memory of the cache."""
+    samples_from_policy = True
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        eos_ids: Sequence[int],
+        max_rows: int | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """Changes what the model calls its attention, where the engine can decode it.
+
+        Args:
+            max_rows: completions decoded at the same time; None: by free memory.
+            tokenizer: finds stop strings. autocast: the arithmetic. say: is told of what changes.
+        """
         self.policy = policy
-        self.eos_ids = torch.tensor(list(eos_ids), dtype=torch.long)
+        self.eos_ids = list(eos_ids)
         self.max_rows = max_rows
+        self.tokenizer = tokenizer
+        self.autocast = autocast
+        self.say = say
+        self.decoder: type[Engine] | type[PlainDecoder] | None = None  # found by the first prompts
 
     def generate(
         self,
@@ -113,26 +125,48 @@ class TransformersGenerator:
         seeds: Sequence[int],
         on_group: OnGroup = ignore,
     ) -> list[list[Completion]]:
-        at_once = max(1, self.max_rows // num_generations)
-        # Prompts of like length go together, so that little is padded.
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        groups: list[list[Completion]] = [[] for _ in prompts]
-        with inference(self.policy):
-            for start in range(0, len(order), at_once):
-                chunk = order[start : start + at_once]
+        groups: dict[int, list[Completion]] = {}
+        if not prompts:  # more processes than prompts
+            return []
+        # One autocast around all steps: it keeps its copies of the weights until it is left.
+        with inference(self.policy), self.autocast():
+            if self.decoder is None:
+                self.decoder = self._checked(prompts)
+            while len(groups) < len(prompts):
+                missing = [n for n in range(len(prompts)) if n not in groups]
 
-                def whole(k: int, completions: list[Completion], chunk: list[int] = chunk) -> None:
-                    groups[chunk[k]] = completions
-                    on_group(chunk[k], completions)
+                def take(
+                    k: int, completions: list[Completion], missing: list[int] = missing
+                ) -> None:
+                    groups[missing[k]] = completions
+                    on_group(missing[k], completions)
 
-                self._decode(
-                    [prompts[i] for i in chunk],
+                drafts = Drafts(
+                    [prompts[n] for n in missing],
                     num_generations,
                     sampling,
-                    [derive_seed(seeds[i], j) for i in chunk for j in range(num_generations)],
-                    whole,
+                    [seeds[n] for n in missing],
+                    self.eos_ids,
+                    self.tokenizer,
+                    take,
                 )
-        return groups
+                rows = self._rows(drafts)
+                failed = None
+                try:
+                    self.decoder(self.policy, rows).decode(drafts)
+                except (RuntimeError, MemoryError) as error:
+                    if not budget.is_out_of_memory(error) or rows <= num_generations:
+                        raise
+                    failed = str(error)
+                if failed is not None:  # here the frames that held memory are gone
+                    del drafts
+                    budget.release()
+                    self.max_rows = max(rows // 2, 1)
+                    self.say(
+                        f"note: out of memory: {self.max_rows} completions at a time from now on; "
+                        "those that were not whole are done again, and come out the same"
+                    )
+        return [groups[n] for n in range(len(prompts))]
 
     def update_weights(self, policy: PreTrainedModel) -> None:
         self.policy = policy
@@ -140,87 +174,38 @@ class TransformersGenerator:
     def close(self) -> None:
         pass
 
-    def _decode(
-        self,
-        prompts: list[Sequence[int]],
-        repeat: int,
-        sampling: Sampling,
-        seeds: list[int],
-        on_group: OnGroup,
-    ) -> None:
-        """One batch of B = len(prompts) · repeat rows, from prompts to the last token."""
-        device = self.policy.device
-        eos = self.eos_ids.to(device)
-        noise = uniforms(seeds, sampling).to(device)  # [B, max_tokens]
-        ids, mask = pad_left(prompts, device)
-        cache = DynamicCache(config=self.policy.config)
-        logits = self._forward(ids, mask, positions(mask), cache)
-        if repeat > 1:
-            cache.batch_repeat_interleave(repeat)
-        logits, mask = logits.repeat_interleave(repeat, 0), mask.repeat_interleave(repeat, 0)
-        next_position = mask.sum(-1)  # [B]
+    def _rows(self, drafts: Drafts) -> int:
+        """Completions decoded at the same time."""
+        wanted = len(drafts.prompts) * drafts.num_generations
+        if self.max_rows is None:
+            longest = max(map(len, drafts.prompts)) + drafts.sampling.max_tokens
+            return min(wanted, budget.rows_that_fit(self.policy, longest))
+        return min(wanted, self.max_rows)
 
-        tokens: list[list[int]] = [[] for _ in seeds]
-        logprobs: list[list[float]] = [[] for _ in seeds]
-        left = [repeat] * len(prompts)  # rows of each group still being decoded
-        finish_reasons: list[Literal["stop", "length"]] = ["length"] * len(seeds)
-
-        def end(row: int) -> None:
-            group = row // repeat
-            left[group] -= 1
-            if not left[group]:
-                rows = range(group * repeat, (group + 1) * repeat)
-                done = [Completion(tokens[r], logprobs[r], finish_reasons[r]) for r in rows]
-                on_group(group, done)
-
-        alive = torch.arange(len(seeds), device=device)  # rows of the batch still being decoded
-        for t in range(sampling.max_tokens):
-            log_p = log_distribution(logits, sampling)
-            token = draw(log_p, noise[alive, t]) if sampling.temperature else log_p.argmax(-1)
-            chosen = log_p.gather(-1, token[:, None]).squeeze(-1)
-            ended = torch.isin(token, eos)
-            last = t + 1 == sampling.max_tokens
-            for row, a, b, stops in zip(
-                alive.tolist(), token.tolist(), chosen.tolist(), ended.tolist(), strict=True
-            ):
-                tokens[row].append(a)
-                logprobs[row].append(b)
-                if stops:
-                    finish_reasons[row] = "stop"
-                if stops or last:
-                    end(row)
-            if last or bool(ended.all()):
-                break
-            if bool(ended.any()):
-                keep = (~ended).nonzero().squeeze(-1)
-                cache.batch_select_indices(keep)
-                alive, token = alive[keep], token[keep]
-                mask, next_position = mask[keep], next_position[keep]
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
-            logits = self._forward(token[:, None], mask, next_position[:, None], cache)
-            next_position = next_position + 1
-
-    def _forward(
-        self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: DynamicCache
-    ) -> Tensor:
-        """Logits of each row's next token, [B, V]."""
-        logits: Tensor = self.policy(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits
-        return logits[:, -1]
-
-
-def uniforms(seeds: Sequence[int], sampling: Sampling) -> Tensor:
-    """One number in [0, 1) for each row and position, [B, max_tokens], from each row's own seed."""
-    if sampling.temperature == 0:
-        return torch.zeros(len(seeds), 0)
-    generator = torch.Generator()
-    rows = [
-        torch.rand(sampling.max_tokens, generator=generator.manual_seed(seed)) for seed in seeds
-    ]
-    return torch.stack(rows)
+    def _checked(self, prompts: Sequence[Sequence[int]]) -> type[Engine] | type[PlainDecoder]:
+        """The engine, if a few tokens after the first prompts have the right log-probabilities."""
+        why = None
+        if not attention.install(self.policy):
+            why = f"its attention is {self.policy.config._attn_implementation}"
+        else:
+            drafts = Drafts(prompts[:2], 2, Sampling(max_tokens=4), [0, 1], [])
+            try:
+                Engine(self.policy, 4).decode(drafts)
+            except attention.UnsupportedModelError as error:
+                why = str(error)
+            except Exception as error:  # a model's own code may do anything with what it is given
+                if budget.is_out_of_memory(error):
+                    raise
+                why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            else:
+                rollouts = [
+                    Rollout(Prompt(0, list(p), "", {}), c, "")
+                    for p, group in zip(prompts, drafts.groups, strict=False)
+                    for c in group
+                ]
+                plain = Likelihood(self.policy, packed=False, chunked=False)
+                why = close(rollouts, plain(rollouts, 1.0)[0], self.policy)
+        if why is None:
+            return Engine
+        self.say(f"note: decoding with transformers' own cache, not with the engine ({why})")
+        return PlainDecoder

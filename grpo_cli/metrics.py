@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
-import time
-from collections.abc import Iterator, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from grpo_cli.advantages import all_equal, group_std
 from grpo_cli.outcomes import WholeStep, matrix
@@ -43,28 +39,3 @@ def rollout_metrics(whole_step: WholeStep) -> dict[str, float]:
 def mean(values: Sequence[float]) -> float:
     """Arithmetic mean; NaN of nothing."""
     return math.fsum(values) / len(values) if values else math.nan
-
-
-class Clock:
-    """Seconds by stage of one step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.start = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Adds the time spent inside to `time/name`. Waits for the GPU at its end."""
-        start = time.perf_counter()
-        yield
-        if self.device.type == "cuda":  # kernels run on after their launch returns
-            torch.cuda.synchronize()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def metrics(self, whole_step: WholeStep) -> dict[str, float]:
-        """Seconds by stage and tokens per second of the step that ends now."""
-        total = time.perf_counter() - self.start
-        tokens = sum(o.prompt_tokens + o.tokens for group in whole_step.values() for o in group)
-        stages = {f"time/{name}": s for name, s in self.seconds.items()}
-        return {**stages, "step_time": total, "tokens_per_second": tokens / total}

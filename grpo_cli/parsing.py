@@ -319,9 +319,27 @@ def _contradictions_of_objective(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _contradictions_of_generation(recipe: Recipe) -> Iterator[str]:
+    generation = recipe.generation
+    limits = {
+        "generation.max_completion_tokens": generation.max_completion_tokens,
+        "eval.max_completion_tokens": recipe.eval.max_completion_tokens,
+    }
+    for key, limit in limits.items():
+        if limit is not None and generation.min_completion_tokens > limit:
+            yield (
+                f"generation.min_completion_tokens = {generation.min_completion_tokens}: must be "
+                f"<= {key} = {limit}."
+            )
+            break
+    if "" in generation.stop:
+        yield "generation.stop: holds an empty string, which every completion contains; drop it."
+
+
 def _contradictions(recipe: Recipe) -> Iterator[str]:
     """Combinations that would be ignored or would fail much later."""
     yield from _contradictions_of_objective(recipe)
+    yield from _contradictions_of_generation(recipe)
     model, dataset = recipe.model, recipe.dataset
     if model.path is None and model.build is None:
         yield "model.path: set it to a hub name or a folder, or choose model=tiny_qwen."
@@ -399,6 +417,13 @@ def notices(recipe: Recipe) -> Iterator[str]:
             yield (
                 f"{key}: with top_p, top_k or min_p the sampler's probabilities are those of the "
                 "tokens it kept, higher than the trainer's by what that leaves out."
+            )
+    if g.repetition_penalty != 1 or g.min_completion_tokens:
+        for key in (key for key, is_set in compared.items() if is_set):
+            yield (
+                f"{key}: with repetition_penalty or min_completion_tokens the sampler's "
+                "probabilities are those after the penalty, without an eos before its time; the "
+                "trainer's know neither."
             )
     in_loss = recipe.needs_reference and loss.kl_in == "loss"
     if in_loss and loss.kl_estimator == "k1" and not loss.kl_bias_correction:

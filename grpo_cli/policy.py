@@ -1,22 +1,20 @@
-"""The policy: tokenizer, model, frozen reference, and log-probabilities of rollouts."""
+"""The policy: tokenizer, model, frozen reference."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_cli.config import Model
 from grpo_cli.errors import UserError
-from grpo_cli.logprobs import token_entropy, token_logprobs
-from grpo_cli.rollouts import Batch
 
 transformers.utils.logging.disable_progress_bar()  # the run has a progress display of its own
 
@@ -88,38 +86,6 @@ def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A reference policy with the model's present weights: no gradient, no dropout."""
     return copy.deepcopy(model).requires_grad_(False).eval()
-
-
-def score(
-    model: Callable[..., Any],
-    batch: Batch,
-    temperature: float,
-    *,
-    entropy: bool = False,
-    entropy_gradient: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of a batch's completion tokens, and their entropies if asked for.
-
-    Args:
-        model: a causal LM, wrapped for several processes or not.
-        entropy_gradient: keep their gradient, which takes several more [B, C, V] of memory.
-
-    Returns:
-        (logprobs [B, C] with gradient, entropies [B, C] or None), in float32 at least.
-    """
-    width = batch.loss_mask.shape[1]
-    logits = model(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        position_ids=batch.position_ids,
-        use_cache=False,
-        logits_to_keep=width + 1,
-    ).logits[:, :-1]  # [B, C, V]; the last position predicts what comes after the completion
-    logprobs = token_logprobs(logits, batch.targets, temperature)
-    if not entropy:
-        return logprobs, None
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        return logprobs, token_entropy(logits, temperature)
 
 
 @torch.no_grad()

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 SECONDS_BETWEEN_LINES = 2.0  # without a terminal, progress is at most one line in so many seconds
+
+
+class _WithLineBelow(Progress):
+    """A bar with a line of text under it."""
+
+    below = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        if self.below:
+            yield Text(self.below, style="dim", no_wrap=True, overflow="ellipsis")
 
 
 class Bar:
@@ -17,18 +30,22 @@ class Bar:
         self.console, self.name, self.total = console, name, total
         self.first, self.start, self.last_line = 0, time.monotonic(), 0.0
         self.held_back: str | None = None  # the newest line, if it was not written
-        self.bar: Progress | None = None
+        self.bar: _WithLineBelow | None = None
 
     def start_at(self, done: int) -> None:
         self.first, self.start = done, time.monotonic()
 
-    def update(self, done: int, text: str, always: bool = False) -> None:
-        """Shows that so much is done. always: also where a line was written a moment ago."""
+    def update(self, done: int, text: str, *, below: str = "", always: bool = False) -> None:
+        """Shows that so much is done.
+
+        Args:
+            below: a second line. always: also where a line was written a moment ago.
+        """
         if self.console.quiet:
             return
         if self.console.is_terminal:
             if self.bar is None:
-                self.bar = Progress(
+                self.bar = _WithLineBelow(
                     TextColumn("{task.description}"),
                     BarColumn(),
                     MofNCompleteColumn(),
@@ -38,11 +55,14 @@ class Bar:
                 )
                 self.bar.add_task(self.name, total=self.total, completed=done, text="")
                 self.bar.start()
+            self.bar.below = below
             self.bar.update(self.bar.task_ids[0], completed=done, text=text)
             return
         now = time.monotonic()
         left = (now - self.start) / max(1, done - self.first) * (self.total - done)
         self.held_back = f"{self.name} {done}/{self.total}  {text}  {clock(left)} left"
+        if below:
+            self.held_back += f"\n  {below}"
         if always or done == self.total or now - self.last_line >= SECONDS_BETWEEN_LINES:
             self.last_line = now
             self._write()

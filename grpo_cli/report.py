@@ -19,6 +19,9 @@ from grpo_cli.evaluate import Evaluation
 from grpo_cli.progress import Bar, clock
 from grpo_cli.rollouts import Group
 
+SHORT = {"old_logprobs": "old", "ref_logprobs": "ref", "forward_backward": "fwd/bwd"}
+COLUMNS = 98  # that a step's line of times may take; two more indent it
+
 
 class Reporter:
     """Writes on the main process; on the others every method does nothing."""
@@ -49,10 +52,10 @@ class Reporter:
         for tracker in self.trackers:
             tracker.log({k: v for k, v in metrics.items() if math.isfinite(v)}, step)
         shown = f"reward {metrics['reward']:.3f}  length {metrics['completions/mean_length']:.0f}"
-        shown += f"  {metrics['tokens_per_second']:,.0f} tok/s"
         if "eval/accuracy" in metrics:
             shown += f"  held-out {metrics['eval/accuracy']:.3f}"
-        self.progress.update(step, shown, always="eval/accuracy" in metrics)
+        evaluated = "eval/accuracy" in metrics
+        self.progress.update(step, shown, below=times(metrics), always=evaluated)
         every = self.config.completions_every
         if every and (step == 1 or step % every == 0) and groups:
             self._completions(step, groups)
@@ -97,6 +100,34 @@ class Reporter:
             if summary[what] is not None:
                 self.say(f"{what.replace('_', ' ')}: {summary[what]}")
         self.say(f"{clock(summary['seconds'])} in all; metrics, curves and summary: {self.folder}")
+
+
+def times(metrics: dict[str, float]) -> str:
+    """Where a step's time went, in a line: its stages, tokens a second, and MFU of the training.
+
+    Stages below 1 % of the step are left out, then the shortest until the line fits.
+    """
+    rate = f" | {metrics['tokens_per_second']:,.0f} tok/s"
+    used = metrics.get("mfu/forward_backward")
+    if used is not None:
+        rate += f" | MFU {100 * used:.{0 if used >= 0.0995 else 1}f} %"
+    stages = {
+        SHORT.get(name, name): seconds
+        for key, seconds in metrics.items()
+        if key.startswith("time/")
+        and "/" not in (name := key.removeprefix("time/"))
+        and seconds >= 0.01 * metrics["step_time"]
+    }
+    while True:
+        parts = [f"{name} {_seconds(s)}" for name, s in stages.items()]
+        line = " · ".join([f"{part} s" for part in parts[:1]] + parts[1:]) + rate
+        if len(line) <= COLUMNS or not stages:
+            return line.removeprefix(" | ")
+        del stages[min(stages, key=stages.__getitem__)]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.{2 if seconds < 1 else 1 if seconds < 100 else 0}f}"
 
 
 def completion_row(step: int, group: Group, sample: int) -> dict[str, Any]:

@@ -6,15 +6,16 @@ A step with P = 2 prompts and G = 3 completions each:
     groups   [Group(prompt, [Rollout, Rollout, Rollout]), Group(...)]  from the generator
     batches  Batch of B rows (P·G = 6 in all), C completion tokens     for the model
 
-Rows are lists of token ids until the model's door; only `collate` pads. A mask is made from lengths
-and never from `ids != pad`, because a model may well sample its own pad token.
+Rows are lists of token ids until the model's door: `packing.py` makes of them what the model reads,
+`collate` what the loss reads. A mask is made from lengths and never from `ids != pad`, because a
+model may well sample its own pad token.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -90,15 +91,11 @@ class Group:
 
 @dataclass
 class Batch:
-    """Padded tensors of B rollouts: prompts padded on the left, completions on the right.
+    """What the loss needs of B rollouts, besides what the model says of them.
 
-    With P the longest prompt and C the longest completion, a completion begins at column P in every
-    row, so everything about completions is [B, C].
+    C is the longest completion; shorter ones are padded on the right.
     """
 
-    input_ids: Tensor  # [B, P + C]
-    attention_mask: Tensor  # [B, P + C] 1 on real tokens
-    position_ids: Tensor  # [B, P + C] counted from each row's first real token
     loss_mask: Tensor  # [B, C] float, 1 on completion tokens that train
     weights: Tensor  # [B, C] what a token's loss is multiplied by, 0 where nothing trains
     advantages: Tensor  # [B, C]
@@ -107,11 +104,6 @@ class Batch:
     ref_logprobs: Tensor | None  # [B, C]
     high_entropy: Tensor | None  # [B, C]
     cov_selected: Tensor | None  # [B, C]
-
-    @property
-    def targets(self) -> Tensor:
-        """Completion tokens, [B, C]."""
-        return self.input_ids[:, -self.loss_mask.shape[1] :]
 
     def masked(self, values: Tensor) -> Tensor:
         """[B, C] values, 0 where nothing trains.
@@ -124,32 +116,21 @@ class Batch:
 
 def collate(rollouts: Sequence[Rollout], device: torch.device) -> Batch:
     """Pads B rollouts into a `Batch` on `device`."""
-    width_p = max(len(r.prompt.ids) for r in rollouts)
-    width_c = max(len(r.completion.ids) for r in rollouts)
-    size = len(rollouts)
-    input_ids = torch.zeros(size, width_p + width_c, dtype=torch.long)
-    attention_mask = torch.zeros(size, width_p + width_c, dtype=torch.long)
-    for i, r in enumerate(rollouts):
-        start, end = width_p - len(r.prompt.ids), width_p + len(r.completion.ids)
-        input_ids[i, start:end] = torch.tensor(r.prompt.ids + r.completion.ids)
-        attention_mask[i, start:end] = 1
+    width = max(len(r.completion.ids) for r in rollouts)
     trains = torch.tensor([[r.loss_tokens] for r in rollouts])  # [B, 1]
-    loss_mask = (torch.arange(width_c) < trains).float()  # [B, C]
+    loss_mask = (torch.arange(width) < trains).float()  # [B, C]
 
     def rows(values: Iterable[Any]) -> Tensor:
-        padded = pad_right([torch.as_tensor(v, dtype=torch.float32) for v in values], width_c)
+        padded = pad_right([torch.as_tensor(v, dtype=torch.float32) for v in values], width)
         return padded.to(device)
 
     def optional_rows(values: list[Tensor | None]) -> Tensor | None:
         if all(v is None for v in values):
             return None
-        absent = torch.full((width_c,), math.nan)
+        absent = torch.full((width,), math.nan)
         return rows(absent if v is None else v for v in values)
 
     return Batch(
-        input_ids=input_ids.to(device),
-        attention_mask=attention_mask.to(device),
-        position_ids=positions(attention_mask).to(device),
         loss_mask=loss_mask.to(device),
         weights=(loss_mask * torch.tensor([[r.weight] for r in rollouts])).to(device),
         advantages=rows(r.advantages for r in rollouts),
@@ -180,25 +161,6 @@ def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tenso
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
     return ids, mask
-
-
-def micro_batches(rollouts: Sequence[Rollout], max_tokens: int) -> Iterator[list[Rollout]]:
-    """Splits rollouts so that no padded micro-batch holds more than `max_tokens` tokens.
-
-    Rows of like length go together, so that little is padded. A single row longer than the budget
-    is a micro-batch of its own. The split changes memory and time, never the gradient.
-    """
-    chunk: list[Rollout] = []
-    width_p = width_c = 0
-    for r in sorted(rollouts, key=lambda r: (len(r.completion.ids), len(r.prompt.ids))):
-        new_p, new_c = max(width_p, len(r.prompt.ids)), max(width_c, len(r.completion.ids))
-        if chunk and (len(chunk) + 1) * (new_p + new_c) > max_tokens:
-            yield chunk
-            chunk, new_p, new_c = [], len(r.prompt.ids), len(r.completion.ids)
-        chunk.append(r)
-        width_p, width_c = new_p, new_c
-    if chunk:
-        yield chunk
 
 
 def derive_seed(*parts: int) -> int:

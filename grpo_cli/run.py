@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +17,29 @@ import datasets
 import torch
 import transformers
 import yaml
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import grpo_cli
 from grpo_cli import checkpoint, data, folders, parsing, policy, stored, tiny, tracking
+from grpo_cli.budget import Budget, tokens_that_fit
 from grpo_cli.carried import packed, unpacked
+from grpo_cli.clock import Clock, possible_stages
 from grpo_cli.config import Recipe
 from grpo_cli.distributed import Workers
 from grpo_cli.entropy import adapted_coef, applied_coef
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluate import Evaluation, Evaluator
+from grpo_cli.flops import forward_flops, params_in_products, peak_flops
 from grpo_cli.generation import Generator, TransformersGenerator
 from grpo_cli.kl import adapted_beta
+from grpo_cli.likelihood import Likelihood, bytes_per_token, sample
 from grpo_cli.outcomes import WholeStep
+from grpo_cli.packing import length, unique_tokens
 from grpo_cli.prepare import Prepared
 from grpo_cli.progress import Bar
 from grpo_cli.registry import TrainerState
 from grpo_cli.report import Reporter, readable, write_text
-from grpo_cli.rollouts import Group, Prompt, derive_seed
+from grpo_cli.rollouts import Group, Prompt, Rollout, derive_seed
 from grpo_cli.sampling import Sampling
 from grpo_cli.scoring import Scorer
 from grpo_cli.stop import Stop
@@ -56,6 +63,8 @@ class State:
     beta: float | None = None  # where loss.kl_target adapts it
     entropy_coef: float | None = None  # where loss.entropy_target adapts it
     entropy: float | None = None  # of the last optimizer step, for the same
+    # Of each process, as measured and halved: another split is another rounding.
+    micro_batch_tokens: list[int | None] = field(default_factory=list)
 
 
 @dataclass
@@ -67,8 +76,10 @@ class Run:
     workers: Workers
     tokenizer: PreTrainedTokenizerBase
     policy: PreTrainedModel  # the model itself
-    model: nn.Module  # the same, wrapped for several processes
+    likelihood: Likelihood  # what it says of rollouts
     reference: PreTrainedModel | None
+    reference_likelihood: Likelihood | None
+    budget: Budget
     optimizer: torch.optim.Optimizer
     generator: Generator
     scorer: Scorer
@@ -84,7 +95,27 @@ class Run:
     def sampling(self, recipe: Recipe) -> Sampling:
         """How completions are drawn for training, by the recipe as it is at a step."""
         g = recipe.generation
-        return Sampling(g.max_completion_tokens, g.temperature, g.top_p, g.top_k, g.min_p)
+        return Sampling(
+            max_tokens=g.max_completion_tokens,
+            temperature=g.temperature,
+            top_p=g.top_p,
+            top_k=g.top_k,
+            min_p=g.min_p,
+            repetition_penalty=g.repetition_penalty,
+            min_tokens=g.min_completion_tokens,
+            stop=tuple(g.stop),
+        )
+
+    def sampled_as_trained(self, recipe: Recipe) -> bool:
+        """Whether the sampler's log-probabilities are the policy's own but for rounding."""
+        sampling = self.sampling(recipe)
+        return (
+            recipe.update.old_logprobs == "auto"
+            and self.generator.samples_from_policy
+            and sampling.is_unfiltered
+            and recipe.mixed_precision == "no"
+            and self.policy.dtype in (torch.float32, torch.float64)
+        )
 
     def trainer_state(self) -> TrainerState:
         """Where the run stands, for reward functions that want to know."""
@@ -155,6 +186,7 @@ class Run:
     def save(self) -> None:
         """Writes a checkpoint of the present step, then removes those no longer kept."""
         state, keep = self.state, self.recipe.checkpoint.keep_last
+        state.micro_batch_tokens = self.workers.gather(self.budget.tokens)
         rng = self.workers.gather(checkpoint.rng_state())
         carried = self.workers.gather(packed(self.carried, self.scored_by))
         if self.workers.is_main:
@@ -202,6 +234,9 @@ class Run:
         if len(saved["rng"]) == self.workers.size:
             checkpoint.set_rng_state(saved["rng"][self.workers.rank])
         before = yaml.safe_load((path / folders.TRAINING / "recipe.yaml").read_text("utf-8"))
+        tokens, given = self.state.micro_batch_tokens, self.recipe.update.tokens_per_micro_batch
+        if len(tokens) == self.workers.size and before["update"]["tokens_per_micro_batch"] == given:
+            self.budget.tokens = tokens[self.workers.rank]
         # What an adaptive coefficient begins with was changed: it begins anew.
         if before["loss"].get("beta") != self.recipe.loss.beta:
             self.state.beta = None
@@ -238,6 +273,64 @@ class Run:
             r.masked = self.recipe.loss.mask_truncated and r.completion.finish_reason == "length"
         fitting.sort(key=lambda g: g.position)
         return fitting[self.workers.rank :: self.workers.size]
+
+    def get_ready(self, recipe: Recipe, rollouts: Sequence[Rollout]) -> None:
+        """Before the first rollouts: how they are computed, and how many tokens at a time."""
+        if not rollouts:
+            return
+        some = sample(rollouts)
+
+        def attempt(max_tokens: int) -> None:
+            few = next(self.likelihood.micro_batches(some, max_tokens))
+            for likelihood in (self.likelihood, self.reference_likelihood):
+                if likelihood is not None:
+                    likelihood.check(few, recipe.generation.temperature)
+            if self.budget.tokens is None:
+                kept = bytes_per_token(self.likelihood, few, recipe.generation.temperature)
+                self.budget.tokens = tokens_that_fit(
+                    self.policy,
+                    self.workers.device,
+                    kept,
+                    optimizer_is_empty=not self.optimizer.state,
+                )
+
+        # Not even these few have to fit all at once. Nothing is said: no micro-batch is smaller.
+        lengths = [length(r) for r in some]
+        Budget(sum(lengths), lambda text: None).fitted(attempt, lengths, lambda: None)
+
+    def clock(self) -> Clock:
+        """For the step that begins now."""
+        stages = possible_stages(self.recipe, self.reference is not None, self.workers.size)
+        half = self.recipe.mixed_precision == "bf16"
+        dtype = torch.bfloat16 if half else self.policy.dtype
+        return Clock(self.workers.device, stages, peak_flops(self.workers.device, dtype))
+
+    def waiting(self, clock: Clock) -> contextlib.AbstractContextManager[None]:
+        """Around what waits for other processes, where there are any."""
+        return clock.stage("idle") if self.workers.size > 1 else contextlib.nullcontext()
+
+    def flops(self, rollouts: Sequence[Rollout]) -> float:
+        """Model FLOPs of a forward pass over rollouts, each prompt once; NaN if not known."""
+        tokens, pairs = unique_tokens(rollouts)
+        predicted = sum(len(r.completion.ids) for r in rollouts)
+        return forward_flops(
+            self.policy.config, self.num_parameters, tokens, pairs, logits=predicted
+        )
+
+    @cached_property
+    def num_parameters(self) -> int | None:
+        """Those that a token is multiplied with."""
+        return params_in_products(self.policy)
+
+    def zero_gradients(self) -> None:
+        """Gives every weight without a gradient one of 0."""
+        for p in self.policy.parameters():
+            if p.requires_grad and p.grad is None:
+                p.grad = torch.zeros_like(p)
+
+    def clear_gradients(self) -> None:
+        """Takes back what backward passes have left."""
+        self.optimizer.zero_grad(set_to_none=True)
 
     def advance(self, whole_step: WholeStep) -> dict[str, float]:
         """Counts a step that is done; returns how far the run is."""
@@ -324,8 +417,19 @@ def build(prepared: Prepared, command: list[str]) -> Run:
     with workers.together():  # a disk, a cache or a network may fail one process alone
         model, tokenizer = load_policy(prepared, workers, reporter)
     prompts = make_prompts("train", prepared.train_rows, recipe, tokenizer, reporter)
-    reference = workers.place(policy.frozen_copy(model)) if recipe.needs_reference else None
-    wrapped = workers.wrap(model)
+    workers.place(model)
+    reference = policy.frozen_copy(model) if recipe.needs_reference else None
+    likelihoods = [
+        Likelihood(
+            m,
+            packed=recipe.update.packing,
+            chunked=recipe.update.chunked_logits,
+            autocast=workers.autocast,
+            say=reporter.say,
+        )
+        for m in (model, reference)
+        if m is not None
+    ]
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=recipe.optimizer.learning_rate,
@@ -333,7 +437,7 @@ def build(prepared: Prepared, command: list[str]) -> Run:
         eps=recipe.optimizer.eps,
         weight_decay=recipe.optimizer.weight_decay,
     )
-    generator = make_generator(recipe, model, tokenizer)
+    generator = make_generator(recipe, model, tokenizer, workers, reporter)
     evaluator = None
     if prepared.eval_rows is not None:
         held_out = make_prompts("eval", prepared.eval_rows, recipe, tokenizer, reporter)
@@ -352,8 +456,10 @@ def build(prepared: Prepared, command: list[str]) -> Run:
         workers=workers,
         tokenizer=tokenizer,
         policy=model,
-        model=wrapped,
+        likelihood=likelihoods[0],
         reference=reference,
+        reference_likelihood=likelihoods[1] if reference is not None else None,
+        budget=Budget(recipe.update.tokens_per_micro_batch, reporter.say),
         optimizer=optimizer,
         generator=generator,
         scorer=prepared.scorer,
@@ -423,11 +529,20 @@ def make_prompts(
 
 
 def make_generator(
-    recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    recipe: Recipe,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    workers: Workers,
+    reporter: Reporter,
 ) -> Generator:
     """The generator that the recipe names, sampling from `model`."""
     return TransformersGenerator(
-        model, policy.eos_ids(model, tokenizer), recipe.generation.max_rows
+        model,
+        policy.eos_ids(model, tokenizer),
+        recipe.generation.max_rows,
+        tokenizer=tokenizer,
+        autocast=workers.autocast,
+        say=reporter.say,
     )
 
 
@@ -444,7 +559,7 @@ def evaluate_checkpoint(prepared: Prepared) -> tuple[Evaluation, Reporter]:
         recipe,
         workers,
         tokenizer,
-        make_generator(recipe, model, tokenizer),
+        make_generator(recipe, model, tokenizer, workers, reporter),
         prepared.eval_scorer,
         prompts,
     )

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from grpo_cli import policy, selection
+from grpo_cli import selection
 from grpo_cli.config import Loss, Recipe
-from grpo_cli.rollouts import Group, Rollout, collate, derive_seed, micro_batches
+from grpo_cli.likelihood import Likelihood
+from grpo_cli.packing import length
+from grpo_cli.policy import inference
+from grpo_cli.rollouts import Group, Rollout, derive_seed
 from grpo_cli.run import Run
 
 STREAM = -2  # of the noise that Clip-Cov chooses by, apart from those of sampling
@@ -28,19 +31,19 @@ class Surveyed:
 def logprobs_of(
     run: Run,
     recipe: Recipe,
-    model: nn.Module,
+    likelihood: Likelihood,
     rollouts: Sequence[Rollout],
     *,
     entropy: bool = False,
 ) -> list[Surveyed]:
     """Log-probabilities, and entropies if asked for, without gradient; in no order."""
-    out = []
-    with policy.inference(model):
-        for micro in micro_batches(rollouts, recipe.update.tokens_per_micro_batch):
-            batch = collate(micro, run.workers.device)
-            logprobs, entropies = policy.score(
-                model, batch, recipe.generation.temperature, entropy=entropy
-            )
+    out: list[Surveyed] = []
+    if not rollouts:
+        return out
+
+    def attempt(max_tokens: int) -> None:
+        for micro in likelihood.micro_batches(rollouts, max_tokens):
+            logprobs, entropies = likelihood(micro, recipe.generation.temperature, entropy=entropy)
             logprobs = logprobs.cpu()  # once a micro-batch: each copy makes the host wait
             entropies = None if entropies is None else entropies.cpu()
             for i, r in enumerate(micro):
@@ -48,20 +51,28 @@ def logprobs_of(
                 out.append(
                     Surveyed(r, logprobs[own], None if entropies is None else entropies[own])
                 )
+
+    run.get_ready(recipe, rollouts)
+    with inference(likelihood.model):
+        run.budget.fitted(attempt, [length(r) for r in rollouts], out.clear)
     return out
 
 
 def fill_old_logprobs(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> None:
     """Of the policy as it is, for rollouts without: carried ones keep those of their own policy."""
     late = [r for r in rollouts if r.old_logprobs is None]
-    for seen in logprobs_of(run, recipe, run.policy, late):
+    if run.sampled_as_trained(recipe):
+        for r in late:
+            r.old_logprobs = torch.tensor(r.completion.logprobs)
+        return
+    for seen in logprobs_of(run, recipe, run.likelihood, late):
         seen.rollout.old_logprobs = seen.logprobs
 
 
 def fill_ref_logprobs(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> None:
     """Of the reference policy."""
-    assert run.reference is not None
-    for seen in logprobs_of(run, recipe, run.reference, rollouts):
+    assert run.reference_likelihood is not None
+    for seen in logprobs_of(run, recipe, run.reference_likelihood, rollouts):
         seen.rollout.ref_logprobs = seen.logprobs
 
 
@@ -82,7 +93,7 @@ def select_tokens(run: Run, recipe: Recipe, groups: Sequence[Group], number: int
     config = recipe.loss
     places = {id(r): (g.position, j) for g in groups for j, r in enumerate(g.rollouts)}
     rollouts = [r for g in groups for r in g.rollouts if r.loss_tokens]
-    found = logprobs_of(run, recipe, run.policy, rollouts, entropy=config.top_entropy < 1)
+    found = logprobs_of(run, recipe, run.likelihood, rollouts, entropy=config.top_entropy < 1)
     lengths = [len(seen.logprobs) for seen in found]
     if config.top_entropy < 1:
         own = flat([seen.entropies for seen in found if seen.entropies is not None])

@@ -22,16 +22,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from grpo_cli import normalization, policy, survey
+from grpo_cli import normalization, survey
+from grpo_cli.clock import Clock
 from grpo_cli.collect import collect
 from grpo_cli.config import Recipe
 from grpo_cli.credit import assign_advantages, penalize
 from grpo_cli.errors import TrainingError
+from grpo_cli.flops import FORWARD_BACKWARD
 from grpo_cli.losses import WITHOUT_ADVANTAGE
-from grpo_cli.metrics import Clock, rollout_metrics
+from grpo_cli.metrics import rollout_metrics
 from grpo_cli.objective import Coefficients, Terms, logged, loss_of
 from grpo_cli.outcomes import gathered
-from grpo_cli.rollouts import Group, Rollout, collate, micro_batches, placeholder
+from grpo_cli.packing import length
+from grpo_cli.rollouts import Group, Rollout, collate, placeholder
 from grpo_cli.run import Run
 from grpo_cli.schedules import at_step, learning_rate
 from grpo_cli.tally import Tally, Totals
@@ -44,7 +47,7 @@ def train(run: Run) -> None:
         run.evaluate(step=0)
     for step in range(run.state.step, steps):
         recipe, metrics = at_step(run.recipe, step)
-        clock = Clock(workers.device)
+        clock = run.clock()
         collected = collect(run, recipe, clock)
         groups, whole_step = collected.groups, collected.whole_step
         kl_in_reward = run.reference is not None and recipe.loss.kl_in == "reward"
@@ -60,8 +63,7 @@ def train(run: Run) -> None:
             penalize(rollouts, recipe.loss.kl_estimator, run.beta(recipe))
             whole_step = gathered(workers, groups)
         assign_advantages(recipe, groups, whole_step, step)
-        with clock.stage("update"):
-            metrics |= update(run, recipe, groups, list(whole_step), step)
+        metrics |= update(run, recipe, groups, list(whole_step), step, clock)
         with clock.stage("weights"):
             run.generator.update_weights(run.policy)
             run.refresh_reference(step + 1)
@@ -80,7 +82,12 @@ def train(run: Run) -> None:
 
 
 def update(
-    run: Run, recipe: Recipe, groups: Sequence[Group], positions: Sequence[int], step: int
+    run: Run,
+    recipe: Recipe,
+    groups: Sequence[Group],
+    positions: Sequence[int],
+    step: int,
+    clock: Clock,
 ) -> dict[str, float]:
     """Every optimizer step on one batch of rollouts; returns the metrics of the update.
 
@@ -102,21 +109,26 @@ def update(
     updates = recipe.update.num_iterations * recipe.update.minibatches
     for number in range(updates):
         own = minibatch(groups, positions, number % recipe.update.minibatches, recipe)
-        tally = accumulate(run, recipe, own, step * updates + number, entropy)
+        with clock.stage("forward_backward"):
+            tally = accumulate(run, recipe, own, step * updates + number, entropy, clock)
         if tally is None:  # nothing trains, on any process
             continue
-        totals = tally.reduced(run.workers)
-        loss = totals.sums["loss"]
-        norm = nn.utils.clip_grad_norm_(
-            run.policy.parameters(), recipe.optimizer.max_grad_norm
-        ).item()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise TrainingError(
-                f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; "
-                "stopped before the optimizer step."
-            )
-        run.optimizer.step()
-        run.optimizer.zero_grad(set_to_none=True)
+        with run.waiting(clock):  # for the slowest process
+            run.workers.barrier()
+        with clock.stage("optimizer"):
+            totals = tally.reduced(run.workers)
+            run.workers.sum_gradients(run.policy.parameters())
+            loss = totals.sums["loss"]
+            norm = nn.utils.clip_grad_norm_(
+                run.policy.parameters(), recipe.optimizer.max_grad_norm
+            ).item()
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise TrainingError(
+                    f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; "
+                    "stopped before the optimizer step."
+                )
+            run.optimizer.step()
+            run.clear_gradients()
         run.adapt_entropy(recipe, totals.figures)
         done.append(totals)
         norms.append(norm)
@@ -143,9 +155,9 @@ def minibatch(
 
 
 def accumulate(
-    run: Run, recipe: Recipe, groups: Sequence[Group], number: int, entropy: bool
+    run: Run, recipe: Recipe, groups: Sequence[Group], number: int, entropy: bool, clock: Clock
 ) -> Tally | None:
-    """The gradient of one optimizer batch, summed over micro-batches and processes.
+    """This process's gradient of one optimizer batch, summed over micro-batches.
 
     Args:
         groups: this process's. number: of the optimizer step. entropy: whether to measure it.
@@ -164,34 +176,42 @@ def accumulate(
             chosen = [r.high_entropy.sum().item() for r in rollouts if r.high_entropy is not None]
             trained = run.workers.sum({"trained": sum(chosen)})["trained"]
     coefficients = Coefficients(run.beta(recipe), run.entropy_coef(recipe), max(trained, 1.0))
-    tally, budget = Tally(), recipe.update.tokens_per_micro_batch
 
-    def measured_loss(model: nn.Module, micro: Sequence[Rollout]) -> Tensor:
-        batch = collate(micro, run.workers.device)
-        logprobs, entropies = policy.score(
-            model,
-            batch,
+    def measured_loss(micro: Sequence[Rollout], tally: Tally) -> Tensor:
+        logprobs, entropies = run.likelihood(
+            micro,
             recipe.generation.temperature,
             entropy=entropy,
             entropy_gradient=coefficients.entropy > 0,
         )
+        batch = collate(micro, run.workers.device)
         return loss_of(recipe.loss, Terms.of(batch, logprobs, entropies), coefficients, tally)
 
-    # Without advantage, KL and entropy a rollout has no gradient: it is measured and counted only.
+    # Without advantage, KL and entropy a rollout has no gradient. It counts in what the others are
+    # divided by, and is computed only where its entropy is to be logged.
     kl = run.reference is not None and recipe.loss.kl_in == "loss"
     all_speak = kl or coefficients.entropy > 0 or recipe.loss.policy in WITHOUT_ADVANTAGE
+    all_speak = all_speak or not recipe.update.skip_silent
     speaking = [r for r in rollouts if all_speak or r.advantages.any()]
-    silent = [r for r in rollouts if not (all_speak or r.advantages.any())]
-    with torch.no_grad():
-        for micro in micro_batches(silent, budget):
-            measured_loss(run.policy, micro)
-    micros = list(micro_batches(speaking, budget))
-    # A process with nothing to train on still takes part in the sum of gradients.
-    micros = micros or [[placeholder(reference=run.reference is not None)]]
-    for i, micro in enumerate(micros, start=1):
-        with run.workers.accumulate(run.model, last=i == len(micros)):
-            run.workers.backward(measured_loss(run.model, micro))
-    return tally
+    silent = [r for r in rollouts if not (all_speak or r.advantages.any())] if entropy else []
+    if not (speaking or silent):  # every process measures the same things
+        silent = [placeholder(reference=run.reference is not None)]
+    run.get_ready(recipe, rollouts or silent)
+
+    clock.count("forward_backward", FORWARD_BACKWARD * run.flops(speaking) + run.flops(silent))
+
+    def attempt(max_tokens: int) -> Tally:
+        tally = Tally()
+        with torch.no_grad():
+            for micro in run.likelihood.micro_batches(silent, max_tokens):
+                measured_loss(micro, tally)
+        for micro in run.likelihood.micro_batches(speaking, max_tokens):
+            run.workers.backward(measured_loss(micro, tally))
+        if not speaking:  # a gradient of 0 is one: the optimizer's momentum goes on
+            run.zero_gradients()
+        return tally
+
+    return run.budget.fitted(attempt, [length(r) for r in speaking + silent], run.clear_gradients)
 
 
 def weigh(run: Run, recipe: Recipe, groups: Sequence[Group]) -> dict[str, float]:

@@ -24,6 +24,7 @@ KINDS = {
     "float": "number",
     "str": "text",
     "list[float]": "numbers",
+    "list[str]": "texts",
     "dict[str, str]": "mapping of names to names",
     "dict[str, Any]": "mapping",
 }

@@ -16,8 +16,11 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from grpo_cli import tiny, train
+from grpo_cli.budget import Budget
+from grpo_cli.clock import Clock
 from grpo_cli.config import Log, Loss, Optimizer, Recipe, Update
 from grpo_cli.distributed import Workers
+from grpo_cli.likelihood import Likelihood
 from grpo_cli.policy import frozen_copy
 from grpo_cli.rollouts import Group
 from grpo_cli.run import Run
@@ -79,11 +82,18 @@ def make_groups() -> list[Group]:
     return groups
 
 
-def all_gradients(workers: Workers, groups: list[Group], tokens_per_micro_batch: int) -> Found:
+def all_gradients(
+    workers: Workers,
+    groups: list[Group],
+    tokens_per_micro_batch: int,
+    *,
+    packed: bool = True,
+    skip_silent: bool = True,
+) -> Found:
     """The gradient of the first optimizer step under each case, over all processes."""
     torch.manual_seed(0)
     model = tiny.make_model(BUILD, tiny.make_tokenizer(BUILD, [])).double()
-    wrapped = workers.wrap(model)
+    workers.place(model)
     found: Found = {}
     for name, loss in cases().items():
         gradients: list[Tensor] = []
@@ -94,7 +104,7 @@ def all_gradients(workers: Workers, groups: list[Group], tokens_per_micro_batch:
         recipe = Recipe(
             loss=loss,
             optimizer=Optimizer(max_grad_norm=1e9),
-            update=Update(tokens_per_micro_batch=tokens_per_micro_batch),
+            update=Update(skip_silent=skip_silent),
             log=Log(entropy_every=1),
         )
         # What an update does not touch is left out.
@@ -102,8 +112,10 @@ def all_gradients(workers: Workers, groups: list[Group], tokens_per_micro_batch:
             recipe=recipe,
             workers=workers,
             policy=model,
-            model=wrapped,
+            likelihood=Likelihood(model, packed=packed),
             reference=frozen_copy(model) if loss.beta else None,
+            reference_likelihood=None,
+            budget=Budget(tokens_per_micro_batch, print),
             optimizer=optimizer,
             **cast(
                 Any,
@@ -119,7 +131,9 @@ def all_gradients(workers: Workers, groups: list[Group], tokens_per_micro_batch:
             for r in (r for g in own for r in g.rollouts):
                 r.ref_logprobs = None
         own.sort(key=lambda g: [mine.position for mine in groups].index(g.position))
-        metrics = train.update(run, recipe, own, [g.position for g in every], 0)
+        metrics = train.update(
+            run, recipe, own, [g.position for g in every], 0, Clock(workers.device)
+        )
         found[name] = (gradients[0], metrics)
     return found
 

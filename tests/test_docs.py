@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from grpo_cli import cli, evaluate, metrics, scoring
+from grpo_cli.clock import STAGES, Clock
 from grpo_cli.config import Reward, Scoring
 from grpo_cli.distributed import Workers
 from grpo_cli.outcomes import outcomes
@@ -73,18 +74,19 @@ def test_every_metric_is_defined() -> None:
     assert len(of_rewards) == 3
     score(scored, exact_match=Reward("exact_match"))
     whole_step = dict(outcomes([scored]))
-    clock = metrics.Clock(torch.device("cpu"))
-    for stage in re.findall(r'clock\.stage\("(\w+)"\)', (ROOT / "grpo_cli/train.py").read_text()):
-        with clock.stage(stage):
+    timed = Clock(torch.device("cpu"), STAGES, peak=1.0)
+    for stage in ("generate", "forward_backward"):
+        timed.count(stage, 1.0)
+        with timed.stage(stage):
             pass
     keys = {
         **metrics.rollout_metrics(whole_step),
-        **clock.metrics(whole_step),
+        **timed.metrics(whole_step),
         **evaluate.summarize([scored], "exact_match"),
         **of_rewards,
         **{f"eval/{key}": 0.0 for key in of_rewards if not key.startswith("time/")},
     }
-    assert len([k for k in keys if k.startswith("time/")]) >= 4
+    assert len([k for k in keys if k.startswith(("time/", "mfu/"))]) >= 10
     assert undocumented(keys) == []
     assert undocumented(["rewards/a/b/mean", "made_up"]) == ["rewards/a/b/mean", "made_up"]
 

@@ -5,11 +5,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from grpo_cli import policy
-from grpo_cli.generation import OnGroup, TransformersGenerator, ignore, sample, uniforms
-from grpo_cli.rollouts import Completion, Prompt, Rollout, collate, derive_seed
+from grpo_cli import engine, policy
+from grpo_cli.drafts import OnGroup, ignore, uniforms
+from grpo_cli.engine import Step
+from grpo_cli.generation import TransformersGenerator, sample
+from grpo_cli.likelihood import Likelihood
+from grpo_cli.rollouts import Completion, Prompt, Rollout, derive_seed, pad_right
 from grpo_cli.sampling import Sampling
-from tests.conftest import CPU
 
 PROMPTS = [[40, 41, 42, 43, 44, 45, 46], [50], [60, 61, 62], [70, 71, 72, 73], [80, 81, 80, 81]]
 SEEDS = [11, 12, 13, 14, 15]
@@ -77,13 +79,12 @@ def test_the_trainer_reproduces_the_reported_logprobs(
 ) -> None:
     found = generate(model, Sampling(9, temperature=temperature), num_generations=3)
     rollouts = [Rollout(Prompt(0, PROMPTS[i], "", {}), c, "") for i, g in found.items() for c in g]
-    for r in rollouts:
-        r.reward = 0.0
-    batch = collate(rollouts, CPU)
-    logprobs, _ = policy.score(model, batch, temperature)
-    difference = (logprobs - batch.sampling_logprobs) * batch.loss_mask
-    assert difference.abs().max() < 1e-4
-    assert batch.sampling_logprobs.min() < -1
+    likelihood = Likelihood(model)
+    likelihood.check(rollouts, temperature)
+    logprobs, _ = likelihood(rollouts, temperature)
+    sampled = pad_right([torch.tensor(r.completion.logprobs) for r in rollouts], logprobs.shape[1])
+    assert (logprobs - sampled).abs().max() < 1e-4
+    assert sampled.min() < -1
     assert logprobs.requires_grad
 
 
@@ -132,10 +133,9 @@ def test_a_completion_is_drawn_from_its_prompts_seed_and_its_number(model: PreTr
 
 
 def test_the_uniform_numbers_of_a_row_are_its_own() -> None:
-    numbers = uniforms([5, 6], Sampling(7))
-    assert numbers.shape == (2, 7)
-    assert torch.equal(numbers[1:], uniforms([6], Sampling(7)))
-    assert torch.equal(numbers[:, :3], uniforms([5, 6], Sampling(3)))
+    assert torch.equal(uniforms(6, 7), uniforms(6, 7))
+    assert not torch.equal(uniforms(5, 7), uniforms(6, 7))
+    assert torch.equal(uniforms(5, 7)[:3], uniforms(5, 3))
 
 
 def cut_at_eos(c: Completion, eos_ids: Sequence[int]) -> Completion:
@@ -189,16 +189,124 @@ def test_max_tokens_is_the_longest_completion(model: PreTrainedModel, max_tokens
         assert c.finish_reason == "stop" or len(c.ids) == max_tokens
 
 
-def test_no_more_rows_than_max_rows_are_decoded_at_once(model: PreTrainedModel) -> None:
+def noted(model: PreTrainedModel) -> list[int]:
+    """Rows of each decoding step that follows; 0 for a prefill."""
     sizes: list[int] = []
 
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        sizes.append(len(kwargs["input_ids"]))
+        attending = kwargs.get("attending")
+        if attending is not None:
+            sizes.append(kwargs["input_ids"].numel() if isinstance(attending, Step) else 0)
 
     model.register_forward_pre_hook(note, with_kwargs=True)
+    return sizes
+
+
+CHECK = [0, 4, 4, 4]  # two rows of each of two prompts, four tokens: the engine's check of itself
+
+
+def test_no_more_rows_than_max_rows_are_decoded_at_once(model: PreTrainedModel) -> None:
+    sizes = noted(model)
     generate(model, Sampling(4), num_generations=2, eos_ids=[], max_rows=5)
-    assert max(sizes) == 4
-    assert len(sizes) == 3 * 4  # three chunks, and no pass whose logits nobody reads
+    # Two prompts, two, and one; and no pass whose logits nobody reads.
+    assert sizes == CHECK + [0, 4, 4, 4] * 2 + [0, 2, 2, 2]
+
+
+def test_waiting_prompts_come_in_when_half_of_the_rows_are_free(model: PreTrainedModel) -> None:
+    sizes = noted(model)
+    found = generate(model, Sampling(40), num_generations=2, max_rows=4)
+    steps = sizes[len(CHECK) :]
+    assert max(steps) == 4
+    begun = [i for i, size in enumerate(steps) if size == 0]
+    alive = [steps[i - 1] for i in begun[1:]]  # while the newcomers were still waiting
+    assert any(steps[i + 1] > 2 for i in begun[1:]), "newcomers joined rows that were at work"
+    assert len(begun) > 2
+    assert max(alive) <= 4
+    lengths = [len(c.ids) for g in found.values() for c in g]
+    assert sum(steps) == sum(n - 1 for n in lengths), "a row was computed after it had ended"
+
+
+def test_a_model_that_the_engine_cannot_decode_is_decoded_plainly(
+    model: PreTrainedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = generate(model, SAMPLING)
+    assert capsys.readouterr().out == ""
+    other = policy.frozen_copy(model)
+    other.set_attn_implementation("eager")
+    sizes = noted(other)
+    found = generate(other, SAMPLING)
+    assert "note: decoding with transformers' own cache, not with the engine" in (
+        capsys.readouterr().out
+    )
+    assert sizes == []
+    for i, group in found.items():
+        assert all(same(a, b) for a, b in zip(group, expected[i], strict=True))
+
+
+def test_an_engine_that_is_wrong_is_not_used(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = generate(model, SAMPLING)
+    monkeypatch.setattr(engine, "merge", lambda out, lse, other, other_lse: (out, lse))
+    found = generate(model, SAMPLING)
+    assert "log-probabilities differ by" in capsys.readouterr().out
+    for i, group in found.items():
+        assert all(same(a, b) for a, b in zip(group, expected[i], strict=True))
+
+
+def test_out_of_memory_halves_the_rows_and_changes_nothing(
+    model: PreTrainedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = generate(model, SAMPLING)
+
+    def allocate(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        attending = kwargs.get("attending")
+        if isinstance(attending, Step) and attending.longest > 8 and sum(attending.sizes) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    model.register_forward_pre_hook(allocate, with_kwargs=True)
+    came: list[int] = []
+    generator = TransformersGenerator(model, MANY_EOS, 100)
+    found = generator.generate(PROMPTS, 2, SAMPLING, SEEDS, lambda n, _: came.append(n))
+    assert "note: out of memory: 5 completions at a time" in capsys.readouterr().out
+    assert generator.max_rows == 5
+    assert sorted(came) == [0, 1, 2, 3, 4], "each group is handed over once"
+    for i, group in enumerate(found):
+        assert all(same(a, b) for a, b in zip(group, expected[i], strict=True))
+    model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError("none left")))
+    with pytest.raises(MemoryError, match="none left"):
+        generator.generate(PROMPTS[:1], 2, SAMPLING, SEEDS[:1])
+
+
+@pytest.mark.parametrize("decoder", ["sdpa", "eager"])
+def test_min_tokens_stop_strings_and_the_repetition_penalty(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, decoder: str
+) -> None:
+    model.set_attn_implementation(decoder)
+
+    def completions(sampling: Sampling) -> list[Completion]:
+        generator = TransformersGenerator(model, MANY_EOS, 100, tokenizer=tokenizer, say=str)
+        return [c for g in generator.generate(PROMPTS, 4, sampling, SEEDS) for c in g]
+
+    plain = completions(Sampling(20))
+    assert min(len(c.ids) for c in plain) < 7
+    late = completions(Sampling(20, min_tokens=7))
+    assert min(len(c.ids) for c in late) == 7
+    for c, prompt in zip(late, [p for p in PROMPTS for _ in range(4)], strict=True):
+        assert not set(c.ids[:6]) & set(MANY_EOS), "no eos before its time"
+        logits = model(torch.tensor([prompt])).logits[0, -1]
+        logits[MANY_EOS] = -torch.inf
+        # What was drawn from: the distribution without the eos, renormalised.
+        assert c.logprobs[0] == pytest.approx(logits.log_softmax(-1)[c.ids[0]].item(), abs=1e-4)
+    letter = tokenizer.decode([late[0].ids[3]])
+    stopped = completions(Sampling(20, min_tokens=1, stop=(letter,)))[0]
+    assert stopped.finish_reason == "stop"
+    assert letter in tokenizer.decode(stopped.ids[-1:]) or stopped.ids[-1] in MANY_EOS
+    greedy = completions(Sampling(20, temperature=0, min_tokens=20))
+    varied = completions(Sampling(20, temperature=0, min_tokens=20, repetition_penalty=1e6))
+    assert min(len(set(c.ids)) for c in varied) == 20 > min(len(set(c.ids)) for c in greedy)
+    for c, prompt in zip(varied, [p for p in PROMPTS for _ in range(4)], strict=True):
+        assert not set(c.ids) & set(prompt), "tokens of the prompt count as seen"
 
 
 def test_one_token_of_top_k_is_greedy(model: PreTrainedModel) -> None:
@@ -306,5 +414,6 @@ def test_a_group_is_handed_over_while_others_are_still_being_made(model: PreTrai
     assert sorted(number for number, _ in came) == list(range(len(PROMPTS)))
     assert all(groups[number] is completions for number, completions in came)
     longest = [max(len(c.ids) for c in groups[number]) for number, _ in came]
-    assert steps == longest == sorted(longest)
+    before = steps[0] - longest[0]  # passes of the engine's check
+    assert [n - before for n in steps] == longest == sorted(longest)
     assert len(set(steps)) > 1, "nothing came early"

@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_cli import train
 from grpo_cli.distributed import Workers
-from grpo_cli.losses import POLICY
 from tests.optimizer_batch import Found, all_gradients, cases, make_groups
 
 ROOT = Path(__file__).parent.parent
@@ -50,11 +48,14 @@ def test_order(whole: Found) -> None:
     assert_same(all_gradients(Workers("cpu"), groups[3:] + groups[:3][::-1], 40), whole)
 
 
-def test_what_skips_the_backward_has_no_gradient(
-    whole: Found, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(train, "WITHOUT_ADVANTAGE", set(POLICY))  # none skips it
-    assert_same(all_gradients(Workers("cpu"), make_groups(), 40), whole)
+def test_what_is_not_computed_has_no_gradient(whole: Found) -> None:
+    every = all_gradients(Workers("cpu"), make_groups(), 40, skip_silent=False)
+    assert_same(every, whole)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_padded_rows(whole: Found, tokens: int) -> None:
+    assert_same(all_gradients(Workers("cpu"), make_groups(), tokens, packed=False), whole)
 
 
 @pytest.mark.parametrize("processes", [2, 3])

@@ -1,13 +1,12 @@
 import math
-import time
 
 import pytest
 import torch
 from torch import Tensor
 
-from grpo_cli.metrics import Clock, mean, rollout_metrics
+from grpo_cli.metrics import mean, rollout_metrics
 from grpo_cli.outcomes import Outcome, matrix, outcomes, reward_tensors
-from tests.conftest import CPU, make_group, make_rollout
+from tests.conftest import make_group, make_rollout
 
 NAN = math.nan
 
@@ -168,15 +167,3 @@ def test_metrics_do_not_depend_on_the_order_in_which_groups_arrive() -> None:
 def test_mean() -> None:
     assert mean([1.0, 2.0, 6.0]) == 3.0
     assert math.isnan(mean([]))
-
-
-def test_the_clock_adds_up_stages_and_counts_tokens() -> None:
-    clock = Clock(CPU)
-    for _ in range(2):
-        with clock.stage("a"):
-            time.sleep(0.01)
-    found = clock.metrics({0: [outcome(0.0, 3), outcome(0.0, 5)]})
-    assert found.keys() == {"time/a", "step_time", "tokens_per_second"}
-    assert 0.02 <= found["time/a"] <= found["step_time"]
-    # two prompts of 2 tokens, completions of 3 and 5
-    assert found["tokens_per_second"] * found["step_time"] == pytest.approx(12)

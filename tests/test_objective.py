@@ -22,12 +22,13 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo_cli import policy, selection
+from grpo_cli import selection
 from grpo_cli.config import Loss
 from grpo_cli.distributed import Workers
+from grpo_cli.logprobs import token_entropy, token_logprobs
 from grpo_cli.normalization import token_weight
 from grpo_cli.objective import Coefficients, Terms, loss_of
-from grpo_cli.rollouts import Batch, Completion, Prompt, Rollout, collate
+from grpo_cli.rollouts import Batch, Completion, Prompt, Rollout, collate, pad_right
 from grpo_cli.tally import Tally
 from tests import reference_losses as reference
 from tests.conftest import CPU
@@ -309,12 +310,8 @@ def terms_of_rows(rows: Sequence[Row], config: Loss, padding: int) -> Terms:
         return padded([[math.nan] * width if v is None else v for v in values])
 
     mask = padded([[float(c.trains)] * len(c) for c in batch])
-    no_ids = torch.zeros(mask.shape, dtype=torch.long)
     return Terms.of(
         Batch(
-            input_ids=no_ids,
-            attention_mask=no_ids,
-            position_ids=no_ids,
             loss_mask=mask,
             weights=mask * torch.tensor([[row.weight] for row in rows], dtype=dtype),
             advantages=padded([c.advantages for c in batch]),
@@ -516,9 +513,11 @@ class SureOfItself:
     def __init__(self) -> None:
         self.weight = torch.zeros(10, requires_grad=True)
 
-    def __call__(self, input_ids: Tensor, logits_to_keep: int, **_: Any) -> SimpleNamespace:
+    def __call__(self, rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor]:
         logits = self.weight + torch.tensor([-200.0] + [0.0] * 9)
-        return SimpleNamespace(logits=logits.expand(len(input_ids), logits_to_keep, 10))
+        targets = pad_right([torch.tensor(r.completion.ids) for r in rollouts], 3)  # [B, C]
+        logits = logits.expand(*targets.shape, 10)
+        return token_logprobs(logits, targets), token_entropy(logits)
 
 
 @every_loss
@@ -532,7 +531,7 @@ def test_what_the_policy_says_of_padding_cannot_overflow_the_loss(file: Path) ->
         rollouts.append(rollout)
     model = SureOfItself()
     batch = collate(rollouts, CPU)
-    terms = Terms.of(batch, *policy.score(model, batch, 1.0, entropy=True, entropy_gradient=True))
+    terms = Terms.of(batch, *model(rollouts))
     config = config_of(file, beta=0.1, sampling_correction="sequence_truncate")
     tally = Tally()
     loss = loss_of(config, terms, Coefficients(0.1, 0.01, 4.0), tally)

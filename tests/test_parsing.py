@@ -110,6 +110,11 @@ def test_bounds_are_inside(key: str, value: Any) -> None:
         ("seed", -1, "seed = -1: must be >= 0."),
         ("generation.num_generations", 1, "generation.num_generations = 1: must be >= 2."),
         ("generation.temperature", 0.0, "generation.temperature = 0.0: must be > 0."),
+        (
+            "generation.repetition_penalty",
+            0,
+            "generation.repetition_penalty = 0.0: must be > 0.",
+        ),
         ("generation.top_p", 0.0, "generation.top_p = 0.0: must be > 0 and <= 1."),
         ("generation.top_p", 1.5, "generation.top_p = 1.5: must be > 0 and <= 1."),
         ("generation.min_p", 1.01, "generation.min_p = 1.01: must be >= 0 and <= 1."),
@@ -323,6 +328,28 @@ PLAIN_REINFORCE_PP = {"advantage.rule": "reinforce_pp", "advantage.baseline": "n
             "generation.dynamic_sampling: drops groups of equal rewards, which do have a signal "
             "with advantage.baseline=none; set one of the two.",
         ),
+        (
+            {"generation.min_completion_tokens": 9, "generation.max_completion_tokens": 8},
+            "generation.min_completion_tokens = 9: must be <= generation.max_completion_tokens = "
+            "8.",
+        ),
+        (
+            {"generation.min_completion_tokens": 9, "eval.max_completion_tokens": 8},
+            "generation.min_completion_tokens = 9: must be <= eval.max_completion_tokens = 8.",
+        ),
+        (
+            {
+                "generation.min_completion_tokens": 9,
+                "generation.max_completion_tokens": 7,
+                "eval.max_completion_tokens": 8,
+            },
+            "generation.min_completion_tokens = 9: must be <= generation.max_completion_tokens = "
+            "7.",
+        ),
+        (
+            {"generation.stop": ["a", ""]},
+            "generation.stop: holds an empty string, which every completion contains; drop it.",
+        ),
     ],
     ids=lambda v: str(v)[:60] if isinstance(v, dict) else "",
 )
@@ -356,6 +383,9 @@ def test_a_contradiction(changes: dict[str, Any], expected: str) -> None:
         {"loss.kl_in": "reward", "loss.beta": 0.1, "advantage.rule": "rloo"},
         {**PLAIN_REINFORCE_PP},
         {"advantage.rule": "reinforce_pp", "generation.dynamic_sampling": True},
+        {"generation.min_completion_tokens": 8, "generation.max_completion_tokens": 8},
+        {"generation.min_completion_tokens": 8, "eval.max_completion_tokens": 8},
+        {"generation.stop": ["\n\n", " "]},
     ],
     ids=str,
 )
@@ -807,6 +837,14 @@ K1_IN_LOSS = {"loss.beta": 0.1, "loss.kl_estimator": "k1"}
             )
             for knob, value in {"top_p": 0.9, "top_k": 5, "min_p": 0.1}.items()
         ),
+        *(
+            (
+                {"loss.off_policy_mask": 0.1, f"generation.{knob}": value},
+                "loss.off_policy_mask: with repetition_penalty or min_completion_tokens",
+            )
+            for knob, value in {"repetition_penalty": 0.9, "min_completion_tokens": 1}.items()
+        ),
+        ({"generation.repetition_penalty": 1.1, "generation.min_completion_tokens": 2}, None),
     ],
     ids=lambda v: str(v)[:70] if isinstance(v, dict) else "",
 )

@@ -1,14 +1,11 @@
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
 
 from grpo_cli.rollouts import (
-    Rollout,
     collate,
     derive_seed,
-    micro_batches,
     pad_left,
     pad_right,
     placeholder,
@@ -22,11 +19,6 @@ def test_collate_by_hand() -> None:
     b = make_rollout([3, 4, 6], [9], logprobs=[-2.0], advantage=-0.5)
     a.weight, b.weight = 0.25, 0.125
     batch = collate([a, b], CPU)
-    assert batch.input_ids.tolist() == [[0, 0, 5, 7, 8, 2], [3, 4, 6, 9, 0, 0]]
-    assert batch.attention_mask.tolist() == [[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]
-    assert batch.position_ids[0].tolist() == [0, 0, 0, 1, 2, 3]
-    assert batch.position_ids[1, :4].tolist() == [0, 1, 2, 3]
-    assert batch.targets.tolist() == [[7, 8, 2], [9, 0, 0]]
     assert batch.loss_mask.tolist() == [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
     assert batch.weights.tolist() == [[0.25, 0.25, 0.25], [0.125, 0.0, 0.0]]
     assert batch.advantages.tolist() == [[1.5, 1.5, 1.5], [-0.5, 0.0, 0.0]]
@@ -35,7 +27,6 @@ def test_collate_by_hand() -> None:
     assert batch.ref_logprobs is None
     assert batch.high_entropy is None
     assert batch.cov_selected is None
-    assert batch.input_ids.dtype == torch.long
     assert batch.loss_mask.dtype == batch.advantages.dtype == torch.float32
 
 
@@ -68,7 +59,6 @@ def test_a_masked_rollout_has_a_reward_and_trains_on_nothing() -> None:
     batch = collate([cut, whole], CPU)
     assert batch.loss_mask.tolist() == [[0.0, 0.0], [1.0, 1.0]]
     assert batch.weights.tolist() == [[0.0, 0.0], [0.5, 0.5]]
-    assert batch.attention_mask.tolist() == [[1, 1, 1], [1, 1, 1]]
 
 
 def test_masked_values_are_zero_whatever_they_were() -> None:
@@ -83,7 +73,6 @@ def test_a_sampled_pad_token_is_a_token_like_any_other() -> None:
     # 0 is what rows are padded with, and the tokenizer's pad id as well.
     batch = collate([make_rollout([0, 5], [7, 0, 0]), make_rollout([5], [0])], CPU)
     assert batch.loss_mask.tolist() == [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
-    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1], [0, 1, 1, 0, 0]]
 
 
 def test_a_rollout_without_a_reward_trains_on_nothing() -> None:
@@ -91,7 +80,6 @@ def test_a_rollout_without_a_reward_trains_on_nothing() -> None:
     assert nothing.loss_tokens == 0
     batch = collate([nothing, make_rollout([5], [7, 8])], CPU)
     assert batch.loss_mask.tolist() == [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
-    assert batch.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
 
 
 @pytest.mark.parametrize("reference", [False, True])
@@ -111,51 +99,6 @@ def test_positions_and_padding_by_hand() -> None:
     assert positions(mask).tolist() == [[0, 0, 0], [0, 1, 2]]
     rows = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
     assert pad_right(rows, 3).tolist() == [[1.0, 2.0, 0.0], [3.0, 0.0, 0.0]]
-
-
-def ragged(n: int) -> list[Rollout]:
-    sizes = torch.randint(1, 40, (n, 2), generator=torch.Generator().manual_seed(0)).tolist()
-    return [make_rollout([5] * p, [7] * c) for p, c in sizes]
-
-
-def padded_tokens(rows: Sequence[Rollout]) -> int:
-    return collate(rows, CPU).input_ids.numel()
-
-
-@pytest.mark.parametrize("budget", [1, 60, 78, 200, 1000, 10**6])
-def test_micro_batches_hold_every_rollout_once_within_the_budget(budget: int) -> None:
-    rollouts = ragged(50)
-    micros = list(micro_batches(rollouts, budget))
-    assert sorted(id(r) for m in micros for r in m) == sorted(map(id, rollouts))
-    assert all(len(m) == 1 or padded_tokens(m) <= budget for m in micros)
-    assert all(micros)
-
-
-def test_micro_batches_are_as_large_as_the_budget_allows() -> None:
-    rollouts = [make_rollout([5] * 3, [7] * 2) for _ in range(7)]
-    sizes = {budget: [len(m) for m in micro_batches(rollouts, budget)] for budget in (14, 15, 35)}
-    assert sizes == {14: [2, 2, 2, 1], 15: [3, 3, 1], 35: [7]}
-    # A wide row does not make those after it count as wide.
-    wide, narrow = make_rollout([5] * 30, [7]), [make_rollout([5], [7, 7]) for _ in range(11)]
-    assert [len(m) for m in micro_batches([*narrow, wide], 33)] == [1, 11]
-
-
-def test_a_row_longer_than_the_budget_is_a_micro_batch_of_its_own() -> None:
-    long, short = make_rollout([5] * 30, [7] * 30), [make_rollout([5], [7]) for _ in range(3)]
-    micros = list(micro_batches([short[0], long, *short[1:]], 20))
-    assert micros == [short, [long]]
-
-
-def test_micro_batches_of_nothing() -> None:
-    assert list(micro_batches([], 100)) == []
-
-
-def test_rows_of_like_length_go_together() -> None:
-    rollouts = ragged(200)
-    micros = list(micro_batches(rollouts, 800))
-    unpadded = sum(len(r.prompt.ids) + len(r.completion.ids) for r in rollouts)
-    assert sum(padded_tokens(m) for m in micros) < 1.6 * unpadded
-    assert padded_tokens(rollouts) > 1.8 * unpadded
 
 
 def test_derive_seed_is_the_same_for_ever() -> None:

@@ -1,0 +1,166 @@
+"""How many tokens go into one micro-batch: found from free memory, halved when memory runs out."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from grpo_cli.errors import TrainingError
+
+T = TypeVar("T")
+
+SMALLEST = 256  # tokens of a micro-batch to begin with
+# More tokens at once do not make a step quicker, once every core or multiprocessor has its fill.
+LARGEST = {"cpu": 2048, "mps": 4096, "cuda": 32768}
+MOST_ROWS = {"cpu": 256, "mps": 256, "cuda": 512}
+SHARE = 0.4  # of the free memory that saved activations may take; backward needs room besides
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "bad_alloc",  # C++, inside torch
+    "alloc_failed",  # cuBLAS
+)
+
+
+class Budget:
+    """Tokens of one micro-batch, padding included, on this process."""
+
+    def __init__(self, tokens: int | None, say: Callable[[str], None]) -> None:
+        """tokens: None if it is still to be measured. say: is told when memory ran out."""
+        self.tokens = tokens
+        self.say = say
+
+    def fitted(
+        self, work: Callable[[int], T], lengths: Sequence[int], undo: Callable[[], None]
+    ) -> T:
+        """What `work(tokens)` returns, done again from the start with half when memory runs out.
+
+        Args:
+            lengths: tokens of each row that the work is on; a micro-batch holds one at least.
+            undo: takes back what an attempt has left.
+
+        Raises:
+            TrainingError: one row alone does not fit.
+        """
+        while True:
+            assert self.tokens is not None, "measured before"
+            try:
+                return work(self.tokens)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            # Here the frames of the failed attempt are gone, and with them what they held.
+            undo()
+            release()
+            if self.tokens <= max(lengths):
+                raise TrainingError(
+                    f"out of memory with a completion of {max(lengths):,} tokens, prompt included: "
+                    "use model.gradient_checkpointing=true, mixed_precision=bf16 or a smaller "
+                    f"generation.max_completion_tokens. ({reason})"
+                )
+            # Half of a budget that is above all there is would fail in the same way again.
+            self.tokens = max(min(self.tokens, sum(lengths)) // 2, 1)
+            self.say(
+                f"note: out of memory: micro-batches of {self.tokens:,} tokens from now on, this "
+                "one done again"
+            )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on any device."""
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        words in text for words in OUT_OF_MEMORY
+    )
+
+
+def release() -> None:
+    """Gives memory that is no longer used back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def tokens_that_fit(
+    model: nn.Module, device: torch.device, bytes_per_token: float, *, optimizer_is_empty: bool
+) -> int:
+    """Tokens of a micro-batch, from free memory: a power of two, so that little noise moves it.
+
+    Args:
+        bytes_per_token: of what a forward pass keeps for its backward.
+        optimizer_is_empty: whether gradients and two moments a weight are still to come.
+    """
+    weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    free = free_memory(device) - (3 * weights if optimizer_is_empty else 0)
+    fitting = SHARE * max(free, 0) / max(bytes_per_token, 1.0)
+    largest = LARGEST.get(device.type, LARGEST["cpu"])
+    return min(max(1 << max(int(fitting), 1).bit_length() - 1, SMALLEST), largest)
+
+
+def rows_that_fit(model: PreTrainedModel, tokens: int) -> int:
+    """Completions of up to `tokens` tokens that can be decoded at once: a power of two."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    row = 2 * config.num_hidden_layers * heads * dim * tokens * model.dtype.itemsize
+    fitting = int(SHARE * free_memory(model.device) / row)
+    most = MOST_ROWS.get(model.device.type, MOST_ROWS["cpu"])
+    return min(1 << max(fitting, 1).bit_length() - 1, most)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process may still take."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + unused)
+    free = min(psutil.virtual_memory().available, _free_in_cgroup())
+    return int(free // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _free_in_cgroup() -> float:
+    """Bytes left of a container's memory; infinity without a limit."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        return math.inf if limit == "max" else int(limit) - _used_in_cgroup(folder)
+    except (OSError, ValueError):
+        return math.inf
+
+
+def _used_in_cgroup(folder: Path) -> int:
+    """Bytes in use, without the page cache that would be given up."""
+    used = int((folder / "memory.current").read_text())
+    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    return used - int(stat.get("inactive_file", 0))
+
+
+@contextmanager
+def saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
+    """Bytes that forward passes inside keep for their backward: each storage once, no weights."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def unpack(tensor: Any) -> Any:
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield lambda: sum(seen.values())

@@ -1,0 +1,310 @@
+"""The embedded engine: decodes many completions of many prompts with the policy's own module.
+
+    prompts      each computed once, packed, its keys and values kept once for its group
+    rows         one a completion; a row that ends leaves at once, and when enough have left, the
+                 next prompts take their place (continuous batching)
+    cohort       rows that began together: their caches have one length, so that nothing is masked
+    attention    of a row to its prompt and to its own tokens, merged by their log-sum-exp; all rows
+                 of a group read their prompt's keys together
+
+A step runs the model's own forward over one token a row, as one packed sequence (`attention.py`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grpo_cli.attention import Layout, flash, merge, no_mask
+from grpo_cli.drafts import Drafts
+
+PREFILL = 8192  # prompt tokens computed at once
+ROOM = 64  # tokens that a cohort's cache begins with; it doubles when it is full
+REFILL = 0.5  # share of the rows that have to be free for the next prompts to come in
+
+
+class Prefill:
+    """Attention of prompts to themselves, which keeps their keys and values."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
+        self.lengths = [len(p) for p in prompts]
+        ends = torch.tensor(self.lengths).cumsum(0).tolist()
+        self.starts = [end - length for end, length in zip(ends, self.lengths, strict=True)]
+        self.layout = Layout(list(zip(self.starts, ends, strict=True)), [], device)
+        self.longest = self.layout.longest
+        self.keys: list[Tensor] = []  # of each layer, [N, Hkv, D]
+        self.values: list[Tensor] = []
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        assert layer == len(self.keys), "layers come one after another, each once"
+        self.keys.append(key)
+        self.values.append(value)
+        return self.layout.attend(layer, query, key, value, scale)
+
+    def padded(self, layers: list[Tensor]) -> Tensor:
+        """Keys or values of all layers with a row a prompt, [L, prompts, Hkv, P, D]."""
+        device = layers[0].device
+        columns = torch.arange(max(self.lengths), device=device)
+        starts, lengths = (
+            torch.tensor(t, device=device)[:, None] for t in (self.starts, self.lengths)
+        )
+        index = starts + torch.minimum(columns, lengths - 1)  # [prompts, P]
+        return torch.stack([t[index].transpose(1, 2) for t in layers])
+
+    def mask(self, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """What hides the padding of `padded`, [prompts, 1, 1, P] to be added; None without any."""
+        if min(self.lengths) == max(self.lengths):
+            return None
+        columns = torch.arange(max(self.lengths), device=device)
+        hidden = columns >= torch.tensor(self.lengths, device=device)[:, None]
+        bias = torch.zeros(hidden.shape, dtype=dtype, device=device)
+        return bias.masked_fill(hidden, -torch.inf)[:, None, None]
+
+
+class Cohort:
+    """Rows that began together, with their caches; all are at the same token."""
+
+    def __init__(
+        self, prefill: Prefill, numbers: Sequence[int], num_generations: int, max_tokens: int
+    ) -> None:
+        """numbers: of the prompts in `prefill`; each gets `num_generations` rows."""
+        self.num_generations = num_generations
+        self.max_tokens = max_tokens
+        self.groups = list(numbers)  # prompts whose keys and values are held, in their order
+        self.prompt_lengths = dict(zip(numbers, prefill.lengths, strict=True))
+        self.prompt_keys, self.prompt_values = (
+            prefill.padded(layers) for layers in (prefill.keys, prefill.values)
+        )
+        self.prompt_mask = prefill.mask(self.prompt_keys.dtype, self.prompt_keys.device)
+        self.rows = [n * num_generations + j for n in numbers for j in range(num_generations)]
+        self.length = 0  # tokens of each row in the cache
+        layers, _, heads, _, dim = self.prompt_keys.shape
+        room = min(ROOM, max_tokens)
+        self.keys, self.values = (
+            self.prompt_keys.new_empty(layers, len(self.rows), heads, room, dim) for _ in range(2)
+        )
+        self._arrange()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def positions(self) -> list[int]:
+        """Of each row's next token."""
+        return [self.prompt_lengths[r // self.num_generations] + self.length for r in self.rows]
+
+    def make_room(self) -> None:
+        """Before a step: space for one more token of each row."""
+        room = self.keys.shape[3]
+        if self.length < room:
+            return
+        shape = list(self.keys.shape)
+        shape[1], shape[3] = len(self.rows), min(2 * room, self.max_tokens)
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_empty(shape)
+            new[:, :, :, :room] = old[:, : len(self.rows)]
+            setattr(self, name, new)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """One new token a row: [B, Hq, D] to [B, Hq, D]."""
+        size, heads, dim = key.shape
+        t = self.length
+        self.keys[layer, :size, :, t], self.values[layer, :size, :, t] = key, value
+        queries = query.view(size, heads, -1, dim)  # [B, Hkv, query heads of a key head, D]
+        out, lse = flash(
+            queries,
+            self.keys[layer, :size, :, : t + 1],
+            self.values[layer, :size, :, : t + 1],
+            scale=scale,
+        )
+        groups, width = len(self.groups), self.width
+        if self.places is None:
+            spread = queries
+        else:
+            spread = queries.new_zeros(groups * width, *queries.shape[1:])
+            spread[self.places] = queries
+        repeats = queries.shape[2]
+        together = spread.view(groups, width, heads, repeats, dim).transpose(1, 2)
+        of_prompt, lse_of_prompt = flash(
+            together.reshape(groups, heads, width * repeats, dim),
+            self.prompt_keys[layer],
+            self.prompt_values[layer],
+            mask=self.prompt_mask,
+            scale=scale,
+        )
+        of_prompt, lse_of_prompt = (
+            t.view(groups, heads, width, repeats, *t.shape[3:]).transpose(1, 2).flatten(0, 1)
+            for t in (of_prompt, lse_of_prompt)
+        )
+        if self.places is not None:
+            of_prompt, lse_of_prompt = of_prompt[self.places], lse_of_prompt[self.places]
+        return merge(out, lse, of_prompt, lse_of_prompt)[0].reshape(size, -1, dim)
+
+    def drop(self, ended: Sequence[bool]) -> list[int]:
+        """Takes rows out; returns where the rows that are left have been, in their new order."""
+        order = list(range(len(self.rows)))
+        for i in reversed(range(len(ended))):
+            if ended[i]:  # the last one takes its place
+                last = len(order) - 1
+                if i != last:
+                    for cache in (self.keys, self.values):
+                        cache[:, i, :, : self.length] = cache[:, last, :, : self.length]
+                    order[i] = order[last]
+                order.pop()
+        self.rows = [self.rows[i] for i in order]
+        left = {row // self.num_generations for row in self.rows}
+        if left and len(left) < len(self.groups):
+            kept = [i for i, number in enumerate(self.groups) if number in left]
+            self.groups = [self.groups[i] for i in kept]
+            index = torch.tensor(kept, device=self.keys.device)
+            self.prompt_keys, self.prompt_values = (
+                t.index_select(1, index) for t in (self.prompt_keys, self.prompt_values)
+            )
+            if self.prompt_mask is not None:
+                self.prompt_mask = self.prompt_mask[index]
+        self._arrange()
+        return order
+
+    def _arrange(self) -> None:
+        """Where each row stands among the rows of its prompt, all prompts given the same width."""
+        slot = {number: i for i, number in enumerate(self.groups)}
+        count = [0] * len(self.groups)
+        places = []
+        for row in self.rows:
+            group = slot[row // self.num_generations]
+            places.append((group, count[group]))
+            count[group] += 1
+        self.width = max(count, default=0)
+        flat = [group * self.width + i for group, i in places]
+        in_order = flat == list(range(len(self.groups) * self.width))
+        self.places = None if in_order else torch.tensor(flat, device=self.keys.device)
+
+
+class Step:
+    """Attention of one new token of every row of several cohorts."""
+
+    def __init__(self, cohorts: Sequence[Cohort]) -> None:
+        self.cohorts = cohorts
+        self.sizes = [len(c) for c in cohorts]
+        self.longest = max(max(c.positions()) + 1 for c in cohorts)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        if len(self.cohorts) == 1:
+            return self.cohorts[0].attend(layer, query, key, value, scale)
+        parts = zip(
+            self.cohorts, *(torch.split(t, self.sizes) for t in (query, key, value)), strict=True
+        )  # type: ignore[no-untyped-call]
+        return torch.cat([c.attend(layer, q, k, v, scale) for c, q, k, v in parts])
+
+
+class Engine:
+    """Decodes with a model that takes `attending` (`attention.install`)."""
+
+    def __init__(self, model: PreTrainedModel, max_rows: int) -> None:
+        """max_rows: decoded at the same time; a group is never split, and may be larger."""
+        self.model = model
+        self.max_rows = max_rows
+
+    @torch.no_grad()
+    def decode(self, drafts: Drafts) -> None:
+        """From prompts to the last token of every row."""
+        prompts = drafts.prompts
+        # Prompts of like length go together, so that little is padded.
+        waiting = deque(sorted(range(len(prompts)), key=lambda i: len(prompts[i])))
+        cohorts: list[Cohort] = []
+        tokens: list[Tensor] = []  # of each cohort, [B] not yet in its cache
+        while waiting or cohorts:
+            free = self.max_rows - sum(map(len, cohorts))
+            if waiting and (not cohorts or free >= max(REFILL * self.max_rows, 1)):
+                numbers = self._admitted(waiting, free, drafts)
+                if numbers:
+                    self._begin(numbers, drafts, cohorts, tokens)
+                    continue
+            self._step(drafts, cohorts, tokens)
+
+    def _admitted(self, waiting: deque[int], free: int, drafts: Drafts) -> list[int]:
+        """The prompts that come in together; at least one where nothing else is decoded."""
+        numbers: list[int] = []
+        tokens = 0
+        while waiting:
+            tokens += len(drafts.prompts[waiting[0]])
+            rows = (len(numbers) + 1) * drafts.num_generations
+            if numbers and (rows > free or tokens > PREFILL):
+                break
+            if rows > free and free < self.max_rows:
+                break
+            numbers.append(waiting.popleft())
+        return numbers
+
+    def _begin(
+        self, numbers: list[int], drafts: Drafts, cohorts: list[Cohort], tokens: list[Tensor]
+    ) -> None:
+        """Computes prompts and draws the first token of each of their rows."""
+        device = self.model.device
+        prompts = [drafts.prompts[n] for n in numbers]
+        prefill = Prefill(prompts, device)
+        ends = [a + n for a, n in zip(prefill.starts, prefill.lengths, strict=True)]
+        logits = self._forward(
+            [t for p in prompts for t in p],
+            [i for p in prompts for i in range(len(p))],
+            prefill,
+            torch.tensor(ends, device=device) - 1,
+        )
+        cohort = Cohort(prefill, numbers, drafts.num_generations, drafts.sampling.max_tokens)
+        logits = logits.repeat_interleave(drafts.num_generations, 0)
+        drawn, ended = drafts.next(cohort.rows, logits)
+        cohorts.append(cohort)
+        tokens.append(drawn)
+        self._drop(len(cohorts) - 1, ended, cohorts, tokens)
+
+    def _step(self, drafts: Drafts, cohorts: list[Cohort], tokens: list[Tensor]) -> None:
+        """One more token of every row."""
+        for cohort in cohorts:
+            cohort.make_room()
+        rows = [row for cohort in cohorts for row in cohort.rows]
+        positions = [p for cohort in cohorts for p in cohort.positions()]
+        ids = torch.cat(tokens)
+        logits = self._forward(ids, positions, Step(cohorts), None)
+        drawn, ended = drafts.next(rows, logits)
+        start = 0
+        for i, cohort in reversed(list(enumerate(cohorts))):
+            cohort.length += 1
+            start = sum(map(len, cohorts[:i]))
+            own = slice(start, start + len(cohort))
+            tokens[i] = drawn[own]
+            self._drop(i, ended[own], cohorts, tokens)
+
+    def _drop(
+        self, i: int, ended: Sequence[bool], cohorts: list[Cohort], tokens: list[Tensor]
+    ) -> None:
+        """Takes rows that have ended out of a cohort, and the cohort out when it is empty."""
+        if not any(ended):
+            return
+        order = cohorts[i].drop(ended)
+        if order:
+            tokens[i] = tokens[i][torch.tensor(order, device=tokens[i].device)]
+        else:
+            del cohorts[i], tokens[i]
+
+    def _forward(
+        self,
+        ids: Sequence[int] | Tensor,
+        positions: Sequence[int],
+        attending: Prefill | Step,
+        keep: Tensor | None,
+    ) -> Tensor:
+        """Logits of N tokens in one packed row, [N, V]; or of those that `keep` numbers."""
+        device = self.model.device
+        logits: Tensor = self.model(
+            input_ids=torch.as_tensor(ids, device=device)[None],
+            position_ids=torch.tensor([positions], device=device),
+            attention_mask=no_mask(device),
+            use_cache=False,
+            attending=attending,
+            **({} if keep is None else {"logits_to_keep": keep}),
+        ).logits
+        return logits[0]

@@ -1,0 +1,68 @@
+"""Decoding with transformers' own cache, for models that `engine.py` cannot decode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from grpo_cli.drafts import Drafts
+from grpo_cli.rollouts import pad_left, positions
+
+
+class PlainDecoder:
+    """Padded batches of prompts, their caches repeated for the group; rows leave as they end."""
+
+    def __init__(self, model: PreTrainedModel, max_rows: int) -> None:
+        """max_rows: decoded at the same time; a group is never split, and may be larger."""
+        self.model = model
+        self.max_rows = max_rows
+
+    @torch.no_grad()
+    def decode(self, drafts: Drafts) -> None:
+        """From prompts to the last token of every row."""
+        at_once = max(1, self.max_rows // drafts.num_generations)
+        # Prompts of like length go together, so that little is padded.
+        order = sorted(range(len(drafts.prompts)), key=lambda i: len(drafts.prompts[i]))
+        for start in range(0, len(order), at_once):
+            self._batch(drafts, order[start : start + at_once])
+
+    def _batch(self, drafts: Drafts, numbers: Sequence[int]) -> None:
+        repeat = drafts.num_generations
+        ids, mask = pad_left([drafts.prompts[n] for n in numbers], self.model.device)
+        cache = DynamicCache(config=self.model.config)
+        logits = self._forward(ids, mask, positions(mask), cache)
+        if repeat > 1:
+            cache.batch_repeat_interleave(repeat)
+        logits, mask = logits.repeat_interleave(repeat, 0), mask.repeat_interleave(repeat, 0)
+        next_position = mask.sum(-1)  # [B]
+        rows = [n * repeat + j for n in numbers for j in range(repeat)]
+        while True:
+            tokens, ended = drafts.next(rows, logits)
+            keep = [i for i, has_ended in enumerate(ended) if not has_ended]
+            if not keep:
+                return
+            if len(keep) < len(rows):
+                index = torch.tensor(keep, device=tokens.device)
+                cache.batch_select_indices(index)
+                rows = [rows[i] for i in keep]
+                tokens, mask, next_position = tokens[index], mask[index], next_position[index]
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
+            logits = self._forward(tokens[:, None], mask, next_position[:, None], cache)
+            next_position = next_position + 1
+
+    def _forward(
+        self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: DynamicCache
+    ) -> Tensor:
+        """Logits of each row's next token, [B, V]."""
+        logits: Tensor = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+        return logits[:, -1]

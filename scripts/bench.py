@@ -1,0 +1,415 @@
+"""A step beside TRL's and transformers', on random models made here: `make bench`.
+
+    python scripts/bench.py [--workloads tail,short] [--rounds 3]    time and memory, side by side
+    python scripts/bench.py curve    what a sampled token costs, by number of prompts and by limit
+    python scripts/bench.py peak     this machine's matrix products; the update's share of them
+
+The sides take turns, each in a process of its own: ours, TRL, ours, TRL ... They get the same
+weights, prompt tokens (checked), rewards, sampling settings and limits; what they sample differs by
+chance. bench_setup.py has the workloads, bench_probe.py says how memory is measured, bench_trl.py
+what is counted to which of TRL's stages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench_setup import MODELS, OURS, WARM_UP, WORKLOADS, Job, Workload, make_folder, write_recipe
+
+SCRIPTS = Path(__file__).resolve().parent
+LABELS = {
+    "ours": "ours",
+    "trl": "trl",
+    "generate": "model.generate",
+    "plain": "plain",
+    "all": "no skip",
+}
+STAGES = {  # that a side is compared in
+    "trl": ("step", "generate", "update", "memory", "tokens"),
+    "generate": ("generate", "tokens"),
+    "plain": ("update", "memory"),
+    "all": ("step", "update"),
+}  # fmt: skip
+TOLERANCE = 0.03  # sides whose tokens differ by more are compared by the token too
+CURVE_PROMPTS = (1, 2, 4, 8, 16, 32, 64)
+CURVE_LIMITS = (64, 128, 256, 512, 1024)
+# Freed memory goes back to the system at once, so that resident memory is memory in use.
+GIVES_BACK = {
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_MMAP_MAX_": "1000000",
+}
+
+Rounds = list[list[dict[str, Any]]]  # the counted steps of each round
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A median with its spread."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, rounds: Sequence[Sequence[float]]) -> Figure:
+        """The median over all steps; lowest and highest round, or, of one round, step."""
+        each = [statistics.median(r) for r in rounds] if len(rounds) > 1 else list(rounds[0])
+        return cls(statistics.median(v for r in rounds for v in r), min(each), max(each))
+
+    def text(self, unit: str) -> str:
+        unit = f" {unit}" if unit else ""
+        return f"{number(self.median)}{unit} ({number(self.low)}..{number(self.high)})"
+
+
+def number(value: float) -> str:
+    """Three digits, or all before the point."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
+    return f"{value:,.{digits}f}"
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio < 2 else f"{ratio:.1f}x"
+
+
+def tokens_of(step: Mapping[str, Any]) -> int:
+    """Sampled tokens of a step."""
+    return sum(sum(completions) for _, completions in step["lengths"])
+
+
+def measured(rounds: Rounds, stage: str) -> list[list[float]] | None:
+    """A stage's value in each round's steps: seconds, MiB or tokens; None if it has none."""
+    if stage == "tokens":
+        return [[float(tokens_of(s)) for s in r] for r in rounds]
+    if stage == "memory":
+        found = [[s["memory"] for s in r] for r in rounds]
+        return [[m / 2**20 for m in r] for r in found] if None not in found[0] else None
+    if stage not in rounds[0][0]["seconds"]:
+        return None
+    return [[s["seconds"][stage] for s in r] for r in rounds]
+
+
+def per_token(rounds: Rounds, stage: str) -> float:
+    """Median of a stage's value by the sampled token."""
+    values = measured(rounds, stage)
+    assert values is not None, "asked only of stages that were measured"
+    steps = zip((s for r in rounds for s in r), (v for r in values for v in r), strict=True)
+    return statistics.median(value / tokens_of(step) for step, value in steps)
+
+
+def rows(workload: str, found: Mapping[str, Rounds]) -> list[str]:
+    """The table of a workload: a row for each stage of each side that ours is held against."""
+    ours, lines = found["ours"], []
+    for side, theirs in found.items():
+        for stage in STAGES.get(side, ()):
+            left, right = measured(ours, stage), measured(theirs, stage)
+            if left is None or right is None:
+                continue
+            unit = {"memory": "MiB", "tokens": ""}.get(stage, "s")
+            a, b = Figure.of(left), Figure.of(right)
+            line = (
+                f"{workload:8} {stage:9} {'ours ' + a.text(unit):32} "
+                f"{LABELS[side] + ' ' + b.text(unit):42} {times(b.median / a.median)}"
+            )
+            counts = [statistics.mean(tokens_of(s) for r in x for s in r) for x in (ours, theirs)]
+            if unit == "s" and abs(counts[1] / counts[0] - 1) > TOLERANCE:
+                ratio = per_token(theirs, stage) / per_token(ours, stage)
+                line += f"  by the token {times(ratio)}"
+            lines.append(line)
+    return lines
+
+
+def logits_row(workload: Workload) -> str:
+    """What the logits of a whole step take if they are kept, by formula."""
+    count, words = workload.prompts * workload.generations, MODELS[workload.model]["vocab_size"]
+    mib = count * workload.limit * words * 4 / 2**20
+    return (
+        f"{workload.name:8} logits    {count} x {workload.limit:,} x {words:,} x 4 bytes = "
+        f"{mib:,.0f} MiB by formula, and as much again for their gradient"
+    )
+
+
+def update_flops(shape: Mapping[str, int], lengths: Sequence[tuple[int, Sequence[int]]]) -> float:
+    """Floating-point operations of forward and backward over a step's tokens, each counted once.
+
+    2 a weight and token forward and 4 backward; attention 4 · hidden_size for each pair of tokens
+    of which one sees the other, and twice that backward; logits at completion tokens only.
+
+    Args:
+        lengths: tokens of each prompt (counted once for its group) and of each completion.
+    """
+    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * shape["intermediate_size"]
+    completed = sum(sum(c) for _, c in lengths)
+    tokens = sum(p for p, _ in lengths) + completed
+    pairs = sum(
+        p * (p + 1) / 2 + sum(c * p + c * (c + 1) / 2 for c in completions)
+        for p, completions in lengths
+    )
+    weights = 2.0 * (layers * layer * tokens + hidden * shape["vocab_size"] * completed)
+    return 3 * (weights + 4 * hidden * layers * pairs)
+
+
+class Bench:
+    """Runs jobs in processes of their own, below one temporary folder."""
+
+    def __init__(self, root: Path, bf16: bool) -> None:
+        self.root, self.bf16 = root, bf16
+        self.told: set[str] = set()  # knobs that are lacking, each said once
+
+    def run(self, job: Job) -> dict[str, Any]:
+        """What one process of one side has found."""
+        output = Path(job.output)
+        output.mkdir()
+        if job.side in OURS:
+            for key in set(write_recipe(job)) - self.told:
+                self.told.add(key)
+                say(f"note: this version has no {key}; it is left out")
+        job.write(output / "job.json")
+        script = "bench_ours.py" if job.side in OURS else "bench_trl.py"
+        with (output / "log").open("w") as log:
+            done = subprocess.run(
+                [sys.executable, str(SCRIPTS / script), str(output / "job.json")],
+                env=environment(self.root, job.metered), stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        if done.returncode:
+            tail = "\n".join((output / "log").read_text(errors="replace").splitlines()[-30:])
+            raise SystemExit(
+                f"{job.workload.name}, {job.side}: ended with {done.returncode}\n{tail}"
+            )
+        result: dict[str, Any] = json.loads((output / "result.json").read_text())
+        shutil.rmtree(output)  # a run leaves a checkpoint
+        return result
+
+    def job(self, workload: Workload, side: str, steps: int, **more: Any) -> Job:
+        """The job of a side, with the workload's model and prompts made if they are not there."""
+        folder = self.root / f"{workload.name}-{workload.model}-{steps}"
+        if not folder.exists():
+            make_folder(folder, workload, steps)
+        return Job(
+            side=side, workload=workload, folder=str(folder), output=str(self.root / "side"),
+            steps=steps, bf16=self.bf16, **more,
+        )  # fmt: skip
+
+    def turn(self, workload: Workload, side: str, steps: int, **more: Any) -> list[dict[str, Any]]:
+        """All steps of one process of a side; says how long they took."""
+        found = self.run(self.job(workload, side, WARM_UP + steps, **more))["steps"]
+        seen = [
+            ", ".join(f"{name} {number(s)}" for name, s in step["seconds"].items())
+            + (f", {step['memory'] / 2**20:,.0f} MiB" if step["memory"] is not None else "")
+            for step in found[WARM_UP:]
+        ]
+        say(f"  {workload.name} {LABELS[side]}: {'; '.join(seen)}; load {os.getloadavg()[0]:.1f}")
+        assert len(found) == WARM_UP + steps, "a process does the steps that it is told to"
+        shortest = min(min(c) for step in found for _, c in step["lengths"])
+        if shortest < workload.min_tokens:
+            say(f"note: a completion of {shortest} tokens, fewer than {workload.min_tokens}")
+        return list(found)
+
+    def compare(self, workload: Workload, sides: Sequence[str], rounds: int) -> dict[str, Rounds]:
+        """The counted steps of each side, after `rounds` rounds in which each has its turn."""
+        found: dict[str, Rounds] = {side: [] for side in sides}
+        for _ in range(rounds):
+            turns = {side: self.turn(workload, side, workload.steps) for side in sides}
+            check_prompts(turns)
+            for side, steps in turns.items():
+                found[side].append(steps[WARM_UP:])
+        return found
+
+    def memory(self, workload: Workload, sides: Sequence[str]) -> dict[str, Rounds]:
+        """One more turn of each side, for memory: looking at it costs time."""
+        sides = [side for side in sides if "memory" in STAGES.get(side, ("memory",))]
+        if len(sides) < 2:
+            return {}
+        return {side: [self.turn(workload, side, 1, metered=True)[WARM_UP:]] for side in sides}
+
+
+def environment(root: Path, metered: bool) -> dict[str, str]:
+    """What every side runs with."""
+    path = os.pathsep.join(filter(None, [str(SCRIPTS.parent), os.environ.get("PYTHONPATH")]))
+    chosen = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(root / "datasets"),
+        "PYTHONPATH": path,
+    }
+    # As `grpo` sets it. OpenMP's own would be threads that spin: slower where others use the cores.
+    return {"GOMP_SPINCOUNT": "1000", **os.environ, **chosen, **(GIVES_BACK if metered else {})}
+
+
+def check_prompts(turns: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Raises unless every side was given the same prompt tokens in every step."""
+    seen = {side: [step["prompts"] for step in steps] for side, steps in turns.items()}
+    if any(digests != seen["ours"] for digests in seen.values()):
+        raise SystemExit(f"the sides had different prompts: {seen}")
+
+
+def say(text: str) -> None:
+    """A line about what is going on, apart from the tables."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def comparison(bench: Bench, chosen: Sequence[Workload], rounds: int) -> dict[str, Any]:
+    """Runs and prints the workloads; returns every step that was counted."""
+    has_trl = importlib.util.find_spec("trl") is not None
+    if not has_trl:
+        print("TRL is not installed here (make bench makes a venv that has it): ours alone")
+    raw: dict[str, Any] = {}
+    for workload in chosen:
+        sides = [s for s in workload.sides if has_trl or s != "trl"]
+        found = bench.compare(workload, sides, rounds)
+        metered = bench.memory(workload, sides)
+        raw[workload.name] = {"timed": found, "metered": metered}
+        lines = rows(workload.name, found)
+        lines += [r for r in rows(workload.name, metered) if " memory " in r] if metered else []
+        lines += [logits_row(workload)] if "plain" in sides else []
+        lines += [] if len(sides) > 1 else alone(workload.name, found["ours"])
+        print("\n".join(lines), flush=True)
+    return raw
+
+
+def alone(workload: str, ours: Rounds) -> list[str]:
+    """Rows of our side where there is none to hold it against."""
+    stages = [(stage, measured(ours, stage)) for stage in ("step", "generate", "update", "memory")]
+    return [
+        f"{workload:8} {stage:9} ours {Figure.of(v).text('MiB' if stage == 'memory' else 's')}"
+        for stage, v in stages
+        if v is not None
+    ]
+
+
+def curve(bench: Bench, model: str, rounds: int, longest: int) -> None:
+    """Prints what a token costs our generation.
+
+    Args:
+        longest: limit up to which the second table goes.
+    """
+    tail, most = WORKLOADS["tail"], max(CURVE_PROMPTS)
+    workload = dataclasses.replace(tail, name="curve", prompts=most, model=model)
+    by_prompts = [[prompts, min(tail.limit, longest)] for prompts in CURVE_PROMPTS]
+    by_limit = [[tail.prompts, limit] for limit in CURVE_LIMITS if limit <= longest]
+    for title, points in (("prompts", by_prompts), ("limit", by_limit)):
+        job = bench.job(workload, "ours", 1, points=points)
+        found = [bench.run(job)["points"] for _ in range(rounds)]
+        print(f"generation by {title}, {workload.generations} completions of each prompt")
+        print(f"{'prompts':>8} {'limit':>6} {'tokens':>8} {'seconds':>9} {'ms a token':>11}")
+        for same in zip(*found, strict=True):
+            seconds = statistics.median(p["seconds"] for p in same)
+            cost = statistics.median(1e3 * p["seconds"] / p["tokens"] for p in same)
+            size = f"{same[0]['prompts']:8} {same[0]['limit']:6} {same[0]['tokens']:8,}"
+            print(f"{size} {seconds:9.2f} {cost:11.3f}", flush=True)
+
+
+def peak(bench: Bench, model: str, changes: Mapping[str, Any]) -> None:
+    """Prints the machine's rate of matrix products and the share of it that an update reaches."""
+    shape = MODELS[model]
+    hidden, best = shape["hidden_size"], 0.0
+    for tokens in (64, 1024, 8192):
+        for width in (hidden, shape["intermediate_size"], shape["vocab_size"]):
+            rate = product_rate(tokens, hidden, width, bench.bf16)
+            best = max(best, rate)
+            print(f"peak     {tokens:6,} x {hidden} x {width:7,}  {rate / 1e9:8,.1f} GFLOP/s")
+    # Groups without a signal are not skipped: their tokens are counted.
+    workload = dataclasses.replace(WORKLOADS["tail"], **changes)
+    found = bench.turn(workload, "all", workload.steps)[WARM_UP:]
+    rates = [update_flops(shape, s["lengths"]) / s["seconds"]["update"] for s in found]
+    own = Figure.of([[rate / 1e9 for rate in rates]])
+    print(
+        f"peak     update of tail  {own.text('GFLOP/s')}, {own.median * 1e9 / best:.0%} of the best"
+    )
+
+
+def product_rate(tokens: int, inner: int, width: int, bf16: bool) -> float:
+    """Floating-point operations a second of [tokens, inner] times [inner, width], at best."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    a = torch.randn(tokens, inner, device=device, dtype=dtype)
+    b = torch.randn(width, inner, device=device, dtype=dtype).T  # as a linear layer keeps it
+    repeat = max(1, int(2e9 / (tokens * inner * width)))
+    taken = []
+    for _ in range(6):
+        start = time.perf_counter()
+        for _ in range(repeat):
+            torch.mm(a, b)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return 2.0 * tokens * inner * width * repeat / min(taken)
+
+
+def machine() -> str:
+    """Where the figures are from."""
+    packages = ("torch", "transformers", "trl")
+    present = [p for p in packages if importlib.util.find_spec(p) is not None]
+    versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in present)
+    commit = subprocess.run(
+        ["git", "-C", str(SCRIPTS), "describe", "--always", "--dirty"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    return (
+        f"{time.strftime('%Y-%m-%d %H:%M')}, {os.cpu_count()} cores, {platform.machine()}, "
+        f"{versions}, commit {commit.stdout.strip() or 'unknown'}, load {os.getloadavg()[0]:.1f}"
+    )
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", nargs="?", default="compare", choices=("compare", "curve", "peak"))
+    parser.add_argument("--workloads", default="all", help=f"all, or some of {','.join(WORKLOADS)}")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each side")
+    parser.add_argument(
+        "--steps", type=int, help="counted steps in a turn; each workload has its own"
+    )
+    parser.add_argument("--model", choices=tuple(MODELS), help="in place of each workload's own")
+    parser.add_argument("--bf16", action="store_true", help="mixed precision on both sides")
+    parser.add_argument("--limit", type=int, help="longest completion, in place of each workload's")
+    parser.add_argument("--json", type=Path, help="file for every step that was counted")
+    given = parser.parse_args()
+    names = list(WORKLOADS) if given.workloads == "all" else given.workloads.split(",")
+    if unknown := [name for name in names if name not in WORKLOADS]:
+        parser.error(f"--workloads: there is no {', '.join(unknown)}")
+    changes = {"steps": given.steps, "model": given.model, "limit": given.limit}
+    given.changes = {key: value for key, value in changes.items() if value is not None}
+    given.workloads = [dataclasses.replace(WORKLOADS[name], **given.changes) for name in names]
+    return given
+
+
+def main() -> None:
+    given = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the side, removes the folder
+    print(machine(), flush=True)
+    with tempfile.TemporaryDirectory(prefix="grpo-bench-") as root:
+        bench = Bench(Path(root), given.bf16)
+        if given.what == "curve":
+            longest = given.limit or max(CURVE_LIMITS)
+            curve(bench, given.model or "small", given.rounds, longest)
+        elif given.what == "peak":
+            peak(bench, given.model or "small", given.changes)
+        else:
+            raw = comparison(bench, given.workloads, given.rounds)
+            if given.json is not None:
+                given.json.write_text(json.dumps(raw), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Our side of the benchmark: `python bench_ours.py JOB`, started by bench.py.
+
+What `grpo train` does with the job's recipe, in this process. Times are those of its metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_probe import Probe, Step, check_meter, synchronize
+from bench_setup import Job
+from omegaconf import DictConfig
+
+from grpo_cli import clock, compose, parsing, prepare, run, train
+
+UPDATE = ("update", "forward_backward", "optimizer")  # stages of time/* that make up the update
+METERED = ("update", "forward_backward")  # where memory is looked at, as far as they exist
+
+
+class Watched:
+    """A generator that tells the probe what it was given and what it made."""
+
+    def __init__(self, generator: Any, probe: Probe) -> None:
+        self.inner, self.probe = generator, probe
+
+    def generate(self, prompts: Sequence[Sequence[int]], *rest: Any, **named: Any) -> Any:
+        groups = self.inner.generate(prompts, *rest, **named)
+        self.probe.steps.append(Step())
+        self.probe.sampled(prompts, [[len(c.ids) for c in group] for group in groups])
+        return groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def main() -> None:
+    job, probe = Job.read(sys.argv[1]), Probe()
+    folder = Path(job.output) / "run"
+    more: dict[str, Any] = {}
+
+    def task(cfg: DictConfig) -> None:
+        recipe = parsing.parse(cfg, compose.given_keys(cfg))
+        live = run.build(prepare.for_training(recipe), sys.argv)
+        if job.points:
+            more["points"] = generation_curve(live, job.points)
+            live.close()
+            return
+        live.generator = Watched(live.generator, probe)
+        if job.metered:
+            more["meter"] = check_meter(live.workers.device)
+            meter_stages(probe, live.policy)
+        try:
+            train.train(live)
+        finally:
+            live.close()
+        live.workers.close()
+
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    recipe = Path(job.output) / "recipe.yaml"
+    compose.compose_and_call([f"recipe={recipe}", f"output_dir={folder}"], task)
+    if not job.points:
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        for step, line in zip(probe.steps, lines, strict=True):
+            step.seconds = stages(json.loads(line))
+    probe.write(job.output, device=str(probe.device), **more)
+
+
+def stages(line: dict[str, float]) -> dict[str, float]:
+    """Seconds of a step's stages, from its line of metrics.jsonl."""
+    update = sum(line.get(f"time/{name}", 0.0) for name in UPDATE)
+    return {"step": line["step_time"], "generate": line["time/generate"], "update": update}
+
+
+def meter_stages(probe: Probe, model: torch.nn.Module) -> None:
+    """Has the probe look at memory in the stages that hold forward and backward."""
+    timed: Callable[..., Any] = clock.Clock.stage
+
+    @contextlib.contextmanager
+    def stage(this: clock.Clock, name: str) -> Iterator[None]:
+        looking = probe.peak(model) if name in METERED else contextlib.nullcontext()
+        with timed(this, name), looking:
+            yield
+
+    clock.Clock.stage = stage  # type: ignore[assignment, method-assign]
+
+
+def generation_curve(live: run.Run, points: Sequence[Sequence[int]]) -> list[dict[str, float]]:
+    """Tokens and seconds of generation alone, at each (prompts, limit); the first is a warm-up."""
+    found = []
+    number = live.recipe.generation.num_generations
+    for prompts, limit in [points[0], *points]:
+        settings = dataclasses.replace(live.recipe.generation, max_completion_tokens=limit)
+        sampling = live.sampling(dataclasses.replace(live.recipe, generation=settings))
+        chosen = [list(p.ids) for p in live.stream.prompts[:prompts]]
+        synchronize(live.workers.device)
+        start = time.perf_counter()
+        groups = live.generator.generate(chosen, number, sampling, list(range(prompts)))
+        synchronize(live.workers.device)
+        tokens = sum(len(c.ids) for group in groups for c in group)
+        seconds = time.perf_counter() - start
+        found.append({"prompts": prompts, "limit": limit, "tokens": tokens, "seconds": seconds})
+    return found[1:]
+
+
+if __name__ == "__main__":
+    main()
