@@ -82,8 +82,9 @@ def attention(
         return output
     if dropout:
         raise UnsupportedModelError("its attention has dropout")
-    if sliding_window is not None and sliding_window < attending.longest:
-        raise UnsupportedModelError(f"its attention sees {sliding_window} tokens and no more")
+    window = window_of(module) if sliding_window is None else sliding_window
+    if window is not None and window < attending.longest:
+        raise UnsupportedModelError(f"its attention sees {window} tokens and no more")
     for name in UNKNOWN:
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(f"its attention has {name}")
@@ -95,11 +96,29 @@ def attention(
     return attending.attend(layer, q.to(v.dtype), k.to(v.dtype), v, scale)[None], None
 
 
+def window_of(module: nn.Module) -> int | None:
+    """Tokens that a layer sees at most, by its config: some models tell it to the mask alone.
+
+    Llama 4, Qwen2-MoE and Phi-3.5-MoE do. Rollouts shorter than the window would not show it.
+    """
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[module.layer_idx] if kinds else "sliding_attention"  # type: ignore[index]
+    names = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    found: int | None = getattr(config, names.get(kind, ""), None)
+    return found
+
+
+def name_of(model: PreTrainedModel) -> str:
+    """The attention that a model is set to use."""
+    return str(model.config._attn_implementation)
+
+
 def install(model: PreTrainedModel) -> bool:
     """Makes a model that uses sdpa take `attending`; False if it cannot."""
-    if model.config._attn_implementation == NAME:
+    if name_of(model) == NAME:
         return True
-    if model.config._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
+    if name_of(model) != "sdpa" or not model._can_set_attn_implementation():
         return False
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)

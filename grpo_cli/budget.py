@@ -42,21 +42,26 @@ class Budget:
         self.say = say
 
     def fitted(
-        self, work: Callable[[int], T], lengths: Sequence[int], undo: Callable[[], None]
+        self,
+        work: Callable[[int], T],
+        lengths: Sequence[int],
+        undo: Callable[[], None],
+        total: int | None = None,
     ) -> T:
         """What `work(tokens)` returns, done again from the start with half when memory runs out.
 
         Args:
             lengths: tokens of each row that the work is on; a micro-batch holds one at least.
             undo: takes back what an attempt has left.
+            total: tokens of all rows together, where they share some.
 
         Raises:
             TrainingError: one row alone does not fit.
         """
         while True:
-            assert self.tokens is not None, "measured before"
+            tokens = SMALLEST if self.tokens is None else self.tokens
             try:
-                return work(self.tokens)
+                return work(tokens)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -64,17 +69,18 @@ class Budget:
             # Here the frames of the failed attempt are gone, and with them what they held.
             undo()
             release()
-            if self.tokens <= max(lengths):
+            if tokens <= max(lengths):
                 raise TrainingError(
                     f"out of memory with a completion of {max(lengths):,} tokens, prompt included: "
                     "use model.gradient_checkpointing=true, mixed_precision=bf16 or a smaller "
-                    f"generation.max_completion_tokens. ({reason})"
+                    f"generation.max_completion_tokens. ({reason})",
+                    alone=True,
                 )
             # Half of a budget that is above all there is would fail in the same way again.
-            self.tokens = max(min(self.tokens, sum(lengths)) // 2, 1)
+            self.tokens = max(min(tokens, sum(lengths) if total is None else total) // 2, 1)
             self.say(
-                f"note: out of memory: micro-batches of {self.tokens:,} tokens from now on, this "
-                "one done again"
+                f"note: out of memory: micro-batches of {self.tokens:,} tokens from now on; the "
+                "batch is done again, and comes out the same"
             )
 
 
@@ -109,15 +115,20 @@ def tokens_that_fit(
     return min(max(1 << max(int(fitting), 1).bit_length() - 1, SMALLEST), largest)
 
 
-def rows_that_fit(model: PreTrainedModel, tokens: int) -> int:
-    """Completions of up to `tokens` tokens that can be decoded at once: a power of two."""
+def cache_tokens_that_fit(model: PreTrainedModel) -> int:
+    """Tokens, over all rows, whose keys and values fit into free memory: a power of two."""
     config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    row = 2 * config.num_hidden_layers * heads * dim * tokens * model.dtype.itemsize
-    fitting = int(SHARE * free_memory(model.device) / row)
-    most = MOST_ROWS.get(model.device.type, MOST_ROWS["cpu"])
-    return min(1 << max(fitting, 1).bit_length() - 1, most)
+    all_heads = getattr(config, "num_attention_heads", None) or 1
+    heads = getattr(config, "num_key_value_heads", None) or all_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // all_heads
+    token = 2 * config.num_hidden_layers * heads * dim * model.dtype.itemsize
+    fitting = int(SHARE * free_memory(model.device) / token)
+    return 1 << max(fitting, 1).bit_length() - 1
+
+
+def most_rows(model: PreTrainedModel) -> int:
+    """Rows beyond which decoding more at once gains nothing."""
+    return MOST_ROWS.get(model.device.type, MOST_ROWS["cpu"])
 
 
 def free_memory(device: torch.device) -> int:

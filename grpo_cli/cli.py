@@ -76,7 +76,7 @@ def run_command(argv: list[str]) -> int:
     except (HydraException, OmegaConfBaseException) as error:
         return _leave(explain(error), 2)
     except TrainingError as error:
-        return _leave(str(error), 1)
+        return _leave(str(error), 1, everywhere=error.alone)
     except Stopped as stopped:
         return _leave(str(stopped), 128 + stopped.signal)
     except BrokenPipeError:  # `grpo ... | head` has read enough; nothing is left to flush to it
@@ -94,9 +94,10 @@ class Stopped(Exception):  # noqa: N818 - no error: the run did as it was told
         self.signal = signal
 
 
-def _leave(message: str, code: int) -> int:
+def _leave(message: str | None, code: int, *, everywhere: bool = False) -> int:
     rank = os.environ.get("RANK", "0")
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # once a node: its disk may be what is wrong
+    # Once a node, for its disk may be what is wrong.
+    if everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
         sys.stdout.flush()
         print(
             f"grpo: {message}" if rank == "0" else f"grpo (process {rank}): {message}",

@@ -21,8 +21,8 @@ CHUNK = 2**24  # weights whose gradients are summed in one call
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
-# Kept to the end of the process. Were DDP's reducer the last to hold a group, freeing it would join
-# gloo's threads with the GIL held, and now and then one of them waits for the GIL: a hang at exit.
+# Kept to the end of the process. Freeing the last hold on a group joins gloo's threads with the GIL
+# held, and now and then one of them waits for the GIL: a hang at exit, seen with DDP's reducer.
 _groups: list[Any] = []
 
 
@@ -92,6 +92,9 @@ class Workers:
         for p in (p for p, is_used in zip(weights, used, strict=True) if is_used):
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
+            if p.numel() > CHUNK and p.grad.dtype == torch.float32 and p.grad.is_contiguous():
+                dist.all_reduce(p.grad)  # no copy of an embedding at the peak of memory
+                continue
             if chunk and sum(q.numel() for q in chunk) + p.numel() > CHUNK:
                 _sum_together(chunk)
                 chunk = []

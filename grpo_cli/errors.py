@@ -11,6 +11,11 @@ class UserError(Exception):
 class TrainingError(Exception):
     """What stops a run under way: a reward that raises, a gradient of NaN. Exit code 1."""
 
+    def __init__(self, message: str, *, alone: bool = False) -> None:
+        """alone: raised by this process and by no other, so that none but it can tell."""
+        super().__init__(message)
+        self.alone = alone
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A sentence that offers the name meant, or "" when nothing known is near `name`."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_cli import attention, budget
 from grpo_cli.drafts import Drafts, OnGroup, ignore
 from grpo_cli.engine import Engine
-from grpo_cli.likelihood import Likelihood, close
+from grpo_cli.errors import TrainingError
+from grpo_cli.likelihood import CHECKED_TOKENS, Likelihood, difference, objection
 from grpo_cli.plain_decoding import PlainDecoder
 from grpo_cli.policy import inference
-from grpo_cli.rollouts import Completion, Group, Prompt, Rollout, derive_seed
+from grpo_cli.rollouts import Completion, Group, Prompt, Rollout, derive_seed, pad_right
 from grpo_cli.sampling import Sampling
 
 
@@ -22,6 +25,7 @@ class Generator(Protocol):
     """Makes completions. Speaks token ids; what it returns was sampled, nothing is guessed."""
 
     samples_from_policy: bool  # whether its arithmetic is the policy module's own
+    cache_tokens: int | None  # room in its caches, once measured: other batches round differently
 
     def generate(
         self,
@@ -115,6 +119,7 @@ class TransformersGenerator:
         self.tokenizer = tokenizer
         self.autocast = autocast
         self.say = say
+        self.cache_tokens: int | None = None
         self.decoder: type[Engine] | type[PlainDecoder] | None = None  # found by the first prompts
 
     def generate(
@@ -128,19 +133,24 @@ class TransformersGenerator:
         groups: dict[int, list[Completion]] = {}
         if not prompts:  # more processes than prompts
             return []
+        handing_over = False
+
+        def take(numbers: list[int], k: int, completions: list[Completion]) -> None:
+            nonlocal handing_over
+            groups[numbers[k]] = completions
+            handing_over = True
+            on_group(numbers[k], completions)
+            handing_over = False
+
         # One autocast around all steps: it keeps its copies of the weights until it is left.
         with inference(self.policy), self.autocast():
             if self.decoder is None:
-                self.decoder = self._checked(prompts)
+                why = self._objection(prompts)
+                self.decoder = Engine
+                if why is not None:
+                    self._decode_plainly(why)
             while len(groups) < len(prompts):
                 missing = [n for n in range(len(prompts)) if n not in groups]
-
-                def take(
-                    k: int, completions: list[Completion], missing: list[int] = missing
-                ) -> None:
-                    groups[missing[k]] = completions
-                    on_group(missing[k], completions)
-
                 drafts = Drafts(
                     [prompts[n] for n in missing],
                     num_generations,
@@ -148,24 +158,23 @@ class TransformersGenerator:
                     [seeds[n] for n in missing],
                     self.eos_ids,
                     self.tokenizer,
-                    take,
+                    partial(take, missing),
                 )
-                rows = self._rows(drafts)
+                longest = max(map(len, drafts.prompts)) + sampling.max_tokens
+                rows = self._rows(len(missing) * num_generations, longest)
                 failed = None
                 try:
                     self.decoder(self.policy, rows).decode(drafts)
+                except attention.UnsupportedModelError as error:  # longer than what was checked
+                    self._decode_plainly(str(error))
                 except (RuntimeError, MemoryError) as error:
-                    if not budget.is_out_of_memory(error) or rows <= num_generations:
+                    if handing_over or not budget.is_out_of_memory(error):
                         raise
-                    failed = str(error)
+                    failed = (str(error).strip() or type(error).__name__).splitlines()[0]
                 if failed is not None:  # here the frames that held memory are gone
                     del drafts
                     budget.release()
-                    self.max_rows = max(rows // 2, 1)
-                    self.say(
-                        f"note: out of memory: {self.max_rows} completions at a time from now on; "
-                        "those that were not whole are done again, and come out the same"
-                    )
+                    self._halve(rows, num_generations, longest, failed)
         return [groups[n] for n in range(len(prompts))]
 
     def update_weights(self, policy: PreTrainedModel) -> None:
@@ -174,38 +183,51 @@ class TransformersGenerator:
     def close(self) -> None:
         pass
 
-    def _rows(self, drafts: Drafts) -> int:
-        """Completions decoded at the same time."""
-        wanted = len(drafts.prompts) * drafts.num_generations
-        if self.max_rows is None:
-            longest = max(map(len, drafts.prompts)) + drafts.sampling.max_tokens
-            return min(wanted, budget.rows_that_fit(self.policy, longest))
-        return min(wanted, self.max_rows)
+    def _rows(self, wanted: int, longest: int) -> int:
+        """Completions decoded at the same time, of up to `longest` tokens with their prompts."""
+        if self.max_rows is not None:
+            return min(wanted, self.max_rows)
+        if self.cache_tokens is None:
+            self.cache_tokens = budget.cache_tokens_that_fit(self.policy)
+        return min(wanted, max(self.cache_tokens // longest, 1), budget.most_rows(self.policy))
 
-    def _checked(self, prompts: Sequence[Sequence[int]]) -> type[Engine] | type[PlainDecoder]:
-        """The engine, if a few tokens after the first prompts have the right log-probabilities."""
-        why = None
-        if not attention.install(self.policy):
-            why = f"its attention is {self.policy.config._attn_implementation}"
+    def _halve(self, rows: int, num_generations: int, longest: int, reason: str) -> None:
+        """After `rows` did not fit."""
+        if rows <= num_generations:
+            raise TrainingError(
+                f"out of memory while {num_generations} completions of a prompt were sampled, the "
+                "smallest number that is: use a smaller generation.num_generations or "
+                f"generation.max_completion_tokens, or model.dtype=bfloat16. ({reason})",
+                alone=True,
+            )
+        fewer = max(rows // 2, num_generations)
+        if self.max_rows is None:
+            self.cache_tokens = fewer * longest
         else:
-            drafts = Drafts(prompts[:2], 2, Sampling(max_tokens=4), [0, 1], [])
-            try:
-                Engine(self.policy, 4).decode(drafts)
-            except attention.UnsupportedModelError as error:
-                why = str(error)
-            except Exception as error:  # a model's own code may do anything with what it is given
-                if budget.is_out_of_memory(error):
-                    raise
-                why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            else:
-                rollouts = [
-                    Rollout(Prompt(0, list(p), "", {}), c, "")
-                    for p, group in zip(prompts, drafts.groups, strict=False)
-                    for c in group
-                ]
-                plain = Likelihood(self.policy, packed=False, chunked=False)
-                why = close(rollouts, plain(rollouts, 1.0)[0], self.policy)
-        if why is None:
-            return Engine
+            self.max_rows = fewer
+        self.say(
+            f"note: out of memory: {fewer} completions at a time from now on; those that were not "
+            "whole are done again, and come out the same"
+        )
+
+    def _decode_plainly(self, why: str) -> None:
         self.say(f"note: decoding with transformers' own cache, not with the engine ({why})")
-        return PlainDecoder
+        self.decoder = PlainDecoder
+
+    def _objection(self, prompts: Sequence[Sequence[int]]) -> str | None:
+        """Why the engine will not do; None if the log-probabilities of a few tokens are right."""
+        if not attention.install(self.policy):
+            return f"its attention is {attention.name_of(self.policy)}"
+        begun = [p[-CHECKED_TOKENS:] for p in prompts[:2]]
+        drafts = Drafts(begun, 2, Sampling(max_tokens=4), [0, 1], [])
+        why = objection(lambda: Engine(self.policy, 4).decode(drafts))
+        if why is not None:
+            return why
+        rollouts = [
+            Rollout(Prompt(0, list(p), "", {}), c, "")
+            for p, group in zip(begun, drafts.groups, strict=True)
+            for c in group
+        ]
+        plain, _ = Likelihood(self.policy, packed=False, chunked=False)(rollouts, 1.0)
+        sampled = [torch.tensor(r.completion.logprobs) for r in rollouts]
+        return difference(rollouts, plain, pad_right(sampled, plain.shape[1]), self.policy)

@@ -6,6 +6,7 @@ put together, in one place for every policy loss.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from grpo_cli.measures import MEASURES, rows_that_train
 from grpo_cli.rollouts import Batch
 from grpo_cli.signatures import apply, parameters
 from grpo_cli.tally import Tally
+
+ENTROPIES = ("entropy", "entropy_trained")  # what is tallied of entropies
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ def loss_of(config: Loss, terms: Terms, coefficients: Coefficients, tally: Tally
 
 def logged(config: Loss, measured: dict[str, float]) -> dict[str, float]:
     """The metrics of an update, from its tallied figures."""
-    out = dict(measured)
+    out = {name: value for name, value in measured.items() if math.isfinite(value)}
     out.pop("entropy_trained", None)  # for the adaptive bonus alone
     kl = "kl" in out and config.kl_in == "loss"
     if not (kl or config.entropy_coef or config.entropy_target):  # there is no other term

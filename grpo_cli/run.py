@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import platform
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import accelerate
 import datasets
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import grpo_cli
 from grpo_cli import checkpoint, data, folders, parsing, policy, stored, tiny, tracking
+from grpo_cli.attention import UnsupportedModelError
 from grpo_cli.budget import Budget, tokens_that_fit
 from grpo_cli.carried import packed, unpacked
 from grpo_cli.clock import Clock, possible_stages
@@ -32,9 +34,9 @@ from grpo_cli.evaluate import Evaluation, Evaluator
 from grpo_cli.flops import forward_flops, params_in_products, peak_flops
 from grpo_cli.generation import Generator, TransformersGenerator
 from grpo_cli.kl import adapted_beta
-from grpo_cli.likelihood import Likelihood, bytes_per_token, sample
+from grpo_cli.likelihood import Likelihood, bytes_per_token, cut
 from grpo_cli.outcomes import WholeStep
-from grpo_cli.packing import length, unique_tokens
+from grpo_cli.packing import length, packed_micro_batches, unique_tokens
 from grpo_cli.prepare import Prepared
 from grpo_cli.progress import Bar
 from grpo_cli.registry import TrainerState
@@ -43,6 +45,8 @@ from grpo_cli.rollouts import Group, Prompt, Rollout, derive_seed
 from grpo_cli.sampling import Sampling
 from grpo_cli.scoring import Scorer
 from grpo_cli.stop import Stop
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -65,6 +69,7 @@ class State:
     entropy: float | None = None  # of the last optimizer step, for the same
     # Of each process, as measured and halved: another split is another rounding.
     micro_batch_tokens: list[int | None] = field(default_factory=list)
+    cache_tokens: list[int | None] = field(default_factory=list)
 
 
 @dataclass
@@ -115,6 +120,9 @@ class Run:
             and sampling.is_unfiltered
             and recipe.mixed_precision == "no"
             and self.policy.dtype in (torch.float32, torch.float64)
+            # These ask what the two disagree about.
+            and recipe.loss.sampling_correction == "none"
+            and recipe.loss.off_policy_mask is None
         )
 
     def trainer_state(self) -> TrainerState:
@@ -136,7 +144,7 @@ class Run:
     def adapt_beta(self, recipe: Recipe, metrics: dict[str, float]) -> dict[str, float]:
         """Moves the KL's coefficient towards `loss.kl_target`; returns the one that acted."""
         loss = recipe.loss
-        if loss.kl_target is None:
+        if loss.kl_target is None or not math.isfinite(metrics["kl"]):  # nothing was measured
             return {}
         acted = self.beta(recipe)
         self.state.beta = adapted_beta(acted, metrics["kl"], loss.kl_target, loss.kl_gain)
@@ -187,6 +195,7 @@ class Run:
         """Writes a checkpoint of the present step, then removes those no longer kept."""
         state, keep = self.state, self.recipe.checkpoint.keep_last
         state.micro_batch_tokens = self.workers.gather(self.budget.tokens)
+        state.cache_tokens = self.workers.gather(self.generator.cache_tokens)
         rng = self.workers.gather(checkpoint.rng_state())
         carried = self.workers.gather(packed(self.carried, self.scored_by))
         if self.workers.is_main:
@@ -237,6 +246,8 @@ class Run:
         tokens, given = self.state.micro_batch_tokens, self.recipe.update.tokens_per_micro_batch
         if len(tokens) == self.workers.size and before["update"]["tokens_per_micro_batch"] == given:
             self.budget.tokens = tokens[self.workers.rank]
+        if len(self.state.cache_tokens) == self.workers.size:
+            self.generator.cache_tokens = self.state.cache_tokens[self.workers.rank]
         # What an adaptive coefficient begins with was changed: it begins anew.
         if before["loss"].get("beta") != self.recipe.loss.beta:
             self.state.beta = None
@@ -276,17 +287,17 @@ class Run:
 
     def get_ready(self, recipe: Recipe, rollouts: Sequence[Rollout]) -> None:
         """Before the first rollouts: how they are computed, and how many tokens at a time."""
-        if not rollouts:
+        some, temperature = cut(rollouts), recipe.generation.temperature
+        if not some:
             return
-        some = sample(rollouts)
 
         def attempt(max_tokens: int) -> None:
-            few = next(self.likelihood.micro_batches(some, max_tokens))
+            few = next(packed_micro_batches(some, max_tokens))
             for likelihood in (self.likelihood, self.reference_likelihood):
                 if likelihood is not None:
-                    likelihood.check(few, recipe.generation.temperature)
-            if self.budget.tokens is None:
-                kept = bytes_per_token(self.likelihood, few, recipe.generation.temperature)
+                    likelihood.check(few, temperature)
+            if self.budget.tokens is None and self.likelihood.checked:
+                kept = bytes_per_token(self.likelihood, few, temperature)
                 self.budget.tokens = tokens_that_fit(
                     self.policy,
                     self.workers.device,
@@ -296,7 +307,24 @@ class Run:
 
         # Not even these few have to fit all at once. Nothing is said: no micro-batch is smaller.
         lengths = [length(r) for r in some]
-        Budget(sum(lengths), lambda text: None).fitted(attempt, lengths, lambda: None)
+        silent = Budget(sum(lengths), lambda text: None)
+        silent.fitted(attempt, lengths, lambda: None, unique_tokens(some)[0])
+
+    def fitted(
+        self,
+        likelihood: Likelihood,
+        attempt: Callable[[int], T],
+        rollouts: Sequence[Rollout],
+        undo: Callable[[], None],
+    ) -> T:
+        """What `attempt(tokens of a micro-batch)` returns, with as many tokens as memory allows."""
+        lengths = [length(r) for r in rollouts]
+        while True:
+            try:
+                return self.budget.fitted(attempt, lengths, undo, likelihood.tokens(rollouts))
+            except UnsupportedModelError as error:  # longer than what was checked
+                undo()
+                likelihood.give_up(str(error))
 
     def clock(self) -> Clock:
         """For the step that begins now."""
@@ -459,7 +487,10 @@ def build(prepared: Prepared, command: list[str]) -> Run:
         likelihood=likelihoods[0],
         reference=reference,
         reference_likelihood=likelihoods[1] if reference is not None else None,
-        budget=Budget(recipe.update.tokens_per_micro_batch, reporter.say),
+        budget=Budget(
+            recipe.update.tokens_per_micro_batch,
+            reporter.say if workers.is_main else partial(print, f"process {workers.rank}:"),
+        ),
         optimizer=optimizer,
         generator=generator,
         scorer=prepared.scorer,

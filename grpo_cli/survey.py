@@ -11,7 +11,6 @@ from torch import Tensor
 from grpo_cli import selection
 from grpo_cli.config import Loss, Recipe
 from grpo_cli.likelihood import Likelihood
-from grpo_cli.packing import length
 from grpo_cli.policy import inference
 from grpo_cli.rollouts import Group, Rollout, derive_seed
 from grpo_cli.run import Run
@@ -54,7 +53,7 @@ def logprobs_of(
 
     run.get_ready(recipe, rollouts)
     with inference(likelihood.model):
-        run.budget.fitted(attempt, [length(r) for r in rollouts], out.clear)
+        run.fitted(likelihood, attempt, rollouts, out.clear)
     return out
 
 

@@ -43,6 +43,19 @@ class Tally:
         inside = values.detach().masked_fill(mask == 0, -math.inf)
         self.highs.setdefault(name, []).append(inside.amax())
 
+    def take(self, other: Tally, names: Sequence[str]) -> None:
+        """Adds some of another's means; of its other names, that they exist and nothing counts."""
+        for mine, theirs in ((self.sums, other.sums), (self.counts, other.counts)):
+            for name, values in theirs.items():
+                taken = values if name in names else [torch.zeros_like(v) for v in values]
+                mine.setdefault(name, []).extend(taken)
+        for mine, theirs, nothing in (
+            (self.lows, other.lows, math.inf),
+            (self.highs, other.highs, -math.inf),
+        ):
+            for name, values in theirs.items():
+                mine.setdefault(name, []).extend(torch.full_like(v, nothing) for v in values)
+
     def reduced(self, workers: Workers) -> Totals:
         """The same over all processes; every process has measured the same names."""
         parts = (self.sums, self.counts, self.lows, self.highs)
@@ -89,9 +102,11 @@ class Totals:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Means where something was counted, else sums; and the extremes."""
+        """Means, NaN of nothing; sums of what is not counted; and the extremes."""
         means = {
-            name: value / max(self.counts[name], 1.0) if name in self.counts else value
+            name: (value / self.counts[name] if self.counts[name] else math.nan)
+            if name in self.counts
+            else value
             for name, value in self.sums.items()
         }
         return means | self.lows | self.highs

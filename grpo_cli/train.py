@@ -31,9 +31,8 @@ from grpo_cli.errors import TrainingError
 from grpo_cli.flops import FORWARD_BACKWARD
 from grpo_cli.losses import WITHOUT_ADVANTAGE
 from grpo_cli.metrics import rollout_metrics
-from grpo_cli.objective import Coefficients, Terms, logged, loss_of
+from grpo_cli.objective import ENTROPIES, Coefficients, Terms, logged, loss_of
 from grpo_cli.outcomes import gathered
-from grpo_cli.packing import length
 from grpo_cli.rollouts import Group, Rollout, collate, placeholder
 from grpo_cli.run import Run
 from grpo_cli.schedules import at_step, learning_rate
@@ -201,17 +200,18 @@ def accumulate(
     clock.count("forward_backward", FORWARD_BACKWARD * run.flops(speaking) + run.flops(silent))
 
     def attempt(max_tokens: int) -> Tally:
-        tally = Tally()
+        tally, of_silent = Tally(), Tally()
         with torch.no_grad():
             for micro in run.likelihood.micro_batches(silent, max_tokens):
-                measured_loss(micro, tally)
+                measured_loss(micro, of_silent)
+        tally.take(of_silent, ENTROPIES)
         for micro in run.likelihood.micro_batches(speaking, max_tokens):
             run.workers.backward(measured_loss(micro, tally))
         if not speaking:  # a gradient of 0 is one: the optimizer's momentum goes on
             run.zero_gradients()
         return tally
 
-    return run.budget.fitted(attempt, [length(r) for r in speaking + silent], run.clear_gradients)
+    return run.fitted(run.likelihood, attempt, speaking + silent, run.clear_gradients)
 
 
 def weigh(run: Run, recipe: Recipe, groups: Sequence[Group]) -> dict[str, float]:

@@ -74,6 +74,8 @@ def make_groups() -> list[Group]:
             )
             r.reward = 1.0
             r.masked = (position, j) == (1, 1)
+            if rollouts:
+                r.prompt = rollouts[0].prompt  # one object, as data.py and the generator leave it
             rollouts.append(r)
         groups.append(make_group(position, rollouts))
     groups[2].rollouts[0].reward = float("nan")

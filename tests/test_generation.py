@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from grpo_cli import engine, policy
 from grpo_cli.drafts import OnGroup, ignore, uniforms
 from grpo_cli.engine import Step
+from grpo_cli.errors import TrainingError
 from grpo_cli.generation import TransformersGenerator, sample
 from grpo_cli.likelihood import Likelihood
 from grpo_cli.rollouts import Completion, Prompt, Rollout, derive_seed, pad_right
@@ -274,7 +275,7 @@ def test_out_of_memory_halves_the_rows_and_changes_nothing(
     for i, group in enumerate(found):
         assert all(same(a, b) for a, b in zip(group, expected[i], strict=True))
     model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError("none left")))
-    with pytest.raises(MemoryError, match="none left"):
+    with pytest.raises(TrainingError, match=r"out of memory while 2 completions .*none left"):
         generator.generate(PROMPTS[:1], 2, SAMPLING, SEEDS[:1])
 
 

@@ -1,3 +1,4 @@
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -93,10 +94,28 @@ def test_a_process_without_anything_to_measure_changes_nothing() -> None:
         assert found == pytest.approx(FIRST_ALONE | {"sum": 23.0})
 
 
-def test_a_mean_over_nothing_is_zero() -> None:
+def test_a_mean_over_nothing_is_no_number() -> None:
     tally = Tally()
     tally.mean("m", torch.tensor([3.0, 4.0]), torch.zeros(2))
-    assert tally.reduced(ALONE).figures == {"m": 0.0}
+    assert math.isnan(tally.reduced(ALONE).figures["m"])
+
+
+def test_only_what_is_named_is_taken_from_another_tally() -> None:
+    mine, other = Tally(), Tally()
+    for tally, value in ((mine, 1.0), (other, 5.0)):
+        values, mask = torch.tensor([value, value + 1]), torch.tensor([1.0, 1.0])
+        tally.mean("wanted", values, mask)
+        tally.mean("not", values, mask)
+        tally.highest("high", values, mask)
+        tally.lowest("low", -values, mask)
+    mine.take(other, ["wanted"])
+    figures = mine.reduced(ALONE).figures
+    assert figures == {"wanted": 3.5, "not": 1.5, "high": 2.0, "low": -2.0}
+    nothing = Tally()  # as on a process that has nothing to train on
+    nothing.take(other, [])
+    found = nothing.reduced(ALONE)
+    assert found.counts == {"wanted": 0.0, "not": 0.0}
+    assert found.figures["high"] == -math.inf
 
 
 def test_a_tally_keeps_no_graph() -> None:
