@@ -13,7 +13,7 @@ A step runs the model's own forward over one token a row, as one packed sequence
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from grpo_cli.drafts import Drafts
 PREFILL = 8192  # prompt tokens computed at once
 ROOM = 64  # tokens that a cohort's cache begins with; it doubles when it is full
 REFILL = 0.5  # share of the rows that have to be free for the next prompts to come in
+# Bytes, in a layer, that a step may read twice to spare itself the merging of two attentions.
+WORTH = 2**20
 
 
 class Prefill:
@@ -82,6 +84,8 @@ class Cohort:
         self.prompt_mask = prefill.mask(self.prompt_keys.dtype, self.prompt_keys.device)
         self.rows = [n * num_generations + j for n in numbers for j in range(num_generations)]
         self.length = 0  # tokens of each row in the cache
+        self.before = 0  # columns of the cache that hold its prompt, once rows share it no more
+        self.mask: Tensor | None = None  # then: what hides the padding of prompts, [B, 1, 1, K]
         layers, _, heads, _, dim = self.prompt_keys.shape
         room = min(ROOM, max_tokens)
         self.keys, self.values = (
@@ -99,28 +103,57 @@ class Cohort:
     def make_room(self) -> None:
         """Before a step: space for one more token of each row."""
         room = self.keys.shape[3]
-        if self.length < room:
+        if self.before + self.length < room:
             return
-        shape = list(self.keys.shape)
-        shape[1], shape[3] = len(self.rows), min(2 * room, self.max_tokens)
+        own = min(2 * (room - self.before), self.max_tokens)
+        self._move(self.before + own, lambda cache, new: new[:, :, :, :room].copy_(cache))
+
+    def _move(self, room: int, fill: Callable[[Tensor, Tensor], object]) -> None:
+        """Replaces the caches by some of [L, rows, Hkv, room, D]; `fill` copies what counts."""
         for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = old.new_empty(shape)
-            new[:, :, :, :room] = old[:, : len(self.rows)]
+            cache = getattr(self, name)[:, : len(self.rows)]
+            new = cache.new_empty(*cache.shape[:3], room, cache.shape[4])
+            fill(cache, new)
             setattr(self, name, new)
+
+    def _part_prompts(self) -> None:
+        """Gives each row a prompt of its own in its cache, where sharing gains nothing any more."""
+        columns, heads, dim = self.prompt_keys.shape[3], *self.keys.shape[2::2]
+        again = (len(self.rows) - len(self.groups)) * columns
+        if self.before or again * 2 * heads * dim * self.keys.element_size() > WORTH:
+            return
+        slot = {number: i for i, number in enumerate(self.groups)}
+        slots = torch.tensor(
+            [slot[row // self.num_generations] for row in self.rows], device=self.keys.device
+        )
+        prompts = iter((self.prompt_keys, self.prompt_values))
+
+        def fill(cache: Tensor, new: Tensor) -> None:
+            new[:, :, :, :columns] = next(prompts)[:, slots]
+            new[:, :, :, columns : columns + self.length] = cache[:, :, :, : self.length]
+
+        self._move(columns + self.keys.shape[3], fill)
+        if self.prompt_mask is not None:
+            self.mask = self.prompt_mask.new_zeros(len(slots), 1, 1, columns + self.max_tokens)
+            self.mask[..., :columns] = self.prompt_mask[slots]
+        self.before = columns
+        self.prompt_keys = self.prompt_values = self.prompt_keys[:, :0]  # no longer read
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """One new token a row: [B, Hq, D] to [B, Hq, D]."""
         size, heads, dim = key.shape
-        t = self.length
+        t = self.before + self.length
         self.keys[layer, :size, :, t], self.values[layer, :size, :, t] = key, value
         queries = query.view(size, heads, -1, dim)  # [B, Hkv, query heads of a key head, D]
         out, lse = flash(
             queries,
             self.keys[layer, :size, :, : t + 1],
             self.values[layer, :size, :, : t + 1],
+            mask=None if self.mask is None else self.mask[..., : t + 1],
             scale=scale,
         )
+        if self.before:
+            return out.reshape(size, -1, dim)
         groups, width = len(self.groups), self.width
         if self.places is None:
             spread = queries
@@ -146,18 +179,22 @@ class Cohort:
 
     def drop(self, ended: Sequence[bool]) -> list[int]:
         """Takes rows out; returns where the rows that are left have been, in their new order."""
-        order = list(range(len(self.rows)))
+        order, used = list(range(len(self.rows))), self.before + self.length
         for i in reversed(range(len(ended))):
             if ended[i]:  # the last one takes its place
                 last = len(order) - 1
                 if i != last:
                     for cache in (self.keys, self.values):
-                        cache[:, i, :, : self.length] = cache[:, last, :, : self.length]
+                        cache[:, i, :, :used] = cache[:, last, :, :used]
                     order[i] = order[last]
                 order.pop()
         self.rows = [self.rows[i] for i in order]
+        if self.mask is not None:
+            self.mask = self.mask[order]
+        if self.before or not order:
+            return order
         left = {row // self.num_generations for row in self.rows}
-        if left and len(left) < len(self.groups):
+        if len(left) < len(self.groups):
             kept = [i for i, number in enumerate(self.groups) if number in left]
             self.groups = [self.groups[i] for i in kept]
             index = torch.tensor(kept, device=self.keys.device)
@@ -166,7 +203,9 @@ class Cohort:
             )
             if self.prompt_mask is not None:
                 self.prompt_mask = self.prompt_mask[index]
-        self._arrange()
+        self._part_prompts()
+        if not self.before:
+            self._arrange()
         return order
 
     def _arrange(self) -> None:
@@ -270,7 +309,6 @@ class Engine:
         ids = torch.cat(tokens)
         logits = self._forward(ids, positions, Step(cohorts), None)
         drawn, ended = drafts.next(rows, logits)
-        start = 0
         for i, cohort in reversed(list(enumerate(cohorts))):
             cohort.length += 1
             start = sum(map(len, cohorts[:i]))

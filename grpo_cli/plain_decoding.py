@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from grpo_cli.drafts import Drafts
+from grpo_cli.errors import TrainingError
 from grpo_cli.rollouts import pad_left, positions
 
 
@@ -35,7 +36,14 @@ class PlainDecoder:
         cache = DynamicCache(config=self.model.config)
         logits = self._forward(ids, mask, positions(mask), cache)
         if repeat > 1:
-            cache.batch_repeat_interleave(repeat)
+            try:
+                cache.batch_repeat_interleave(repeat)
+            except AttributeError as error:  # state space models
+                kind = self.model.config.model_type
+                raise TrainingError(
+                    f"generation: a {kind} model cannot be decoded, for its cache cannot be "
+                    "repeated for a group."
+                ) from error
         logits, mask = logits.repeat_interleave(repeat, 0), mask.repeat_interleave(repeat, 0)
         next_position = mask.sum(-1)  # [B]
         rows = [n * repeat + j for n in numbers for j in range(repeat)]

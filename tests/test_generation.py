@@ -124,6 +124,25 @@ def test_a_completion_does_not_depend_on_what_is_computed_with_it(
         assert all(same(a, b) for a, b in zip(group, expected[i], strict=False)), i
 
 
+@pytest.mark.parametrize("worth", [-1, 0, 10**9])
+def test_when_rows_stop_sharing_their_prompt_has_no_say(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, worth: int
+) -> None:
+    expected = generate(model, SAMPLING, num_generations=4)
+    monkeypatch.setattr(engine, "WORTH", worth)  # never; when there is a row a prompt; at once
+    parted: list[int] = []
+    move = engine.Cohort._move
+
+    def noted(cohort: engine.Cohort, room: int, fill: Any) -> None:
+        parted.append(len(cohort.rows) if fill.__name__ == "fill" else 0)
+        move(cohort, room, fill)
+
+    monkeypatch.setattr(engine.Cohort, "_move", noted)
+    for i, group in generate(model, SAMPLING, num_generations=4).items():
+        assert all(same(a, b) for a, b in zip(group, expected[i], strict=True)), i
+    assert any(parted) == (worth >= 0)
+
+
 def test_a_completion_is_drawn_from_its_prompts_seed_and_its_number(model: PreTrainedModel) -> None:
     found = generate(model, SAMPLING, num_generations=4)
     assert len({tuple(c.ids) for c in found[0]}) == 4
