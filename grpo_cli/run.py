@@ -293,6 +293,7 @@ class Run:
 
         def attempt(max_tokens: int) -> None:
             few = next(packed_micro_batches(some, max_tokens))
+            few = few if len(few) > 1 else some[:2]  # of one alone nothing could be told
             for likelihood in (self.likelihood, self.reference_likelihood):
                 if likelihood is not None:
                     likelihood.check(few, temperature)

@@ -246,6 +246,7 @@ def test_a_budget_that_is_set_anew_holds_on_resume(tmp_path: Path) -> None:
 
 def test_other_errors_of_a_step_are_not_swallowed(tmp_path: Path) -> None:
     live = built(tmp_path, update__tokens_per_micro_batch=80)
+    one_update(live)  # what fails in the check of the first rollouts is not computed so
     allocator = Allocator(live.policy, 0, lambda: RuntimeError("shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         one_update(live)
@@ -272,9 +273,9 @@ def test_the_first_rollouts_do_not_have_to_fit_all_at_once(
     capsys.readouterr()
     assert_same_update(one_update(live), expected)
     assert live.likelihood.way.packed
-    assert without.failures >= 1
-    out = capsys.readouterr().out
-    assert out.count("note: out of memory") == with_gradient.failures
+    said = capsys.readouterr().out.count("note: out of memory")
+    # Of the failures of the check nothing is said: no micro-batch is smaller for them.
+    assert with_gradient.failures + without.failures > said
 
 
 @EXPLICIT
@@ -417,10 +418,10 @@ def two_processes_of_which_one_fails(out: str) -> None:
         if workers.rank == 1 and counts["backwards"] == 2:
             raise ERRORS["cpu"]()
 
-    def counting(own: Budget, work: Any, lengths: Any, undo: Any) -> Any:
+    def counting(own: Budget, work: Any, lengths: Any, undo: Any, total: Any) -> Any:
         if undo.__name__ == "clear_gradients":
             counts["backwards"] = 0
-        return fitted(own, work, lengths, undo)
+        return fitted(own, work, lengths, undo, total)
 
     workers.backward = failing  # type: ignore[method-assign]
     Budget.fitted = counting  # type: ignore[method-assign]
