@@ -442,7 +442,7 @@ def test_one_of_two_processes_runs_out_of_memory(
     assert list(found) == list(whole) == list(few_losses())
     for name, (gradient, measured) in whole.items():
         assert gradient.abs().max() > 1e-4, "something to compare"
-        torch.testing.assert_close(found[name][0], gradient, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(found[name][0], gradient, rtol=1e-6, atol=1e-7)
         for key, value in measured.items():
             assert found[name][1][key] == pytest.approx(value, rel=1e-6, abs=1e-7), (name, key)
     assert said.count(SAID.format(10)) == len(whole), "one process's, once a step"
