@@ -14,5 +14,6 @@ SEEDS = {"rewarded steps": 1}
 
 @pytest.mark.parametrize("name", variants())
 def test_held_out_accuracy_rises(name: str, tmp_path: Path) -> None:
-    result = run(name, variants()[name], seed=SEEDS.get(name, 0), steps=40 * LONGER.get(name, 1), out=tmp_path)
+    seed, steps = SEEDS.get(name, 0), 40 * LONGER.get(name, 1)
+    result = run(name, variants()[name], seed=seed, steps=steps, out=tmp_path)
     assert result["after"] > result["before"] + 0.05, result
