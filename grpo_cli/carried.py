@@ -26,6 +26,7 @@ def packed(groups: Sequence[Group], rewards: str) -> list[dict[str, Any]]:
                     "ids": r.completion.ids,
                     "logprobs": r.completion.logprobs,
                     "finish_reason": r.completion.finish_reason,
+                    "sampled_at": r.completion.sampled_at,
                     "text": r.text,
                     "reward_parts": r.reward_parts,
                     "step_rewards": r.step_rewards,
@@ -61,7 +62,8 @@ def unpacked(saved: Sequence[dict[str, Any]], stream: PromptStream, rewards: str
             known = dict(values)
             ids, logprobs = known.pop("ids"), known.pop("logprobs")
             known["extras"] = json.loads(known.get("extras", "{}"))
-            completion = Completion(ids, logprobs, known.pop("finish_reason"))
+            reason, sampled_at = known.pop("finish_reason"), known.pop("sampled_at", None)
+            completion = Completion(ids, logprobs, reason, sampled_at)
             rollouts.append(Rollout(prompt, completion, **known))
         groups.append(Group(position, prompt, rollouts))
     return groups

@@ -36,6 +36,7 @@ grpo: train language models with GRPO
   grpo train [recipe=NAME] [key=value ...]   train; the default recipe is arithmetic_tiny
   grpo eval CHECKPOINT [key=value ...]       evaluate a checkpoint, or any model with recipe=NAME
   grpo score reward=NAME input=FILE          try rewards out on completions that are there
+  grpo serve model=PATH ...                  serve a model with vLLM for generation=vllm_server
   grpo recipes                               the recipes there are
   grpo rewards [MODULE ...]                  the reward functions there are
   grpo train --help                          groups and knobs (with recipe=NAME: of that recipe)
@@ -86,11 +87,11 @@ def run_command(argv: list[str]) -> int:
     return 0
 
 
-class Stopped(Exception):  # noqa: N818 - no error: the run did as it was told
-    """A run that was told to stop, and saved."""
+class Stopped(Exception):  # noqa: N818 - no error: the command did as it was told
+    """What was told to stop, and did so in good order."""
 
-    def __init__(self, signal: int, step: int, checkpoint: Path) -> None:
-        super().__init__(f"stopped after step {step}; saved in {checkpoint}; resume=auto goes on")
+    def __init__(self, signal: int, message: str) -> None:
+        super().__init__(message)
         self.signal = signal
 
 
@@ -123,8 +124,11 @@ def train(argv: list[str]) -> None:
             live.close()
         if live.state.step < live.recipe.steps:
             assert live.stopped_by is not None, "a run ends early only when it is told to"
-            path = folders.checkpoint_path(live.folder, live.state.step)
-            raise Stopped(live.stopped_by, live.state.step, path)
+            step = live.state.step
+            path = folders.checkpoint_path(live.folder, step)
+            raise Stopped(
+                live.stopped_by, f"stopped after step {step}; saved in {path}; resume=auto goes on"
+            )
         live.workers.close()
 
     compose_and_call(argv, task)
@@ -235,6 +239,31 @@ def score(argv: list[str]) -> None:
     compose_and_call([*rest, *options], task, BARE)
 
 
+def serve(argv: list[str]) -> None:
+    """`grpo serve`: starts vLLM's server with a model, or with that of a recipe."""
+    from grpo_cli import serve as server
+
+    options, words = split_options(argv)
+    if {"-h", "--help"} & {*options}:
+        print(server.usage(), end="")
+        return
+    if {"-m", "--multirun"} & {*options}:
+        raise UserError("grpo serve: serves one model; -m is for grpo train and grpo eval.")
+    settings, rest = server.split_words(words)
+    if options and not rest:
+        raise UserError(f"{options[0]}: is an option of recipes; add recipe=NAME.")
+
+    def task(cfg: DictConfig | None) -> None:
+        recipe = None if cfg is None else parsing.parse(cfg, given_keys(cfg))
+        ended_by = server.serve(settings, recipe, rest)
+        raise Stopped(ended_by, f"the server on port {settings.port} is stopped")
+
+    if rest:
+        compose_and_call([*rest, *options], task)
+    else:
+        task(None)
+
+
 def recipes(argv: list[str]) -> None:
     """`grpo recipes`: one line each."""
     for path in recipe_files():
@@ -270,6 +299,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
     "eval": evaluate,
     "score": score,
+    "serve": serve,
     "recipes": recipes,
     "rewards": rewards,
 }

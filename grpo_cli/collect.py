@@ -12,13 +12,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from grpo_cli.ahead import Batch
 from grpo_cli.clock import Clock
 from grpo_cli.config import Recipe
 from grpo_cli.credit import has_signal
 from grpo_cli.errors import TrainingError
-from grpo_cli.generation import sample
+from grpo_cli.metrics import staleness_metrics
 from grpo_cli.outcomes import Outcome, WholeStep, gathered
-from grpo_cli.rollouts import Group
+from grpo_cli.rollouts import Group, Rollout
 from grpo_cli.run import Run
 from grpo_cli.scoring import Sheet, metrics_of
 from grpo_cli.survey import fill_old_logprobs
@@ -44,8 +47,17 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> Collected:
     """
     sheets: list[Sheet] = []
     if not recipe.generation.dynamic_sampling:
-        groups, whole_step = _sample(run, recipe, recipe.prompts_per_step, clock, sheets)
-        return Collected(groups, whole_step, whole_step, metrics_of(sheets, run.workers))
+        batch = run.ahead.popleft() if run.ahead else None
+        groups, whole_step = _sample(run, recipe, recipe.prompts_per_step, clock, sheets, batch)
+        metrics = metrics_of(sheets, run.workers)
+        if batch is not None:
+            for r in (r for g in groups for r in g.rollouts):
+                use_samplers_logprobs(r, run.state.step)
+        if recipe.generation.vllm.overlap:
+            rollouts = [r for g in groups for r in g.rollouts]
+            took, waited = batch.seconds if batch else math.nan, clock.seconds["generate"]
+            metrics |= staleness_metrics(rollouts, run.state.step, waited, took, run.workers)
+        return Collected(groups, whole_step, whole_step, metrics)
     wanted = recipe.prompts_per_step
     own, run.carried = run.carried, []
     usable = gathered(run.workers, own)
@@ -81,6 +93,16 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> Collected:
     )
 
 
+def use_samplers_logprobs(rollout: Rollout, step: int) -> None:
+    """Makes the sampler's log-probabilities the old ones of what an earlier policy has sampled.
+
+    That policy is gone from the trainer; its own would take a copy of the weights for each step.
+    """
+    sampled_at = rollout.completion.sampled_at
+    if sampled_at is not None and sampled_at < step:
+        rollout.old_logprobs = torch.tensor(rollout.completion.logprobs)
+
+
 def _has_signal(run: Run, recipe: Recipe, group: Sequence[Outcome]) -> bool:
     try:
         return has_signal(recipe, group)
@@ -89,25 +111,24 @@ def _has_signal(run: Run, recipe: Recipe, group: Sequence[Outcome]) -> bool:
 
 
 def _sample(
-    run: Run, recipe: Recipe, number: int, clock: Clock, sheets: list[Sheet]
+    run: Run,
+    recipe: Recipe,
+    number: int,
+    clock: Clock,
+    sheets: list[Sheet],
+    batch: Batch | None = None,
 ) -> tuple[list[Group], WholeStep]:
     """(this process's groups of the next `number` prompts, outcomes of every process's).
 
     Args:
         sheets: gets the one that the groups are scored on.
+        batch: the same groups, begun ahead.
     """
     sheet = run.scorer.begin(run.trainer_state())
     sheets.append(sheet)
     with clock.stage("generate"):
-        groups = sample(
-            run.generator,
-            run.tokenizer,
-            run.take_prompts(number),
-            recipe.generation.num_generations,
-            run.sampling(recipe),
-            recipe.seed,
-            sheet.add,  # scoring begins while others are still being sampled
-        )
+        sampling = run.sample(recipe, number) if batch is None else batch.take
+        groups = sampling(sheet.add)  # scoring begins while others are still being sampled
     rollouts = [r for g in groups for r in g.rollouts]
     clock.count("generate", run.flops(rollouts))
     with run.waiting(clock), run.workers.together(), clock.stage("reward"):

@@ -42,7 +42,10 @@ QUIET_HYDRA = (
     "hydra.help.footer='docs/recipes.md explains every key. --hydra-help: flags of Hydra.'",
 )
 # Entries have names of the user's own.
-OPEN_KEYS = ("reward.", "dataset.columns.", "dataset.columns=", "schedules.", "schedules=")
+OPEN_KEYS = (
+    "reward.", "generation.vllm.engine_args.", "dataset.columns.", "dataset.columns=",
+    "schedules.", "schedules=",
+)  # fmt: skip
 VALUED_OPTIONS = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd")
 
 
@@ -133,14 +136,19 @@ def _choices(group: str) -> list[str]:
 def register_schema() -> None:
     """Makes the typed `Recipe` known to Hydra as the `schema` that every recipe begins with.
 
-    The choices of loss and advantage begin with `_defaults`: so what one choice sets does not stay
-    behind when another is laid over it, as on a stored recipe.
+    The choices of loss, advantage and generation begin with `_defaults`: so what one choice sets
+    does not stay behind when another is laid over it, as on a stored recipe. Of generation these
+    are the engine's own knobs alone.
     """
     store: Any = ConfigStore.instance()
     store.store(name="schema", node=config.Recipe)
     nothing: dict[str, Any] = {"model": {"path": "none"}, "dataset": {"train": "none"}}
     store.store(name=BARE, node={"defaults": ["schema", {"reward": None}, "_self_"], **nothing})
-    for group, node in (("loss", config.Loss), ("advantage", config.Advantage)):
+    for group, node in (
+        ("loss", config.Loss),
+        ("advantage", config.Advantage),
+        ("generation", {"vllm": config.Vllm}),
+    ):
         store.repo.setdefault(group, _Unlisted())
         store.store(group=group, name="_defaults", node=node)
 

@@ -21,7 +21,7 @@ def knob(
     le: float | None = None,
     lt: float | None = None,
     choices: tuple[str, ...] | None = None,
-    read_if: tuple[str, ...] = (),
+    read_if: tuple[Any, ...] = (),
 ) -> Any:
     """A dataclass field with its sentence and its range: >= ge, > gt, <= le, < lt, choices.
 
@@ -40,6 +40,11 @@ def knob(
 def section(kind: type, doc: str) -> Any:
     """A nested group of knobs."""
     return field(default_factory=kind, metadata={"doc": doc})
+
+
+_VLLM = ("generation.engine", "vllm_colocate", "vllm_server")
+_COLOCATE = ("generation.engine", "vllm_colocate")
+_SERVER = ("generation.engine", "vllm_server")
 
 
 @dataclass
@@ -189,10 +194,138 @@ class Scoring:
 
 
 @dataclass
+class Vllm:
+    """vLLM as the engine: in the trainer's processes (colocate), or servers of `grpo serve`."""
+
+    servers: list[str] = knob(
+        [],
+        "Addresses of `grpo serve`, such as http://node1:8000.",
+        read_if=_SERVER,
+    )
+    regex: str | None = knob(
+        None, "Every completion matches this regular expression.", read_if=_VLLM
+    )
+    json_schema: str | None = knob(
+        None, "Every completion is JSON of this schema: JSON text, or a .json file.", read_if=_VLLM
+    )
+    seeded: bool = knob(
+        True,
+        "Draw each completion from a stream of its own, as a function of (seed, prompt, number); "
+        "false: from the engine's one stream, quicker on a GPU with thousands of rows.",
+        read_if=_VLLM,
+    )
+    max_model_len: int | None = knob(
+        None,
+        "Longest prompt with its completion, in tokens; null: what the data and the limits need.",
+        ge=2,
+        read_if=_COLOCATE,
+    )
+    tensor_parallel: int = knob(
+        1, "Training processes that share one engine; divides their number.", ge=1,
+        read_if=_COLOCATE,
+    )  # fmt: skip
+    memory: float = knob(
+        0.3, "Share of the GPU's memory that the engine may use.", gt=0, le=1, read_if=_COLOCATE
+    )
+    kv_cache_gb: float | None = knob(
+        None,
+        "GiB for keys and values; null: what `memory` leaves on a GPU, 1 on the CPU.",
+        gt=0,
+        read_if=_COLOCATE,
+    )
+    sleep: int = knob(
+        0,
+        "While the policy is updated the engine keeps its memory (0), frees its cache and moves "
+        "its weights to the host (1), or frees both (2); GPUs only.",
+        ge=0,
+        le=2,
+        read_if=_COLOCATE,
+    )
+    dtype: str = knob(
+        "auto",
+        "Type of the engine's arithmetic; auto: bfloat16 with mixed_precision=bf16, else "
+        "model.dtype.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        read_if=_COLOCATE,
+    )
+    model_impl: str = knob(
+        "auto",
+        "Modelling code: vLLM's own, or transformers' inside vLLM.",
+        choices=("auto", "vllm", "transformers"),
+        read_if=_COLOCATE,
+    )
+    eager: bool | None = knob(
+        None, "No compilation and no CUDA graphs; null: true on the CPU.", read_if=_COLOCATE
+    )
+    engine_args: dict[str, Any] = knob(
+        {}, "Any other engine argument of vLLM's, such as max_num_seqs.", read_if=_COLOCATE
+    )
+    transfer: str = knob(
+        "auto",
+        "How weights go to servers: nccl (GPUs), ipc (the trainer's own GPU), gloo (CPU), disk (a "
+        "folder that all can see); auto: nccl with CUDA, else gloo.",
+        choices=("auto", "nccl", "ipc", "gloo", "disk"),
+        read_if=_SERVER,
+    )
+    transfer_host: str | None = knob(
+        None,
+        "Address at which servers reach the trainer; null: that of the interface towards them.",
+        read_if=_SERVER,
+    )
+    transfer_port: int = knob(
+        0, "Port of the first server's transfer, the next has the next; 0: any.", ge=0, lt=65536,
+        read_if=_SERVER,
+    )  # fmt: skip
+    transfer_folder: str | None = knob(
+        None, "That folder.", read_if=("generation.vllm.transfer", "disk")
+    )
+    bucket_mb: int = knob(256, "MiB of weights that go over at a time.", ge=1, read_if=_SERVER)
+    start_timeout: float = knob(
+        240.0, "Seconds that a run waits for its servers at its start.", gt=0, read_if=_SERVER
+    )
+    request_timeout: float = knob(
+        1800.0, "Seconds for the completions of one prompt.", gt=0, read_if=_SERVER
+    )
+    update_timeout: float = knob(
+        300.0, "Seconds for one weight update of a server.", gt=0, read_if=_SERVER
+    )
+    canary: bool = knob(
+        True,
+        "After each update compare what engine and trainer say of a few fixed tokens; on a "
+        "difference do the update once more, then stop.",
+        read_if=_VLLM,
+    )
+    canary_tolerance: float | None = knob(
+        None,
+        "Largest mean difference of their log-probabilities; null: four times that of the start, "
+        "and at least 0.001 in float32, 0.02 in 16 bit.",
+        gt=0,
+        read_if=_VLLM,
+    )
+    overlap: int = knob(
+        0,
+        "Steps whose completions are begun ahead, while the policy is updated: at most so many "
+        "optimizer steps lie between sampling and use.",
+        ge=0,
+        read_if=_SERVER,
+    )
+    in_flight: bool = knob(
+        False,
+        "Give servers new weights in the middle of completions, whose later tokens then come from "
+        "the newer policy; false: wait until those begun are done.",
+        read_if=("generation.vllm.overlap",),
+    )
+
+
+@dataclass
 class Generation:
     """How completions are sampled."""
 
-    engine: str = knob("transformers", "Which generator makes them.", choices=("transformers",))
+    engine: str = knob(
+        "transformers",
+        "Which generator makes them.",
+        choices=("transformers", "vllm_colocate", "vllm_server"),
+    )
     num_generations: int = knob(8, "Completions for each prompt: the group.", ge=2)
     max_completion_tokens: int = knob(256, "Longest completion, in tokens.", ge=1)
     min_completion_tokens: int = knob(
@@ -217,6 +350,13 @@ class Generation:
         "group is never split.",
         ge=1,
     )
+    max_logp_difference: float | None = knob(
+        1.0,
+        "Stop when trainer and sampler differ by more than this in a step: mean over tokens of "
+        "|difference of log-probabilities|; null: never.",
+        gt=0,
+    )
+    vllm: Vllm = section(Vllm, Vllm.__doc__ or "")
     dynamic_sampling: bool = knob(
         False, "Drop groups whose rewards are all equal, and sample more until the step is full."
     )
@@ -605,7 +745,7 @@ def knobs(node: Any = Recipe, prefix: str = "") -> Iterator[tuple[str, dataclass
 _SECTIONS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        Build, Model, Dataset, Scoring, Generation, Loss, Advantage, Optimizer, Update, Eval,
+        Build, Model, Dataset, Scoring, Vllm, Generation, Loss, Advantage, Optimizer, Update, Eval,
         Checkpoint, Log, Tracking,
     )
 }  # fmt: skip

@@ -45,8 +45,18 @@ class Generator(Protocol):
         """
         ...
 
-    def update_weights(self, policy: PreTrainedModel) -> None:
-        """Makes what is generated from now on come from `policy`."""
+    def update_weights(self, policy: PreTrainedModel, step: int) -> dict[str, float]:
+        """Makes what is generated from now on come from `policy`, as it is after `step` steps.
+
+        Every process calls it. Returns what is to be logged.
+
+        Raises:
+            TrainingError: it did not come to pass; what was generated before is sound.
+        """
+        ...
+
+    def rest(self) -> None:
+        """Nothing is generated for a while: gives memory back that the update can use."""
         ...
 
     def close(self) -> None:
@@ -177,8 +187,12 @@ class TransformersGenerator:
                     self._halve(rows, num_generations, longest, failed)
         return [groups[n] for n in range(len(prompts))]
 
-    def update_weights(self, policy: PreTrainedModel) -> None:
+    def update_weights(self, policy: PreTrainedModel, step: int) -> dict[str, float]:
         self.policy = policy
+        return {}
+
+    def rest(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

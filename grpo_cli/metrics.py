@@ -7,7 +7,9 @@ import statistics
 from collections.abc import Sequence
 
 from grpo_cli.advantages import all_equal, group_std
+from grpo_cli.distributed import Workers
 from grpo_cli.outcomes import WholeStep, matrix
+from grpo_cli.rollouts import Rollout
 
 
 def rollout_metrics(whole_step: WholeStep) -> dict[str, float]:
@@ -33,6 +35,30 @@ def rollout_metrics(whole_step: WholeStep) -> dict[str, float]:
         values = [v for o in every if (v := o.reward_parts[name]) is not None]
         metrics[f"rewards/{name}/mean"] = mean(values)
         metrics[f"rewards/{name}/std"] = statistics.stdev(values) if len(values) > 1 else 0.0
+    return metrics
+
+
+def staleness_metrics(
+    rollouts: Sequence[Rollout], step: int, waited: float, sampled: float, workers: Workers
+) -> dict[str, float]:
+    """How old completions begun ahead are, and what beginning them ahead has gained.
+
+    Args:
+        rollouts: this process's. step: done so far. waited: seconds that the step waited for them.
+        sampled: seconds that sampling them took; NaN where they were not begun ahead.
+    """
+    ages = [
+        float(step - r.completion.sampled_at)
+        for r in rollouts
+        if r.completion.sampled_at is not None
+    ]
+    total = workers.sum({"age": math.fsum(ages), "number": float(len(ages))})
+    metrics = {
+        "staleness/mean": total["age"] / max(total["number"], 1.0),
+        "staleness/max": workers.max(max(ages, default=0.0)),
+    }
+    if math.isfinite(sampled):
+        metrics |= {"overlap/sampled": sampled, "overlap/gained": max(sampled - waited, 0.0)}
     return metrics
 
 

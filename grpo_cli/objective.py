@@ -15,12 +15,14 @@ from torch import Tensor
 
 from grpo_cli import corrections, losses
 from grpo_cli.config import Loss
-from grpo_cli.kl import ESTIMATORS
+from grpo_cli.kl import ESTIMATORS, k3
 from grpo_cli.measures import MEASURES, rows_that_train
 from grpo_cli.rollouts import Batch
 from grpo_cli.signatures import apply, parameters
 from grpo_cli.tally import Tally
 
+DIFFERENCE = "sampling/sampling_logp_difference/mean"
+LARGEST_WEIGHT = 1e9  # its square is a float32; such a sample counts for one token either way
 ENTROPIES = ("entropy", "entropy_trained")  # what is tallied of entropies
 
 
@@ -137,9 +139,13 @@ def loss_of(config: Loss, terms: Terms, coefficients: Coefficients, tally: Tally
     with torch.no_grad():
         for measure in MEASURES.get(config.policy, ()):
             measure(config, tensors, tally)
-        difference = (terms.old_logprobs - terms.sampled_logprobs).abs()
-        tally.mean("sampling/sampling_logp_difference/mean", difference, mask)
-        tally.highest("sampling/sampling_logp_difference/max", difference, mask)
+        log_weight = terms.old_logprobs - terms.sampled_logprobs
+        tally.mean(DIFFERENCE, log_weight.abs(), mask)
+        tally.highest("sampling/sampling_logp_difference/max", log_weight.abs(), mask)
+        kl = k3(terms.sampled_logprobs, terms.old_logprobs).clamp(min=0)  # but for rounding
+        tally.mean("sampling/kl", kl, mask)
+        drift = (terms.logprobs - terms.sampled_logprobs).abs()
+        tally.mean("staleness/logp_difference", drift, mask)
     return loss
 
 
@@ -158,9 +164,14 @@ def logged(config: Loss, measured: dict[str, float]) -> dict[str, float]:
 
 def sampler_correction(config: Loss, terms: Terms, tally: Tally) -> Tensor:
     """The factor for drawing from another distribution than the trainer's, [B, C] or [B, 1]."""
-    if config.sampling_correction == "none":
-        return torch.ones_like(terms.mask[:, :1])
     mode, mask = config.sampling_correction, terms.mask
+    if mode == "none":  # how good the tokens' weights would be is still of interest
+        ratio = corrections.sampling_ratio(
+            terms.old_logprobs, terms.sampled_logprobs, mask, "token_truncate"
+        ).clamp(max=LARGEST_WEIGHT)
+        tally.mean("sampling/weight", ratio, mask)
+        tally.mean("sampling/weight_squared", ratio.square(), mask)
+        return torch.ones_like(mask[:, :1])
     ratio = corrections.sampling_ratio(terms.old_logprobs, terms.sampled_logprobs, mask, mode)
     factor = corrections.bounded(ratio, mode, config.sampling_cap, config.sampling_floor)
     there = mask if ratio.shape == mask.shape else rows_that_train(mask)[:, None]

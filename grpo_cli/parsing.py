@@ -16,7 +16,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from grpo_cli import data
+from grpo_cli import data, vllm_settings
 from grpo_cli.config import Recipe, Reward, Schedule, allowed, knobs
 from grpo_cli.errors import UserError, listed, nearest
 from grpo_cli.schedules import at_step
@@ -332,6 +332,7 @@ def _contradictions_of_generation(recipe: Recipe) -> Iterator[str]:
                 f"<= {key} = {limit}."
             )
             break
+    yield from vllm_settings.contradictions(recipe)
     if "" in generation.stop:
         yield "generation.stop: holds an empty string, which every completion contains; drop it."
 

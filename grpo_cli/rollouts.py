@@ -42,6 +42,7 @@ class Completion:
     ids: list[int]  # sampled tokens, the eos included if it was emitted
     logprobs: list[float]  # log-probability of each under the distribution sampled from
     finish_reason: Literal["stop", "length"]  # an eos was sampled, or the limit was reached
+    sampled_at: int | None = None  # oldest step whose weights it comes from; None: the newest
 
 
 @dataclass

@@ -7,6 +7,7 @@ import math
 import platform
 import shlex
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
@@ -21,7 +22,8 @@ import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import grpo_cli
-from grpo_cli import checkpoint, data, folders, parsing, policy, stored, tiny, tracking
+from grpo_cli import ahead, checkpoint, data, folders, parsing, policy, stored, tiny, tracking
+from grpo_cli.ahead import Arrived, Batch
 from grpo_cli.attention import UnsupportedModelError
 from grpo_cli.budget import Budget, tokens_that_fit
 from grpo_cli.carried import packed, unpacked
@@ -32,7 +34,8 @@ from grpo_cli.entropy import adapted_coef, applied_coef
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluate import Evaluation, Evaluator
 from grpo_cli.flops import forward_flops, params_in_products, peak_flops
-from grpo_cli.generation import Generator, TransformersGenerator
+from grpo_cli.generation import Generator, sample
+from grpo_cli.generators import make_generator
 from grpo_cli.kl import adapted_beta
 from grpo_cli.likelihood import Likelihood, bytes_per_token, cut
 from grpo_cli.outcomes import WholeStep
@@ -43,10 +46,13 @@ from grpo_cli.registry import TrainerState
 from grpo_cli.report import Reporter, readable, write_text
 from grpo_cli.rollouts import Group, Prompt, Rollout, derive_seed
 from grpo_cli.sampling import Sampling
+from grpo_cli.schedules import at_step
 from grpo_cli.scoring import Scorer
 from grpo_cli.stop import Stop
 
 T = TypeVar("T")
+
+UNSCORED = "unscored"  # what groups begun ahead are scored by
 
 
 @dataclass
@@ -93,6 +99,7 @@ class Run:
     reporter: Reporter
     stop: Stop
     carried: list[Group] = field(default_factory=list)  # this process's, for the next step
+    ahead: deque[Batch] = field(default_factory=deque)  # of the next steps, under way
     stopped_by: int | None = None  # the signal that ended the run early
     state: State = field(default_factory=State)
     started: float = field(default_factory=time.monotonic)
@@ -135,6 +142,27 @@ class Run:
         first = self.state.position
         self.state.position += number
         return list(self.stream.take(first, number))[self.workers.rank :: self.workers.size]
+
+    def sample(self, recipe: Recipe, prompts: int) -> Callable[[Arrived], list[Group]]:
+        """Takes this process's share of the next prompts; what is returned samples for them."""
+        own = self.take_prompts(prompts)
+        return lambda arrived: sample(
+            self.generator,
+            self.tokenizer,
+            own,
+            recipe.generation.num_generations,
+            self.sampling(recipe),
+            recipe.seed,
+            arrived,
+        )
+
+    def sample_ahead(self, step: int) -> None:
+        """Begins the completions of the steps after `step`, as many as generation.vllm.overlap."""
+        generation = self.recipe.generation
+        overlap = generation.vllm.overlap if generation.engine == "vllm_server" else 0
+        while len(self.ahead) < overlap and step + len(self.ahead) + 1 < self.recipe.steps:
+            recipe, _ = at_step(self.recipe, step + len(self.ahead) + 1)
+            self.ahead.append(Batch(self.sample(recipe, recipe.prompts_per_step)))
 
     def beta(self, recipe: Recipe) -> float:
         """The KL's coefficient at this step."""
@@ -198,6 +226,7 @@ class Run:
         state.cache_tokens = self.workers.gather(self.generator.cache_tokens)
         rng = self.workers.gather(checkpoint.rng_state())
         carried = self.workers.gather(packed(self.carried, self.scored_by))
+        begun = [self.workers.gather(packed(b.groups(), UNSCORED)) for b in self.ahead]
         if self.workers.is_main:
             now = time.monotonic()
             state.seconds, self.started = state.seconds + now - self.started, now
@@ -210,6 +239,7 @@ class Run:
                     "optimizer": self.optimizer.state_dict(),
                     "rng": rng,
                     "carried": [g for part in carried for g in part],
+                    "ahead": [[g for part in parts for g in part] for parts in begun],
                 },
                 stored.as_yaml(self.recipe),
                 self.reference if state.reference_moved else None,
@@ -240,9 +270,10 @@ class Run:
         drawn = saved["run"]["step"] * self.recipe.prompts_per_step
         self.state = State(**{"position": drawn, **saved["run"]})
         self.carried = self.unpack_carried(saved.get("carried", []))
+        before = yaml.safe_load((path / folders.TRAINING / "recipe.yaml").read_text("utf-8"))
+        self.unpack_ahead(saved.get("ahead", []), before)
         if len(saved["rng"]) == self.workers.size:
             checkpoint.set_rng_state(saved["rng"][self.workers.rank])
-        before = yaml.safe_load((path / folders.TRAINING / "recipe.yaml").read_text("utf-8"))
         tokens, given = self.state.micro_batch_tokens, self.recipe.update.tokens_per_micro_batch
         if len(tokens) == self.workers.size and before["update"]["tokens_per_micro_batch"] == given:
             self.budget.tokens = tokens[self.workers.rank]
@@ -262,7 +293,6 @@ class Run:
                 self.reporter.say(
                     f"  checkpoint step-{step} is of another course: now step-{step}.old"
                 )
-        self.generator.update_weights(self.policy)
 
     @property
     def scored_by(self) -> str:
@@ -284,6 +314,21 @@ class Run:
             r.masked = self.recipe.loss.mask_truncated and r.completion.finish_reason == "length"
         fitting.sort(key=lambda g: g.position)
         return fitting[self.workers.rank :: self.workers.size]
+
+    def unpack_ahead(self, saved: list[list[dict[str, Any]]], before: dict[str, Any]) -> None:
+        """Goes on with completions begun ahead; samples them anew if they are of no use now.
+
+        Args:
+            before: the recipe that they were sampled with.
+        """
+        same = before["generation"] == asdict(self.recipe.generation)
+        for entries in saved:
+            groups = sorted(unpacked(entries, self.stream, UNSCORED), key=lambda g: g.position)
+            if not same or len(groups) != self.recipe.prompts_per_step:
+                self.state.position = min(entry["position"] for entry in entries)
+                self.reporter.say("  completions begun ahead are of another recipe: sampled anew")
+                return
+            self.ahead.append(ahead.done(groups[self.workers.rank :: self.workers.size]))
 
     def get_ready(self, recipe: Recipe, rollouts: Sequence[Rollout]) -> None:
         """Before the first rollouts: how they are computed, and how many tokens at a time."""
@@ -466,10 +511,14 @@ def build(prepared: Prepared, command: list[str]) -> Run:
         eps=recipe.optimizer.eps,
         weight_decay=recipe.optimizer.weight_decay,
     )
-    generator = make_generator(recipe, model, tokenizer, workers, reporter)
-    evaluator = None
+    held_out = []
     if prepared.eval_rows is not None:
         held_out = make_prompts("eval", prepared.eval_rows, recipe, tokenizer, reporter)
+    generator = make_generator(
+        recipe, model, tokenizer, workers, [*prompts, *held_out], reporter.say
+    )
+    evaluator = None
+    if held_out:
         evaluator = Evaluator(recipe, workers, tokenizer, generator, prepared.eval_scorer, held_out)
     workers.barrier()  # by now every process has found the folder free
     if workers.is_main:
@@ -514,6 +563,7 @@ def build(prepared: Prepared, command: list[str]) -> Run:
         run.restore(prepared.resume_from)
     else:
         reporter.rewind(0)  # lines of a run that was stopped before its first checkpoint
+    run.generator.update_weights(model, run.state.step)
     return run
 
 
@@ -560,24 +610,6 @@ def make_prompts(
     return prompts
 
 
-def make_generator(
-    recipe: Recipe,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    workers: Workers,
-    reporter: Reporter,
-) -> Generator:
-    """The generator that the recipe names, sampling from `model`."""
-    return TransformersGenerator(
-        model,
-        policy.eos_ids(model, tokenizer),
-        recipe.generation.max_rows,
-        tokenizer=tokenizer,
-        autocast=workers.autocast,
-        say=reporter.say,
-    )
-
-
 def evaluate_checkpoint(prepared: Prepared) -> tuple[Evaluation, Reporter]:
     """Loads the model of a prepared recipe and evaluates it, for `grpo eval`."""
     recipe = prepared.recipe
@@ -587,17 +619,15 @@ def evaluate_checkpoint(prepared: Prepared) -> tuple[Evaluation, Reporter]:
     assert prepared.eval_rows is not None
     prompts = make_prompts("eval", prepared.eval_rows, recipe, tokenizer, reporter)
     model = workers.place(model)
-    evaluator = Evaluator(
-        recipe,
-        workers,
-        tokenizer,
-        make_generator(recipe, model, tokenizer, workers, reporter),
-        prepared.eval_scorer,
-        prompts,
-    )
+    generator = make_generator(recipe, model, tokenizer, workers, prompts, reporter.say)
+    evaluator = Evaluator(recipe, workers, tokenizer, generator, prepared.eval_scorer, prompts)
     bar = Bar(reporter.console, "eval", len(prompts))
-    evaluation = evaluator.run(lambda done, text: bar.update(done, text))
-    bar.close()
+    try:
+        generator.update_weights(model, 0)
+        evaluation = evaluator.run(lambda done, text: bar.update(done, text))
+    finally:
+        bar.close()
+        generator.close()
     return evaluation, reporter
 
 

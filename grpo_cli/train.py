@@ -31,7 +31,7 @@ from grpo_cli.errors import TrainingError
 from grpo_cli.flops import FORWARD_BACKWARD
 from grpo_cli.losses import WITHOUT_ADVANTAGE
 from grpo_cli.metrics import rollout_metrics
-from grpo_cli.objective import ENTROPIES, Coefficients, Terms, logged, loss_of
+from grpo_cli.objective import DIFFERENCE, ENTROPIES, Coefficients, Terms, logged, loss_of
 from grpo_cli.outcomes import gathered
 from grpo_cli.rollouts import Group, Rollout, collate, placeholder
 from grpo_cli.run import Run
@@ -49,6 +49,8 @@ def train(run: Run) -> None:
         clock = run.clock()
         collected = collect(run, recipe, clock)
         groups, whole_step = collected.groups, collected.whole_step
+        run.sample_ahead(step)
+        run.generator.rest()
         kl_in_reward = run.reference is not None and recipe.loss.kl_in == "reward"
         rollouts = [r for g in groups for r in g.rollouts if r.loss_tokens or kl_in_reward]
 
@@ -64,7 +66,7 @@ def train(run: Run) -> None:
         assign_advantages(recipe, groups, whole_step, step)
         metrics |= update(run, recipe, groups, list(whole_step), step, clock)
         with clock.stage("weights"):
-            run.generator.update_weights(run.policy)
+            metrics |= run.generator.update_weights(run.policy, step + 1)
             run.refresh_reference(step + 1)
 
         metrics |= collected.metrics | rollout_metrics(collected.sampled)
@@ -126,6 +128,7 @@ def update(
                     f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; "
                     "stopped before the optimizer step."
                 )
+            check_sampler(recipe, totals.figures, step)
             run.optimizer.step()
             run.clear_gradients()
         run.adapt_entropy(recipe, totals.figures)
@@ -137,7 +140,20 @@ def update(
     coefficients |= run.adapt_beta(recipe, metrics)
     averages = {name: metrics[name] / len(done) for name in ("loss", "policy_loss")}
     averages |= {"grad_norm": sum(norms) / len(norms), "learning_rate": rate}
+    if not recipe.generation.vllm.overlap:
+        del metrics["staleness/logp_difference"]
     return logged(recipe.loss, metrics | averages) | coefficients
+
+
+def check_sampler(recipe: Recipe, figures: dict[str, float], step: int) -> None:
+    """Raises a TrainingError if the sampler was another policy than the trainer's."""
+    limit, found = recipe.generation.max_logp_difference, figures[DIFFERENCE]
+    if limit is not None and found > limit:
+        raise TrainingError(
+            f"step {step + 1}: the sampler's log-probabilities differ from the trainer's by "
+            f"{found:.3g} in the mean, more than generation.max_logp_difference = {limit:g}; "
+            "stopped before the optimizer step."
+        )
 
 
 def minibatch(

@@ -363,7 +363,7 @@ def test_new_weights_are_used_once_they_are_handed_over(model: PreTrainedModel) 
         for p in other.parameters():
             p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
     assert generator.generate(PROMPTS[:1], 1, Sampling(6), [0]) == before
-    generator.update_weights(other)
+    generator.update_weights(other, 1)
     expected = TransformersGenerator(other, [], 8).generate(PROMPTS[:1], 1, Sampling(6), [0])
     assert generator.generate(PROMPTS[:1], 1, Sampling(6), [0]) == expected != before
 

@@ -1,0 +1,63 @@
+"""Completions that are begun ahead, while the policy is updated (generation.vllm.overlap = k).
+
+While step n is trained on, those of steps n+1 … n+k are being sampled, with the weights that the
+servers have: at most k optimizer steps lie between sampling and use. They are sampled in a thread
+and scored when their step takes them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from grpo_cli.rollouts import Group, Rollout
+
+Arrived = Callable[[list[Rollout]], None]
+
+
+class Batch:
+    """One step's completions of this process, under way or done."""
+
+    def __init__(self, sample: Callable[[Arrived], list[Group]]) -> None:
+        """Begins it. Args: sample: as `generation.sample`, but for what `arrived` is."""
+        self._arrived: queue.Queue[list[Rollout] | None] = queue.Queue()
+        self._groups: list[Group] = []
+        self._error: BaseException | None = None
+        self.seconds = 0.0  # that sampling took, once it is done
+        self._thread = threading.Thread(target=self._run, args=(sample,), daemon=True)
+        self._thread.start()
+
+    def _run(self, sample: Callable[[Arrived], list[Group]]) -> None:
+        begin = time.monotonic()
+        try:
+            self._groups = sample(self._arrived.put)
+        except BaseException as error:
+            self._error = error
+        self.seconds = time.monotonic() - begin
+        self._arrived.put(None)
+
+    def groups(self) -> list[Group]:
+        """Waits until all are there. Raises what sampling raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._groups
+
+    def take(self, arrived: Arrived) -> list[Group]:
+        """The same, and each group's rollouts to `arrived` as soon as they are there; once."""
+        while (rollouts := self._arrived.get()) is not None:
+            arrived(rollouts)
+        return self.groups()
+
+
+def done(groups: list[Group]) -> Batch:
+    """A batch that a checkpoint has kept."""
+
+    def sample(arrived: Arrived) -> list[Group]:
+        for group in groups:
+            arrived(group.rollouts)
+        return groups
+
+    return Batch(sample)

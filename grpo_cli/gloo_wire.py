@@ -1,0 +1,61 @@
+"""A gloo group between one trainer process and the workers of one server. Needs torch alone."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+
+
+def local_address(host: str, port: int) -> str:
+    """This machine's address on the way to another; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port or 1))
+        return str(probe.getsockname()[0])
+
+
+class Store:
+    """Where a group meets: a TCP store that the trainer holds, on a port of its own."""
+
+    def __init__(self, address: str, port: int, size: int, timeout: float) -> None:
+        """Listens. A port of 0 is any free one.
+
+        Raises:
+            OSError: the port is taken, or the address is not this machine's.
+        """
+        # Bound here: torch's rendezvous by address would join torchrun's own store instead.
+        listening = socket.create_server((address, port), backlog=64)
+        self.port = int(listening.getsockname()[1])
+        # The store takes the socket over, and closes it.
+        self.store = TCPStore(
+            address,
+            self.port,
+            size,
+            is_master=True,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+
+
+def join(address: str, port: int, rank: int, size: int, timeout: float) -> Any:
+    """Joins the group that meets at an address, as a worker.
+
+    Raises:
+        RuntimeError: nobody is there, or not all came, within `timeout` seconds.
+    """
+    store = TCPStore(
+        address, port, size, is_master=False, timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+    )  # fmt: skip
+    return group(store, local_address(address, port), rank, size, timeout)
+
+
+def group(store: Any, own_address: str, rank: int, size: int, timeout: float) -> Any:
+    """A process group apart from the default one; every operation has `timeout` seconds."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=own_address)]
+    options._timeout = timedelta(seconds=timeout)
+    return ProcessGroupGloo(store, rank, size, options)

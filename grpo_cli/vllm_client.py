@@ -1,0 +1,284 @@
+"""One vLLM server over HTTP: every call has a deadline, every failure says which call it was.
+
+The routes are vLLM's own (`grpo serve` opens those for development), but for `/collective_rpc` of
+the methods of `vllm_worker.WorkerExtension`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+
+from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.rollouts import Completion
+from grpo_cli.serve import tail_of
+from grpo_cli.vllm_requests import completion, prompt_logprobs
+
+QUICK = 20.0  # seconds for a call that computes nothing
+PROBE = 5.0  # seconds between two looks at whether a server lives
+STRIKES = 3  # looks in vain, one after another, until it does not
+
+
+class ServerLost(Exception):  # noqa: N818 - what happened to the server
+    """A server that does not answer as it should; the message says which, and which call."""
+
+
+@dataclass
+class Server:
+    """A server's address and what is known of it."""
+
+    url: str
+    say: Callable[[str], None]
+    born: list[str] = field(default_factory=list)  # of its workers, when it was greeted
+    world_size: int = 0
+    max_model_len: int = 0
+    dtype: str = ""
+    transfer: str = ""
+
+    def __post_init__(self) -> None:
+        no_reuse = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+        self.http = httpx2.Client(limits=no_reuse, trust_env=False)
+
+    def call(self, path: str, body: dict[str, Any] | None = None, timeout: float = QUICK) -> Any:
+        """POSTs, or GETs where there is no body, and returns the answer.
+
+        A connection of its own for each call: after an error the server closes those it has.
+
+        Raises:
+            ServerLost: no answer in time, or not a good one.
+        """
+        method = "GET" if body is None else "POST"
+        try:
+            answer = self.http.request(method, self.url + path, json=body or None, timeout=timeout)
+        except (httpx2.HTTPError, OSError) as error:
+            raise self.lost(path, failure(error, timeout)) from error
+        return self._good(path, answer)
+
+    def _good(self, path: str, answer: httpx2.Response) -> Any:
+        if answer.status_code == 200:
+            return answer.json() if answer.content else None
+        said = reason(answer)
+        if answer.status_code == 400:
+            raise TrainingError(f"server {self.url}: {path} was refused: {said}", alone=True)
+        raise self.lost(path, f"answered {answer.status_code}: {said}")
+
+    def lost(self, path: str, why: str) -> ServerLost:
+        """What to raise when a call fails, with the end of the server's log if it is ours."""
+        log = tail_of(self.url)
+        end = "" if log is None else "\nThe last lines of its log:\n" + log
+        return ServerLost(f"server {self.url}: {path} failed: {why}.{end}")
+
+    def rpc(self, method: str, *args: str, timeout: float = QUICK) -> list[Any]:
+        """Calls a method of every worker; returns what each returned."""
+        answer = self.call(
+            "/collective_rpc", {"method": method, "args": list(args), "timeout": timeout}, timeout
+        )
+        found: list[Any] = [] if answer is None else answer["results"]
+        return found
+
+    def greet(self, architecture: dict[str, Any], timeout: float = QUICK) -> bool:
+        """Looks whether the server is up and fit to be sent weights.
+
+        Args:
+            architecture: the policy's config.
+
+        Returns:
+            False if an update of it was broken off: it has to be started again.
+
+        Raises:
+            ServerLost: it is not up. UserError: it serves another model, or was not started by
+                `grpo serve`.
+        """
+        self.call("/health", timeout=timeout)
+        try:
+            states = self.rpc("grpo_state")
+            self.world_size = int(self.call("/get_world_size")["world_size"])
+        except ServerLost as error:
+            raise UserError(
+                f"generation.vllm.servers: {self.url} is up, and was not started by `grpo serve` "
+                f"of this version ({error})"
+            ) from error
+        state = states[0]
+        self.born = [s["born"] for s in states]
+        self.dtype, self.transfer = state["dtype"], state["transfer"] or ""
+        self.max_model_len = int(state["max_model_len"])
+        if other := differences(architecture, state["config"]):
+            raise UserError(
+                f"generation.vllm.servers: {self.url} serves another model than the policy, "
+                f"{state['model']}: {other}."
+            )
+        if state["quantization"]:
+            raise UserError(
+                f"generation.vllm.servers: {self.url} serves {state['model']} quantized "
+                f"({state['quantization']}); it cannot take weights that are trained."
+            )
+        if state["logprobs_mode"] != "processed_logprobs":
+            raise UserError(
+                f"generation.vllm.servers: {self.url} reports {state['logprobs_mode']}; a token's "
+                "log-probability must be that of the distribution it was drawn from."
+            )
+        return not any(s["updating"] for s in states)
+
+    async def generate(
+        self,
+        client: httpx2.AsyncClient,
+        prompt: Sequence[int],
+        params: dict[str, Any],
+        steps: Callable[[str], int],
+        timeout: float,
+    ) -> list[Completion]:
+        """A group of completions of a prompt.
+
+        Args:
+            steps: of a version that the server reports, whose weights it is.
+
+        Raises:
+            ServerLost: it failed, or has weights of nobody's. TrainingError: it refuses.
+        """
+        path = "/inference/v1/generate"
+        body = {"token_ids": list(prompt), "sampling_params": {**params, "output_kind": 2}}
+        try:
+            answer = await asyncio.wait_for(client.post(self.url + path, json=body), timeout)
+        except (httpx2.HTTPError, OSError, TimeoutError) as error:
+            raise self.lost(path, failure(error, timeout)) from error
+        choices = self._good(path, answer)["choices"]
+        if len(choices) != params["n"]:
+            raise self.lost(path, f"{params['n']} completions were due, {len(choices)} came")
+        group = []
+        for choice in sorted(choices, key=lambda c: int(c["index"])):
+            if choice["finish_reason"] not in ("stop", "length"):
+                raise self.lost(path, f"a completion was broken off ({choice['finish_reason']})")
+            logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            spans = choice["weight_versions"] or []
+            oldest = min((steps(span["version"]) for span in spans), default=-1)
+            if oldest < 0:
+                found = sorted({span["version"] for span in spans})
+                raise self.lost(
+                    path,
+                    f"it sampled with weights {found}, which this run has not sent in time; it was "
+                    "started anew, or another run sends it weights too",
+                )
+            group.append(completion(choice["token_ids"], logprobs, choice["finish_reason"], oldest))
+        return group
+
+    def score(self, rows: Sequence[Sequence[int]], timeout: float) -> list[list[float]]:
+        """Log-probabilities of each row's tokens but the first."""
+        params = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        params |= {"repetition_penalty": 1.0, "prompt_logprobs": 0, "detokenize": False, "n": 1}
+        params["output_kind"] = 2
+
+        def score_one(ids: Sequence[int]) -> list[float]:
+            body = {"token_ids": list(ids), "sampling_params": params}
+            found = self.call("/inference/v1/generate", body, timeout)["prompt_logprobs"]
+            plain = [
+                {int(t): entry["logprob"] for t, entry in row.items()} if row else None
+                for row in found or []
+            ]
+            return prompt_logprobs(ids, plain)
+
+        with ThreadPoolExecutor(len(rows)) as pool:
+            return list(pool.map(score_one, rows))
+
+    async def watch(self, client: httpx2.AsyncClient) -> ServerLost:
+        """Returns once the server has not answered for a while; looks every few seconds."""
+        strikes, path = 0, "/health"
+        while True:
+            try:
+                answer = await client.get(self.url + path, timeout=QUICK)
+                why = None if answer.status_code == 200 else f"answered {answer.status_code}"
+            except (httpx2.HTTPError, OSError) as error:
+                why = failure(error, QUICK)
+            strikes = 0 if why is None else strikes + 1
+            if strikes == STRIKES:
+                return self.lost(path, f"{why}, {STRIKES} times in a row")
+            await asyncio.sleep(PROBE)
+
+
+def wait_for(
+    servers: Sequence[Server],
+    architecture: dict[str, Any],
+    timeout: float,
+    say: Callable[[str], None],
+) -> None:
+    """Waits until every server is up, and says for which.
+
+    Raises:
+        UserError: one is not in time, or serves another model.
+    """
+    deadline, told = time.monotonic() + timeout, time.monotonic()
+    waiting = list(servers)
+    while waiting:
+        server = waiting[0]
+        try:
+            if not server.greet(architecture):
+                raise UserError(
+                    f"generation.vllm.servers: {server.url} was left in the middle of a weight "
+                    "update, by a run that ended; start it again."
+                )
+            waiting.pop(0)
+            continue
+        except ServerLost as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"generation.vllm.servers: {server.url} is not up after {timeout:g} s "
+                    f"(generation.vllm.start_timeout). {error}"
+                ) from error
+        if time.monotonic() - told > PROBE:
+            told = time.monotonic()
+            left = deadline - time.monotonic()
+            say(f"waiting for {', '.join(s.url for s in waiting)}, {left:.0f} s more at most")
+        time.sleep(0.5)
+
+
+# What a config says besides the architecture.
+BESIDES = (
+    "_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache",
+    "model_type", "auto_map", "id2label", "label2id", "initializer_range", "return_dict",
+    "attn_implementation", "quantization_config",
+    "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "problem_type",
+    "max_position_embeddings",
+)  # fmt: skip
+
+
+def differences(policy: dict[str, Any], served: dict[str, Any]) -> str:
+    """Where two configs are of different models, in words; "" where they are not."""
+    plain = (int, float, str, bool)
+    unlike = [
+        f"{key} is {served[key]} there and {value} here"
+        for key, value in sorted(policy.items())
+        if key in served
+        and key not in BESIDES
+        and not key.endswith("_token_id")
+        and "dropout" not in key
+        and isinstance(value, plain)
+        and isinstance(served[key], plain)
+        and served[key] != value
+    ]
+    return ", ".join(unlike)
+
+
+def failure(error: BaseException, timeout: float) -> str:
+    """What became of a request, in words."""
+    if isinstance(error, (httpx2.TimeoutException, TimeoutError)):
+        return f"no answer within {timeout:g} s"
+    if isinstance(error, httpx2.ConnectError):
+        return "nothing listens there"
+    return f"the connection broke ({str(error) or type(error).__name__})"
+
+
+def reason(answer: httpx2.Response) -> str:
+    """What a server says is wrong, in one line."""
+    try:
+        body = answer.json()
+    except ValueError:
+        body = answer.text
+    if isinstance(body, dict):
+        inner = body.get("error") or body.get("detail") or body
+        body = inner.get("message", inner) if isinstance(inner, dict) else inner
+    return " ".join(str(body).split())[:400]

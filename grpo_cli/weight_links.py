@@ -1,0 +1,386 @@
+"""How weights travel from the trainer to a server: one link a server, of one of four kinds.
+
+    gloo   both ends are ours (`gloo_wire.py`, `vllm_worker.GlooEngine`); for the CPU
+    nccl   vLLM's own transfer over PyNccl; for GPUs, also across nodes
+    ipc    vLLM's own, by handles of CUDA memory; for a server on the trainer's own GPUs
+    disk   a folder that both can see
+
+The first two are sent a bucket at a time, so that no second copy of the weights exists; of these
+several servers take each bucket at once. What any of them raises means that its server has to be
+started again: some layers are new, some old, some nowhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from grpo_cli import gloo_wire
+from grpo_cli.config import Vllm
+from grpo_cli.vllm_client import Server, ServerLost
+from grpo_cli.weights import WeightInfo, Weights, buckets, flattened, unflattened
+
+MIB = 2**20
+
+
+class Link(Protocol):
+    """The way to one server, whose control calls are made by `send`."""
+
+    server: Server
+
+    def begin(self, infos: Sequence[WeightInfo]) -> None:
+        """The server is about to take these."""
+        ...
+
+    def put(self, flat: Tensor, bucket: list[WeightInfo]) -> None:
+        """Hands over the next of them; may return before they are there."""
+        ...
+
+    def flush(self) -> None:
+        """Waits until what was put is there."""
+        ...
+
+    def end(self) -> None:
+        """All were put: waits until the server computes with them."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _Told:
+    """A server that is told in a thread what is coming, for it answers when all has come."""
+
+    def __init__(self, server: Server, timeout: float) -> None:
+        self.server, self.timeout = server, timeout
+        self.pool = ThreadPoolExecutor(1)
+        self.answer: Future[Any] | None = None
+
+    def tell(self, path: str, body: dict[str, Any]) -> None:
+        self.answer = self.pool.submit(self.server.call, path, body, self.timeout)
+
+    def heard(self) -> None:
+        """Raises what the server has said so far, if that is a failure."""
+        if self.answer is not None and self.answer.done():
+            self.answer.result()
+
+    def wait(self) -> None:
+        assert self.answer is not None
+        self.answer.result()
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+class GlooLink:
+    """Broadcasts from this process to the server's workers, with a deadline for each bucket."""
+
+    def __init__(self, server: Server, config: Vllm, number: int) -> None:
+        """Meets the server's workers. Args: number: of the server.
+
+        Raises:
+            ServerLost: they did not come.
+        """
+        host, port = address_of(server.url)
+        own = config.transfer_host or gloo_wire.local_address(host, port)
+        wanted = config.transfer_port + number if config.transfer_port else 0
+        size, timeout = server.world_size + 1, config.update_timeout
+        self.told = _Told(server, timeout)
+        self.server = server
+        try:
+            store = gloo_wire.Store(own, wanted, size, timeout)
+        except (OSError, RuntimeError) as error:
+            raise server.lost(
+                "weight transfer", f"cannot listen at {own}:{wanted} ({error})"
+            ) from error
+        init = {
+            "address": own, "port": store.port, "size": size, "timeout": timeout,
+            "bucket_bytes": config.bucket_mb * MIB,
+        }  # fmt: skip
+        self.told.tell("/init_weight_transfer_engine", {"init_info": init})
+        try:
+            self.group = gloo_wire.group(store.store, own, 0, size, timeout)
+        except RuntimeError as error:
+            self.told.heard()
+            raise server.lost("weight transfer", f"its workers did not come ({error})") from error
+        self.told.wait()
+        self.work: Any = None
+
+    def begin(self, infos: Sequence[WeightInfo]) -> None:
+        update = {
+            "names": [i.name for i in infos],
+            "dtypes": [str(i.dtype).removeprefix("torch.") for i in infos],
+            "shapes": [list(i.shape) for i in infos],
+        }
+        self.told.tell("/update_weights", {"update_info": update})
+
+    def put(self, flat: Tensor, bucket: list[WeightInfo]) -> None:
+        self.told.heard()
+        self.work = self.group.broadcast(flat.cpu(), 0)
+
+    def flush(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            self.told.heard()
+            said = str(error).splitlines()[0]
+            raise self.server.lost("weight transfer", f"the connection broke ({said})") from error
+
+    def end(self) -> None:
+        self.told.wait()
+
+    def close(self) -> None:
+        self.told.close()
+
+
+class NcclLink:
+    """vLLM's NCCL transfer, unpacked: one broadcast a weight, on this process's GPU.
+
+    Nothing can break a broadcast off that waits for a dead peer: past its deadline the process is
+    ended, with a message (`deadline`).
+    """
+
+    def __init__(self, server: Server, config: Vllm, number: int) -> None:
+        from vllm.distributed.weight_transfer import nccl_common
+
+        host, port = address_of(server.url)
+        own = config.transfer_host or gloo_wire.local_address(host, port)
+        wanted = config.transfer_port + number if config.transfer_port else free_port(own)
+        size = server.world_size + 1
+        self.server, self.timeout = server, config.update_timeout
+        self.told = _Told(server, config.update_timeout)
+        init = {
+            "master_address": own, "master_port": wanted, "rank_offset": 1, "world_size": size,
+            "packed": False,
+        }  # fmt: skip
+        self.told.tell("/init_weight_transfer_engine", {"init_info": init})
+        with deadline(self.timeout, server, "weight transfer"):
+            self.group = nccl_common.stateless_init_process_group(
+                own, wanted, 0, size, torch.cuda.current_device()
+            )
+            self.told.wait()
+
+    def begin(self, infos: Sequence[WeightInfo]) -> None:
+        update = {
+            "names": [i.name for i in infos],
+            "dtype_names": [str(i.dtype).removeprefix("torch.") for i in infos],
+            "shapes": [list(i.shape) for i in infos],
+        }
+        self.told.tell("/update_weights", {"update_info": update})
+
+    def put(self, flat: Tensor, bucket: list[WeightInfo]) -> None:
+        self.told.heard()
+        with deadline(self.timeout, self.server, "weight transfer"):
+            for _, weight in unflattened(flat, bucket):
+                self.group.broadcast(weight.contiguous(), 0, stream=torch.cuda.current_stream())
+
+    def flush(self) -> None:
+        with deadline(self.timeout, self.server, "weight transfer"):
+            torch.cuda.current_stream().synchronize()
+
+    def end(self) -> None:
+        self.told.wait()
+
+    def close(self) -> None:
+        self.told.close()
+
+
+class IpcLink:
+    """vLLM's CUDA IPC transfer: the server opens this process's memory."""
+
+    def __init__(self, server: Server, config: Vllm, number: int) -> None:
+        self.server, self.timeout = server, config.update_timeout
+        self.uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        server.call("/init_weight_transfer_engine", {"init_info": {"packed": False}}, self.timeout)
+
+    def begin(self, infos: Sequence[WeightInfo]) -> None:
+        pass
+
+    def put(self, flat: Tensor, bucket: list[WeightInfo]) -> None:
+        import base64
+        import pickle
+
+        weights = unflattened(flat, bucket)
+        handles = [{self.uuid: _handle(w)} for _, w in weights]
+        update = {
+            "names": [name for name, _ in weights],
+            "dtype_names": [str(w.dtype).removeprefix("torch.") for _, w in weights],
+            "shapes": [list(w.shape) for _, w in weights],
+            "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
+        }
+        torch.cuda.synchronize()
+        self.server.call("/update_weights", {"update_info": update}, self.timeout)
+
+    def flush(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def close(self) -> None:
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+
+def _handle(weight: Tensor) -> Any:
+    """What another process opens a CUDA tensor by."""
+    from torch.multiprocessing import reductions
+
+    return reductions.reduce_tensor(weight.contiguous())[1]  # type: ignore[no-untyped-call]
+
+
+class DiskLink:
+    """A safetensors file of all weights in a folder that the server can see."""
+
+    def __init__(self, server: Server, config: Vllm, number: int) -> None:
+        assert config.transfer_folder is not None, "checked when the recipe was parsed"
+        self.server, self.timeout = server, config.update_timeout
+        self.folder = Path(config.transfer_folder).expanduser().resolve() / f"server-{number}"
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self.parts = 0
+
+    def begin(self, infos: Sequence[WeightInfo]) -> None:
+        self.parts = 0
+        for old in self.folder.glob("*.safetensors"):
+            old.unlink()
+
+    def put(self, flat: Tensor, bucket: list[WeightInfo]) -> None:
+        weights = {name: w.contiguous().cpu() for name, w in unflattened(flat, bucket)}
+        save_file(weights, self.folder / f"model-{self.parts:05d}.safetensors")
+        self.parts += 1
+
+    def flush(self) -> None:
+        pass
+
+    def end(self) -> None:
+        self.server.rpc("grpo_load", str(self.folder), timeout=self.timeout)
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+KINDS: dict[str, Callable[[Server, Vllm, int], Link]] = {
+    "gloo": GlooLink,
+    "nccl": NcclLink,
+    "ipc": IpcLink,
+    "disk": DiskLink,
+}
+
+
+def connect(server: Server, config: Vllm, number: int) -> Link:
+    """The link to a server, of the kind that recipe and server agree on.
+
+    Raises:
+        ServerLost: it cannot be reached that way.
+    """
+    kind = config.transfer
+    if kind == "auto":
+        kind = "nccl" if torch.cuda.is_available() else "gloo"
+    if kind != "disk" and kind != server.transfer:
+        raise server.lost(
+            "weight transfer",
+            f"it was started with transfer={server.transfer}, and the run has {kind}",
+        )
+    return KINDS[kind](server, config, number)
+
+
+def send(
+    links: Sequence[Link], weights: Weights, version: str, config: Vllm, pause: str
+) -> dict[str, ServerLost]:
+    """Gives all servers the weights, at once; those that fail drop out and the others go on.
+
+    Args:
+        version: what their completions say from then on.
+        pause: wait: until the completions begun are done; keep: in the middle of them.
+
+    Returns:
+        By address what became of servers that have to be started again.
+    """
+    lost: dict[str, ServerLost] = {}
+    alive = list(links)
+
+    def each(step: str, do: Any) -> None:
+        """Calls `do` for every server that is left, at the same time."""
+        with ThreadPoolExecutor(max(len(alive), 1)) as pool:
+            futures = {link.server.url: pool.submit(do, link) for link in alive}
+        for url, future in futures.items():
+            error = future.exception()
+            if isinstance(error, ServerLost):
+                lost[url] = error
+            elif error is not None:
+                raise error
+        alive[:] = [link for link in alive if link.server.url not in lost]
+
+    infos = weights.infos()
+    # Those begun may take as long as any request.
+    patience = config.request_timeout if pause == "wait" else config.update_timeout
+
+    def begin(link: Link) -> None:
+        link.server.call(f"/pause?mode={pause}", {}, patience)
+        link.server.rpc("grpo_begin_update", timeout=config.update_timeout)
+        if not isinstance(link, DiskLink):
+            link.server.call("/start_weight_update", {}, config.update_timeout)
+        link.begin(infos)
+
+    def end(link: Link) -> None:
+        link.end()
+        if isinstance(link, DiskLink):
+            link.server.call("/update_weight_version", {"new_version": version})
+        else:
+            body = {"weight_version": version}
+            link.server.call("/finish_weight_update", body, config.update_timeout)
+        link.server.rpc("grpo_end_update")
+        answer = link.server.call("/reset_prefix_cache", {}) if pause == "wait" else None
+        if answer is not None and not answer.get("success", True):
+            raise link.server.lost("/reset_prefix_cache", "it was not reset")
+        link.server.call("/resume", {})
+
+    each("begin", begin)
+    passing = iter(weights)
+    for bucket in buckets(infos, config.bucket_mb * MIB):
+        flat = flattened(passing, bucket)
+        each("put", lambda link: link.put(flat, bucket))  # noqa: B023 - done before the next
+        each("flush", lambda link: link.flush())
+    each("end", end)
+    return lost
+
+
+def address_of(url: str) -> tuple[str, int]:
+    """(host, port) of an address."""
+    parts = urlsplit(url)
+    return parts.hostname or "127.0.0.1", parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def free_port(address: str) -> int:
+    """A port that nobody listens at, just now."""
+    import socket
+
+    with socket.create_server((address, 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+@contextlib.contextmanager
+def deadline(seconds: float, server: Server, what: str) -> Iterator[None]:
+    """Ends the process with a message if what is inside takes longer: it cannot be broken off."""
+
+    def end() -> None:
+        print(f"grpo: {server.lost(what, f'not done within {seconds:g} s')}", flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
