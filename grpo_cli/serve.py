@@ -5,8 +5,6 @@ The processes, and who ends whom:
     grpo serve          checks, starts, reports; ends the rest when it is told to stop
     └ keep()            its child, leads a session of its own; ends the session when grpo is gone
       └ vLLM's server   and below it vLLM's engine and workers
-
-Importing this file is cheap: the trainer asks it for the log of a server that is in trouble.
 """
 
 from __future__ import annotations
@@ -31,10 +29,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 from grpo_cli.config import Recipe, allowed, knob
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
+from grpo_cli.serve_log import KILLED, failure, log_path, phase_in, text_of
+from grpo_cli.vllm_settings import REFUSED_ANYWHERE
 
 MODULE = "vllm.entrypoints.openai.api_server"
 EXTENSION = "grpo_cli.vllm_worker.WorkerExtension"
@@ -92,17 +91,7 @@ OF_RECIPES = {f.name for f in dataclasses.fields(Recipe)}
 
 # Arguments of vLLM's that are not to be passed on: why, or what to write instead.
 REFUSED = {
-    "quantization": "weights are sent as they are trained, which a quantized engine cannot take",
-    "quantization_config": "weights are sent as they are trained, which a quantized engine cannot "
-    "take",
-    "logprobs_mode": "a token's log-probability must be that of the distribution it was drawn from",
-    "speculative_config": "of drafted tokens vLLM does not report the log-probability they were "
-    "drawn with",
-    "enable_lora": "the policy has no adapters: all of its weights are sent",
-    "generation_config": "how completions are sampled is the trainer's to say",
-    "tokenizer": "it is the model's",
-    "skip_tokenizer_init": "stop strings and grammars need the tokenizer",
-    "worker_extension_cls": "grpo puts its own there, which takes the weights",
+    **REFUSED_ANYWHERE,
     "enable_scale_out": "it is always set: the trainer sends and takes token ids",
     "api_key": "the trainer sends none; listen at 127.0.0.1 or in a private network",
     "uds": "the trainer speaks HTTP with a port",
@@ -126,7 +115,7 @@ REFUSED_PREFIXES = {"spec_": REFUSED["speculative_config"], "ssl_": "the trainer
 def usage() -> str:
     """What `grpo serve --help` prints."""
     lines = [
-        "grpo serve model=PATH [word=value ...]                 serve a model's folder or hub name",
+        "grpo serve model=PATH [word=value ...]                    serve a folder or hub name",
         "grpo serve recipe=NAME [key=value ...] [word=value ...]   serve the model of a recipe",
         "",
         "Starts vLLM's server, so that `grpo train ... generation=vllm_server` can sample from it;",
@@ -220,6 +209,8 @@ def parse(words: Sequence[str]) -> Settings:
         reasons = [why for prefix, why in REFUSED_PREFIXES.items() if name.startswith(prefix)]
         if why := REFUSED.get(name) or next(iter(reasons), None):
             raise UserError(f"engine_args.{name}: cannot be set: {why}.")
+        if short := [full for full in REFUSED if full.startswith(name)]:  # vLLM takes it for that
+            raise UserError(f"engine_args.{name}: is short for {short[0]}, which cannot be set.")
     return dataclasses.replace(settings, engine_args=arguments)
 
 
@@ -490,7 +481,7 @@ def serve(settings: Settings, recipe: Recipe | None, words: Sequence[str]) -> in
             say(f"ready after {time.monotonic() - begin:.0f} s: {trains}")
         while not noted:
             if server.poll() is not None:
-                raise TrainingError(_failure("the server ended", log))
+                raise TrainingError(failure("the server ended", log))
             time.sleep(LOOK_EVERY)
     return noted[0]
 
@@ -506,15 +497,13 @@ def prepare_log(settings: Settings) -> Path:
     Raises:
         UserError: it cannot be written.
     """
-    usual = log_path(settings.host, settings.port)
+    usual = log_path(settings.port)
     log = Path(settings.log).expanduser() if settings.log else usual
     try:
         for path in (usual, log):
             path.parent.mkdir(parents=True, exist_ok=True)
         usual, log = (path.parent.resolve() / path.name for path in (usual, log))
-        usual.unlink(
-            missing_ok=True
-        )  # of an earlier server; where it is a link, what it names stays
+        usual.unlink(missing_ok=True)  # an earlier server's; of a link, what it names stays
         log.write_bytes(b"")
         if log != usual:
             usual.symlink_to(log)
@@ -591,26 +580,23 @@ def keep() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-KILLED = "grpo serve: the server was ended by "
-
-
 def _wait_until_ready(
     server: subprocess.Popen[bytes], settings: Settings, log: Path, noted: list[int]
 ) -> None:
     begin = spoken = time.monotonic()
     while not noted:
         if server.poll() is not None:
-            raise TrainingError(_failure("the server ended while it started", log))
+            raise TrainingError(failure("the server ended while it started", log))
         if is_healthy(settings.host, settings.port):
             return
         now = time.monotonic()
         if now - begin > settings.start_timeout:
-            phase = phase_in(_text_of(log))
+            phase = phase_in(text_of(log))
             what = f"start_timeout = {settings.start_timeout:g}: the server is not ready ({phase})"
-            raise TrainingError(_failure(what, log))
+            raise TrainingError(failure(what, log))
         if now - spoken >= SPEAK_EVERY:
             spoken = now
-            say(f"  {now - begin:.0f} s: {phase_in(_text_of(log))}")
+            say(f"  {now - begin:.0f} s: {phase_in(text_of(log))}")
         time.sleep(LOOK_EVERY)
 
 
@@ -644,178 +630,3 @@ def training_words(plan: Plan, recipe: Recipe | None, words: Sequence[str]) -> s
             needed.append(f"{folder}FOLDER")
     beginning = ["grpo", "train", *kept] if recipe is not None else ["grpo", "train", "..."]
     return " ".join(w if w == "..." else shlex.quote(w) for w in [*beginning, *needed])
-
-
-# What a server says of itself.
-
-
-def log_path(host_or_name: str, port: int) -> Path:
-    """Where the log of this machine's server on a port lies, by whatever name the machine goes."""
-    from grpo_cli.tiny import cache_dir
-
-    return cache_dir() / "serve" / f"{port}.log"
-
-
-def tail_of(url: str, lines: int = 8) -> str | None:
-    """The last lines of the log of a server that `grpo serve` started on this machine, else None.
-
-    Args:
-        url: the server's, such as http://127.0.0.1:8000.
-    """
-    parts = urlsplit(url)
-    if not _is_this_machine(parts.hostname or ""):
-        return None
-    log = log_path(parts.hostname or "", parts.port or 80)
-    return _last_lines(_text_of(log), lines) if log.is_file() else None
-
-
-def _is_this_machine(host: str) -> bool:
-    own = socket.gethostname().lower()
-    return host.lower() in {
-        "127.0.0.1", "localhost", "0.0.0.0", "::1", "::", own, own.partition(".")[0]
-    }  # fmt: skip
-
-
-def _text_of(log: Path) -> str:
-    """The end of a log, long enough for every traceback of a failed start."""
-    with suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 2**20))
-        return file.read().decode("utf-8", "replace")
-    return ""
-
-
-def _last_lines(text: str, lines: int) -> str:
-    return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
-
-
-def _failure(what: str, log: Path) -> str:
-    text = _text_of(log)
-    tail = textwrap.indent(_last_lines(text, 8), "  ")
-    reason = reason_in(text)
-    return f"{what}{f': {reason}' if reason else ''}\nThe last lines of {log}:\n{tail}"
-
-
-# (what a line of the log holds, what the server is then doing); the last one met counts.
-PHASES = (
-    (r"non-default args", "reading the model's configuration"),
-    (r"Fetching \d+ files|Downloading|\.safetensors: +\d+%", "downloading the model"),
-    (r"Resolved architecture|Using max model len", "starting the engine's process"),
-    (r"Initializing a V1 LLM engine|world_size=", "starting the engine"),
-    (r"Starting to load model|Loading (safetensors|pt) checkpoint shards", "loading weights"),
-    (r"Loading weights took|Model loading took", "weights are loaded"),
-    (r"torch\.compile|Dynamo bytecode|Compiling a graph", "compiling"),
-    (r"KV cache (size|memory)|for KV cache", "making room for keys and values"),
-    (r"Capturing CUDA graph|Profiling CUDA graph", "capturing CUDA graphs"),
-    (r"Starting vLLM|Started server process|Application startup", "opening the port"),
-)
-
-
-def phase_in(text: str) -> str:
-    """What the server was last seen doing, by its log."""
-    for line in reversed(text.splitlines()):
-        if "WARNING" in line:
-            continue
-        if share := re.search(r"Loading \w+ checkpoint shards: +(\d+%)", line):
-            return f"loading weights, {share[1]}"
-        for pattern, phase in PHASES:
-            if re.search(pattern, line):
-                return phase
-    return "starting Python"
-
-
-PREFIX = re.compile(r"^(\([\w ]+ pid=\d+\) ?)?((ERROR|CRITICAL) [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
-EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*((?:[A-Z]\w*)?(?:Error|Exception))(?:: (.*))?$")
-ARGUMENTS = re.compile(r"^\S+: (error: .*)$")  # of argparse
-# Exceptions that only pass on that there was another.
-WRAPPERS = re.compile(
-    r"root cause|Engine ?[Cc]ore (initialization failed|encountered|process)|EngineDeadError|"
-    r"WorkerProc initialization failed|CancelledError|BrokenPipeError|ConnectionResetError"
-)
-# (what a message holds, the same in the words of `grpo serve`).
-KNOWN = (
-    (
-        r"max_model_len \((\d+)\) is greater than the derived max_model_len \([^=]*=(\d+)",
-        "max_model_len = {0}: the model itself allows {1}; choose at most that",
-    ),
-    (
-        r"max seq len \((\d+)\), \(?([\d.]+) GiB KV cache is needed.* memory \(([\d.]+) GiB\)",
-        "kv_cache_gb: keys and values of one sequence of max_model_len = {0} take {1} GiB, and "
-        "there are {2}; raise kv_cache_gb (on a GPU also memory) or lower max_model_len",
-    ),
-    (
-        r"No available memory for the cache blocks",
-        "kv_cache_gb: no memory is left for keys and values; raise kv_cache_gb (on a GPU also "
-        "memory)",
-    ),
-    (
-        r"Free memory on device (\S+) \(([\d.]+)/[\d.]+ GiB\).*utilization \(([\d.]+), ([\d.]+)",
-        "memory = {2}: is {3} GiB of {0}, and {1} are free; lower it, or end what else is there",
-    ),
-    (
-        r"Available memory on node .* \(([\d.]+)/.* requested memory for kv \(([\d.]+) GiB",
-        "kv_cache_gb: {1} GiB are asked for, and this machine has {0} free",
-    ),
-    (
-        r"CUDA out of memory|OutOfMemoryError",
-        "the GPU's memory does not suffice; lower memory, kv_cache_gb or max_model_len, or set "
-        "tensor_parallel",
-    ),
-    (
-        r"[Aa]ddress already in use|Errno 98\b",
-        "the port was taken in the meantime; choose another with port=N",
-    ),
-    (
-        r"model type `([^`]+)` but Transformers does not recognize",
-        "model: its type {0!r} is not known to the installed transformers",
-    ),
-    (
-        r"Model architectures \[([^\]]*)\] are not supported",
-        "model: vLLM cannot run its architecture, {0}",
-    ),
-    (
-        r"Cannot find any model weights with `([^`]*)`",
-        "model = {0}: holds no weights",
-    ),
-    (
-        r"Repo id must be|is not a valid model identifier|RepositoryNotFound|"
-        r"cached snapshot folder|Invalid repository ID",
-        "model: there is no such folder, and the hub does not have it or cannot be reached",
-    ),
-    (
-        r"unrecognized arguments: (.*)",
-        "engine_args: vLLM's server does not know {0}",
-    ),
-)
-
-
-def reason_in(text: str) -> str:
-    """Why a server ended, in one sentence, by what its log says; "" if it does not say.
-
-    The last exception counts that is more than a sign of another one.
-    """
-    found = list(_messages([PREFIX.sub("", line, count=1) for line in text.splitlines()]))
-    if not found:
-        return ""
-    causes = [message for message in found if not WRAPPERS.search(message)]
-    message = (causes or found)[-1]
-    for pattern, words in KNOWN:
-        if match := re.search(pattern, message):
-            return words.format(*match.groups()) + "."
-    return message if message.endswith((".", "!", "?")) else f"{message}."
-
-
-def _messages(lines: Sequence[str]) -> Iterator[str]:
-    """Every line that looks like an exception's message, as `Name: message`, in order."""
-    for number, line in enumerate(lines):
-        if match := EXCEPTION.match(line):
-            name, message = match[1], match[2] or ""
-            if re.match(r"\d+ validation errors? for", message):  # pydantic: said further down
-                field, *said = (part.strip() for part in lines[number + 1 : number + 5])
-                below = " ".join([f"{field}:" if " " not in field else field, *said])
-                yield below.partition(" [type=")[0].removeprefix("Value error, ")
-            else:
-                yield f"{name}: {message}" if message else name
-        elif match := ARGUMENTS.match(line):
-            yield match[1]
-        elif line.startswith(KILLED):
-            yield f"it was ended by {line.removeprefix(KILLED)}"

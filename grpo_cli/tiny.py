@@ -23,6 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from grpo_cli.config import Build
+from grpo_cli.folders import cache_dir
 from grpo_cli.rollouts import derive_seed, pad_right
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -71,12 +72,6 @@ def build(config: Build, pairs: Pairs, seed: int, report: Report) -> Path:
     except OSError:  # another process made the same model meanwhile
         shutil.rmtree(partial)
     return folder
-
-
-def cache_dir() -> Path:
-    """Where built models are kept: $GRPO_CACHE, or the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    return Path(os.environ.get("GRPO_CACHE", f"{base}/grpo")).expanduser()
 
 
 def make_tokenizer(config: Build, texts: Sequence[str]) -> PreTrainedTokenizerFast:

@@ -9,6 +9,7 @@ the advantage, and ascend a clipped surrogate, less β times a KL to a reference
                     that is taken before the first backward: micro-batches and ranks change nothing
     on-policy       with one update a step, old_logprobs are the current ones and ρ = 1 in value
     off-policy      with num_iterations · minibatches > 1, they are computed before the first update
+    begun ahead     with generation.vllm.overlap, they are those of the older weights that sampled
 
     grpo train recipe=gsm8k_tiny
     torchrun --nproc-per-node 8 --no-python grpo train recipe=math_qwen
@@ -76,7 +77,7 @@ def train(run: Run) -> None:
         run.reporter.step(step + 1, metrics, groups)
         stopping = run.stop_requested() and step + 1 < steps
         if stopping or run.checkpoint_is_due(step + 1):
-            run.save()
+            run.save(wait=not stopping)
         if stopping:
             return
     run.finish()

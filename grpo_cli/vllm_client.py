@@ -17,7 +17,7 @@ import httpx2
 
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.rollouts import Completion
-from grpo_cli.serve import tail_of
+from grpo_cli.serve_log import tail_of
 from grpo_cli.vllm_requests import completion, prompt_logprobs
 
 QUICK = 20.0  # seconds for a call that computes nothing
@@ -27,6 +27,8 @@ STRIKES = 3  # looks in vain, one after another, until it does not
 
 class ServerLost(Exception):  # noqa: N818 - what happened to the server
     """A server that does not answer as it should; the message says which, and which call."""
+
+    status: int | None = None  # of HTTP, where there was an answer
 
 
 @dataclass
@@ -66,7 +68,9 @@ class Server:
         said = reason(answer)
         if answer.status_code == 400:
             raise TrainingError(f"server {self.url}: {path} was refused: {said}", alone=True)
-        raise self.lost(path, f"answered {answer.status_code}: {said}")
+        lost = self.lost(path, f"answered {answer.status_code}: {said}")
+        lost.status = answer.status_code
+        raise lost
 
     def lost(self, path: str, why: str) -> ServerLost:
         """What to raise when a call fails, with the end of the server's log if it is ours."""
@@ -100,6 +104,8 @@ class Server:
             states = self.rpc("grpo_state")
             self.world_size = int(self.call("/get_world_size")["world_size"])
         except ServerLost as error:
+            if error.status not in (403, 404, 500):  # there are no such routes, or methods
+                raise
             raise UserError(
                 f"generation.vllm.servers: {self.url} is up, and was not started by `grpo serve` "
                 f"of this version ({error})"
@@ -130,19 +136,26 @@ class Server:
         client: httpx2.AsyncClient,
         prompt: Sequence[int],
         params: dict[str, Any],
+        version: str,
         steps: Callable[[str], int],
         timeout: float,
     ) -> list[Completion]:
         """A group of completions of a prompt.
 
         Args:
+            version: of the newest weights; keys and values of older ones are not reused.
             steps: of a version that the server reports, whose weights it is.
 
         Raises:
             ServerLost: it failed, or has weights of nobody's. TrainingError: it refuses.
         """
         path = "/inference/v1/generate"
-        body = {"token_ids": list(prompt), "sampling_params": {**params, "output_kind": 2}}
+        body = {
+            "token_ids": list(prompt),
+            "sampling_params": {**params, "output_kind": 2},
+            # Weights that come in the middle of completions leave the prefix cache as it is.
+            "cache_salt": version,
+        }
         try:
             answer = await asyncio.wait_for(client.post(self.url + path, json=body), timeout)
         except (httpx2.HTTPError, OSError, TimeoutError) as error:
@@ -239,7 +252,7 @@ def wait_for(
 # What a config says besides the architecture.
 BESIDES = (
     "_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache",
-    "model_type", "auto_map", "id2label", "label2id", "initializer_range", "return_dict",
+    "auto_map", "id2label", "label2id", "initializer_range", "return_dict",
     "attn_implementation", "quantization_config",
     "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "problem_type",
     "max_position_embeddings",

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from grpo_cli import budget
 from grpo_cli.canary import Canary
 from grpo_cli.checkpoint import rng_state, set_rng_state
 from grpo_cli.config import Recipe
@@ -41,6 +42,7 @@ CPU_KV_CACHE = GIB // 2  # where the recipe does not say; vLLM would take nearly
 def environment(workers: Workers) -> dict[str, str]:
     """What vLLM reads when it is imported; what the user has set stays."""
     settings = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    settings |= {"VLLM_NO_USAGE_STATS": "1"}
     if workers.device.type == "cpu":
         # Compiling one small function takes 24 s and a C++ compiler. Threads are the trainer's.
         settings |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -123,7 +125,7 @@ class ColocatedGenerator:
         self.structured = structured_outputs(vllm)
         self.step = 0  # whose weights the engine has
         self.has_weights = True  # no longer, after a sleep of level 2
-        self.asleep = False
+        self.sleeping: list[str] = []  # what has to be woken before it is used
         self.apart = _Apart()
         longest = max(
             recipe.generation.max_completion_tokens, recipe.eval.max_completion_tokens or 0
@@ -171,7 +173,7 @@ class ColocatedGenerator:
             self.max_model_len,
             "generation.vllm.max_model_len",
         )
-        self._wake()
+        self._wake_up()
         with self.apart():
             inputs = self._rendered([ids for ids, _ in everyones])
             for number, (_, seed) in enumerate(everyones):
@@ -206,22 +208,20 @@ class ColocatedGenerator:
         return metrics
 
     def rest(self) -> None:
-        if self.sleep_level and not self.asleep:
+        if self.sleep_level and not self.sleeping:
             self.engine.reset_prefix_cache()
             self.llm.sleep(level=self.sleep_level)
-            self.asleep = True
+            self.sleeping = ["weights", "kv_cache"]
             self.has_weights = self.sleep_level < 2
 
     def close(self) -> None:
         """Ends the engine. It takes the default process group along: nothing collective after."""
-        self.workers.barrier()
         with contextlib.suppress(Exception):  # it may be what broke
             self.engine.engine_core.shutdown()
 
     def _load(self, step: int) -> None:
         """Puts the policy's weights in place. Wakes up the weights' memory, not yet the cache's."""
-        if self.asleep:
-            self.llm.wake_up(tags=["weights"])
+        self._wake("weights")
         try:
             with self.apart():
                 weights = iter(Weights(self.policy))
@@ -236,24 +236,27 @@ class ColocatedGenerator:
             ) from error
         self.has_weights, self.step = True, step
         self.engine.set_weight_version(str(step))
-        if not self.asleep and not self.engine.reset_prefix_cache():
+        if not self.sleeping and not self.engine.reset_prefix_cache():
             raise TrainingError("vLLM did not reset its prefix cache after new weights.")
 
-    def _wake(self) -> None:
-        if not self.asleep:
-            return
-        if not self.has_weights:  # sampled, slept, and nothing was sent since
+    def _wake_up(self) -> None:
+        """Makes the engine ready to sample. Asleep it would wait for ever."""
+        if not self.has_weights:  # it sampled, slept, and was sent nothing since
             self._load(self.step)
-        elif self.sleep_level:
-            self.llm.wake_up(tags=["weights"])
-        self.llm.wake_up(tags=["kv_cache"])
-        self.asleep = False
+        self._wake("weights")
+        self._wake("kv_cache")
+
+    def _wake(self, what: str) -> None:
+        if what in self.sleeping:
+            budget.release()  # what the update has left in torch's own cache
+            self.llm.wake_up(tags=[what])
+            self.sleeping.remove(what)
 
     def _canary(self, step: int) -> float:
         assert self.canary is not None
         trainer = self.canary.of_trainer()
         for is_last in (False, True):
-            self._wake()
+            self._wake_up()
             # One answer for all, since all have to load again.
             difference = self.workers.max(self.canary.difference(trainer, self._score()))
             if self.canary.agrees("vLLM", difference):

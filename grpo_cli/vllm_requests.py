@@ -27,7 +27,8 @@ def sampling_params(
     params: dict[str, Any] = {
         "n": 1 if greedy else num_generations,  # the others would be the same
         "max_tokens": sampling.max_tokens,
-        "min_tokens": sampling.min_tokens,
+        # vLLM counts without the eos, and looks for stop strings from the token after that.
+        "min_tokens": max(sampling.min_tokens - 1, 0),
         "temperature": sampling.temperature,
         "top_p": 1.0 if greedy else sampling.top_p,
         "top_k": 0 if greedy else sampling.top_k,

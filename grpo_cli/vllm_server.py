@@ -203,7 +203,11 @@ class ServerGenerator:
                             break
                         number = waiting.popleft()
                         request = server.generate(
-                            client, *requests[number], steps, self.config.request_timeout
+                            client,
+                            *requests[number],
+                            f"{self.run}:{self.step}",
+                            steps,
+                            self.config.request_timeout,
                         )
                         tasks[asyncio.create_task(request)] = (server, number)
                     await asyncio.wait([*tasks, *watches], return_when=asyncio.FIRST_COMPLETED)

@@ -10,31 +10,35 @@ from typing import Any
 
 from grpo_cli.config import Recipe, Vllm
 
-# Engine arguments that cannot be passed through, and why or what to write instead.
-REFUSED = {
-    "quantization": "weights are sent as they are trained, and a quantized engine cannot take them",
-    "quantization_config": "weights are sent as they are trained, and a quantized engine cannot "
-    "take them",
-    "load_format": "the engine begins with the model's own weights",
+# Engine arguments that cannot be passed through, and why or what to write instead: to no engine,
+REFUSED_ANYWHERE = {
+    "quantization": "weights are sent as they are trained, which a quantized engine cannot take",
+    "quantization_config": "weights are sent as they are trained, which a quantized engine cannot "
+    "take",
     "logprobs_mode": "a token's log-probability must be that of the distribution it was drawn from",
     "speculative_config": "of drafted tokens vLLM does not report the log-probability they were "
     "drawn with",
     "enable_lora": "the policy has no adapters: all of its weights are sent",
-    "weight_transfer_config": "the transfer is grpo's: see generation.vllm.transfer",
-    "worker_extension_cls": "grpo puts its own there",
-    "distributed_executor_backend": "it follows from the number of processes",
-    "generation_config": "sampling is what the recipe says",
+    "generation_config": "how completions are sampled is the trainer's to say",
+    "tokenizer": "it is the model's",
     "skip_tokenizer_init": "stop strings and grammars need the tokenizer",
+    "worker_extension_cls": "grpo puts its own there",
+}
+# and to one in the trainer's processes.
+REFUSED = {
+    **REFUSED_ANYWHERE,
+    "load_format": "the engine begins with the model's own weights",
+    "weight_transfer_config": "the weights are loaded in place",
+    "distributed_executor_backend": "it follows from the number of processes",
+    "data_parallel_size": "each training process has an engine of its own already",
+    "pipeline_parallel_size": "use generation.vllm.tensor_parallel",
     "seed": "write seed",
     "model": "write model.path",
-    "tokenizer": "it is the model's",
     "revision": "write model.revision",
     "trust_remote_code": "write model.trust_remote_code",
     "dtype": "write generation.vllm.dtype",
     "max_model_len": "write generation.vllm.max_model_len",
     "tensor_parallel_size": "write generation.vllm.tensor_parallel",
-    "data_parallel_size": "each training process has an engine of its own already",
-    "pipeline_parallel_size": "use generation.vllm.tensor_parallel",
     "gpu_memory_utilization": "write generation.vllm.memory",
     "kv_cache_memory_bytes": "write generation.vllm.kv_cache_gb",
     "enforce_eager": "write generation.vllm.eager",

@@ -285,7 +285,10 @@ def connect(server: Server, config: Vllm, number: int) -> Link:
     """
     kind = config.transfer
     if kind == "auto":
-        kind = "nccl" if torch.cuda.is_available() else "gloo"
+        kind = server.transfer
+    if kind in ("nccl", "ipc") and not torch.cuda.is_available():
+        why = f"it was started with transfer={kind}, and the trainer has no GPU"
+        raise server.lost("weight transfer", why)
     if kind != "disk" and kind != server.transfer:
         raise server.lost(
             "weight transfer",

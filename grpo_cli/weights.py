@@ -25,23 +25,20 @@ class Weights:
     with uninitialised memory. A tied head is there once, under the embedding's name.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
-        """Args: dtype: of what is sent; None: the weights' own."""
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.dtype = dtype
 
     def infos(self) -> list[WeightInfo]:
         """What iterating gives, without gathering anything."""
         named = self.model.named_parameters()
-        return [WeightInfo(n, tuple(p.shape), self.dtype or p.dtype) for n, p in named]
+        return [WeightInfo(n, tuple(p.shape), p.dtype) for n, p in named]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) one at a time: every process of a sharded model has to iterate."""
         for name, parameter in self.model.named_parameters():
             weight = parameter.detach()
             gather = getattr(weight, "full_tensor", None)  # a DTensor: a collective
-            whole = weight if gather is None else gather()
-            yield name, whole if self.dtype is None else whole.to(self.dtype)
+            yield name, weight if gather is None else gather()
 
 
 def buckets(infos: Iterable[WeightInfo], limit: int) -> Iterator[list[WeightInfo]]:

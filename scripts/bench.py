@@ -40,12 +40,16 @@ LABELS = {
     "generate": "model.generate",
     "plain": "plain",
     "all": "no skip",
+    "vllm": "ours, vLLM",
+    "trl_vllm": "trl, vLLM",
 }
 STAGES = {  # that a side is compared in
     "trl": ("step", "generate", "update", "memory", "tokens"),
     "generate": ("generate", "tokens"),
     "plain": ("update", "memory"),
     "all": ("step", "update"),
+    "ours": ("step", "generate", "update", "tokens"),
+    "trl_vllm": ("step", "generate", "update", "tokens"),
 }  # fmt: skip
 TOLERANCE = 0.03  # sides whose tokens differ by more are compared by the token too
 CURVE_PROMPTS = (1, 2, 4, 8, 16, 32, 64)
@@ -115,9 +119,10 @@ def per_token(rounds: Rounds, stage: str) -> float:
 
 
 def rows(workload: str, found: Mapping[str, Rounds]) -> list[str]:
-    """The table of a workload: a row for each stage of each side that ours is held against."""
-    ours, lines = found["ours"], []
-    for side, theirs in found.items():
+    """The table of a workload: a row for each stage of each side that the first is held against."""
+    (first, ours), *others = found.items()
+    lines = []
+    for side, theirs in others:
         for stage in STAGES.get(side, ()):
             left, right = measured(ours, stage), measured(theirs, stage)
             if left is None or right is None:
@@ -125,7 +130,7 @@ def rows(workload: str, found: Mapping[str, Rounds]) -> list[str]:
             unit = {"memory": "MiB", "tokens": ""}.get(stage, "s")
             a, b = Figure.of(left), Figure.of(right)
             line = (
-                f"{workload:8} {stage:9} {'ours ' + a.text(unit):32} "
+                f"{workload:8} {stage:9} {LABELS[first] + ' ' + a.text(unit):32} "
                 f"{LABELS[side] + ' ' + b.text(unit):42} {times(b.median / a.median)}"
             )
             counts = [statistics.mean(tokens_of(s) for r in x for s in r) for x in (ours, theirs)]
@@ -236,7 +241,7 @@ class Bench:
 
     def memory(self, workload: Workload, sides: Sequence[str]) -> dict[str, Rounds]:
         """One more turn of each side, for memory: looking at it costs time."""
-        sides = [side for side in sides if "memory" in STAGES.get(side, ("memory",))]
+        sides = [s for s in sides if s == sides[0] or "memory" in STAGES.get(s, ())]
         if len(sides) < 2:
             return {}
         return {side: [self.turn(workload, side, 1, metered=True)[WARM_UP:]] for side in sides}
@@ -251,13 +256,15 @@ def environment(root: Path, metered: bool) -> dict[str, str]:
         "PYTHONPATH": path,
     }
     # As `grpo` sets it. OpenMP's own would be threads that spin: slower where others use the cores.
+    # vLLM on a CPU: one small function takes 24 s to compile, and TRL's engine its memory by GiB.
+    chosen |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     return {"GOMP_SPINCOUNT": "1000", **os.environ, **chosen, **(GIVES_BACK if metered else {})}
 
 
 def check_prompts(turns: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Raises unless every side was given the same prompt tokens in every step."""
     seen = {side: [step["prompts"] for step in steps] for side, steps in turns.items()}
-    if any(digests != seen["ours"] for digests in seen.values()):
+    if any(digests != next(iter(seen.values())) for digests in seen.values()):
         raise SystemExit(f"the sides had different prompts: {seen}")
 
 
@@ -273,14 +280,17 @@ def comparison(bench: Bench, chosen: Sequence[Workload], rounds: int) -> dict[st
         print("TRL is not installed here (make bench makes a venv that has it): ours alone")
     raw: dict[str, Any] = {}
     for workload in chosen:
-        sides = [s for s in workload.sides if has_trl or s != "trl"]
+        if "vllm" in workload.sides and importlib.util.find_spec("vllm") is None:
+            print(f"{workload.name}: vLLM is not installed here (make bench-vllm has it): left out")
+            continue
+        sides = [s for s in workload.sides if has_trl or not s.startswith("trl")]
         found = bench.compare(workload, sides, rounds)
         metered = bench.memory(workload, sides)
         raw[workload.name] = {"timed": found, "metered": metered}
         lines = rows(workload.name, found)
         lines += [r for r in rows(workload.name, metered) if " memory " in r] if metered else []
         lines += [logits_row(workload)] if "plain" in sides else []
-        lines += [] if len(sides) > 1 else alone(workload.name, found["ours"])
+        lines += [] if len(sides) > 1 else alone(workload.name, found[sides[0]])
         print("\n".join(lines), flush=True)
     return raw
 

@@ -41,6 +41,7 @@ OURS: dict[str, dict[str, Any]] = {
     "ours": {},
     "plain": {"update.packing": False, "update.chunked_logits": False},
     "all": {"update.skip_silent": False},
+    "vllm": {"generation.engine": "vllm_colocate"},
 }
 
 
@@ -72,6 +73,7 @@ WORKLOADS = {
             sides=("ours", "plain", "trl"), steps=1,
         ),
         Workload("flat", (30, 130), limit=512, half_flat=True, sides=("ours", "all")),
+        Workload("vllm", (30, 130), limit=512, sides=("vllm", "trl_vllm", "ours")),  # tail's
     )
 }  # fmt: skip
 

@@ -21,12 +21,20 @@ from bench_setup import Job, reward
 def main() -> None:
     job, probe = Job.read(sys.argv[1]), Probe()
     more = {"meter": check_meter(probe.device)} if job.metered else {}
-    {"trl": run_trl, "generate": run_generate}[job.side](job, probe)
+    {"trl": run_trl, "trl_vllm": run_trl, "generate": run_generate}[job.side](job, probe)
     probe.write(job.output, device=str(probe.device), **more)
 
 
 def run_trl(job: Job, probe: Probe) -> None:
     """Trains with TRL."""
+    vllm: dict[str, Any] = {}
+    if job.side == "trl_vllm":
+        let_trl_use_vllm()
+        vllm = {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_max_model_length": job.workload.prompt_tokens[1] + job.workload.limit,
+        }
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
@@ -89,6 +97,7 @@ def run_trl(job: Job, probe: Probe) -> None:
         logging_steps=1,
         save_strategy="no",
         report_to=[],
+        **vllm,
         disable_tqdm=True,
     )
     trainer = Watched(
@@ -101,6 +110,27 @@ def run_trl(job: Job, probe: Probe) -> None:
     trainer.train()
     for step in probe.steps:
         step.seconds["update"] = step.seconds["step"] - step.seconds["inputs"]
+
+
+def let_trl_use_vllm() -> None:
+    """What TRL 1.16 needs to train with vLLM 0.32 on a CPU, and the engine settings of our side.
+
+    It loads weights in a way that packed layers do not take, and passes no dtype: float32 models
+    would be sampled from in 16 bit.
+    """
+    import vllm
+    import vllm._custom_ops as ops
+
+    ops._supports_onednn = False
+    plain = vllm.LLM
+
+    class LLM(plain):  # type: ignore[misc, valid-type]
+        def __init__(self, *given: Any, **named: Any) -> None:
+            settings = {"dtype": "float32", "enforce_eager": True}
+            settings |= {"kv_cache_memory_bytes": 2**29}
+            super().__init__(*given, **{**named, **settings})
+
+    vllm.LLM = LLM
 
 
 @torch.no_grad()

@@ -185,7 +185,10 @@ MISTAKES = {
     ),
     "defaults as a choice": (["loss=_default"], ["there are bnpo, cispo, clip_cov, dapo"]),
     "grammar": (["reward=[exact_match"], ["reward=[exact_match"]),
-    "unknown command": ("evaluate", ["grpo evaluate", "eval, recipes, rewards, score, train"]),
+    "unknown command": (
+        "evaluate",
+        ["grpo evaluate: there is no such command", "eval, recipes, rewards, score, serve, train"],
+    ),
 }
 
 

@@ -125,7 +125,10 @@ class Recites:
             on_group(number, group)
         return groups
 
-    def update_weights(self, policy: Any) -> None: ...
+    def update_weights(self, policy: Any, step: int) -> dict[str, float]:
+        return {}
+
+    def rest(self) -> None: ...
 
     def close(self) -> None: ...
 

@@ -391,7 +391,10 @@ class Echo:
             on_group(number, groups[number])
         return groups
 
-    def update_weights(self, policy: PreTrainedModel) -> None: ...
+    def update_weights(self, policy: PreTrainedModel, step: int) -> dict[str, float]:
+        return {}
+
+    def rest(self) -> None: ...
 
     def close(self) -> None: ...
 

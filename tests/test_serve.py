@@ -19,7 +19,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from rich.console import Console
 
-from grpo_cli import cli, parsing, prepare, run, serve, tiny
+from grpo_cli import cli, parsing, prepare, run, serve, serve_log, tiny
 from grpo_cli.compose import register_schema
 from grpo_cli.config import Recipe
 from grpo_cli.errors import UserError
@@ -29,8 +29,11 @@ FAKE = """
 import http.server, json, os, signal, subprocess, sys, time
 
 say = lambda text: print(text, flush=True)
-stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-below = subprocess.Popen([sys.executable, "-c", stubborn])
+ignores = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+below = subprocess.Popen(
+    [sys.executable, "-c", ignores + "print(flush=True); time.sleep(600)"], stdout=subprocess.PIPE
+)
+below.stdout.readline()  # now it ignores
 pids = [os.getppid(), os.getpid(), below.pid]
 with open(os.environ["NOTES"] + ".part", "w") as file:
     json.dump({"argv": sys.argv[1:], "environment": dict(os.environ), "pids": pids}, file)
@@ -43,6 +46,10 @@ if do == "is killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if do == "hangs":
     time.sleep(600)
+if do == "is stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+else:
+    signal.signal(signal.SIGTERM, lambda *args: (say("ends as it was asked to"), sys.exit()))
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -376,7 +383,6 @@ def test_a_built_model_is_that_of_training(tmp_path: Path, monkeypatch: pytest.M
     assert planned(recipe=recipe).path == ""
     folder = serve.build_model(recipe)
     assert folder.parent == tmp_path / "cache" / "tiny"
-    made = tiny.make_model
     monkeypatch.delattr(tiny, "make_model")  # it is found, not made
     prepared = prepare.for_training(recipe)
     try:
@@ -384,7 +390,6 @@ def test_a_built_model_is_that_of_training(tmp_path: Path, monkeypatch: pytest.M
         run.load_policy(prepared, alone, alone)
     finally:
         prepared.scorer.crew.close()
-    monkeypatch.setattr(tiny, "make_model", made, raising=False)
 
 
 # Ports and logs.
@@ -404,17 +409,17 @@ def test_port() -> None:
 def test_tail_of_this_machines_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(socket, "gethostname", lambda: "Node1.example.org")
-    assert serve.tail_of("http://127.0.0.1:81") is None
+    assert serve_log.tail_of("http://127.0.0.1:81") is None
     log = serve.prepare_log(serve.Settings(port=81))
-    assert log == serve.log_path("localhost", 81) == tmp_path / "cache/serve/81.log"
+    assert log == serve_log.log_path(81) == tmp_path / "cache/serve/Node1.example.org-81.log"
     log.write_text("\n".join(f"line {i}\n" for i in range(10)))
     for host in ("127.0.0.1", "localhost", "0.0.0.0", "[::1]", "node1", "node1.example.org"):
-        assert serve.tail_of(f"http://{host}:81", 2) == "line 8\nline 9"
-    assert serve.tail_of("http://node2:81") is None
-    assert serve.tail_of("http://node1:82") is None
+        assert serve_log.tail_of(f"http://{host}:81", 2) == "line 8\nline 9"
+    assert serve_log.tail_of("http://node2:81") is None
+    assert serve_log.tail_of("http://node1:82") is None
     own = serve.prepare_log(serve.Settings(port=81, log=str(tmp_path / "logs" / "own.log")))
     own.write_text("of one's own")
-    assert serve.tail_of("http://node1:81") == "of one's own"
+    assert serve_log.tail_of("http://node1:81") == "of one's own"
     assert serve.prepare_log(serve.Settings(port=81)) == log
     assert (own.read_text(), log.read_text()) == ("of one's own", "")
     (tmp_path / "file").write_text("")
@@ -515,6 +520,12 @@ REASONS = {
         "\nYou can update Transformers with the command `pip install` [type=value_error]\n",
         "model: its type 'odd' is not known to the installed transformers.",
     ),
+    "an exception after another": (
+        "Traceback (most recent call last):\nKeyError: 'odd'\n\nDuring handling of the above "
+        "exception, another exception occurred:\n\nTraceback (most recent call last):\n"
+        "ValueError: There is no odd.\n",
+        "ValueError: There is no odd.",
+    ),
     "unknown architecture (source)": (
         of_core("ValueError: Model architectures ['OddLM'] are not supported for now."),
         "model: vLLM cannot run its architecture, 'OddLM'.",
@@ -566,7 +577,7 @@ REASONS = {
 @pytest.mark.parametrize("name", REASONS)
 def test_reason_in(name: str) -> None:
     text, reason = REASONS[name]
-    assert serve.reason_in(text) == reason
+    assert serve_log.reason_in(text) == reason
 
 
 def test_phase_in() -> None:
@@ -588,7 +599,7 @@ def test_phase_in() -> None:
         (f"{api}[entry.py:140] Starting vLLM server on http://h", "opening the port"),
     ]
     for number, (_, phase) in enumerate(log):
-        assert serve.phase_in("\n".join(line for line, _ in log[: number + 1])) == phase
+        assert serve_log.phase_in("\n".join(line for line, _ in log[: number + 1])) == phase
 
 
 # Processes.
@@ -614,7 +625,7 @@ def test_serves_until_it_is_told_to_stop(
     assert cli.run_command(["serve", f"model={model}", f"port={port}"]) == 128 + number
     assert capsys.readouterr().err == f"grpo: the server on port {port} is stopped\n"
     assert health == [True]
-    log = serve.log_path("localhost", port)
+    log = serve_log.log_path(port)
     assert lines[0] == f"starting vLLM with {model} on port {port}; its log: {log}"
     assert lines[-1].startswith("ready after ")
     words = (
@@ -626,7 +637,33 @@ def test_serves_until_it_is_told_to_stop(
     assert notes["environment"]["VLLM_SERVER_DEV_MODE"] == "1"
     assert all_gone(notes["pids"])  # the last of them does not heed SIGTERM
     assert signal.getsignal(number) is before
-    assert "Starting to load model" in (serve.tail_of(f"http://localhost:{port}") or "")
+    said = serve_log.tail_of(f"http://localhost:{port}") or ""
+    assert "Starting to load model" in said
+    assert said.endswith("ends as it was asked to")
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_server_that_does_not_stop_is_killed(
+    again: bool,
+    model: Path,
+    port: int,
+    fake: Callable[[], dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FAKE", "is stubborn")
+    # Killed by a second signal, or when patience is at its end.
+    monkeypatch.setattr(serve, "PATIENCE", float("inf") if again else 0.3)
+    once_ready(monkeypatch, stop(signal.SIGINT))
+    killpg = os.killpg
+
+    def stops_again(group: int, number: int) -> None:
+        killpg(group, number)
+        if again and number == signal.SIGTERM:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(os, "killpg", stops_again)
+    assert cli.run_command(["serve", f"model={model}", f"port={port}"]) == 130
+    assert all_gone(fake()["pids"])
 
 
 def test_serves_the_model_that_a_recipe_builds(
@@ -672,7 +709,7 @@ def test_a_server_that_does_not_come_up(
     assert cli.run_command(["serve", f"model={model}", f"port={port}", *words]) == 1
     err = capsys.readouterr().err
     assert err.startswith(f"grpo: {FAILURES[do]}")
-    log = serve.log_path("localhost", port)
+    log = serve_log.log_path(port)
     assert f"\nThe last lines of {log}:\n  " in err
     assert all_gone(fake()["pids"])
 

@@ -1,0 +1,164 @@
+"""Time of a weight sync, by each way that runs on this machine, and of its canary.
+
+    .venv-vllm/bin/python scripts/bench_sync.py [--rounds 5] [--sizes tiny,110m]
+
+For each model: colocate in this process, then one server of `grpo serve` by gloo and by disk. After
+every sync the engine's log-probabilities of what it samples are compared with the trainer's, so
+that a sync that did nothing is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import httpx2
+import torch
+import transformers
+from bench_setup import make_tokenizer
+
+from grpo_cli.config import Recipe, Reward
+from grpo_cli.distributed import Workers
+from grpo_cli.generators import make_canary
+from grpo_cli.rollouts import Prompt
+from grpo_cli.sampling import Sampling
+
+PORT = 8297
+SIZES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
+    "tiny": (128, 512, 4, 4, 2, 512),
+    "110m": (768, 2048, 16, 12, 4, 12_000),
+}
+LARGEST = 1e-3  # mean difference of log-probabilities after a sync
+
+
+def make(folder: Path, size: str) -> Any:
+    """A random Qwen2 in a folder; returns it."""
+    hidden, intermediate, layers, heads, shared, words = SIZES[size]
+    config = transformers.Qwen2Config(
+        vocab_size=words, hidden_size=hidden, intermediate_size=intermediate,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=shared,
+        max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0,
+        bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    make_tokenizer(words).save_pretrained(folder)
+    return model
+
+
+def recipe_of(folder: Path, engine: str, **of_vllm: Any) -> Recipe:
+    recipe = Recipe(device="cpu", reward={"length": Reward(function="length")})
+    recipe.model.path, recipe.generation.engine = str(folder), engine
+    recipe.generation.max_completion_tokens = 32
+    for name, value in of_vllm.items():
+        setattr(recipe.generation.vllm, name, value)
+    return recipe
+
+
+def times(generator: Any, model: Any, rounds: int) -> tuple[list[float], list[float]]:
+    """(seconds of each sync, seconds of each canary); the first of `rounds` + 1 does not count."""
+    syncs, canaries = [], []
+    for step in range(rounds + 1):
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(torch.randn_like(weight), alpha=1e-3)
+        metrics = generator.update_weights(model, step)
+        difference = metrics["weights/canary_difference"]
+        assert difference < LARGEST, f"differs by {difference}"
+        syncs.append(metrics["weights/sync_seconds"])
+        canaries.append(metrics["weights/canary_seconds"])
+    generator.generate([[5, 6, 7]], 2, Sampling(8), [0])
+    return syncs[1:], canaries[1:]
+
+
+def row(name: str, seconds: list[float], canaries: list[float]) -> str:
+    def text(values: list[float]) -> str:
+        low, high = min(values) * 1e3, max(values) * 1e3
+        return f"{statistics.median(values) * 1e3:8.0f} ms ({low:.0f}..{high:.0f})"
+
+    return f"{name:18} sync {text(seconds)}   canary {text(canaries)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sizes", default=",".join(SIZES))
+    given = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+    workers = Workers("cpu")
+    with tempfile.TemporaryDirectory(prefix="grpo-sync-") as root:
+        for size in given.sizes.split(","):
+            folder = Path(root) / size
+            model = make(folder, size)
+            count = sum(p.numel() for p in model.parameters())
+            print(f"{size}: {count / 1e6:.1f} M parameters, float32", flush=True)
+            prompts = [Prompt(0, list(range(5 + i, 37 + i)), "", {}) for i in range(8)]
+
+            def canary(recipe: Recipe, model: Any = model, prompts: Any = prompts) -> Any:
+                return make_canary(recipe, model, workers, prompts)
+
+            colocate(size, folder, model, workers, canary, given.rounds)
+            server(size, folder, model, workers, canary, given.rounds, Path(root))
+
+
+def colocate(
+    size: str, folder: Path, model: Any, workers: Workers, canary: Callable[..., Any], rounds: int
+) -> None:
+    from grpo_cli.vllm_colocate import ColocatedGenerator
+
+    recipe = recipe_of(folder, "vllm_colocate", kv_cache_gb=0.125)
+    generator = ColocatedGenerator(recipe, model, str(folder), 40, [1], workers, canary(recipe))
+    print(row(f"{size} colocate", *times(generator, model, rounds)), flush=True)
+    generator.close()
+
+
+def server(
+    size: str,
+    folder: Path,
+    model: Any,
+    workers: Workers,
+    canary: Callable[..., Any],
+    rounds: int,
+    root: Path,
+) -> None:
+    from grpo_cli.vllm_server import ServerGenerator
+
+    command = [sys.executable, "-m", "grpo_cli.cli", "serve", f"model={folder}", f"port={PORT}"]
+    command += ["kv_cache_gb=0.125", "max_model_len=128"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{PORT}"
+    try:
+        while True:
+            assert process.poll() is None, "grpo serve has ended"
+            try:
+                if httpx2.get(f"{url}/health", timeout=5).status_code == 200:
+                    break
+            except httpx2.HTTPError:
+                time.sleep(0.5)
+        for transfer in ("gloo", "disk"):
+            where = str(root / "transfer") if transfer == "disk" else None
+            recipe = recipe_of(
+                folder, "vllm_server", servers=[url], transfer=transfer, transfer_folder=where
+            )
+            generator = ServerGenerator(recipe, model, 40, [1], workers, canary(recipe), print)
+            print(row(f"{size} server {transfer}", *times(generator, model, rounds)), flush=True)
+            generator.close()
+    finally:
+        process.terminate()
+        process.wait()
+
+
+if __name__ == "__main__":
+    main()

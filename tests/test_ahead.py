@@ -1,0 +1,493 @@
+"""Completions begun ahead: handed over once, as old as they may be, kept by a checkpoint.
+
+The runs are whole ones. Their servers are fakes that sample with the weights they were sent.
+"""
+
+import copy
+import math
+import re
+import threading
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from grpo_cli import ahead, folders, run, train
+from grpo_cli.ahead import Batch
+from grpo_cli.carried import packed
+from grpo_cli.checkpoint import load_state
+from grpo_cli.clock import Clock
+from grpo_cli.collect import collect, use_samplers_logprobs
+from grpo_cli.config import Recipe
+from grpo_cli.errors import TrainingError
+from grpo_cli.generation import TransformersGenerator
+from grpo_cli.likelihood import Likelihood
+from grpo_cli.metrics import staleness_metrics
+from grpo_cli.policy import inference
+from grpo_cli.rollouts import Completion, Group, Prompt, Rollout
+from grpo_cli.sampling import Sampling
+from tests.conftest import make_group, make_rollout
+from tests.fake_vllm import Drawn, FakeVllm, Process, serving
+from tests.test_train import built, metrics, weights
+
+CPU = torch.device("cpu")
+
+
+def groups_at(*positions: int) -> list[Group]:
+    return [make_group(p, [make_rollout((p,)), make_rollout((p,))]) for p in positions]
+
+
+# A batch.
+
+
+def test_groups_are_handed_over_once_while_others_are_still_being_sampled() -> None:
+    first, second = groups_at(3, 4)
+    taken, go_on = threading.Event(), threading.Event()
+
+    def sample(arrived: ahead.Arrived) -> list[Group]:
+        arrived(first.rollouts)
+        assert taken.wait(30), "nobody waits for the second"
+        arrived(second.rollouts)
+        assert go_on.wait(30)
+        return [first, second]
+
+    batch = Batch(sample)
+    seen: list[list[Rollout]] = []
+
+    def take(rollouts: list[Rollout]) -> None:
+        seen.append(rollouts)
+        (taken if len(seen) == 1 else go_on).set()
+
+    assert not batch.is_done
+    assert batch.take(take) == [first, second]
+    assert batch.is_done
+    assert seen == [first.rollouts, second.rollouts]
+    assert batch.groups() == [first, second], "still there, for a checkpoint"
+    assert batch.seconds > 0
+
+
+@pytest.mark.parametrize("look_first", [False, True])
+def test_groups_that_arrived_before_they_are_taken(look_first: bool) -> None:
+    groups = groups_at(3, 4)
+    batch = ahead.done(groups)
+    if look_first:
+        assert batch.groups() == groups
+    seen: list[list[Rollout]] = []
+    assert batch.take(seen.append) == groups
+    assert seen == [g.rollouts for g in groups]
+
+
+@pytest.mark.parametrize("error", [TrainingError("no server is left", alone=True), KeyError("x")])
+def test_what_sampling_raised_comes_out_where_the_batch_is_taken(error: Exception) -> None:
+    (group,) = groups_at(3)
+
+    def sample(arrived: ahead.Arrived) -> list[Group]:
+        arrived(group.rollouts)
+        raise error
+
+    batch = Batch(sample)
+    seen: list[list[Rollout]] = []
+    with pytest.raises(type(error)) as caught:
+        batch.take(seen.append)
+    assert caught.value is error
+    assert seen == [group.rollouts]
+    with pytest.raises(type(error)):
+        batch.groups()
+
+
+# What is measured of it, and what it is trained on with.
+
+
+def aged(*sampled_at: int | None) -> list[Rollout]:
+    return [
+        Rollout(Prompt(0, [1], "", {}), Completion([5], [-0.5], "stop", step), "")
+        for step in sampled_at
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "mean", "most"),
+    [
+        (aged(7, 7, 5, 6), 3 / 4, 2),
+        (aged(7, None, 4), 3 / 2, 3),  # of an engine that does not say
+        (aged(None), 0, 0),
+        ([], 0, 0),
+    ],
+    ids=["all", "some", "none", "nothing"],
+)
+def test_how_old_completions_are(rollouts: list[Rollout], mean: float, most: float) -> None:
+    found = staleness_metrics(rollouts, 7, 1.0, math.nan, Process())
+    assert found == {"staleness/mean": pytest.approx(mean), "staleness/max": most}
+
+
+def test_how_old_the_completions_of_all_processes_are() -> None:
+    others: Any = SimpleNamespace(
+        sum=lambda values: {"age": values["age"] + 9, "number": values["number"] + 3},
+        max=lambda value: max(value, 8.0),
+    )
+    found = staleness_metrics(aged(7, 4), 7, 1.0, math.nan, others)
+    assert found == {"staleness/mean": pytest.approx(12 / 5), "staleness/max": 8}
+
+
+@pytest.mark.parametrize(("waited", "gained"), [(1.0, 2.0), (3.0, 0.0), (4.0, 0.0)])
+def test_what_beginning_ahead_has_gained(waited: float, gained: float) -> None:
+    found = staleness_metrics(aged(7), 7, waited, 3.0, Process())
+    assert (found["overlap/sampled"], found["overlap/gained"]) == (3.0, gained)
+
+
+@pytest.mark.parametrize(("sampled_at", "kept"), [(6, True), (0, True), (7, False), (None, False)])
+def test_the_samplers_log_probabilities_are_the_old_ones_of_an_earlier_policy(
+    sampled_at: int | None, kept: bool
+) -> None:
+    (rollout,) = aged(sampled_at)
+    use_samplers_logprobs(rollout, 7)
+    assert (rollout.old_logprobs is not None) == kept
+    if rollout.old_logprobs is not None:
+        assert rollout.old_logprobs.tolist() == [-0.5]
+
+
+# Whole runs.
+
+
+class SamplingVllm(FakeVllm):
+    """Draws and scores with the weights that it was sent."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model.config.get_text_config().to_dict())
+        self.model, self.lock = copy.deepcopy(model), threading.Lock()
+        self.sampler: TransformersGenerator | None = None
+        self.complete, self.score = self.draw, self.say
+
+    def load(self) -> PreTrainedModel:
+        self.model.load_state_dict(self.held[0], strict=False)  # without the tied head
+        return self.model
+
+    def draw(self, ids: list[int], params: dict[str, Any]) -> Drawn:
+        with self.lock:
+            self.load()
+            self.sampler = self.sampler or TransformersGenerator(
+                self.model, params["stop_token_ids"], say=lambda text: None
+            )
+            sampling = Sampling(params["max_tokens"], params["temperature"])
+            (group,) = self.sampler.generate([ids], params["n"], sampling, [params["seed"]])
+        return [(c.ids, c.logprobs, c.finish_reason) for c in group]
+
+    def say(self, ids: list[int]) -> list[float]:
+        whole = Rollout(Prompt(0, ids[:1], "", {}), Completion(ids[1:], [], "stop"), "")
+        with self.lock, inference(self.load()):
+            logprobs, _ = Likelihood(self.model, packed=False, chunked=False)([whole], 1.0)
+        found: list[float] = logprobs[0].tolist()
+        return found
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    """What runs begin with."""
+    live = built(tmp_path_factory.mktemp("first"))
+    live.close()
+    return live.policy
+
+
+@pytest.fixture
+def fakes(policy: PreTrainedModel) -> Iterator[list[FakeVllm]]:
+    servers: list[FakeVllm] = [SamplingVllm(policy), SamplingVllm(policy)]
+    with serving(*servers):
+        yield servers
+
+
+def serve(fakes: list[FakeVllm], **of_vllm: Any) -> dict[str, Any]:
+    """Changes of the recipe for a run with these servers."""
+    known = {"servers": [fake.url for fake in fakes], "transfer": "gloo", "bucket_mb": 1}
+    changes: dict[str, Any] = {f"generation__vllm__{k}": v for k, v in (known | of_vllm).items()}
+    return changes | {"generation__engine": "vllm_server", "optimizer__learning_rate": 5e-3}
+
+
+Drawing = list[tuple[int, list[list[int]], list[int | None]]]
+
+
+def trained(
+    folder: Path, stop_after: int | None = None, **changes: Any
+) -> tuple[run.Run, list[Drawing]]:
+    """The run, and for each step the (position, tokens, ages) that it has trained on.
+
+    What is begun ahead is waited for before each update, so that it is as old as it can be.
+    """
+    live = built(folder, **changes)
+    update, write = live.generator.update_weights, live.reporter.step
+    steps: list[Drawing] = []
+
+    def update_later(policy: PreTrainedModel, step: int) -> dict[str, float]:
+        for batch in live.ahead:
+            batch.groups()
+        return update(policy, step)
+
+    def note(step: int, found: dict[str, float], groups: list[Group]) -> None:
+        steps.append(
+            [
+                (
+                    g.position,
+                    [r.completion.ids for r in g.rollouts],
+                    [r.completion.sampled_at for r in g.rollouts],
+                )
+                for g in sorted(groups, key=lambda g: g.position)
+            ]
+        )
+        write(step, found, groups)
+        live.stop.signal = 15 if step == stop_after else None
+
+    live.generator.update_weights = update_later  # type: ignore[method-assign]
+    live.reporter.step = note  # type: ignore[method-assign]
+    try:
+        train.train(live)
+    finally:
+        live.close()
+    return live, steps
+
+
+def test_servers_draw_what_the_embedded_engine_draws(tmp_path: Path, fakes: list[FakeVllm]) -> None:
+    changes = serve(fakes)
+    served, drawn = trained(tmp_path / "served", **changes)
+    changes = {"generation__engine": "transformers", "optimizer__learning_rate": 5e-3}
+    plain, expected = trained(tmp_path / "plain", **changes)
+    assert [[d[:2] for d in step] for step in drawn] == [[d[:2] for d in s] for s in expected]
+    torch.testing.assert_close(weights(served), weights(plain), rtol=0, atol=1e-4)
+    for here, there in zip(metrics(served), metrics(plain), strict=True):
+        assert here["reward"] == there["reward"]
+        assert here["sampling/sampling_logp_difference/max"] < 1e-4
+        assert here["sampling/kl"] < 1e-6
+        assert here["weights/servers"] == 2
+        assert here["weights/canary_difference"] < 1e-4
+        assert not {"staleness/max", "staleness/logp_difference"} & here.keys()
+    assert [a for step in drawn for d in step for a in d[2]] == [0] * 24 + [1] * 24 + [2] * 24 + [
+        3
+    ] * 24
+
+
+@pytest.mark.parametrize(
+    ("overlap", "ages"), [(1, [0, 1, 1, 1, 1]), (2, [0, 1, 2, 2, 2]), (9, [0, 1, 2, 3, 4])]
+)
+def test_completions_are_as_old_as_the_recipe_allows(
+    tmp_path: Path, fakes: list[FakeVllm], overlap: int, ages: list[int]
+) -> None:
+    live, drawn = trained(tmp_path, steps=5, eval__at_ends=False, **serve(fakes, overlap=overlap))
+    found = metrics(live)
+    assert [m["staleness/max"] for m in found] == [m["staleness/mean"] for m in found] == ages
+    assert [[d[0] for d in step] for step in drawn] == [
+        list(range(6 * n, 6 * n + 6)) for n in range(5)
+    ]
+    for step, (groups, age) in enumerate(zip(drawn, ages, strict=True)):
+        assert {a for d in groups for a in d[2]} == {step - age}
+    assert live.state.position == 30, "nothing is begun that no step takes"
+    assert len(live.ahead) == 0
+    for m, age in zip(found, ages, strict=True):
+        assert m["epoch"] == pytest.approx(6 * m["step"] / 25), "of what was trained on"
+        assert ("overlap/gained" in m) == (m["step"] > 1)
+        if age:  # the sampler's are the old ones, and the policy has moved on
+            assert m["sampling/sampling_logp_difference/max"] == 0
+            assert m["staleness/logp_difference"] > 1e-3
+        else:
+            assert m["staleness/logp_difference"] < 1e-4
+
+
+def test_what_is_begun_ahead_is_of_its_steps_recipe(tmp_path: Path, fakes: list[FakeVllm]) -> None:
+    growing = {"generation": {"num_generations": {"to": 7}}}
+    _, drawn = trained(
+        tmp_path, schedules=growing, eval__at_ends=False, **serve(fakes[:1], overlap=1)
+    )
+    assert [{len(d[1]) for d in step} for step in drawn] == [{4}, {5}, {6}, {7}]
+
+
+TIMES = r"time|per_second|mfu|seconds|overlap/"
+
+
+def test_stop_and_resume_is_the_same_run(tmp_path: Path, fakes: list[FakeVllm]) -> None:
+    changes = {"steps": 5, **serve(fakes, overlap=2)}
+    straight, expected = trained(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
+    halted, first = trained(tmp_path, stop_after=2, output_dir=str(tmp_path / "halted"), **changes)
+    assert len(halted.ahead) == 2
+    resumed, rest = trained(tmp_path, output_dir=str(tmp_path / "halted"), resume="auto", **changes)
+    assert first + rest == expected
+    assert {a for d in rest[0] for a in d[2]} == {0}, "of the policy before the stop"
+    assert torch.equal(weights(resumed), weights(straight))
+    timeless = [
+        {k: v for k, v in m.items() if not re.search(TIMES, k)}
+        for live in (resumed, straight)
+        for m in metrics(live)
+    ]
+    assert timeless[:5] == timeless[5:]
+
+
+def test_a_run_that_is_stopped_does_not_wait_for_what_is_not_done(
+    tmp_path: Path, fakes: list[FakeVllm]
+) -> None:
+    """Of steps 2 and 3, the first is done; the other is sampled anew, from the same place."""
+    changes = {"steps": 4, "eval__at_ends": False, **serve(fakes, overlap=2)}
+    live = built(tmp_path, **changes)
+    go_on = threading.Event()
+
+    def unfinished(arrived: ahead.Arrived) -> list[Group]:
+        go_on.wait(60)
+        return []
+
+    begun = live.sample(live.recipe, 6), live.sample(live.recipe, 6)
+    live.ahead += [Batch(begun[0]), Batch(unfinished)]
+    first = live.ahead[0].groups()
+    live.save(wait=False)
+    assert live.state.position == 12, "as long as it goes on itself"
+    assert live.epoch == 0
+    go_on.set()
+    live.close()
+    resumed = built(tmp_path, resume="auto", **changes)
+    assert resumed.state.position == 6
+    assert [g.position for g in first] == list(range(6))
+    (kept,) = resumed.ahead
+    assert [[r.completion for r in g.rollouts] for g in kept.groups()] == [
+        [r.completion for r in g.rollouts] for g in first
+    ]
+    assert [p for p, _ in resumed.take_prompts(6)] == list(range(6, 12))
+    resumed.close()
+
+
+def test_every_checkpoint_of_a_run_that_goes_on_waits(
+    tmp_path: Path, fakes: list[FakeVllm]
+) -> None:
+    live = built(tmp_path, eval__at_ends=False, **serve(fakes, overlap=1))
+    draw = live.sample(live.recipe, 6)
+
+    def slow(arrived: ahead.Arrived) -> list[Group]:
+        threading.Event().wait(0.2)
+        return draw(arrived)
+
+    live.ahead.append(Batch(slow))
+    live.save()
+    live.close()
+    saved = load_state(folders.checkpoint_path(live.folder, 0))
+    assert [entry["position"] for entry in saved["ahead"][0]] == list(range(6))
+    assert saved["run"]["position"] == 6
+
+
+@pytest.fixture(scope="module")
+def halted(
+    policy: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, FakeVllm]:
+    """A run that was stopped after its first step, with those of two more steps begun."""
+    folder, fake = tmp_path_factory.mktemp("halted"), SamplingVllm(policy)
+    changes = serve([fake], overlap=2)
+    trained(folder, stop_after=1, eval__at_ends=False, **changes)
+    return folder, fake
+
+
+def going_on(halted: tuple[Path, FakeVllm], **changes: Any) -> run.Run:
+    folder, fake = halted
+    known = serve([fake], overlap=2)
+    live = built(folder, resume="auto", eval__at_ends=False, **(known | changes))
+    live.close()
+    return live
+
+
+def test_a_checkpoint_keeps_what_was_begun(halted: tuple[Path, FakeVllm]) -> None:
+    live = going_on(halted)
+    saved = load_state(folders.checkpoint_path(live.folder, 1))["ahead"]
+    assert [[entry["position"] for entry in entries] for entries in saved] == [
+        list(range(6, 12)),
+        list(range(12, 18)),
+    ]
+    assert [[g.position for g in b.groups()] for b in live.ahead] == [
+        list(range(6, 12)),
+        list(range(12, 18)),
+    ]
+    assert live.state.position == 18
+    assert {
+        r.completion.sampled_at for b in live.ahead for g in b.groups() for r in g.rollouts
+    } == {0}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"generation__temperature": 0.9},
+        {"generation__vllm__overlap": 1},
+        {"prompts_per_step": 5},
+        {"seed": 7},
+    ],
+    ids=str,
+)
+def test_what_another_recipe_has_begun_is_sampled_anew(
+    halted: tuple[Path, FakeVllm], changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = going_on(halted, **changes)
+    assert list(live.ahead) == []
+    assert live.state.position == 6
+    said = " ".join(capsys.readouterr().out.split())
+    assert "completions begun ahead are of another recipe: sampled anew" in said
+
+
+def test_each_process_goes_on_with_its_own_share(halted: tuple[Path, FakeVllm]) -> None:
+    live = going_on(halted)
+    saved = [packed(b.groups()[::-1], run.UNSCORED) for b in live.ahead]
+    before = {"generation": run.asdict(live.recipe.generation)}
+    for rank in (0, 1):
+        live.ahead.clear()
+        live.workers = SimpleNamespace(rank=rank, size=2)  # type: ignore[assignment]
+        live.unpack_ahead(saved, before)
+        assert [[g.position for g in b.groups()] for b in live.ahead] == [
+            list(range(6 + rank, 12, 2)),
+            list(range(12 + rank, 18, 2)),
+        ]
+
+
+def test_of_batches_that_are_no_longer_whole_the_first_are_kept(
+    halted: tuple[Path, FakeVllm],
+) -> None:
+    live = going_on(halted)
+    saved = [packed(b.groups(), run.UNSCORED) for b in live.ahead]
+    saved[1][3]["prompt_ids"] = [1, 2, 3]  # its row is another one now
+    live.ahead.clear()
+    live.unpack_ahead(saved, {"generation": run.asdict(live.recipe.generation)})
+    assert [[g.position for g in b.groups()] for b in live.ahead] == [list(range(6, 12))]
+    assert live.state.position == 12
+
+
+@pytest.mark.parametrize(
+    ("engine", "overlap", "steps", "step", "begun"),
+    [
+        ("vllm_server", 2, 9, 0, 2),
+        ("vllm_server", 2, 9, 5, 2),
+        ("vllm_server", 2, 9, 7, 1),
+        ("vllm_server", 2, 9, 8, 0),
+        ("vllm_server", 0, 9, 0, 0),
+        ("transformers", 2, 9, 0, 0),
+        ("vllm_colocate", 2, 9, 0, 0),
+    ],
+)
+def test_as_many_steps_are_begun_as_there_are(
+    engine: str, overlap: int, steps: int, step: int, begun: int
+) -> None:
+    recipe = Recipe(steps=steps, prompts_per_step=6)
+    recipe.generation.engine, recipe.generation.vllm.overlap = engine, overlap
+    asked: list[int] = []
+
+    def sample(recipe: Recipe, number: int) -> Any:
+        asked.append(number)
+        return lambda arrived: []
+
+    live: Any = SimpleNamespace(recipe=recipe, ahead=deque(), sample=sample)
+    for _ in range(2):  # no more while those wait
+        run.Run.sample_ahead(live, step)
+        assert asked == [6] * begun == [6] * len(live.ahead)
+
+
+def test_a_batch_that_failed_stops_the_step_that_takes_it(halted: tuple[Path, FakeVllm]) -> None:
+    def sample(arrived: ahead.Arrived) -> list[Group]:
+        raise TrainingError("no server is left", alone=True)
+
+    live = going_on(halted)
+    live.ahead = deque([Batch(sample)])
+    with pytest.raises(TrainingError, match="no server is left") as error:
+        collect(live, live.recipe, Clock(CPU))
+    assert error.value.alone

@@ -1,0 +1,185 @@
+"""What the tests with real vLLM share: tiny models on disk, recipes, `grpo serve`, grpo runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from grpo_cli.canary import Canary
+from grpo_cli.config import Recipe, Reward
+from grpo_cli.generators import make_canary
+from grpo_cli.likelihood import Likelihood
+from grpo_cli.policy import inference
+from grpo_cli.rollouts import Completion, Prompt, Rollout
+from grpo_cli.sampling import Sampling
+
+START_SECONDS = 300
+PROMPTS = [[70 + i, 80, 90 + i % 7, 66] for i in range(12)]
+SEEDS = list(range(100, 112))
+SAMPLING = Sampling(max_tokens=24)
+CPU = {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+
+
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, *, tied: bool, hidden: int = 64
+) -> PreTrainedModel:
+    """A random Qwen2 whose distributions are far from uniform, so that a change shows."""
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return Qwen2ForCausalLM(config)
+
+
+def save_model(folder: Path, tokenizer: PreTrainedTokenizerFast, **how: Any) -> Path:
+    make_model(tokenizer, **how).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def recipe_for(folder: Path, engine: str, **of_vllm: Any) -> Recipe:
+    recipe = Recipe(device="cpu", reward={"length": Reward(function="length")})
+    recipe.model.path = str(folder)
+    recipe.generation.engine = engine
+    recipe.generation.max_completion_tokens = SAMPLING.max_tokens
+    recipe.generation.vllm.kv_cache_gb = 0.0625
+    for name, value in of_vllm.items():
+        setattr(recipe.generation.vllm, name, value)
+    return recipe
+
+
+def canary_of(recipe: Recipe, model: PreTrainedModel, workers: Any) -> Canary:
+    return make_canary(recipe, model, workers, [Prompt(0, p, "", {}) for p in PROMPTS])
+
+
+def move(model: PreTrainedModel, step: int) -> None:
+    """An optimizer step with a large learning rate, on any loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    ids = torch.tensor(PROMPTS) + step
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def difference(
+    model: PreTrainedModel,
+    groups: Sequence[Sequence[Completion]],
+    temperature: float = 1.0,
+) -> float:
+    """Mean |log-probability that was reported − what the model says|."""
+    rollouts = [
+        Rollout(Prompt(0, list(p), "", {}), c, "")
+        for p, group in zip(PROMPTS, groups, strict=True)
+        for c in group
+    ]
+    with inference(model):
+        found, _ = Likelihood(model, packed=False, chunked=False)(rollouts, temperature)
+    gaps = [
+        (torch.tensor(r.completion.logprobs) - row[: len(r.completion.ids)]).abs()
+        for r, row in zip(rollouts, found, strict=True)
+    ]
+    return torch.cat(gaps).mean().item()
+
+
+@dataclass
+class Serving:
+    """A `grpo serve` under way."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    def kill(self) -> None:
+        """As a machine that goes down: everything at once."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(signal.SIGKILL)
+
+    def end(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def serve(folder: Path | None, output: Path, *words: str) -> Serving:
+    """Starts `grpo serve`; does not wait."""
+    given = [w.partition("=")[2] for w in words if w.startswith("port=")]
+    port = int(given[0]) if given else free_port()
+    command = [sys.executable, "-m", "grpo_cli.cli", "serve", f"port={port}"]
+    command += ["kv_cache_gb=0.0625", *(w for w in words if not w.startswith("port="))]
+    if folder is not None:
+        command += [f"model={folder}", "max_model_len=128"]
+    with output.open("wb") as out:
+        process = subprocess.Popen(command, env={**os.environ, **CPU}, stdout=out, stderr=out)
+    return Serving(f"http://127.0.0.1:{port}", process, output)
+
+
+def wait_until_up(servings: Sequence[Serving]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    for serving in servings:
+        while True:
+            try:
+                if httpx2.get(serving.url + "/health", timeout=5).status_code == 200:
+                    break
+            except httpx2.HTTPError:
+                pass
+            said = f"\n{serving.output.read_text('utf-8', 'replace')[-3000:]}"
+            assert serving.process.poll() is None, f"grpo serve has ended:{said}"
+            assert time.monotonic() < deadline, f"the server was not up in time:{said}"
+            time.sleep(0.3)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def grpo_train(
+    *words: str, processes: int = 1, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Runs `grpo train recipe=arithmetic_tiny WORDS`, under torchrun with several processes."""
+    command = [sys.executable, "-m"]
+    if processes > 1:
+        command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+    command += ["grpo_cli.cli", "train", "recipe=arithmetic_tiny", "eval.at_ends=false"]
+    command += ["overwrite=true", "log.plots=false", *words]
+    environment = {**os.environ, **CPU, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert not check or done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    return done
+
+
+def run_metrics(folder: Path) -> list[dict[str, float]]:
+    """A run's metrics, one dict a step."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
