@@ -130,7 +130,8 @@ def _sample(
         sampling = run.sample(recipe, number) if batch is None else batch.take
         groups = sampling(sheet.add)  # scoring begins while others are still being sampled
     rollouts = [r for g in groups for r in g.rollouts]
-    clock.count("generate", run.flops(rollouts))
+    if run.generator.computes_here:
+        clock.count("generate", run.flops(rollouts))
     with run.waiting(clock), run.workers.together(), clock.stage("reward"):
         sheet.finish(rollouts, run.tokenizer)
     for group in groups:

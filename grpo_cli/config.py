@@ -195,7 +195,7 @@ class Scoring:
 
 @dataclass
 class Vllm:
-    """vLLM as the engine: in the trainer's processes (colocate), or servers of `grpo serve`."""
+    """What vLLM is told: in the trainer's processes (colocate), or servers of `grpo serve`."""
 
     servers: list[str] = knob(
         [],
@@ -229,7 +229,7 @@ class Vllm:
     )
     kv_cache_gb: float | None = knob(
         None,
-        "GiB for keys and values; null: what `memory` leaves on a GPU, 1 on the CPU.",
+        "GiB for keys and values; null: what `memory` leaves on a GPU, 0.5 on the CPU.",
         gt=0,
         read_if=_COLOCATE,
     )
@@ -258,7 +258,7 @@ class Vllm:
         None, "No compilation and no CUDA graphs; null: true on the CPU.", read_if=_COLOCATE
     )
     engine_args: dict[str, Any] = knob(
-        {}, "Any other engine argument of vLLM's, such as max_num_seqs.", read_if=_COLOCATE
+        {}, "Any other engine argument of vLLM's, such as block_size.", read_if=_COLOCATE
     )
     transfer: str = knob(
         "auto",
@@ -287,7 +287,7 @@ class Vllm:
         1800.0, "Seconds for the completions of one prompt.", gt=0, read_if=_SERVER
     )
     update_timeout: float = knob(
-        300.0, "Seconds for one weight update of a server.", gt=0, read_if=_SERVER
+        300.0, "Seconds for each call and each bucket of a weight update.", gt=0, read_if=_SERVER
     )
     canary: bool = knob(
         True,
@@ -305,7 +305,7 @@ class Vllm:
     overlap: int = knob(
         0,
         "Steps whose completions are begun ahead, while the policy is updated: at most so many "
-        "optimizer steps lie between sampling and use.",
+        "steps lie between sampling and use.",
         ge=0,
         read_if=_SERVER,
     )
@@ -347,7 +347,7 @@ class Generation:
     max_rows: int | None = knob(
         None,
         "Completions decoded at the same time; null: by free memory. Halved when it runs out; a "
-        "group is never split.",
+        "group is never split. vLLM: of an engine, or asked of a server by one process.",
         ge=1,
     )
     max_logp_difference: float | None = knob(

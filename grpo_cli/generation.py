@@ -25,6 +25,7 @@ class Generator(Protocol):
     """Makes completions. Speaks token ids; what it returns was sampled, nothing is guessed."""
 
     samples_from_policy: bool  # whether its arithmetic is the policy module's own
+    computes_here: bool  # on this process's device, so that its FLOPs are the device's
     cache_tokens: int | None  # room in its caches, once measured: other batches round differently
 
     def generate(
@@ -106,6 +107,7 @@ class TransformersGenerator:
     """
 
     samples_from_policy = True
+    computes_here = True
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from grpo_cli.rollouts import Batch
 from grpo_cli.signatures import apply, parameters
 from grpo_cli.tally import Tally
 
+DRIFT = "staleness/logp_difference"
 DIFFERENCE = "sampling/sampling_logp_difference/mean"
 LARGEST_WEIGHT = 1e9  # its square is a float32; such a sample counts for one token either way
 ENTROPIES = ("entropy", "entropy_trained")  # what is tallied of entropies
@@ -145,7 +146,7 @@ def loss_of(config: Loss, terms: Terms, coefficients: Coefficients, tally: Tally
         kl = k3(terms.sampled_logprobs, terms.old_logprobs).clamp(min=0)  # but for rounding
         tally.mean("sampling/kl", kl, mask)
         drift = (terms.logprobs - terms.sampled_logprobs).abs()
-        tally.mean("staleness/logp_difference", drift, mask)
+        tally.mean(DRIFT, drift, mask)
     return loss
 
 

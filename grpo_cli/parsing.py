@@ -426,6 +426,12 @@ def notices(recipe: Recipe) -> Iterator[str]:
                 "probabilities are those after the penalty, without an eos before its time; the "
                 "trainer's know neither."
             )
+    if g.vllm.regex is not None or g.vllm.json_schema is not None:
+        for key in (key for key, is_set in compared.items() if is_set):
+            yield (
+                f"{key}: with generation.vllm.regex or json_schema the sampler's probabilities are "
+                "those of the tokens that it allowed; the trainer's are of all."
+            )
     in_loss = recipe.needs_reference and loss.kl_in == "loss"
     if in_loss and loss.kl_estimator == "k1" and not loss.kl_bias_correction:
         yield (

@@ -337,7 +337,10 @@ class Run:
         Args:
             before: the recipe that they were sampled with.
         """
-        same = before["generation"] == asdict(self.recipe.generation)
+        if not saved:  # the recipe before may be older than generation.vllm
+            return
+        old, new = before["generation"], asdict(self.recipe.generation)
+        same = sampling_of(old) == sampling_of(new)
         for entries in saved:
             groups = sorted(unpacked(entries, self.stream, UNSCORED), key=lambda g: g.position)
             if not same or len(groups) != self.recipe.prompts_per_step:
@@ -486,6 +489,12 @@ class Run:
         self.reporter.close()
         self.generator.close()
         self.scorer.crew.close()
+
+
+def sampling_of(generation: dict[str, Any]) -> dict[str, Any]:
+    """What of a recipe's `generation` completions depend on, and not who makes them where."""
+    of_vllm = {name: generation["vllm"][name] for name in ("regex", "json_schema", "seeded")}
+    return {name: v for name, v in generation.items() if name not in ("vllm", "max_rows")} | of_vllm
 
 
 def build(prepared: Prepared, command: list[str]) -> Run:

@@ -32,7 +32,7 @@ from grpo_cli.errors import TrainingError
 from grpo_cli.flops import FORWARD_BACKWARD
 from grpo_cli.losses import WITHOUT_ADVANTAGE
 from grpo_cli.metrics import rollout_metrics
-from grpo_cli.objective import DIFFERENCE, ENTROPIES, Coefficients, Terms, logged, loss_of
+from grpo_cli.objective import DIFFERENCE, DRIFT, ENTROPIES, Coefficients, Terms, logged, loss_of
 from grpo_cli.outcomes import gathered
 from grpo_cli.rollouts import Group, Rollout, collate, placeholder
 from grpo_cli.run import Run
@@ -142,13 +142,15 @@ def update(
     averages = {name: metrics[name] / len(done) for name in ("loss", "policy_loss")}
     averages |= {"grad_norm": sum(norms) / len(norms), "learning_rate": rate}
     if not recipe.generation.vllm.overlap:
-        del metrics["staleness/logp_difference"]
+        del metrics[DRIFT]
     return logged(recipe.loss, metrics | averages) | coefficients
 
 
 def check_sampler(recipe: Recipe, figures: dict[str, float], step: int) -> None:
     """Raises a TrainingError if the sampler was another policy than the trainer's."""
-    limit, found = recipe.generation.max_logp_difference, figures[DIFFERENCE]
+    limit = recipe.generation.max_logp_difference
+    # Of completions begun ahead the old log-probabilities are the sampler's own.
+    found = figures[DRIFT if recipe.generation.vllm.overlap else DIFFERENCE]
     if limit is not None and found > limit:
         raise TrainingError(
             f"step {step + 1}: the sampler's log-probabilities differ from the trainer's by "

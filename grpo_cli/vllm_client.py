@@ -153,7 +153,7 @@ class Server:
         body = {
             "token_ids": list(prompt),
             "sampling_params": {**params, "output_kind": 2},
-            # Weights that come in the middle of completions leave the prefix cache as it is.
+            # So that nothing which older weights have left in the prefix cache is used.
             "cache_salt": version,
         }
         try:

@@ -89,6 +89,7 @@ class ColocatedGenerator:
     """Samples with an engine that has its own copy of the weights, and says so when it is stale."""
 
     samples_from_policy = False
+    computes_here = True
     cache_tokens: int | None = None
 
     def __init__(

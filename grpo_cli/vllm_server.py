@@ -40,6 +40,7 @@ class ServerGenerator:
     """Samples from servers that `grpo serve` has started."""
 
     samples_from_policy = False
+    computes_here = False
     cache_tokens: int | None = None
 
     def __init__(
@@ -168,6 +169,7 @@ class ServerGenerator:
         waiting = deque(range(len(requests)))
         tasks: dict[asyncio.Task[list[Completion]], tuple[Server, int]] = {}
         watches: dict[asyncio.Task[ServerLost], Server] = {}
+        ended: list[asyncio.Task[Any]] = []  # of servers that were given up
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         timeout = httpx2.Timeout(None, connect=QUICK)
 
@@ -178,11 +180,13 @@ class ServerGenerator:
         def give_up(server: Server, error: ServerLost) -> None:
             self._lose(server, str(error))
             for task in [t for t, (s, _) in tasks.items() if s is server]:
-                task.cancel()
+                ended.append(task)
                 waiting.appendleft(tasks.pop(task)[1])
             for watch in [w for w, s in watches.items() if s is server]:
-                watch.cancel()
+                ended.append(watch)
                 del watches[watch]
+            for task in ended:
+                task.cancel()
 
         async with httpx2.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client:
             try:
@@ -226,10 +230,10 @@ class ServerGenerator:
                         del tasks[task]
                         take(number, group)
             finally:
-                for task in tasks:
+                ended += [*tasks, *watches]
+                for task in ended:
                     task.cancel()
-                for watch in watches:
-                    watch.cancel()
+                await asyncio.gather(*ended, return_exceptions=True)
 
     def _live(self) -> list[Server]:
         """Servers with the newest weights, each process with another first."""
@@ -309,8 +313,9 @@ class ServerGenerator:
             link.close()
         if url in self.live:
             self._lose(next(s for s in self.servers if s.url == url), why)
-        else:
-            self.why_lost.setdefault(url, why)
+        elif self.why_lost.get(url) != why:  # said once, not at every step
+            self.why_lost[url] = why
+            self.say(f"note: {why}")
 
     def _canary(self, step: int, version: str) -> float:
         """The largest difference of a server; sends once more if it is too large."""

@@ -200,6 +200,9 @@ class IpcLink:
 
     def __init__(self, server: Server, config: Vllm, number: int) -> None:
         self.server, self.timeout = server, config.update_timeout
+        if server.world_size > 1:
+            why = f"ipc reaches the trainer's own GPU alone, and it has {server.world_size}"
+            raise server.lost("weight transfer", why)
         self.uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         server.call("/init_weight_transfer_engine", {"init_info": {"packed": False}}, self.timeout)
 

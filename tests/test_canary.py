@@ -287,16 +287,19 @@ def test_the_canary_knows_the_narrower_type_of_the_servers(
 # In every step.
 
 
+@pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize(
     ("limit", "found", "stops"),
     [(1.0, 1.0, False), (1.0, 1.25, True), (0.5, 0.75, True), (None, 9.0, False)],
 )
 def test_a_sampler_that_is_another_policy_stops_the_run(
-    limit: float | None, found: float, stops: bool
+    limit: float | None, found: float, stops: bool, overlap: int
 ) -> None:
     recipe = Recipe()
     recipe.generation.max_logp_difference = limit
-    figures = {"sampling/sampling_logp_difference/mean": found, "loss": 9.0}
+    recipe.generation.vllm.overlap = overlap
+    names = ["sampling/sampling_logp_difference/mean", "staleness/logp_difference"]
+    figures = {names[overlap]: found, names[1 - overlap]: 9.0 if overlap == 0 else 0.0}
     if not stops:
         check_sampler(recipe, figures, 4)
         return

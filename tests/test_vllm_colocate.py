@@ -213,6 +213,14 @@ def test_structured_outputs(
         text = tokenizer.decode(c.ids, skip_special_tokens=True)
         if "regex" in structured:
             assert re.fullmatch(structured["regex"], text), text
+            prompt = PROMPTS[next(i for i, g in enumerate(groups) if c in g)]
+            with torch.no_grad():
+                logits = policy(input_ids=torch.tensor([prompt])).logits[0, -1] / 0.7
+            digits = torch.tensor(tokenizer("0123456789")["input_ids"])
+            own = torch.tensor(c.ids[0]) == digits
+            assert logits[digits].log_softmax(-1)[own].item() == pytest.approx(
+                c.logprobs[0], abs=1e-4
+            )
         else:
             assert json.loads(text) in ({"a": 1}, {"a": 2})
 

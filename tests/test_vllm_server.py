@@ -117,7 +117,7 @@ def test_prompts_are_spread_and_come_back_in_order(
     generator.close()
 
 
-@pytest.mark.parametrize(("max_rows", "at_a_time"), [(7, 2), (1, 1), (None, 6)])
+@pytest.mark.parametrize(("max_rows", "at_a_time"), [(6, 2), (5, 1), (1, 1), (None, 6)])
 def test_a_server_is_not_asked_for_more_than_max_rows_completions(
     fakes: list[FakeVllm], model: PreTrainedModel, max_rows: int | None, at_a_time: int
 ) -> None:
@@ -128,17 +128,19 @@ def test_a_server_is_not_asked_for_more_than_max_rows_completions(
     generator.update_weights(model, 0)
     most: list[int] = []
     for fake in fakes:
-        meeting = threading.Barrier(at_a_time, timeout=30)
+        full = threading.Event()
 
         def complete(
             ids: list[int],
             params: dict[str, Any],
             fake: FakeVllm = fake,
-            meeting: threading.Barrier = meeting,
+            full: threading.Event = full,
         ) -> Drawn:
-            meeting.wait()  # for as many as are due
+            if fake.under_way == at_a_time:
+                full.set()
+            assert full.wait(30), "as many as may be are asked for"
+            time.sleep(0.03)  # for one too many to come
             most.append(fake.under_way)
-            meeting.wait()
             return toy_completions(ids, params)
 
         fake.complete = complete
@@ -484,18 +486,24 @@ def test_a_server_that_was_only_slow_keeps_its_link(
 def test_a_server_whose_update_was_broken_off_has_to_be_started_again(
     fakes: list[FakeVllm], model: PreTrainedModel
 ) -> None:
-    generator = generator_for(fakes, model)
+    said: list[str] = []
+    generator = generator_for(fakes, model, say=said.append)
     generator.update_weights(model, 0)
     fakes[0].faults["/finish_weight_update"] = fakes[0].fail
     assert updated(generator, model, 1) == 1
+    assert f"server {fakes[0].url}: /finish_weight_update failed" in said.pop()
     fakes[0].faults.clear()
     before = len(fakes[0].calls)
-    assert updated(generator, model, 2) == 1
-    assert fakes[0].calls[before:] == ["/health", "grpo_state", "/get_world_size"], "left alone"
+    why = "weight update failed: one was broken off; it has to be started again."
+    for step in (2, 3):
+        assert updated(generator, model, step) == 1
+        looks = ["/health", "grpo_state", "/get_world_size"] * (step - 1)
+        assert fakes[0].calls[before:] == looks, "left alone"
+        assert said == [f"note: server {fakes[0].url}: {why}"], "once"
     fakes[1].faults["/pause"] = fakes[1].fail
     with pytest.raises(TrainingError) as error:
-        updated(generator, model, 3)
-    assert f"server {fakes[0].url}: /finish_weight_update failed" in str(error.value)
+        updated(generator, model, 4)
+    assert f"server {fakes[0].url}: {why}" in str(error.value)
     assert f"server {fakes[1].url}: /pause?mode=wait failed" in str(error.value)
     generator.close()
 

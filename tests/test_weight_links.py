@@ -440,6 +440,16 @@ def test_recipe_and_server_must_agree_on_the_way(
         assert refused(fake, settings(recipe, tmp_path)) == expected
 
 
+def test_memory_is_handed_to_a_server_of_one_gpu_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    fake = FakeVllm({}, transfer="ipc", workers=2)
+    with serving(fake):
+        said = refused(fake, settings("ipc", tmp_path))
+        assert "ipc reaches the trainer's own GPU alone, and it has 2" in said
+
+
 @pytest.mark.parametrize(
     ("recipe", "server", "kind"),
     [
