@@ -40,8 +40,13 @@ class Batch:
 
     @property
     def is_done(self) -> bool:
-        """Whether `groups` returns at once."""
+        """Whether `groups` returns or raises at once."""
         return not self._thread.is_alive()
+
+    def has_failed(self) -> bool:
+        """Waits for the end; True if `groups` will raise."""
+        self._thread.join()
+        return self._error is not None
 
     def groups(self) -> list[Group]:
         """Waits until all are there. Raises what sampling raised."""

@@ -16,9 +16,9 @@ from grpo_cli.errors import TrainingError
 
 PROMPTS, TOKENS = 8, 64  # how many, and how much of each
 FACTOR = 4.0  # the tolerance is so many times the difference at the start
-FLOOR = {"float32": 1e-3}  # and at least this, by the engine's dtype
-FLOOR_16_BIT = 2e-2
-LARGEST_AT_START = {"float32": 0.05}  # a larger difference is no rounding
+FLOOR = {"float32": 5e-5}  # and at least this, by the engine's dtype
+FLOOR_16_BIT = 5e-3
+LARGEST_AT_START = {"float32": 1e-3}  # a larger difference is no rounding
 LARGEST_AT_START_16_BIT = 0.5
 
 
@@ -39,12 +39,12 @@ class Canary:
         mean = math.fsum(found) / len(found)
         return mean if math.isfinite(mean) else math.inf
 
-    def allowed(self) -> float:
-        """The largest mean difference that is rounding."""
+    def allowed(self, engine: str) -> float:
+        """The largest mean difference of an engine that is rounding."""
         if self.tolerance is not None:
             return self.tolerance
         floor = FLOOR.get(self.dtype, FLOOR_16_BIT)
-        return max([floor, *(FACTOR * d for d in self.measured.values())])
+        return max(floor, FACTOR * self.measured.get(engine, 0.0))
 
     def agrees(self, engine: str, difference: float) -> bool:
         """Whether an engine has the weights; its first difference is what others are held to.
@@ -53,7 +53,7 @@ class Canary:
             TrainingError: already the first is more than rounding: it is not the same model.
         """
         if engine in self.measured:
-            return difference <= self.allowed()
+            return difference <= self.allowed(engine)
         limit = LARGEST_AT_START.get(self.dtype, LARGEST_AT_START_16_BIT)
         if self.tolerance is not None:
             limit = self.tolerance
@@ -72,11 +72,11 @@ class Canary:
         return TrainingError(
             f"{engine} does not compute with the weights of step {version}: the log-probabilities "
             f"of the same tokens differ by {difference:.3g} in the mean, at most "
-            f"{self.allowed():.3g} is rounding. It was sent them twice."
+            f"{self.allowed(engine):.3g} is rounding. It was sent them twice."
         )
 
 
 def fixed_rows(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The canary's tokens: the beginnings of the first prompts."""
-    rows = [list(p[:TOKENS]) for p in prompts if len(p) > 1][:PROMPTS]
+    """The canary's tokens: the ends of the first prompts, whose beginnings may be all the same."""
+    rows = [list(p[-TOKENS:]) for p in prompts if len(p) > 1][:PROMPTS]
     return rows or [[*prompts[0], *prompts[0]]]

@@ -73,7 +73,7 @@ def run_command(argv: list[str]) -> int:
                 + nearest(argv[0], COMMANDS)
             )
     except UserError as error:
-        return _leave(str(error), 2)
+        return _leave(str(error), 2, everywhere=error.alone)
     except (HydraException, OmegaConfBaseException) as error:
         return _leave(explain(error), 2)
     except TrainingError as error:

@@ -53,7 +53,7 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> Collected:
         if batch is not None:
             for r in (r for g in groups for r in g.rollouts):
                 use_samplers_logprobs(r, run.state.step)
-        if recipe.generation.vllm.overlap:
+        if run.overlap:
             rollouts = [r for g in groups for r in g.rollouts]
             took, waited = batch.seconds if batch else math.nan, clock.seconds["generate"]
             metrics |= staleness_metrics(rollouts, run.state.step, waited, took, run.workers)

@@ -287,7 +287,10 @@ class Vllm:
         1800.0, "Seconds for the completions of one prompt.", gt=0, read_if=_SERVER
     )
     update_timeout: float = knob(
-        300.0, "Seconds for each call and each bucket of a weight update.", gt=0, read_if=_SERVER
+        300.0,
+        "Seconds for each bucket and each other call of a weight update.",
+        gt=0,
+        read_if=_SERVER,
     )
     canary: bool = knob(
         True,
@@ -298,7 +301,7 @@ class Vllm:
     canary_tolerance: float | None = knob(
         None,
         "Largest mean difference of their log-probabilities; null: four times that of the start, "
-        "and at least 0.001 in float32, 0.02 in 16 bit.",
+        "and at least 5e-5 in float32, 0.005 in 16 bit.",
         gt=0,
         read_if=_VLLM,
     )
@@ -725,6 +728,11 @@ class Recipe:
     checkpoint: Checkpoint = section(Checkpoint, Checkpoint.__doc__ or "")
     log: Log = section(Log, Log.__doc__ or "")
     tracking: Tracking = section(Tracking, Tracking.__doc__ or "")
+
+    @property
+    def longest_completion(self) -> int:
+        """In tokens, in training and evaluation."""
+        return max(self.generation.max_completion_tokens, self.eval.max_completion_tokens or 0)
 
     @property
     def needs_reference(self) -> bool:

@@ -4,17 +4,21 @@ import difflib
 from collections.abc import Iterable
 
 
-class UserError(Exception):
-    """A mistake in what was asked for. Raised before any model is loaded; exit code 2."""
-
-
-class TrainingError(Exception):
-    """What stops a run under way: a reward that raises, a gradient of NaN. Exit code 1."""
+class _Told(Exception):  # noqa: N818 - its two kinds are errors
+    """What ends a command with a message."""
 
     def __init__(self, message: str, *, alone: bool = False) -> None:
         """alone: raised by this process and by no other, so that none but it can tell."""
         super().__init__(message)
         self.alone = alone
+
+
+class UserError(_Told):
+    """A mistake in what was asked for. Raised before any model is loaded; exit code 2."""
+
+
+class TrainingError(_Told):
+    """What stops a run under way: a reward that raises, a gradient of NaN. Exit code 1."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -58,7 +58,7 @@ def make_generator(
 def make_canary(
     recipe: Recipe, model: PreTrainedModel, workers: Workers, prompts: Sequence[Prompt]
 ) -> Canary:
-    """The canary of a run: the beginnings of its first prompts."""
+    """The canary of a run: the ends of its first prompts."""
     rows = fixed_rows([p.ids for p in prompts])
     rollouts = [
         Rollout(Prompt(0, row[:1], "", {}), Completion(row[1:], [0.0] * len(row[1:]), "stop"), "")

@@ -11,8 +11,9 @@ from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-de
 
 def local_address(host: str, port: int) -> str:
     """This machine's address on the way to another; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port or 1))
+    family, _, _, _, address = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
         return str(probe.getsockname()[0])
 
 
@@ -26,7 +27,8 @@ class Store:
             OSError: the port is taken, or the address is not this machine's.
         """
         # Bound here: torch's rendezvous by address would join torchrun's own store instead.
-        listening = socket.create_server((address, port), backlog=64)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listening = socket.create_server((address, port), family=family, backlog=64)
         self.port = int(listening.getsockname()[1])
         # The store takes the socket over, and closes it.
         self.store = TCPStore(

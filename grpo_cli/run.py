@@ -52,8 +52,6 @@ from grpo_cli.stop import Stop
 
 T = TypeVar("T")
 
-UNSCORED = "unscored"  # what groups begun ahead are scored by
-
 
 @dataclass
 class State:
@@ -161,11 +159,15 @@ class Run:
             arrived,
         )
 
+    @property
+    def overlap(self) -> int:
+        """Steps whose completions are begun ahead."""
+        generation = self.recipe.generation
+        return generation.vllm.overlap if generation.engine == "vllm_server" else 0
+
     def sample_ahead(self, step: int) -> None:
         """Begins the completions of the steps after `step`, as many as generation.vllm.overlap."""
-        generation = self.recipe.generation
-        overlap = generation.vllm.overlap if generation.engine == "vllm_server" else 0
-        while len(self.ahead) < overlap and step + len(self.ahead) + 1 < self.recipe.steps:
+        while len(self.ahead) < self.overlap and step + len(self.ahead) + 1 < self.recipe.steps:
             recipe, _ = at_step(self.recipe, step + len(self.ahead) + 1)
             self.ahead.append(Batch(self.sample(recipe, recipe.prompts_per_step)))
 
@@ -238,10 +240,15 @@ class Run:
         carried = self.workers.gather(packed(self.carried, self.scored_by))
         kept = []
         for batch in self.ahead:
-            if not wait and self.workers.max(float(not batch.is_done)):
+            # One that failed is no reason to lose the checkpoint: its step will say why.
+            unfit = not (wait or batch.is_done) or batch.has_failed()
+            if self.workers.max(float(unfit)):
                 break
             kept.append(batch)
-        begun = [self.workers.gather(packed(b.groups(), UNSCORED)) for b in kept]
+        begun = [
+            self.workers.gather(packed(batch.groups(), self.drawn_by(state.step + number)))
+            for number, batch in enumerate(kept)
+        ]
         again = (len(self.ahead) - len(kept)) * self.recipe.prompts_per_step
         if self.workers.is_main:
             now = time.monotonic()
@@ -287,7 +294,7 @@ class Run:
         self.state = State(**{"position": drawn, **saved["run"]})
         self.carried = self.unpack_carried(saved.get("carried", []))
         before = yaml.safe_load((path / folders.TRAINING / "recipe.yaml").read_text("utf-8"))
-        self.unpack_ahead(saved.get("ahead", []), before)
+        self.unpack_ahead(saved.get("ahead", []))
         if len(saved["rng"]) == self.workers.size:
             checkpoint.set_rng_state(saved["rng"][self.workers.rank])
         tokens, given = self.state.micro_batch_tokens, self.recipe.update.tokens_per_micro_batch
@@ -331,19 +338,19 @@ class Run:
         fitting.sort(key=lambda g: g.position)
         return fitting[self.workers.rank :: self.workers.size]
 
-    def unpack_ahead(self, saved: list[list[dict[str, Any]]], before: dict[str, Any]) -> None:
-        """Goes on with completions begun ahead; samples them anew if they are of no use now.
+    def drawn_by(self, step: int) -> str:
+        """What the completions of a step depend on in the recipe, but for prompt and policy."""
+        recipe, vllm = at_step(self.recipe, step)[0], self.recipe.generation.vllm
+        generation = recipe.generation
+        how = (generation.engine, generation.num_generations, recipe.seed, self.sampling(recipe))
+        return repr((*how, vllm.regex, vllm.json_schema, vllm.seeded))
 
-        Args:
-            before: the recipe that they were sampled with.
-        """
-        if not saved:  # the recipe before may be older than generation.vllm
-            return
-        old, new = before["generation"], asdict(self.recipe.generation)
-        same = sampling_of(old) == sampling_of(new)
-        for entries in saved:
-            groups = sorted(unpacked(entries, self.stream, UNSCORED), key=lambda g: g.position)
-            if not same or len(groups) != self.recipe.prompts_per_step:
+    def unpack_ahead(self, saved: list[list[dict[str, Any]]]) -> None:
+        """Goes on with completions begun ahead; samples them anew if they are of no use now."""
+        for number, entries in enumerate(saved):
+            drawn_by = self.drawn_by(self.state.step + number)
+            groups = sorted(unpacked(entries, self.stream, drawn_by), key=lambda g: g.position)
+            if len(groups) != self.recipe.prompts_per_step:
                 self.state.position = min(entry["position"] for entry in entries)
                 self.reporter.say("  completions begun ahead are of another recipe: sampled anew")
                 return
@@ -491,12 +498,6 @@ class Run:
         self.scorer.crew.close()
 
 
-def sampling_of(generation: dict[str, Any]) -> dict[str, Any]:
-    """What of a recipe's `generation` completions depend on, and not who makes them where."""
-    of_vllm = {name: generation["vllm"][name] for name in ("regex", "json_schema", "seeded")}
-    return {name: v for name, v in generation.items() if name not in ("vllm", "max_rows")} | of_vllm
-
-
 def build(prepared: Prepared, command: list[str]) -> Run:
     """Loads the models and wires everything for `grpo train`.
 
@@ -584,11 +585,15 @@ def build(prepared: Prepared, command: list[str]) -> Run:
         reporter.say(description)
     for notice in parsing.notices(recipe):
         reporter.say(f"note: {notice}")
-    if prepared.resume_from is not None:
-        run.restore(prepared.resume_from)
-    else:
-        reporter.rewind(0)  # lines of a run that was stopped before its first checkpoint
-    run.generator.update_weights(model, run.state.step)
+    try:
+        if prepared.resume_from is not None:
+            run.restore(prepared.resume_from)
+        else:
+            reporter.rewind(0)  # lines of a run that was stopped before its first checkpoint
+        run.generator.update_weights(model, run.state.step)
+    except BaseException:
+        run.close()
+        raise
     return run
 
 

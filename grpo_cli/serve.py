@@ -318,12 +318,11 @@ def make_plan(settings: Settings, recipe: Recipe | None, gpus: int) -> Plan:
         dtype = "auto" if gpus else "float32"
     else:
         prepare.check_model_path(recipe)
-        limits = (recipe.generation.max_completion_tokens, recipe.eval.max_completion_tokens or 0)
         plan = Plan(
             settings,
             _absolute(recipe.model.path or ""),
             "",
-            settings.max_model_len or recipe.dataset.max_prompt_tokens + max(limits),
+            settings.max_model_len or recipe.dataset.max_prompt_tokens + recipe.longest_completion,
             "",
             gpus,
             recipe.model.revision,

@@ -129,7 +129,9 @@ def update(
                     f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}; "
                     "stopped before the optimizer step."
                 )
-            check_sampler(recipe, totals.figures, step)
+            # Of completions begun ahead the old log-probabilities are the sampler's own.
+            sampler_gap = totals.figures[DRIFT if run.overlap else DIFFERENCE]
+            check_sampler(recipe.generation.max_logp_difference, sampler_gap, step)
             run.optimizer.step()
             run.clear_gradients()
         run.adapt_entropy(recipe, totals.figures)
@@ -141,16 +143,17 @@ def update(
     coefficients |= run.adapt_beta(recipe, metrics)
     averages = {name: metrics[name] / len(done) for name in ("loss", "policy_loss")}
     averages |= {"grad_norm": sum(norms) / len(norms), "learning_rate": rate}
-    if not recipe.generation.vllm.overlap:
+    if not run.overlap:
         del metrics[DRIFT]
     return logged(recipe.loss, metrics | averages) | coefficients
 
 
-def check_sampler(recipe: Recipe, figures: dict[str, float], step: int) -> None:
-    """Raises a TrainingError if the sampler was another policy than the trainer's."""
-    limit = recipe.generation.max_logp_difference
-    # Of completions begun ahead the old log-probabilities are the sampler's own.
-    found = figures[DRIFT if recipe.generation.vllm.overlap else DIFFERENCE]
+def check_sampler(limit: float | None, found: float, step: int) -> None:
+    """Raises a TrainingError if the sampler was another policy than the trainer's.
+
+    Args:
+        limit: generation.max_logp_difference. found: mean |difference of log-probabilities|.
+    """
     if limit is not None and found > limit:
         raise TrainingError(
             f"step {step + 1}: the sampler's log-probabilities differ from the trainer's by "

@@ -29,6 +29,7 @@ class ServerLost(Exception):  # noqa: N818 - what happened to the server
     """A server that does not answer as it should; the message says which, and which call."""
 
     status: int | None = None  # of HTTP, where there was an answer
+    is_passing = False  # a broken connection may be nothing but that
 
 
 @dataclass
@@ -64,7 +65,10 @@ class Server:
 
     def _good(self, path: str, answer: httpx2.Response) -> Any:
         if answer.status_code == 200:
-            return answer.json() if answer.content else None
+            try:
+                return answer.json() if answer.content else None
+            except ValueError as error:
+                raise self.lost(path, "answered something else than JSON") from error
         said = reason(answer)
         if answer.status_code == 400:
             raise TrainingError(f"server {self.url}: {path} was refused: {said}", alone=True)
@@ -99,8 +103,8 @@ class Server:
             ServerLost: it is not up. UserError: it serves another model, or was not started by
                 `grpo serve`.
         """
-        self.call("/health", timeout=timeout)
         try:
+            self.call("/health", timeout=timeout)
             states = self.rpc("grpo_state")
             self.world_size = int(self.call("/get_world_size")["world_size"])
         except ServerLost as error:
@@ -159,7 +163,9 @@ class Server:
         try:
             answer = await asyncio.wait_for(client.post(self.url + path, json=body), timeout)
         except (httpx2.HTTPError, OSError, TimeoutError) as error:
-            raise self.lost(path, failure(error, timeout)) from error
+            lost = self.lost(path, failure(error, timeout))
+            lost.is_passing = isinstance(error, (httpx2.NetworkError, httpx2.ProtocolError))
+            raise lost from error
         choices = self._good(path, answer)["choices"]
         if len(choices) != params["n"]:
             raise self.lost(path, f"{params['n']} completions were due, {len(choices)} came")
@@ -261,19 +267,28 @@ BESIDES = (
 
 def differences(policy: dict[str, Any], served: dict[str, Any]) -> str:
     """Where two configs are of different models, in words; "" where they are not."""
-    plain = (int, float, str, bool)
+    here, there = flat(policy), flat(served)
     unlike = [
-        f"{key} is {served[key]} there and {value} here"
-        for key, value in sorted(policy.items())
-        if key in served
-        and key not in BESIDES
+        f"{key} is {there[key]} there and {value} here"
+        for key, value in sorted(here.items())
+        if key in there
+        and key.partition(".")[0] not in BESIDES
         and not key.endswith("_token_id")
         and "dropout" not in key
-        and isinstance(value, plain)
-        and isinstance(served[key], plain)
-        and served[key] != value
+        and there[key] != value
     ]
     return ", ".join(unlike)
+
+
+def flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, int | float | str | bool]:
+    """The plain values of a config by their full keys."""
+    out: dict[str, int | float | str | bool] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            out |= flat(value, f"{prefix}{key}.")
+        elif isinstance(value, (int, float, str, bool)):
+            out[f"{prefix}{key}"] = value
+    return out
 
 
 def failure(error: BaseException, timeout: float) -> str:
@@ -281,7 +296,12 @@ def failure(error: BaseException, timeout: float) -> str:
     if isinstance(error, (httpx2.TimeoutException, TimeoutError)):
         return f"no answer within {timeout:g} s"
     if isinstance(error, httpx2.ConnectError):
-        return "nothing listens there"
+        cause = str(error)
+        return (
+            f"no connection ({cause})"
+            if "Too many open files" in cause
+            else "nothing listens there"
+        )
     return f"the connection broke ({str(error) or type(error).__name__})"
 
 

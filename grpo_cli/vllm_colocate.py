@@ -1,7 +1,7 @@
 """vLLM in the trainer's own processes: one engine a process, or one for several (tensor parallel).
 
 The engine samples, then sleeps if it is told to, the policy is updated, and its weights are loaded
-in place, parameter by parameter. The only file of the trainer that imports vLLM.
+in place, parameter by parameter. vLLM is imported when an engine is made, and not before.
 """
 
 from __future__ import annotations
@@ -128,9 +128,7 @@ class ColocatedGenerator:
         self.has_weights = True  # no longer, after a sleep of level 2
         self.sleeping: list[str] = []  # what has to be woken before it is used
         self.apart = _Apart()
-        longest = max(
-            recipe.generation.max_completion_tokens, recipe.eval.max_completion_tokens or 0
-        )
+        longest = recipe.longest_completion
         self.max_model_len = vllm.max_model_len or longest_prompt + longest
         check_lengths(
             [[0] * longest_prompt], longest, self.max_model_len, "generation.vllm.max_model_len"
@@ -238,7 +236,7 @@ class ColocatedGenerator:
         self.has_weights, self.step = True, step
         self.engine.set_weight_version(str(step))
         if not self.sleeping and not self.engine.reset_prefix_cache():
-            raise TrainingError("vLLM did not reset its prefix cache after new weights.")
+            raise TrainingError("vLLM kept its prefix cache after new weights.", alone=True)
 
     def _wake_up(self) -> None:
         """Makes the engine ready to sample. Asleep it would wait for ever."""
@@ -315,7 +313,8 @@ class ColocatedGenerator:
         found = {span.version for span in output.weight_versions or ()}
         if found != {str(self.step)}:
             raise TrainingError(
-                f"vLLM sampled with weights {sorted(found)}, not with those of step {self.step}."
+                f"vLLM sampled with weights {sorted(found)}, not with those of step {self.step}.",
+                alone=True,
             )
         return completion(ids, logprobs, output.finish_reason, self.step)
 

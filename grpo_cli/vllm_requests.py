@@ -62,11 +62,12 @@ def completion(
         TrainingError: it was broken off, or has no log-probabilities.
     """
     if finish_reason not in ("stop", "length"):
-        raise TrainingError(f"vLLM broke a completion off ({finish_reason}).")
+        raise TrainingError(f"vLLM broke a completion off ({finish_reason}).", alone=True)
     if len(ids) != len(logprobs) or not ids:
-        raise TrainingError(f"vLLM returned {len(ids)} tokens and {len(logprobs)} log-probs.")
+        said = f"vLLM returned {len(ids)} tokens and {len(logprobs)} log-probs."
+        raise TrainingError(said, alone=True)
     if min(logprobs) < LOWEST:
-        raise TrainingError("vLLM returned a token without its log-probability.")
+        raise TrainingError("vLLM returned a token without its log-probability.", alone=True)
     reason: Literal["stop", "length"] = "stop" if finish_reason == "stop" else "length"
     return Completion(list(ids), list(logprobs), reason, sampled_at)
 
@@ -88,7 +89,8 @@ def check_lengths(
     if longest + max_tokens > max_model_len:
         raise TrainingError(
             f"a prompt of {longest} tokens with a completion of up to {max_tokens} does not fit "
-            f"into {max_model_len}, the longest sequence of {whose}."
+            f"into {max_model_len}, the longest sequence of {whose}.",
+            alone=True,
         )
 
 
@@ -104,5 +106,5 @@ def prompt_logprobs(ids: Sequence[int], found: Sequence[dict[int, float] | None]
     known = zip(ids[1:], found[1:], strict=False)
     logprobs = [row[token] for token, row in known if row is not None and token in row]
     if len(logprobs) != len(ids) - 1:
-        raise TrainingError("vLLM returned no log-probabilities of a prompt.")
+        raise TrainingError("vLLM returned no log-probabilities of a prompt.", alone=True)
     return logprobs

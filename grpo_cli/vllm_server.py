@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,13 +28,43 @@ from grpo_cli.drafts import OnGroup, ignore
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.rollouts import Completion
 from grpo_cli.sampling import Sampling
-from grpo_cli.vllm_client import QUICK, Server, ServerLost, wait_for
+from grpo_cli.vllm_client import PROBE, QUICK, Server, ServerLost, wait_for
 from grpo_cli.vllm_requests import check_lengths, repeated, sampling_params
 from grpo_cli.vllm_settings import dtype_of, structured_outputs
 from grpo_cli.weight_links import Link
 from grpo_cli.weights import Weights
 
 IN_FLIGHT = 2048  # completions asked of a server at a time, where generation.max_rows says nothing
+SOON = 0.1  # seconds until a batch looks again whether a server has room
+SOCKETS = 256  # requests of a process to a server at a time; many systems allow 1,024 files in all
+
+
+class Load:
+    """What is being asked of each server, by all batches of this process at once."""
+
+    def __init__(self, most_rows: int) -> None:
+        self.most_rows = most_rows
+        self.rows: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
+        self.lock = threading.Lock()  # batches that are begun ahead are sampled in threads
+
+    def take(self, live: Sequence[Server], rows: int) -> Server | None:
+        """The server with the least to do, which a request of `rows` now counts for; None: wait."""
+        with self.lock:
+            server = min(live, key=lambda s: self.rows[s.url])
+            busy = self.rows[server.url]
+            full = self.requests[server.url] >= SOCKETS or (busy and busy + rows > self.most_rows)
+            if full:
+                return None
+            self.rows[server.url] += rows
+            self.requests[server.url] += 1
+            return server
+
+    def give_back(self, server: Server, rows: int) -> None:
+        """The request is over, whichever way."""
+        with self.lock:
+            self.rows[server.url] -= rows
+            self.requests[server.url] -= 1
 
 
 class ServerGenerator:
@@ -62,28 +93,23 @@ class ServerGenerator:
         self.policy, self.workers, self.canary, self.say = policy, workers, canary, say
         self.eos_ids = list(eos_ids)
         self.structured = structured_outputs(self.config)
-        self.rows = recipe.generation.max_rows or IN_FLIGHT
+        self.load = Load(recipe.generation.max_rows or IN_FLIGHT)
+        self.dtype = dtype_of(recipe)
+        self.needed = longest_prompt + recipe.longest_completion
         self.servers = [Server(url.rstrip("/"), say) for url in self.config.servers]
         self.architecture = policy.config.get_text_config().to_dict()
         with workers.together():
             wait_for(self.servers, self.architecture, self.config.start_timeout, say)
-            longest = max(
-                recipe.generation.max_completion_tokens, recipe.eval.max_completion_tokens or 0
-            )
             for server in self.servers:
-                if longest_prompt + longest > server.max_model_len:
-                    raise UserError(
-                        f"generation.vllm.servers: {server.url} was started with max_model_len = "
-                        f"{server.max_model_len}; the longest prompt has {longest_prompt} tokens, "
-                        f"a completion up to {longest}: start it with {longest_prompt + longest}."
-                    )
-                if server.dtype != dtype_of(recipe):
-                    say(
-                        f"note: {server.url} computes in {server.dtype}, the trainer in "
-                        f"{dtype_of(recipe)}: their log-probabilities differ by more than they need"
-                    )
+                self._check(server)
+        dtypes = {server.dtype for server in self.servers}
+        for dtype in dtypes - {self.dtype}:
+            say(
+                f"note: servers compute in {dtype}, the trainer in {self.dtype}: their "
+                "log-probabilities differ by more than they need"
+            )
         if canary is not None:
-            canary.dtype = min(s.dtype for s in self.servers)  # bfloat16 before float32
+            canary.dtype = min(dtypes)  # bfloat16 before float32
         # Another run's versions are not taken for this one's.
         self.run = workers.gather(uuid.uuid4().hex[:8])[0]
         self.versions: dict[str, int] = {}  # by what servers report, the step they are of
@@ -102,7 +128,7 @@ class ServerGenerator:
     ) -> list[list[Completion]]:
         if not prompts:
             return []
-        shortest = min(s.max_model_len for s in self.servers)
+        shortest = min((s.max_model_len for s in self._live()), default=self.needed)
         check_lengths(prompts, sampling.max_tokens, shortest, "the servers (max_model_len)")
         requests = [
             (
@@ -132,7 +158,11 @@ class ServerGenerator:
         version = f"{self.run}:{step}"
         self.versions[version] = step
         # A server that any process has lost is looked at anew.
-        known = set.intersection(*self.workers.gather(self.live))
+        told = self.workers.gather((self.live, self.why_lost))
+        known = set.intersection(*(live for live, _ in told))
+        for rank, (live, why_lost) in enumerate(told[1:], 1):
+            for url in self.live - live:
+                self.say(f"note: process {rank}: {why_lost.get(url, url)}")
         self._send(version, known)
         synced = time.monotonic()
         difference = self._canary(step, version) if self.canary is not None else None
@@ -164,60 +194,69 @@ class ServerGenerator:
         num_generations: int,
         take: Callable[[int, list[Completion]], None],
     ) -> None:
-        """Every request to the server with the fewest; those of a lost one to the others."""
+        """Every request to the server with the least to do; those of a lost one to the others."""
         oldest = self.step
         waiting = deque(range(len(requests)))
         tasks: dict[asyncio.Task[list[Completion]], tuple[Server, int]] = {}
         watches: dict[asyncio.Task[ServerLost], Server] = {}
         ended: list[asyncio.Task[Any]] = []  # of servers that were given up
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        timeout = httpx2.Timeout(None, connect=QUICK)
+        retried: set[int] = set()
 
         def steps(version: str) -> int:
             found = self.versions.get(version, -1)
             return found if found >= oldest else -1
 
-        def give_up(server: Server, error: ServerLost) -> None:
-            self._lose(server, str(error))
+        def again(task: asyncio.Task[list[Completion]]) -> None:
+            server, number = tasks.pop(task)
+            self.load.give_back(server, num_generations)
+            waiting.appendleft(number)
+            ended.append(task)
+
+        def give_up(server: Server) -> None:
+            """Its requests are others' now."""
             for task in [t for t, (s, _) in tasks.items() if s is server]:
-                ended.append(task)
-                waiting.appendleft(tasks.pop(task)[1])
+                again(task)
             for watch in [w for w, s in watches.items() if s is server]:
                 ended.append(watch)
                 del watches[watch]
             for task in ended:
                 task.cancel()
 
+        # A connection for each request: servers close those that they keep when they please.
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+        timeout = httpx2.Timeout(None, connect=QUICK)
         async with httpx2.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client:
             try:
                 while waiting or tasks:
                     live = self._live()
+                    for server in {id(s): s for s, _ in tasks.values()}.values():
+                        if server not in live:  # an update has lost it meanwhile
+                            give_up(server)
                     if not live:
                         raise TrainingError(self._all_lost(), alone=True)
                     for server in live:
                         if server not in watches.values():
                             watches[asyncio.create_task(server.watch(client))] = server
-                    while waiting:
-                        load = {id(s): 0 for s in live}
-                        for server, _ in tasks.values():
-                            load[id(server)] = load.get(id(server), 0) + num_generations
-                        server = min(live, key=lambda s: load[id(s)])
-                        busy = load[id(server)]
-                        if busy and busy + num_generations > self.rows:
-                            break
+                    while waiting and (chosen := self.load.take(live, num_generations)):
                         number = waiting.popleft()
-                        request = server.generate(
+                        request = chosen.generate(
                             client,
                             *requests[number],
                             f"{self.run}:{self.step}",
                             steps,
                             self.config.request_timeout,
                         )
-                        tasks[asyncio.create_task(request)] = (server, number)
-                    await asyncio.wait([*tasks, *watches], return_when=asyncio.FIRST_COMPLETED)
-                    for watch in [w for w in watches if w.done()]:
-                        if watch in watches:
-                            give_up(watches[watch], watch.result())
+                        tasks[asyncio.create_task(request)] = (chosen, number)
+                    # Others of this process may have all there is of the servers.
+                    patience = PROBE if tasks else SOON
+                    await asyncio.wait(
+                        [*tasks, *watches],
+                        timeout=patience,
+                        return_when=asyncio.FIRST_COMPLETED,
+                    )
+                    for watch, server in [(w, s) for w, s in watches.items() if w.done()]:
+                        self._lose(server, str(watch.result()))
+                        give_up(server)
                     for task in [t for t in tasks if t.done()]:
                         if task not in tasks:  # of a server that was just given up
                             continue
@@ -225,11 +264,19 @@ class ServerGenerator:
                         try:
                             group = task.result()
                         except ServerLost as error:
-                            give_up(server, error)
+                            if error.is_passing and number not in retried:
+                                retried.add(number)
+                                again(task)
+                                continue
+                            self._lose(server, str(error))
+                            give_up(server)
                             continue
                         del tasks[task]
+                        self.load.give_back(server, num_generations)
                         take(number, group)
             finally:
+                for server, _ in tasks.values():
+                    self.load.give_back(server, num_generations)
                 ended += [*tasks, *watches]
                 for task in ended:
                     task.cancel()
@@ -259,28 +306,30 @@ class ServerGenerator:
             known: addresses of servers that no process has lost.
         """
         weights = Weights(self.policy)
-        error: Exception | None = None
-        if self.workers.is_main:
-            try:
+        with self.workers.together():
+            if self.workers.is_main:
                 self._connect(known)
                 pause = "keep" if self.config.in_flight else "wait"
-                lost = weight_links.send(
-                    list(self.links.values()), weights, version, self.config, pause
-                )
+                links = list(self.links.values())
+                lost = weight_links.send(links, weights, version, self.config, pause)
                 for url, why in lost.items():
                     self._drop(url, str(why))
                 self.live = set(self.links)
-            except (TrainingError, UserError) as caught:
-                error = caught
-        else:
-            for _ in weights:  # a sharded policy is gathered by all
-                pass
-        with self.workers.together():
-            if error is not None:
-                raise error
-            if self.workers.is_main and not self.live:
-                raise TrainingError(self._all_lost())
+                if not self.live:
+                    raise TrainingError(self._all_lost())
+            else:
+                for _ in weights:  # a sharded policy is gathered by all
+                    pass
         self.live = set(self.workers.gather(self.live)[0])
+
+    def _check(self, server: Server) -> None:
+        """Raises a UserError if a server that was greeted has too little room."""
+        if self.needed > server.max_model_len:
+            raise UserError(
+                f"generation.vllm.servers: {server.url} was started with max_model_len = "
+                f"{server.max_model_len}; the longest prompt with its completion takes "
+                f"{self.needed} tokens: start it with max_model_len={self.needed}."
+            )
 
     def _connect(self, known: set[str]) -> None:
         """Greets servers that are new, back, or were lost by some process, and links to them."""
@@ -288,18 +337,22 @@ class ServerGenerator:
             born = list(server.born)
             if server.url in self.links and server.url in known:
                 continue
-            is_first = not self.versions or len(self.versions) == 1
+            is_first = len(self.versions) == 1
             try:
-                whole = server.greet(self.architecture, timeout=2.0)
-                if not whole:
-                    raise server.lost(
-                        "weight update", "one was broken off; it has to be started again"
+                if not server.greet(self.architecture, timeout=2.0):
+                    why = "one was broken off; it has to be started again"
+                    raise server.lost("weight update", why)
+                self._check(server)
+                if self.canary is not None and server.dtype < self.canary.dtype:
+                    why = (
+                        f"computes in {server.dtype} now, and the run began in {self.canary.dtype}"
                     )
+                    raise UserError(f"{server.url} {why}")
                 if server.url in self.links and server.born == born:
                     continue  # it is the same, and was only slow
                 if (stale := self.links.pop(server.url, None)) is not None:
                     stale.close()
-                self.links[server.url] = weight_links.connect(server, self.config, number)
+                self.links[server.url] = weight_links.connect(server, self.config, self.run, number)
                 if not is_first:
                     self.say(f"{server.url} is back, and has the weights from now on")
             except (ServerLost, UserError) as error:
@@ -324,20 +377,14 @@ class ServerGenerator:
         for is_last in (False, True):
             found: dict[str, float] = {}
             agreed: dict[str, bool] = {}
-            error: Exception | None = None
-            if self.workers.is_main:
-                try:
+            with self.workers.together():
+                if self.workers.is_main:
                     found = self._differences(trainer)
                     # Of each, also after one that does not: the first is what it is held to.
                     agreed = {u: self.canary.agrees(f"server {u}", d) for u, d in found.items()}
                     if is_last and not all(agreed.values()):
-                        worst = max(found, key=found.__getitem__)
-                        error = self.canary.stale(f"server {worst}", found[worst], step)
-                except TrainingError as caught:
-                    error = caught
-            with self.workers.together():
-                if error is not None:
-                    raise error
+                        worst = max((u for u in found if not agreed[u]), key=found.__getitem__)
+                        raise self.canary.stale(f"server {worst}", found[worst], step)
             self.live, agreed = self.workers.gather((self.live, agreed))[0]
             if all(agreed.values()):
                 return max(found.values(), default=0.0)

@@ -58,7 +58,7 @@ class GlooUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     """What comes over, in order."""
 
     names: list[str]
-    dtypes: list[str]  # as torch names them, without `torch.`
+    dtype_names: list[str]  # as torch names them, without `torch.`
     shapes: list[list[int]]
 
 
@@ -85,7 +85,7 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
         u = update_info
         infos = [
             WeightInfo(name, tuple(shape), getattr(torch, dtype))
-            for name, dtype, shape in zip(u.names, u.dtypes, u.shapes, strict=True)
+            for name, dtype, shape in zip(u.names, u.dtype_names, u.shapes, strict=True)
         ]
         for bucket in buckets(infos, self.bucket_bytes):
             size = sum(torch.Size(info.shape).numel() for info in bucket)

@@ -16,8 +16,10 @@ import contextlib
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -32,6 +34,8 @@ from grpo_cli.vllm_client import Server, ServerLost
 from grpo_cli.weights import WeightInfo, Weights, buckets, flattened, unflattened
 
 MIB = 2**20
+POLL = 1e-3  # seconds between two looks at a transfer
+MEETING = 60.0  # seconds, at most, for trainer and workers to meet
 
 
 class Link(Protocol):
@@ -61,13 +65,32 @@ class Link(Protocol):
 class _Told:
     """A server that is told in a thread what is coming, for it answers when all has come."""
 
-    def __init__(self, server: Server, timeout: float) -> None:
-        self.server, self.timeout = server, timeout
-        self.pool = ThreadPoolExecutor(1)
+    def __init__(self, server: Server) -> None:
+        self.server = server
         self.answer: Future[Any] | None = None
 
-    def tell(self, path: str, body: dict[str, Any]) -> None:
-        self.answer = self.pool.submit(self.server.call, path, body, self.timeout)
+    def tell(self, path: str, body: dict[str, Any], timeout: float) -> None:
+        """Begins a call. A daemon thread: at the end of the process nobody waits for it."""
+        self.answer = answer = Future[Any]()
+
+        def call() -> None:
+            try:
+                answer.set_result(self.server.call(path, body, timeout))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=call, daemon=True).start()
+
+    def expect(self, infos: Sequence[WeightInfo], config: Vllm) -> None:
+        """Says which weights are coming; each bucket has its own time."""
+        update = {
+            "names": [i.name for i in infos],
+            "dtype_names": [str(i.dtype).removeprefix("torch.") for i in infos],
+            "shapes": [list(i.shape) for i in infos],
+        }
+        number = sum(1 for _ in buckets(infos, config.bucket_mb * MIB))
+        timeout = config.update_timeout * (number + 1)
+        self.tell("/update_weights", {"update_info": update}, timeout)
 
     def heard(self) -> None:
         """Raises what the server has said so far, if that is a failure."""
@@ -75,62 +98,60 @@ class _Told:
             self.answer.result()
 
     def wait(self) -> None:
+        """Raises what the server says in the end, if that is a failure."""
         assert self.answer is not None
         self.answer.result()
 
-    def close(self) -> None:
-        self.pool.shutdown(wait=False, cancel_futures=True)
+
+# Kept to the end of the process, as `distributed._groups` and for the same reason.
+_groups: list[Any] = []
 
 
 class GlooLink:
     """Broadcasts from this process to the server's workers, with a deadline for each bucket."""
 
-    def __init__(self, server: Server, config: Vllm, number: int) -> None:
-        """Meets the server's workers. Args: number: of the server.
-
-        Raises:
-            ServerLost: they did not come.
-        """
+    def __init__(self, server: Server, config: Vllm, name: str, number: int) -> None:
         host, port = address_of(server.url)
         own = config.transfer_host or gloo_wire.local_address(host, port)
         wanted = config.transfer_port + number if config.transfer_port else 0
         size, timeout = server.world_size + 1, config.update_timeout
-        self.told = _Told(server, timeout)
-        self.server = server
+        meeting = min(timeout, MEETING)
+        self.server, self.config, self.told = server, config, _Told(server)
         try:
-            store = gloo_wire.Store(own, wanted, size, timeout)
+            store = gloo_wire.Store(own, wanted, size, meeting)
         except (OSError, RuntimeError) as error:
-            raise server.lost(
-                "weight transfer", f"cannot listen at {own}:{wanted} ({error})"
-            ) from error
+            why = f"cannot listen at {own}:{wanted} ({error})"
+            raise server.lost("weight transfer", why) from error
         init = {
             "address": own, "port": store.port, "size": size, "timeout": timeout,
             "bucket_bytes": config.bucket_mb * MIB,
         }  # fmt: skip
-        self.told.tell("/init_weight_transfer_engine", {"init_info": init})
+        self.told.tell("/init_weight_transfer_engine", {"init_info": init}, meeting)
         try:
-            self.group = gloo_wire.group(store.store, own, 0, size, timeout)
+            self.group = gloo_wire.group(store.store, own, 0, size, meeting)
         except RuntimeError as error:
             self.told.heard()
             raise server.lost("weight transfer", f"its workers did not come ({error})") from error
         self.told.wait()
+        _groups.append(self.group)
         self.work: Any = None
 
     def begin(self, infos: Sequence[WeightInfo]) -> None:
-        update = {
-            "names": [i.name for i in infos],
-            "dtypes": [str(i.dtype).removeprefix("torch.") for i in infos],
-            "shapes": [list(i.shape) for i in infos],
-        }
-        self.told.tell("/update_weights", {"update_info": update})
+        self.told.expect(infos, self.config)
 
     def put(self, flat: Tensor, bucket: list[WeightInfo]) -> None:
         self.told.heard()
         self.work = self.group.broadcast(flat.cpu(), 0)
 
     def flush(self) -> None:
+        work, self.work = self.work, None  # which holds the bucket
+        deadline = time.monotonic() + self.config.update_timeout
         try:
-            self.work.wait()
+            # Not only waited for: a server that has failed says so before its workers are missed.
+            while not work.is_completed() and time.monotonic() < deadline:
+                self.told.heard()
+                time.sleep(POLL)
+            work.wait(timedelta(milliseconds=1))
         except RuntimeError as error:
             self.told.heard()
             said = str(error).splitlines()[0]
@@ -140,7 +161,7 @@ class GlooLink:
         self.told.wait()
 
     def close(self) -> None:
-        self.told.close()
+        pass
 
 
 class NcclLink:
@@ -150,33 +171,28 @@ class NcclLink:
     ended, with a message (`deadline`).
     """
 
-    def __init__(self, server: Server, config: Vllm, number: int) -> None:
+    def __init__(self, server: Server, config: Vllm, name: str, number: int) -> None:
         from vllm.distributed.weight_transfer import nccl_common
 
         host, port = address_of(server.url)
         own = config.transfer_host or gloo_wire.local_address(host, port)
         wanted = config.transfer_port + number if config.transfer_port else free_port(own)
-        size = server.world_size + 1
-        self.server, self.timeout = server, config.update_timeout
-        self.told = _Told(server, config.update_timeout)
+        size, meeting = server.world_size + 1, min(config.update_timeout, MEETING)
+        self.server, self.config, self.told = server, config, _Told(server)
+        self.timeout = config.update_timeout
         init = {
             "master_address": own, "master_port": wanted, "rank_offset": 1, "world_size": size,
             "packed": False,
         }  # fmt: skip
-        self.told.tell("/init_weight_transfer_engine", {"init_info": init})
-        with deadline(self.timeout, server, "weight transfer"):
+        self.told.tell("/init_weight_transfer_engine", {"init_info": init}, meeting)
+        with deadline(meeting, server, "weight transfer"):
             self.group = nccl_common.stateless_init_process_group(
                 own, wanted, 0, size, torch.cuda.current_device()
             )
             self.told.wait()
 
     def begin(self, infos: Sequence[WeightInfo]) -> None:
-        update = {
-            "names": [i.name for i in infos],
-            "dtype_names": [str(i.dtype).removeprefix("torch.") for i in infos],
-            "shapes": [list(i.shape) for i in infos],
-        }
-        self.told.tell("/update_weights", {"update_info": update})
+        self.told.expect(infos, self.config)
 
     def put(self, flat: Tensor, bucket: list[WeightInfo]) -> None:
         self.told.heard()
@@ -192,13 +208,13 @@ class NcclLink:
         self.told.wait()
 
     def close(self) -> None:
-        self.told.close()
+        pass
 
 
 class IpcLink:
     """vLLM's CUDA IPC transfer: the server opens this process's memory."""
 
-    def __init__(self, server: Server, config: Vllm, number: int) -> None:
+    def __init__(self, server: Server, config: Vllm, name: str, number: int) -> None:
         self.server, self.timeout = server, config.update_timeout
         if server.world_size > 1:
             why = f"ipc reaches the trainer's own GPU alone, and it has {server.world_size}"
@@ -244,10 +260,12 @@ def _handle(weight: Tensor) -> Any:
 class DiskLink:
     """A safetensors file of all weights in a folder that the server can see."""
 
-    def __init__(self, server: Server, config: Vllm, number: int) -> None:
+    def __init__(self, server: Server, config: Vllm, name: str, number: int) -> None:
         assert config.transfer_folder is not None, "checked when the recipe was parsed"
         self.server, self.timeout = server, config.update_timeout
-        self.folder = Path(config.transfer_folder).expanduser().resolve() / f"server-{number}"
+        self.folder = (
+            Path(config.transfer_folder).expanduser().resolve() / f"{name}-server-{number}"
+        )
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         self.parts = 0
@@ -272,7 +290,7 @@ class DiskLink:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-KINDS: dict[str, Callable[[Server, Vllm, int], Link]] = {
+KINDS: dict[str, Callable[[Server, Vllm, str, int], Link]] = {
     "gloo": GlooLink,
     "nccl": NcclLink,
     "ipc": IpcLink,
@@ -280,8 +298,11 @@ KINDS: dict[str, Callable[[Server, Vllm, int], Link]] = {
 }
 
 
-def connect(server: Server, config: Vllm, number: int) -> Link:
+def connect(server: Server, config: Vllm, name: str, number: int) -> Link:
     """The link to a server, of the kind that recipe and server agree on.
+
+    Args:
+        name: of the run, like no other's. number: of the server.
 
     Raises:
         ServerLost: it cannot be reached that way.
@@ -297,7 +318,10 @@ def connect(server: Server, config: Vllm, number: int) -> Link:
             "weight transfer",
             f"it was started with transfer={server.transfer}, and the run has {kind}",
         )
-    return KINDS[kind](server, config, number)
+    try:
+        return KINDS[kind](server, config, name, number)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        raise server.lost("weight transfer", f"{type(error).__name__}: {error}") from error
 
 
 def send(
@@ -318,13 +342,13 @@ def send(
     def each(step: str, do: Any) -> None:
         """Calls `do` for every server that is left, at the same time."""
         with ThreadPoolExecutor(max(len(alive), 1)) as pool:
-            futures = {link.server.url: pool.submit(do, link) for link in alive}
-        for url, future in futures.items():
+            futures = [(link.server, pool.submit(do, link)) for link in alive]
+        for server, future in futures:
             error = future.exception()
             if isinstance(error, ServerLost):
-                lost[url] = error
-            elif error is not None:
-                raise error
+                lost[server.url] = error
+            elif error is not None:  # a full disk, a refusal: a server's update is broken off
+                lost[server.url] = server.lost(step, f"{type(error).__name__}: {error}")
         alive[:] = [link for link in alive if link.server.url not in lost]
 
     infos = weights.infos()
@@ -351,13 +375,13 @@ def send(
             raise link.server.lost("/reset_prefix_cache", "it was not reset")
         link.server.call("/resume", {})
 
-    each("begin", begin)
+    each("the beginning of a weight update", begin)
     passing = iter(weights)
     for bucket in buckets(infos, config.bucket_mb * MIB):
         flat = flattened(passing, bucket)
-        each("put", lambda link: link.put(flat, bucket))  # noqa: B023 - done before the next
-        each("flush", lambda link: link.flush())
-    each("end", end)
+        each("weight transfer", lambda link: link.put(flat, bucket))  # noqa: B023 - done before the next
+        each("weight transfer", lambda link: link.flush())
+    each("the end of a weight update", end)
     return lost
 
 

@@ -146,7 +146,8 @@ def server(
                 if httpx2.get(f"{url}/health", timeout=5).status_code == 200:
                     break
             except httpx2.HTTPError:
-                time.sleep(0.5)
+                pass
+            time.sleep(0.5)
         for transfer in ("gloo", "disk"):
             where = str(root / "transfer") if transfer == "disk" else None
             recipe = recipe_of(

@@ -210,7 +210,7 @@ class FakeVllm:
         infos = [
             WeightInfo(name, tuple(shape), getattr(torch, dtype))
             for name, dtype, shape in zip(
-                update_info["names"], update_info["dtypes"], update_info["shapes"], strict=True
+                update_info["names"], update_info["dtype_names"], update_info["shapes"], strict=True
             )
         ]
 

@@ -53,11 +53,11 @@ def test_other_tokens_are_not_compared() -> None:
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "at_start", "allowed"),
     [
-        ("float32", None, [0.0], 1e-3),
-        ("float32", None, [2e-4], 1e-3),
+        ("float32", None, [0.0], 5e-5),
+        ("float32", None, [1e-5], 5e-5),
         ("float32", None, [4e-4], 1.6e-3),
-        ("float32", None, [4e-4, 1e-2], 4e-2),  # of the engine that differs most
-        ("bfloat16", None, [0.0], 2e-2),
+        ("float32", None, [4e-4, 1e-3], 1.6e-3),  # of each engine its own
+        ("bfloat16", None, [0.0], 5e-3),
         ("float16", None, [6e-3], 2.4e-2),
         ("float32", 5e-4, [4e-4], 5e-4),
         ("bfloat16", 0.3, [0.2], 0.3),
@@ -69,17 +69,17 @@ def test_a_difference_that_is_rounding(
     bird = canary(dtype, tolerance)
     for number, difference in enumerate(at_start):
         assert bird.agrees(f"server {number}", difference)
-    assert bird.allowed() == pytest.approx(allowed)
+    assert bird.allowed("server 0") == pytest.approx(allowed)
     assert bird.agrees("server 0", allowed * 0.999)
     assert not bird.agrees("server 0", allowed * 1.001)
     assert not bird.agrees("server 0", math.inf)
-    assert bird.allowed() == pytest.approx(allowed), "only the start sets it"
+    assert bird.allowed("server 0") == pytest.approx(allowed), "only the start sets it"
 
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "most"),
     [
-        ("float32", None, "0.05"),
+        ("float32", None, "0.001"),
         ("bfloat16", None, "0.5"),
         ("float16", None, "0.5"),
         ("float32", 0.2, "0.2"),
@@ -108,7 +108,7 @@ def test_the_first_difference_may_already_be_too_large(
         ([[7]], [[7, 7]]),
         ([[1], [2]], [[1, 1]]),
         ([[i, i] for i in range(20)], [[i, i] for i in range(8)]),
-        ([[0, *range(100)]], [[0, *range(63)]]),
+        ([[*range(100), 0]], [[*range(37, 100), 0]]),
     ],
     ids=lambda rows: str(len(rows)),
 )
@@ -287,24 +287,18 @@ def test_the_canary_knows_the_narrower_type_of_the_servers(
 # In every step.
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize(
     ("limit", "found", "stops"),
     [(1.0, 1.0, False), (1.0, 1.25, True), (0.5, 0.75, True), (None, 9.0, False)],
 )
 def test_a_sampler_that_is_another_policy_stops_the_run(
-    limit: float | None, found: float, stops: bool, overlap: int
+    limit: float | None, found: float, stops: bool
 ) -> None:
-    recipe = Recipe()
-    recipe.generation.max_logp_difference = limit
-    recipe.generation.vllm.overlap = overlap
-    names = ["sampling/sampling_logp_difference/mean", "staleness/logp_difference"]
-    figures = {names[overlap]: found, names[1 - overlap]: 9.0 if overlap == 0 else 0.0}
     if not stops:
-        check_sampler(recipe, figures, 4)
+        check_sampler(limit, found, 4)
         return
     with pytest.raises(TrainingError) as error:
-        check_sampler(recipe, figures, 4)
+        check_sampler(limit, found, 4)
     assert str(error.value) == (
         f"step 5: the sampler's log-probabilities differ from the trainer's by {found} in the "
         f"mean, more than generation.max_logp_difference = {limit:g}; stopped before the optimizer "

@@ -23,6 +23,7 @@ from grpo_cli.weights import WeightInfo, Weights, buckets, flattened, unflattene
 from tests.fake_vllm import FakeVllm, Refused, serving
 
 LIMIT = 2**20
+RUN = "run"  # whose weights they are
 
 
 class Odd(nn.Module):
@@ -210,7 +211,7 @@ def linked(fakes: list[FakeVllm], config: Vllm) -> list[Link]:
     servers = [Server(fake.url, print) for fake in fakes]
     for server in servers:
         assert server.greet({})
-    return [connect(server, config, number) for number, server in enumerate(servers)]
+    return [connect(server, config, RUN, number) for number, server in enumerate(servers)]
 
 
 def settings(transfer: str, folder: Path, **changes: Any) -> Vllm:
@@ -411,7 +412,7 @@ def refused(fake: FakeVllm, config: Vllm, number: int = 0) -> str:
     server = Server(fake.url, print)
     server.greet({})
     with pytest.raises(ServerLost) as error:
-        connect(server, config, number)
+        connect(server, config, RUN, number)
     return str(error.value)
 
 
@@ -492,7 +493,7 @@ def test_workers_are_told_where_to_meet_the_trainer(fakes: list[FakeVllm], tmp_p
     config = settings("gloo", tmp_path, transfer_host="127.0.0.1", transfer_port=port - 1)
     server = Server(fakes[1].url, print)
     server.greet({})
-    link = connect(server, config, 1)
+    link = connect(server, config, RUN, 1)
     assert fakes[1].inits == [
         {
             "address": "127.0.0.1", "port": port, "size": 3, "timeout": 30.0,
