@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from grpo_cli.errors import TrainingError
 
-PROMPTS, TOKENS = 8, 64  # how many, and how much of each
+PROMPTS, TOKENS = 4, 24  # how many, and how much of each: few, for this is done in every step
 FACTOR = 4.0  # the tolerance is so many times the difference at the start
 FLOOR = {"float32": 5e-5}  # and at least this, by the engine's dtype
 FLOOR_16_BIT = 5e-3

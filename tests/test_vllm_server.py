@@ -562,8 +562,8 @@ def test_a_server_that_is_too_short(
         generator_for(fakes, model, recipe=recipe)
     assert str(error.value) == (
         f"generation.vllm.servers: {fakes[1].url} was started with max_model_len = {needed - 1}; "
-        f"the longest prompt has 10 tokens, a completion up to {needed - 10}: start it with "
-        f"{needed}."
+        f"the longest prompt with its completion takes {needed} tokens: start it with "
+        f"max_model_len={needed}."
     )
 
 
@@ -574,7 +574,7 @@ def test_a_server_of_another_dtype_is_noted(fakes: list[FakeVllm], model: PreTra
     fakes[0].state["dtype"] = "bfloat16"
     generator_for(fakes, model, say=said.append)
     assert said == [
-        f"note: {fakes[0].url} computes in bfloat16, the trainer in float32: their "
+        "note: servers compute in bfloat16, the trainer in float32: their "
         "log-probabilities differ by more than they need"
     ]
 

@@ -179,7 +179,7 @@ def test_another_model_and_too_little_room_are_one_sentence(
         generator_of(tied, make_model(tokenizer, tied=True), [servers.untied], [])
     policy = make_model(tokenizer, tied=True)
     recipe = recipe_for(tied, "vllm_server", servers=[servers.tied.url])
-    with pytest.raises(UserError, match=r"max_model_len = 128; .* 120 tokens, .* 24: .* with 144"):
+    with pytest.raises(UserError, match=r"max_model_len = 128; .* takes 144 tokens: start it"):
         ServerGenerator(recipe, policy, 120, EOS, Workers("cpu"), None, print)
     generator = generator_of(tied, policy, [servers.tied], [])
     generator.update_weights(policy, 0)
@@ -203,6 +203,14 @@ def test_two_processes_and_one_server(servers: Servers, tmp_path: Path) -> None:
         for metrics in (alone, together):
             assert metrics["sampling/sampling_logp_difference/max"] < 1e-4
             assert metrics["sampling/effective_sample_size"] == pytest.approx(1, abs=1e-5)
+
+
+def test_the_tiny_recipe_learns(servers: Servers, tmp_path: Path) -> None:
+    """A sixth of the recipe; docs/experiments.md has the whole of it, in both modes."""
+    words = ["generation=vllm_server", f"generation.vllm.servers=[{servers.sums.url}]"]
+    grpo_train(*words, "steps=40", f"output_dir={tmp_path}")
+    rewards = [metrics["reward"] for metrics in run_metrics(tmp_path)]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
 
 
 @pytest.mark.parametrize("in_flight", [False, True])

@@ -370,16 +370,18 @@ def test_a_server_that_receives_and_does_not_answer(fakes: list[FakeVllm], tmp_p
     bad.update_weights = lambda **body: [receive(**body), bad.hang()]  # type: ignore[assignment]
     lost = send(linked(fakes, config), Weights(nn.Linear(3, 2)), "v", config, "wait")
     assert {url: str(error) for url, error in lost.items()} == {
-        bad.url: f"server {bad.url}: /update_weights failed: no answer within 1.5 s."
+        bad.url: f"server {bad.url}: /update_weights failed: no answer within 3 s."
     }
     assert good.version == "v"
 
 
-def test_what_a_server_refuses_stops_the_run(fakes: list[FakeVllm], tmp_path: Path) -> None:
+def test_a_server_that_refuses_is_left_out(fakes: list[FakeVllm], tmp_path: Path) -> None:
     config = settings("gloo", tmp_path)
     fakes[0].faults["/start_weight_update"] = refuse(400, "not now")
-    with pytest.raises(TrainingError, match="/start_weight_update was refused: not now"):
-        send(linked(fakes, config), Weights(Odd()), "v", config, "wait")
+    lost = send(linked(fakes, config), Weights(Odd()), "v", config, "wait")
+    assert list(lost) == [fakes[0].url]
+    assert "/start_weight_update was refused: not now" in str(lost[fakes[0].url])
+    assert fakes[1].version == "v"
 
 
 def test_a_model_that_changes_its_order_in_the_middle_is_refused(
@@ -513,7 +515,7 @@ def test_a_transfers_port_that_is_taken(fakes: list[FakeVllm], tmp_path: Path) -
 def test_a_folder_holds_the_newest_weights_of_one_server(
     fakes: list[FakeVllm], tmp_path: Path
 ) -> None:
-    left_over = tmp_path / "server-1" / "old.safetensors"
+    left_over = tmp_path / f"{RUN}-server-1" / "old.safetensors"
     left_over.parent.mkdir()
     left_over.write_bytes(b"")
     config = settings("disk", tmp_path)
@@ -523,7 +525,7 @@ def test_a_folder_holds_the_newest_weights_of_one_server(
         send(links, Weights(model), "v", config, "wait")
         names = [f"model-{i:05d}.safetensors" for i in range(files)]
         for number in (0, 1):
-            folder = tmp_path / f"server-{number}"
+            folder = tmp_path / f"{RUN}-server-{number}"
             assert sorted(f.name for f in folder.iterdir()) == names
     for fake in fakes:
         assert_bit_equal({n: fake.held[0][n] for n, _ in small.named_parameters()}, small)
