@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from grpo_cli import ahead, folders, run, train
 from grpo_cli.ahead import Batch
-from grpo_cli.carried import packed
 from grpo_cli.checkpoint import load_state
 from grpo_cli.clock import Clock
 from grpo_cli.collect import collect, use_samplers_logprobs
@@ -367,6 +366,23 @@ def test_every_checkpoint_of_a_run_that_goes_on_waits(
     assert saved["run"]["position"] == 6
 
 
+def test_a_batch_that_failed_is_no_reason_to_lose_a_checkpoint(
+    tmp_path: Path, fakes: list[FakeVllm]
+) -> None:
+    live = built(tmp_path, eval__at_ends=False, **serve(fakes, overlap=2))
+
+    def fails(arrived: ahead.Arrived) -> list[Group]:
+        raise TrainingError("no server is left")
+
+    first, _ = live.sample(live.recipe, 6), live.take_prompts(6)
+    live.ahead += [Batch(first), Batch(fails)]
+    live.save()
+    live.close()
+    saved = load_state(folders.checkpoint_path(live.folder, 0))
+    assert [len(entries) for entries in saved["ahead"]] == [6]
+    assert saved["run"]["position"] == 6
+
+
 @pytest.fixture(scope="module")
 def halted(
     policy: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
@@ -386,10 +402,15 @@ def going_on(halted: tuple[Path, FakeVllm], **changes: Any) -> run.Run:
     return live
 
 
+def begun(live: run.Run) -> list[list[dict[str, Any]]]:
+    """As its checkpoint has it."""
+    found: list[list[dict[str, Any]]] = load_state(folders.checkpoint_path(live.folder, 1))["ahead"]
+    return found
+
+
 def test_a_checkpoint_keeps_what_was_begun(halted: tuple[Path, FakeVllm]) -> None:
     live = going_on(halted)
-    saved = load_state(folders.checkpoint_path(live.folder, 1))["ahead"]
-    assert [[entry["position"] for entry in entries] for entries in saved] == [
+    assert [[entry["position"] for entry in entries] for entries in begun(live)] == [
         list(range(6, 12)),
         list(range(12, 18)),
     ]
@@ -458,12 +479,13 @@ def test_a_checkpoint_that_is_older_than_vllm(tmp_path: Path) -> None:
 
 def test_each_process_goes_on_with_its_own_share(halted: tuple[Path, FakeVllm]) -> None:
     live = going_on(halted)
-    saved = [packed(b.groups()[::-1], run.UNSCORED) for b in live.ahead]
-    before = {"generation": run.asdict(live.recipe.generation)}
+    saved = begun(live)
+    for entries in saved:
+        entries.reverse()
     for rank in (0, 1):
         live.ahead.clear()
         live.workers = SimpleNamespace(rank=rank, size=2)  # type: ignore[assignment]
-        live.unpack_ahead(saved, before)
+        live.unpack_ahead(saved)
         assert [[g.position for g in b.groups()] for b in live.ahead] == [
             list(range(6 + rank, 12, 2)),
             list(range(12 + rank, 18, 2)),
@@ -474,16 +496,16 @@ def test_of_batches_that_are_no_longer_whole_the_first_are_kept(
     halted: tuple[Path, FakeVllm],
 ) -> None:
     live = going_on(halted)
-    saved = [packed(b.groups(), run.UNSCORED) for b in live.ahead]
+    saved = begun(live)
     saved[1][3]["prompt_ids"] = [1, 2, 3]  # its row is another one now
     live.ahead.clear()
-    live.unpack_ahead(saved, {"generation": run.asdict(live.recipe.generation)})
+    live.unpack_ahead(saved)
     assert [[g.position for g in b.groups()] for b in live.ahead] == [list(range(6, 12))]
     assert live.state.position == 12
 
 
 @pytest.mark.parametrize(
-    ("engine", "overlap", "steps", "step", "begun"),
+    ("engine", "overlap", "steps", "step", "number"),
     [
         ("vllm_server", 2, 9, 0, 2),
         ("vllm_server", 2, 9, 5, 2),
@@ -495,7 +517,7 @@ def test_of_batches_that_are_no_longer_whole_the_first_are_kept(
     ],
 )
 def test_as_many_steps_are_begun_as_there_are(
-    engine: str, overlap: int, steps: int, step: int, begun: int
+    engine: str, overlap: int, steps: int, step: int, number: int
 ) -> None:
     recipe = Recipe(steps=steps, prompts_per_step=6)
     recipe.generation.engine, recipe.generation.vllm.overlap = engine, overlap
@@ -506,9 +528,10 @@ def test_as_many_steps_are_begun_as_there_are(
         return lambda arrived: []
 
     live: Any = SimpleNamespace(recipe=recipe, ahead=deque(), sample=sample)
+    live.overlap = run.Run.overlap.fget(live)  # type: ignore[attr-defined]
     for _ in range(2):  # no more while those wait
         run.Run.sample_ahead(live, step)
-        assert asked == [6] * begun == [6] * len(live.ahead)
+        assert asked == [6] * number == [6] * len(live.ahead)
 
 
 def test_a_batch_that_failed_stops_the_step_that_takes_it(halted: tuple[Path, FakeVllm]) -> None:
