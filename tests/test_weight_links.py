@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from grpo_cli import gloo_wire, weight_links
 from grpo_cli.config import Vllm
-from grpo_cli.errors import TrainingError
 from grpo_cli.vllm_client import QUICK, Server, ServerLost
 from grpo_cli.weight_links import Link, connect, send
 from grpo_cli.weights import WeightInfo, Weights, buckets, flattened, unflattened
