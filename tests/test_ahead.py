@@ -366,6 +366,19 @@ def test_every_checkpoint_of_a_run_that_goes_on_waits(
     assert saved["run"]["position"] == 6
 
 
+def test_a_checkpoint_keeps_the_steps_of_a_schedule(tmp_path: Path, fakes: list[FakeVllm]) -> None:
+    growing = {"schedules": {"generation": {"num_generations": {"to": 6}}}, "steps": 3}
+    changes = {"eval__at_ends": False, **growing, **serve(fakes, overlap=2)}
+    live = built(tmp_path, **changes)
+    live.sample_ahead(-1)
+    live.save()
+    live.close()
+    resumed = built(tmp_path, resume="auto", **changes)
+    resumed.close()
+    sizes = [{len(g.rollouts) for g in batch.groups()} for batch in resumed.ahead]
+    assert sizes == [{4}, {5}]
+
+
 def test_a_batch_that_failed_is_no_reason_to_lose_a_checkpoint(
     tmp_path: Path, fakes: list[FakeVllm]
 ) -> None:

@@ -221,8 +221,8 @@ def test_completions_begun_ahead_are_one_step_old(
     words += ["generation.vllm.overlap=1", f"generation.vllm.in_flight={in_flight}", "steps=5"]
     grpo_train(*words, f"output_dir={tmp_path}", "prompts_per_step=32")
     steps = run_metrics(tmp_path)
-    ages = [s["staleness/max"] for s in steps]
-    assert ages == [0, 1, 1, 1, 1] or (in_flight and ages[0] == 0 and max(ages) == 1)
+    ages = [s["staleness/max"] for s in steps]  # what reaches the server late is newer
+    assert (ages[0], max(ages)) == (0, 1)
     assert [s["epoch"] for s in steps] == pytest.approx([32 * n / 1400 for n in range(1, 6)])
     assert all(s["weights/canary_difference"] < 1e-4 for s in steps)
     assert steps[0]["staleness/logp_difference"] < 1e-4

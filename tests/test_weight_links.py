@@ -362,6 +362,19 @@ def test_a_server_that_does_not_receive_is_waited_for_until_the_deadline(
     assert_bit_equal(good.held[0], model)
 
 
+def test_a_failure_that_was_told_is_not_waited_out() -> None:
+    """Of a worker that never takes what it is sent, whose server has said so."""
+
+    def heard() -> None:
+        raise ServerLost("it said so")
+
+    link: Any = weight_links.GlooLink.__new__(weight_links.GlooLink)
+    link.config = Vllm(update_timeout=5.0)
+    link.work, link.told = SimpleNamespace(is_completed=bool), SimpleNamespace(heard=heard)
+    with pytest.raises(ServerLost, match="it said so"):
+        link.flush()
+
+
 def test_a_server_that_receives_and_does_not_answer(fakes: list[FakeVllm], tmp_path: Path) -> None:
     config = settings("gloo", tmp_path, update_timeout=1.5)
     bad, good = fakes
