@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ def for_training(recipe: Recipe) -> Prepared:
     folder = Path(recipe.output_dir).expanduser()
     resume_from = find_resume(recipe, folder)
     tracking.require(recipe.tracking.backend)
+    check_engine(recipe)
     check_model_path(recipe)
     train_rows = data.load_rows(recipe.dataset, "train")
     eval_rows = data.load_rows(recipe.dataset, "eval") if recipe.dataset.eval else None
@@ -58,6 +60,7 @@ def for_evaluation(recipe: Recipe) -> Prepared:
     """
     if recipe.dataset.eval is None:
         raise UserError("dataset.eval: the recipe has no held-out rows; give a file or a hub name.")
+    check_engine(recipe)
     check_model_path(recipe)
     rows = data.load_rows(recipe.dataset, "eval")
     scorer = scorer_of_evaluation(recipe, rows, Crew(recipe.scoring))
@@ -139,6 +142,14 @@ def check_writable(folder: Path) -> None:
         raise UserError(f"output_dir = {folder}: {existing} is a file, not a folder.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"output_dir = {folder}: {existing} cannot be written to.")
+
+
+def check_engine(recipe: Recipe) -> None:
+    """Raises a UserError if the engine that samples is not installed."""
+    if recipe.generation.engine == "vllm_colocate" and importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "generation = vllm_colocate: vLLM is not installed here; pip install 'grpo-cli[vllm]'."
+        )
 
 
 def check_model_path(recipe: Recipe) -> None:

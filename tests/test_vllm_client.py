@@ -93,6 +93,12 @@ def test_a_failure_names_server_call_and_reason(
     assert str(error.value).startswith(f"server {fake.url}: /health failed: {why}")
 
 
+def test_an_answer_that_is_no_json() -> None:
+    """Of some other server at that address."""
+    with pytest.raises(ServerLost, match="/x failed: answered something else than JSON"):
+        Server("http://a", print)._good("/x", httpx2.Response(200, text="<html>"))
+
+
 def test_a_server_that_is_not_there(fake: FakeVllm) -> None:
     fake.end()
     with pytest.raises(ServerLost) as error:

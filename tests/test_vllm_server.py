@@ -273,12 +273,12 @@ def test_prompts_of_a_server_that_an_update_has_lost_go_to_the_others(
 ) -> None:
     """It may be up, and hold on to what it was asked."""
     monkeypatch.setattr(vllm_server, "PROBE", 0.02)
-    generator = generator_for(fakes, model, in_flight=True)
+    generator = generator_for(fakes, model, in_flight=True, request_timeout=1000.0)
     generator.update_weights(model, 0)
-    bad, begun = fakes[0], threading.Event()
+    bad, begun = fakes[0], threading.Barrier(6 + 1, timeout=30)  # its share, and this test
 
     def complete(ids: list[int], params: dict[str, Any]) -> Drawn:
-        begun.set()
+        begun.wait()
         bad.over.wait(60)
         return toy_completions(ids, params)
 
@@ -286,7 +286,7 @@ def test_prompts_of_a_server_that_an_update_has_lost_go_to_the_others(
     bad.faults["/finish_weight_update"] = bad.fail
     with ThreadPoolExecutor(1) as pool:
         completions = pool.submit(generated, generator)
-        assert begun.wait(30)
+        begun.wait()
         assert updated(generator, model, 1) == 1
         found = completions.result()
     assert [[c.ids for c in g] for g in found] == [[c.ids for c in g] for g in expected()]

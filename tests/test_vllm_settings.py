@@ -1,11 +1,13 @@
 """What a recipe asks of vLLM: every contradiction, and the schema that completions follow."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_cli import prepare
 from grpo_cli.config import Recipe, Vllm
 from grpo_cli.errors import UserError
 from grpo_cli.parsing import parse
@@ -197,3 +199,14 @@ def test_type_of_the_engines_arithmetic(model: str, mixed: str, engine: str, exp
     changes = {"generation.vllm.dtype": engine} if engine != "auto" else {}
     found = parsed(HERE | {"model.dtype": model, "mixed_precision": mixed} | changes)
     assert dtype_of(found) == expected
+
+
+def test_an_engine_that_is_not_installed_is_said_before_anything_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    recipe = parsed(HERE)
+    with pytest.raises(UserError, match=r"vLLM is not installed here; pip install 'grpo-cli\[vllm"):
+        prepare.check_engine(recipe)
+    recipe.generation.engine = "transformers"
+    prepare.check_engine(recipe)
