@@ -28,7 +28,7 @@ from grpo_cli.policy import inference
 from grpo_cli.rollouts import Completion, Prompt, Rollout
 from grpo_cli.sampling import Sampling
 
-START_SECONDS = 300
+START_SECONDS = 600  # of several servers together, on a machine that may be busy
 PROMPTS = [[70 + i, 80, 90 + i % 7, 66] for i in range(12)]
 SEEDS = list(range(100, 112))
 SAMPLING = Sampling(max_tokens=24)
