@@ -66,7 +66,7 @@ def completion(
     if len(ids) != len(logprobs) or not ids:
         said = f"vLLM returned {len(ids)} tokens and {len(logprobs)} log-probs."
         raise TrainingError(said, alone=True)
-    if min(logprobs) < LOWEST:
+    if not all(logprob >= LOWEST for logprob in logprobs):  # NaN neither
         raise TrainingError("vLLM returned a token without its log-probability.", alone=True)
     reason: Literal["stop", "length"] = "stop" if finish_reason == "stop" else "length"
     return Completion(list(ids), list(logprobs), reason, sampled_at)

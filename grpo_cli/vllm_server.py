@@ -164,9 +164,9 @@ class ServerGenerator:
             for url in self.live - live:
                 self.say(f"note: process {rank}: {why_lost.get(url, url)}")
         self._send(version, known)
+        self.step = step  # what is asked from here on has the new weights
         synced = time.monotonic()
         difference = self._canary(step, version) if self.canary is not None else None
-        self.step = step
         metrics = {
             "weights/sync_seconds": synced - begin,
             "weights/servers": float(len(self.live)),

@@ -57,7 +57,7 @@ def contradictions(recipe: Recipe) -> Iterator[str]:
         yield "generation.vllm.regex: json_schema is set too; a completion follows one of the two."
     try:
         structured_outputs(vllm)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # the last of ~nobody
         yield f"generation.vllm.json_schema = {vllm.json_schema}: {error}."
     if vllm.canary_tolerance is not None and not vllm.canary:
         yield "generation.vllm.canary_tolerance: is only read with generation.vllm.canary = true."

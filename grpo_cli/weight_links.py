@@ -310,6 +310,9 @@ def connect(server: Server, config: Vllm, name: str, number: int) -> Link:
     kind = config.transfer
     if kind == "auto":
         kind = server.transfer
+    if kind not in KINDS:
+        why = f"it was started with transfer={kind or 'none'}; grpo has {', '.join(KINDS)}"
+        raise server.lost("weight transfer", why)
     if kind in ("nccl", "ipc") and not torch.cuda.is_available():
         why = f"it was started with transfer={kind}, and the trainer has no GPU"
         raise server.lost("weight transfer", why)
