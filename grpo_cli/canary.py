@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -74,6 +75,14 @@ class Canary:
             f"of the same tokens differ by {difference:.3g} in the mean, at most "
             f"{self.allowed(engine):.3g} is rounding. It was sent them twice."
         )
+
+
+def timed(compare: Callable[[], float]) -> dict[str, float]:
+    """What is logged of a comparison: the difference that it finds, and its seconds."""
+    begin = time.monotonic()
+    difference = compare()
+    seconds = time.monotonic() - begin
+    return {"weights/canary_difference": difference, "weights/canary_seconds": seconds}
 
 
 def fixed_rows(prompts: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -6,7 +6,12 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch import Tensor
+from torch.distributed import (  # type: ignore[attr-defined]
+    BroadcastOptions,
+    ProcessGroupGloo,
+    TCPStore,
+)
 
 
 def local_address(host: str, port: int) -> str:
@@ -56,8 +61,15 @@ def join(address: str, port: int, rank: int, size: int, timeout: float) -> Any:
 
 
 def group(store: Any, own_address: str, rank: int, size: int, timeout: float) -> Any:
-    """A process group apart from the default one; every operation has `timeout` seconds."""
+    """A process group apart from the default one; to meet, and for an operation, `timeout` s."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=own_address)]
     options._timeout = timedelta(seconds=timeout)
     return ProcessGroupGloo(store, rank, size, options)
+
+
+def broadcast(group: Any, tensor: Tensor, timeout: float) -> Any:
+    """Begins to give rank 0's tensor to all, or to take it; what is returned can be waited for."""
+    options = BroadcastOptions()
+    options.rootRank, options.timeout = 0, timedelta(seconds=timeout)
+    return group.broadcast([tensor], options)

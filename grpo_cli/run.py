@@ -19,6 +19,7 @@ import datasets
 import torch
 import transformers
 import yaml
+from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import grpo_cli
@@ -606,19 +607,29 @@ def load_policy(
         assert recipe.model.path is not None, "checked when the recipe was parsed"
         return policy.load(recipe.model, recipe.model.path)
     assert prepared.train_rows is not None
-    pairs = []
-    if recipe.model.build.warmup_steps:
-        pairs = list(data.solution_pairs(prepared.train_rows, recipe.dataset))
-    bar = Bar(reporter.console, "warm-up", recipe.model.build.warmup_steps)
     with workers.main_first():  # the others find what the main process has made
-        path = tiny.build(
-            recipe.model.build,
-            pairs,
-            recipe.seed,
-            lambda step, loss: bar.update(step, f"supervised loss {loss:.3f}"),
-        )
-    bar.close()
+        path = build_model(recipe, prepared.train_rows, reporter.console)
     return policy.load(recipe.model, path)
+
+
+def build_model(recipe: Recipe, rows: data.Rows, console: Console) -> Path:
+    """The model that the recipe builds, made now unless it is in the cache.
+
+    Args:
+        rows: for training; their solutions are what it is warmed up with.
+    """
+    build = recipe.model.build
+    assert build is not None
+    pairs = list(data.solution_pairs(rows, recipe.dataset)) if build.warmup_steps else []
+    bar = Bar(console, "warm-up", build.warmup_steps)
+    path = tiny.build(
+        build,
+        pairs,
+        recipe.seed,
+        lambda step, loss: bar.update(step, f"supervised loss {loss:.3f}"),
+    )
+    bar.close()
+    return path
 
 
 def make_prompts(

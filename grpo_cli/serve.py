@@ -407,23 +407,9 @@ def build_model(recipe: Recipe) -> Path:
     """The model that the recipe builds, from the cache in which training finds it too."""
     from rich.console import Console
 
-    from grpo_cli import data, tiny
-    from grpo_cli.progress import Bar
+    from grpo_cli import data, run
 
-    assert recipe.model.build is not None
-    pairs = []
-    rows = data.load_rows(recipe.dataset, "train")
-    if recipe.model.build.warmup_steps:
-        pairs = list(data.solution_pairs(rows, recipe.dataset))
-    bar = Bar(Console(), "warm-up", recipe.model.build.warmup_steps)
-    path = tiny.build(
-        recipe.model.build,
-        pairs,
-        recipe.seed,
-        lambda step, loss: bar.update(step, f"supervised loss {loss:.3f}"),
-    )
-    bar.close()
-    return path
+    return run.build_model(recipe, data.load_rows(recipe.dataset, "train"), Console())
 
 
 def check_port(host: str, port: int) -> None:

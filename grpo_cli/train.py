@@ -9,7 +9,7 @@ the advantage, and ascend a clipped surrogate, less β times a KL to a reference
                     that is taken before the first backward: micro-batches and ranks change nothing
     on-policy       with one update a step, old_logprobs are the current ones and ρ = 1 in value
     off-policy      with num_iterations · minibatches > 1, they are computed before the first update
-    begun ahead     with generation.vllm.overlap, they are those of the older weights that sampled
+    begun ahead     of completions sampled during the step before, they are the sampler's own
 
     grpo train recipe=gsm8k_tiny
     torchrun --nproc-per-node 8 --no-python grpo train recipe=math_qwen

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from grpo_cli import budget
-from grpo_cli.canary import Canary
+from grpo_cli.canary import Canary, timed
 from grpo_cli.checkpoint import rng_state, set_rng_state
 from grpo_cli.config import Recipe
 from grpo_cli.distributed import Workers
@@ -140,15 +140,15 @@ class ColocatedGenerator:
             except ImportError as error:
                 raise UserError(
                     "generation = vllm_colocate: vLLM is not installed here; "
-                    f"pip install 'grpo-cli[vllm]'. ({error})"
+                    f"pip install 'grpo-cli[vllm]'. ({error})",
+                    alone=True,
                 ) from error
             try:
                 self.llm = LLM(**engine_args(recipe, model, workers, self.max_model_len))
             except Exception as error:  # whatever vLLM, torch or a kernel finds wrong
                 lines = str(error).strip().splitlines() or [type(error).__name__]
-                raise UserError(
-                    f"vLLM did not start with {model}: {' '.join(lines[:4])}"
-                ) from error
+                said = f"vLLM did not start with {model}: {' '.join(lines[:4])}"
+                raise UserError(said, alone=True) from error
         self.engine = self.llm.llm_engine
 
     def generate(
@@ -196,14 +196,9 @@ class ColocatedGenerator:
         self.policy = policy
         begin = time.monotonic()
         self._load(step)
-        synced = time.monotonic()
-        metrics = {"weights/sync_seconds": synced - begin}
+        metrics = {"weights/sync_seconds": time.monotonic() - begin}
         if self.canary is not None:
-            difference = self._canary(step)
-            metrics |= {
-                "weights/canary_difference": difference,
-                "weights/canary_seconds": time.monotonic() - synced,
-            }
+            metrics |= timed(lambda: self._canary(step))
         return metrics
 
     def rest(self) -> None:
@@ -230,9 +225,8 @@ class ColocatedGenerator:
 
                 self.llm.apply_model(refresh_packed_heads)
         except Exception as error:  # some layers are new, some old, some nowhere
-            raise TrainingError(
-                f"vLLM could not take the weights of step {step}: {error}"
-            ) from error
+            said = f"vLLM could not take the weights of step {step}: {error}"
+            raise TrainingError(said, alone=True) from error
         self.has_weights, self.step = True, step
         self.engine.set_weight_version(str(step))
         if not self.sleeping and not self.engine.reset_prefix_cache():

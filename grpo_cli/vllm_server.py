@@ -21,7 +21,7 @@ import httpx2
 from transformers import PreTrainedModel
 
 from grpo_cli import weight_links
-from grpo_cli.canary import Canary
+from grpo_cli.canary import Canary, timed
 from grpo_cli.config import Recipe
 from grpo_cli.distributed import Workers
 from grpo_cli.drafts import OnGroup, ignore
@@ -165,18 +165,10 @@ class ServerGenerator:
                 self.say(f"note: process {rank}: {why_lost.get(url, url)}")
         self._send(version, known)
         self.step = step  # what is asked from here on has the new weights
-        synced = time.monotonic()
-        difference = self._canary(step, version) if self.canary is not None else None
-        metrics = {
-            "weights/sync_seconds": synced - begin,
-            "weights/servers": float(len(self.live)),
-        }
-        if difference is not None:
-            metrics |= {
-                "weights/canary_difference": difference,
-                "weights/canary_seconds": time.monotonic() - synced,
-            }
-        return metrics
+        metrics = {"weights/sync_seconds": time.monotonic() - begin}
+        if self.canary is not None:
+            metrics |= timed(lambda: self._canary(step, version))
+        return metrics | {"weights/servers": float(len(self.live))}
 
     def rest(self) -> None:
         pass
@@ -353,6 +345,7 @@ class ServerGenerator:
                 if (stale := self.links.pop(server.url, None)) is not None:
                     stale.close()
                 self.links[server.url] = weight_links.connect(server, self.config, self.run, number)
+                self.why_lost.pop(server.url, None)
                 if not is_first:
                     self.say(f"{server.url} is back, and has the weights from now on")
             except (ServerLost, UserError) as error:

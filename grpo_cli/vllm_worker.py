@@ -74,7 +74,7 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
         self.group = gloo_wire.join(
             init_info.address, init_info.port, rank, init_info.size, init_info.timeout
         )
-        self.bucket_bytes = init_info.bucket_bytes
+        self.bucket_bytes, self.timeout = init_info.bucket_bytes, init_info.timeout
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -90,7 +90,7 @@ class GlooEngine(WeightTransferEngine[GlooInit, GlooUpdate]):  # type: ignore[mi
         for bucket in buckets(infos, self.bucket_bytes):
             size = sum(torch.Size(info.shape).numel() for info in bucket)
             flat = torch.empty(size, dtype=bucket[0].dtype)
-            self.group.broadcast(flat, 0).wait()
+            gloo_wire.broadcast(self.group, flat, self.timeout).wait()
             self.model.load_weights(unflattened(flat, bucket))
 
     def finish_weight_update(self) -> None:

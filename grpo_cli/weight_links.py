@@ -141,7 +141,7 @@ class GlooLink:
 
     def put(self, flat: Tensor, bucket: list[WeightInfo]) -> None:
         self.told.heard()
-        self.work = self.group.broadcast(flat.cpu(), 0)
+        self.work = gloo_wire.broadcast(self.group, flat.cpu(), self.config.update_timeout)
 
     def flush(self) -> None:
         work, self.work = self.work, None  # which holds the bucket

@@ -219,7 +219,7 @@ class FakeVllm:
             for bucket in buckets(infos, self.bucket_bytes):
                 size = sum(torch.Size(info.shape).numel() for info in bucket)
                 flat = torch.empty(size, dtype=bucket[0].dtype)
-                group.broadcast(flat, 0).wait()
+                gloo_wire.broadcast(group, flat, 30.0).wait()
                 weights |= unflattened(flat, bucket)
             return weights
 

@@ -42,13 +42,6 @@ pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 
 EOS = [2]
-WORDS = (
-    "train",
-    "recipe=arithmetic_tiny",
-    "eval.at_ends=false",
-    "overwrite=true",
-    "log.plots=false",
-)
 
 
 class Servers:

@@ -3,8 +3,10 @@
 vLLM's own ways (nccl, ipc) need a GPU.
 """
 
+import contextlib
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -580,3 +582,29 @@ def test_a_deadline_that_is_met_does_nothing() -> None:
         (timer,) = [t for t in threading.enumerate() if isinstance(t, threading.Timer)]
         assert not timer.finished.is_set()
     assert timer.finished.is_set(), "it was called off"
+
+
+@pytest.mark.parametrize(("allowed", "comes"), [(20.0, True), (1.0, False)])
+def test_a_broadcast_has_its_own_time_and_not_that_of_the_meeting(
+    allowed: float, comes: bool
+) -> None:
+    """The other side is three seconds late, with a group that gives operations two."""
+    store = gloo_wire.Store("127.0.0.1", 0, 2, 2.0)
+    late, flat = torch.zeros(2), torch.tensor([1.0, 2.0])
+
+    def receive() -> None:
+        group = gloo_wire.join("127.0.0.1", store.port, 1, 2, 2.0)
+        time.sleep(3)
+        with contextlib.suppress(RuntimeError):  # the sender has given up
+            gloo_wire.broadcast(group, late, 20.0).wait()
+
+    worker = threading.Thread(target=receive, daemon=True)
+    worker.start()
+    work = gloo_wire.broadcast(gloo_wire.group(store.store, "127.0.0.1", 0, 2, 2.0), flat, allowed)
+    if comes:
+        work.wait()
+        worker.join(20)
+        assert late.tolist() == [1.0, 2.0]
+    else:
+        with pytest.raises(RuntimeError):
+            work.wait()
