@@ -16,7 +16,7 @@ ELSEWHERE := not gpu and not vllm and not slurm
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-slow test-vllm lint format types docs bench bench-vllm clean
+.PHONY: help install demo test test-slow test-vllm test-slurm lint format types docs bench bench-vllm clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST) | while IFS=: read -r name text; do \
@@ -42,6 +42,9 @@ test-slow: .venv/dev.stamp ## The tests that take minutes
 test-vllm: .venv-vllm/made.stamp ## The tests with real vLLM, on the CPU, in a venv of their own
 	HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest -m vllm $(ARGS)
 
+test-slurm: .venv/dev.stamp ## The tests on a real SLURM of this machine alone; root installs it
+	$(PYTEST) -m slurm $(ARGS)
+
 lint: .venv/dev.stamp ## Check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -53,8 +56,9 @@ format: .venv/dev.stamp ## Put style and formatting right where that can be done
 types: .venv/dev.stamp ## Check the types
 	$(BIN)/mypy
 
-docs: .venv/dev.stamp ## Write the table of knobs in docs/recipes.md anew
+docs: .venv/dev.stamp ## Write the tables in docs/recipes.md and docs/scaling.md anew
 	$(BIN)/python scripts/make_docs.py
+	$(BIN)/python -m grpo_cli.scaling docs/scaling.md
 
 bench: .venv-bench/made.stamp ## Time and memory of a step beside TRL's, in a venv of its own
 	HF_HUB_OFFLINE=1 .venv-bench/bin/python scripts/bench.py --workloads $(WORKLOADS) --rounds $(ROUNDS) $(ARGS)

@@ -12,7 +12,10 @@ import threading
 import time
 from collections.abc import Callable
 
+from grpo_cli import heartbeat
 from grpo_cli.rollouts import Group, Rollout
+
+LOOK_SECONDS = 1.0  # between two looks whether the run has to end
 
 Arrived = Callable[[list[Rollout]], None]
 
@@ -45,21 +48,32 @@ class Batch:
 
     def has_failed(self) -> bool:
         """Waits for the end; True if `groups` will raise."""
-        self._thread.join()
+        self._wait()
         return self._error is not None
 
     def groups(self) -> list[Group]:
         """Waits until all are there. Raises what sampling raised."""
-        self._thread.join()
+        self._wait()
         if self._error is not None:
             raise self._error
         return self._groups
 
     def take(self, arrived: Arrived) -> list[Group]:
         """The same, and each group's rollouts to `arrived` as soon as they are there; once."""
-        while (rollouts := self._arrived.get()) is not None:
+        while True:
+            heartbeat.beat()
+            try:
+                rollouts = self._arrived.get(timeout=LOOK_SECONDS)
+            except queue.Empty:
+                continue
+            if rollouts is None:
+                return self.groups()
             arrived(rollouts)
-        return self.groups()
+
+    def _wait(self) -> None:
+        while self._thread.is_alive():
+            self._thread.join(LOOK_SECONDS)
+            heartbeat.beat()
 
 
 def done(groups: list[Group]) -> Batch:

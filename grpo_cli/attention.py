@@ -13,6 +13,7 @@ its own attention: a `Layout` here, a cache in `engine.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,6 +108,12 @@ def window_of(module: nn.Module) -> int | None:
     names = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     found: int | None = getattr(config, names.get(kind, ""), None)
     return found
+
+
+def narrowest_window(model: nn.Module) -> float:
+    """Tokens that the layer sees that sees fewest; infinity where all see everything."""
+    windows = (window_of(m) for m in model.modules() if hasattr(m, "layer_idx"))
+    return min((w for w in windows if w is not None), default=math.inf)
 
 
 def name_of(model: PreTrainedModel) -> str:

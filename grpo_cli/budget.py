@@ -36,10 +36,18 @@ OUT_OF_MEMORY = (
 class Budget:
     """Tokens of one micro-batch, padding included, on this process."""
 
-    def __init__(self, tokens: int | None, say: Callable[[str], None]) -> None:
-        """tokens: None if it is still to be measured. say: is told when memory ran out."""
+    def __init__(
+        self, tokens: int | None, say: Callable[[str], None], *, in_step: bool = False
+    ) -> None:
+        """Begins with what is known.
+
+        Args:
+            tokens: None if it is still to be measured. say: is told when memory ran out.
+            in_step: passes are collective, so that no process can do one again.
+        """
         self.tokens = tokens
         self.say = say
+        self.in_step = in_step
 
     def fitted(
         self,
@@ -69,11 +77,18 @@ class Budget:
             # Here the frames of the failed attempt are gone, and with them what they held.
             undo()
             release()
-            if tokens <= max(lengths):
+            if tokens <= max(lengths, default=0):  # none: what is computed is for the others
                 raise TrainingError(
                     f"out of memory with a completion of {max(lengths):,} tokens, prompt included: "
                     "use model.gradient_checkpointing=true, mixed_precision=bf16 or a smaller "
                     f"generation.max_completion_tokens. ({reason})",
+                    alone=True,
+                )
+            if self.in_step:
+                raise TrainingError(
+                    f"out of memory with micro-batches of {tokens:,} tokens; processes that share "
+                    "a model cannot do one again alone: go on with resume=auto "
+                    f"update.tokens_per_micro_batch={tokens // 2}. ({reason})",
                     alone=True,
                 )
             # Half of a budget that is above all there is would fail in the same way again.
@@ -108,7 +123,7 @@ def tokens_that_fit(
         bytes_per_token: of what a forward pass keeps for its backward.
         optimizer_is_empty: whether gradients and two moments a weight are still to come.
     """
-    weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    weights = sum(_own(p).nbytes for p in model.parameters() if p.requires_grad)
     free = free_memory(device) - (3 * weights if optimizer_is_empty else 0)
     fitting = SHARE * max(free, 0) / max(bytes_per_token, 1.0)
     largest = LARGEST.get(device.type, LARGEST["cpu"])
@@ -161,17 +176,27 @@ def _used_in_cgroup(folder: Path) -> int:
 @contextmanager
 def saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
     """Bytes that forward passes inside keep for their backward: each storage once, no weights."""
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    seen: dict[int, int] = {}
+    weights = {_own(p).untyped_storage().data_ptr() for p in model.parameters()}
+    seen: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            seen[storage.data_ptr()] = storage.nbytes()
+            seen[storage._cdata] = storage
         return tensor
 
     def unpack(tensor: Any) -> Any:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield lambda: sum(seen.values())
+        # Counted in the end: gathered weights of a sharded model are empty by then.
+        yield lambda: sum(storage.nbytes() for storage in seen.values())
+
+
+def _own(weight: Tensor) -> Tensor:
+    """This process's part of a weight that may be divided over processes."""
+    part = getattr(weight.detach(), "to_local", None)  # a DTensor
+    if part is None:
+        return weight
+    own: Tensor = part()
+    return own

@@ -9,6 +9,8 @@ from typing import Any
 from grpo_cli.data import PromptStream
 from grpo_cli.rollouts import Completion, Group, Rollout
 
+OF_TOOLS = ("sampled", "tool_calls", "tool_errors", "tool_timeouts")
+
 
 def packed(groups: Sequence[Group], rewards: str) -> list[dict[str, Any]]:
     """Carried groups as plain values and tensors, for a checkpoint; prompts by their position.
@@ -27,6 +29,7 @@ def packed(groups: Sequence[Group], rewards: str) -> list[dict[str, Any]]:
                     "logprobs": r.completion.logprobs,
                     "finish_reason": r.completion.finish_reason,
                     "sampled_at": r.completion.sampled_at,
+                    **{name: getattr(r.completion, name) for name in OF_TOOLS},
                     "text": r.text,
                     "reward_parts": r.reward_parts,
                     "step_rewards": r.step_rewards,
@@ -54,7 +57,8 @@ def unpacked(saved: Sequence[dict[str, Any]], stream: PromptStream, rewards: str
     """
     groups = []
     for entry in saved:
-        ((position, prompt),) = stream.take(entry["position"], 1)
+        position = entry["position"]
+        prompt = stream.prompt_at(position)
         if prompt.ids != entry["prompt_ids"] or rewards != entry["rewards"]:
             continue
         rollouts = []
@@ -63,7 +67,8 @@ def unpacked(saved: Sequence[dict[str, Any]], stream: PromptStream, rewards: str
             ids, logprobs = known.pop("ids"), known.pop("logprobs")
             known["extras"] = json.loads(known.get("extras", "{}"))
             reason, sampled_at = known.pop("finish_reason"), known.pop("sampled_at", None)
-            completion = Completion(ids, logprobs, reason, sampled_at)
+            of_tools = {name: known.pop(name) for name in OF_TOOLS if name in known}
+            completion = Completion(ids, logprobs, reason, sampled_at, **of_tools)
             rollouts.append(Rollout(prompt, completion, **known))
         groups.append(Group(position, prompt, rollouts))
     return groups

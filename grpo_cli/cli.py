@@ -1,24 +1,23 @@
 """The `grpo` command: compose, check, build, train or evaluate; exit codes and messages.
 
 Exit codes: 0 done; 1 the run failed; 2 what was asked for is wrong; 130 and 143 stopped by Ctrl-C
-and by SIGTERM.
+and by SIGTERM, or 0 where a batch system is asked to start the run again, or torchrun would.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 import sys
+import time
 from collections.abc import Callable
-from pathlib import Path
 
 import yaml
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_cli import __version__, folders, parsing
+from grpo_cli import __version__, parsing
 from grpo_cli.compose import (
     BARE,
     complete,
@@ -29,14 +28,20 @@ from grpo_cli.compose import (
     split_options,
 )
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
+from grpo_cli.stop import is_started_again
+
+SAYS_WHY_SECONDS = 3.0  # for a node's first process, where all of them make the same mistake
 
 USAGE = """\
 grpo: train language models with GRPO
 
   grpo train [recipe=NAME] [key=value ...]   train; the default recipe is arithmetic_tiny
-  grpo eval CHECKPOINT [key=value ...]       evaluate a checkpoint, or any model with recipe=NAME
+  grpo eval CHECKPOINT [key=value ...]       evaluate a checkpoint, or any model with benchmark=NAME
   grpo score reward=NAME input=FILE          try rewards out on completions that are there
   grpo serve model=PATH ...                  serve a model with vLLM for generation=vllm_server
+  grpo slurm recipe=NAME nodes=N ...         write (and submit) a SLURM batch script for a recipe
+  grpo preflight                             check the nodes of a job before it trains
+  grpo export CHECKPOINT FOLDER              a plain model folder from a checkpoint
   grpo recipes                               the recipes there are
   grpo rewards [MODULE ...]                  the reward functions there are
   grpo train --help                          groups and knobs (with recipe=NAME: of that recipe)
@@ -79,10 +84,13 @@ def run_command(argv: list[str]) -> int:
     except TrainingError as error:
         return _leave(str(error), 1, everywhere=error.alone)
     except Stopped as stopped:
-        return _leave(str(stopped), 128 + stopped.signal)
+        in_order = stopped.requeued or is_started_again()
+        return _leave(str(stopped), 0 if in_order else 128 + stopped.signal)
     except BrokenPipeError:  # `grpo ... | head` has read enough; nothing is left to flush to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
+        if argv[0] == "eval":
+            return _leave("stopped at once; the same words go on where it was", 130)
         return _leave("stopped at once; what came after the last checkpoint is not saved", 130)
     return 0
 
@@ -90,9 +98,10 @@ def run_command(argv: list[str]) -> int:
 class Stopped(Exception):  # noqa: N818 - no error: the command did as it was told
     """What was told to stop, and did so in good order."""
 
-    def __init__(self, signal: int, message: str) -> None:
+    def __init__(self, signal: int, message: str, *, requeued: bool = False) -> None:
+        """requeued: whether a batch system starts it again."""
         super().__init__(message)
-        self.signal = signal
+        self.signal, self.requeued = signal, requeued
 
 
 def _leave(message: str | None, code: int, *, everywhere: bool = False) -> int:
@@ -104,6 +113,8 @@ def _leave(message: str | None, code: int, *, everywhere: bool = False) -> int:
             f"grpo: {message}" if rank == "0" else f"grpo (process {rank}): {message}",
             file=sys.stderr,
         )
+    elif code == 2:
+        time.sleep(SAYS_WHY_SECONDS)  # torchrun ends the others as soon as one has ended
     return code
 
 
@@ -114,101 +125,31 @@ def train(argv: list[str]) -> None:
         from grpo_cli import prepare
 
         prepared = prepare.for_training(parsing.parse(cfg, given_keys(cfg)))
-        from grpo_cli import run
-        from grpo_cli import train as training
+        from grpo_cli import saving, session
+        from grpo_cli.stop import StoppedWhileStarting
 
-        live = run.build(prepared, ["grpo", "train", *argv])
         try:
-            training.train(live)
-        finally:
-            live.close()
-        if live.state.step < live.recipe.steps:
-            assert live.stopped_by is not None, "a run ends early only when it is told to"
-            step = live.state.step
-            path = folders.checkpoint_path(live.folder, step)
+            live = session.run_recipe(prepared, ["grpo", "train", *argv])
+        except StoppedWhileStarting as early:
+            prepared.scorer.crew.close()
             raise Stopped(
-                live.stopped_by, f"stopped after step {step}; saved in {path}; resume=auto goes on"
+                early.signal, str(early), requeued=session.ask_for_requeue(early.signal)
+            ) from early
+        if live.left_at is not None or not live.is_over:
+            number = live.stopped_by
+            assert number is not None, "a run ends early only when it is told to"
+            raise Stopped(
+                number, saving.how_it_ended(live), requeued=session.ask_for_requeue(number)
             )
-        live.workers.close()
 
     compose_and_call(argv, task)
 
 
 def evaluate(argv: list[str]) -> None:
-    """`grpo eval`: composes the recipe stored with a checkpoint, or recipe=NAME, and evaluates."""
-    options, words = split_options(argv)
-    models = [w.removeprefix("checkpoint=") for w in words if _is_model(w)]
-    overrides = [*(w for w in words if not _is_model(w)), *options]
-    if len(models) != 1 and not {*options} - {"-m", "--multirun"}:
-        raise UserError(
-            "grpo eval: give one checkpoint, such as outputs/NAME/checkpoints/step-100"
-            + (f"; got {' and '.join(models)}." if models else ".")
-        )
-    for word in words:
-        if word.startswith(("model=", "model.path=", "model.build")):
-            raise UserError(f"{word}: the model of grpo eval is the one it is given to evaluate.")
-    path = find_model(models[0]) if models else ""
-    stored = Path(path) / folders.TRAINING / "recipe.yaml"
-    if models and not any(w.startswith("recipe=") for w in overrides):
-        if not stored.is_file():
-            raise UserError(
-                f"checkpoint = {path}: there is no such folder with a recipe stored in it; if this "
-                "is a model's folder or hub name, say what to evaluate it on with recipe=NAME."
-            )
-        overrides = [f"recipe={stored}", *overrides]
+    """`grpo eval`: a model on held-out rows or benchmarks, stored completions, two evaluations."""
+    from grpo_cli import eval_command
 
-    def task(cfg: DictConfig) -> None:
-        # The recipe says how the model came about; what is evaluated is the checkpoint.
-        cfg.model.build, cfg.model.path = None, path
-        recipe = parsing.parse(cfg, given_keys(cfg))
-        if not any(w.startswith("output_dir=") for w in overrides):
-            recipe.output_dir = str(folders.evaluation_folder(path))
-        from grpo_cli import prepare
-
-        prepared = prepare.for_evaluation(recipe)
-        from grpo_cli import report, run
-
-        try:
-            evaluation, reporter = run.evaluate_checkpoint(prepared)
-        finally:
-            prepared.eval_scorer.crew.close()
-        settings = {
-            "seed": recipe.seed,
-            "eval": dataclasses.asdict(recipe.eval),
-            "dataset": prepared.recipe.dataset.eval,
-            "versions": run.versions(),
-        }
-        report.write_evaluation(prepared.folder, path, evaluation, settings, reporter)
-
-    compose_and_call(overrides, task)
-
-
-def _is_model(word: str) -> bool:
-    is_override = "=" in word or word.startswith("~")
-    return word.startswith("checkpoint=") or not is_override or Path(word).is_dir()
-
-
-def find_model(given: str) -> str:
-    """What `grpo eval` is given: a model's folder, a run's (its newest checkpoint), a hub name.
-
-    Raises:
-        UserError: a path that holds no model.
-    """
-    path = Path(given).expanduser()
-    if folders.is_model(path):
-        return str(path.resolve())
-    saved = folders.steps_saved(path)
-    if saved:
-        return str(folders.checkpoint_path(path, saved[-1]).resolve())
-    if path.exists():
-        raise UserError(
-            f"checkpoint = {given}: holds no model (config.json and *.safetensors), "
-            "nor checkpoints/step-N."
-        )
-    if folders.looks_local(given):
-        beside = [str(p) for p in path.parent.glob("*")] if path.parent.is_dir() else []
-        raise UserError(f"checkpoint = {given}: there is no such folder.{nearest(given, beside)}")
-    return given
+    eval_command.main(argv)
 
 
 # Hydra's options that print something, and run nothing.
@@ -264,6 +205,27 @@ def serve(argv: list[str]) -> None:
         task(None)
 
 
+def slurm(argv: list[str]) -> None:
+    """`grpo slurm`: writes a batch script that trains a recipe on many nodes, and submits it."""
+    from grpo_cli import slurm as batch
+
+    batch.main(argv)
+
+
+def preflight(argv: list[str]) -> None:
+    """`grpo preflight`: whether the nodes of a job can train together."""
+    from grpo_cli import preflight as nodes
+
+    nodes.main(argv)
+
+
+def export(argv: list[str]) -> None:
+    """`grpo export CHECKPOINT FOLDER`: a model folder that transformers loads."""
+    from grpo_cli import export as models
+
+    models.main(argv)
+
+
 def recipes(argv: list[str]) -> None:
     """`grpo recipes`: one line each."""
     for path in recipe_files():
@@ -300,6 +262,9 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "eval": evaluate,
     "score": score,
     "serve": serve,
+    "slurm": slurm,
+    "preflight": preflight,
+    "export": export,
     "recipes": recipes,
     "rewards": rewards,
 }

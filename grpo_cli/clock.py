@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from grpo_cli import heartbeat
 from grpo_cli.config import Recipe
 from grpo_cli.outcomes import WholeStep
 
@@ -74,7 +75,8 @@ class Clock:
         self._inside.append(0.0)
         start = self.timer()
         try:
-            yield
+            with heartbeat.inside(name):
+                yield
             self._synchronize()
         finally:
             spent = self.timer() - start

@@ -10,41 +10,74 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from grpo_cli.ahead import Batch
+from grpo_cli.balance import minibatch_of, moves
 from grpo_cli.clock import Clock
 from grpo_cli.config import Recipe
 from grpo_cli.credit import has_signal
 from grpo_cli.errors import TrainingError
-from grpo_cli.metrics import staleness_metrics
+from grpo_cli.metrics import mean, staleness_metrics
+from grpo_cli.objective import none_is_silent
 from grpo_cli.outcomes import Outcome, WholeStep, gathered
 from grpo_cli.rollouts import Group, Rollout
 from grpo_cli.run import Run
 from grpo_cli.scoring import Sheet, metrics_of
 from grpo_cli.survey import fill_old_logprobs
+from grpo_cli.work import Collected
 
 LOWEST_SHARE = 0.1  # of groups with a signal: more are not sampled in the hope of finding one
 
 
-@dataclass
-class Collected:
-    """What a step trains on."""
-
-    groups: list[Group]  # this process's
-    whole_step: WholeStep  # outcomes of every process's groups
-    sampled: WholeStep  # outcomes of all that was sampled in this step, dropped or not
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
 def collect(run: Run, recipe: Recipe, clock: Clock) -> Collected:
-    """Samples and scores the groups of a step.
+    """Samples and scores the groups of a step, and divides them over the processes.
 
     Raises:
         TrainingError: a reward function failed, or gave what the advantage rule does not take.
+        Interrupted: the run has to end first.
     """
+    collected = _collected(run, recipe, clock)
+    prompts = run.stream.prompt_at
+    for position, group in sorted(collected.sampled.items()):  # of any number of processes
+        run.lengths[prompts(position).row] = mean([o.tokens for o in group])
+    with run.waiting(clock):
+        rebalance(run, recipe, collected)
+    return collected
+
+
+def rebalance(run: Run, recipe: Recipe, collected: Collected) -> None:
+    """Moves groups so that every process has about as much to train on, in each minibatch."""
+    workers, step = run.workers, collected.whole_step
+    if workers.size == 1:
+        return
+    holders = workers.gather([g.position for g in collected.groups])
+    owners = {p: rank for rank, positions in enumerate(holders) for p in positions}
+    works = {p: _work(run, recipe, step[p]) for p in owners}
+    parts: dict[int, dict[int, int]] = {}
+    for position, part in minibatch_of(owners, recipe.update.minibatches).items():
+        parts.setdefault(part, {})[position] = owners[position]
+    moved: dict[int, int] = {}
+    for part_owners in parts.values():
+        moved |= moves(part_owners, works, workers.size)
+    if not moved:
+        return
+    leaving = workers.gather([g for g in collected.groups if g.position in moved])
+    kept = [g for g in collected.groups if g.position not in moved]
+    arrived = [g for groups in leaving for g in groups if moved[g.position] == workers.rank]
+    collected.groups = sorted([*kept, *arrived], key=lambda g: g.position)
+
+
+def _work(run: Run, recipe: Recipe, group: Sequence[Outcome]) -> float:
+    """Tokens of a group that are computed in an update; about none if nothing in it differs."""
+    tokens = float(group[0].prompt_tokens + sum(o.tokens for o in group))
+    speaks = none_is_silent(recipe, run.reference is not None, run.entropy_coef(recipe))
+    same = len({(o.outcome, *map(tuple, o.steps.values())) for o in group}) == 1
+    return 0.0 if same and not speaks else tokens
+
+
+def _collected(run: Run, recipe: Recipe, clock: Clock) -> Collected:
     sheets: list[Sheet] = []
     if not recipe.generation.dynamic_sampling:
         batch = run.ahead.popleft() if run.ahead else None
@@ -126,13 +159,13 @@ def _sample(
     """
     sheet = run.scorer.begin(run.trainer_state())
     sheets.append(sheet)
-    with clock.stage("generate"):
+    with clock.stage("generate"), run.leavable():
         sampling = run.sample(recipe, number) if batch is None else batch.take
         groups = sampling(sheet.add)  # scoring begins while others are still being sampled
     rollouts = [r for g in groups for r in g.rollouts]
     if run.generator.computes_here:
         clock.count("generate", run.flops(rollouts))
-    with run.waiting(clock), run.workers.together(), clock.stage("reward"):
+    with run.leavable(), run.waiting(clock), run.workers.together(), clock.stage("reward"):
         sheet.finish(rollouts, run.tokenizer)
     for group in groups:
         for r in group.rollouts:

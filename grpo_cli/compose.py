@@ -27,7 +27,7 @@ from grpo_cli import config, parsing
 from grpo_cli.errors import UserError, listed, nearest
 
 DEFAULT_RECIPE = "arithmetic_tiny"
-BARE = "_bare"  # rewards and nothing else, for `grpo score` without a recipe
+BARE = "_bare"  # for `grpo score`, and for `grpo eval` of what no recipe has made
 
 # Hydra makes no folder and no logging: the run's folder is ours to make, after the checks.
 QUIET_HYDRA = (
@@ -43,9 +43,10 @@ QUIET_HYDRA = (
 )
 # Entries have names of the user's own.
 OPEN_KEYS = (
-    "reward.", "generation.vllm.engine_args.", "dataset.columns.", "dataset.columns=",
+    "reward.", "benchmark.", "generation.vllm.engine_args.", "dataset.columns.", "dataset.columns=",
     "schedules.", "schedules=",
 )  # fmt: skip
+LISTED = ("reward", "benchmark")  # groups of which several choices go together
 VALUED_OPTIONS = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd")
 
 
@@ -123,7 +124,7 @@ def _check_choices(overrides: Iterable[str]) -> None:
     for word in overrides:
         group, equals, choice = word.partition("=")
         known = _choices(group)
-        several = group != "reward" and re.fullmatch(r"\[.*,.*\]", choice)
+        several = group not in LISTED and re.fullmatch(r"\[.*,.*\]", choice)
         if known and equals and (several or re.fullmatch(r"|null|true|false|[\d.]+", choice)):
             raise UserError(f"{word}: must be one of {listed(known)}.")
 
@@ -136,17 +137,19 @@ def _choices(group: str) -> list[str]:
 def register_schema() -> None:
     """Makes the typed `Recipe` known to Hydra as the `schema` that every recipe begins with.
 
-    The choices of loss, advantage and generation begin with `_defaults`: so what one choice sets
-    does not stay behind when another is laid over it, as on a stored recipe. Of generation these
-    are the engine's own knobs alone.
+    The choices of loss, advantage, distributed and generation begin with `_defaults`: so what one
+    choice sets does not stay behind when another is laid over it, as on a stored recipe. Of
+    generation these are the engine's own knobs alone.
     """
     store: Any = ConfigStore.instance()
     store.store(name="schema", node=config.Recipe)
     nothing: dict[str, Any] = {"model": {"path": "none"}, "dataset": {"train": "none"}}
-    store.store(name=BARE, node={"defaults": ["schema", {"reward": None}, "_self_"], **nothing})
+    groups = ["schema", {"reward": None}, {"generation": "transformers"}, {"distributed": "ddp"}]
+    store.store(name=BARE, node={"defaults": [*groups, "_self_"], **nothing})
     for group, node in (
         ("loss", config.Loss),
         ("advantage", config.Advantage),
+        ("distributed", config.Distributed),
         ("generation", {"vllm": config.Vllm}),
     ):
         store.repo.setdefault(group, _Unlisted())
@@ -255,7 +258,16 @@ def split_options(argv: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _allow_new_key(override: str) -> str:
-    """Rewards, renamed columns, schedules: setting one may add it."""
+    """Rewards, benchmarks, renamed columns, schedules: setting one may add it."""
+    group, equals, choices = override.partition("=")
+    if group == "benchmark" and equals and choices not in ("null", "{}"):  # in no recipe's defaults
+        for name in choices.strip("[]").split(","):
+            if name not in (known := _choices("benchmark")) and "." in name:
+                raise UserError(
+                    f"benchmark = {name}: there are {listed(known)}; give a file as "
+                    "benchmark.NAME.data=FILE."
+                )
+        return f"+benchmark=[{choices.strip('[]')}]"
     return f"++{override}" if override.startswith(OPEN_KEYS) else override
 
 
@@ -294,6 +306,8 @@ def explain(error: BaseException) -> str:
     if match := re.search(r"Error merging override ~([^=]+)", text):
         return f"~{match[1]}: a knob always has a value; set it to another one."
     if match := re.search(r"Could not override '([^']+)'", text):
+        if _choices(match[1]):
+            return f"{match[1]}: the recipe has none to choose; set {match[1]}.KNOB=VALUE."
         return f"{match[1]}: there is no such key or group.{parsing.nearest_key(match[1])}"
     override = getattr(error, "override", None)
     if override is None:

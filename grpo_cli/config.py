@@ -27,7 +27,8 @@ def knob(
 
     Args:
         read_if: (key, value, ...): the knob is read only if that other knob has one of the values,
-            or, without values, if it is set to something. Set without being read, it is an error.
+            or, without values, if it is set to something; if that other holds several, one will
+            do. Set without being read, it is an error.
     """
     metadata = {
         "doc": doc, "ge": ge, "gt": gt, "le": le, "lt": lt, "choices": choices, "read_if": read_if,
@@ -45,6 +46,7 @@ def section(kind: type, doc: str) -> Any:
 _VLLM = ("generation.engine", "vllm_colocate", "vllm_server")
 _COLOCATE = ("generation.engine", "vllm_colocate")
 _SERVER = ("generation.engine", "vllm_server")
+_TIR = ("eval.mode", "tir")
 
 
 @dataclass
@@ -171,6 +173,45 @@ class Reward:
     concurrency: int | None = knob(
         None, "Completions at once, of an async function; null: 16.", ge=1
     )
+
+
+@dataclass
+class Benchmark:
+    """A published set of problems: its rows, how they are put, and how an answer is judged."""
+
+    data: str = knob(
+        "", "Hub name, or a .json/.jsonl/.jsonl.gz/.csv/.parquet file, or pkg://package/file."
+    )
+    subset: str | None = knob(None, "The hub data set's configuration; `all`: every one it has.")
+    split: str = knob("test", "Split, where the data has splits.")
+    columns: dict[str, str] = knob(
+        {}, "Columns to rename, as new_name: old_name, before anything reads them."
+    )
+    limit: int | None = knob(None, "Use only the first N rows.", ge=1)
+    cot: str | None = knob(
+        "{question}\nPlease reason step by step, and put your final answer within \\boxed{{}}.",
+        "Prompt of mode cot, a template over the row's columns; null: there is no such mode.",
+    )
+    tir: str | None = knob(
+        None, "The same of mode tir, in which the model writes programs that are run."
+    )
+    system: str | None = knob(None, "System prompt, where the prompt is a chat.")
+    chat: bool | None = knob(
+        None, "Wrap the prompt in the tokenizer's chat template; null: where it has one."
+    )
+    examples: list[Any] = knob(
+        [], "Worked examples: mappings of the columns that the templates name, with `cot` or `tir`."
+    )
+    shots: int = knob(0, "How many of them come before the problem.", ge=0)
+    reward: str = knob("math", "Reward that gives 1 to a right answer (`grpo rewards`).")
+    args: dict[str, Any] = knob({}, "Keyword arguments for it.")
+    breakdown: list[str] = knob([], "Columns by which the accuracy is told besides.")
+    max_completion_tokens: int | None = knob(
+        None,
+        "Longest completion, unless eval.max_completion_tokens says; null: of generation.",
+        ge=1,
+    )
+    stop: list[str] = knob([], "Texts that end a completion, such as the next example's beginning.")
 
 
 @dataclass
@@ -321,6 +362,34 @@ class Vllm:
 
 
 @dataclass
+class Tools:
+    """Programs that a completion writes and has run while it is sampled (eval.mode tir)."""
+
+    max_calls: int = knob(4, "Programs run for one completion.", ge=1, read_if=_TIR)
+    seconds: float = knob(
+        5.0,
+        "Wall time of one, the earlier ones that it goes on from included.",
+        gt=0,
+        read_if=_TIR,
+    )
+    output_characters: int = knob(
+        1000, "Longest output that the model is shown.", ge=1, read_if=_TIR
+    )
+    memory_mb: int = knob(1024, "Memory of one, in MiB.", ge=1, read_if=_TIR)
+    guards: str = knob(
+        "auto",
+        "What the sandbox must keep them from: see docs/sandbox.md.",
+        choices=("auto", "namespaces", "limits"),
+        read_if=_TIR,
+    )
+    site_packages: bool = knob(
+        True,
+        "Whether they may import what is installed beside grpo, such as sympy.",
+        read_if=_TIR,
+    )
+
+
+@dataclass
 class Generation:
     """How completions are sampled."""
 
@@ -360,6 +429,7 @@ class Generation:
         gt=0,
     )
     vllm: Vllm = section(Vllm, Vllm.__doc__ or "")
+    tools: Tools = section(Tools, Tools.__doc__ or "")
     dynamic_sampling: bool = knob(
         False, "Drop groups whose rewards are all equal, and sample more until the step is full."
     )
@@ -641,30 +711,96 @@ class Eval:
     """Held-out evaluation, during training and by `grpo eval`."""
 
     every: int = knob(0, "Evaluate every N steps; 0: not while training.", ge=0)
-    at_ends: bool = knob(True, "Evaluate before the first and after the last step.")
+    at_start: bool = knob(True, "Evaluate before the first step.")
+    at_end: bool = knob(True, "Evaluate after the last step.")
     accuracy: str | None = knob(
         None, "The reward of which a value of 1 counts as correct; null: the recipe's first."
     )
     num_samples: int = knob(1, "Completions for each row.", ge=1)
-    temperature: float = knob(0.0, "Sampling temperature; 0 is greedy.", ge=0)
-    top_p: float = knob(
-        1.0,
-        "Keep the likeliest tokens up to this share.",
-        gt=0,
-        le=1,
-        read_if=("eval.temperature",),
+    temperature: float | None = knob(
+        None,
+        "Sampling temperature; 0 is greedy; null: 0 for one completion a row, 0.7 for several.",
+        ge=0,
     )
+    top_p: float = knob(1.0, "Keep the likeliest tokens up to this share.", gt=0, le=1)
     max_completion_tokens: int | None = knob(
         None, "Longest completion; null: that of generation.", ge=1
+    )
+    mode: list[str] = knob(
+        ["cot"],
+        "How benchmarks are solved: in words (cot), with programs that are run (tir), or each way.",
+        choices=("cot", "tir"),
+    )
+    metric: list[str] = knob(
+        [],
+        "Of several completions a row: mean accuracy, pass@k, maj@k; empty: all of them.",
+        choices=("mean", "pass", "maj"),
+    )
+    k: list[int] = knob(
+        [],
+        "The k of pass@k and maj@k; empty: the powers of 2 up to eval.num_samples, and that.",
+        ge=1,
+    )
+    limit: int | None = knob(None, "Use only the first N rows of every benchmark.", ge=1)
+    best: str = knob(
+        "accuracy",
+        "Metric of which the checkpoint with the highest value is kept, as `eval/` names it, such "
+        "as gsm8k/maj@8.",
+    )
+    patience: int = knob(
+        0, "End the run when so many evaluations in a row brought no better one; 0: never.", ge=0
+    )
+
+    @property
+    def drawn_at(self) -> float:
+        """The temperature, settled."""
+        if self.temperature is not None:
+            return self.temperature
+        return 0.0 if self.num_samples == 1 else 0.7
+
+
+@dataclass
+class Distributed:
+    """How the work is divided over the processes that torchrun starts."""
+
+    strategy: str = knob(
+        "ddp",
+        "One process (single); the whole model in each (ddp); weights, gradients and optimizer "
+        "state divided over all of them, by PyTorch's FSDP2 (fsdp2; zero3: always as ZeRO-3).",
+        choices=("single", "ddp", "fsdp2", "zero3"),
+    )
+    reshard_after_forward: bool = knob(
+        True,
+        "Give a layer's weights back after its forward and gather them again in the backward; "
+        "false: keep them in between, quicker where there is room.",
+        read_if=("distributed.strategy", "fsdp2"),
+    )
+    stall_minutes: float = knob(
+        30.0,
+        "A run in which no process gets on for so long says which one is to blame, and ends; 0: "
+        "it waits for ever.",
+        ge=0,
     )
 
 
 @dataclass
 class Checkpoint:
-    """When weights are saved, and for how long they are kept."""
+    """When weights are saved, for how long they are kept, and how."""
 
     every: int = knob(100, "Save every N steps; 0: only when the run ends.", ge=0)
     keep_last: int = knob(2, "Newest checkpoints kept; the best one is kept besides.", ge=1)
+    background: bool = knob(True, "Training goes on while one is written; false: it waits.")
+    model: str = knob(
+        "auto",
+        "Whether each is a model folder besides, as `grpo export` makes one; auto: up to 8 GB.",
+        choices=("auto", "always", "never"),
+    )
+    grace: float = knob(
+        30.0,
+        "Seconds between a SIGTERM or SIGUSR1 and the end: a step that would take longer is left "
+        "between two micro-batches and gone on with by resume=auto.",
+        ge=0,
+    )
 
 
 @dataclass
@@ -715,6 +851,9 @@ class Recipe:
     model: Model = section(Model, Model.__doc__ or "")
     dataset: Dataset = section(Dataset, Dataset.__doc__ or "")
     reward: dict[str, Any] = knob({}, "Rewards by name; each has function, weight and args.")
+    benchmark: dict[str, Any] = knob(
+        {}, "Benchmarks by name, such as benchmark=gsm8k,math; the data of eval, if there are any."
+    )
     scoring: Scoring = section(Scoring, Scoring.__doc__ or "")
     generation: Generation = section(Generation, Generation.__doc__ or "")
     loss: Loss = section(Loss, Loss.__doc__ or "")
@@ -724,6 +863,7 @@ class Recipe:
     schedules: dict[str, Any] = knob(
         {}, "Scalars of loss and generation as functions of the step, such as loss.beta.to=0."
     )
+    distributed: Distributed = section(Distributed, Distributed.__doc__ or "")
     eval: Eval = section(Eval, Eval.__doc__ or "")
     checkpoint: Checkpoint = section(Checkpoint, Checkpoint.__doc__ or "")
     log: Log = section(Log, Log.__doc__ or "")
@@ -732,7 +872,9 @@ class Recipe:
     @property
     def longest_completion(self) -> int:
         """In tokens, in training and evaluation."""
-        return max(self.generation.max_completion_tokens, self.eval.max_completion_tokens or 0)
+        own = self.eval.max_completion_tokens
+        of_benchmarks = [own or b.max_completion_tokens or 0 for b in self.benchmark.values()]
+        return max(self.generation.max_completion_tokens, own or 0, *of_benchmarks)
 
     @property
     def needs_reference(self) -> bool:
@@ -753,8 +895,8 @@ def knobs(node: Any = Recipe, prefix: str = "") -> Iterator[tuple[str, dataclass
 _SECTIONS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        Build, Model, Dataset, Scoring, Vllm, Generation, Loss, Advantage, Optimizer, Update, Eval,
-        Checkpoint, Log, Tracking,
+        Build, Model, Dataset, Scoring, Vllm, Tools, Generation, Loss, Advantage, Optimizer, Update,
+        Distributed, Eval, Checkpoint, Log, Tracking,
     )
 }  # fmt: skip
 

@@ -5,10 +5,13 @@ Nothing here imports torch or transformers: a mistake in the data is reported be
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import csv
 import gzip
 import importlib.resources
 import json
+import logging
 import os
 import random
 import string
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
     from grpo_cli.rollouts import Prompt
 
+# A file may begin with a byte order mark, as Excel and Windows write it, which is no part of it.
+ENCODING = "utf-8-sig"
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -54,7 +59,11 @@ def load_rows(config: Dataset, split: str) -> Rows:
         path = local_path(source)
     except ModuleNotFoundError as error:
         raise UserError(f"{key} = {source}: there is no such package ({error}).") from error
-    table = load_file(path, key) if path else _load_hub(source, config, split, key)
+    if path:
+        table = load_file(path, key)
+    else:
+        name = config.train_split if split == "train" else config.eval_split
+        table = load_hub(source, config.subset, name, key)
     table = rename_columns(table, config.columns, source, "dataset.columns")
     limit = config.train_limit if split == "train" else config.eval_limit
     if limit is not None:
@@ -64,6 +73,19 @@ def load_rows(config: Dataset, split: str) -> Rows:
     templates = {"dataset.prompt": config.prompt}
     if config.solution is not None and split == "train":
         templates["dataset.solution"] = config.solution
+    check_templates(templates, table, source, key)
+    return Rows(source, table.column_names, table)
+
+
+def check_templates(templates: Mapping[str, str], table: Any, source: str, key: str) -> None:
+    """Checks templates, given by their keys, against a table that is not empty.
+
+    Args:
+        key: what messages call the source by.
+
+    Raises:
+        UserError: what is no template, a column that is not there, or that is null in some row.
+    """
     for template_key, template in templates.items():
         _check_template(template_key, template, table[0], source)
         for _, name, _, _ in string.Formatter().parse(template):
@@ -72,7 +94,6 @@ def load_rows(config: Dataset, split: str) -> Rows:
                     f"{key} = {source}, row {cells.index(None)}: the column {name!r}, which "
                     f"{template_key} names, is null."
                 )
-    return Rows(source, table.column_names, table)
 
 
 def rename_columns(table: Any, names: Mapping[str, str], source: str, key: str) -> Any:
@@ -107,6 +128,11 @@ def local_path(source: str) -> Path | None:
     return path if is_file else None
 
 
+def is_local(source: str) -> bool:
+    """Whether `source` names a file, of a package that may not be there too, and no hub name."""
+    return source.startswith("pkg://") or local_path(source) is not None
+
+
 def file_format(path: Path) -> str | None:
     """The `datasets` builder for a file name, or None if the name is of no known kind."""
     suffixes = [s for s in path.suffixes if s != ".gz"]
@@ -135,8 +161,11 @@ def load_file(path: Path, key: str) -> Any:
     datasets.disable_progress_bars()
     if kind == "csv":
         return datasets.Dataset.from_list(_read_csv(path, key))
+    # Only where there is a mark to skip: another encoding than utf-8 takes half as long again.
+    options = {"encoding": ENCODING} if kind == "json" and _begins_with_a_mark(path) else {}
     try:
-        return datasets.load_dataset(kind, data_files=str(path), split="train")
+        with _loaders_silent():
+            return datasets.load_dataset(kind, data_files=str(path), split="train", **options)
     except Exception as error:  # pyarrow's and datasets' errors have no common base
         cause = str(error.__cause__ or error).split("\n")[0]
         if "corresponds to no data" in cause:
@@ -144,10 +173,28 @@ def load_file(path: Path, key: str) -> Any:
         raise UserError(f"{key} = {path}: cannot be read: {cause}") from error
 
 
+def _begins_with_a_mark(path: Path) -> bool:
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rb") as file:
+        return bool(file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8)
+
+
+@contextlib.contextmanager
+def _loaders_silent() -> Iterator[None]:
+    """Keeps the loaders of `datasets` from logging an error that they then raise as well."""
+    logger = logging.getLogger("datasets.packaged_modules")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def _check_json(path: Path, key: str) -> None:
     """Finds what `datasets` reports without a place: the first malformed line of a JSON file."""
     opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as file:
+    with opener(path, "rt", encoding=ENCODING) as file:
         start = ""
         try:
             start = file.read(1)
@@ -174,7 +221,7 @@ def _read_csv(path: Path, key: str) -> list[dict[str, str]]:
     csv.field_size_limit(2**31 - 1)
     opener = gzip.open if path.suffix == ".gz" else open
     try:
-        with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
+        with opener(path, "rt", encoding=ENCODING, newline="") as file:
             reader = csv.DictReader(file, strict=True)
             rows = list(reader)
     except UnicodeDecodeError as error:
@@ -193,15 +240,22 @@ def _read_csv(path: Path, key: str) -> list[dict[str, str]]:
     return rows
 
 
-def _load_hub(source: str, config: Dataset, split: str, key: str) -> Any:
+def load_hub(source: str, subset: str | None, split: str, key: str) -> Any:
+    """One split of a hub data set as a `datasets.Dataset`.
+
+    Args:
+        key: what messages call the data set by.
+
+    Raises:
+        UserError: it cannot be had, whatever the cause.
+    """
     import datasets
 
-    name = config.train_split if split == "train" else config.eval_split
     try:
-        return datasets.load_dataset(source, config.subset, split=name)
+        return datasets.load_dataset(source, subset, split=split)
     except Exception as error:  # hub, network and builder errors have no common base
         raise UserError(
-            f"{key} = {source}: no such file here, and as a hub data set (split {name}) it cannot "
+            f"{key} = {source}: no such file here, and as a hub data set (split {split}) it cannot "
             f"be loaded: {type(error).__name__}: {str(error).splitlines()[0]}"
         ) from error
 
@@ -318,6 +372,11 @@ class PromptStream:
                     epoch_order(self.seed, epoch, len(self.prompts), self.shuffle),
                 )
             yield position, self.prompts[self._order[1][offset]]
+
+    def prompt_at(self, position: int) -> Prompt:
+        """The prompt that stands there."""
+        ((_, prompt),) = self.take(position, 1)
+        return prompt
 
 
 def epoch_order(seed: int, epoch: int, size: int, shuffle: bool) -> list[int]:

@@ -13,13 +13,16 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
+from transformers import PreTrainedModel
 
+from grpo_cli import heartbeat, sharding
+from grpo_cli.config import Distributed
 from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.heartbeat import Leave, waiting
 
 CHUNK = 2**24  # weights whose gradients are summed in one call
 
 T = TypeVar("T")
-M = TypeVar("M", bound=nn.Module)
 
 # Kept to the end of the process. Freeing the last hold on a group joins gloo's threads with the GIL
 # held, and now and then one of them waits for the GIL: a hang at exit, seen with DDP's reducer.
@@ -29,39 +32,64 @@ _groups: list[Any] = []
 class Workers:
     """The processes of this run. With one process every method is a plain local operation."""
 
-    def __init__(self, device: str = "auto", mixed_precision: str = "no") -> None:
+    def __init__(
+        self,
+        device: str = "auto",
+        mixed_precision: str = "no",
+        config: Distributed | None = None,
+    ) -> None:
         """Joins the processes that torchrun started, if it did.
 
         Args:
             device: auto, cpu, cuda or mps. mixed_precision: no or bf16.
+            config: how the work is divided; None: every process has the whole model.
 
         Raises:
-            UserError: the device is not there.
+            UserError: the device is not there, or there are more processes than there may be.
         """
+        self.config = config or Distributed()
         cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
         if (device == "cuda" and not cuda) or (device == "mps" and not mps):
             raise UserError(f"device = {device}: this machine has none; use device=auto.")
         # accelerate ignores torchrun's processes on a machine without GPU unless it is told `cpu`.
         cpu = device == "cpu" or (device == "auto" and not cuda and not mps)
-        # NCCL's own 10 minutes are too short for others to wait while one writes a checkpoint.
-        patience = InitProcessGroupKwargs(timeout=timedelta(hours=1))
+        # The watch ends a run that stands still, and names who is to blame; this is behind it.
+        stall = heartbeat.START_TIMES * self.config.stall_minutes
+        minutes = stall + 5 if stall else 7 * 24 * 60
+        patience = InitProcessGroupKwargs(timeout=timedelta(minutes=minutes))
+        meet_anew("gloo" if cpu else "nccl", timedelta(minutes=minutes))
         self.accelerator = Accelerator(
             cpu=cpu, mixed_precision=mixed_precision, kwargs_handlers=[patience]
         )
-        self.rank = self.accelerator.process_index
-        self.size = self.accelerator.num_processes
+        self.rank: int = self.accelerator.process_index
+        self.size: int = self.accelerator.num_processes
         self.device = self.accelerator.device
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         assert self.size == launched, f"{launched} processes launched, {self.size} joined"
+        if self.config.strategy == "single" and self.size > 1:
+            raise UserError(
+                f"distributed = single: torchrun has started {self.size} processes; use "
+                "distributed=ddp or distributed=fsdp2."
+            )
+        # Whether forward and backward passes are collective: as many of them on every process.
+        self.in_step = self.size > 1 and self.config.strategy in ("fsdp2", "zero3")
+        self.half = mixed_precision == "bf16"
+        self.control: Any = None  # the group for what lies on the host
         if dist.is_initialized():
             _groups.append(dist.group.WORLD)
+            if dist.get_backend() == "nccl":
+                self.control = dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
+                _groups.append(self.control)
 
     @property
     def is_main(self) -> bool:
         return bool(self.rank == 0)
 
-    def place(self, model: M) -> M:
-        """The model on this process's device, with the main process's weights."""
+    def place(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The model on this process's device, or its share, with the main process's weights."""
+        if self.in_step:
+            again = self.config.strategy == "zero3" or self.config.reshard_after_forward
+            return sharding.shard(model, self.device, half=self.half, reshard_after_forward=again)
         model.to(self.device)
         if self.size > 1:
             for tensor in (*model.parameters(), *model.buffers()):
@@ -83,7 +111,7 @@ class Workers:
         Not during the last backward, as DistributedDataParallel does it: then a process could not
         do a micro-batch again, and one without any would have to make one up.
         """
-        if self.size == 1:
+        if self.size == 1 or self.in_step:  # the latter's backward passes have summed them
             return
         weights = [p for p in parameters if p.requires_grad]
         there = torch.tensor([float(p.grad is not None) for p in weights])
@@ -133,41 +161,62 @@ class Workers:
         return torch.cat(parts), slice(start, start + len(own))
 
     def _reduce(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
-        # MPS has no float64, NCCL no CPU tensors: reduce where the backend can, read on the CPU.
-        if dist.get_backend() == "nccl":
-            tensor = tensor.to(self.device)
-        dist.all_reduce(tensor, op)
-        return tensor.cpu()
+        with waiting():
+            dist.all_reduce(tensor, op, group=self.control)
+        return tensor
 
     def gather(self, value: T) -> list[T]:
         """Each process's picklable value, in the order of ranks, on every process."""
         if self.size == 1:
             return [value]
         out: list[Any] = [None] * self.size
-        dist.all_gather_object(out, value)
+        with waiting():
+            dist.all_gather_object(out, value, group=self.control)
         return out
+
+    def gather_on_main(self, value: T) -> list[T]:
+        """The same on the main process; nothing on the others."""
+        if self.size == 1:
+            return [value]
+        out: list[Any] | None = [None] * self.size if self.is_main else None
+        with waiting():
+            dist.gather_object(value, out, dst=0, group=self.control)
+        return out or []
+
+    def first(self, value: T | None) -> T | None:
+        """The value of the first process that has one."""
+        return next((v for v in self.gather(value) if v is not None), None)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Host-side work that may fail on one process alone: then all raise, and none waits."""
         error: Exception | None = None
+        leaving: Leave | None = None
         try:
             yield
         except Exception as caught:
             error = caught
+        except Leave as caught:
+            leaving = caught
         if self.size == 1:
-            if error is not None:
-                raise error
+            if error is not None or leaving is not None:
+                raise error or leaving  # type: ignore[misc]
             return
         kind = UserError if isinstance(error, UserError) else TrainingError
-        told = self.gather(None if error is None else (kind, f"process {self.rank}: {error}"))
-        for kind_and_message in told:
-            if kind_and_message is not None:
-                kind, message = kind_and_message
-                raise kind(message) from error
+        mine = None if error is None else (kind, str(error), heartbeat.where())
+        theirs = self.first(mine)
+        if theirs is not None:
+            kind, message, where = theirs
+            told = kind(message)
+            told.where = where
+            raise told from error
+        if leaving is not None:
+            raise leaving
 
     def barrier(self) -> None:
-        self.accelerator.wait_for_everyone()
+        if self.size > 1:
+            with waiting():
+                dist.barrier(group=self.control)
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
@@ -183,6 +232,22 @@ class Workers:
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def meet_anew(backend: str, patience: timedelta) -> None:
+    """Joins the other processes where torchrun has started them again after a failure.
+
+    Its store still holds the addresses of those before, and whoever reads one of these waits for
+    them for ever (pytorch issues 135712, 167288).
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(address, port, size, False, patience)  # type: ignore[attr-defined]
+    own = dist.PrefixStore(f"restart-{restarts}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=patience)
 
 
 def _sum_together(weights: Sequence[nn.Parameter]) -> None:

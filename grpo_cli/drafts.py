@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from grpo_cli import heartbeat
 from grpo_cli.rollouts import Completion, derive_seed
 from grpo_cli.sampling import Sampling, choose
 from grpo_cli.stop_strings import StopStrings
@@ -69,6 +70,7 @@ class Drafts:
         Returns:
             (tokens [B], whether a row has ended with it).
         """
+        heartbeat.beat()
         tokens, logprobs = choose(
             logits,
             self.sampling,

@@ -11,6 +11,7 @@ class _Told(Exception):  # noqa: N818 - its two kinds are errors
         """alone: raised by this process and by no other, so that none but it can tell."""
         super().__init__(message)
         self.alone = alone
+        self.where: str | None = None  # process, step and stage, where others raise it too
 
 
 class UserError(_Told):

@@ -3,6 +3,14 @@
 recipe.yaml, command.txt              what was asked for
 metrics.jsonl                         one flat object a step
 checkpoints/step-N/                   a model folder; training/ in it is what a resume needs
+checkpoints/step-N.interrupted/       the same of a run that had to end in the middle of step N+1
+checkpoints/step-N.tmp/               one that is being written; what a killed run left goes with
+                                      the next one
+checkpoints/step-N.replaced/          one whose name another is just taking
+checkpoints/step-N.old/               one beyond that which a run went on from; nothing removes it
+                                      but overwrite=true
+logs/rank-N.log                       what processes but the first have printed
+.lock, .job                           who writes here, and whose processes (`lock`)
 completions/step-N.parquet            samples of what was written
 eval/step-N/                          what `grpo eval` found
 summary.json, curves.png              how it ended
@@ -10,6 +18,7 @@ summary.json, curves.png              how it ended
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -18,8 +27,13 @@ from pathlib import Path
 TRAINING = "training"
 
 # What a run leaves behind; `overwrite=true` removes these and nothing else.
-RUN_FILES = ("recipe.yaml", "command.txt", "metrics.jsonl", "summary.json", "curves.png")
-RUN_PARTS = ("checkpoints/step-*", "completions/step-*.parquet", "eval/step-*", "tensorboard/*")
+RUN_FILES = ("recipe.yaml", "command.txt", "metrics.jsonl", "summary.json", "curves.png", ".job")
+RUN_PARTS = (
+    "checkpoints/step-*",
+    "completions/step-*.parquet",
+    "eval/step-*",
+    "tensorboard/*",
+)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -31,6 +45,43 @@ def steps_saved(folder: Path) -> list[int]:
     """Steps of which the run in `folder` has a whole checkpoint, in order."""
     names = (p.name for p in (folder / "checkpoints").glob("step-*"))
     return sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step-(\d+)", name)))
+
+
+INTERRUPTED = ".interrupted"
+REPLACED = ".replaced"  # while another takes its name
+
+
+def interrupted_path(folder: Path, step: int) -> Path:
+    """Where a run that was broken off after `step` steps, in the next one, is kept."""
+    return folder / "checkpoints" / f"step-{step}{INTERRUPTED}"
+
+
+def is_interrupted(path: Path) -> bool:
+    """Whether a checkpoint is of a step that was broken off."""
+    return path.name.endswith(INTERRUPTED)
+
+
+def resumable(folder: Path) -> list[Path]:
+    """Checkpoints that a run could go on from if they are whole, the furthest first.
+
+    Also one that `recover` has to put back first, by the name that it then has.
+    """
+    names = re.compile(rf"step-\d+({re.escape(INTERRUPTED)})?")
+    there = (p.name.removesuffix(REPLACED) for p in (folder / "checkpoints").glob("step-*"))
+    found = [folder / "checkpoints" / name for name in {*there} if names.fullmatch(name)]
+    return sorted(found, key=lambda path: (step_of(path), is_interrupted(path)), reverse=True)
+
+
+def recover(folder: Path) -> None:
+    """Puts back a checkpoint whose replacement was killed between two renames.
+
+    For the main process of the run that holds the folder's lock, and for no other: it could undo
+    a replacement that is under way.
+    """
+    for aside in (folder / "checkpoints").glob(f"*{REPLACED}"):
+        path = aside.with_name(aside.name.removesuffix(REPLACED))
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(aside) if path.exists() else aside.rename(path)
 
 
 def step_of(path: Path) -> int:

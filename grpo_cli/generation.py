@@ -160,7 +160,7 @@ class TransformersGenerator:
                 why = self._objection(prompts)
                 self.decoder = Engine
                 if why is not None:
-                    self._decode_plainly(why)
+                    self.decode_plainly(why)
             while len(groups) < len(prompts):
                 missing = [n for n in range(len(prompts)) if n not in groups]
                 drafts = Drafts(
@@ -178,7 +178,7 @@ class TransformersGenerator:
                 try:
                     self.decoder(self.policy, rows).decode(drafts)
                 except attention.UnsupportedModelError as error:  # longer than what was checked
-                    self._decode_plainly(str(error))
+                    self.decode_plainly(str(error))
                 except (RuntimeError, MemoryError) as error:
                     if handing_over or not budget.is_out_of_memory(error):
                         raise
@@ -226,7 +226,13 @@ class TransformersGenerator:
             "whole are done again, and come out the same"
         )
 
-    def _decode_plainly(self, why: str) -> None:
+    @property
+    def is_plain(self) -> bool:
+        """Whether the engine was given up."""
+        return self.decoder is PlainDecoder
+
+    def decode_plainly(self, why: str) -> None:
+        """Gives the engine up."""
         self.say(f"note: decoding with transformers' own cache, not with the engine ({why})")
         self.decoder = PlainDecoder
 

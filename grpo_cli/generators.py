@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_cli import policy
+from grpo_cli import policy, sharding
 from grpo_cli.canary import Canary, fixed_rows
 from grpo_cli.config import Recipe
 from grpo_cli.distributed import Workers
+from grpo_cli.gathering import GatheringGenerator
 from grpo_cli.generation import Generator, TransformersGenerator
 from grpo_cli.likelihood import Likelihood
 from grpo_cli.rollouts import Completion, Prompt, Rollout
@@ -34,14 +37,12 @@ def make_generator(
     """
     eos_ids = policy.eos_ids(model, tokenizer)
     if recipe.generation.engine == "transformers":
-        return TransformersGenerator(
-            model,
-            eos_ids,
-            recipe.generation.max_rows,
-            tokenizer=tokenizer,
-            autocast=workers.autocast,
-            say=say,
-        )
+        rows = recipe.generation.max_rows
+        how: dict[str, Any] = {"tokenizer": tokenizer, "autocast": workers.autocast, "say": say}
+        if sharding.is_sharded(model):
+            dtype = torch.bfloat16 if workers.half else model.dtype
+            return GatheringGenerator(model, eos_ids, rows, dtype, **how)
+        return TransformersGenerator(model, eos_ids, rows, **how)
     canary = make_canary(recipe, model, workers, prompts) if recipe.generation.vllm.canary else None
     longest = max(len(p.ids) for p in prompts)
     if recipe.generation.engine == "vllm_colocate":

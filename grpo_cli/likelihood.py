@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo_cli import attention, packing
+from grpo_cli import attention, packing, sharding
 from grpo_cli.budget import is_out_of_memory, saved_bytes
 from grpo_cli.linear_logprobs import Head, linear_logprobs
 from grpo_cli.logprobs import token_entropy, token_logprobs
 from grpo_cli.policy import inference
 from grpo_cli.rollouts import Completion, Rollout
+from grpo_cli.weights import whole
 
 CHECKED_ROLLOUTS = 4  # what is computed the plain way too, cut to so many tokens
 CHECKED_TOKENS = 64  # of a prompt, and of a completion
@@ -58,16 +59,19 @@ class Likelihood:
         chunked: bool = True,
         autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         say: Callable[[str], None] = print,
+        agree: Callable[[str | None], str | None] = lambda objection: objection,
     ) -> None:
         """Changes what the model calls its attention, where it can be computed packed.
 
         Args:
             packed, chunked: whether to compute so where the model allows it.
             autocast: entered around every forward pass. say: is told of a plainer way.
+            agree: makes one objection of those of several processes that have to go the same way.
         """
         self.model = model
         self.autocast = autocast
         self.say = say
+        self.agree = agree
         if packed and not attention.install(model):
             packed = False
             say(f"note: rows are padded: the model's attention is {attention.name_of(model)}")
@@ -127,11 +131,18 @@ class Likelihood:
         with inference(self.model), self.autocast(), torch.random.fork_rng(devices):
             plain = self._with_gradient(PLAIN, some, temperature)
             while self.ways[0] != PLAIN:
-                why = self._objection(some, temperature, plain)
+                why = self.agree(self._objection(some, temperature, plain))
                 if why is None:
                     break
                 self.give_up(why)
         self.checked = True
+
+    def begin_with(self, way: str) -> None:
+        """Leaves out the ways before the one of this name, which the run had to give up before."""
+        names = [str(way) for way in self.ways]
+        if way in names:
+            del self.ways[: names.index(way)]
+            self.checked = self.checked or self.ways[0] == PLAIN
 
     def give_up(self, why: str) -> None:
         """Goes on to the next plainer way."""
@@ -177,7 +188,12 @@ class Likelihood:
             logprobs, _ = self._by(way, rollouts, temperature)
             signs = torch.arange(logprobs.numel(), device=logprobs.device) % 3 - 1
             mixed = (logprobs * signs.view_as(logprobs)).sum()
-            (gradient,) = torch.autograd.grad(mixed, first, allow_unused=True)
+            if sharding.is_sharded(self.model):  # gradients come as the backward sums them
+                mixed.backward()  # type: ignore[no-untyped-call]
+                gradient = None if first.grad is None else whole(first.grad)
+                self.model.zero_grad()
+            else:
+                (gradient,) = torch.autograd.grad(mixed, first, allow_unused=True)
         return logprobs.detach(), None if gradient is None else gradient.double()
 
     def _by(
@@ -192,9 +208,14 @@ class Likelihood:
         inputs = (packing.pack if way.packed else packing.pad)(rollouts, device)
         with self.autocast():
             if way.chunked:
-                found = self._chunked(inputs, temperature, entropy, entropy_gradient)
+                found = sharding.within(
+                    self.model,
+                    lambda: self._chunked(inputs, temperature, entropy, entropy_gradient),
+                )
             else:
                 found = self._whole(inputs, temperature, entropy, entropy_gradient)
+        if not torch.is_grad_enabled():
+            sharding.rest(self.model)
         lengths = torch.tensor([[len(r.completion.ids)] for r in rollouts])
         there = (torch.arange(int(lengths.max())) < lengths).to(device)  # [B, C]
 
@@ -292,6 +313,7 @@ def _slope(likelihood: Likelihood, rollouts: Sequence[Rollout], temperature: flo
         with saved_bytes(likelihood.model) as kept, torch.enable_grad():
             logprobs, _ = likelihood(rows, temperature)
         del logprobs
+        sharding.rest(likelihood.model)
         sizes.append((kept(), likelihood.tokens(rows)))
     (more, tokens), (less, fewer) = sizes
     if tokens > fewer and more > less:

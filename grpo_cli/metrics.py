@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
+
+import torch
 
 from grpo_cli.advantages import all_equal, group_std
 from grpo_cli.distributed import Workers
@@ -34,7 +35,8 @@ def rollout_metrics(whole_step: WholeStep) -> dict[str, float]:
     for name in every[0].reward_parts:
         values = [v for o in every if (v := o.reward_parts[name]) is not None]
         metrics[f"rewards/{name}/mean"] = mean(values)
-        metrics[f"rewards/{name}/std"] = statistics.stdev(values) if len(values) > 1 else 0.0
+        spread = torch.tensor(values, dtype=torch.float64).std() if len(values) > 1 else 0.0
+        metrics[f"rewards/{name}/std"] = float(spread)
     return metrics
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_cli import corrections, losses
-from grpo_cli.config import Loss
+from grpo_cli.config import Loss, Recipe
 from grpo_cli.kl import ESTIMATORS, k3
 from grpo_cli.measures import MEASURES, rows_that_train
 from grpo_cli.rollouts import Batch
@@ -81,6 +81,18 @@ class Coefficients:
     beta: float
     entropy: float
     entropy_tokens: float  # tokens that the policy term trains, in the optimizer batch
+
+
+def none_is_silent(recipe: Recipe, has_reference: bool, entropy_coef: float) -> bool:
+    """Whether every rollout is computed, also one without advantage.
+
+    It has a gradient of its KL or entropy, or of a loss that needs no advantage; or the recipe asks
+    for it.
+    """
+    loss = recipe.loss
+    kl = has_reference and loss.kl_in == "loss"
+    speaks = kl or entropy_coef > 0 or loss.policy in losses.WITHOUT_ADVANTAGE
+    return speaks or not recipe.update.skip_silent
 
 
 def loss_of(config: Loss, terms: Terms, coefficients: Coefficients, tally: Tally) -> Tensor:

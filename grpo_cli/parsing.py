@@ -16,12 +16,12 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from grpo_cli import data, vllm_settings
-from grpo_cli.config import Recipe, Reward, Schedule, allowed, knobs
+from grpo_cli import benchmarks, data, vllm_settings
+from grpo_cli.config import Benchmark, Recipe, Reward, Schedule, allowed, knobs
 from grpo_cli.errors import UserError, listed, nearest
 from grpo_cli.schedules import at_step
 
-E = TypeVar("E", Reward, Schedule)
+E = TypeVar("E", Reward, Benchmark, Schedule)
 
 # What may follow the step: it acts on the objective, and nothing is built from its first value.
 SCHEDULABLE = (
@@ -62,6 +62,11 @@ def parse(cfg: DictConfig | dict[str, Any], given: Collection[str] = ()) -> Reci
     }
     for name, reward in recipe.reward.items():
         reward.function = reward.function or name
+    recipe.benchmark = {
+        name: _entry(Benchmark, f"benchmark.{name}", value)
+        for name, value in recipe.benchmark.items()
+        if value is not None
+    }
     schedules = {k: v for k, v in _by_knob(recipe.schedules).items() if v is not None}
     recipe.schedules = {k: _entry(Schedule, f"schedules.{k}", v) for k, v in schedules.items()}
     for key, value in schedules.items():
@@ -71,7 +76,7 @@ def parse(cfg: DictConfig | dict[str, Any], given: Collection[str] = ()) -> Reci
     if not problems:
         problems += _contradictions_by_step(recipe)
     problems += [*_unread(recipe, given), *_unread_of_files(recipe, given)]
-    problems += _contradictions(recipe)
+    problems += [*_contradictions(recipe), *_contradictions_of_evaluation(recipe, given)]
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
     return recipe
@@ -113,7 +118,7 @@ def _schedule_entries(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def _entry(kind: type[E], key: str, value: Any) -> E:
-    """An entry of a mapping whose names are the user's own: a reward, a schedule."""
+    """An entry of a mapping whose names are the user's own: a reward, a benchmark, a schedule."""
     fields = [f.name for f in dataclasses.fields(kind)]
     if not isinstance(value, dict):
         raise UserError(f"{key} = {value!r}: must be a mapping of {listed(fields)}.")
@@ -133,7 +138,7 @@ def _range_violations(node: Any, prefix: str = "") -> Iterator[str]:
         value, key = getattr(node, f.name), prefix + f.name
         if dataclasses.is_dataclass(value):
             yield from _range_violations(value, key + ".")
-        elif key in ("reward", "schedules"):
+        elif key in ("reward", "benchmark", "schedules"):
             for name, entry in value.items():
                 yield from _range_violations(entry, f"{key}.{name}.")
         else:
@@ -199,22 +204,27 @@ def _unread(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     for key, f in fields.items():
         if not f.metadata.get("read_if") or key.startswith("model.build."):
             continue
+        if key == "model.chat_template" and recipe.benchmark:
+            continue  # a benchmark's prompt is a chat too
         value, (other, *values) = value_at(recipe, key), f.metadata["read_if"]
         default = value_at(defaults, key)
         scheduled = key in recipe.schedules
         if value == default and key not in given and not scheduled:
             continue
         found = value_at(recipe, other)
+        ways = [*found] if isinstance(found, list) else [found]
         choices = fields[other].metadata.get("choices")
-        if choices and found not in choices:
+        if choices and any(way not in choices for way in ways):
             continue  # that is the mistake
-        ways = [found]
         if other in recipe.schedules:
             ways.append(recipe.schedules[other].to)
         if any(v in values if values else v not in (None, False, 0, "none") for v in ways):
             continue
         shown = f"schedules.{key}" if scheduled else f"{key} = {as_written(value)}"
-        when = f"{other} = {' or '.join(values)}; it is {found}" if values else f"{other} is set"
+        shown_other = ", ".join(map(str, found)) if isinstance(found, list) else found
+        when = (
+            f"{other} = {' or '.join(values)}; it is {shown_other}" if values else f"{other} is set"
+        )
         word = "with" if values else "when"
         back = f" {key}={as_written(default)} takes it back." if key not in given else ""
         yield f"{shown}: is only read {word} {when}.{'' if scheduled else back}"
@@ -233,15 +243,20 @@ def _unread_of_files(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     readers = {"subset": ("train", "eval"), "train_split": ("train",), "eval_split": ("eval",)}
     for name, splits in readers.items():
         read = [s for split in splits if (s := sources[split]) is not None]
-        # pkg:// first: that there is no such package is said where it is looked for.
-        if f"dataset.{name}" in given and all(
-            s.startswith("pkg://") or data.local_path(s) is not None for s in read
-        ):
+        if f"dataset.{name}" in given and all(map(data.is_local, read)):
             there = f"the recipe has files: {listed(read)}" if read else "the recipe has none"
             yield (
                 f"dataset.{name} = {as_written(getattr(recipe.dataset, name))}: is only read for a "
                 f"hub data set; {there}."
             )
+    for benchmark, entry in recipe.benchmark.items():
+        for name in ("subset", "split"):
+            key = f"benchmark.{benchmark}.{name}"
+            if key in given and entry.data and data.is_local(entry.data):
+                yield (
+                    f"{key} = {as_written(getattr(entry, name))}: is only read for a hub data set; "
+                    f"benchmark.{benchmark}.data is a file: {entry.data}."
+                )
 
 
 def _contradictions_by_step(recipe: Recipe) -> Iterator[str]:
@@ -325,6 +340,8 @@ def _contradictions_of_generation(recipe: Recipe) -> Iterator[str]:
         "generation.max_completion_tokens": generation.max_completion_tokens,
         "eval.max_completion_tokens": recipe.eval.max_completion_tokens,
     }
+    for name, benchmark in recipe.benchmark.items():
+        limits[f"benchmark.{name}.max_completion_tokens"] = benchmark.max_completion_tokens
     for key, limit in limits.items():
         if limit is not None and generation.min_completion_tokens > limit:
             yield (
@@ -372,24 +389,14 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
                 f"dataset.max_prompt_tokens + generation.max_completion_tokens = {longest}: must "
                 f"be <= model.build.max_position_embeddings = {b.max_position_embeddings}."
             )
-    if not recipe.reward:
+    if not recipe.reward and not recipe.benchmark:
         yield "reward: at least one is needed, such as reward=[math]; `grpo rewards` lists them."
-    elif not any(r.weight for r in recipe.reward.values()):
+    elif recipe.reward and not any(r.weight for r in recipe.reward.values()):
         yield "reward: every weight is 0, so there is nothing to learn from."
     if recipe.eval.accuracy is not None and recipe.eval.accuracy not in recipe.reward:
         yield (
             f"eval.accuracy = {recipe.eval.accuracy!r}: must be one of the recipe's rewards, "
             f"{listed(recipe.reward)}."
-        )
-    if recipe.eval.every and dataset.eval is None:
-        yield (
-            f"eval.every = {recipe.eval.every}: needs held-out rows; set dataset.eval, or "
-            "eval.every=0."
-        )
-    if recipe.eval.num_samples > 1 and recipe.eval.temperature == 0:
-        yield (
-            f"eval.num_samples = {recipe.eval.num_samples}: greedy completions are all the same; "
-            "set eval.temperature above 0."
         )
     if len(recipe.optimizer.betas) != 2:
         yield f"optimizer.betas = {recipe.optimizer.betas}: must be two numbers."
@@ -398,6 +405,106 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f"update.minibatches = {recipe.update.minibatches}: must be <= prompts_per_step = "
             f"{recipe.prompts_per_step}, since a minibatch holds whole groups."
         )
+
+
+def _contradictions_of_evaluation(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
+    config = recipe.eval
+    if config.every and recipe.dataset.eval is None and not recipe.benchmark:
+        yield (
+            f"eval.every = {config.every}: needs held-out rows; set dataset.eval, or benchmark, or "
+            "eval.every=0."
+        )
+    if config.num_samples > 1 and config.temperature == 0:
+        yield (
+            f"eval.num_samples = {config.num_samples}: greedy completions are all the same; "
+            "set eval.temperature above 0."
+        )
+    if (config.top_p < 1 or "eval.top_p" in given) and config.drawn_at == 0:
+        yield f"eval.top_p = {config.top_p:g}: is only read when eval.temperature is above 0."
+    for key, value in (("metric", config.metric), ("k", config.k)):
+        if value and config.num_samples == 1:
+            yield f"eval.{key} = {value}: is only read with eval.num_samples above 1."
+    if too_large := [k for k in config.k if k > config.num_samples > 1]:
+        yield (
+            f"eval.k = {too_large[0]}: must be <= eval.num_samples = {config.num_samples}, the "
+            "completions that there are."
+        )
+    if config.k and config.metric == ["mean"]:
+        yield "eval.k: is only read with eval.metric = pass or maj; it is mean."
+    yield from _no_votes(recipe)
+    yield from _no_such_metric(recipe)
+    if config.patience and not config.every:
+        yield f"eval.patience = {config.patience}: is only read with eval.every; set it above 0."
+    if not config.mode:
+        yield "eval.mode: is empty; give cot, tir or both."
+    for key in ("mode", "metric", "k"):
+        values = getattr(config, key)
+        if len(set(values)) < len(values):
+            yield f"eval.{key} = {values}: names one of them twice."
+    if not recipe.benchmark and (config.mode != ["cot"] or config.limit is not None):
+        key = "mode" if config.mode != ["cot"] else "limit"
+        yield f"eval.{key}: is only read for benchmarks; add benchmark=NAME."
+    vllm = recipe.generation.vllm
+    if "tir" in config.mode and vllm.tensor_parallel > 1:
+        yield (
+            f"eval.mode = tir: programs are not run with generation.vllm.tensor_parallel = "
+            f"{vllm.tensor_parallel}; set it to 1, or use generation=vllm_server."
+        )
+    for name, benchmark in recipe.benchmark.items():
+        key = f"benchmark.{name}"
+        if not benchmark.data:
+            yield f"{key}.data: is missing; give a hub name or a file."
+        for mode in config.mode:
+            if getattr(benchmark, mode, "") is None:
+                there = [m for m in ("cot", "tir") if getattr(benchmark, m) is not None]
+                yield (
+                    f"eval.mode = {mode}: {key} has no prompt for it; it has {listed(there)}. "
+                    f"Set {key}.{mode}."
+                )
+        fitting = [e for e in benchmark.examples if isinstance(e, dict)]
+        if len(fitting) < len(benchmark.examples):
+            yield f"{key}.examples: must be mappings of columns, with the solution as cot or tir."
+        elif benchmark.shots > len(benchmark.examples):
+            yield (
+                f"{key}.shots = {benchmark.shots}: there are {len(benchmark.examples)} examples; "
+                f"add some to {key}.examples."
+            )
+
+
+def _no_votes(recipe: Recipe) -> Iterator[str]:
+    """Votes that were asked for where there is nothing to vote on."""
+    config, rewards = recipe.eval, {name: b.reward for name, b in recipe.benchmark.items()}
+    if not rewards and recipe.reward:
+        name = config.accuracy or next(iter(recipe.reward))
+        if name not in recipe.reward:
+            return  # that is the mistake
+        rewards = {"the held-out rows": recipe.reward[name].function}
+    silent = [name for name, reward in rewards.items() if not benchmarks.has_votes(reward)]
+    if (
+        "maj" in config.metric
+        and silent
+        and (config.metric == ["maj"] or len(silent) == len(rewards))
+    ):
+        yield (
+            f"eval.metric = maj: completions of {listed(silent)} have no final answers to vote on; "
+            f"the rewards that judge such are {listed(benchmarks.WITH_AN_ANSWER)}."
+        )
+
+
+def _no_such_metric(recipe: Recipe) -> Iterator[str]:
+    """What `eval.best` names that no evaluation can give."""
+    config, name = recipe.eval, recipe.eval.best
+    first, _, rest = name.rpartition("/")
+    known = ["accuracy", "reward", "mean_length", "clipped_ratio", "no_answer", "completions"]
+    if config.num_samples > 1:
+        known += [f"{kind}@{config.num_samples}" for kind in ("mean", "pass", "maj")]
+    free = "rewards/" in name or "tool_" in name or name.count("/") > 1
+    is_sampled = config.num_samples > 1 and rest.startswith(("mean@", "pass@", "maj@"))
+    if not free and not is_sampled and rest not in known:
+        yield f"eval.best = {name}: there is no such number; there are {listed(known)}."
+    elif first and not free and first not in recipe.benchmark:
+        there = listed(recipe.benchmark) if recipe.benchmark else "none"
+        yield f"eval.best = {name}: {first} is no benchmark of the recipe; there are {there}."
 
 
 def notices(recipe: Recipe) -> Iterator[str]:

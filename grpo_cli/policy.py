@@ -19,8 +19,13 @@ from grpo_cli.errors import UserError
 transformers.utils.logging.disable_progress_bar()  # the run has a progress display of its own
 
 
-def load(config: Model, path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(
+    config: Model, path: str | Path, *, weights: bool = True
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model (on the CPU, in training mode) and tokenizer from a folder or the hub.
+
+    Args:
+        weights: false: only the model's structure, on the meta device.
 
     Raises:
         UserError: nothing there, or nothing that transformers can load.
@@ -34,16 +39,26 @@ def load(config: Model, path: str | Path) -> tuple[PreTrainedModel, PreTrainedTo
         model_config = transformers.AutoConfig.from_pretrained(str(path), **shared)
         if config.dropout is not None:
             set_dropout(model_config, config.dropout)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            str(path),
-            config=model_config,
-            dtype=getattr(torch, config.dtype),
-            attn_implementation=config.attn_implementation,
-            **shared,
-        )
+        how: dict[str, Any] = {
+            "dtype": getattr(torch, config.dtype),
+            "attn_implementation": config.attn_implementation,
+        }
+        kind = transformers.AutoModelForCausalLM
+        if weights:
+            model = kind.from_pretrained(str(path), config=model_config, **how, **shared)
+        else:
+            with torch.device("meta"):
+                code = {"trust_remote_code": config.trust_remote_code}
+                model = kind.from_config(model_config, **how, **code)
+            with contextlib.suppress(OSError):  # not every model has one
+                model.generation_config = transformers.GenerationConfig.from_pretrained(
+                    str(path), revision=shared["revision"]
+                )
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise UserError(f"model.path = {path}: cannot be loaded: {reason}") from error
+    if not tokenizer("a")["input_ids"]:  # what transformers makes where there are no files of one
+        raise UserError(f"model.path = {path}: holds no tokenizer; save the model's own beside it.")
     if config.chat_template is not None:
         tokenizer.chat_template = read_template(config.chat_template)
     prepare_for_training(model, config)
@@ -81,6 +96,14 @@ def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[
     for ids in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
         found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
     return sorted(found)
+
+
+def skeleton(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same structure without tensors (on the meta device), for inference."""
+    with torch.device("meta"):
+        made: PreTrainedModel = type(model)(copy.deepcopy(model.config))
+    made.generation_config = model.generation_config
+    return made.to(model.dtype).requires_grad_(False).eval()
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:

@@ -81,13 +81,18 @@ def resolve(name: str, key: str = "reward") -> RewardFunction:
     return function  # type: ignore[no-any-return]
 
 
+def full_name(name: str) -> str:
+    """`module:function` of a short name; what is none stays as it is."""
+    return known().get(name, name)
+
+
 def path_of(name: str, key: str = "reward") -> str:
     """`module:function` of a short name, or of what is one already.
 
     Raises:
         UserError: no such name.
     """
-    path = known().get(name, name)
+    path = full_name(name)
     if ":" not in path:
         raise UserError(
             f"{key}: there is no reward {name!r}; there are {listed(known())}, or write your own "

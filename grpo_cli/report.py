@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from grpo_cli import tracking
 from grpo_cli.config import Log, Recipe
-from grpo_cli.evaluate import Evaluation
+from grpo_cli.errors import TrainingError
+from grpo_cli.evaluate import nested
 from grpo_cli.progress import Bar, clock
 from grpo_cli.rollouts import Group
 
@@ -33,6 +34,8 @@ class Reporter:
         self.console = Console(highlight=False, quiet=not main)
         self.trackers: list[tracking.Tracker] = []
         self.progress = Bar(self.console, "train", recipe.steps)
+        self.unwritten: list[str] = []  # lines that metrics.jsonl could not take so far
+        self.skips_completions = False  # since they cannot be written
 
     @property
     def metrics_file(self) -> Path:
@@ -42,13 +45,18 @@ class Reporter:
         """A line for the user."""
         self.console.print(text, markup=False, soft_wrap=True)
 
-    def step(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
+    def step(self, step: int, metrics: dict[str, float]) -> None:
         """Writes one step's metrics, everywhere, once."""
         if not self.main:
             return
-        line = {"step": step, **{k: _finite(v) for k, v in metrics.items()}}
-        with self.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        line = {"step": step, **{k: finite(v) for k, v in metrics.items()}}
+        self.unwritten.append(json.dumps(line) + "\n")
+        error = self.write_lines()
+        if error is not None and len(self.unwritten) == 1:
+            self.say(
+                f"{self.metrics_file} cannot be written ({reason(error)}): the lines from step "
+                f"{step} on are kept, and written with the next that can be; the run goes on"
+            )
         for tracker in self.trackers:
             tracker.log({k: v for k, v in metrics.items() if math.isfinite(v)}, step)
         shown = f"reward {metrics['reward']:.3f}  length {metrics['completions/mean_length']:.0f}"
@@ -56,13 +64,41 @@ class Reporter:
             shown += f"  held-out {metrics['eval/accuracy']:.3f}"
         evaluated = "eval/accuracy" in metrics
         self.progress.update(step, shown, below=times(metrics), always=evaluated)
-        every = self.config.completions_every
-        if every and (step == 1 or step % every == 0) and groups:
-            self._completions(step, groups)
 
-    def _completions(self, step: int, groups: Sequence[Group]) -> None:
+    def write_lines(self) -> OSError | None:
+        """Appends to metrics.jsonl what it does not have yet; returns why that cannot be done."""
+        path, size = self.metrics_file, None
+        try:
+            size = path.stat().st_size if path.exists() else 0
+            with path.open("a", encoding="utf-8") as file:
+                file.write("".join(self.unwritten))
+        except OSError as error:
+            if size is not None:
+                with contextlib.suppress(OSError):  # half a line
+                    os.truncate(path, size)
+            return error
+        self.unwritten.clear()
+        return None
+
+    def completions(self, step: int, groups: Sequence[Group]) -> None:
+        """Writes and shows one step's completions, if it is one of those."""
+        every = self.config.completions_every
+        if not (self.main and every and groups and (step == 1 or step % every == 0)):
+            return
         rows = [completion_row(step, g, i) for g in groups for i in range(len(g.rollouts))]
-        write_parquet(self.folder / "completions" / f"step-{step}.parquet", rows)
+        path = self.folder / "completions" / f"step-{step}.parquet"
+        try:
+            write_parquet(path, rows)
+            self.skips_completions = False
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            if not self.skips_completions:
+                self.say(
+                    f"{path} cannot be written ({reason(error)}): left out, as are those after it "
+                    "until they can be; the run goes on"
+                )
+            self.skips_completions = True
         for row in rows[: self.config.completions_shown]:
             prompt = row["prompt"] if len(row["prompt"]) < 200 else "…" + row["prompt"][-199:]
             text = row["completion"]
@@ -85,21 +121,52 @@ class Reporter:
         for tracker in self.trackers:
             tracker.close()
         self.trackers = []
+        if self.unwritten and (error := self.write_lines()) is not None:
+            self.say(
+                f"{self.metrics_file}: its last {len(self.unwritten)} lines are lost "
+                f"({reason(error)})"
+            )
+            self.unwritten.clear()
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """summary.json, curves.png and the table before/after."""
+        """summary.json, curves.png and the table before/after.
+
+        Raises:
+            TrainingError: one of these, or metrics.jsonl, cannot be written.
+        """
+        with needed(self.metrics_file):
+            if self.unwritten and (error := self.write_lines()) is not None:
+                raise error
         self.close()
         if not self.main:
             return
-        write_text(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        with needed(path := self.folder / "summary.json"):
+            write_text(path, json.dumps(summary, indent=2) + "\n")
         metrics = read_metrics(self.metrics_file)
         if self.config.plots and metrics:
-            draw_curves(self.folder / "curves.png", metrics, summary)
+            with needed(path := self.folder / "curves.png"):
+                draw_curves(path, metrics, summary)
         self.console.print(closing_table(metrics, summary))
         for what in ("best_checkpoint", "last_checkpoint"):
             if summary[what] is not None:
                 self.say(f"{what.replace('_', ' ')}: {summary[what]}")
         self.say(f"{clock(summary['seconds'])} in all; metrics, curves and summary: {self.folder}")
+
+
+@contextlib.contextmanager
+def needed(path: Path) -> Iterator[None]:
+    """Around the writing of what a run that is done leaves."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"the run is done, but {path} cannot be written: {reason(error)}"
+        ) from error
+
+
+def reason(error: OSError) -> str:
+    """Why a file cannot be written, in a few words."""
+    return error.strerror or str(error)
 
 
 def times(metrics: dict[str, float]) -> str:
@@ -140,7 +207,7 @@ def completion_row(step: int, group: Group, sample: int) -> dict[str, Any]:
         "sample": sample,
         "prompt": text if isinstance(text, str) else text[-1]["content"],
         "completion": r.text,
-        "reward": _finite(r.reward),
+        "reward": finite(r.reward),
         **{f"rewards/{name}": value for name, value in r.reward_parts.items()},
         **{f"extras/{name}": value for name, value in r.extras.items()},
         "columns": json.dumps(group.prompt.columns, ensure_ascii=False, default=str),
@@ -225,8 +292,9 @@ def closing_table(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> Tab
     table = Table("", "before", "after", title=f"{summary['recipe']}: {summary['steps']} steps")
     before, after = summary["before"], summary["after"]
     if before is not None and after is not None:
-        table.add_row("held-out accuracy", _with_interval(before), _with_interval(after))
-        table.add_row("held-out reward", f"{before['reward']:.3f}", f"{after['reward']:.3f}")
+        table.add_row("held-out accuracy", with_interval(before), with_interval(after))
+        rewards = ["" if e["reward"] is None else f"{e['reward']:.3f}" for e in (before, after)]
+        table.add_row("held-out reward", *rewards)
     if metrics:
         tenth = max(1, len(metrics) // 10)
         for key, title in (
@@ -243,52 +311,19 @@ def _average(lines: list[dict[str, Any]], key: str) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def _with_interval(result: dict[str, Any]) -> str:
+def with_interval(result: dict[str, Any]) -> str:
     low, high = result["interval_95"]
     return f"{result['accuracy']:.3f} [{low:.3f}, {high:.3f}]"
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
     """JSON has no NaN."""
     return value if math.isfinite(value) else None
 
 
-def write_evaluation(
-    folder: Path,
-    checkpoint: str,
-    evaluation: Evaluation,
-    settings: dict[str, Any],
-    reporter: Reporter,
-) -> None:
-    """eval.json, completions.jsonl and a table on the console, for `grpo eval`.
-
-    Args:
-        settings: what else eval.json is to say of how the numbers came about.
-    """
-    reporter.progress.close()
-    if not reporter.main:
-        return
-    name = evaluation.name
-    result = readable(evaluation.metrics)
-    result["n"] = len({row["row"] for row in evaluation.rows})
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in evaluation.rows)
-    write_text(folder / "completions.jsonl", text)
-    report = {"checkpoint": checkpoint, "benchmarks": {name: result}, **settings}
-    write_text(folder / "eval.json", json.dumps(report, indent=2) + "\n")
-    table = Table("", name, title=escape(checkpoint))
-    table.add_row("accuracy [95 %]", _with_interval(result))
-    for key in ("reward", "mean_length", "clipped_ratio"):
-        table.add_row(key.replace("_", " "), f"{result[key]:.3f}")
-    for key in result:
-        if key.startswith("rewards/"):
-            table.add_row(key, f"{result[key]:.3f}")
-    table.add_row("rows", str(result["n"]))
-    reporter.console.print(table)
-    reporter.say(f"every completion: {folder / 'completions.jsonl'}")
-
-
 def readable(metrics: dict[str, float]) -> dict[str, Any]:
-    """Evaluation metrics as summary.json and eval.json have them."""
-    plain: dict[str, Any] = {k.removeprefix("eval/"): v for k, v in metrics.items()}
-    interval = [plain.pop("accuracy_low"), plain.pop("accuracy_high")]
-    return {"accuracy": plain.pop("accuracy"), "interval_95": interval, **plain}
+    """What an evaluation while training has found, as summary.json has it."""
+    plain = {key.removeprefix("eval/"): value for key, value in metrics.items()}
+    own = {k: v for k, v in plain.items() if "/" not in k or k.startswith("rewards/")}
+    of_benchmarks = {k: finite(v) for k, v in plain.items() if k not in own}
+    return nested(own) | ({"benchmarks": of_benchmarks} if of_benchmarks else {})

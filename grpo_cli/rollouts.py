@@ -39,10 +39,14 @@ class Prompt:
 class Completion:
     """What a generator returns: tokens and how they were sampled, nothing guessed."""
 
-    ids: list[int]  # sampled tokens, the eos included if it was emitted
+    ids: list[int]  # sampled tokens, the eos included if it was emitted; and those of tools
     logprobs: list[float]  # log-probability of each under the distribution sampled from
     finish_reason: Literal["stop", "length"]  # an eos was sampled, or the limit was reached
     sampled_at: int | None = None  # oldest step whose weights it comes from; None: the newest
+    sampled: list[bool] | None = None  # of each token; None: all. A tool's has a logprob of 0.0
+    tool_calls: int = 0  # programs that were run (`tools.py`)
+    tool_errors: int = 0  # of them, those that raised or were stopped
+    tool_timeouts: int = 0  # of the errors, those over their time: endless programs
 
 
 @dataclass
@@ -70,8 +74,11 @@ class Rollout:
 
     @property
     def loss_tokens(self) -> int:
-        """Completion tokens that train: none when no reward function applied."""
-        return 0 if self.masked or math.isnan(self.reward) else len(self.completion.ids)
+        """Completion tokens that train: sampled ones, none when no reward function applied."""
+        if self.masked or math.isnan(self.reward):
+            return 0
+        sampled = self.completion.sampled
+        return len(self.completion.ids) if sampled is None else sum(sampled)
 
     @property
     def advantages(self) -> Tensor:
@@ -118,8 +125,11 @@ class Batch:
 def collate(rollouts: Sequence[Rollout], device: torch.device) -> Batch:
     """Pads B rollouts into a `Batch` on `device`."""
     width = max(len(r.completion.ids) for r in rollouts)
-    trains = torch.tensor([[r.loss_tokens] for r in rollouts])  # [B, 1]
-    loss_mask = (torch.arange(width) < trains).float()  # [B, C]
+    lengths = torch.tensor([[len(r.completion.ids) if r.loss_tokens else 0] for r in rollouts])
+    loss_mask = (torch.arange(width) < lengths).float()  # [B, C]
+    for row, r in zip(loss_mask, rollouts, strict=True):
+        if r.completion.sampled is not None:
+            row[: len(r.completion.ids)] *= torch.tensor(r.completion.sampled)
 
     def rows(values: Iterable[Any]) -> Tensor:
         padded = pad_right([torch.as_tensor(v, dtype=torch.float32) for v in values], width)

@@ -1,57 +1,53 @@
-"""build(prepared) -> Run: the live objects of a run, wired once."""
+"""A run under way: the live objects, and where it stands."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import platform
-import shlex
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import accelerate
-import datasets
 import torch
-import transformers
-import yaml
-from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import grpo_cli
-from grpo_cli import ahead, checkpoint, data, folders, parsing, policy, stored, tiny, tracking
+from grpo_cli import attention, checkpoint, data, folders, heartbeat, policy
 from grpo_cli.ahead import Arrived, Batch
 from grpo_cli.attention import UnsupportedModelError
+from grpo_cli.balance import divided
 from grpo_cli.budget import Budget, tokens_that_fit
-from grpo_cli.carried import packed, unpacked
+from grpo_cli.checkpoint import Checkpointer
 from grpo_cli.clock import Clock, possible_stages
 from grpo_cli.config import Recipe
 from grpo_cli.distributed import Workers
 from grpo_cli.entropy import adapted_coef, applied_coef
-from grpo_cli.errors import UserError, listed
-from grpo_cli.evaluate import Evaluation, Evaluator
+from grpo_cli.errors import TrainingError, UserError, listed, nearest
+from grpo_cli.evaluate import Evaluator, as_metrics
 from grpo_cli.flops import forward_flops, params_in_products, peak_flops
-from grpo_cli.generation import Generator, sample
-from grpo_cli.generators import make_generator
+from grpo_cli.generation import Generator, TransformersGenerator, sample
+from grpo_cli.heartbeat import Leave
 from grpo_cli.kl import adapted_beta
 from grpo_cli.likelihood import Likelihood, bytes_per_token, cut
+from grpo_cli.lock import Lock
 from grpo_cli.outcomes import WholeStep
 from grpo_cli.packing import length, packed_micro_batches, unique_tokens
-from grpo_cli.prepare import Prepared
-from grpo_cli.progress import Bar
 from grpo_cli.registry import TrainerState
-from grpo_cli.report import Reporter, readable, write_text
-from grpo_cli.rollouts import Group, Prompt, Rollout, derive_seed
+from grpo_cli.report import Reporter, readable
+from grpo_cli.rollouts import Group, Prompt, Rollout, placeholder
 from grpo_cli.sampling import Sampling
 from grpo_cli.schedules import at_step
 from grpo_cli.scoring import Scorer
-from grpo_cli.stop import Stop
+from grpo_cli.stop import Interrupted, Stop
+from grpo_cli.versions import versions
+from grpo_cli.work import Work
 
 T = TypeVar("T")
+
+PLAIN = "plain"  # the decoder that a run had to fall back on, in its checkpoints
 
 
 @dataclass
@@ -65,16 +61,19 @@ class State:
     after: dict[str, float] | None = None  # metrics of the newest evaluation
     after_step: int = 0  # and the step it was made at
     best_step: int | None = None  # the step of the best evaluation
-    best_accuracy: float = -1.0
+    best_value: float = -math.inf  # of the metric `eval.best`
+    worse: int = 0  # evaluations in a row since then
     position: int = 0  # prompts sampled
     signal_share: float = 1.0  # of the groups sampled last (dynamic sampling)
     reference_moved: bool = False  # it is no longer the model that the run began with
     beta: float | None = None  # where loss.kl_target adapts it
     entropy_coef: float | None = None  # where loss.entropy_target adapts it
     entropy: float | None = None  # of the last optimizer step, for the same
+    tracker_id: str | None = None  # by which the tracker knows the run
     # Of each process, as measured and halved: another split is another rounding.
     micro_batch_tokens: list[int | None] = field(default_factory=list)
     cache_tokens: list[int | None] = field(default_factory=list)
+    ways: list[dict[str, str]] = field(default_factory=list)  # as `Run.ways`
 
 
 @dataclass
@@ -97,11 +96,23 @@ class Run:
     evaluator: Evaluator | None
     reporter: Reporter
     stop: Stop
+    lock: Lock | None  # of the folder; the main process holds it
+    checkpointer: Checkpointer
     carried: list[Group] = field(default_factory=list)  # this process's, for the next step
     ahead: deque[Batch] = field(default_factory=deque)  # of the next steps, under way
+    lengths: dict[int, float] = field(default_factory=dict)  # of each row's completions, last time
+    work: Work | None = None  # of the step under way, once it is collected
+    unreported: dict[str, float] | None = None  # metrics of a step whose evaluation is to come
     stopped_by: int | None = None  # the signal that ended the run early
+    left_at: Path | None = None  # where a step that was broken off is kept
+    saved_step: int = -1  # of the newest checkpoint of this sitting
     state: State = field(default_factory=State)
     started: float = field(default_factory=time.monotonic)
+    save_seconds: float = math.nan  # that the newest checkpoint took
+    streams: dict[str, Any] | None = None  # random ones, at the last thing that was done whole
+    _before: tuple[Any, ...] = ()  # what collecting changes, as it was before
+    _began: float = math.inf  # when this step did
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=3))  # of the last steps
 
     def sampling(self, recipe: Recipe) -> Sampling:
         """How completions are drawn for training, by the recipe as it is at a step."""
@@ -145,7 +156,15 @@ class Run:
         """(position, prompt) of this process's share of the next `number` prompts of the run."""
         first = self.state.position
         self.state.position += number
-        return list(self.stream.take(first, number))[self.workers.rank :: self.workers.size]
+        prompts = list(self.stream.take(first, number))
+        if self.workers.size == 1:
+            return prompts
+        known = self.lengths.values()
+        typical = sum(known) / len(known) if known else self.recipe.longest_completion / 2
+        group = self.recipe.generation.num_generations
+        works = [len(p.ids) + group * self.lengths.get(p.row, typical) for _, p in prompts]
+        own = divided(works, self.workers.size)[self.workers.rank]
+        return [prompts[i] for i in own]
 
     def sample(self, recipe: Recipe, prompts: int) -> Callable[[Arrived], list[Group]]:
         """Takes this process's share of the next prompts; what is returned samples for them."""
@@ -218,126 +237,39 @@ class Run:
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluates the policy as it is after `step` steps and remembers how it did."""
         assert self.evaluator is not None
-        metrics = self.evaluator.run(state=self.trainer_state()).metrics
-        self.state.after, self.state.after_step = metrics, step
+        with heartbeat.inside("evaluate"):
+            found = self.evaluator.run(state=self.trainer_state(), leavable=self.leavable)
+        metrics, state = as_metrics(found), self.state
+        value = metrics.get(f"eval/{self.recipe.eval.best}")
+        if value is None and step == 0:
+            names = [key.removeprefix("eval/") for key in metrics]
+            raise UserError(
+                f"eval.best = {self.recipe.eval.best}: the evaluation gives no such number; there "
+                f"are {listed(names)}.{nearest(self.recipe.eval.best, names)}"
+            )
+        state.after, state.after_step = metrics, step
         if step == 0:
-            self.state.before = metrics
+            state.before = metrics
             self.reporter.say(f"held-out accuracy before training: {metrics['eval/accuracy']:.3f}")
-        if metrics["eval/accuracy"] > self.state.best_accuracy:
-            self.state.best_accuracy, self.state.best_step = metrics["eval/accuracy"], step
+        if value is None:  # not worth the steps that were trained
+            self.reporter.say(f"note: eval.best = {self.recipe.eval.best}: there is no such number")
+        elif value > state.best_value:
+            state.best_value, state.best_step, state.worse = value, step, 0
+        else:
+            state.worse += 1
         return metrics
 
-    def save(self, wait: bool = True) -> None:
-        """Writes a checkpoint of the present step, then removes those no longer kept.
-
-        Args:
-            wait: for completions begun ahead; else a resumed run samples those anew that are not
-                done by now.
-        """
-        state, keep = self.state, self.recipe.checkpoint.keep_last
-        state.micro_batch_tokens = self.workers.gather(self.budget.tokens)
-        state.cache_tokens = self.workers.gather(self.generator.cache_tokens)
-        rng = self.workers.gather(checkpoint.rng_state())
-        carried = self.workers.gather(packed(self.carried, self.scored_by))
-        kept = []
-        for batch in self.ahead:
-            # One that failed is no reason to lose the checkpoint: its step will say why.
-            unfit = not (wait or batch.is_done) or batch.has_failed()
-            if self.workers.max(float(unfit)):
-                break
-            kept.append(batch)
-        begun = [
-            self.workers.gather(packed(batch.groups(), self.drawn_by(state.step + number)))
-            for number, batch in enumerate(kept)
-        ]
-        again = (len(self.ahead) - len(kept)) * self.recipe.prompts_per_step
-        if self.workers.is_main:
-            now = time.monotonic()
-            state.seconds, self.started = state.seconds + now - self.started, now
-            checkpoint.save(
-                folders.checkpoint_path(self.folder, state.step),
-                self.policy,
-                self.tokenizer,
-                {
-                    "run": asdict(state) | {"position": state.position - again},
-                    "optimizer": self.optimizer.state_dict(),
-                    "rng": rng,
-                    "carried": [g for part in carried for g in part],
-                    "ahead": [[g for part in parts for g in part] for parts in begun],
-                },
-                stored.as_yaml(self.recipe),
-                self.reference if state.reference_moved else None,
-            )
-            checkpoint.prune(self.folder, keep, state.best_step)
-        self.workers.barrier()
-
-    def restore(self, path: Path) -> None:
-        """Goes on from a checkpoint: weights, optimizer, random streams, where the run stands."""
-        try:
-            saved = checkpoint.load_state(path)
-            weights = type(self.policy).from_pretrained(path, dtype=self.policy.dtype)
-            self.policy.load_state_dict(weights.state_dict())
-            # The recipe's settings (they may have changed), the old run's moments.
-            saved["optimizer"]["param_groups"] = self.optimizer.state_dict()["param_groups"]
-            self.optimizer.load_state_dict(saved["optimizer"])
-            if self.reference is not None and checkpoint.has_reference(path):
-                kept = type(self.policy).from_pretrained(checkpoint.reference_path(path))
-                self.reference.load_state_dict(kept.state_dict())
-        except Exception as error:  # torn files: each format has its own errors
-            earlier = [str(p) for p in path.parent.glob("step-*") if p != path]
-            raise UserError(
-                f"resume: {path} is damaged or of another model "
-                f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); "
-                f"beside it lie {listed(earlier)}."
-            ) from error
-        # A checkpoint of 0.1 says neither where the prompts stand nor what is carried.
-        drawn = saved["run"]["step"] * self.recipe.prompts_per_step
-        self.state = State(**{"position": drawn, **saved["run"]})
-        self.carried = self.unpack_carried(saved.get("carried", []))
-        before = yaml.safe_load((path / folders.TRAINING / "recipe.yaml").read_text("utf-8"))
-        self.unpack_ahead(saved.get("ahead", []))
-        if len(saved["rng"]) == self.workers.size:
-            checkpoint.set_rng_state(saved["rng"][self.workers.rank])
-        tokens, given = self.state.micro_batch_tokens, self.recipe.update.tokens_per_micro_batch
-        if len(tokens) == self.workers.size and before["update"]["tokens_per_micro_batch"] == given:
-            self.budget.tokens = tokens[self.workers.rank]
-        if len(self.state.cache_tokens) == self.workers.size:
-            self.generator.cache_tokens = self.state.cache_tokens[self.workers.rank]
-        # What an adaptive coefficient begins with was changed: it begins anew.
-        if before["loss"].get("beta") != self.recipe.loss.beta:
-            self.state.beta = None
-        if before["loss"].get("entropy_coef") != self.recipe.loss.entropy_coef:
-            self.state.entropy_coef = None
-        self.reporter.say(f"going on from {path}, step {self.state.step}")
-        for change in stored.differences(before, self.recipe):
-            self.reporter.say(f"  changed since: {change}")
-        self.reporter.rewind(self.state.step)
-        if self.workers.is_main:
-            for step in checkpoint.set_aside(self.folder, self.state.step):
-                self.reporter.say(
-                    f"  checkpoint step-{step} is of another course: now step-{step}.old"
-                )
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step is done, or further ones are not worth it (eval.patience)."""
+        patience = self.recipe.eval.patience
+        return self.state.step >= self.recipe.steps or 0 < patience <= self.state.worse
 
     @property
     def scored_by(self) -> str:
         """What the values of a completion's rewards depend on in the recipe."""
         rewards = self.recipe.reward.items()
         return repr({name: (r.function, r.weight, r.args, r.positions) for name, r in rewards})
-
-    def unpack_carried(self, saved: list[dict[str, Any]]) -> list[Group]:
-        """This process's share of a checkpoint's carried groups, as far as they are of use."""
-        if not self.recipe.generation.dynamic_sampling:
-            return []
-        fitting = unpacked(saved, self.stream, self.scored_by)
-        if len(fitting) < len(saved):
-            self.reporter.say(
-                f"  {len(saved) - len(fitting)} of {len(saved)} carried groups are of other "
-                "prompts or rewards: dropped"
-            )
-        for r in (r for g in fitting for r in g.rollouts):
-            r.masked = self.recipe.loss.mask_truncated and r.completion.finish_reason == "length"
-        fitting.sort(key=lambda g: g.position)
-        return fitting[self.workers.rank :: self.workers.size]
 
     def drawn_by(self, step: int) -> str:
         """What the completions of a step depend on in the recipe, but for prompt and policy."""
@@ -346,41 +278,74 @@ class Run:
         how = (generation.engine, generation.num_generations, recipe.seed, self.sampling(recipe))
         return repr((*how, vllm.regex, vllm.json_schema, vllm.seeded))
 
-    def unpack_ahead(self, saved: list[list[dict[str, Any]]]) -> None:
-        """Goes on with completions begun ahead; samples them anew if they are of no use now."""
-        for number, entries in enumerate(saved):
-            drawn_by = self.drawn_by(self.state.step + number)
-            groups = sorted(unpacked(entries, self.stream, drawn_by), key=lambda g: g.position)
-            if len(groups) != self.recipe.prompts_per_step:
-                self.state.position = min(entry["position"] for entry in entries)
-                self.reporter.say("  completions begun ahead are of another recipe: sampled anew")
-                return
-            self.ahead.append(ahead.done(groups[self.workers.rank :: self.workers.size]))
+    @cached_property
+    def filler(self) -> Rollout:
+        """What a process computes that has nothing left while others have."""
+        return placeholder(reference=self.reference is not None)
+
+    def micro_batches(
+        self, likelihood: Likelihood, rollouts: Sequence[Rollout], max_tokens: int
+    ) -> Iterator[list[Rollout]]:
+        """The process's rollouts in micro-batches; in step, as many of them on every process."""
+        own = list(likelihood.micro_batches(rollouts, max_tokens))
+        most = int(self.workers.max(len(own))) if self.workers.in_step else len(own)
+        for micro in (*own, *[[self.filler]] * (most - len(own))):
+            heartbeat.beat()  # here a process may leave
+            if self.workers.in_step:  # or all together
+                self.leave_together()
+            yield micro
+
+    @property
+    def ways(self) -> dict[str, str]:
+        """How this process computes and decodes, by name: a plainer way is another rounding."""
+        found = {"policy": str(self.likelihood.ways[0])}
+        if self.reference_likelihood is not None:
+            found["reference"] = str(self.reference_likelihood.ways[0])
+        if isinstance(self.generator, TransformersGenerator) and self.generator.is_plain:
+            found["decoder"] = PLAIN
+        return found
+
+    def go_on_by(self, ways: Mapping[str, str]) -> None:
+        """Gives up what the run had given up before; what is left is checked as ever."""
+        both = {"policy": self.likelihood, "reference": self.reference_likelihood}
+        for name, likelihood in both.items():
+            if likelihood is not None and name in ways:
+                likelihood.begin_with(ways[name])
+        if isinstance(self.generator, TransformersGenerator) and ways.get("decoder") == PLAIN:
+            attention.install(self.generator.policy)  # as it was when the engine was tried
+            self.generator.decode_plainly("as before")
 
     def get_ready(self, recipe: Recipe, rollouts: Sequence[Rollout]) -> None:
         """Before the first rollouts: how they are computed, and how many tokens at a time."""
+        both = [m for m in (self.likelihood, self.reference_likelihood) if m is not None]
+        if self.budget.tokens is not None and all(m.checked for m in both):
+            return
         some, temperature = cut(rollouts), recipe.generation.temperature
+        if self.workers.in_step:  # the same on every process, the first that can tell most
+            some = max(self.workers.gather(some), key=len)
         if not some:
             return
 
         def attempt(max_tokens: int) -> None:
             few = next(packed_micro_batches(some, max_tokens))
             few = few if len(few) > 1 else some[:2]  # of one alone nothing could be told
-            for likelihood in (self.likelihood, self.reference_likelihood):
-                if likelihood is not None:
-                    likelihood.check(few, temperature)
+            for likelihood in both:
+                likelihood.check(few, temperature)
             if self.budget.tokens is None and self.likelihood.checked:
                 kept = bytes_per_token(self.likelihood, few, temperature)
-                self.budget.tokens = tokens_that_fit(
+                fitting = tokens_that_fit(
                     self.policy,
                     self.workers.device,
                     kept,
                     optimizer_is_empty=not self.optimizer.state,
                 )
+                if self.workers.in_step:
+                    fitting = -int(self.workers.max(-fitting))
+                self.budget.tokens = fitting
 
         # Not even these few have to fit all at once. Nothing is said: no micro-batch is smaller.
         lengths = [length(r) for r in some]
-        silent = Budget(sum(lengths), lambda text: None)
+        silent = Budget(sum(lengths), lambda text: None, in_step=self.workers.in_step)
         silent.fitted(attempt, lengths, lambda: None, unique_tokens(some)[0])
 
     def fitted(
@@ -392,12 +357,80 @@ class Run:
     ) -> T:
         """What `attempt(tokens of a micro-batch)` returns, with as many tokens as memory allows."""
         lengths = [length(r) for r in rollouts]
+        if self.workers.in_step:  # one process alone cannot change its way in the middle
+            longest = self.workers.max(max(lengths, default=0))
+            if likelihood.way.packed and longest > (
+                window := attention.narrowest_window(likelihood.model)
+            ):
+                likelihood.give_up(f"its attention sees {window:g} tokens and no more")
         while True:
             try:
-                return self.budget.fitted(attempt, lengths, undo, likelihood.tokens(rollouts))
+                with contextlib.nullcontext() if self.workers.in_step else self.leavable():
+                    return self.budget.fitted(attempt, lengths, undo, likelihood.tokens(rollouts))
             except UnsupportedModelError as error:  # longer than what was checked
                 undo()
                 likelihood.give_up(str(error))
+
+    def begin_step(self) -> None:
+        """Remembers what would have to be put back if the step were broken off."""
+        state = self.state
+        heartbeat.at("generate", state.step + 1)
+        now = time.monotonic()
+        if self._began < now:
+            self._seconds.append(now - self._began)
+        self._began = now
+        self._before = (
+            state.position,
+            state.signal_share,
+            list(self.carried),
+            deque(self.ahead),
+        )
+        self.mark()
+
+    def mark(self) -> None:
+        """What was done so far is whole: a step that is broken off is gone on with from here."""
+        self.streams = checkpoint.rng_state()
+
+    def go_back(self) -> None:
+        """Forgets what was begun since the last mark."""
+        self.clear_gradients()
+        if self.work is None and self._before:
+            state = self.state
+            state.position, state.signal_share, self.carried, self.ahead = self._before
+
+    @contextlib.contextmanager
+    def leavable(self) -> Iterator[None]:
+        """Work that each process does by itself, and breaks off when the run has to end.
+
+        Every process comes here; if one breaks off, all do.
+
+        Raises:
+            Interrupted: the run has to end, and the work is not whole.
+        """
+        left = False
+        heartbeat.leave = self.must_leave
+        try:
+            yield
+        except Leave:
+            left = True
+        finally:
+            heartbeat.leave = None
+        self.leave_together(left)
+
+    def leave_together(self, left: bool = False) -> None:
+        """Raises Interrupted on every process if one has to leave."""
+        if self.workers.max(float(left or self.must_leave())):
+            raise Interrupted
+
+    def must_leave(self) -> bool:
+        """Whether the run is to end before the step under way could be finished and saved."""
+        if not self.stop.is_told:
+            return False
+        usual = max(self._seconds, default=math.inf)
+        left = max(usual - (time.monotonic() - self._began), 0.0)
+        # The next save begins once the one before is written, which goes on beside the step.
+        left = max(left, self.checkpointer.seconds_left(self.save_seconds))
+        return self.stop.is_too_late(left, self.save_seconds)
 
     def clock(self) -> Clock:
         """For the step that begins now."""
@@ -436,6 +469,8 @@ class Run:
     def advance(self, whole_step: WholeStep) -> dict[str, float]:
         """Counts a step that is done; returns how far the run is."""
         self.state.step += 1
+        self.work, self._before = None, ()
+        self.mark()
         self.state.num_tokens += sum(
             o.prompt_tokens + o.tokens for group in whole_step.values() for o in group
         )
@@ -449,23 +484,38 @@ class Run:
         config = self.recipe.eval
         if self.evaluator is None:
             return False
-        at_end = config.at_ends and step in (0, self.recipe.steps)
-        return at_end or (config.every > 0 and step > 0 and step % config.every == 0)
+        at_end = config.at_end and step == self.recipe.steps
+        at_start = config.at_start and step == 0
+        return at_start or at_end or (config.every > 0 and step > 0 and step % config.every == 0)
 
     def checkpoint_is_due(self, step: int) -> bool:
         """Whether to save after `step` steps: on schedule, at the end, and a new best."""
         every = self.recipe.checkpoint.every
         on_schedule = every > 0 and step % every == 0
-        return on_schedule or step == self.recipe.steps or step == self.state.best_step
+        return on_schedule or self.is_over or step == self.state.best_step
 
     def stop_requested(self) -> bool:
         """Whether any process was told to stop; every process gets the same answer."""
-        self.stopped_by = int(self.workers.max(float(self.stop.signal or 0))) or None
+        number = self.stop.signal if self.stop.is_told else None
+        self.stopped_by = int(self.workers.max(float(number or 0))) or None
         return self.stopped_by is not None
 
     def finish(self) -> None:
-        """summary.json, curves, closing table."""
+        """summary.json, curves, closing table.
+
+        Raises:
+            TrainingError: the last checkpoint could not be written.
+        """
         state = self.state
+        error = self.checkpointer.wait()
+        if self.workers.max(float(error is not None)):
+            raise TrainingError(f"the run is done, but its last checkpoint is not: {error}")
+        if state.step < self.recipe.steps:
+            self.reporter.say(
+                f"ended after step {state.step}: no better eval/{self.recipe.eval.best} than "
+                f"{state.best_value:.3f} at step {state.best_step} in {state.worse} evaluations "
+                "(eval.patience)"
+            )
         saved = folders.steps_saved(self.folder)
         best = state.best_step if state.best_step in saved else None
         self.reporter.finish(
@@ -479,7 +529,8 @@ class Run:
                 "best_checkpoint": str(folders.checkpoint_path(self.folder, best))
                 if best
                 else None,
-                "best_accuracy": state.best_accuracy if best else None,
+                "best_metric": self.recipe.eval.best if best else None,
+                "best_value": state.best_value if best else None,
                 "last_checkpoint": str(folders.checkpoint_path(self.folder, saved[-1]))
                 if saved
                 else None,
@@ -497,188 +548,5 @@ class Run:
         self.reporter.close()
         self.generator.close()
         self.scorer.crew.close()
-
-
-def build(prepared: Prepared, command: list[str]) -> Run:
-    """Loads the models and wires everything for `grpo train`.
-
-    Args:
-        command: the command line, kept beside the run.
-
-    Raises:
-        UserError: the model cannot be loaded, no prompt is short enough, the device is not there.
-    """
-    recipe, folder = prepared.recipe, prepared.folder
-    workers = Workers(recipe.device, recipe.mixed_precision)
-    reporter = Reporter(recipe, folder, workers.is_main)
-    # For dropout; what is sampled has streams of its own.
-    transformers.set_seed(derive_seed(recipe.seed, workers.rank) % 2**32)
-    assert prepared.train_rows is not None
-
-    with workers.together():  # a disk, a cache or a network may fail one process alone
-        model, tokenizer = load_policy(prepared, workers, reporter)
-    prompts = make_prompts("train", prepared.train_rows, recipe, tokenizer, reporter)
-    workers.place(model)
-    reference = policy.frozen_copy(model) if recipe.needs_reference else None
-    likelihoods = [
-        Likelihood(
-            m,
-            packed=recipe.update.packing,
-            chunked=recipe.update.chunked_logits,
-            autocast=workers.autocast,
-            say=reporter.say,
-        )
-        for m in (model, reference)
-        if m is not None
-    ]
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=recipe.optimizer.learning_rate,
-        betas=(recipe.optimizer.betas[0], recipe.optimizer.betas[1]),
-        eps=recipe.optimizer.eps,
-        weight_decay=recipe.optimizer.weight_decay,
-    )
-    held_out = []
-    if prepared.eval_rows is not None:
-        held_out = make_prompts("eval", prepared.eval_rows, recipe, tokenizer, reporter)
-    generator = make_generator(
-        recipe, model, tokenizer, workers, [*prompts, *held_out], reporter.say
-    )
-    evaluator = None
-    if held_out:
-        evaluator = Evaluator(recipe, workers, tokenizer, generator, prepared.eval_scorer, held_out)
-    workers.barrier()  # by now every process has found the folder free
-    if workers.is_main:
-        if recipe.overwrite:
-            folders.discard_run(folder)
-        write_text(folder / "recipe.yaml", stored.as_yaml(recipe))
-        with (folder / "command.txt").open("a", encoding="utf-8") as file:
-            file.write(shlex.join(command) + "\n")  # a resumed run has several
-        reporter.trackers = tracking.start(recipe, folder, asdict(recipe))
-    run = Run(
-        recipe=recipe,
-        folder=folder,
-        workers=workers,
-        tokenizer=tokenizer,
-        policy=model,
-        likelihood=likelihoods[0],
-        reference=reference,
-        reference_likelihood=likelihoods[1] if reference is not None else None,
-        budget=Budget(
-            recipe.update.tokens_per_micro_batch,
-            reporter.say if workers.is_main else partial(print, f"process {workers.rank}:"),
-        ),
-        optimizer=optimizer,
-        generator=generator,
-        scorer=prepared.scorer,
-        stream=data.PromptStream(prompts, recipe.seed, recipe.dataset.shuffle),
-        evaluator=evaluator,
-        reporter=reporter,
-        stop=Stop(reporter.say),
-    )
-    size = sum(p.numel() for p in model.parameters())
-    reporter.say(
-        f"{recipe.recipe}: {size / 1e6:.2f} M parameters on {workers.device}, {len(prompts):,} "
-        f"prompts, {recipe.prompts_per_step} x {recipe.generation.num_generations} completions a "
-        f"step, {workers.size} process{'es' if workers.size > 1 else ''}; writes to {folder}"
-    )
-    for description in prepared.scorer.descriptions:
-        reporter.say(description)
-    for notice in parsing.notices(recipe):
-        reporter.say(f"note: {notice}")
-    try:
-        if prepared.resume_from is not None:
-            run.restore(prepared.resume_from)
-        else:
-            reporter.rewind(0)  # lines of a run that was stopped before its first checkpoint
-        run.generator.update_weights(model, run.state.step)
-    except BaseException:
-        run.close()
-        raise
-    return run
-
-
-def load_policy(
-    prepared: Prepared, workers: Workers, reporter: Reporter
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The recipe's model and tokenizer, built and warmed up first where the recipe says so."""
-    recipe = prepared.recipe
-    if recipe.model.build is None:
-        assert recipe.model.path is not None, "checked when the recipe was parsed"
-        return policy.load(recipe.model, recipe.model.path)
-    assert prepared.train_rows is not None
-    with workers.main_first():  # the others find what the main process has made
-        path = build_model(recipe, prepared.train_rows, reporter.console)
-    return policy.load(recipe.model, path)
-
-
-def build_model(recipe: Recipe, rows: data.Rows, console: Console) -> Path:
-    """The model that the recipe builds, made now unless it is in the cache.
-
-    Args:
-        rows: for training; their solutions are what it is warmed up with.
-    """
-    build = recipe.model.build
-    assert build is not None
-    pairs = list(data.solution_pairs(rows, recipe.dataset)) if build.warmup_steps else []
-    bar = Bar(console, "warm-up", build.warmup_steps)
-    path = tiny.build(
-        build,
-        pairs,
-        recipe.seed,
-        lambda step, loss: bar.update(step, f"supervised loss {loss:.3f}"),
-    )
-    bar.close()
-    return path
-
-
-def make_prompts(
-    split: str,
-    rows: data.Rows,
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
-    reporter: Reporter,
-) -> list[Prompt]:
-    """The prompts of a split; says how many rows were over-long."""
-    held_out = split == "eval"
-    prompts, overlong = data.make_prompts(rows, recipe.dataset, tokenizer, held_out=held_out)
-    if overlong:
-        done = "dropped" if recipe.dataset.overlong_prompts == "drop" else "cut"
-        reporter.say(
-            f"dataset.{split}: {overlong:,} of {len(rows.rows):,} prompts longer than "
-            f"dataset.max_prompt_tokens = {recipe.dataset.max_prompt_tokens}: {done}"
-        )
-    return prompts
-
-
-def evaluate_checkpoint(prepared: Prepared) -> tuple[Evaluation, Reporter]:
-    """Loads the model of a prepared recipe and evaluates it, for `grpo eval`."""
-    recipe = prepared.recipe
-    workers = Workers(recipe.device, recipe.mixed_precision)
-    reporter = Reporter(recipe, prepared.folder, workers.is_main)
-    model, tokenizer = load_policy(prepared, workers, reporter)
-    assert prepared.eval_rows is not None
-    prompts = make_prompts("eval", prepared.eval_rows, recipe, tokenizer, reporter)
-    model = workers.place(model)
-    generator = make_generator(recipe, model, tokenizer, workers, prompts, reporter.say)
-    evaluator = Evaluator(recipe, workers, tokenizer, generator, prepared.eval_scorer, prompts)
-    bar = Bar(reporter.console, "eval", len(prompts))
-    try:
-        generator.update_weights(model, 0)
-        evaluation = evaluator.run(lambda done, text: bar.update(done, text))
-    finally:
-        bar.close()
-        generator.close()
-    return evaluation, reporter
-
-
-def versions() -> dict[str, str]:
-    """Versions of what numbers depend on."""
-    return {
-        "grpo_cli": grpo_cli.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "accelerate": accelerate.__version__,
-        "datasets": datasets.__version__,
-    }
+        if self.lock is not None:
+            self.lock.release()

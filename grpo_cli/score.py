@@ -315,7 +315,7 @@ def find_completions(path: Path) -> Path:
     if not path.is_dir():
         return path
     run = path.parent.parent if path.parent.name == "checkpoints" else path
-    stored = [path / "completions.jsonl", run / "eval" / path.name / "completions.jsonl"]
+    stored = [p / "completions.parquet" for p in (path, run / "eval" / path.name)]
     stored.append(run / "completions" / f"{path.name}.parquet")
     if run == path:
         steps = path.glob("completions/step-*.parquet")
@@ -325,32 +325,38 @@ def find_completions(path: Path) -> Path:
             return file
     raise UserError(
         f"input = {path}: holds no completions (completions/step-N.parquet of a run, "
-        "completions.jsonl of an evaluation)."
+        "completions.parquet of an evaluation)."
     )
 
 
-def load_samples(path: Path, columns: Mapping[str, str]) -> tuple[list[Sample], list[str]]:
+def load_samples(
+    path: Path, columns: Mapping[str, str], key: str = "input"
+) -> tuple[list[Sample], list[str]]:
     """The completions of a file, and the columns that it has.
+
+    Args:
+        columns: to rename, as new name: old name. key: what messages call the file by.
 
     Raises:
         UserError: a missing file or column, a malformed line, a completion that is no text.
     """
-    table = data.load_file(path, "input")
+    table = data.load_file(path, key)
     table = data.rename_columns(table, columns, str(path), "columns")
     if "completion" not in table.column_names:
         raise UserError(
-            f"input = {path}: has no column 'completion'; it has {listed(table.column_names)}. "
+            f"{key} = {path}: has no column 'completion'; it has {listed(table.column_names)}. "
             f"Name it with columns.completion=NAME.{nearest('completion', table.column_names)}"
         )
     samples = []
     for number, row in enumerate(table):
-        own = {**row, **stored_columns(row.pop("columns", None))}
+        stored = stored_columns(row.pop("columns", None))
+        own = {**row, **stored}
         prompt, text = own.pop("prompt", ""), own.pop("completion")
         if isinstance(text, list) and text and isinstance(text[-1], dict):  # a chat's messages
             text = text[-1].get("content")
         if not isinstance(text, str):
             raise UserError(
-                f"input = {path}, row {number}: the completion is {text!r}; it must be text."
+                f"{key} = {path}, row {number}: the completion is {text!r}; it must be text."
             )
         samples.append(Sample(number, prompt, text, own.pop("completion_ids", None), own))
     return samples, [*samples[0].columns]
@@ -358,7 +364,12 @@ def load_samples(path: Path, columns: Mapping[str, str]) -> tuple[list[Sample], 
 
 def stored_columns(cell: Any) -> dict[str, Any]:
     """Stored completions keep the data set's columns in one of their own, perhaps as JSON text."""
-    columns = json.loads(cell) if isinstance(cell, str) and cell.startswith("{") else cell
+    columns = cell
+    if isinstance(cell, str) and cell.startswith("{"):
+        try:
+            columns = json.loads(cell)
+        except ValueError:  # a text of the user's own
+            return {}
     return columns if isinstance(columns, dict) else {}
 
 

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from grpo_cli import heartbeat
 from grpo_cli.config import Reward, Scoring
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
 from grpo_cli.pool import Done
@@ -208,7 +209,8 @@ class Sheet:
         self._under_way: dict[tuple[str, int], tuple[Future[Done], bool]] = {}
         self._samples: dict[int, Sample] = {}  # by rollout
         self.counts: Counter[str] = Counter()  # metrics that are summed up
-        self.logged: dict[str, list[float]] = defaultdict(list)  # metrics that are averaged
+        # Metrics that are averaged: values, each with the completions that its call saw.
+        self.logged: dict[str, list[tuple[float, int]]] = defaultdict(list)
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Has the functions begin that take one completion at a time. Returns at once."""
@@ -224,6 +226,20 @@ class Sheet:
                     started = self.crew.start(term, sample, self.state)
                     self._under_way[term.name, id(sample)] = started
 
+    def measured(self, since: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What was counted and logged so far, or since then, as plain values."""
+        counts, logged = dict(self.counts), {k: list(v) for k, v in self.logged.items()}
+        if since is not None:
+            counts = {k: v - since["counts"].get(k, 0) for k, v in counts.items()}
+            logged = {k: v[len(since["logged"].get(k, ())) :] for k, v in logged.items()}
+        return {"counts": counts, "logged": logged}
+
+    def measure(self, measured: Mapping[str, Any]) -> None:
+        """Adds what another sheet has `measured`."""
+        self.counts.update(measured["counts"])
+        for name, values in measured["logged"].items():
+            self.logged[name] += [(value, count) for value, count in values]
+
     def finish(
         self, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase | None = None
     ) -> None:
@@ -236,6 +252,7 @@ class Sheet:
         Raises:
             TrainingError: a function raised, or returned something that is no list of numbers or
                 steps, and `on_error` is stop; names the function, the row and the completion.
+            Leave: the run has to end.
         """
         if not rollouts:
             return
@@ -244,6 +261,7 @@ class Sheet:
             rollout.extras = {}
         # First those that are called here: the others are under way meanwhile.
         for term in sorted(self.terms.values(), key=lambda term: term.timeout is not None):
+            heartbeat.beat()  # one that is called here cannot be left
             verdicts = self.verdicts(term, samples)
             for rollout, sample, verdict in zip(rollouts, samples, verdicts, strict=True):
                 if verdict.error is not None and not verdict.timed_out and term.on_error == "stop":
@@ -304,7 +322,7 @@ class Sheet:
         # Workers have deadlines of their own. Nothing can stop a coroutine that never awaits.
         patience = max(0.0, end - time.monotonic()) if term.is_async else None
         try:
-            done = future.result(patience)
+            done = _awaited_result(future, patience)
         except TimeoutError:
             raise TrainingError(
                 f"reward {term.name!r} blocks its event loop: its calls do not end at their "
@@ -347,7 +365,7 @@ class Sheet:
             )
             return [Verdict(error=message, where="") for _ in samples]
         for name, value in done.metrics:
-            self._log(term, name, value)
+            self._log(term, name, value, len(samples))
         for column, entries in done.extras:
             if len(entries) != len(samples):
                 message = (
@@ -379,25 +397,32 @@ class Sheet:
         except ValueError as error:
             return Verdict(error=f"returned {error}", extras=extras, seconds=seconds)
 
-    def _log(self, term: Term, name: str, value: float) -> None:
+    def _log(self, term: Term, name: str, value: float, completions: int) -> None:
         if name in OWN_METRICS:
             raise TrainingError(
                 f"reward {term.name!r} called log_metric({name!r}, ...): "
                 f"rewards/{term.name}/{name} is a metric already; choose another name."
             )
-        self.logged[f"rewards/{term.name}/{name}"].append(value)
+        self.logged[f"rewards/{term.name}/{name}"].append((value, completions))
 
 
 def metrics_of(sheets: Sequence[Sheet], workers: Workers) -> dict[str, float]:
-    """Counts and logged metrics of every process's sheets, the same on every process."""
+    """Counts and logged metrics of every process's sheets, the same on every process.
+
+    A call weighs what it saw: however completions are divided over calls and processes, a mean over
+    each call's is the mean over all.
+    """
     counts: Counter[str] = Counter()
-    logged: dict[str, list[float]] = defaultdict(list)
+    logged: dict[str, list[tuple[float, int]]] = defaultdict(list)
     everyones = workers.gather([(dict(s.counts), dict(s.logged)) for s in sheets])
     for own_counts, own_logged in (sheet for own in everyones for sheet in own):
         counts.update(own_counts)
         for name, values in own_logged.items():
             logged[name] += values
-    means = {name: math.fsum(values) / len(values) for name, values in sorted(logged.items())}
+    means = {
+        name: math.fsum(v * n for v, n in values) / sum(n for _, n in values)
+        for name, values in sorted(logged.items())
+    }
     return {name: float(value) for name, value in counts.items()} | means
 
 
@@ -418,6 +443,22 @@ def number(value: Any) -> float | None:
             f"{value!r}, which is not a finite number, a list of (position, value) or None"
         )
     return found
+
+
+def _awaited_result(future: Future[Done], patience: float | None) -> Done:
+    """What a call has come to; says every second that this process is alive.
+
+    Raises:
+        TimeoutError: it has not come to an end within `patience` seconds.
+    """
+    end = math.inf if patience is None else time.monotonic() + patience
+    while True:
+        try:
+            return future.result(max(0.0, min(1.0, end - time.monotonic())))
+        except TimeoutError:
+            if time.monotonic() >= end:
+                raise
+            heartbeat.beat()
 
 
 def _where(sample: Sample) -> str:

@@ -407,9 +407,9 @@ def build_model(recipe: Recipe) -> Path:
     """The model that the recipe builds, from the cache in which training finds it too."""
     from rich.console import Console
 
-    from grpo_cli import data, run
+    from grpo_cli import build, data
 
-    return run.build_model(recipe, data.load_rows(recipe.dataset, "train"), Console())
+    return build.build_model(recipe, data.load_rows(recipe.dataset, "train"), Console())
 
 
 def check_port(host: str, port: int) -> None:

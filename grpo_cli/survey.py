@@ -37,11 +37,11 @@ def logprobs_of(
 ) -> list[Surveyed]:
     """Log-probabilities, and entropies if asked for, without gradient; in no order."""
     out: list[Surveyed] = []
-    if not rollouts:
+    if not rollouts and run.workers.size == 1:  # of several all come: they leave together
         return out
 
     def attempt(max_tokens: int) -> None:
-        for micro in likelihood.micro_batches(rollouts, max_tokens):
+        for micro in run.micro_batches(likelihood, rollouts, max_tokens):
             logprobs, entropies = likelihood(micro, recipe.generation.temperature, entropy=entropy)
             logprobs = logprobs.cpu()  # once a micro-batch: each copy makes the host wait
             entropies = None if entropies is None else entropies.cpu()
@@ -54,7 +54,7 @@ def logprobs_of(
     run.get_ready(recipe, rollouts)
     with inference(likelihood.model):
         run.fitted(likelihood, attempt, rollouts, out.clear)
-    return out
+    return [seen for seen in out if seen.rollout is not run.filler]
 
 
 def fill_old_logprobs(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import uuid
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,16 +32,27 @@ def require(backend: str) -> None:
         ) from error
 
 
-def start(recipe: Recipe, folder: Path, settings: dict[str, Any]) -> list[Tracker]:
-    """The recipe's tracker, as a list of one or none."""
+def start(
+    recipe: Recipe, folder: Path, settings: dict[str, Any], known_as: str | None = None
+) -> tuple[list[Tracker], str | None]:
+    """The recipe's tracker, as a list of one or none, and by what it knows the run.
+
+    Args:
+        known_as: the same of a run that goes on: its curves go on too.
+    """
     backend, name = recipe.tracking.backend, recipe.tracking.name or folder.name
     if backend == "none":
-        return []
+        return [], known_as
     if backend == "tensorboard":
-        return [_TensorBoard(folder / "tensorboard")]
+        return [_TensorBoard(folder / "tensorboard")], known_as
     module = importlib.import_module(backend)  # wandb and trackio share an interface
-    module.init(project=recipe.tracking.project, name=name, config=settings)
-    return [_Wandb(module)]
+    settings = {"project": recipe.tracking.project, "name": name, "config": settings}
+    if backend == "trackio":  # knows a run by its name
+        module.init(**settings, resume="allow")
+        return [_Wandb(module)], name
+    known_as = known_as or uuid.uuid4().hex[:8]
+    module.init(**settings, id=known_as, resume="allow")
+    return [_Wandb(module)], known_as
 
 
 class _TensorBoard:

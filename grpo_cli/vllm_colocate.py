@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from grpo_cli import budget
+from grpo_cli import budget, heartbeat
 from grpo_cli.canary import Canary, timed
 from grpo_cli.checkpoint import rng_state, set_rng_state
 from grpo_cli.config import Recipe
@@ -123,6 +123,7 @@ class ColocatedGenerator:
         self.policy, self.workers, self.canary = policy, workers, canary
         self.eos_ids = list(eos_ids)
         self.seeded, self.sleep_level = vllm.seeded, vllm.sleep
+        self.parallel = vllm.tensor_parallel  # processes of one engine
         self.structured = structured_outputs(vllm)
         self.step = 0  # whose weights the engine has
         self.has_weights = True  # no longer, after a sleep of level 2
@@ -283,8 +284,16 @@ class ColocatedGenerator:
         return list(found)
 
     def _finished(self) -> Iterator[tuple[int, Any]]:
-        """(number, output) of each request as it is done."""
+        """(number, output) of each request as it is done.
+
+        Raises:
+            Leave: the run has to end; what is unfinished stays with the engine, which ends too.
+        """
         while self.engine.has_unfinished_requests():
+            if self.parallel == 1:
+                heartbeat.beat()
+            else:  # the others of this engine take the next step together with this process
+                heartbeat.touch()
             for output in self.engine.step():
                 if output.finished:
                     yield int(output.request_id), output

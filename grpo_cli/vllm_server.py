@@ -20,7 +20,7 @@ from typing import Any
 import httpx2
 from transformers import PreTrainedModel
 
-from grpo_cli import weight_links
+from grpo_cli import heartbeat, weight_links
 from grpo_cli.canary import Canary, timed
 from grpo_cli.config import Recipe
 from grpo_cli.distributed import Workers
@@ -28,13 +28,14 @@ from grpo_cli.drafts import OnGroup, ignore
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.rollouts import Completion
 from grpo_cli.sampling import Sampling
-from grpo_cli.vllm_client import PROBE, QUICK, Server, ServerLost, wait_for
+from grpo_cli.vllm_client import QUICK, Server, ServerLost, wait_for
 from grpo_cli.vllm_requests import check_lengths, repeated, sampling_params
 from grpo_cli.vllm_settings import dtype_of, structured_outputs
 from grpo_cli.weight_links import Link
 from grpo_cli.weights import Weights
 
 IN_FLIGHT = 2048  # completions asked of a server at a time, where generation.max_rows says nothing
+BEAT = 1.0  # seconds between two looks whether the run has to end
 SOON = 0.1  # seconds until a batch looks again whether a server has room
 SOCKETS = 256  # requests of a process to a server at a time; many systems allow 1,024 files in all
 
@@ -220,6 +221,7 @@ class ServerGenerator:
         async with httpx2.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client:
             try:
                 while waiting or tasks:
+                    heartbeat.beat_of_main()
                     live = self._live()
                     for server in {id(s): s for s, _ in tasks.values()}.values():
                         if server not in live:  # an update has lost it meanwhile
@@ -240,7 +242,7 @@ class ServerGenerator:
                         )
                         tasks[asyncio.create_task(request)] = (chosen, number)
                     # Others of this process may have all there is of the servers.
-                    patience = PROBE if tasks else SOON
+                    patience = BEAT if tasks else SOON
                     await asyncio.wait(
                         [*tasks, *watches],
                         timeout=patience,
@@ -298,9 +300,11 @@ class ServerGenerator:
             known: addresses of servers that no process has lost.
         """
         weights = Weights(self.policy)
-        with self.workers.together():
+        with self.workers.together():  # before the others begin to gather
             if self.workers.is_main:
                 self._connect(known)
+        with self.workers.together():
+            if self.workers.is_main:
                 pause = "keep" if self.config.in_flight else "wait"
                 links = list(self.links.values())
                 lost = weight_links.send(links, weights, version, self.config, pause)

@@ -36,9 +36,16 @@ class Weights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) one at a time: every process of a sharded model has to iterate."""
         for name, parameter in self.model.named_parameters():
-            weight = parameter.detach()
-            gather = getattr(weight, "full_tensor", None)  # a DTensor: a collective
-            yield name, weight if gather is None else gather()
+            yield name, whole(parameter.detach())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be divided over processes: then a collective."""
+    gather = getattr(tensor, "full_tensor", None)  # a DTensor
+    if gather is None:
+        return tensor
+    found: Tensor = gather()
+    return found
 
 
 def buckets(infos: Iterable[WeightInfo], limit: int) -> Iterator[list[WeightInfo]]:

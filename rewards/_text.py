@@ -19,6 +19,7 @@ _PLAIN |= dict.fromkeys((0x2010, 0x2011, 0x2212, 0xFE63), "-")  # hyphens and mi
 _PLAIN |= dict.fromkeys(
     (0xAD, *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x206A), 0xFEFF)
 )
+_PARTS = re.compile("([0-9]+)分之([0-9]+)")
 
 _ANNOUNCED = re.compile(
     r"""
@@ -59,8 +60,10 @@ def _completion_text(completion: str | list[dict[str, Any]]) -> str:
 
 
 def plain_characters(text: str) -> str:
-    """The text with full-width characters in their ASCII form, and without invisible ones."""
-    return text if text.isascii() else text.translate(_PLAIN)
+    """Full-width characters in their ASCII form, 4分之3 as 3/4, and no invisible characters."""
+    if text.isascii():
+        return text
+    return _PARTS.sub(r"\2/\1", text.translate(_PLAIN))
 
 
 def boxed_answers(text: str) -> list[str]:

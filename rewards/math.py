@@ -226,7 +226,8 @@ def _readable(found: Final, percent_by_value: bool) -> list[str]:
         return [f"answer: {text}" if found.first_counts else text]
     # A number has to stand by itself, and the last one counts.
     texts = [text, with_powers(text)]
-    return [_CHINESE_WORDS.sub(" ", one) for one in dict.fromkeys(texts)]
+    # Not a space: "白天8度，晚上-5度" is no subtraction.
+    return [_CHINESE_WORDS.sub(" ; ", one) for one in dict.fromkeys(texts)]
 
 
 _MARK_BEFORE_CLOSING = re.compile(r"[.,;]\s*(?=\$|\\\]|\\\))")
@@ -268,6 +269,74 @@ def _parsed(text: str) -> list[Any]:
 
 
 _ONE_FORMULA = re.compile(r"\$[^$]*\$")
+
+
+def final_answer(text: str) -> str | None:
+    """What `math` takes for a completion's final answer, as a text by itself; None without one.
+
+    It is looked for in the same places, in the same order. Among words it is what Math-Verify finds
+    there, else the words themselves. "The answer is a surprise" states nothing where a number or
+    formula stands elsewhere; one word is an answer, such as the letter of a choice, but in "I hope
+    this answer is correct". A `!` that ends an announced answer ends its sentence. Full-width
+    characters are given in their plain form.
+    """
+    text = plain_characters(text.rpartition("</think>")[2])
+    found = _final_answer(text)
+    if found is None:
+        line = text.strip()
+        if r"\boxed" not in line:  # one that is never closed
+            if "\n" not in line and _is_plain(line):
+                return line
+            if (word := _one_word(line)) is not None:
+                return word
+        return _read_among(Final((text,), words=text))
+    stated = found.parts[-1].strip()  # without the remark or the mark that may follow
+    if not found.words:
+        return stated or None
+    if _DIGIT_OR_FORMULA.search(found.words) or not found.first_counts:
+        return _read_among(found) or stated or None
+    elsewhere = _read_among(Final((text,), words=text))
+    return _one_word(stated) or elsewhere or stated or None
+
+
+def _one_word(text: str) -> str | None:
+    words = text.strip(" \n\t*.。").split()
+    if len(words) != 1 or len(words[0]) > MAX_ANSWER_CHARACTERS or _NO_ANSWER.fullmatch(words[0]):
+        return None
+    return words[0]
+
+
+# A verdict on an answer; a Chinese sentence, which has no spaces.
+_NO_ANSWER = re.compile(
+    rf"(?:in)?correct|right|wrong|clear|obvious|this|it|.*[{CHINESE}].*[0-9].*"
+    rf"|.*[0-9].*[{CHINESE}].*|.*[{CHINESE}]{{5}}.*",
+    re.IGNORECASE,
+)
+
+
+def _read_among(found: Final) -> str | None:
+    """What Math-Verify reads in a text of words, as it is written there."""
+    text = _readable(found, percent_by_value=False)[-1]
+    read = _parsed(text) if _is_within_limits(text) else []
+    return f"${read[-1]}$" if read and isinstance(read[-1], str) else None
+
+
+def same_answer(one: str, other: str, *, units: str = "ignore", percent: str = "sign") -> bool:
+    """Whether two final answers are equal by the rules of `math`, whichever is the gold one.
+
+    The arguments are those of `math`.
+    """
+    assert units in UNITS, f"units is {units!r}"
+    assert percent in PERCENT, f"percent is {percent!r}"
+    first, second = Final((plain_characters(one),)), Final((plain_characters(other),))
+    if first == second:
+        return True
+    readings = {"sign": (False,), "value": (True,), "either": (False, True)}[percent]
+    return any(
+        _equals(wanted, found, units, by_value)
+        for by_value in readings
+        for wanted, found in ((first, second), (second, first))
+    )
 
 
 # What would take Math-Verify long, or more memory than there is.

@@ -20,7 +20,8 @@ from bench_probe import Probe, Step, check_meter, synchronize
 from bench_setup import Job
 from omegaconf import DictConfig
 
-from grpo_cli import clock, compose, parsing, prepare, run, train
+from grpo_cli import build, clock, compose, parsing, prepare, train
+from grpo_cli.run import Run
 
 UPDATE = ("update", "forward_backward", "optimizer")  # stages of time/* that make up the update
 METERED = ("update", "forward_backward")  # where memory is looked at, as far as they exist
@@ -49,7 +50,7 @@ def main() -> None:
 
     def task(cfg: DictConfig) -> None:
         recipe = parsing.parse(cfg, compose.given_keys(cfg))
-        live = run.build(prepare.for_training(recipe), sys.argv)
+        live = build.build(prepare.for_training(recipe), sys.argv)
         if job.points:
             more["points"] = generation_curve(live, job.points)
             live.close()
@@ -93,7 +94,7 @@ def meter_stages(probe: Probe, model: torch.nn.Module) -> None:
     clock.Clock.stage = stage  # type: ignore[assignment, method-assign]
 
 
-def generation_curve(live: run.Run, points: Sequence[Sequence[int]]) -> list[dict[str, float]]:
+def generation_curve(live: Run, points: Sequence[Sequence[int]]) -> list[dict[str, float]]:
     """Tokens and seconds of generation alone, at each (prompts, limit); the first is a warm-up."""
     found = []
     number = live.recipe.generation.num_generations

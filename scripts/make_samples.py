@@ -15,7 +15,28 @@ from pathlib import Path
 from typing import Any
 
 SAMPLES = Path(__file__).resolve().parent.parent / "grpo_cli" / "samples"
-LICENSES = ("grade-school-math.MIT.txt",)
+LICENSES = (
+    "CMATH.CC-BY-4.0.txt", "DeepSeek-Coder.MIT.txt", "DeepSeek-Math.MIT.txt",
+    "grade-school-math.MIT.txt", "human-eval.MIT.txt", "MATH.MIT.txt",
+    "math-evaluation-harness.MIT.txt", "MGSM.CC-BY-4.0.txt", "prm800k.MIT.txt", "SVAMP.MIT.txt",
+    "aiwaves-agents.Apache-2.0.txt",
+)  # fmt: skip
+MATH_FIELDS = ("id", "question", "answer", "solution", "subject", "level")
+# Benchmark -> (file, rows, fields).
+BENCHMARKS = {
+    "gsm8k": ("gsm8k/test.jsonl", 20, ("id", "question", "answer", "solution")),
+    "math": ("math/test_without_heldout.jsonl.gz", 20, MATH_FIELDS),
+    "math500": ("math500/math500_shared_half.jsonl", 20, MATH_FIELDS),
+    "mgsm_zh": ("mgsm_zh/test.jsonl", 20, ("id", "question", "answer")),
+    "cmath": ("cmath/test.jsonl", 20, ("id", "question", "answer", "grade")),
+    "svamp": ("svamp/svamp.jsonl", 20, ("id", "question", "answer", "type")),
+    "humaneval": (
+        "humaneval/test.jsonl", 8, ("id", "prompt", "entry_point", "solution", "test"),
+    ),
+    "mbpp": (
+        "mbpp/mbpp.jsonl", 12, ("id", "question", "solution", "tests", "test_setup_code"),
+    ),
+}  # fmt: skip
 ARITHMETIC_SEED = 0
 
 Row = dict[str, Any]
@@ -23,7 +44,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the data under grpo_cli/samples.")
-    parser.add_argument("--data", type=Path, required=True, help="folder with gsm8k/")
+    parser.add_argument("--data", type=Path, required=True, help="folder with gsm8k/, math/, ...")
     data: Path = parser.parse_args().data
 
     gsm8k_train = read(data / "gsm8k" / "train.jsonl.gz")
@@ -31,11 +52,17 @@ def main() -> None:
     arithmetic = sums(below=40)
     gsm8k_fields = ("id", "question", "answer", "solution")
 
-    (SAMPLES / "LICENSES").mkdir(parents=True, exist_ok=True)
+    for folder in ("LICENSES", "benchmarks"):
+        (SAMPLES / folder).mkdir(parents=True, exist_ok=True)
     write("gsm8k_train.jsonl.gz", keep(gsm8k_train[:1000], gsm8k_fields))
     write("gsm8k_test.jsonl", keep(spread(gsm8k_test, 200), gsm8k_fields))
     write("arithmetic_train.jsonl", arithmetic[:1400])
     write("arithmetic_test.jsonl", arithmetic[1400:])
+    for name, (file, count, fields) in BENCHMARKS.items():
+        rows = read(data / file)
+        if name == "mbpp":  # the split that papers report
+            rows = [row for row in rows if row["split"] == "test"]
+        write(f"benchmarks/{name}.jsonl", keep(spread(rows, count), fields))
     for name in LICENSES:
         shutil.copyfile(data / "LICENSES" / name, SAMPLES / "LICENSES" / name)
 

@@ -2,28 +2,34 @@
 
 As a program it is started by torchrun and writes what the processes found together:
 
-    torchrun --nproc-per-node 2 tests/optimizer_batch.py OUT.pt
+    torchrun --nproc-per-node 2 tests/optimizer_batch.py OUT.pt VARIANT...
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from grpo_cli import tiny, train
+from grpo_cli import sharding, tiny, train
 from grpo_cli.budget import Budget
 from grpo_cli.clock import Clock
-from grpo_cli.config import Log, Loss, Optimizer, Recipe, Update
+from grpo_cli.config import Distributed, Log, Loss, Optimizer, Recipe, Update
 from grpo_cli.distributed import Workers
 from grpo_cli.likelihood import Likelihood
 from grpo_cli.policy import frozen_copy
 from grpo_cli.rollouts import Group
 from grpo_cli.run import Run
+from grpo_cli.weights import whole
+from grpo_cli.work import Collected, Work
 from tests.conftest import BUILD, make_group, make_rollout
 
 LOSSES = Path(__file__).parent.parent / "recipes" / "loss"
@@ -40,6 +46,44 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "off_policy_mask": {"off_policy_mask": 0.01},
 }
 Found = dict[str, tuple[Tensor, dict[str, float]]]  # gradient of all weights, metrics
+# Of each kind one: on-policy, a KL, whole sequences, tokens chosen over all processes, entropies.
+FEW = ("dapo", "k3", "gspo", "clip_cov", "entropy")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How several processes compute the batch."""
+
+    strategy: str
+    names: Collection[str] | None = FEW  # of the cases; None: all
+    reshard: bool = True
+    packed: bool = True
+    chunked: bool = True
+    checkpointing: bool = False  # of activations
+    idle: bool = False  # the last process has nothing
+
+
+VARIANTS = {
+    "ddp": Variant("ddp", names=None),
+    "fsdp2": Variant("fsdp2", names=None),
+    "zero3": Variant("zero3"),
+    "kept gathered": Variant("fsdp2", reshard=False),
+    "an idle process": Variant("fsdp2", idle=True),
+    "padded": Variant("fsdp2", packed=False),
+    "whole logits": Variant("fsdp2", chunked=False),
+    "plain": Variant("zero3", packed=False, chunked=False),
+    "checkpointing": Variant("fsdp2", checkpointing=True),
+    "checkpointing, kept gathered": Variant("fsdp2", ("dapo",), reshard=False, checkpointing=True),
+}
+
+
+class Norm(Qwen2RMSNorm):
+    """In its input's precision: Qwen2's own rounds to float32, otherwise with another split."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        mean = hidden_states.square().mean(-1, keepdim=True)
+        normed: Tensor = self.weight * hidden_states * torch.rsqrt(mean + self.variance_epsilon)
+        return normed
 
 
 def cases() -> dict[str, Loss]:
@@ -90,18 +134,35 @@ def all_gradients(
     tokens_per_micro_batch: int,
     *,
     packed: bool = True,
+    chunked: bool = True,
+    checkpointing: bool = False,
     skip_silent: bool = True,
+    names: Collection[str] | None = None,
 ) -> Found:
-    """The gradient of the first optimizer step under each case, over all processes."""
-    torch.manual_seed(0)
+    """The gradient of the first optimizer step under each case, over all processes.
+
+    Args:
+        names: of the cases; None: all.
+    """
+    torch.manual_seed(workers.rank)  # the others are given the main process's weights
     model = tiny.make_model(BUILD, tiny.make_tokenizer(BUILD, [])).double()
+    for module in model.modules():
+        if isinstance(module, Qwen2RMSNorm):
+            module.__class__ = Norm
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    reference = frozen_copy(model)
     workers.place(model)
+    assert sharding.is_sharded(model) == workers.in_step
     found: Found = {}
     for name, loss in cases().items():
+        if names is not None and name not in names:
+            continue
         gradients: list[Tensor] = []
         optimizer = torch.optim.SGD(model.parameters())
         optimizer.step = lambda *a, g=gradients, **k: g.append(  # type: ignore[method-assign]
-            torch.cat([p.grad.flatten().clone() for p in model.parameters()])
+            torch.cat([whole(p.grad).flatten().clone() for p in model.parameters()])
         )
         recipe = Recipe(
             loss=loss,
@@ -114,18 +175,19 @@ def all_gradients(
             recipe=recipe,
             workers=workers,
             policy=model,
-            likelihood=Likelihood(model, packed=packed),
-            reference=frozen_copy(model) if loss.beta else None,
+            likelihood=Likelihood(model, packed=packed, chunked=chunked, agree=workers.first),
+            reference=reference if loss.beta else None,
             reference_likelihood=None,
-            budget=Budget(tokens_per_micro_batch, print),
+            budget=Budget(tokens_per_micro_batch, print, in_step=workers.in_step),
             optimizer=optimizer,
             **cast(
                 Any,
                 dict.fromkeys(
                     ("folder", "tokenizer", "generator", "scorer", "stream", "evaluator",
-                     "reporter", "stop")
+                     "reporter", "lock", "checkpointer")
                 ),
             ),
+            stop=cast(Any, SimpleNamespace(is_told=False)),
         )  # fmt: skip
         every = make_groups()
         own = [g for g in every if g.position in {mine.position for mine in groups}]
@@ -134,16 +196,37 @@ def all_gradients(
                 r.ref_logprobs = None
         own.sort(key=lambda g: [mine.position for mine in groups].index(g.position))
         metrics = train.update(
-            run, recipe, own, [g.position for g in every], 0, Clock(workers.device)
+            run,
+            recipe,
+            Work(Collected(own, {}, {})),
+            [g.position for g in every],
+            0,
+            Clock(workers.device),
         )
         found[name] = (gradients[0], metrics)
     return found
 
 
+def share(rank: int, size: int) -> list[Group]:
+    """A process's groups: not as many of them, nor as many tokens, as another's."""
+    return make_groups()[rank::size] if rank < size else []
+
+
 if __name__ == "__main__":
-    joined = Workers("cpu")
-    mine = make_groups()[joined.rank :: joined.size]
-    result = all_gradients(joined, mine, tokens_per_micro_batch=40)
+    result: dict[str, Found] = {}
+    for name in sys.argv[2:]:
+        how = VARIANTS[name]
+        divided = Distributed(strategy=how.strategy, reshard_after_forward=how.reshard)
+        joined = Workers("cpu", config=divided)
+        result[name] = all_gradients(
+            joined,
+            share(joined.rank, joined.size - how.idle),
+            tokens_per_micro_batch=40,
+            packed=how.packed,
+            chunked=how.chunked,
+            checkpointing=how.checkpointing,
+            names=how.names,
+        )
     if joined.is_main:
         torch.save(result, sys.argv[1])
     joined.close()

@@ -8,7 +8,7 @@ import math
 import re
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 import yaml
 from transformers import PreTrainedModel
 
-from grpo_cli import ahead, folders, run, train
+from grpo_cli import ahead, folders, heartbeat, manifest, run, saving, train
 from grpo_cli.ahead import Batch
 from grpo_cli.checkpoint import load_state
 from grpo_cli.clock import Clock
@@ -101,6 +101,32 @@ def test_what_sampling_raised_comes_out_where_the_batch_is_taken(error: Exceptio
 
 
 # What is measured of it, and what it is trained on with.
+
+
+def test_a_run_leaves_what_is_still_being_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "LOOK_SECONDS", 0.01)
+    beats, go_on = 0, threading.Event()
+
+    def leave() -> bool:
+        nonlocal beats
+        beats += 1
+        return beats > 5
+
+    def sample(arrived: ahead.Arrived) -> list[Group]:
+        assert go_on.wait(30)
+        heartbeat.beat_of_main()  # says nothing: it is another thread's
+        return []
+
+    batch = Batch(sample)
+    monkeypatch.setattr(heartbeat, "leave", leave)
+    for wait in (lambda: batch.take(lambda rollouts: None), batch.groups, batch.has_failed):
+        beats = 0
+        with pytest.raises(heartbeat.Leave):
+            wait()
+        assert beats == 6
+    monkeypatch.setattr(heartbeat, "leave", None)
+    go_on.set()
+    assert batch.take(lambda rollouts: None) == []
 
 
 def aged(*sampled_at: int | None) -> list[Rollout]:
@@ -219,6 +245,7 @@ def trained(
     """
     live = built(folder, **changes)
     update, write = live.generator.update_weights, live.reporter.step
+    keep = live.reporter.completions
     steps: list[Drawing] = []
 
     def update_later(policy: PreTrainedModel, step: int) -> dict[str, float]:
@@ -226,7 +253,7 @@ def trained(
             batch.groups()
         return update(policy, step)
 
-    def note(step: int, found: dict[str, float], groups: list[Group]) -> None:
+    def note(step: int, groups: Sequence[Group]) -> None:
         steps.append(
             [
                 (
@@ -237,16 +264,26 @@ def trained(
                 for g in sorted(groups, key=lambda g: g.position)
             ]
         )
-        write(step, found, groups)
+        keep(step, groups)
+
+    def stop(step: int, found: dict[str, float]) -> None:
+        write(step, found)
         live.stop.signal = 15 if step == stop_after else None
 
     live.generator.update_weights = update_later  # type: ignore[method-assign]
-    live.reporter.step = note  # type: ignore[method-assign]
+    live.reporter.completions = note  # type: ignore[method-assign]
+    live.reporter.step = stop  # type: ignore[method-assign]
     try:
         train.train(live)
     finally:
         live.close()
     return live, steps
+
+
+def save(live: run.Run) -> None:
+    """A checkpoint of a run that goes on, once it is written."""
+    saving.save(live)
+    assert live.checkpointer.wait() is None
 
 
 def test_servers_draw_what_the_embedded_engine_draws(tmp_path: Path, fakes: list[FakeVllm]) -> None:
@@ -270,7 +307,9 @@ def test_servers_draw_what_the_embedded_engine_draws(tmp_path: Path, fakes: list
 def test_completions_are_as_old_as_the_recipe_allows(
     tmp_path: Path, fakes: list[FakeVllm], overlap: int, ages: list[int]
 ) -> None:
-    live, drawn = trained(tmp_path, eval__at_ends=False, **serve(fakes, overlap=overlap))
+    live, drawn = trained(
+        tmp_path, eval__at_start=False, eval__at_end=False, **serve(fakes, overlap=overlap)
+    )
     found = metrics(live)
     assert [m["staleness/max"] for m in found] == [m["staleness/mean"] for m in found] == ages
     assert [[d[0] for d in step] for step in drawn] == [
@@ -292,7 +331,7 @@ def test_completions_are_as_old_as_the_recipe_allows(
 
 def test_what_is_begun_ahead_is_of_its_steps_recipe(tmp_path: Path, fakes: list[FakeVllm]) -> None:
     growing = {"generation": {"num_generations": {"to": 6}}}
-    changes = {"steps": 3, "schedules": growing, "eval__at_ends": False}
+    changes = {"steps": 3, "schedules": growing, "eval__at_start": False, "eval__at_end": False}
     _, drawn = trained(tmp_path, **changes, **serve(fakes[:1], overlap=1))
     assert [{len(d[1]) for d in step} for step in drawn] == [{4}, {5}, {6}]
 
@@ -301,7 +340,7 @@ TIMES = r"time|per_second|mfu|seconds|overlap/"
 
 
 def test_stop_and_resume_is_the_same_run(tmp_path: Path, fakes: list[FakeVllm]) -> None:
-    changes = {"eval__at_ends": False, **serve(fakes, overlap=2)}
+    changes = {"eval__at_start": False, "eval__at_end": False, **serve(fakes, overlap=2)}
     straight, expected = trained(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
     halted, first = trained(tmp_path, stop_after=2, output_dir=str(tmp_path / "halted"), **changes)
     assert len(halted.ahead) == 2
@@ -321,7 +360,12 @@ def test_a_run_that_is_stopped_does_not_wait_for_what_is_not_done(
     tmp_path: Path, fakes: list[FakeVllm]
 ) -> None:
     """Of steps 2 and 3, the first is done; the other is sampled anew, from the same place."""
-    changes = {"steps": 4, "eval__at_ends": False, **serve(fakes, overlap=2)}
+    changes = {
+        "steps": 4,
+        "eval__at_start": False,
+        "eval__at_end": False,
+        **serve(fakes, overlap=2),
+    }
     live = built(tmp_path, **changes)
     go_on = threading.Event()
 
@@ -332,7 +376,7 @@ def test_a_run_that_is_stopped_does_not_wait_for_what_is_not_done(
     begun = live.sample(live.recipe, 6), live.sample(live.recipe, 6)
     live.ahead += [Batch(begun[0]), Batch(unfinished)]
     first = live.ahead[0].groups()
-    live.save(wait=False)
+    saving.save(live, wait=False)
     assert live.state.position == 12, "as long as it goes on itself"
     assert live.epoch == 0
     go_on.set()
@@ -351,7 +395,7 @@ def test_a_run_that_is_stopped_does_not_wait_for_what_is_not_done(
 def test_every_checkpoint_of_a_run_that_goes_on_waits(
     tmp_path: Path, fakes: list[FakeVllm]
 ) -> None:
-    live = built(tmp_path, eval__at_ends=False, **serve(fakes, overlap=1))
+    live = built(tmp_path, eval__at_start=False, eval__at_end=False, **serve(fakes, overlap=1))
     draw = live.sample(live.recipe, 6)
 
     def slow(arrived: ahead.Arrived) -> list[Group]:
@@ -359,19 +403,20 @@ def test_every_checkpoint_of_a_run_that_goes_on_waits(
         return draw(arrived)
 
     live.ahead.append(Batch(slow))
-    live.save()
+    save(live)
     live.close()
     saved = load_state(folders.checkpoint_path(live.folder, 0))
-    assert [entry["position"] for entry in saved["ahead"][0]] == list(range(6))
+    (own,) = saved["ahead"][0]  # the only process's of the only batch
+    assert [entry["position"] for entry in own] == list(range(6))
     assert saved["run"]["position"] == 6
 
 
 def test_a_checkpoint_keeps_the_steps_of_a_schedule(tmp_path: Path, fakes: list[FakeVllm]) -> None:
     growing = {"schedules": {"generation": {"num_generations": {"to": 6}}}, "steps": 3}
-    changes = {"eval__at_ends": False, **growing, **serve(fakes, overlap=2)}
+    changes = {"eval__at_start": False, "eval__at_end": False, **growing, **serve(fakes, overlap=2)}
     live = built(tmp_path, **changes)
     live.sample_ahead(-1)
-    live.save()
+    save(live)
     live.close()
     resumed = built(tmp_path, resume="auto", **changes)
     resumed.close()
@@ -382,17 +427,17 @@ def test_a_checkpoint_keeps_the_steps_of_a_schedule(tmp_path: Path, fakes: list[
 def test_a_batch_that_failed_is_no_reason_to_lose_a_checkpoint(
     tmp_path: Path, fakes: list[FakeVllm]
 ) -> None:
-    live = built(tmp_path, eval__at_ends=False, **serve(fakes, overlap=2))
+    live = built(tmp_path, eval__at_start=False, eval__at_end=False, **serve(fakes, overlap=2))
 
     def fails(arrived: ahead.Arrived) -> list[Group]:
         raise TrainingError("no server is left")
 
     first, _ = live.sample(live.recipe, 6), live.take_prompts(6)
     live.ahead += [Batch(first), Batch(fails)]
-    live.save()
+    save(live)
     live.close()
     saved = load_state(folders.checkpoint_path(live.folder, 0))
-    assert [len(entries) for entries in saved["ahead"]] == [6]
+    assert [list(map(len, parts)) for parts in saved["ahead"]] == [[6]]
     assert saved["run"]["position"] == 6
 
 
@@ -403,29 +448,34 @@ def halted(
     """A run that was stopped after its first step, with those of two more steps begun."""
     folder, fake = tmp_path_factory.mktemp("halted"), SamplingVllm(policy)
     changes = serve([fake], overlap=2)
-    trained(folder, stop_after=1, eval__at_ends=False, **changes)
+    trained(folder, stop_after=1, eval__at_start=False, eval__at_end=False, **changes)
     return folder, fake
 
 
 def going_on(halted: tuple[Path, FakeVllm], **changes: Any) -> run.Run:
     folder, fake = halted
     known = serve([fake], overlap=2)
-    live = built(folder, resume="auto", eval__at_ends=False, **(known | changes))
+    live = built(
+        folder, resume="auto", eval__at_start=False, eval__at_end=False, **(known | changes)
+    )
     live.close()
     return live
 
 
-def begun(live: run.Run) -> list[list[dict[str, Any]]]:
-    """As its checkpoint has it."""
-    found: list[list[dict[str, Any]]] = load_state(folders.checkpoint_path(live.folder, 1))["ahead"]
+Parts = list[list[dict[str, Any]]]
+
+
+def begun(live: run.Run) -> list[Parts]:
+    """As its checkpoint has it: of each batch what each process had."""
+    found: list[Parts] = load_state(folders.checkpoint_path(live.folder, 1))["ahead"]
     return found
 
 
 def test_a_checkpoint_keeps_what_was_begun(halted: tuple[Path, FakeVllm]) -> None:
     live = going_on(halted)
-    assert [[entry["position"] for entry in entries] for entries in begun(live)] == [
-        list(range(6, 12)),
-        list(range(12, 18)),
+    assert [[[entry["position"] for entry in own] for own in parts] for parts in begun(live)] == [
+        [list(range(6, 12))],
+        [list(range(12, 18))],
     ]
     assert [[g.position for g in b.groups()] for b in live.ahead] == [
         list(range(6, 12)),
@@ -476,33 +526,69 @@ def test_what_does_not_bear_on_completions_leaves_them_alone(
 
 def test_a_checkpoint_that_is_older_than_vllm(tmp_path: Path) -> None:
     """Its recipe says nothing of it."""
-    first = built(tmp_path, eval__at_ends=False)
+    first = built(tmp_path, eval__at_start=False, eval__at_end=False)
     first.state.position = 5
-    first.save()
+    save(first)
     first.close()
-    stored = folders.checkpoint_path(first.folder, 0) / folders.TRAINING / "recipe.yaml"
+    path = folders.checkpoint_path(first.folder, 0)
+    stored = path / folders.TRAINING / "recipe.yaml"
     known = yaml.safe_load(stored.read_text("utf-8"))
     del known["generation"]["vllm"], known["generation"]["engine"]
-    stored.write_text(yaml.safe_dump(known), encoding="utf-8")
-    live = built(tmp_path, resume="auto", eval__at_ends=False)
+    files = manifest.read(path)
+    files["training/recipe.yaml"] = manifest.write_file(stored, yaml.safe_dump(known).encode())
+    manifest.write(path, files)
+    live = built(tmp_path, resume="auto", eval__at_start=False, eval__at_end=False)
     live.close()
     assert list(live.ahead) == []
     assert live.state.position == 5
 
 
-def test_each_process_goes_on_with_its_own_share(halted: tuple[Path, FakeVllm]) -> None:
+def one_of(rank: int, size: int, there: float) -> Any:
+    """A process of several that have so many groups together."""
+    return SimpleNamespace(rank=rank, size=size, sum=lambda values: {"groups": there})
+
+
+@pytest.mark.parametrize(
+    ("had", "expected"),
+    [
+        ([6], [[6, 8, 10], [7, 9, 11]]),  # one process then: they take turns
+        ([2, 4], [[6, 7], [8, 9, 10, 11]]),  # as many as now: each has its own again
+        ([0, 6], [[], [6, 7, 8, 9, 10, 11]]),
+        ([3, 1, 2], [[6, 8, 10], [7, 9, 11]]),
+    ],
+    ids=str,
+)
+def test_each_process_goes_on_with_its_own_share(
+    halted: tuple[Path, FakeVllm], had: list[int], expected: list[list[int]]
+) -> None:
     live = going_on(halted)
-    saved = begun(live)
-    for entries in saved:
-        entries.reverse()
+    saved = [split(parts[0], had) for parts in begun(live)]
+    if len(had) != 2:
+        saved = [parts[::-1] for parts in saved]  # turns are taken in the order of positions
     for rank in (0, 1):
         live.ahead.clear()
-        live.workers = SimpleNamespace(rank=rank, size=2)  # type: ignore[assignment]
-        live.unpack_ahead(saved)
-        assert [[g.position for g in b.groups()] for b in live.ahead] == [
-            list(range(6 + rank, 12, 2)),
-            list(range(12 + rank, 18, 2)),
-        ]
+        live.workers = one_of(rank, 2, 6.0)
+        saving._unpack_ahead(live, saved)
+        found = [[g.position for g in b.groups()] for b in live.ahead]
+        assert found == [expected[rank], [p + 6 for p in expected[rank]]]
+
+
+def split(entries: list[dict[str, Any]], numbers: list[int]) -> Parts:
+    left = iter(entries)
+    return [[next(left) for _ in range(number)] for number in numbers]
+
+
+def test_what_is_of_no_use_on_another_process_is_sampled_anew_on_all(
+    halted: tuple[Path, FakeVllm], capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = going_on(halted)
+    saved = [split(parts[0], [3, 3]) for parts in begun(live)]
+    live.ahead.clear()
+    live.workers = one_of(0, 2, 5.0)
+    saving._unpack_ahead(live, saved)
+    assert list(live.ahead) == []
+    assert live.state.position == 6
+    assert "completions begun ahead are of another recipe" in capsys.readouterr().out
 
 
 def test_of_batches_that_are_no_longer_whole_the_first_are_kept(
@@ -510,9 +596,9 @@ def test_of_batches_that_are_no_longer_whole_the_first_are_kept(
 ) -> None:
     live = going_on(halted)
     saved = begun(live)
-    saved[1][3]["prompt_ids"] = [1, 2, 3]  # its row is another one now
+    saved[1][0][3]["prompt_ids"] = [1, 2, 3]  # its row is another one now
     live.ahead.clear()
-    live.unpack_ahead(saved)
+    saving._unpack_ahead(live, saved)
     assert [[g.position for g in b.groups()] for b in live.ahead] == [list(range(6, 12))]
     assert live.state.position == 12
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 
 from grpo_cli import cli, prepare
@@ -25,7 +26,8 @@ TINY = [
     "model.build.warmup_steps=5",
     "prompts_per_step=4",
     "eval.every=0",
-    "eval.at_ends=false",
+    "eval.at_start=false",
+    "eval.at_end=false",
     "dataset.eval_limit=8",
 ]
 
@@ -128,7 +130,10 @@ MISTAKES = {
         ["tracking=none", "tracking.project=mine"],
         ["tracking.project = mine", "wandb or trackio; it is none"],
     ),
-    "top_p of greedy": (["eval.top_p=0.9"], ["eval.top_p = 0.9", "when eval.temperature is set"]),
+    "top_p of greedy": (
+        ["eval.top_p=0.9"],
+        ["eval.top_p = 0.9", "when eval.temperature is above 0"],
+    ),
     "schedule not read": (
         ["loss=sapo", "schedules.loss.epsilon.to=0.1"],
         ["schedules.loss.epsilon: is only read with loss.policy"],
@@ -187,7 +192,10 @@ MISTAKES = {
     "grammar": (["reward=[exact_match"], ["reward=[exact_match"]),
     "unknown command": (
         "evaluate",
-        ["grpo evaluate: there is no such command", "eval, recipes, rewards, score, serve, train"],
+        [
+            "grpo evaluate: there is no such command",
+            "eval, export, preflight, recipes, rewards, score, serve, slurm, train",
+        ],
     ),
 }
 
@@ -243,8 +251,8 @@ def test_eval_refuses_a_path_without_a_model(
         ("model.path=x", "model.path=x: the model of grpo eval is the one it is given"),
         ("model=tiny_qwen", "model=tiny_qwen: the model of grpo eval is the one it is given"),
         ("model.build.merges=3", "the model of grpo eval is the one it is given"),
-        ("eval.top_p=0.9", "eval.top_p = 0.9: is only read when eval.temperature is set."),
-        ("loss.kl_estimator=k3", "loss.kl_estimator = k3: is only read when loss.beta is set."),
+        ("eval.top_p=0.9", "eval.top_p = 0.9: is only read when eval.temperature is above 0."),
+        ("loss.kl_estimator=k3", "loss.kl_estimator=k3: is only read in training."),
     ],
 )
 def test_eval_refuses_what_it_would_not_read(
@@ -361,6 +369,12 @@ def test_a_recipe_that_includes_itself_and_a_wrong_key_in_one(
     code, _, err = grpo("train", "recipe=./mine.yaml")
     assert code == 2
     assert "stepz: there is no such key (in mine.yaml). Did you mean steps?" in err
+    (tmp_path / "plain.yaml").write_text("defaults: [schema, _self_]\nmodel: {path: some/model}\n")
+    code, _, err = grpo("train", "recipe=./plain.yaml", "optimizer=adamw")
+    assert (code, err) == (
+        2,
+        "grpo: optimizer: the recipe has none to choose; set optimizer.KNOB=VALUE.\n",
+    )
 
 
 def test_rewards_and_columns_take_values_without_a_plus(
@@ -393,16 +407,41 @@ def test_a_run_that_never_stepped_does_not_hold_its_folder_and_overwrite_spares_
     assert (tmp_path / "run" / "eval" / "mine.txt").read_text() == "keep"
 
 
-def test_a_damaged_checkpoint_is_one_message(
+def test_a_damaged_checkpoint_is_skipped(
     grpo: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
-    assert grpo("train", *TINY, "output_dir=run", "steps=2", "checkpoint.every=1")[0] == 0
-    weights = tmp_path / "run" / "checkpoints" / "step-2" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    code, _, err = grpo("train", *TINY, "output_dir=run", "steps=3", "resume=auto")
+    command = ["train", *TINY, "output_dir=run", "steps=3", "checkpoint.every=1"]
+    assert grpo(*command, "steps=2")[0] == 0
+    saved = tmp_path / "run" / "checkpoints"
+    tear(saved / "step-2")
+    code, _, err = grpo(*command, "resume=run/checkpoints/step-2")
+    assert code == 2, "it is what was asked for"
+    assert "resume: none of run/checkpoints/step-2 is whole" in err
+    assert err.startswith("grpo: ")
+    assert err.count("\n") == 1
+
+    code, out, err = grpo(*command, "resume=auto")
+    assert code == 0, err
+    said = " ".join(out.split())
+    assert "checkpoints/step-2 is damaged (" in said
+    assert "model.safetensors" in said
+    assert "going on from run/checkpoints/step-1, step 1" in said
+    names = {p.name for p in saved.iterdir()}
+    assert names == {"step-2", "step-2.old", "step-3"}, "the last two, and what was set aside"
+
+    for step in (2, 3):
+        tear(saved / f"step-{step}")
+    code, _, err = grpo(*command, "resume=auto")
     assert code == 2
-    assert "step-2 is damaged or of another model" in err
-    assert "step-1" in err
+    listed = ", ".join(f"run/checkpoints/step-{step}" for step in (2, 3))
+    assert f"resume: none of {listed} is whole" in err
+    assert "begin anew with overwrite=true" in err
+
+
+def tear(checkpoint: Path) -> None:
+    """Cuts a checkpoint's weights off, as a full disk may."""
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
 
 
 def test_a_recipe_of_ones_own_extends_a_shipped_one(
@@ -505,7 +544,9 @@ def test_a_signal_saves_and_leaves_and_resume_goes_on(
 
 
 def test_train_then_eval(tmp_path: Path, grpo: Callable[..., tuple[int, str, str]]) -> None:
-    code, out, err = grpo("train", "output_dir=run", "steps=2", *TINY, "eval.at_ends=true")
+    code, out, err = grpo(
+        "train", "output_dir=run", "steps=2", *TINY, "eval.at_start=true", "eval.at_end=true"
+    )
     assert code == 0, err
     assert "last checkpoint: run/checkpoints/step-2" in out
     assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
@@ -514,11 +555,19 @@ def test_train_then_eval(tmp_path: Path, grpo: Callable[..., tuple[int, str, str
         extra = ["eval.temperature=1"] if len(argv) > 1 else []
         code, out, err = grpo("eval", *argv, *extra)
         assert code == 0, err
+        assert ("/run/eval/step-2_" in out) == bool(extra)
+    code, out, err = grpo(
+        "eval", "run", "eval.num_samples=3", "eval.temperature=2", "overwrite=true"
+    )
+    assert (code, "/run/eval/step-2_" in out) == (0, False), err
+    assert {p.name for p in (tmp_path / "run" / "eval").iterdir()} == {"step-2", "step-2_1"}
     report = json.loads((tmp_path / "run" / "eval" / "step-2" / "eval.json").read_text())
     result = report["benchmarks"]["arithmetic_test"]
     assert result["n"] == 8
     low, high = result["interval_95"]
     assert low <= result["accuracy"] <= high
-    rows = (tmp_path / "run" / "eval" / "step-2" / "completions.jsonl").read_text().splitlines()
-    assert len(rows) == 3 * 8
-    assert {"prompt", "completion", "reward", "sampling_logprobs"} <= json.loads(rows[0]).keys()
+    stored = pyarrow.parquet.read_table(
+        tmp_path / "run" / "eval" / "step-2" / "completions.parquet"
+    )
+    assert len(stored) == 3 * 8
+    assert {"prompt", "completion", "reward", "sampling_logprobs"} <= {*stored.column_names}

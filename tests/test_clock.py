@@ -248,7 +248,7 @@ def test_a_plain_log_has_times_below_the_lines_that_are_written(
     live, shown = reporter(tmp_path, terminal=False)
     for number in (1, 2, 3, 4):  # 2 and 3 come too soon after 1
         now = 1002.5 if number == 4 else 1000.0
-        live.step(number, {**ROLLOUTS, **FIGURES, "tokens_per_second": float(number)}, [])
+        live.step(number, {**ROLLOUTS, **FIGURES, "tokens_per_second": float(number)})
     live.close()
     lines = shown.getvalue().splitlines()
     assert [line.split()[1] for line in lines[::2]] == ["1/5", "4/5"]
@@ -260,7 +260,7 @@ def test_a_plain_log_has_times_below_the_lines_that_are_written(
 def test_on_a_terminal_the_newest_times_are_under_the_bar(tmp_path: Path) -> None:
     live, shown = reporter(tmp_path, terminal=True)
     for number in (1, 2):
-        live.step(number, {**ROLLOUTS, **FIGURES, "tokens_per_second": float(number)}, [])
+        live.step(number, {**ROLLOUTS, **FIGURES, "tokens_per_second": float(number)})
     bar = live.progress.bar
     assert bar is not None
     page = Console(file=io.StringIO(), width=100, record=True)

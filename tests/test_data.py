@@ -1,6 +1,7 @@
 import csv
 import gzip
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.config import Dataset
+from grpo_cli.config import Dataset, Generation, Recipe
 from grpo_cli.data import (
     PromptStream,
     Rows,
@@ -116,6 +117,50 @@ def test_a_csv_files_cells_stay_the_text_they_are(tmp_path: Path) -> None:
         ("a\nb", "1e5"),
         ("null", ""),
     ]
+
+
+MARK = b"\xef\xbb\xbf"  # of UTF-8: what Excel and Windows begin a file with
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.csv", "a.csv.gz"]
+)
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["unix", "windows"])
+def test_a_byte_order_mark_is_no_part_of_a_file(name: str, end: bytes, tmp_path: Path) -> None:
+    lines = [b'{"question": "1+1=", "answer": "\xe4"}', b'{"question": "2+1=", "answer": "b"}']
+    if ".json." in name or name.endswith(".json"):
+        lines = [b"[" + lines[0] + b",", lines[1] + b"]"]
+    elif ".csv" in name:
+        lines = [b"question,answer", b"1+1=,\xe4", b"2+1=,b"]
+    text = end.join([*lines, b""]).replace(b"\xe4", "\u00e4".encode())
+    found = []
+    for mark in (b"", MARK):
+        path = tmp_path / str(len(mark)) / name
+        path.parent.mkdir()
+        path.write_bytes(gzip.compress(mark + text) if name.endswith(".gz") else mark + text)
+        found.append(rows_of(load_rows(config(path), "train")))
+    assert found[0] == [
+        {"question": "1+1=", "answer": "\u00e4"},
+        {"question": "2+1=", "answer": "b"},
+    ]
+    assert found[1] == found[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (b"", ": the data set is empty."),
+        (b'{"question": 1}\n{"question": }\n', ", line 2: malformed JSON (Expecting value)."),
+        (b"[{},\n{]", ", line 2: malformed JSON ("),
+        (b'{"question": "\xff"}', ": is not UTF-8 text (invalid start byte)."),
+    ],
+)
+def test_what_is_wrong_behind_a_byte_order_mark(
+    text: bytes, complaint: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(MARK + text)
+    assert message(config(path)).startswith(f"dataset.train = {path}{complaint}")
 
 
 @pytest.mark.parametrize(
@@ -270,6 +315,43 @@ def test_a_malformed_line_of_a_compressed_file(tmp_path: Path) -> None:
     assert message(config(path)) == (
         f"dataset.train = {path}, line 2: malformed JSON (Expecting value)."
     )
+
+
+class Listener(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [('{"a": 1e400}', "Number too big"), ('{"a": "\\ud800"}', "surrogate pair"), (None, "Parquet")],
+)
+def test_a_file_that_cannot_be_read_is_told_once(
+    tmp_path: Path, text: str | None, reason: str
+) -> None:
+    """Not by a line of the log of `datasets` as well, whose levels are as they were afterwards."""
+    path = tmp_path / ("a.jsonl" if text else "a.parquet")
+    path.write_text(text or "not parquet", "utf-8")
+    listener = Listener()
+    loggers = [logging.getLogger(n) for n in ("datasets", "datasets.packaged_modules")]
+    before = [logger.level for logger in loggers]
+    loggers[0].addHandler(listener)
+    try:
+        found = message(config(path))
+        assert found.startswith(f"dataset.train = {path}: cannot be read: ")
+        assert reason in found
+        assert listener.heard == []
+        assert [logger.level for logger in loggers] == before
+        logging.getLogger("datasets.packaged_modules.json.json").error("said")
+        assert listener.heard == ["said"]
+    finally:
+        loggers[0].removeHandler(listener)
 
 
 @pytest.mark.parametrize("rows_before", [0, 2000])
@@ -486,15 +568,20 @@ def test_the_order_is_the_same_for_ever() -> None:
     assert epoch_order(1, 23, 50, True) != epoch_order(12, 3, 50, True)
 
 
-def test_the_shares_of_two_processes_are_together_that_of_one() -> None:
-    def taking(rank: int, size: int) -> Any:
-        return SimpleNamespace(
-            state=SimpleNamespace(position=0),
-            stream=PromptStream(PROMPTS, seed=1, shuffle=True),
-            workers=SimpleNamespace(rank=rank, size=size),
-        )
+def taking(rank: int, size: int, lengths: dict[int, float] | None = None) -> Any:
+    """A process that takes prompts; `lengths` are those of the rows' completions, last time."""
+    return SimpleNamespace(
+        state=SimpleNamespace(position=0),
+        stream=PromptStream(PROMPTS, seed=1, shuffle=True),
+        workers=SimpleNamespace(rank=rank, size=size),
+        recipe=Recipe(generation=Generation(num_generations=4, max_completion_tokens=50)),
+        lengths=lengths or {},
+    )
 
-    runs, alone = [taking(rank, 2) for rank in range(2)], taking(0, 1)
+
+@pytest.mark.parametrize("known", [{}, dict.fromkeys(range(7), 50.0)], ids=["new", "known"])
+def test_the_shares_of_two_processes_are_together_that_of_one(known: dict[int, float]) -> None:
+    runs, alone = [taking(rank, 2, known) for rank in range(2)], taking(0, 1)
     first = 0
     for number in (5, 5, 3, 4, 5):  # dynamic sampling asks for different numbers
         shares = [Run.take_prompts(run, number) for run in runs]
@@ -503,6 +590,26 @@ def test_the_shares_of_two_processes_are_together_that_of_one() -> None:
         assert together == Run.take_prompts(alone, number)
         assert [position for position, _ in together] == list(range(first, first + number))
         first += number
+
+
+def test_shares_take_about_the_same_where_completions_have_been_long() -> None:
+    long, new = epoch_order(1, 0, 7, True)[2:4]
+    known = {row: 200.0 if row == long else 20.0 for row in range(7) if row != new}
+    shares = [Run.take_prompts(taking(rank, 2, known), 7) for rank in range(2)]
+    rows = [[p.row for _, p in share] for share in shares]
+    # 4 completions and a prompt token: 801, against 5 times 81 and 201 for what is new, the mean.
+    assert rows[0] == [long]
+    assert [position for position, _ in shares[1]] == [0, 1, 3, 4, 5, 6]
+
+
+def test_a_share_counts_a_prompt_once_and_each_of_its_completions() -> None:
+    prompts = [Prompt(0, [5] * 10, "", {}), Prompt(1, [5], "", {}), Prompt(2, [5], "", {})]
+    shares = []
+    for rank in range(2):
+        run = taking(rank, 2, {0: 1.0, 1: 4.0, 2: 2.0})
+        run.stream = PromptStream(prompts, seed=1, shuffle=False)
+        shares.append([position for position, _ in Run.take_prompts(run, 3)])
+    assert shares == [[1], [0, 2]]  # 10 + 4 · 1 = 14, 1 + 4 · 4 = 17 and 1 + 4 · 2 = 9
 
 
 def test_held_out_rows_are_never_dropped_or_cut(tokenizer: PreTrainedTokenizerFast) -> None:

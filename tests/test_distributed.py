@@ -1,9 +1,16 @@
-"""Two and three gloo processes are one: same losses, same weights, whatever the split."""
+"""Two and three gloo processes are one: same losses, same weights, whatever the split.
 
+Each with the whole model (ddp), or with a share of it (fsdp2, zero3).
+"""
+
+import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from grpo_cli import checkpoint
 from tests.test_train import ROWS
 
 SETTINGS = [
@@ -35,7 +43,9 @@ SETTINGS = [
 ]
 
 
-def launch(folder: Path, processes: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+def launch(
+    folder: Path, processes: int, *overrides: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
     grpo = [sys.executable, "-m", "grpo_cli", "train", f"output_dir={folder / str(processes)}"]
@@ -48,7 +58,7 @@ def launch(folder: Path, processes: int, *overrides: str) -> subprocess.Complete
         text=True,
         timeout=180,
         cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **(environment or {})},
     )
 
 
@@ -63,7 +73,27 @@ def results(folder: Path, processes: int) -> tuple[list[dict[str, Any]], dict[st
     [
         (2, ["loss=dapo"]),
         (3, ["loss=grpo", "update.minibatches=2"]),
-        (2, ["prompts_per_step=1", "eval.at_ends=false", "loss=dapo"]),  # one has nothing to do
+        (
+            2,
+            [
+                "prompts_per_step=1",  # one has nothing to do
+                "eval.at_start=false",
+                "eval.at_end=false",
+                "loss=dapo",
+                "loss.beta=0.1",
+            ],
+        ),
+        (
+            2,
+            [
+                "prompts_per_step=1",  # nor has it tokens to choose from
+                "eval.at_start=false",
+                "eval.at_end=false",
+                "loss=clip_cov",
+                "loss.cov_low=0",
+                "loss.cov_share=0.2",
+            ],
+        ),
         (
             3,
             [
@@ -79,7 +109,13 @@ def results(folder: Path, processes: int) -> tuple[list[dict[str, Any]], dict[st
             ],
         ),
     ],
-    ids=["two", "three-off-policy-kl", "an-idle-process", "three-dynamic-sampling"],
+    ids=[
+        "two",
+        "three-off-policy-kl",
+        "an-idle-process-kl",
+        "an-idle-process-clip-cov",
+        "three-dynamic-sampling",
+    ],
 )
 def test_processes_do_not_change_the_run(
     tmp_path: Path, processes: int, overrides: list[str]
@@ -87,8 +123,13 @@ def test_processes_do_not_change_the_run(
     for number in (1, processes):
         done = launch(tmp_path, number, *overrides)
         assert done.returncode == 0, done.stdout + done.stderr
-    one, weights_of_one = results(tmp_path, 1)
-    many, weights_of_many = results(tmp_path, processes)
+    assert_same_run(tmp_path, processes)
+
+
+def assert_same_run(folder: Path, processes: int) -> None:
+    """The run of so many processes in a folder is that of one."""
+    one, weights_of_one = results(folder, 1)
+    many, weights_of_many = results(folder, processes)
     moved = 0.0
     for a, b in zip(one, many, strict=True):
         for key in ("loss", "grad_norm", "reward", "entropy", "kl", "num_tokens", "beta"):
@@ -98,6 +139,121 @@ def test_processes_do_not_change_the_run(
     assert moved > 0, "nothing was learnt, so nothing was compared"
     for name, tensor in weights_of_one.items():
         torch.testing.assert_close(weights_of_many[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+# Runs with a share of the model on each process: the strategy, and what else differs from one.
+SHARDED = {
+    "two": (2, "fsdp2", ["loss=dapo"]),
+    "three-off-policy-kl-reference": (
+        3,
+        "zero3",
+        [
+            "loss=grpo",
+            "update.minibatches=2",
+            "loss.beta=0.1",
+            "loss.reference_every=2",
+            "loss.reference_alpha=0.5",
+            "model.gradient_checkpointing=true",
+            "checkpoint.every=2",
+        ],
+    ),
+    "an-idle-process": (
+        2,
+        "fsdp2",
+        ["prompts_per_step=1", "loss=dapo", "distributed.reshard_after_forward=false"],
+    ),
+    "two-dynamic-sampling": (
+        2,
+        "fsdp2",
+        [
+            "generation.dynamic_sampling=true",
+            "reward.evens.function=tests.test_train:is_longest",
+            "loss=clip_cov",
+            "loss.cov_low=0",
+            "loss.cov_share=0.2",
+            "loss.top_entropy=0.5",
+            "loss.beta=0.05",
+            "loss.kl_target=1e-3",
+            "loss.entropy_coef=0.01",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in SHARDED])
+def test_sharding_does_not_change_the_run(tmp_path: Path, name: str) -> None:
+    processes, strategy, overrides = SHARDED[name]
+    how = [f"distributed={strategy}"]
+    given = [o for o in overrides if not o.startswith("distributed.")]
+    for number, own in ((1, given), (processes, [*how, *overrides])):
+        done = launch(tmp_path, number, *own)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_run(tmp_path, processes)
+    # A checkpoint is a model folder, and does not tell how the model was divided.
+    for file in ("config.json", "generation_config.json"):
+        one, many = ((tmp_path / str(n) / "checkpoints/step-5" / file) for n in (1, processes))
+        assert many.read_text() == one.read_text(), file
+
+
+@pytest.mark.slow
+def test_half_precision_with_a_share_of_the_model_is_near(tmp_path: Path) -> None:
+    for number, how in ((1, []), (2, ["distributed=fsdp2"])):
+        done = launch(
+            tmp_path, number, "loss=dapo", "mixed_precision=bf16", "log.entropy_every=1", *how
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    one, two = results(tmp_path, 1)[0], results(tmp_path, 2)[0]
+    assert len(one) == len(two) == 5
+    for a, b in zip(one, two, strict=True):
+        assert 0 < b["grad_norm"] < 10 * a["grad_norm"]
+        assert b["sampling/sampling_logp_difference/mean"] < 0.02
+        assert b["entropy"] == pytest.approx(a["entropy"], rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_memory_that_runs_out_on_one_process_of_a_shared_model_ends_all(
+    tmp_path: Path, rank: int
+) -> None:
+    done = launch(
+        tmp_path,
+        2,
+        "distributed=fsdp2",
+        "reward.evens.function=tests.test_distributed:and_then_no_memory",
+        environment={"NO_MEMORY_ON": str(rank)},
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    (line,) = [line for line in said.splitlines() if line.startswith("grpo: ")]
+    assert line.startswith(f"grpo: process {rank} on "), line
+    assert "out of memory with micro-batches of 40 tokens; processes that share" in line
+    assert "resume=auto update.tokens_per_micro_batch=20" in line
+    assert "grpo_cli/train.py" not in said, "a traceback of ours"
+
+
+def and_then_no_memory(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """From now on one process has no memory for a backward."""
+    if os.environ["RANK"] == os.environ["NO_MEMORY_ON"]:
+        from grpo_cli.distributed import Workers
+
+        def fail(self: Workers, loss: torch.Tensor) -> None:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+        Workers.backward = fail  # type: ignore[method-assign]
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+
+
+def test_two_processes_are_refused_where_there_is_to_be_one(tmp_path: Path) -> None:
+    done = launch(tmp_path, 2, "distributed=single")
+    said = done.stdout + done.stderr
+    lines = {line for line in said.splitlines() if line.startswith("grpo: ")}
+    assert lines == {
+        "grpo: distributed = single: torchrun has started 2 processes; use distributed=ddp or "
+        "distributed=fsdp2."
+    }
+    assert "exitcode  : 2" in said
+    assert "grpo_cli/distributed.py" not in said, "a traceback of ours"
+    assert not (tmp_path / "2" / "metrics.jsonl").exists()
 
 
 def test_a_reward_that_raises_on_one_process_ends_all(tmp_path: Path) -> None:
@@ -110,3 +266,60 @@ def raises_on_rank_1(completions: list[str], **_: Any) -> list[float]:
     if os.environ["RANK"] == "1":
         raise RuntimeError("only here")
     return [1.0] * len(completions)
+
+
+@pytest.mark.slow
+def test_a_failure_does_not_cost_a_checkpoint_that_is_nearly_written(tmp_path: Path) -> None:
+    done = launch(
+        tmp_path,
+        2,
+        "reward.evens.function=tests.test_distributed:fails_while_saving",
+        "checkpoint.every=1",
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert "reward 'evens' raised RuntimeError: while it is being written" in said
+    assert [p.name for p in (tmp_path / "2" / "checkpoints").iterdir()] == ["step-1"], said
+
+
+def fails_while_saving(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
+    """The first checkpoint takes 11 s to get its name; in the second step one process fails."""
+    if trainer_state.global_step == 0:
+        checkpoint.give_name = slowly_given
+    elif os.environ["RANK"] == "1":
+        raise RuntimeError("while it is being written")
+    return [float(len(c)) for c in completions]
+
+
+def slowly_given(partial: Path, path: Path) -> None:
+    time.sleep(11)
+    GIVE_NAME(partial, path)
+
+
+GIVE_NAME = checkpoint.give_name
+
+
+def test_one_that_leaves_while_the_others_wait_for_it(tmp_path: Path) -> None:
+    done = launch(
+        tmp_path,
+        2,
+        "reward.evens.function=tests.test_distributed:told_to_end",
+        "distributed.stall_minutes=0.3",
+        environment={"GRPO_GRACE": "0", "GRPO_REQUEUE_FILE": str(tmp_path / "again")},
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "stopped in step 2" in said
+
+
+async def told_to_end(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
+    """In step 2 one process waits for its rewards, the other one for that process."""
+    if os.environ["RANK"] == "0" and trainer_state.global_step == 1:
+        if not TOLD:
+            TOLD.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(5)
+    return [float(len(c)) for c in completions]
+
+
+TOLD: list[bool] = []

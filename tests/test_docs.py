@@ -11,7 +11,7 @@ import torch
 
 from grpo_cli import cli, evaluate, metrics, scoring
 from grpo_cli.clock import STAGES, Clock
-from grpo_cli.config import Reward, Scoring
+from grpo_cli.config import Eval, Reward, Scoring
 from grpo_cli.distributed import Workers
 from grpo_cli.outcomes import outcomes
 from grpo_cli.reward_calls import Crew
@@ -79,10 +79,13 @@ def test_every_metric_is_defined() -> None:
         timed.count(stage, 1.0)
         with timed.stage(stage):
             pass
+    facts = evaluate.Facts.of(scored, "exact_match")
+    of_evaluation = evaluate.summarize([facts], Eval(), 1)
+    del of_evaluation["n"]  # of benchmarks
     keys = {
         **metrics.rollout_metrics(whole_step),
         **timed.metrics(whole_step),
-        **evaluate.summarize([scored], "exact_match"),
+        **{f"eval/{k}": v for k, v in of_evaluation.items()},
         **of_rewards,
         **{f"eval/{key}": 0.0 for key in of_rewards if not key.startswith("time/")},
     }

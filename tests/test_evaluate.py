@@ -7,50 +7,22 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_cli.config import Dataset, Eval, Generation, Recipe, Reward
 from grpo_cli.distributed import Workers
-from grpo_cli.evaluate import Evaluator, interval_95, summarize
+from grpo_cli.estimates import estimate
+from grpo_cli.evaluate import (
+    Evaluator,
+    Facts,
+    Result,
+    as_metrics,
+    judged_text,
+    nested,
+    summarize,
+)
 from grpo_cli.generation import OnGroup, ignore
 from grpo_cli.rollouts import Completion, Prompt
 from grpo_cli.sampling import Sampling
 from grpo_cli.scoring import Scorer
+from grpo_cli.tasks import Task, held_out
 from tests.conftest import make_group, make_rollout
-
-
-@pytest.mark.parametrize(
-    ("right", "of", "low", "high"),
-    [
-        # Newcombe 1998 (Statistics in Medicine 17, 857-872), table I, method 3
-        (81, 263, 0.2553, 0.3662),
-        (15, 148, 0.0624, 0.1605),
-        (0, 20, 0.0, 0.1611),
-        (1, 29, 0.0061, 0.1718),
-        # with z² = 3.8415: 0 of 10 ends at z² / (10 + z²); 5 of 10 is 0.5 ± 0.5 z / sqrt(10 + z²)
-        (0, 10, 0.0, 0.2775),
-        (5, 10, 0.2366, 0.7634),
-        (10, 10, 0.7225, 1.0),
-        (1, 1, 0.2065, 1.0),
-    ],
-)
-def test_wilsons_interval_of_single_completions(
-    right: int, of: int, low: float, high: float
-) -> None:
-    shares = [1.0] * right + [0.0] * (of - right)
-    assert interval_95(shares, single=True) == pytest.approx((low, high), abs=5e-5)
-
-
-def test_wilsons_interval_stays_in_its_range() -> None:
-    for of in range(1, 200):
-        assert interval_95([0.0] * of, single=True)[0] >= 0
-        assert interval_95([1.0] * of, single=True)[1] <= 1
-
-
-def test_the_interval_over_problems_of_several_completions() -> None:
-    # mean 0.5, variance (4 · 0.25²) / 3 = 1/12, half = 1.959964 · sqrt(1/48) = 0.28290
-    shares = [0.25, 0.75, 0.25, 0.75]
-    assert interval_95(shares, single=False) == pytest.approx((0.21710, 0.78290), abs=1e-5)
-    # wider than 0 to 1: mean 0.5, variance 0.5, half = 1.959964 · 0.5
-    assert interval_95([0.0, 1.0], single=False) == (0.0, 1.0)
-    # one problem says nothing about others
-    assert interval_95([0.5], single=False) == (0.0, 1.0)
 
 
 def rollout(correct: float | None, *, tokens: int = 2, **settings: Any) -> Any:
@@ -60,6 +32,12 @@ def rollout(correct: float | None, *, tokens: int = 2, **settings: Any) -> Any:
     )
 
 
+def numbers(rollouts: list[list[Any]], right: str = "right") -> dict[str, float]:
+    groups = [make_group(i, of) for i, of in enumerate(rollouts)]
+    found = [Facts.of(g, right) for g in groups]
+    return summarize(found, Eval(), len(rollouts[0]))
+
+
 def test_summarize_single_completions() -> None:
     rollouts = [
         rollout(1.0, tokens=4),
@@ -67,42 +45,108 @@ def test_summarize_single_completions() -> None:
         rollout(0.5, tokens=1),  # nearly right is not right
         rollout(None, tokens=1),  # no function applied: not right, and no part of the mean
     ]
-    found = summarize([make_group(i, [r]) for i, r in enumerate(rollouts)], "right")
-    low, high = interval_95([1, 0, 0, 0], single=True)
-    assert found == pytest.approx(
+    interval = estimate([1, 0, 0, 0], 4)
+    assert numbers([[r] for r in rollouts]) == pytest.approx(
         {
-            "eval/accuracy": 0.25,
-            "eval/accuracy_low": low,
-            "eval/accuracy_high": high,
-            "eval/reward": 0.5,
-            "eval/mean_length": 3.0,
-            "eval/clipped_ratio": 0.25,
-            "eval/rewards/right/mean": 0.5,
+            "n": 4,
+            "accuracy": 0.25,
+            "accuracy_low": interval.low,
+            "accuracy_high": interval.high,
+            "reward": 0.5,
+            "mean_length": 3.0,
+            "clipped_ratio": 0.25,
+            "rewards/right/mean": 0.5,
         }
     )
 
 
 def test_summarize_several_completions_and_rewards() -> None:
     groups = [
-        make_group(0, [rollout(1.0), rollout(0.0), rollout(0.0), rollout(0.0)]),
-        make_group(1, [rollout(1.0), rollout(1.0), rollout(1.0), rollout(0.0)]),
+        [rollout(1.0), rollout(0.0), rollout(0.0), rollout(0.0)],
+        [rollout(1.0), rollout(1.0), rollout(1.0), rollout(0.0)],
     ]
-    for i, r in enumerate(r for g in groups for r in g.rollouts):
+    for i, r in enumerate(r for g in groups for r in g):
         r.reward_parts["other"] = None if i else 3.0
-    found = summarize(groups, "right")
-    assert found["eval/accuracy"] == 0.5
-    # over two problems with shares 1/4 and 3/4: half = 1.959964 · sqrt(0.125 / 2) = 0.48999
-    assert found["eval/accuracy_low"] == pytest.approx(0.01001, abs=1e-5)
-    assert found["eval/accuracy_high"] == pytest.approx(0.98999, abs=1e-5)
-    assert found["eval/rewards/other/mean"] == 3.0
-    assert summarize(groups, "other")["eval/accuracy"] == 0.0
+    found = numbers(groups)
+    interval = estimate([0.25, 0.75], 8)
+    assert (found["accuracy"], found["n"], found["completions"]) == (0.5, 2, 8)
+    assert (found["accuracy_low"], found["accuracy_high"]) == (interval.low, interval.high)
+    assert found["mean@4"] == found["pass@1"] == 0.5
+    assert found["pass@2"] == pytest.approx((1 - 3 / 6 + 1) / 2)  # C(3, 2) / C(4, 2) draw none
+    assert found["pass@4"] == 1.0
+    assert found["rewards/other/mean"] == 3.0
+    assert "maj@4" not in found, "nothing says what was answered"
+    assert numbers(groups, "other")["accuracy"] == 0.0
 
 
 def test_a_reward_that_never_applied_has_no_mean() -> None:
-    found = summarize([make_group(0, [rollout(None)])], "right")
-    assert math.isnan(found["eval/rewards/right/mean"])
-    assert math.isnan(found["eval/reward"])
-    assert found["eval/accuracy"] == 0.0
+    found = numbers([[rollout(None)]])
+    assert math.isnan(found["rewards/right/mean"])
+    assert math.isnan(found["reward"])
+    assert found["accuracy"] == 0.0
+    assert nested(found)["reward"] is None
+
+
+ASKS = "\nThink step by step."
+
+
+@pytest.mark.parametrize(
+    ("said", "judged"),
+    [
+        ("It is 7.", "It is 7."),
+        ("It is 7.\n\nWhat is 8 + 8?" + ASKS, "It is 7."),  # a problem of the model's own
+        ("First.\n\nIt is 7.\n\nWhat is 8 + 8?" + ASKS, "First.\n\nIt is 7."),
+        ("It is 7.\nWhat is 8 + 8?" + ASKS, "It is 7.\nWhat is 8 + 8?"),
+        ("\n\nWhat is 8 + 8?" + ASKS, ""),
+        ("5 + 2.\n\nThe answer is 7." + ASKS, "5 + 2.\n\nThe answer is 7."),  # said again
+        ("5 + 2.\n\n\\boxed{7}\nWhat is 8?" + ASKS, "5 + 2.\n\n\\boxed{7}\nWhat is 8?"),
+        ("5 + 2.\n\n\\boxed{7}\n\nWhat is 8?" + ASKS, "5 + 2.\n\n\\boxed{7}"),
+        ("def f():\n\n    return 7\nprint(", "def f():\n\n    return 7"),  # asks nothing
+    ],
+)
+def test_what_is_judged_ends_before_a_stop_text(said: str, judged: str) -> None:
+    stopped = make_rollout(text=said, finish_reason="stop")
+    assert judged_text(stopped, (ASKS, "\nprint("), (ASKS,)) == judged
+    cut_off = make_rollout(text=said, finish_reason="length")
+    assert judged_text(cut_off, (ASKS, "\nprint("), (ASKS,)) == said
+
+
+def test_the_mean_of_benchmarks_has_an_interval_of_theirs() -> None:
+    """Arms of 0.3 and 0.4 below, 0.05 and 0.12 above: 0.5 and 0.13, halved."""
+    ends = ((0.5, 0.2, 0.55), (0.9, 0.5, 1.02))
+    results: list[Any] = []
+    for name, (middle, low, high) in zip("ab", ends, strict=True):
+        task: Any = Task.__new__(Task)
+        for key, value in {"name": name, "mode": "cot", "key": name}.items():
+            object.__setattr__(task, key, value)
+        numbers = {"accuracy": middle, "accuracy_low": low, "accuracy_high": high, "n": 9.0}
+        numbers |= {"reward": middle, "mean_length": 3.0, "clipped_ratio": 0.0}
+        results.append(Result(task, numbers, []))
+    found = as_metrics(results)
+    assert found["eval/accuracy"] == pytest.approx(0.7)
+    assert found["eval/accuracy_low"] == pytest.approx(0.7 - 0.25)
+    assert found["eval/accuracy_high"] == pytest.approx(0.7 + 0.065)
+    alone = as_metrics(results[:1])
+    for key in ("accuracy", "accuracy_low", "accuracy_high"):
+        assert alone[f"eval/{key}"] == pytest.approx(alone[f"eval/a/{key}"])
+
+
+def test_numbers_are_nested_for_a_file() -> None:
+    flat = {
+        "n": 2.0, "accuracy": 0.5, "accuracy_low": 0.1, "accuracy_high": 0.9, "pass@2": 1.0,
+        "pass@2_low": 0.3, "pass@2_high": 1.0, "rewards/math/mean": 0.5,
+        "subject/a/b/accuracy": 0.0,
+        "subject/a/b/accuracy_low": 0.0, "subject/a/b/accuracy_high": 0.8, "subject/a/b/n": 1.0,
+    }  # fmt: skip
+    assert nested(flat) == {
+        "n": 2,
+        "accuracy": 0.5,
+        "interval_95": [0.1, 0.9],
+        "pass@2": 1.0,
+        "intervals_95": {"pass@2": [0.3, 1.0]},
+        "rewards/math/mean": 0.5,
+        "by": {"subject": {"a/b": {"accuracy": 0.0, "interval_95": [0.0, 0.8], "n": 1}}},
+    }
 
 
 class Recites:
@@ -161,11 +205,14 @@ def test_steps_may_be_rewarded_by_characters(tokenizer: PreTrainedTokenizerFast)
                 on_group(number, group)
             return groups
 
-    found = Evaluator(recipe, Workers("cpu"), tokenizer, Repeats(), scorer, prompts).run()
-    assert [row["completion"] for row in found.rows] == ["éé"] * 3
-    assert found.metrics["eval/rewards/steps/mean"] == 2.0
-    assert found.metrics["eval/reward"] == 1.0
-    assert found.metrics["eval/accuracy"] == 0.0
+    task = held_out(recipe, "x", prompts, scorer)
+    evaluator = Evaluator(recipe.eval, Workers("cpu"), tokenizer, Repeats(), [task])
+    results = evaluator.run(keep_groups=True)
+    assert [r.text for g in results[0].groups for r in g.rollouts] == ["éé"] * 3
+    found = as_metrics(results)
+    assert found["eval/rewards/steps/mean"] == 2.0
+    assert found["eval/reward"] == 1.0
+    assert found["eval/accuracy"] == 0.0
 
 
 def test_an_evaluation_completes_and_scores_every_row(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -186,16 +233,16 @@ def test_an_evaluation_completes_and_scores_every_row(tokenizer: PreTrainedToken
         eval=Eval(accuracy="exact", num_samples=2, temperature=0.6, top_p=0.9),
     )
     seen: list[int] = []
-    evaluator = Evaluator(
-        recipe, Workers("cpu"), tokenizer, generator, Scorer(rewards, ["answer"], "x"), prompts
-    )
-    found = evaluator.run(lambda done, _: seen.append(done))
-    assert found.metrics["eval/accuracy"] == pytest.approx(3 / 70)  # rows 0, 26 and 52 are an a
-    assert found.metrics["eval/rewards/first/mean"] == 0.0
-    assert [(row["row"], row["sample"]) for row in found.rows] == [
-        (i, j) for i in range(70) for j in range(2)
-    ]
-    assert found.rows[3]["completion"] == "b"
-    assert [row["correct"] for row in found.rows[:4]] == [True, True, False, False]
+    task = held_out(recipe, "x", prompts, Scorer(rewards, ["answer"], "x"))
+    evaluator = Evaluator(recipe.eval, Workers("cpu"), tokenizer, generator, [task])
+    results = evaluator.run(lambda done, _: seen.append(done), keep_groups=True)
+    found = as_metrics(results)
+    assert found["eval/accuracy"] == pytest.approx(3 / 70)  # rows 0, 26 and 52 are an a
+    assert found["eval/rewards/first/mean"] == 0.0
+    groups = results[0].groups
+    assert [g.prompt.row for g in groups] == list(range(70))
+    assert [r.text for r in groups[1].rollouts] == ["b", "b"]
+    assert [r.reward_parts["exact"] for g in groups[:2] for r in g.rollouts] == [1, 1, 0, 0]
     assert set(generator.asked) == {(2, Sampling(9, temperature=0.6, top_p=0.9))}
-    assert seen[-1] == 70
+    assert max(seen) == 70
+    assert [r.groups for r in evaluator.run()] == [[]], "kept only where they are asked for"

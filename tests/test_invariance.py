@@ -1,21 +1,25 @@
 """How an optimizer batch is computed has no say in its gradient: under every loss, in float64.
 
 Other micro-batches (and with them other padding), another order of rows, two and three gloo
-processes: all within 1e-6 of the gradient of one process and one micro-batch.
+processes with the whole model each or a share of it: all within 1e-9 of the gradient of one process
+and one micro-batch. What is found is 1e-15.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_cli.distributed import Workers
-from tests.optimizer_batch import Found, all_gradients, cases, make_groups
+from grpo_cli.packing import length
+from tests.optimizer_batch import VARIANTS, Found, all_gradients, cases, make_groups, share
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,16 +30,18 @@ def whole() -> Found:
     return all_gradients(Workers("cpu"), make_groups(), tokens_per_micro_batch=10**6)
 
 
-def assert_same(found: Found, whole: Found) -> None:
-    assert found.keys() == whole.keys() == cases().keys()
-    for name, (gradient, metrics) in whole.items():
+def assert_same(found: Found, whole: Found, names: Collection[str] | None = None) -> None:
+    """names: of the cases that were computed; None: all."""
+    assert found.keys() == set(names or cases())
+    for name, (own, own_metrics) in found.items():
+        gradient, metrics = whole[name]
         scale = gradient.abs().max()
         assert scale > 1e-4, f"{name}: nothing to compare"
-        difference = (found[name][0] - gradient).abs().max() / scale
-        assert difference < 1e-6, f"{name}: gradients differ by {difference:.1e} of the largest"
-        assert found[name][1].keys() == metrics.keys()
+        difference = (own - gradient).abs().max() / scale
+        assert difference < 1e-9, f"{name}: gradients differ by {difference:.1e} of the largest"
+        assert own_metrics.keys() == metrics.keys()
         for key, value in metrics.items():
-            assert found[name][1][key] == pytest.approx(value, rel=1e-5, abs=1e-6), (name, key)
+            assert own_metrics[key] == pytest.approx(value, rel=1e-9, abs=1e-12), (name, key)
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 60])
@@ -65,20 +71,52 @@ def test_padded_rows(whole: Found, tokens: int) -> None:
     assert_same(all_gradients(Workers("cpu"), make_groups(), tokens, packed=False), whole)
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_processes(whole: Found, processes: int, tmp_path: Path) -> None:
-    out = tmp_path / "found.pt"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, f"--nproc-per-node={processes}", "tests/optimizer_batch.py", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert_same(torch.load(out, weights_only=True), whole)
+# By processes: with three the second's groups are fewer too, and each has fewer rows than two have.
+RUN = {2: list(VARIANTS), 3: ["ddp", "zero3", "an idle process"]}
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Found]]:
+    """What so many processes find, by variant; they are started once."""
+
+    @functools.cache
+    def start(processes: int) -> dict[str, Found]:
+        out = tmp_path_factory.mktemp("found") / "found.pt"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        program = ["tests/optimizer_batch.py", str(out), *RUN[processes]]
+        done = subprocess.run(
+            [*torchrun, f"--nproc-per-node={processes}", *program],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        found: dict[str, Found] = torch.load(out, weights_only=True)
+        return found
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("processes", "variant"), [(number, name) for number, names in RUN.items() for name in names]
+)
+def test_processes(
+    whole: Found,
+    computed: Callable[[int], dict[str, Found]],
+    processes: int,
+    variant: str,
+) -> None:
+    assert_same(computed(processes)[variant], whole, VARIANTS[variant].names)
+
+
+@pytest.mark.parametrize("size", RUN)
+def test_processes_have_unequal_shares(size: int) -> None:
+    rollouts = [[r for g in share(rank, size) for r in g.rollouts] for rank in range(size)]
+    assert len({len(own) for own in rollouts}) > 1
+    assert len({sum(length(r) for r in own) for own in rollouts}) > 1
+    assert share(size, size) == []
 
 
 def test_the_losses_are_not_all_the_same(whole: Found) -> None:

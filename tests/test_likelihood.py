@@ -323,6 +323,25 @@ def test_the_order_of_ways(
     ]
 
 
+@pytest.mark.parametrize(
+    ("way", "ways", "checked"),
+    [
+        (QUICK, [QUICK, CHUNKED, PACKED, PLAIN], False),
+        (PACKED, [PACKED, PLAIN], False),
+        (PLAIN, [PLAIN], True),
+    ],
+)
+def test_a_run_begins_with_the_way_it_had_come_to(
+    model: PreTrainedModel, way: Way, ways: list[Way], checked: bool
+) -> None:
+    likelihood = Likelihood(model)
+    likelihood.begin_with(str(way))
+    assert (likelihood.ways, likelihood.checked) == (ways, checked)
+    unpacked = Likelihood(model, packed=False)
+    unpacked.begin_with(str(PACKED))  # the recipe has changed since
+    assert unpacked.ways == [CHUNKED, PLAIN]
+
+
 def test_micro_batches_are_those_of_the_way(model: PreTrainedModel) -> None:
     rollouts = make_rollouts([(10, [3, 3, 3])])
     split = {}

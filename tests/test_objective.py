@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from grpo_cli import selection
-from grpo_cli.config import Loss
+from grpo_cli.config import Loss, Recipe
 from grpo_cli.distributed import Workers
 from grpo_cli.logprobs import token_entropy, token_logprobs
 from grpo_cli.normalization import token_weight
-from grpo_cli.objective import Coefficients, Terms, loss_of
+from grpo_cli.objective import Coefficients, Terms, loss_of, none_is_silent
 from grpo_cli.rollouts import Batch, Completion, Prompt, Rollout, collate, pad_right
 from grpo_cli.tally import Tally
 from tests import reference_losses as reference
@@ -783,3 +783,27 @@ def test_kl_and_entropy_are_means_over_the_tokens_that_train() -> None:
     found = measured(config, terms, beta=0.5)
     assert found["loss"] == found["policy_loss"] == pytest.approx(policy_loss)
     assert found["kl"] == pytest.approx((0.2 * 1.5 + 0.4 * 1.5 - 0.3 + 0.1) / 4)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "has_reference", "entropy_coef", "expected"),
+    [
+        ({}, False, 0.0, False),
+        ({"kl_in": "loss"}, True, 0.0, True),
+        ({"kl_in": "loss"}, False, 0.0, False),
+        ({"kl_in": "reward"}, True, 0.0, False),  # it is in the advantage
+        ({}, False, 0.01, True),
+        ({"entropy_coef": 0.01, "entropy_target": 0.5}, False, 0.0, False),  # as it is adapted
+        ({"policy": "kl_cov"}, False, 0.0, True),
+        ({"policy": "clip_cov"}, False, 0.0, False),
+    ],
+)
+def test_whether_a_rollout_without_advantage_has_a_gradient(
+    knobs: dict[str, Any], has_reference: bool, entropy_coef: float, expected: bool
+) -> None:
+    recipe = Recipe()
+    recipe.loss = dataclasses.replace(recipe.loss, **knobs)
+    recipe.update = dataclasses.replace(recipe.update, skip_silent=True)
+    assert none_is_silent(recipe, has_reference, entropy_coef) == expected
+    recipe.update = dataclasses.replace(recipe.update, skip_silent=False)
+    assert none_is_silent(recipe, has_reference, entropy_coef)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from grpo_cli import checkpoint, cli, folders, run, train
+from grpo_cli import build, checkpoint, cli, folders, run, train
 from grpo_cli.attention import Layout
 from grpo_cli.budget import Budget
 from grpo_cli.clock import Clock
@@ -27,7 +27,7 @@ from grpo_cli.survey import logprobs_of
 from tests import optimizer_batch
 from tests.test_distributed import launch, results
 from tests.test_generation import MANY_EOS, PROMPTS, SAMPLING, SEEDS, same
-from tests.test_train import ROWS, built, metrics, one_update, weights
+from tests.test_train import ROWS, built, metrics, one_update, updated, weights
 
 ROOT = Path(__file__).parent.parent
 ERRORS: dict[str, Callable[[], Exception]] = {
@@ -246,7 +246,7 @@ def test_a_budget_that_is_set_anew_holds_on_resume(tmp_path: Path) -> None:
 
 def test_other_errors_of_a_step_are_not_swallowed(tmp_path: Path) -> None:
     live = built(tmp_path, update__tokens_per_micro_batch=80)
-    one_update(live)  # what fails in the check of the first rollouts is not computed so
+    updated(live)  # what fails in the check of the first rollouts is not computed so
     allocator = Allocator(live.policy, 0, lambda: RuntimeError("shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         one_update(live)
@@ -304,14 +304,14 @@ def test_nor_does_one_in_a_pass_without_gradient(tmp_path: Path, error: str) -> 
 def test_the_command_line_says_it_in_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    build = run.build
+    make = build.build
 
     def with_little_memory(*args: Any) -> run.Run:
-        live = build(*args)
+        live = make(*args)
         Allocator(live.policy, 3, ERRORS["cpu"])
         return live
 
-    monkeypatch.setattr(run, "build", with_little_memory)
+    monkeypatch.setattr(build, "build", with_little_memory)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["grpo"])
     data = tmp_path / "rows.jsonl"
@@ -322,7 +322,8 @@ def test_the_command_line_says_it_in_one_message(
         "model.build.warmup_steps=5",
         f"dataset.train={data}",
         f"dataset.eval={data}",
-        "eval.at_ends=false",
+        "eval.at_start=false",
+        "eval.at_end=false",
         "reward=[]",
         "+reward.evens.function=tests.test_train:evens",
         "output_dir=run",
@@ -454,9 +455,10 @@ def test_a_run_of_two_processes_says_which_ran_out_of_memory(tmp_path: Path) -> 
     reward = "reward.evens.function=tests.test_budget:evens_and_a_failure"
     done = [launch(tmp_path, number, "loss=dapo", reward) for number in (1, 2)]
     assert [d.returncode for d in done] == [0, 0], done
-    assert "out of memory" not in done[0].stdout
-    assert done[1].stdout.count("process 1: " + SAID.format(20)) == 1, done[1].stdout
-    assert done[1].stdout.count("out of memory") == 1
+    assert "out of memory" not in done[0].stdout + done[1].stdout
+    said = (tmp_path / "2" / "logs" / "rank-1.log").read_text()
+    assert said.count("process 1: " + SAID.format(20)) == 1, said
+    assert said.count("out of memory") == 1
     (one, weights_of_one), (two, weights_of_two) = (results(tmp_path, n) for n in (1, 2))
     for a, b in zip(one, two, strict=True):
         for key in ("loss", "grad_norm", "reward", "num_tokens"):
@@ -476,7 +478,8 @@ WIDE = {
     "model__build__hidden_size": 32,
     "model__build__intermediate_size": 4096,
     "model__build__warmup_steps": 0,
-    "eval__at_ends": False,
+    "eval__at_start": False,
+    "eval__at_end": False,
     "optimizer__learning_rate": 1e-4,
     "update__tokens_per_micro_batch": 10**6,
 }

@@ -147,7 +147,7 @@ def test_a_value_out_of_range(key: str, value: Any, expected: str) -> None:
 
 def just_outside(f: dataclasses.Field[Any]) -> Iterator[Any]:
     """Values of a knob beyond each of its bounds."""
-    meta, step = f.metadata, 1 if str(f.type).startswith("int") else 0.25
+    meta, step = f.metadata, 1 if "int" in str(f.type) else 0.25
     if meta.get("choices"):
         yield "no-such-choice"
     if meta.get("ge") is not None:
@@ -251,10 +251,10 @@ PLAIN_REINFORCE_PP = {"advantage.rule": "reinforce_pp", "advantage.baseline": "n
         ),
         (
             {"eval.every": 5},
-            "eval.every = 5: needs held-out rows; set dataset.eval, or eval.every=0.",
+            "eval.every = 5: needs held-out rows; set dataset.eval, or benchmark, or eval.every=0.",
         ),
         (
-            {"eval.num_samples": 4},
+            {"eval.num_samples": 4, "eval.temperature": 0},
             "eval.num_samples = 4: greedy completions are all the same; "
             "set eval.temperature above 0.",
         ),
@@ -393,11 +393,24 @@ def test_what_only_looks_like_a_contradiction(changes: dict[str, Any]) -> None:
     parse(recipe(**changes))
 
 
+def test_votes_need_a_reward_that_judges_answers() -> None:
+    voting = {"eval.num_samples": 4, "eval.metric": ["maj"]}
+    parse(recipe(**voting))
+    found = refused({**recipe(**voting), "reward": {"length": {}}})
+    assert "completions of the held-out rows have no final answers to vote on" in found
+    both = {"a": {"data": "a.jsonl"}, "b": {"data": "b.jsonl", "reward": "code"}}
+    assert "completions of b have no" in message(**voting, benchmark=both)
+    parse(recipe(**{**voting, "eval.metric": ["maj", "pass"]}, benchmark=both))
+    of_programs = {**voting, "eval.metric": ["maj", "pass"], "benchmark": {"b": both["b"]}}
+    assert "completions of b have no" in message(**of_programs)
+
+
 # What nothing reads.
 
 READ_IF = {key: f.metadata["read_if"] for key, f in KNOBS.items() if f.metadata.get("read_if")}
 
 SERVERS = {"generation.vllm.servers": ["http://node:8000"]}
+WITH_PROGRAMS = {"benchmark": {"own": {"data": "b.jsonl", "tir": "{question}"}}}
 
 # What must hold besides for a knob's new value to make sense.
 BESIDES: dict[str, dict[str, Any]] = {
@@ -408,6 +421,7 @@ BESIDES: dict[str, dict[str, Any]] = {
     **{k: SERVERS for k, (_, *v) in READ_IF.items() if v == ["vllm_server"]},
     "generation.vllm.transfer_folder": SERVERS,
     "generation.vllm.in_flight": SERVERS,
+    **{k: WITH_PROGRAMS for k, (other, *_) in READ_IF.items() if other == "eval.mode"},
 }
 
 
@@ -450,7 +464,8 @@ def met(key: str) -> dict[str, Any]:
     if other == "model.path":  # SOUND has one
         return {}
     value = values[0] if values else another(other)
-    return {**met(other), other: value}
+    several = str(KNOBS[other].type).startswith("list")
+    return {**met(other), other: [*value_at(DEFAULTS, other), value] if several else value}
 
 
 def unmet(key: str) -> dict[str, Any]:
@@ -460,7 +475,8 @@ def unmet(key: str) -> dict[str, Any]:
         return BUILT
     if not values:
         return {}  # off by default: asserted below
-    return {other: next(c for c in KNOBS[other].metadata["choices"] if c not in values)}
+    value = next(c for c in KNOBS[other].metadata["choices"] if c not in values)
+    return {other: [value] if str(KNOBS[other].type).startswith("list") else value}
 
 
 def test_knobs_that_depend_on_others_are_found() -> None:

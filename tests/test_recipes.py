@@ -14,7 +14,8 @@ from grpo_cli.errors import UserError
 
 FOLDER = compose.recipe_files()[0].parent
 RECIPES = [p.stem for p in compose.recipe_files()]
-GROUP_FILES = sorted(p.relative_to(FOLDER) for p in FOLDER.rglob("*.yaml") if p.parent != FOLDER)
+GROUP_FILES = sorted(p.relative_to(FOLDER) for p in FOLDER.glob("*/*.yaml"))
+PARTS = sorted(p.relative_to(FOLDER) for p in FOLDER.glob("*/*/*.yaml"))  # of choices
 # Groups whose files begin with `_defaults`, so that another choice leaves nothing behind.
 BEGIN_ANEW = {"loss": config.Loss, "advantage": config.Advantage}
 
@@ -51,7 +52,7 @@ def test_the_promised_recipes_are_there() -> None:
 
 
 def test_no_file_is_left_out() -> None:
-    assert len(list(FOLDER.rglob("*.yaml"))) == len(RECIPES) + len(GROUP_FILES) > 40
+    assert len(list(FOLDER.rglob("*.yaml"))) == len([*RECIPES, *GROUP_FILES, *PARTS]) > 40
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -144,7 +145,7 @@ def test_the_papers_settings(composed: Composed) -> None:
         (["loss=sapo", "loss.epsilon_high=null"], "loss.epsilon_high = null: is only read with"),
         (["loss.policy=sapo"], "loss.epsilon_high = 0.28: is only read with loss.policy"),
         (["advantage.k=3"], "advantage.k = 3: is only read with advantage.rule = pass_at_k"),
-        (["eval.top_p=1"], "eval.top_p = 1.0: is only read when eval.temperature is set."),
+        (["eval.top_p=1"], "eval.top_p = 1: is only read when eval.temperature is above 0."),
         (["recipe=gsm8k_qwen", "dataset.chat=false"], "dataset.system = Please"),
     ],
     ids=str,

@@ -117,6 +117,16 @@ def test_those_of_a_batch_that_do_not_fail_are_called_together(crew: Crew) -> No
     assert metrics(sheet) == {"rewards/r/errors": 1.0, "rewards/r/size": 2.0}
 
 
+def test_a_call_weighs_the_completions_that_it_saw(crew: Crew) -> None:
+    """2, 1 and 3 of six completions: a mean over calls that see one each would be the same."""
+    six = rollouts_of(*"abcdef")
+    sheet = score(crew, six[:2], r=spec("batch_without_raise"))
+    for part in (six[2:3], six[3:]):
+        sheet.add(part)
+        sheet.finish(part)
+    assert metrics(sheet)["rewards/r/size"] == pytest.approx((2 * 2 + 1 * 1 + 3 * 3) / 6)
+
+
 def test_a_time_out_is_no_error(crew: Crew) -> None:
     sheet = score(crew, rollouts_of("hang"), r=spec("does", timeout=0.5, on_error="count"))
     assert metrics(sheet) == {"rewards/r/timeouts": 1.0, "rewards/r/errors": 0.0}

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,6 +51,24 @@ def test_advantages_of_a_completion_are_those_of_its_tokens_if_steps_were_reward
     a.token_advantages = torch.tensor([3.0, 2.0, 1.0])
     assert a.advantages.tolist() == [3.0, 2.0, 1.0], "the completion's own is part of them"
     assert collate([a, b], CPU).advantages.tolist() == [[3.0, 2.0, 1.0], [2.0, 2.0, 0.0]]
+
+
+def test_tokens_that_a_tool_wrote_do_not_train() -> None:
+    a = make_rollout([5], [7, 8, 9, 2], logprobs=[-0.5, 0.0, 0.0, -1.0], reward=1.0)
+    b = make_rollout([5], [7, 8], reward=1.0)
+    a.completion = replace(a.completion, sampled=[True, False, False, True])
+    a.weight, b.weight = 0.5, 0.25
+    assert (a.loss_tokens, b.loss_tokens) == (2, 2)
+    batch = collate([a, b], CPU)
+    assert batch.loss_mask.tolist() == [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]]
+    assert batch.weights.tolist() == [[0.5, 0.0, 0.0, 0.5], [0.25, 0.25, 0.0, 0.0]]
+    assert collate([b, a], CPU).loss_mask.tolist() == batch.loss_mask.flip(0).tolist()
+    a.masked = True
+    assert a.loss_tokens == 0
+    assert collate([a, b], CPU).loss_mask[0].tolist() == [0.0] * 4
+    b.completion = replace(b.completion, sampled=[False, False])
+    assert b.loss_tokens == 0
+    assert collate([b], CPU).loss_mask.tolist() == [[0.0, 0.0]]
 
 
 def test_a_masked_rollout_has_a_reward_and_trains_on_nothing() -> None:

@@ -63,9 +63,12 @@ class Worker:
         self.secret_file = self.outside / "secret.txt"
         self.secret_file.write_text(SECRET)
         self.outside.chmod(0o700)
+        self.process = self.started()
+
+    def started(self) -> subprocess.Popen[str]:
         with self.secret_file.open() as leaked:
             os.set_inheritable(leaked.fileno(), True)
-            self.process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-c", WORKER],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -76,6 +79,9 @@ class Worker:
             )
 
     def ask(self, source: str, guards: str, seconds: float = 20.0) -> None:
+        if self.process.poll() is not None:  # a test before has done away with it
+            self.close()
+            self.process = self.started()
         assert self.process.stdin
         self.process.stdin.write(json.dumps([source, guards, seconds]) + "\n")
         self.process.stdin.flush()
@@ -83,7 +89,11 @@ class Worker:
     def answer(self) -> dict[str, Any]:
         assert self.process.stdout
         ready, _, _ = select.select([self.process.stdout], [], [], 60)
-        assert ready, "the worker did not answer"
+        if not ready:
+            doing = "\n".join(map(state, [self.process.pid, *descendants(self.process.pid)]))
+            self.process.kill()  # the next test has another
+            self.process.wait()
+            pytest.fail(f"the worker did not answer:\n{doing}")
         line = self.process.stdout.readline()
         assert line, f"the worker died: {self.process.poll()}"
         return json.loads(line)
@@ -102,6 +112,23 @@ class Worker:
 
 def pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def descendants(pid: int) -> list[int]:
+    children = [child for child in pids() if parent(child) == pid]
+    return [p for child in children for p in (child, *descendants(child))]
+
+
+def state(pid: int) -> str:
+    """What a process is at, for those who have to find out why."""
+    parts = [str(pid)]
+    for name in ("cmdline", "stat", "wchan", "syscall", "stack"):
+        try:
+            text = Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+        except OSError as error:
+            text = str(error)
+        parts.append(f"{name}: " + " ".join(text.replace("\0", " ").split())[:300])
+    return "\n  ".join(parts)
 
 
 def environment(pid: int) -> str:

@@ -265,7 +265,7 @@ def test_where_stored_completions_are_looked_for(tmp_path: Path) -> None:
     checkpoint.mkdir(parents=True)
     with pytest.raises(UserError, match="holds no completions"):
         find_completions(checkpoint)
-    evaluated = tmp_path / "eval" / "step-5" / "completions.jsonl"
+    evaluated = tmp_path / "eval" / "step-5" / "completions.parquet"
     evaluated.parent.mkdir(parents=True)
     evaluated.touch()
     assert find_completions(checkpoint) == evaluated

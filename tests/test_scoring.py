@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli import tiny
+from grpo_cli import heartbeat, tiny
 from grpo_cli.config import Build, Reward
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.registry import STANDARD, Signature, TrainerState, known, resolve, shipped
@@ -327,6 +327,24 @@ def test_none_leaves_a_function_out_and_nothing_but_none_gives_nan() -> None:
     assert rewards[1] == 1.0
     assert math.isnan(alone[0].outcome)
     assert [r.loss_tokens for r in alone] == [0, 2]
+
+
+def tells_it_to_end(completions: list[str]) -> list[float]:
+    SEEN.append({"called": "first"})
+    heartbeat.leave = lambda: True
+    return [1.0] * len(completions)
+
+
+def test_a_run_may_leave_between_two_functions() -> None:
+    SEEN.clear()
+    sheet, one = scorer({"first": "tells_it_to_end", "second": "sees"}).begin(), rollout()
+    sheet.add([one])
+    try:
+        with pytest.raises(heartbeat.Leave):
+            sheet.finish([one])
+    finally:
+        heartbeat.leave = None
+    assert SEEN == [{"called": "first"}]
 
 
 def test_scoring_nothing_calls_nothing() -> None:

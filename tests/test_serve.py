@@ -19,7 +19,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from rich.console import Console
 
-from grpo_cli import cli, parsing, prepare, run, serve, serve_log, tiny
+from grpo_cli import build, cli, parsing, prepare, serve, serve_log, tiny
 from grpo_cli.compose import register_schema
 from grpo_cli.config import Recipe
 from grpo_cli.errors import UserError
@@ -378,16 +378,18 @@ def test_the_words_that_train(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_built_model_is_that_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_CACHE", str(tmp_path / "cache"))
-    build = ["model.build.hidden_size=32", "model.build.num_layers=1", "model.build.warmup_steps=2"]
-    recipe = composed("arithmetic_tiny", *build, f"output_dir={tmp_path}/out")
+    small = ["model.build.hidden_size=32", "model.build.num_layers=1", "model.build.warmup_steps=2"]
+    recipe = composed("arithmetic_tiny", *small, f"output_dir={tmp_path}/out")
     assert planned(recipe=recipe).path == ""
     folder = serve.build_model(recipe)
     assert folder.parent == tmp_path / "cache" / "tiny"
     monkeypatch.delattr(tiny, "make_model")  # it is found, not made
     prepared = prepare.for_training(recipe)
     try:
-        alone: Any = SimpleNamespace(main_first=nullcontext, console=Console(quiet=True))
-        run.load_policy(prepared, alone, alone)
+        alone: Any = SimpleNamespace(
+            is_main=True, in_step=False, main_first=nullcontext, console=Console(quiet=True)
+        )
+        build.load_policy(prepared, alone, alone)
     finally:
         prepared.scorer.crew.close()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_cli import config, folders, parsing, prepare, run, train
+from grpo_cli import build, config, folders, parsing, prepare, run, train
 from grpo_cli.clock import Clock
 from grpo_cli.collect import collect
 from grpo_cli.errors import TrainingError
@@ -22,6 +22,7 @@ from grpo_cli.rollouts import collate
 from grpo_cli.sampling import Sampling
 from grpo_cli.survey import fill_old_logprobs, fill_ref_logprobs, select_tokens
 from grpo_cli.tally import Tally
+from grpo_cli.work import Work
 
 CPU = torch.device("cpu")  # not conftest's: other processes import this file for its rewards
 GREEDY = Sampling(max_tokens=6, temperature=0)
@@ -79,7 +80,7 @@ def evens(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
 
 
 def built(folder: Path, **changes: Any) -> run.Run:
-    return run.build(prepare.for_training(recipe(folder, **changes)), ["grpo", "train"])
+    return build.build(prepare.for_training(recipe(folder, **changes)), ["grpo", "train"])
 
 
 def trained(folder: Path, **changes: Any) -> run.Run:
@@ -99,8 +100,19 @@ def weights(live: run.Run) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in live.policy.parameters()])
 
 
-def one_update(live: run.Run) -> tuple[list[torch.Tensor], dict[str, float]]:
-    """Gradients (kept, by an optimizer that does nothing) and metrics of a step's first update."""
+Update = tuple[list[torch.Tensor], dict[str, float]]
+
+
+def one_update(live: run.Run) -> Update:
+    """As `updated` of a run that is not needed any more."""
+    try:
+        return updated(live)
+    finally:
+        live.close()
+
+
+def updated(live: run.Run) -> Update:
+    """Gradients (kept, by an optimizer that does nothing) and metrics of a step's updates."""
     step = collect(live, live.recipe, Clock(CPU))
     rollouts = [r for g in step.groups for r in g.rollouts]
     if live.reference is not None:
@@ -111,7 +123,7 @@ def one_update(live: run.Run) -> tuple[list[torch.Tensor], dict[str, float]]:
         p.grad.clone() for p in live.policy.parameters()
     )
     return gradients, train.update(
-        live, live.recipe, step.groups, list(step.whole_step), 0, Clock(CPU)
+        live, live.recipe, Work(step), list(step.whole_step), 0, Clock(CPU)
     )
 
 
@@ -136,7 +148,8 @@ def test_micro_batches_leave_the_gradient_alone(tmp_path: Path, loss: dict[str, 
 
 def test_groups_without_signal_are_measured_without_a_backward(tmp_path: Path) -> None:
     live = built(tmp_path)
-    groups = collect(live, live.recipe, Clock(CPU)).groups
+    step = collect(live, live.recipe, Clock(CPU))
+    groups = step.groups
     rollouts = [r for g in groups for r in g.rollouts]
     for i, r in enumerate(rollouts):
         r.reward, r.advantage = 1.0, float(i % 3 - 1)  # a third of them 0
@@ -156,7 +169,7 @@ def test_groups_without_signal_are_measured_without_a_backward(tmp_path: Path) -
     )
     live.recipe.optimizer.max_grad_norm = 1e9
     positions = [g.position for g in groups]
-    entropy = train.update(live, live.recipe, groups, positions, 0, Clock(CPU))["entropy"]
+    entropy = train.update(live, live.recipe, Work(step), positions, 0, Clock(CPU))["entropy"]
     live.close()
     assert entropy == pytest.approx(tally.reduced(live.workers).figures["entropy"], rel=1e-5)
     for a, b in zip(expected, found, strict=True):

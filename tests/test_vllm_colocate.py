@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from grpo_cli.config import Tools
 from grpo_cli.distributed import Workers
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.sampling import Sampling, log_distribution
+from grpo_cli.tools import ToolGenerator
 from tests.vllm_engines import (
     PROMPTS,
     SAMPLING,
@@ -203,8 +206,6 @@ def test_structured_outputs(
     monkeypatch: pytest.MonkeyPatch,
     structured: dict[str, Any],
 ) -> None:
-    import re
-
     monkeypatch.setattr(engine, "structured", structured)
     groups = engine.generate(PROMPTS[:3], 2, Sampling(80, temperature=0.7), SEEDS[:3])
     ended = [c for g in groups for c in g if c.finish_reason == "stop"]
@@ -223,6 +224,31 @@ def test_structured_outputs(
             )
         else:
             assert json.loads(text) in ({"a": 1}, {"a": 2})
+
+
+def test_programs_are_run_between_two_calls_of_the_engine(
+    engine: ColocatedGenerator,
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each piece has to be the program, whatever the model would say; the tool writes the rest."""
+    written = "```python\nprint(6 * 7)\n```\n"
+    monkeypatch.setattr(engine, "structured", {"regex": re.escape(written)})
+    tools = Tools(max_calls=1, seconds=20.0)
+    generator = ToolGenerator(engine, tokenizer, tools)
+    try:
+        groups = generator.generate(PROMPTS[:3], 2, Sampling(100), SEEDS[:3])
+    finally:
+        generator.stop()
+    shown = "```output\n42\n```\n"
+    for c in (c for g in groups for c in g):
+        text = tokenizer.decode(c.ids, skip_special_tokens=True)
+        assert text == written + shown + written, "after the last call it goes on to its end"
+        assert (c.tool_calls, c.tool_errors, c.finish_reason) == (1, 0, "stop")
+        assert c.sampled is not None
+        of_tool = [i for i, is_sampled in zip(c.ids, c.sampled, strict=True) if not is_sampled]
+        assert tokenizer.decode(of_tool) == shown
 
 
 def test_a_head_that_stays_behind_is_found(

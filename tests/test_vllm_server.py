@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from grpo_cli import vllm_client, vllm_server
+from grpo_cli import heartbeat, vllm_client, vllm_server
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generators import make_generator
 from grpo_cli.rollouts import Completion, Prompt
@@ -272,7 +272,7 @@ def test_prompts_of_a_server_that_an_update_has_lost_go_to_the_others(
     fakes: list[FakeVllm], model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be up, and hold on to what it was asked."""
-    monkeypatch.setattr(vllm_server, "PROBE", 0.02)
+    monkeypatch.setattr(vllm_server, "BEAT", 0.02)
     generator = generator_for(fakes, model, in_flight=True, request_timeout=1000.0)
     generator.update_weights(model, 0)
     bad, begun = fakes[0], threading.Barrier(6 + 1, timeout=30)  # its share, and this test
@@ -780,4 +780,32 @@ def test_a_thread_of_its_own_can_sample(fakes: list[FakeVllm], model: PreTrained
     assert both([0, 1], lambda _: generated(generator)) == [expected(), expected()]
     with pytest.raises(RuntimeError):
         asyncio.get_running_loop()
+    generator.close()
+
+
+def test_a_run_leaves_what_servers_are_sampling(
+    fakes: list[FakeVllm], model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server, "BEAT", 0.02)
+    generator = generator_for(fakes, model)
+    generator.update_weights(model, 0)
+    for fake in fakes:
+        fake.faults[GENERATE] = fake.hang
+    asked = 0
+
+    def leave() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 5
+
+    monkeypatch.setattr(heartbeat, "leave", leave)
+    with pytest.raises(heartbeat.Leave):
+        generated(generator)
+    assert asked == 6
+    assert not any(generator.load.rows.values()), "nothing is being asked any more"
+    for fake in fakes:
+        del fake.faults[GENERATE]
+    # What is begun ahead, in a thread, is nothing to leave for.
+    assert both([0], lambda _: generated(generator)) == [expected()]
+    assert asked == 6
     generator.close()

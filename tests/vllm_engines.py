@@ -172,7 +172,13 @@ def grpo_train(
     command = [sys.executable, "-m"]
     if processes > 1:
         command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
-    command += ["grpo_cli.cli", "train", "recipe=arithmetic_tiny", "eval.at_ends=false"]
+    command += [
+        "grpo_cli.cli",
+        "train",
+        "recipe=arithmetic_tiny",
+        "eval.at_start=false",
+        "eval.at_end=false",
+    ]
     command += ["overwrite=true", "log.plots=false", *words]
     environment = {**os.environ, **CPU, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)

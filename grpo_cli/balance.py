@@ -1,0 +1,63 @@
+"""Work divided over processes: whole groups, by what each is expected to take. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+UNEVEN = 1.03  # of the mean: below that the busiest process is left as it is
+
+
+def minibatch_of(positions: Iterable[int], minibatches: int) -> dict[int, int]:
+    """The minibatch of each group: stretches of about the same number, in the order of positions.
+
+    So what is trained on together does not depend on the number of processes.
+    """
+    in_order = sorted(positions)
+    return {p: place * minibatches // len(in_order) for place, p in enumerate(in_order)}
+
+
+def divided(works: Sequence[float], size: int) -> list[list[int]]:
+    """Indices of `works` for each of `size` processes, so that their sums are about the same.
+
+    The largest first, each to whoever has least (Graham 1969: at most 4/3 of the best division);
+    among equals to whoever has fewest, then to the first.
+    """
+    parts: list[list[int]] = [[] for _ in range(size)]
+    sums = [0.0] * size
+    for i in sorted(range(len(works)), key=lambda i: -works[i]):
+        least = min(range(size), key=lambda r: (sums[r], len(parts[r]), r))
+        parts[least].append(i)
+        sums[least] += works[i]
+    return [sorted(part) for part in parts]
+
+
+def moves(owners: Mapping[int, int], works: Mapping[int, float], size: int) -> dict[int, int]:
+    """Where groups go so that no process has much more to do than the others.
+
+    Args:
+        owners: the process of each group, by its position. works: what each group takes.
+
+    Returns:
+        The new process of each group that moves: as few as it takes.
+    """
+    sums = [0.0] * size
+    own: list[set[int]] = [set() for _ in range(size)]
+    for position, rank in owners.items():
+        sums[rank] += works[position]
+        own[rank].add(position)
+    mean, moved = sum(sums) / size, dict[int, int]()
+    for _ in range(len(owners)):
+        most = max(range(size), key=lambda r: (sums[r], -r))
+        least = min(range(size), key=lambda r: (sums[r], r))
+        gap = sums[most] - sums[least]
+        # What is smaller than the gap brings the larger of the two down; half of it the most.
+        fitting = [p for p in own[most] if 0 < works[p] < gap]
+        if sums[most] <= UNEVEN * mean or not fitting:
+            break
+        best = min(fitting, key=lambda p: (abs(works[p] - gap / 2), p))
+        own[most].remove(best)
+        own[least].add(best)
+        sums[most] -= works[best]
+        sums[least] += works[best]
+        moved[best] = least
+    return {p: rank for p, rank in moved.items() if owners[p] != rank}

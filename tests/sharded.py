@@ -1,0 +1,719 @@
+"""Cases of a model divided over processes, for test_sharding.py and test_gathering.py.
+
+Each case is called on every process. As a program, all of them for one number of processes:
+
+    torchrun --nproc-per-node 2 tests/sharded.py FOLDER
+
+It writes the name of each case that went well to FOLDER/done, and ends with the first that did not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import os
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from grpo_cli import attention, budget, policy, sharding, survey, tiny
+from grpo_cli import run as runs
+from grpo_cli.config import Distributed, Model, Recipe
+from grpo_cli.distributed import Workers
+from grpo_cli.gathering import GatheringGenerator
+from grpo_cli.generation import TransformersGenerator
+from grpo_cli.likelihood import Likelihood, Way, bytes_per_token
+from grpo_cli.linear_logprobs import Head
+from grpo_cli.packing import length
+from grpo_cli.rollouts import Completion, Prompt, Rollout
+from grpo_cli.sampling import Sampling
+from grpo_cli.weights import Weights, whole
+from tests.conftest import BUILD
+from tests.fake_vllm import FakeVllm, recipe_for, serving
+from tests.test_architectures import Family, make
+from tests.test_generation import MANY_EOS, PROMPTS, SEEDS, same
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+TOKENIZER = tiny.make_tokenizer(BUILD, [])
+CHUNKED = Way(packed=False, chunked=True)
+Case = Callable[[Workers], None]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+# What cases are made of.
+
+
+def make_model(seed: int = 0, *, tied: bool = True, layers: int = 2) -> PreTrainedModel:
+    """The same on every process that gives the same seed."""
+    build = copy.copy(BUILD)
+    build.num_layers = layers
+    torch.manual_seed(seed)
+    model = tiny.make_model(build, TOKENIZER)
+    if not tied:
+        config = copy.deepcopy(model.config)
+        config.tie_word_embeddings = False
+        untied = type(model)(config)
+        untied.generation_config = model.generation_config
+        return untied
+    return model
+
+
+def divided(model: PreTrainedModel, *, half: bool = False, reshard: bool = True) -> PreTrainedModel:
+    return sharding.shard(copy.deepcopy(model), CPU, half=half, reshard_after_forward=reshard)
+
+
+def make_rollouts(number: int = 8, longest: int = 9, vocabulary: int = 200) -> list[Rollout]:
+    """Of a prompt two each, of any lengths."""
+    random = torch.Generator().manual_seed(number)
+
+    def ids(n: int) -> list[int]:
+        return torch.randint(3, vocabulary, (n,), generator=random).tolist()
+
+    found = []
+    for row in range(-(-number // 2)):
+        prompt = Prompt(row, ids(1 + row % 4), "", {})
+        for j in range(2):
+            n = 2 + (3 * row + 2 * j) % (longest - 1)
+            found.append(Rollout(prompt, Completion(ids(n), [0.0] * n, "stop"), ""))
+    return found[:number]
+
+
+def weighted(rollouts: Sequence[Rollout], logprobs: Tensor) -> Tensor:
+    """A sum with a weight of its own for each token."""
+    total = logprobs.sum() * 0
+    for row, r in zip(logprobs, rollouts, strict=True):
+        n = len(r.completion.ids)
+        total = total + (row[:n] * (torch.tensor(r.completion.ids) % 7 - 2)).sum()
+    return total
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Of the whole model, by name; every process calls it."""
+    named = [(n, p) for n, p in model.named_parameters() if p.grad is not None]
+    return {n: whole(p.grad).detach().clone() for n, p in named if p.grad is not None}
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> None:
+    """Gradients, each relative to its largest element."""
+    assert found.keys() == expected.keys()
+    assert len(found) > 3
+    for name, tensor in expected.items():
+        scale = tensor.abs().max().item()
+        apart = (found[name] - tensor).abs().max().item()
+        assert scale > 0, f"{name}: nothing to compare"
+        assert apart <= relative * scale, f"{name}: {apart / scale:.1e}"
+
+
+def assert_only_shards(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        assert isinstance(p, DTensor), f"{name} is whole"
+        rows = -(-p.shape[0] // dist.get_world_size())
+        assert p.to_local().shape[0] <= rows, f"{name}: {p.to_local().shape} of {p.shape}"
+
+
+def bare_run(
+    workers: Workers, likelihood: Likelihood, tokens: int | None, **settings: Any
+) -> runs.Run:
+    """What computes rollouts, and no more of a run."""
+    absent = ("folder", "tokenizer", "generator", "scorer", "stream", "evaluator", "reporter",
+              "lock", "checkpointer", "reference_likelihood")  # fmt: skip
+    known = dict.fromkeys(absent) | {"reference": None, "recipe": Recipe()} | settings
+    return runs.Run(
+        workers=workers,
+        policy=likelihood.model,
+        likelihood=likelihood,
+        budget=budget.Budget(tokens, print, in_step=workers.in_step),
+        optimizer=torch.optim.SGD(likelihood.model.parameters()),
+        stop=cast(Any, SimpleNamespace(is_told=False)),
+        **cast(Any, known),
+    )
+
+
+def without(function: Callable[[], object]) -> BaseException | None:
+    """What a function raises."""
+    try:
+        function()
+    except Exception as error:
+        return error
+    return None
+
+
+# Sharding.
+
+
+def loaded(workers: Workers, tied: bool) -> PreTrainedModel:
+    """As a run loads it: whole on the main process, a structure on the others."""
+    folder: list[Any] = [None]
+    if workers.is_main:
+        folder[0] = tempfile.mkdtemp(prefix="grpo-sharded-")
+        make_model(5, tied=tied).save_pretrained(folder[0])
+        TOKENIZER.save_pretrained(folder[0])
+    dist.broadcast_object_list(folder, 0)
+    model, _ = policy.load(Model(path=folder[0]), folder[0], weights=workers.is_main)
+    workers.barrier()
+    if workers.is_main:
+        for file in Path(folder[0]).iterdir():
+            file.unlink()
+        Path(folder[0]).rmdir()
+    return model
+
+
+def has_the_main_processs_weights(workers: Workers, tied: bool) -> None:
+    model = loaded(workers, tied)
+    metas = {t.is_meta for t in (*model.parameters(), *model.buffers())}
+    assert metas == {not workers.is_main}, "only the main process has weights"
+    assert len(list(model.buffers())) > 0, "rotary tables, which no checkpoint holds"
+    model.register_buffer("kept", torch.full((3,), float(workers.rank + 1)))
+    model.register_buffer("none", None)
+    model.base_model.layers[0].mlp.register_buffer(
+        "table", torch.tensor([workers.rank]), persistent=False
+    )
+    model.base_model.layers[1].requires_grad_(False)
+    model.base_model.norm.requires_grad_(False)
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    sharding.shard(model, CPU, half=False, reshard_after_forward=True)
+    expected = make_model(5, tied=tied)
+    assert_only_shards(model)
+    assert sharding.is_sharded(model)
+    assert not sharding.is_sharded(expected)
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == trained
+    head = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert head == tied
+    named = dict(model.named_parameters())
+    assert list(named) == [n for n, _ in expected.named_parameters()]
+    held = 0
+    for name, p in expected.named_parameters():
+        assert torch.equal(whole(named[name].detach()), p), name
+        held += cast(DTensor, named[name]).to_local().numel()
+    total = workers.sum({"held": float(held)})["held"]
+    assert total == sum(p.numel() for p in expected.parameters()), "each weight once"
+    assert model.kept.tolist() == [1, 1, 1]
+    assert model.base_model.layers[0].mlp.table.tolist() == [0]
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    assert not any(b.is_meta for b in model.buffers())
+    layers = sharding.layers(model)
+    assert [*map(id, layers)] == [*map(id, model.base_model.layers)]
+    assert all(isinstance(layer, FSDPModule) for layer in layers)
+    # And it computes with them.
+    rollouts = make_rollouts()
+    with policy.inference(model), policy.inference(expected):
+        found, _ = Likelihood(model, packed=False)(rollouts, 1.0)
+        torch.testing.assert_close(found, Likelihood(expected, packed=False)(rollouts, 1.0)[0])
+
+
+@case
+def tied_model_is_the_main_processs(workers: Workers) -> None:
+    has_the_main_processs_weights(workers, tied=True)
+
+
+@case
+def untied_model_is_the_main_processs(workers: Workers) -> None:
+    has_the_main_processs_weights(workers, tied=False)
+
+
+@case
+def ddp_gives_every_process_the_main_processs_weights(workers: Workers) -> None:
+    model = make_model(workers.rank)
+    alone = Workers("cpu", config=Distributed(strategy="ddp"))
+    assert not alone.in_step
+    alone.place(model)
+    for name, p in make_model(0).named_parameters():
+        assert torch.equal(model.get_parameter(name), p), name
+
+
+@case
+def parts_are_whole_within_and_there_alone(workers: Workers) -> None:
+    plain = make_model()
+    model = divided(plain)
+    ids = torch.tensor([[5, 6, 7]])
+
+    def logits() -> Tensor:
+        hidden = model.base_model(ids).last_hidden_state
+        weight = Head.of(model).weight
+        assert not isinstance(weight, DTensor)
+        return hidden @ weight.T
+
+    with torch.no_grad():
+        error = without(lambda: model.get_input_embeddings()(ids))
+        assert "mixed torch.Tensor and DTensor" in str(error), error
+        torch.testing.assert_close(sharding.within(model, logits), plain(ids).logits)
+        assert sharding.within(plain, lambda: 3) == 3
+        assert any(not isinstance(p, DTensor) for p in model.parameters()), "the head is kept"
+        sharding.rest(model)
+    assert_only_shards(model)
+
+
+@case
+def only_shards_are_left_after_passes_without_backward(workers: Workers) -> None:
+    rollouts = make_rollouts()
+    for reshard in (True, False):
+        for chunked in (True, False):
+            model = divided(make_model(), reshard=reshard)
+            likelihood = Likelihood(model, chunked=chunked, agree=workers.first)
+            with torch.no_grad():
+                likelihood(rollouts, 1.0)
+            assert_only_shards(model)
+            likelihood.check(rollouts, 1.0)
+            assert_only_shards(model)
+            assert likelihood.way == Way(packed=True, chunked=chunked)
+            assert all(p.grad is None for p in model.parameters()), "a check leaves no gradient"
+            measured = bytes_per_token(likelihood, rollouts, 1.0)
+            whole_one = Likelihood(make_model(), chunked=chunked)
+            whole_one.check(rollouts, 1.0)
+            expected = bytes_per_token(whole_one, rollouts, 1.0)
+            assert abs(measured / expected - 1) < 0.02, (measured, expected)
+            assert_only_shards(model)
+            # And a backward after all that is what it should be.
+            own = rollouts[workers.rank :: workers.size]
+            weighted(own, likelihood(own, 1.0)[0]).backward()
+            assert_near(gradients(model), summed(make_model(), rollouts), 1e-5)
+            assert_only_shards(model)
+
+
+def summed(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+    """Gradients of one process that has all rollouts, computed plainly."""
+    likelihood = Likelihood(model, packed=False, chunked=False)
+    weighted(rollouts, likelihood(rollouts, 1.0)[0]).backward()
+    return gradients(model)
+
+
+@case
+def gradients_are_sums_in_float32(workers: Workers) -> None:
+    """Of micro-batches and of processes; each has its own number of tokens."""
+    rollouts = make_rollouts(4 * workers.size)
+    expected = summed(make_model(), rollouts)
+    for how in ({}, {"reshard": False}):
+        model = divided(make_model(), **how)
+        likelihood = Likelihood(model, agree=workers.first)
+        own = rollouts[workers.rank :: workers.size]
+        for micro in (own[:1], own[1:]):
+            weighted(micro, likelihood(micro, 1.0)[0]).backward()
+        assert_near(gradients(model), expected, 1e-5)
+
+
+@case
+def gradient_norm_is_of_all_and_bounds_all(workers: Workers) -> None:
+    rollouts = make_rollouts()
+    plain = make_model()
+    summed(plain, rollouts)
+    model = divided(make_model())
+    own = rollouts[workers.rank :: workers.size]
+    weighted(own, Likelihood(model)(own, 1.0)[0]).backward()
+    norm = sharding.norm_of(plain.parameters(), 0.5)
+    assert norm > 5, "something is cut"
+    assert abs(sharding.norm_of(model.parameters(), 0.5) / norm - 1) < 1e-5
+    assert_near(gradients(model), gradients(plain), 1e-4)
+    after = sum(float(g.square().sum()) for g in gradients(model).values()) ** 0.5
+    assert abs(after - 0.5) < 1e-3
+
+
+@case
+def checkpointing_computes_a_layer_again_and_the_same(workers: Workers) -> None:
+    rollouts = make_rollouts()
+    expected = summed(make_model(), rollouts)
+    for reshard in (True, False):
+        model = divided(make_model(), reshard=reshard)
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        calls: list[int] = []
+        for layer in model.base_model.layers:
+            layer.mlp.register_forward_pre_hook(lambda *a, calls=calls: calls.append(1))
+        own = rollouts[workers.rank :: workers.size]
+        likelihood = Likelihood(model)
+        logprobs = likelihood(own, 1.0)[0]
+        once = len(calls)
+        weighted(own, logprobs).backward()
+        assert (once, len(calls)) == (2, 4), "each layer's activations twice"
+        assert_near(gradients(model), expected, 1e-5)
+        assert bytes_per_token(likelihood, rollouts, 1.0) > 0
+        assert model.is_gradient_checkpointing
+        assert_only_shards(model)
+
+
+@case
+def half_is_near_and_what_is_kept_is_float32(workers: Workers) -> None:
+    rollouts = make_rollouts()
+    plain = make_model()
+    with torch.no_grad():
+        exact, _ = Likelihood(plain, packed=False, chunked=False)(rollouts, 1.0)
+    expected = summed(plain, rollouts)
+    model = divided(make_model(), half=True)
+    halves = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    likelihood = Likelihood(model, autocast=halves, agree=workers.first, say=refuse)
+    seen: set[torch.dtype] = set()
+    model.base_model.layers[0].mlp.up_proj.register_forward_pre_hook(
+        lambda module, args: seen.add(module.weight.dtype)
+    )
+    likelihood.check(rollouts, 1.0)
+    own = rollouts[workers.rank :: workers.size]
+    logprobs, _ = likelihood(own, 1.0)
+    assert logprobs.dtype == torch.float32
+    there = exact[workers.rank :: workers.size][:, : logprobs.shape[1]]
+    apart = (logprobs - there).abs().max().item()
+    assert 0 < apart < 0.05, apart
+    weighted(own, logprobs).backward()
+    assert seen == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    found = gradients(model)
+    assert {g.dtype for g in found.values()} == {torch.float32}
+    both = [torch.cat([g[n].flatten() for n in expected]) for g in (found, expected)]
+    relative = ((both[0] - both[1]).norm() / both[1].norm()).item()
+    assert 0 < relative < 0.05, relative
+    assert_only_shards(model)
+
+
+def refuse(text: str) -> None:
+    raise AssertionError(text)
+
+
+@case
+def other_models_are_right_by_the_way_that_all_agree_on(workers: Workers) -> None:
+    no_heads = ("num_key_value_heads", "head_dim")
+    families = [
+        # An attention that is not known: rows are padded.
+        Family("falcon", CHUNKED, changed={"alibi": False}, without=no_heads),
+        Family("gemma2", CHUNKED),  # what it asks of attention shows in the check
+        Family("mistral", CHUNKED, changed={"sliding_window": 4}),
+        Family("gpt2", without=(*no_heads, "intermediate_size")),
+        Family("mixtral", changed={"num_local_experts": 4, "num_experts_per_tok": 2}),
+        Family("mamba", CHUNKED, without=(*no_heads, "num_attention_heads")),
+    ]
+    rollouts = make_rollouts(8, 9, vocabulary=90)
+    for family in families:
+        # Grouped products of experts have no float64, and Mamba's scan is in float32 anyway.
+        narrow = family.model_type in ("mixtral", "mamba")
+        dtype = torch.float32 if narrow else torch.float64
+        expected = summed(make(family).to(dtype), rollouts)
+        model = divided(make(family).to(dtype))
+        assert len(sharding.layers(model)) == 2, family
+        said: list[str] = []
+        likelihood = Likelihood(model, agree=workers.first, say=said.append)
+        # The first rollouts of the main process; the others have none.
+        bare = bare_run(workers, likelihood, 10**6)
+        bare.get_ready(Recipe(), rollouts if workers.is_main else [])
+        assert likelihood.checked
+        assert likelihood.way == family.way, (family, said)
+        assert len(said) == (family.way == CHUNKED), said
+        own = rollouts[workers.rank :: workers.size]
+        weighted(own, likelihood(own, 1.0)[0]).backward()
+        assert_near(gradients(model), expected, 1e-4 if narrow else 1e-5)
+
+
+@case
+def an_objection_of_one_process_is_everyones(workers: Workers) -> None:
+    rollouts = make_rollouts()
+    model = divided(make_model())
+    said: list[str] = []
+    likelihood = Likelihood(model, agree=workers.first, say=said.append)
+    attend = attention.Layout.attend
+    last = workers.rank == workers.size - 1
+
+    def wrong(self: Any, *args: Any) -> Tensor:
+        out: Tensor = attend(self, *args)
+        return out * 1.5 if last else out
+
+    attention.Layout.attend = wrong  # type: ignore[method-assign]
+    try:
+        likelihood.check(rollouts, 1.0)
+    finally:
+        attention.Layout.attend = attend  # type: ignore[method-assign]
+    assert likelihood.way == CHUNKED
+    assert said == workers.gather(said)[0]
+    assert " differ by " in said[0]
+
+
+# What runs do in step.
+
+
+@case
+def everyone_makes_as_many_passes_as_the_one_with_most(workers: Workers) -> None:
+    plain = make_model()
+    every = make_rollouts(10)
+    last = workers.size - 1
+    shares = {rank: every[rank::last] for rank in range(last)} | {last: []}  # the last one idles
+    own = shares[workers.rank]
+    model = divided(plain)
+    bare = bare_run(workers, Likelihood(model, agree=workers.first), tokens=12)
+    found = survey.logprobs_of(bare, Recipe(), bare.likelihood, own, entropy=True)
+    assert sorted(id(seen.rollout) for seen in found) == sorted(map(id, own)), "no filler"
+    with torch.no_grad():
+        for seen in found:
+            true, entropies = Likelihood(plain, packed=False)([seen.rollout], 1.0, entropy=True)
+            assert entropies is not None
+            torch.testing.assert_close(seen.logprobs, true[0])
+            torch.testing.assert_close(seen.entropies, entropies[0])
+    numbers = workers.gather(sum(1 for _ in bare.micro_batches(bare.likelihood, own, 12)))
+    needed = [len(list(bare.likelihood.micro_batches(shares[r], 12))) for r in shares]
+    assert numbers == [max(needed)] * workers.size
+    assert needed[last] == 0 < max(needed)
+    assert_only_shards(model)
+
+
+@case
+def all_give_up_what_one_processs_rollouts_are_too_long_for(workers: Workers) -> None:
+    family = Family("mistral", changed={"sliding_window": 12})
+    plain, model = make(family), divided(make(family))
+    said: list[str] = []
+    bare = bare_run(workers, Likelihood(model, agree=workers.first, say=said.append), tokens=10**6)
+    short = make_rollouts(4, 5, vocabulary=90)
+    survey.logprobs_of(bare, Recipe(), bare.likelihood, short)
+    assert bare.likelihood.way.packed
+    long = make_rollouts(10, 20, vocabulary=90)
+    assert max(map(length, short)) < 12 < max(map(length, long))
+    own = long if workers.rank == workers.size - 1 else short[: 2 * workers.rank]
+    found = survey.logprobs_of(bare, Recipe(), bare.likelihood, own)
+    assert len(found) == len(own)
+    with torch.no_grad():
+        for seen in found:
+            true, _ = Likelihood(plain, packed=False)([seen.rollout], 1.0)
+            torch.testing.assert_close(seen.logprobs, true[0], rtol=1e-3, atol=1e-4)
+    assert bare.likelihood.way == CHUNKED
+    (note,) = said
+    assert "its attention sees 12 tokens and no more" in note
+    survey.logprobs_of(bare, Recipe(), bare.likelihood, own)
+    assert len(said) == 1, "it is given up once"
+
+
+@case
+def micro_batches_are_as_large_as_the_fullest_process_has_room_for(workers: Workers) -> None:
+    model = divided(make_model())
+    bare = bare_run(workers, Likelihood(model, agree=workers.first), tokens=None)
+    fit = runs.tokens_that_fit
+    kept: list[float] = []
+
+    def fitting(model: Any, device: Any, bytes_per_token: float, **_: Any) -> int:
+        kept.append(bytes_per_token)
+        return 4096 >> workers.rank
+
+    runs.tokens_that_fit = fitting  # type: ignore[assignment]
+    try:
+        # The last process alone has rollouts, and the others measure on the same.
+        last = workers.rank == workers.size - 1
+        bare.get_ready(Recipe(), make_rollouts() if last else [])
+    finally:
+        runs.tokens_that_fit = fit
+    assert bare.budget.tokens == 4096 >> (workers.size - 1)
+    assert len(set(workers.gather(kept[0]))) == 1 == len(kept)
+    assert_only_shards(model)
+
+
+@case
+def room_is_left_for_what_this_process_keeps(workers: Workers) -> None:
+    """And not for the gradients and moments of the whole model."""
+    plain = make_model()
+    model = divided(plain)
+    of_all = sum(p.numel() * p.element_size() for p in plain.parameters())
+    own = sum(cast(DTensor, p).to_local().nbytes for p in model.parameters())
+    assert own < of_all
+    free = budget.free_memory
+    try:
+        # So little that the whole model's would leave nothing at all.
+        budget.free_memory = lambda device: 3 * own + 2048 * 10
+        for is_empty, room in ((True, 2048 * 10), (False, 3 * own + 2048 * 10)):
+            found = budget.tokens_that_fit(model, CPU, 10.0, optimizer_is_empty=is_empty)
+            fitting = int(budget.SHARE * room / 10)
+            assert fitting > 2 * budget.SMALLEST
+            assert found == min(1 << fitting.bit_length() - 1, budget.LARGEST["cpu"])
+    finally:
+        budget.free_memory = free
+
+
+# Whole weights for an engine.
+
+
+@case
+def a_skeleton_is_filled_and_emptied(workers: Workers) -> None:
+    for tied in (True, False):
+        plain = make_model(3, tied=tied)
+        model = divided(plain)
+        skeleton = policy.skeleton(model)
+        assert type(skeleton) is type(plain)
+        assert not skeleton.training
+        assert all(p.is_meta and not p.requires_grad for p in skeleton.parameters())
+        for dtype in (torch.bfloat16, torch.float32):
+            sharding.fill(skeleton, model, dtype)
+            for name, p in plain.named_parameters(remove_duplicate=False):
+                own = skeleton.get_parameter(name)
+                assert type(own) is nn.Parameter, name
+                assert not own.requires_grad
+                assert own.dtype == dtype
+                assert torch.equal(own, p.to(dtype)), name
+            for name, buffer in plain.named_buffers():
+                assert torch.equal(skeleton.get_buffer(name), buffer), name
+            head, embedding = skeleton.get_output_embeddings(), skeleton.get_input_embeddings()
+            assert (head.weight is embedding.weight) == tied
+            if dtype == torch.float32:
+                ids = torch.tensor([[5, 6, 7]])
+                assert torch.equal(skeleton(ids).logits, plain(ids).logits)
+            held = [weakref.ref(p.untyped_storage()) for p in skeleton.parameters()]
+            shapes = {n: (p.shape, p.dtype) for n, p in skeleton.named_parameters()}
+            del own, head, embedding
+            sharding.empty(skeleton)
+            gc.collect()
+            assert all(ref() is None for ref in held), "the whole weights are gone"
+            assert all(p.is_meta and not p.requires_grad for p in skeleton.parameters())
+            assert {n: (p.shape, p.dtype) for n, p in skeleton.named_parameters()} == shapes
+        assert_only_shards(model)
+
+
+@case
+def every_weight_passes_whole_on_every_process(workers: Workers) -> None:
+    for tied in (True, False):
+        plain = make_model(2, tied=tied)
+        model = divided(plain)
+        weights = Weights(model)
+        assert weights.infos() == Weights(plain).infos()
+        for (name, tensor), (other, expected) in zip(weights, Weights(plain), strict=True):
+            assert name == other
+            assert not isinstance(tensor, DTensor)
+            assert torch.equal(tensor, expected), name
+
+
+@case
+def servers_get_the_whole_weights(workers: Workers) -> None:
+    from grpo_cli.generators import make_generator
+    from grpo_cli.vllm_server import ServerGenerator
+
+    plain = make_model(2)
+    model = divided(plain)
+    fakes = []
+    if workers.is_main:
+        config = plain.config.get_text_config().to_dict()
+        fakes = [FakeVllm(config), FakeVllm(config, workers=2)]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(serving(*fakes))
+        urls = workers.gather([fake.url for fake in fakes])[0]
+        recipe = recipe_for(cast(Any, [SimpleNamespace(url=url) for url in urls]))
+        prompts = [Prompt(0, [5, 6], "", {})]
+        generator = make_generator(recipe, model, TOKENIZER, workers, prompts, print)
+        assert isinstance(generator, ServerGenerator)
+        for step in range(2):
+            assert generator.update_weights(model, step)["weights/servers"] == 2
+            for fake in fakes:
+                for held in fake.held:
+                    assert held.keys() == dict(plain.named_parameters()).keys()
+                    for name, p in plain.named_parameters():
+                        assert torch.equal(held[name], p), name
+            move(plain, model)
+        generator.close()
+        workers.barrier()
+
+
+def move(*models: nn.Module) -> None:
+    """By a factor that is exact in every precision."""
+    with torch.no_grad():
+        for model in models:
+            for p in model.parameters():
+                p.mul_(2.0)
+
+
+# Generation.
+
+
+@case
+def what_is_sampled_is_the_whole_models(workers: Workers) -> None:
+    """By each process of its own prompts, of which it may have none."""
+    sampling = Sampling(max_tokens=10)
+    numbers = [[0, 1, 4], [2], []][workers.rank]
+    prompts, seeds = [PROMPTS[n] for n in numbers], [SEEDS[n] for n in numbers]
+    for tied, dtype in ((True, torch.float32), (False, torch.float32), (True, torch.bfloat16)):
+        plain = make_model(4, tied=tied)
+        model = divided(plain)
+        ours = GatheringGenerator(model, MANY_EOS, 100, dtype, say=refuse)
+        alone = copy.deepcopy(plain)
+        for p in alone.parameters():  # and not the rotary tables, which stay as they are
+            p.data = p.data.to(dtype)
+        theirs = TransformersGenerator(alone, MANY_EOS, 100, say=refuse)
+        ids: list[list[list[int]]] = []
+        for step in range(2):
+            handed: list[int] = []
+            found = ours.generate(
+                prompts, 2, sampling, seeds, lambda n, _, handed=handed: handed.append(n)
+            )
+            expected = theirs.generate(prompts, 2, sampling, seeds)
+            assert len(found) == len(numbers)
+            assert sorted(handed) == list(range(len(numbers)))
+            for group, other in zip(found, expected, strict=True):
+                assert all(same(a, b) for a, b in zip(group, other, strict=True))
+            ids.append([c.ids for group in found for c in group])
+            assert_only_shards(model)
+            assert all(p.is_meta for p in ours.policy.parameters()), "the copy is gone"
+            move(alone, model)  # what is sampled next is of the new weights
+            assert ours.update_weights(model, step + 1) == {}
+            assert ours.policy is not model, "the skeleton decodes, and never the shards"
+        assert not numbers or ids[0] != ids[1], "the weights have moved and nothing else"
+
+
+@case
+def nothing_is_left_of_sampling_that_failed(workers: Workers) -> None:
+    model = divided(make_model())
+    generator = GatheringGenerator(model, MANY_EOS, 100, torch.float32)
+
+    def fail(number: int, completions: list[Completion]) -> None:
+        raise RuntimeError("the disk is full")
+
+    error = without(
+        lambda: generator.generate(PROMPTS[:1], 2, Sampling(max_tokens=4), SEEDS[:1], fail)
+    )
+    assert str(error) == "the disk is full"
+    assert all(p.is_meta for p in generator.policy.parameters())
+    assert len(generator.generate(PROMPTS[:1], 2, Sampling(max_tokens=4), SEEDS[:1])) == 1
+
+
+# Starting them.
+
+
+@functools.cache
+def outcome(processes: int) -> tuple[list[str], str]:
+    """(cases that went well with so many processes, what the program printed); started once."""
+    with tempfile.TemporaryDirectory(prefix="grpo-sharded-") as folder:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        done = subprocess.run(
+            [*torchrun, f"--nproc-per-node={processes}", __file__, folder],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        file = Path(folder) / "done"
+        names = file.read_text().split() if file.exists() else []
+    return names, f"exit code {done.returncode}\n{done.stdout}"
+
+
+def main(folder: Path, names: Sequence[str]) -> None:
+    workers = Workers("cpu", config=Distributed(strategy="fsdp2"))
+    assert workers.in_step
+    for name in names or CASES:
+        CASES[name](workers)
+        workers.barrier()
+        if workers.is_main:
+            with (folder / "done").open("a") as file:
+                file.write(f"{name}\n")
+    workers.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,124 @@
+"""What of a run is kept when it is told to end, or when a checkpoint cannot be written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_cli import folders, saving
+from grpo_cli.run import Run
+from tests.test_train import built
+
+
+def ended(
+    left_at: str | None, step: int, unreported: dict[str, float] | None, error: str | None = None
+) -> str:
+    folder = Path("run")
+    run: Any = SimpleNamespace(
+        folder=folder,
+        state=SimpleNamespace(step=step),
+        left_at=None if left_at is None else folder / "checkpoints" / left_at,
+        unreported=unreported,
+        checkpointer=SimpleNamespace(wait=lambda: error),
+    )
+    return saving.how_it_ended(run)
+
+
+@pytest.mark.parametrize(
+    ("left_at", "step", "unreported", "expected"),
+    [
+        (None, 0, None, "stopped before the first step; there is nothing new to save"),
+        (None, 4, None, "stopped after step 4; saved in run/checkpoints/step-4"),
+        ("step-4", 4, None, "stopped after step 4; saved in run/checkpoints/step-4"),
+        ("step-4.interrupted", 4, None, "stopped in step 5; saved in run/checkpoints/step-4.inter"),
+        (
+            "step-4.interrupted",
+            4,
+            {"reward": 0.5},
+            "stopped after step 4, in its evaluation; saved in run/checkpoints/step-4.inter",
+        ),
+    ],
+)
+def test_how_a_run_ended(
+    left_at: str | None, step: int, unreported: dict[str, float] | None, expected: str
+) -> None:
+    assert ended(left_at, step, unreported).startswith(expected)
+    if step:
+        failed = ended(left_at, step, unreported, "no space left")
+        assert failed == f"{expected.partition('; ')[0]}; no space left"
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Any:
+    run = built(tmp_path, checkpoint__keep_last=1)
+    yield run
+    run.close()
+
+
+def full(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(folder: Path, needed: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("grpo_cli.manifest.check_space", no_space)
+
+
+def saved(run: Run, step: int, best: int | None = None) -> None:
+    run.state.step, run.state.best_step = step, best
+    saving.save(run)
+    run.checkpointer.wait()
+
+
+def test_a_save_that_has_failed_is_made_good_when_the_run_ends(
+    live: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        full(live, patch)
+        live.state.step = 2
+        saving.save(live)  # not waited for: nobody knows yet
+        path = saving.save_interrupted(live)
+    assert path is not None
+    assert not path.exists()
+    path = saving.save_interrupted(live)
+    assert path == folders.interrupted_path(live.folder, 2)
+    assert folders.resumable(live.folder) == [path]
+    saved(live, 4)
+    before = folders.checkpoint_path(live.folder, 4).stat().st_mtime_ns
+    assert saving.save_interrupted(live) == folders.checkpoint_path(live.folder, 4)
+    assert before == folders.checkpoint_path(live.folder, 4).stat().st_mtime_ns, "it is there"
+
+
+def test_the_old_best_stays_until_a_new_one_is_there(
+    live: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(live, 1, best=1)
+    saved(live, 2, best=1)
+    with monkeypatch.context() as patch:
+        full(live, patch)
+        saved(live, 3, best=3)
+    saved(live, 4, best=3)
+    assert folders.steps_saved(live.folder) == [1, 4]
+    saving.restore(live, folders.checkpoint_path(live.folder, 4))  # by another sitting
+    assert live.checkpointer.best == 1
+    live.checkpointer.best = None
+    saving.restore(live, folders.checkpoint_path(live.folder, 4))
+    saved(live, 5, best=3)
+    assert folders.steps_saved(live.folder) == [1, 5]
+    saved(live, 6, best=6)
+    saved(live, 7, best=6)
+    assert folders.steps_saved(live.folder) == [6, 7]
+
+
+def test_checkpoints_are_listed_by_their_steps(live: Run) -> None:
+    for step in (2, 9, 10):
+        saved(live, step)
+        live.recipe.checkpoint.keep_last = 9
+    shards = folders.checkpoint_path(live.folder, 9) / "training" / "shards"
+    shutil.rmtree(shards)
+    with pytest.raises(Exception, match=r"beside it lie .*step-2, .*step-10\.$"):
+        saving.restore(live, folders.checkpoint_path(live.folder, 9))
+    assert json.loads((shards.parent / "manifest.json").read_text())["version"] == 1
