@@ -15,7 +15,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from transformers import PreTrainedModel
 
-from grpo_cli import heartbeat, sharding
+from grpo_cli import gloo, heartbeat, sharding
 from grpo_cli.config import Distributed
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.heartbeat import Leave, waiting
@@ -57,6 +57,7 @@ class Workers:
         stall = heartbeat.START_TIMES * self.config.stall_minutes
         minutes = stall + 5 if stall else 7 * 24 * 60
         patience = InitProcessGroupKwargs(timeout=timedelta(minutes=minutes))
+        gloo.use_one_thread()
         meet_anew("gloo" if cpu else "nccl", timedelta(minutes=minutes))
         self.accelerator = Accelerator(
             cpu=cpu, mixed_precision=mixed_precision, kwargs_handlers=[patience]

@@ -13,6 +13,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
+from grpo_cli import gloo
+
 
 def local_address(host: str, port: int) -> str:
     """This machine's address on the way to another; nothing is sent."""
@@ -63,6 +65,7 @@ def join(address: str, port: int, rank: int, size: int, timeout: float) -> Any:
 def group(store: Any, own_address: str, rank: int, size: int, timeout: float) -> Any:
     """A process group apart from the default one; to meet, and for an operation, `timeout` s."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._threads = gloo.THREADS
     options._devices = [ProcessGroupGloo.create_device(hostname=own_address)]
     options._timeout = timedelta(seconds=timeout)
     return ProcessGroupGloo(store, rank, size, options)

@@ -52,7 +52,7 @@ def launch(
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
     command = [*torchrun, f"--nproc-per-node={processes}", *grpo] if processes > 1 else grpo
     root = Path(__file__).parent.parent
-    return subprocess.run(
+    done = subprocess.run(
         [*command, f"dataset.train={data}", f"dataset.eval={data}", *SETTINGS, *overrides],
         capture_output=True,
         text=True,
@@ -60,6 +60,9 @@ def launch(
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **(environment or {})},
     )
+    for stacks in sorted((folder / str(processes)).glob("logs/*.stacks.txt")):
+        done.stderr += f"{stacks.name}:\n{stacks.read_text()}"  # of a process that crashed
+    return done
 
 
 def results(folder: Path, processes: int) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
