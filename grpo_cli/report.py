@@ -7,6 +7,8 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from rich.table import Table
 
 from grpo_cli import tracking
 from grpo_cli.config import Log, Recipe
+from grpo_cli.distributed import Workers
 from grpo_cli.errors import TrainingError
 from grpo_cli.evaluate import nested
 from grpo_cli.progress import Bar, clock
@@ -80,12 +83,15 @@ class Reporter:
         self.unwritten.clear()
         return None
 
-    def completions(self, step: int, groups: Sequence[Group]) -> None:
-        """Writes and shows one step's completions, if it is one of those."""
+    def keeps_completions(self, step: int) -> bool:
+        """Whether the step is one of those whose completions are kept; on every process alike."""
         every = self.config.completions_every
-        if not (self.main and every and groups and (step == 1 or step % every == 0)):
+        return every > 0 and (step == 1 or step % every == 0)
+
+    def completions(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Writes and shows one step's completions, each a `completion_row`."""
+        if not (self.main and rows):
             return
-        rows = [completion_row(step, g, i) for g in groups for i in range(len(g.rollouts))]
         path = self.folder / "completions" / f"step-{step}.parquet"
         try:
             write_parquet(path, rows)
@@ -197,6 +203,13 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.{2 if seconds < 1 else 1 if seconds < 100 else 0}f}"
 
 
+def rows_of_all(workers: Workers, step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Every process's completions as rows, in the order of prompts; the main process gets them."""
+    own = [(g.position, completion_row(step, g, i)) for g in groups for i in range(len(g.rollouts))]
+    parts = workers.gather_on_main(own)
+    return [row for _, row in sorted(chain.from_iterable(parts), key=itemgetter(0))]
+
+
 def completion_row(step: int, group: Group, sample: int) -> dict[str, Any]:
     """A rollout as a row of a table."""
     r = group.rollouts[sample]
@@ -235,7 +248,7 @@ def write_text(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Rows as a Parquet file."""
     import pyarrow
     import pyarrow.parquet

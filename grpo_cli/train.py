@@ -43,6 +43,7 @@ from grpo_cli.objective import (
     none_is_silent,
 )
 from grpo_cli.outcomes import gathered
+from grpo_cli.report import rows_of_all
 from grpo_cli.rollouts import Group, Rollout, collate
 from grpo_cli.run import Run
 from grpo_cli.schedules import at_step, learning_rate
@@ -114,7 +115,8 @@ def report(run: Run, metrics: dict[str, float], groups: Sequence[Group]) -> bool
     """After a step: evaluates, writes its metrics, saves; all where due. True if told to stop."""
     step = run.state.step
     run.unreported = metrics
-    run.reporter.completions(step, groups)  # an evaluation that is broken off does not keep them
+    if run.reporter.keeps_completions(step):  # an evaluation that is broken off does not keep them
+        run.reporter.completions(step, rows_of_all(run.workers, step, groups))
     if run.evaluation_is_due(step):
         metrics |= run.evaluate(step)
     run.reporter.step(step, metrics)

@@ -37,7 +37,8 @@ import psutil
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from grpo_cli import heartbeat
+from grpo_cli import blame, heartbeat
+from grpo_cli.blame import Seen
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.ring import Ring
 
@@ -127,7 +128,7 @@ class Watch:
         self._lock = threading.RLock()
         self._read = 0  # news that this process knows of
         self._published = 0
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, Seen] = {}
         self._looked = self._judge_at = time.monotonic()
         self._lost_at: float | None = None  # when the store last stopped to answer
         self._store: Any = None  # of the job; None where there is none (any more)
@@ -307,8 +308,8 @@ class Watch:
     def _publish(self, *, done: bool = False) -> None:
         assert self._store is not None
         self._published += 1
-        state = [self._published, done, *heartbeat.state()]
-        self._store.set(f"state/{self.rank}", json.dumps(state))
+        told = blame.told(self._published, heartbeat.state(), done=done)
+        self._store.set(f"state/{self.rank}", told)
 
     def _post(self, news: News) -> bool:
         """Writes to all. False for a failure that comes after another."""
@@ -364,6 +365,9 @@ class Watch:
         known = self._store.check([key])
         return dict(json.loads(self._store.get(key))) if known else {"node": "?"}
 
+    def _name(self, rank: int) -> str:
+        return f"process {rank} on {self._who(rank)['node']}"
+
     def _survey(self) -> None:
         """Reads what every process does."""
         with self._lock:
@@ -377,7 +381,7 @@ class Watch:
 
     def _note(self, rank: int, raw: bytes) -> None:
         if rank not in self._seen or self._seen[rank].raw != raw:
-            self._seen[rank] = _Seen.of(raw, time.monotonic())
+            self._seen[rank] = Seen.of(raw, time.monotonic())
 
     # The thread.
 
@@ -463,8 +467,7 @@ class Watch:
         seen = self._seen.get(rank)
         if seen is not None and seen.done:
             return
-        node = self._who(rank)["node"]
-        text = f"process {rank} on {node} is gone (exited or killed; out of memory?)"
+        text = f"{self._name(rank)} is gone (exited or killed; out of memory?)"
         if seen is not None:
             text += f"; it was last in {seen.doing}"
         text += f"; what it left is in {self.logs}/."
@@ -509,41 +512,26 @@ class Watch:
         assert self.stall is not None
         if self._store is None:
             state = heartbeat.state()
-            limit = self._limit([state])
+            limit = blame.limit([state], self.stall)
             if self.size == 1 and state.quiet > limit:
-                what = f"it has been in {_doing(state)} for {_spelt(state.inside)}"
+                what = f"it has been in {blame.doing(state)} for {blame.spelt(state.inside)}"
                 self._declare(News("stall", 0, self._stalled(limit, what), time=time.time()))
             return
         if not self._may_judge(now):
             return
         self._survey()
         running = {rank: seen for rank, seen in self._seen.items() if not seen.done}
-        silent = [rank for rank, seen in running.items() if now - seen.at > self.silent]
+        silent = blame.silent(running, now, self.silent)
         if not running or self.rank != min((r for r in running if r not in silent), default=-1):
             return
-        limit = self._limit([seen.state for seen in running.values()])
-        if now - max(seen.beaten for seen in running.values()) <= limit:
+        limit = blame.limit([seen.state for seen in running.values()], self.stall)
+        if blame.quiet(running, now) <= limit:
             return
-        busy = [rank for rank, seen in running.items() if rank in silent or not seen.state.waiting]
-        slowest = min(busy or running, key=lambda rank: running[rank].beaten)
-        seen = running[slowest]
-        what = f"process {slowest} on {self._who(slowest)['node']}"
-        if slowest in silent:
-            what += f", last in {seen.doing}, has given no answer for {_spelt(now - seen.at)} "
-            what += "(stopped, in code that holds the GIL, or its machine hangs)"
-        else:
-            what += f" has been in {seen.doing} for {_spelt(now - seen.at + seen.state.inside)}"
-        others = len(busy) - 1
-        if not busy:
-            what += ", and all wait for one another"
-        elif others > 0:
-            what += f"; {others} more are busy, the others wait"
-        else:
-            what += ", the others wait"
+        rank, what = blame.slowest(running, silent, now)
         news = News(
             "stall",
-            slowest,
-            self._stalled(limit, what),
+            rank,
+            self._stalled(limit, f"{self._name(rank)}{what}"),
             time=time.time(),
             teller=self.rank,
             frozen=self._frozen(running, silent),
@@ -562,16 +550,10 @@ class Watch:
         self._note(0, self._store.get("state/0"))
         return self._seen[0].done or now - self._seen[0].at > self.silent
 
-    def _limit(self, states: list[heartbeat.State]) -> float:
-        """Seconds without a beat that are a stall; one that still starts holds up the others."""
-        assert self.stall is not None
-        starts = any(state.stage == heartbeat.START for state in states)
-        return self.stall * (heartbeat.START_TIMES if starts else 1.0)
-
     def _stalled(self, limit: float, what: str) -> str:
-        return f"stalled for {_spelt(limit)}: {what}; stacks in {self.logs}/."
+        return f"stalled for {blame.spelt(limit)}: {what}; stacks in {self.logs}/."
 
-    def _frozen(self, running: dict[int, _Seen], silent: list[int]) -> list[dict[str, Any]]:
+    def _frozen(self, running: dict[int, Seen], silent: list[int]) -> list[dict[str, Any]]:
         """Silent processes, and for each the one on its machine that is to end it."""
         if not silent:
             return []
@@ -602,7 +584,7 @@ class Watch:
 
     def _cause(self, until: float) -> tuple[News | None, str]:
         """What another process has failed of; or a hint at who is missing or late."""
-        first: dict[int, _Seen] = {}
+        first: dict[int, Seen] = {}
         while time.monotonic() < until:
             with contextlib.suppress(RuntimeError), self._lock:
                 self._read_news()
@@ -620,13 +602,9 @@ class Watch:
             if self._store is not None:
                 self._survey()
                 others = {r: s for r, s in self._seen.items() if r != self.rank and not s.done}
-                silent = [r for r in others if r in first and first[r].raw == others[r].raw]
-                busy = [r for r in others if not others[r].state.waiting]
-                if silent or busy:
-                    rank = min(silent or busy, key=lambda r: others[r].beaten)
-                    hint = f"; process {rank} on {self._who(rank)['node']} "
-                    hint += "has fallen silent, last in" if silent else "is in"
-                    hint += f" {others[rank].doing}"
+                found = blame.missing(first, others)
+                if found is not None:
+                    hint = f"; {self._name(found[0])} {found[1]}"
         return None, hint
 
     def _exit(self, code: int) -> NoReturn:
@@ -673,29 +651,6 @@ class Watch:
             json.dump({"message": {"message": text, "extraInfo": extra}}, file)
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What a process has told of itself, and when this process saw that first."""
-
-    raw: bytes
-    at: float
-    done: bool
-    state: heartbeat.State
-
-    @classmethod
-    def of(cls, raw: bytes, now: float) -> _Seen:
-        _, done, *state = json.loads(raw)
-        return cls(raw, now, done, heartbeat.State(*state))
-
-    @property
-    def beaten(self) -> float:
-        return self.at - self.state.quiet
-
-    @property
-    def doing(self) -> str:
-        return _doing(self.state)
-
-
 def _agent_has_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -727,15 +682,6 @@ def _message(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "stopped at once by Ctrl-C"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _doing(state: heartbeat.State) -> str:
-    return state.stage if state.step is None else f"{state.stage} of step {state.step}"
-
-
-def _spelt(seconds: float) -> str:
-    """`40 s` or `12 minutes`."""
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
 
 
 def _abort(process: dict[str, Any]) -> None:

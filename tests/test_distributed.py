@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -37,7 +38,7 @@ SETTINGS = [
     "optimizer.learning_rate=1e-3",
     "update.tokens_per_micro_batch=40",
     "log.plots=false",
-    "log.completions_every=0",
+    "log.completions_every=2",
     "reward=[]",
     "+reward.evens.function=tests.test_train:evens",
 ]
@@ -142,6 +143,17 @@ def assert_same_run(folder: Path, processes: int) -> None:
     assert moved > 0, "nothing was learnt, so nothing was compared"
     for name, tensor in weights_of_one.items():
         torch.testing.assert_close(weights_of_many[name], tensor, rtol=1e-5, atol=1e-5)
+    files = sorted((folder / "1" / "completions").glob("*.parquet"))
+    assert [file.stem for file in files] == ["step-1", "step-2", "step-4"]
+    for file in files:
+        of_one, of_many = (
+            pq.read_table(folder / str(n) / "completions" / file.name).to_pylist()
+            for n in (1, processes)
+        )
+        for row in of_one:
+            for key in ("advantage", "sampling_logprobs"):
+                row[key] = pytest.approx(row[key], rel=1e-4, abs=1e-5)
+        assert of_many == of_one, file.name
 
 
 # Runs with a share of the model on each process: the strategy, and what else differs from one.

@@ -7,12 +7,10 @@ import json
 import resource
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from grpo_cli import report
 from grpo_cli.errors import TrainingError
 from grpo_cli.report import Reporter
 from tests.test_train import recipe
@@ -106,19 +104,18 @@ def test_a_run_that_is_done_has_its_files(file: str, reporter: Reporter, said: l
 
 
 def test_completions_that_cannot_be_written_are_left_out(
-    reporter: Reporter, said: list[str], monkeypatch: pytest.MonkeyPatch
+    reporter: Reporter, said: list[str]
 ) -> None:
-    monkeypatch.setattr(report, "completion_row", lambda step, group, sample: {"text": "a" * 99})
-    groups: Any = [SimpleNamespace(rollouts=[None])]
+    rows = [{"text": "a" * 99}]
     folder = reporter.folder / "completions"
     with files_of_at_most(100):
-        reporter.completions(2, groups)
-        reporter.completions(3, groups)
+        reporter.completions(2, rows)
+        reporter.completions(3, rows)
     assert not list(folder.iterdir()), "and not half a table"
     assert len(said) == 1
     assert said[0].startswith(f"{folder}/step-2.parquet cannot be written (")
-    reporter.completions(4, groups)
+    reporter.completions(4, rows)
     assert [path.name for path in folder.iterdir()] == ["step-4.parquet"]
     with files_of_at_most(100):
-        reporter.completions(5, groups)
+        reporter.completions(5, rows)
     assert len(said) == 2, "it is another time"
