@@ -134,7 +134,14 @@ def test_whom_the_others_wait_for_in_vain(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (99.4, "99 s"), (100.0, "2 minutes"), (720.0, "12 minutes")]
+    ("seconds", "text"),
+    [
+        (0.4, "0 s"),
+        (99.4, "99 s"),
+        (100.0, "2 minutes"),
+        (720.0, "12 minutes"),
+        (5400.0, "90 minutes"),
+    ],
 )
 def test_spelt(seconds: float, text: str) -> None:
     assert blame.spelt(seconds) == text

@@ -421,13 +421,6 @@ def test_a_run_may_be_silent_for_longer_before_its_first_step(
     assert [text.partition(":")[0] for text in declared] == ["stalled for 40 s", "stalled for 10 s"]
 
 
-def test_one_that_starts_holds_up_the_others(still: watch.Watch) -> None:
-    state = heartbeat.State("generate", 1, 0.0, True, 0.0)
-    starting = state._replace(stage="start", step=None)
-    assert still._limit([state, state]) == pytest.approx(10)
-    assert still._limit([state, starting]) == pytest.approx(40)
-
-
 def test_a_checkpoint_that_is_being_written_puts_off_the_end_for_so_long(
     still: watch.Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -494,11 +487,6 @@ def test_what_another_may_have_caused(error: Exception, expected: bool) -> None:
 )
 def test_an_error_in_words(error: BaseException, text: str) -> None:
     assert watch._message(error) == text
-
-
-def test_seconds_are_spelt() -> None:
-    spelt = [watch._spelt(s) for s in (3, 99.4, 720, 5400)]
-    assert spelt == ["3 s", "99 s", "12 minutes", "90 minutes"]
 
 
 def test_the_heartbeat_imports_nothing_heavy() -> None:
