@@ -12,6 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -211,7 +212,7 @@ def rows_of_all(workers: Workers, step: int, groups: Sequence[Group]) -> list[di
 
 
 def completion_row(step: int, group: Group, sample: int) -> dict[str, Any]:
-    """A rollout as a row of a table."""
+    """A rollout as a row of a table; what it has of each token as arrays, for they travel."""
     r = group.rollouts[sample]
     text = group.prompt.text
     return {
@@ -227,9 +228,9 @@ def completion_row(step: int, group: Group, sample: int) -> dict[str, Any]:
         "advantage": r.advantage,
         "token_advantages": None if r.token_advantages is None else r.token_advantages.tolist(),
         "finish_reason": r.completion.finish_reason,
-        "prompt_ids": group.prompt.ids,
-        "completion_ids": r.completion.ids,
-        "sampling_logprobs": r.completion.logprobs,
+        "prompt_ids": np.array(group.prompt.ids, dtype=np.int64),
+        "completion_ids": np.array(r.completion.ids, dtype=np.int64),
+        "sampling_logprobs": np.array(r.completion.logprobs, dtype=np.float64),
     }
 
 
