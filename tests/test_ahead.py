@@ -245,7 +245,7 @@ def trained(
     """
     live = built(folder, **changes)
     update, write = live.generator.update_weights, live.reporter.step
-    keep = live.reporter.completions
+    report = train.report
     steps: list[Drawing] = []
 
     def update_later(policy: PreTrainedModel, step: int) -> dict[str, float]:
@@ -253,7 +253,7 @@ def trained(
             batch.groups()
         return update(policy, step)
 
-    def note(step: int, groups: Sequence[Group]) -> None:
+    def note(live: run.Run, metrics: dict[str, float], groups: Sequence[Group]) -> bool:
         steps.append(
             [
                 (
@@ -264,18 +264,19 @@ def trained(
                 for g in sorted(groups, key=lambda g: g.position)
             ]
         )
-        keep(step, groups)
+        return report(live, metrics, groups)
 
     def stop(step: int, found: dict[str, float]) -> None:
         write(step, found)
         live.stop.signal = 15 if step == stop_after else None
 
     live.generator.update_weights = update_later  # type: ignore[method-assign]
-    live.reporter.completions = note  # type: ignore[method-assign]
     live.reporter.step = stop  # type: ignore[method-assign]
+    train.report = note
     try:
         train.train(live)
     finally:
+        train.report = report
         live.close()
     return live, steps
 
