@@ -27,7 +27,7 @@ from grpo_cli.checkpoint import Checkpointer, Parts
 from grpo_cli.distributed import Workers
 from grpo_cli.folders import checkpoint_path, is_model, recover, resumable, steps_saved
 from grpo_cli.shards import Piece, Plan, Shards
-from tests import checkpointing
+from tests import checkpointing, disks
 from tests.checkpointing import same, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -499,14 +499,8 @@ def test_a_folder_that_is_gone_fails_a_save(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("only root may mount a small disk")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with disks.small(tmp_path / "disk", "2m") as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("looked", [True, False])

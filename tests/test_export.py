@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from grpo_cli.checkpoint import Checkpointer, Parts
 from grpo_cli.distributed import Workers
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.folders import checkpoint_path, interrupted_path, is_model
+from tests import disks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -227,14 +227,8 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 200 kB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("only root may mount a small disk")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with disks.small(tmp_path / "disk", "200k") as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("looked", [True, False])
