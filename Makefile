@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-WORKERS ?= 0
+WORKERS ?= auto
 DEMO ?= outputs/demo
 WORKLOADS ?= all
 ROUNDS ?= 3
@@ -12,6 +12,7 @@ PIP_FLAGS ?= --quiet
 BIN := .venv/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+SPREAD = -n $(WORKERS) --maxprocesses 8 --dist loadgroup
 ELSEWHERE := not gpu and not vllm and not slurm
 
 .DEFAULT_GOAL := help
@@ -24,7 +25,7 @@ help: ## List the targets
 	@echo
 	@echo "  PYTHON=python3.12   the Python to make .venv with"
 	@echo "  ARGS='...'          more arguments for demo (steps=20 seed=1) or for pytest (-k name)"
-	@echo "  WORKERS=4           processes for pytest; 0, the default, is one without pytest-xdist"
+	@echo "  WORKERS=4           processes for pytest; as many as cores, up to 8, by default; 0: this one"
 	@echo "  WORKLOADS=tail      what to bench: tail,prompts,short,vocab,flat or all; ROUNDS=3: how often"
 
 install: .venv/dev.stamp ## Make .venv with grpo and all that working on it takes
@@ -34,10 +35,10 @@ demo: .venv/run.stamp ## Train a tiny model on sums, offline, on the CPU, and ev
 	HF_HUB_OFFLINE=1 $(BIN)/grpo eval $(DEMO)
 
 test: lint types ## Lint, types, and the tests that take seconds
-	$(PYTEST) -n $(WORKERS) -m "not slow and $(ELSEWHERE)" $(ARGS)
+	$(PYTEST) $(SPREAD) -m "not slow and $(ELSEWHERE)" $(ARGS)
 
-test-slow: .venv/dev.stamp ## The tests that take minutes
-	$(PYTEST) -n $(WORKERS) -m "slow and $(ELSEWHERE)" $(ARGS)
+test-slow: .venv/dev.stamp ## The tests that take minutes, or several processes
+	$(PYTEST) $(SPREAD) -m "slow and $(ELSEWHERE)" $(ARGS)
 
 test-vllm: .venv-vllm/made.stamp ## The tests with real vLLM, on the CPU, in a venv of their own
 	HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest -m vllm $(ARGS)

@@ -29,8 +29,9 @@ from typing import Any
 import numpy as np
 import psutil
 
-PATIENCE = 240.0  # seconds for one job
-HANGS = -1000  # in place of its exit code if it takes longer
+from tests.programs import PATIENCE
+
+HANGS = -1000  # in place of the exit code of a job that takes longer than PATIENCE
 LARGE = 500  # bytes: torch.save writes much that is smaller
 WRITES = os.O_WRONLY | os.O_RDWR
 CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree")

@@ -27,7 +27,7 @@ from grpo_cli.checkpoint import Checkpointer, Parts
 from grpo_cli.distributed import Workers
 from grpo_cli.folders import checkpoint_path, is_model, recover, resumable, steps_saved
 from grpo_cli.shards import Piece, Plan, Shards
-from tests import checkpointing, disks
+from tests import checkpointing, disks, programs
 from tests.checkpointing import same, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -718,18 +718,11 @@ def test_copies_of_a_shard_are_written_once_and_none_may_be_missing() -> None:
 
 
 def launch(folder: Path, processes: int) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, f"--nproc-per-node={processes}", "-m", "tests.checkpointing", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
+    done = programs.run(programs.torchrun(processes, "-m", "tests.checkpointing", str(folder)))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_loads_what_any_other_wrote(
     tmp_path: Path, workers: Workers
 ) -> None:

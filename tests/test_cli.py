@@ -17,6 +17,7 @@ from grpo_cli import cli, prepare
 from grpo_cli.compose import recipe_files
 from grpo_cli.config import Recipe
 from grpo_cli.errors import UserError
+from tests.programs import PATIENCE
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
 
@@ -504,7 +505,10 @@ def test_completion(
     assert "_defaults" not in out
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_a_signal_saves_and_leaves_and_resume_goes_on(
     number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
@@ -519,11 +523,11 @@ def test_a_signal_saves_and_leaves_and_resume_goes_on(
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE
         while not metrics.exists() and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.1)
         process.send_signal(number)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode == code, out
@@ -535,7 +539,7 @@ def test_a_signal_saves_and_leaves_and_resume_goes_on(
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert f"changed since: steps: 1000 -> {done + 2}" in resumed.stdout

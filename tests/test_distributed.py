@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_cli import checkpoint
+from tests import programs
 from tests.test_train import ROWS
 
 SETTINGS = [
@@ -49,18 +49,10 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
-    grpo = [sys.executable, "-m", "grpo_cli", "train", f"output_dir={folder / str(processes)}"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
-    command = [*torchrun, f"--nproc-per-node={processes}", *grpo] if processes > 1 else grpo
-    root = Path(__file__).parent.parent
-    done = subprocess.run(
-        [*command, f"dataset.train={data}", f"dataset.eval={data}", *SETTINGS, *overrides],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **(environment or {})},
-    )
+    grpo = ["-m", "grpo_cli", "train", f"output_dir={folder / str(processes)}"]
+    grpo += [f"dataset.train={data}", f"dataset.eval={data}", *SETTINGS, *overrides]
+    command = programs.torchrun(processes, *grpo) if processes > 1 else programs.alone(*grpo)
+    done = programs.run(command, **(environment or {}))
     for stacks in sorted((folder / str(processes)).glob("logs/*.stacks.txt")):
         done.stderr += f"{stacks.name}:\n{stacks.read_text()}"  # of a process that crashed
     return done
@@ -76,8 +68,8 @@ def results(folder: Path, processes: int) -> tuple[list[dict[str, Any]], dict[st
     ("processes", "overrides"),
     [
         (2, ["loss=dapo"]),
-        (3, ["loss=grpo", "update.minibatches=2"]),
-        (
+        pytest.param(3, ["loss=grpo", "update.minibatches=2"], marks=pytest.mark.slow),
+        pytest.param(
             2,
             [
                 "prompts_per_step=1",  # one has nothing to do
@@ -86,8 +78,9 @@ def results(folder: Path, processes: int) -> tuple[list[dict[str, Any]], dict[st
                 "loss=dapo",
                 "loss.beta=0.1",
             ],
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             2,
             [
                 "prompts_per_step=1",  # nor has it tokens to choose from
@@ -97,8 +90,9 @@ def results(folder: Path, processes: int) -> tuple[list[dict[str, Any]], dict[st
                 "loss.cov_low=0",
                 "loss.cov_share=0.2",
             ],
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             3,
             [
                 "generation.dynamic_sampling=true",
@@ -111,6 +105,7 @@ def results(folder: Path, processes: int) -> tuple[list[dict[str, Any]], dict[st
                 "loss.kl_target=1e-3",
                 "loss.entropy_coef=0.01",
             ],
+            marks=pytest.mark.slow,
         ),
     ],
     ids=[
@@ -258,6 +253,7 @@ def and_then_no_memory(completion_ids: list[list[int]], **_: Any) -> list[float]
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
 
 
+@pytest.mark.slow
 def test_two_processes_are_refused_where_there_is_to_be_one(tmp_path: Path) -> None:
     done = launch(tmp_path, 2, "distributed=single")
     said = done.stdout + done.stderr
@@ -271,6 +267,7 @@ def test_two_processes_are_refused_where_there_is_to_be_one(tmp_path: Path) -> N
     assert not (tmp_path / "2" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_reward_that_raises_on_one_process_ends_all(tmp_path: Path) -> None:
     done = launch(tmp_path, 2, "reward.evens.function=tests.test_distributed:raises_on_rank_1")
     assert done.returncode == 1
@@ -314,6 +311,7 @@ def slowly_given(partial: Path, path: Path) -> None:
 GIVE_NAME = checkpoint.give_name
 
 
+@pytest.mark.slow
 def test_one_that_leaves_while_the_others_wait_for_it(tmp_path: Path) -> None:
     done = launch(
         tmp_path,

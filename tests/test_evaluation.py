@@ -4,7 +4,6 @@ import json
 import random
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from grpo_cli.lock import Lock
 from grpo_cli.rollouts import Completion
 from grpo_cli.sampling import Sampling
 from grpo_cli.tasks import Task
+from tests import programs
 
 SHARDED = "distributed=fsdp2"
 QUICK = ("scoring.workers=1", "device=cpu")
@@ -486,10 +486,12 @@ def test_processes_that_share_the_weights_find_what_one_does(
     words = ["eval", str(checkpoint), f"benchmark={file}", "benchmark.own.tir='{question}'"]
     words += ["mode=cot,tir", "num_samples=2", "eval.max_completion_tokens=20", *QUICK]
     grpo = ["-m", "grpo_cli", *words]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *grpo]
     alone, shared = tmp_path / "alone", tmp_path / "shared"
-    for more in ([*grpo, f"output_dir={alone}"], [*launch, f"output_dir={shared}", SHARDED]):
-        done = subprocess.run([sys.executable, *more], capture_output=True, text=True, timeout=300)
+    for command in (
+        programs.alone(*grpo, f"output_dir={alone}"),
+        programs.torchrun(2, *grpo, f"output_dir={shared}", SHARDED),
+    ):
+        done = programs.run(command)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     read = pyarrow.parquet.read_table
     of_one, of_two = (read(f / "completions.parquet").to_pylist() for f in (alone, shared))
@@ -509,23 +511,21 @@ def test_killed_five_times_it_finds_the_same(
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["eval", str(checkpoint), f"benchmark={file}", "benchmark.own.tir='{question}'"]
     words += ["mode=cot,tir", "num_samples=2", "eval.max_completion_tokens=20", *QUICK]
-    launch = [sys.executable]
-    if processes > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    script = str(tmp_path / "slowly.py")
+    grpo = [str(tmp_path / "slowly.py"), *words]
 
     def start(folder: Path) -> subprocess.Popen[bytes]:
-        command = [*launch, script, *words, f"output_dir={folder}"]
+        own = [*grpo, f"output_dir={folder}"]
+        command = programs.torchrun(processes, *own) if processes > 1 else programs.alone(*own)
         with (tmp_path / "log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log)
 
     once, often = tmp_path / "once", tmp_path / "often"
-    assert start(once).wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert start(once).wait(programs.PATIENCE) == 0, (tmp_path / "log").read_text()[-3000:]
     chance = random.Random(processes)
     # 60 problems in two modes, completed and then scored by 8 (4): 136 lines, one for each file
     for goal in sorted(chance.sample(range(5, 132), 5)):
         job = start(often)
-        until = time.monotonic() + 120
+        until = time.monotonic() + programs.PATIENCE
         while noted(often) < goal and job.poll() is None and time.monotonic() < until:
             time.sleep(0.005)
         assert job.poll() is None, (tmp_path / "log").read_text()[-3000:]
@@ -533,7 +533,7 @@ def test_killed_five_times_it_finds_the_same(
         subprocess.run(["pkill", "-KILL", "-f", f"output_dir={often}"], check=True)
         job.wait()
         assert noted(often) >= goal - 1, "nothing is lost"
-    assert start(often).wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert start(often).wait(programs.PATIENCE) == 0, (tmp_path / "log").read_text()[-3000:]
     assert (often / "eval.json").read_bytes() == (once / "eval.json").read_bytes()
     assert "goes on: " in (tmp_path / "log").read_text()
     assert not (often / "partial").exists()

@@ -20,6 +20,8 @@ OF_GATHERING = [
 
 @pytest.mark.parametrize("name", OF_GATHERING)
 @pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.xdist_group("sharded")  # they are started once for both files
+@pytest.mark.slow
 def test_processes(processes: int, name: str) -> None:
     assert name in CASES
     done, output = outcome(processes)

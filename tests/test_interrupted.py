@@ -71,11 +71,17 @@ def times_asked(folder: Path, changes: dict[str, Any]) -> tuple[Run, int]:
     return run, asked
 
 
-@pytest.mark.parametrize("changes", [HARD, IN_REWARD], ids=["hard", "kl-in-reward"])
-def test_a_run_goes_on_where_it_was_left(tmp_path: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "moments"),
+    [pytest.param(HARD, 24, marks=pytest.mark.slow), (IN_REWARD, 8)],
+    ids=["hard", "kl-in-reward"],
+)
+def test_a_run_goes_on_where_it_was_left(
+    tmp_path: Path, changes: dict[str, Any], moments: int
+) -> None:
     straight, asked = times_asked(tmp_path, changes)
     kept: set[str] = set()
-    for call in range(2, asked, max(asked // 24, 1)):
+    for call in range(2, asked, max(asked // moments, 1)):
         output = {"output_dir": str(tmp_path / f"left-{call}")}
         left = built(tmp_path, **output, **changes)
         leaving_at(left, call)

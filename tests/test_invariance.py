@@ -8,20 +8,15 @@ and one micro-batch. What is found is 1e-15.
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Collection
-from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_cli.distributed import Workers
 from grpo_cli.packing import length
+from tests import programs
 from tests.optimizer_batch import VARIANTS, Found, all_gradients, cases, make_groups, share
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +77,8 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[s
     @functools.cache
     def start(processes: int) -> dict[str, Found]:
         out = tmp_path_factory.mktemp("found") / "found.pt"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         program = ["tests/optimizer_batch.py", str(out), *RUN[processes]]
-        done = subprocess.run(
-            [*torchrun, f"--nproc-per-node={processes}", *program],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
+        done = programs.run(programs.torchrun(processes, *program))
         assert done.returncode == 0, done.stdout + done.stderr
         found: dict[str, Found] = torch.load(out, weights_only=True)
         return found
@@ -100,8 +87,14 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[s
 
 
 @pytest.mark.parametrize(
-    ("processes", "variant"), [(number, name) for number, names in RUN.items() for name in names]
+    ("processes", "variant"),
+    [
+        pytest.param(number, name, marks=[pytest.mark.slow] if number > 2 else [])
+        for number, names in RUN.items()
+        for name in names
+    ],
 )
+@pytest.mark.xdist_group("optimizer_batch")  # they are started once for all variants
 def test_processes(
     whole: Found,
     computed: Callable[[int], dict[str, Found]],

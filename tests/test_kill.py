@@ -26,7 +26,8 @@ import torch
 
 from grpo_cli import checkpoint, folders
 from grpo_cli.shards import Shards
-from tests.kill_harness import HANGS, PATIENCE, entries
+from tests import programs
+from tests.kill_harness import HANGS, entries
 
 pytestmark = pytest.mark.slow
 
@@ -447,12 +448,10 @@ def test_torchrun_goes_on_by_itself(jobs: Jobs, straight: Straight) -> None:
     job["args"].remove("resume=auto")
 
     def started(job: dict[str, Any], restarts: int) -> int:
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        words += ["--nproc-per-node=2", f"--max-restarts={restarts}"]
-        words += ["tests/kill_harness.py", json.dumps(job)]
+        program = ["tests/kill_harness.py", json.dumps(job)]
         with log_of(run).with_suffix(".log.txt").open("a") as log:
             torchrun = subprocess.Popen(
-                words,
+                programs.torchrun(2, f"--max-restarts={restarts}", *program),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -460,13 +459,13 @@ def test_torchrun_goes_on_by_itself(jobs: Jobs, straight: Straight) -> None:
                 env=jobs.environment,
             )
             try:
-                return torchrun.wait(timeout=PATIENCE)
+                return torchrun.wait(programs.PATIENCE)
             except subprocess.TimeoutExpired:  # what it hangs in is then in logs/rank-N.stacks.txt
                 for worker in psutil.Process(torchrun.pid).children():
                     worker.send_signal(signal.SIGABRT)
                 time.sleep(2)
                 torchrun.terminate()
-                torchrun.wait(timeout=60)
+                torchrun.wait(programs.PATIENCE)
                 return HANGS
 
     code = started(job, restarts=2)  # whose second attempt ends with torchrun itself

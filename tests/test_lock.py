@@ -20,6 +20,7 @@ from grpo_cli import build, folders, heartbeat, prepare
 from grpo_cli.errors import UserError
 from grpo_cli.lock import JOB, NAME, Lock, is_restart, note_torchruns, torchrun
 from grpo_cli.run import Run
+from tests import programs
 from tests.test_train import built, recipe, trained
 
 HOLDER = """
@@ -291,9 +292,8 @@ def test_a_restart_does_not_go_back_to_where_the_first_start_began(
 def test_torchrun_is_refused_as_often_as_it_tries(tmp_path: Path) -> None:
     before = trained(tmp_path, steps=2)
     kept = (before.folder / "recipe.yaml").read_text()
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
-    words += ["-m", "grpo_cli", "train", "recipe=arithmetic_tiny", f"output_dir={before.folder}"]
-    found = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    words = ["-m", "grpo_cli", "train", "recipe=arithmetic_tiny", f"output_dir={before.folder}"]
+    found = programs.run(programs.torchrun(1, "--max-restarts=1", *words))
     assert found.returncode == 1
     assert found.stderr.count("holds a run already") == 2, found.stderr
     assert (before.folder / "recipe.yaml").read_text() == kept

@@ -1,9 +1,7 @@
 """Memory that runs out changes how a step is computed, never what comes out, and is said."""
 
 import json
-import os
 import resource
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +22,7 @@ from grpo_cli.engine import Prefill, Step
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation import TransformersGenerator
 from grpo_cli.survey import logprobs_of
-from tests import optimizer_batch
+from tests import optimizer_batch, programs
 from tests.test_distributed import launch, results
 from tests.test_generation import MANY_EOS, PROMPTS, SAMPLING, SEEDS, same
 from tests.test_train import ROWS, built, metrics, one_update, updated, weights
@@ -382,18 +380,9 @@ def test_generation_halves_its_rows_and_keeps_what_is_whole(
 
 def as_program(*argv: str, processes: int = 1, **environment: str) -> str:
     """Starts this file as a program; returns what it has printed."""
-    command = [sys.executable, __file__, *argv]
-    if processes > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone"]
-        command[1:1] = [*torchrun, f"--nproc-per-node={processes}"]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
-    )
+    own = [__file__, *argv]
+    command = programs.torchrun(processes, *own) if processes > 1 else programs.alone(*own)
+    done = programs.run(command, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -432,6 +421,7 @@ def two_processes_of_which_one_fails(out: str) -> None:
     workers.close()
 
 
+@pytest.mark.slow
 def test_one_of_two_processes_runs_out_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

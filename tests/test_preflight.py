@@ -16,6 +16,7 @@ import pytest
 from grpo_cli import preflight
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.preflight import Deadline, Facts, Seen, Settings
+from tests.programs import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -291,7 +292,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def ends(*processes: subprocess.Popen[str]) -> tuple[list[int], list[str]]:
     """(exit codes, what each said)."""
-    said = [p.communicate(timeout=120)[0] for p in processes]
+    said = [p.communicate(timeout=PATIENCE)[0] for p in processes]
     return [p.returncode for p in processes], said
 
 
@@ -325,6 +326,7 @@ def test_everything_that_is_wrong_is_said_at_once(start: Start, tmp_path: Path) 
     assert said[1:] == ["", ""]
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_come(start: Start) -> None:
     codes, said = ends(start(0, "--timeout=16"), start(2, "--timeout=16"))
     assert codes == [1, 1], said
@@ -357,6 +359,7 @@ def ended(deadline: Deadline) -> Iterator[Deadline]:
         deadline.timer.cancel()
 
 
+@pytest.mark.slow
 def test_a_node_that_is_stopped_does_not_hold_the_others(start: Start) -> None:
     """It has arrived, and says no more: as one whose network breaks."""
     halts = (

@@ -290,6 +290,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.xdist_group("fake")  # all are of one program
 def test_the_tool_shards_and_sends_so(case: int, real: list[Any]) -> None:
     gpus, reshard, more, peak_at, once_more = CASES[case]
     calls, kept, peak = real[case]

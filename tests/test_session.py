@@ -20,20 +20,12 @@ from grpo_cli.config import Distributed
 from grpo_cli.distributed import Workers
 from grpo_cli.stop import Stop, StoppedWhileStarting
 from grpo_cli.watch import News, Watch
-
-ROOT = Path(__file__).parent.parent
+from tests import programs
 
 
 def launch(folder: Path, mode: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return subprocess.run(
-        [*torchrun, "-m", "tests.test_session", str(folder), mode],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    program = ["-m", "tests.test_session", str(folder), mode]
+    return programs.run(programs.torchrun(2, *program), **environment)
 
 
 def test_a_signal_to_one_process_while_it_starts_ends_all(tmp_path: Path) -> None:
@@ -47,6 +39,7 @@ def test_a_signal_to_one_process_while_it_starts_ends_all(tmp_path: Path) -> Non
     assert asked.exists()
 
 
+@pytest.mark.slow
 def test_a_process_that_waits_where_no_python_runs_is_ended(tmp_path: Path) -> None:
     found = launch(tmp_path, "stuck")
     assert "exitcode  : 143" in found.stderr, found.stderr
@@ -74,6 +67,7 @@ def test_only_a_process_that_is_still_starting_is_ended(
     eye.close()
 
 
+@pytest.mark.slow
 def test_torchruns_sigterm_after_a_failure_is_no_reason_to_queue_again(tmp_path: Path) -> None:
     asked = tmp_path / "requeue"
     found = launch(tmp_path, "failure", GRPO_REQUEUE_FILE=str(asked))

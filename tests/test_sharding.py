@@ -21,6 +21,8 @@ NAMES = [name for name in CASES if name not in OF_GATHERING]
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.xdist_group("sharded")  # they are started once for both files
+@pytest.mark.slow
 def test_processes(processes: int, name: str) -> None:
     done, output = outcome(processes)
     assert name in done, output

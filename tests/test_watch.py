@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,24 +16,17 @@ import torch.distributed as dist
 
 from grpo_cli import heartbeat, watch
 from grpo_cli.errors import TrainingError
+from tests import programs
+from tests.programs import PATIENCE, ROOT, environment, torchrun
 
-ROOT = Path(__file__).parent.parent
-SCRIPT = ROOT / "tests" / "watched.py"
+SCRIPT = Path(__file__).with_name("watched.py")
 NODE = heartbeat.node()
 LONG = 60.0  # seconds of a stall that no test waits for
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
-
-
-def command(folder: Path, mode: str, guilty: int, stall: float = LONG) -> list[str]:
-    return [sys.executable, str(SCRIPT), mode, str(folder), str(stall), str(guilty)]
-
-
-def torchrun(processes: int) -> list[str]:
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
-    return [*run, f"--nproc-per-node={processes}"]
+def watched(folder: Path, mode: str, guilty: int, stall: float = LONG) -> list[str]:
+    """Words that start `tests/watched.py`."""
+    return [str(SCRIPT), mode, str(folder), str(stall), str(guilty)]
 
 
 def launch(
@@ -42,14 +34,27 @@ def launch(
 ) -> tuple[int, str]:
     """Exit code of torchrun and what is on the screen."""
     done = subprocess.run(
-        [*torchrun(processes), *command(folder, mode, guilty, stall)],
+        torchrun(processes, *watched(folder, mode, guilty, stall)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=90,
+        timeout=PATIENCE,
         env=environment(),
     )
     return done.returncode, done.stdout
+
+
+def begin(
+    folder: Path, go: Path, *, processes: int = 2, stall: float = LONG
+) -> subprocess.Popen[str]:
+    """Starts a good job, which waits in step 2 until the file is there, or for a signal."""
+    return subprocess.Popen(
+        torchrun(processes, *watched(folder, "none", 1, stall)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(WATCHED_READY=str(go)),
+    )
 
 
 def told(screen: str) -> list[str]:
@@ -72,6 +77,7 @@ def test_a_good_end_is_quiet(tmp_path: Path) -> None:
     assert "misdeed" in log(tmp_path, 1), "what another than the first prints is in its log"
 
 
+@pytest.mark.slow
 def test_one_that_ends_before_the_others_is_not_missed(tmp_path: Path) -> None:
     code, screen = launch(tmp_path, "early", 1)
     assert (code, "".join(screen.split())) == (0, "donedone")
@@ -79,15 +85,9 @@ def test_one_that_ends_before_the_others_is_not_missed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_sigterm_that_follows_a_failure_is_no_request_to_stop(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [*torchrun(3), *command(tmp_path, "none", 1)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(WATCHED_READY=str(tmp_path / "never")),
-    ) as job:
+    with begin(tmp_path, tmp_path / "never", processes=3) as job:
         os.kill(ready(tmp_path, 3)[1], signal.SIGKILL)
-        screen, _ = job.communicate(timeout=60)
+        screen, _ = job.communicate(timeout=PATIENCE)
     assert "closing signal SIGTERM" in screen
     assert "was told of" not in screen
     (line,) = told(screen)
@@ -107,6 +107,7 @@ def test_the_error_of_one_is_the_last_word(tmp_path: Path, guilty: int) -> None:
     assert "losed by peer" in log(tmp_path, 1 - guilty), "what followed is in the other's log"
 
 
+@pytest.mark.slow
 def test_of_an_error_of_all_one_tells(tmp_path: Path) -> None:
     code, screen = launch(tmp_path, "error", -1)
     assert code == 1
@@ -115,6 +116,7 @@ def test_of_an_error_of_all_one_tells(tmp_path: Path) -> None:
     assert "Traceback" not in screen.partition("grpo: ")[0], "a foreseen error needs none"
 
 
+@pytest.mark.slow
 def test_an_error_of_all_names_where_it_came_from(tmp_path: Path) -> None:
     _, screen = launch(tmp_path, "together", 1)
     assert told(screen) == [f"grpo: process 1 on {NODE}, step 2, reward: only here"]
@@ -155,20 +157,14 @@ def test_without_a_line_to_it_one_that_has_fallen_silent_is_named(tmp_path: Path
 @pytest.mark.slow
 def test_a_job_that_was_suspended_goes_on(tmp_path: Path) -> None:
     go = tmp_path / "go"
-    with subprocess.Popen(
-        [*torchrun(2), *command(tmp_path, "none", 1, stall=3)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(WATCHED_READY=str(go)),
-    ) as job:
+    with begin(tmp_path, go, stall=3) as job:
         workers = ready(tmp_path, 2)
         for number, seconds in ((signal.SIGSTOP, 6), (signal.SIGCONT, 1)):
             for pid in workers:
                 os.kill(pid, number)
             time.sleep(seconds)  # longer than a stall
         go.touch()
-        screen, _ = job.communicate(timeout=60)
+        screen, _ = job.communicate(timeout=PATIENCE)
     assert (job.returncode, "".join(screen.split())) == (0, "donedone")
 
 
@@ -179,12 +175,13 @@ def test_sys_exit_of_a_reward_is_an_error(tmp_path: Path) -> None:
     assert told(screen) == [f"grpo: process 1 on {NODE}, step 2, reward: SystemExit: 3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "guilty", "processes", "message"),
     [
         ("stuck_thread", 1, 2, "a thread of mine never ends"),
-        pytest.param("stuck_others", -1, 3, "the others are stuck", marks=pytest.mark.slow),
-        pytest.param("cleanup", 1, 2, "and then its cleanup hangs", marks=pytest.mark.slow),
+        ("stuck_others", -1, 3, "the others are stuck"),
+        ("cleanup", 1, 2, "and then its cleanup hangs"),
     ],
     ids=["a thread of its own", "the others, in C++", "its cleanup"],
 )
@@ -240,6 +237,7 @@ def test_processes_that_wait_for_one_another_are_a_stall(tmp_path: Path) -> None
     assert "and all wait for one another" in line
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_is_known_to_all(tmp_path: Path) -> None:
     code, screen = launch(tmp_path, "signal", 1)
     assert code == 0
@@ -250,7 +248,7 @@ def test_a_signal_to_one_is_known_to_all(tmp_path: Path) -> None:
 def ready(folder: Path, processes: int) -> list[int]:
     """Waits until all are in step 2; their process ids."""
     files = [folder / "logs" / f"ready-{rank}" for rank in range(processes)]
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE
     while not all(f.exists() and f.read_text() for f in files):
         assert time.monotonic() < until, "the job did not start"
         time.sleep(0.05)
@@ -260,16 +258,10 @@ def ready(folder: Path, processes: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_job_that_is_stopped_ends_in_good_order(tmp_path: Path, number: int) -> None:
-    with subprocess.Popen(
-        [*torchrun(2), *command(tmp_path, "none", 1)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(WATCHED_READY=str(tmp_path / "never")),
-    ) as job:
+    with begin(tmp_path, tmp_path / "never") as job:
         ready(tmp_path, 2)
         job.send_signal(number)
-        screen, _ = job.communicate(timeout=60)
+        screen, _ = job.communicate(timeout=PATIENCE)
     assert told(screen) == []
     for rank in (0, 1):
         assert f"process {rank} was told of {number:d}" in screen
@@ -277,16 +269,10 @@ def test_a_job_that_is_stopped_ends_in_good_order(tmp_path: Path, number: int) -
 
 @pytest.mark.slow
 def test_processes_do_not_outlive_a_torchrun_that_is_killed(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [*torchrun(2), *command(tmp_path, "none", 1)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(WATCHED_READY=str(tmp_path / "never")),
-    ) as job:
+    with begin(tmp_path, tmp_path / "never") as job:
         workers = [psutil.Process(pid) for pid in ready(tmp_path, 2)]
         job.kill()
-        gone, alive = psutil.wait_procs(workers, timeout=60)
+        gone, alive = psutil.wait_procs(workers, timeout=PATIENCE)
         for worker in alive:
             worker.kill()
         screen, _ = job.communicate(timeout=10)
@@ -308,7 +294,7 @@ def test_a_store_of_the_first_process_will_do(tmp_path: Path, mode: str) -> None
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port(), "WORLD_SIZE": "2"}
     processes = [
         subprocess.Popen(
-            command(tmp_path, mode, 1),
+            programs.alone(*watched(tmp_path, mode, 1)),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -316,7 +302,7 @@ def test_a_store_of_the_first_process_will_do(tmp_path: Path, mode: str) -> None
         )
         for rank in (0, 1)
     ]
-    screens = [process.communicate(timeout=60)[0] for process in processes]
+    screens = [process.communicate(timeout=PATIENCE)[0] for process in processes]
     codes = [process.returncode for process in processes]
     if mode == "none":
         assert (codes, told("".join(screens))) == ([0, 0], [])

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_cli import heartbeat
+from grpo_cli.blame import Seen
 from grpo_cli.errors import TrainingError
 from grpo_cli.ring import Ring
 from grpo_cli.watch import Watch
@@ -77,6 +78,18 @@ def misbehave(mode: str, watch: Watch) -> None:
             never_returns()
 
 
+def until_known(watch: Watch) -> None:
+    """Waits until the others know what this process does, and one of them would miss it."""
+    if watch._ring is None:  # there are no others
+        return
+    is_known = is_tied = False
+    while not (is_known and is_tied):
+        time.sleep(0.05)
+        told = Seen.of(watch._store.get(f"state/{watch.rank}"), 0.0).state
+        is_known = (told.stage, told.step) == ("reward", 2)
+        is_tied = bool(watch._ring._before) or Ring.tie is no_route
+
+
 def never_returns() -> None:
     time.sleep(600)
 
@@ -94,7 +107,7 @@ def run(watch: Watch, mode: str, guilty: int) -> None:
         if step == 2 and (guilty in (watch.rank, -1) or mode == "together"):
             print(f"misdeed {time.time()}", flush=True)
             (watch.logs / "misdeed").write_text(str(time.time()))
-            time.sleep(0.2)  # the stage is known to the others
+            until_known(watch)
             misbehave(mode, watch)
         if ready is not None and step == 2:
             (watch.logs / f"ready-{watch.rank}").write_text(str(os.getpid()))

@@ -1,0 +1,37 @@
+"""Programs that tests start: by themselves, or several of one under torchrun."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PATIENCE = 600  # seconds with one that hangs: a busy machine may take ten times as long as a quiet
+
+
+def alone(*program: str) -> list[str]:
+    """The command of a program: a script or -m and a module, and its words."""
+    return [sys.executable, *program]
+
+
+def torchrun(processes: int, *program: str) -> list[str]:
+    """The command that starts it so many times here; torchrun's own options come before it."""
+    launcher = ["-m", "torch.distributed.run", "--standalone"]
+    return alone(*launcher, f"--nproc-per-node={processes}", *program)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """That of the tests, with which a program finds this checkout's modules."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def run(command: list[str], **more: str) -> subprocess.CompletedProcess[str]:
+    """Waits for its end; `more` is of its environment."""
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        cwd=ROOT,
+        env=environment(**more),
+    )
