@@ -28,6 +28,7 @@ from grpo_cli.rollouts import Completion, Group, Prompt, Rollout
 torch.set_num_threads(1)
 atexit.register(shutil.rmtree, os.environ["GRPO_CACHE"], ignore_errors=True)
 
+NO_TIME = "not begun: --until is over"
 CPU = torch.device("cpu")
 BUILD = Build(
     hidden_size=32,
@@ -41,14 +42,22 @@ BUILD = Build(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    said = "unix time after which no test is begun any more; -rs lists those that were left"
+    said = "unix time after which no test is begun any more; those that are left are listed"
     parser.addoption("--until", type=float, help=said)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     until = item.config.getoption("until")
     if until is not None and time.time() > until:
-        pytest.skip("not begun: --until is over")
+        pytest.skip(NO_TIME)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    left = [report.nodeid for report in skipped if NO_TIME in str(report.longrepr)]
+    if left:
+        terminalreporter.section(f"{len(left)} tests not begun")
+        terminalreporter.write("\n".join(left) + "\n")
 
 
 @pytest.fixture(autouse=True)
