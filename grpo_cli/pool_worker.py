@@ -103,8 +103,27 @@ def recorders(
     if "log_metric" in arguments:
         arguments["log_metric"] = lambda name, value: metrics.append((str(name), float(value)))
     if "log_extra" in arguments:
-        arguments["log_extra"] = lambda column, values: extras.append((str(column), list(values)))
+        arguments["log_extra"] = lambda column, values: extras.append(
+            (str(column), [plain(value) for value in values])
+        )
     return metrics, extras
+
+
+def plain(value: Any) -> Any:
+    """What JSON has, of numbers of tensors and arrays too; of any other object its text.
+
+    Stored completions and other processes get no more: an object may hold a GPU's memory, or not be
+    pickled.
+    """
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    return str(value)
 
 
 def blame(error: BaseException) -> str:

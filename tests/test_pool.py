@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from grpo_cli.pool import Call, Done, Pool
+from grpo_cli.pool_worker import recorders
 
 PATIENCE = 60.0  # seconds after which a test that hangs fails instead
 
@@ -133,6 +138,33 @@ def test_logged_metrics_and_extras_come_back(pool: Pool) -> None:
     )
     done = pool.submit(call).result(PATIENCE)
     assert (done.metrics, done.extras) == ([("length", 3.0)], [("shouted", ["ABC"])])
+
+
+def test_extras_are_plain_whatever_they_were() -> None:
+    class Parsed:
+        def __init__(self) -> None:
+            self.open = lambda: None  # which nothing can send to another process
+
+        def __str__(self) -> str:
+            return "x = 3"
+
+    given = {
+        "flag": (True, True),
+        "scalar": (torch.tensor(2.5), 2.5),
+        "numbers": (np.array([[1, 2]]), [[1, 2]]),
+        "float64": (np.float64(0.5), 0.5),
+        "nested": ({3: (Parsed(), None)}, {"3": ["x = 3", None]}),
+        "object": (Parsed(), "x = 3"),
+    }
+    arguments: dict[str, Any] = {"log_extra": None}
+    _, extras = recorders(arguments)
+    for column, (value, _) in given.items():
+        arguments["log_extra"](column, [value])
+    arguments["log_extra"]("tensor", torch.tensor([1, 2]))
+    expected = [(column, [found]) for column, (_, found) in given.items()]
+    assert pickle.loads(pickle.dumps(extras)) == [*expected, ("tensor", [1, 2])]
+    kinds = {type(value) for _, values in extras for value in values}
+    assert kinds == {bool, float, list, dict, str, int}
 
 
 def test_a_forked_child_that_returns_is_not_heard() -> None:
