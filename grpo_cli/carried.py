@@ -36,7 +36,7 @@ def packed(groups: Sequence[Group], rewards: str) -> list[dict[str, Any]]:
                     "reward": r.reward,
                     "outcome": r.outcome,
                     # Whatever functions logged, of whatever type: a checkpoint holds plain values.
-                    "extras": json.dumps(r.extras, default=str),
+                    "extras": json.dumps(r.extras),
                     "masked": r.masked,
                     "old_logprobs": r.old_logprobs,
                 }

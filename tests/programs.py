@@ -20,6 +20,11 @@ def torchrun(processes: int, *program: str) -> list[str]:
     return alone(*launcher, f"--nproc-per-node={processes}", *program)
 
 
+def started(processes: int, *program: str) -> list[str]:
+    """The command of a user: several processes need torchrun, one does not."""
+    return torchrun(processes, *program) if processes > 1 else alone(*program)
+
+
 def environment(**more: str) -> dict[str, str]:
     """That of the tests, with which a program finds this checkout's modules."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}

@@ -51,8 +51,7 @@ def launch(
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
     grpo = ["-m", "grpo_cli", "train", f"output_dir={folder / str(processes)}"]
     grpo += [f"dataset.train={data}", f"dataset.eval={data}", *SETTINGS, *overrides]
-    command = programs.torchrun(processes, *grpo) if processes > 1 else programs.alone(*grpo)
-    done = programs.run(command, **(environment or {}))
+    done = programs.run(programs.started(processes, *grpo), **(environment or {}))
     for stacks in sorted((folder / str(processes)).glob("logs/*.stacks.txt")):
         done.stderr += f"{stacks.name}:\n{stacks.read_text()}"  # of a process that crashed
     return done

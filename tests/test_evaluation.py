@@ -514,8 +514,7 @@ def test_killed_five_times_it_finds_the_same(
     grpo = [str(tmp_path / "slowly.py"), *words]
 
     def start(folder: Path) -> subprocess.Popen[bytes]:
-        own = [*grpo, f"output_dir={folder}"]
-        command = programs.torchrun(processes, *own) if processes > 1 else programs.alone(*own)
+        command = programs.started(processes, *grpo, f"output_dir={folder}")
         with (tmp_path / "log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log)
 

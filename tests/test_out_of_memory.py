@@ -380,9 +380,7 @@ def test_generation_halves_its_rows_and_keeps_what_is_whole(
 
 def as_program(*argv: str, processes: int = 1, **environment: str) -> str:
     """Starts this file as a program; returns what it has printed."""
-    own = [__file__, *argv]
-    command = programs.torchrun(processes, *own) if processes > 1 else programs.alone(*own)
-    done = programs.run(command, **environment)
+    done = programs.run(programs.started(processes, __file__, *argv), **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,6 +1,7 @@
 """One process fails: all end soon, with its name as the last word; a stall names the slowest."""
 
 import ast
+import contextlib
 import json
 import os
 import signal
@@ -33,28 +34,32 @@ def launch(
     folder: Path, mode: str, guilty: int, *, processes: int = 2, stall: float = LONG
 ) -> tuple[int, str]:
     """Exit code of torchrun and what is on the screen."""
-    done = subprocess.run(
-        torchrun(processes, *watched(folder, mode, guilty, stall)),
+    with begun(torchrun(processes, *watched(folder, mode, guilty, stall))) as job:
+        screen, _ = job.communicate(timeout=PATIENCE)
+    return job.returncode, screen
+
+
+@contextlib.contextmanager
+def begun(command: list[str], **more: str) -> Iterator[subprocess.Popen[str]]:
+    """A job under way, which does not outlast a test that fails."""
+    with subprocess.Popen(
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=PATIENCE,
-        env=environment(),
-    )
-    return done.returncode, done.stdout
+        env=environment(**more),
+    ) as job:
+        try:
+            yield job
+        finally:
+            job.kill()
 
 
-def begin(
+def waiting(
     folder: Path, go: Path, *, processes: int = 2, stall: float = LONG
-) -> subprocess.Popen[str]:
-    """Starts a good job, which waits in step 2 until the file is there, or for a signal."""
-    return subprocess.Popen(
-        torchrun(processes, *watched(folder, "none", 1, stall)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(WATCHED_READY=str(go)),
-    )
+) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    """A good job, which waits in step 2 until the file is there, or for a signal."""
+    return begun(torchrun(processes, *watched(folder, "none", 1, stall)), WATCHED_READY=str(go))
 
 
 def told(screen: str) -> list[str]:
@@ -85,7 +90,7 @@ def test_one_that_ends_before_the_others_is_not_missed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_sigterm_that_follows_a_failure_is_no_request_to_stop(tmp_path: Path) -> None:
-    with begin(tmp_path, tmp_path / "never", processes=3) as job:
+    with waiting(tmp_path, tmp_path / "never", processes=3) as job:
         os.kill(ready(tmp_path, 3)[1], signal.SIGKILL)
         screen, _ = job.communicate(timeout=PATIENCE)
     assert "closing signal SIGTERM" in screen
@@ -157,7 +162,7 @@ def test_without_a_line_to_it_one_that_has_fallen_silent_is_named(tmp_path: Path
 @pytest.mark.slow
 def test_a_job_that_was_suspended_goes_on(tmp_path: Path) -> None:
     go = tmp_path / "go"
-    with begin(tmp_path, go, stall=3) as job:
+    with waiting(tmp_path, go, stall=3) as job:
         workers = ready(tmp_path, 2)
         for number, seconds in ((signal.SIGSTOP, 6), (signal.SIGCONT, 1)):
             for pid in workers:
@@ -258,7 +263,7 @@ def ready(folder: Path, processes: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_job_that_is_stopped_ends_in_good_order(tmp_path: Path, number: int) -> None:
-    with begin(tmp_path, tmp_path / "never") as job:
+    with waiting(tmp_path, tmp_path / "never") as job:
         ready(tmp_path, 2)
         job.send_signal(number)
         screen, _ = job.communicate(timeout=PATIENCE)
@@ -269,7 +274,7 @@ def test_a_job_that_is_stopped_ends_in_good_order(tmp_path: Path, number: int) -
 
 @pytest.mark.slow
 def test_processes_do_not_outlive_a_torchrun_that_is_killed(tmp_path: Path) -> None:
-    with begin(tmp_path, tmp_path / "never") as job:
+    with waiting(tmp_path, tmp_path / "never") as job:
         workers = [psutil.Process(pid) for pid in ready(tmp_path, 2)]
         job.kill()
         gone, alive = psutil.wait_procs(workers, timeout=PATIENCE)
@@ -292,17 +297,13 @@ def port() -> str:
 def test_a_store_of_the_first_process_will_do(tmp_path: Path, mode: str) -> None:
     """As when srun starts the processes itself, without torchrun."""
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port(), "WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            programs.alone(*watched(tmp_path, mode, 1)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **job),
-        )
-        for rank in (0, 1)
-    ]
-    screens = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    command = programs.alone(*watched(tmp_path, mode, 1))
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(begun(command, RANK=str(rank), LOCAL_RANK=str(rank), **job))
+            for rank in (0, 1)
+        ]
+        screens = [process.communicate(timeout=PATIENCE)[0] for process in processes]
     codes = [process.returncode for process in processes]
     if mode == "none":
         assert (codes, told("".join(screens))) == ([0, 0], [])

@@ -83,7 +83,10 @@ def until_known(watch: Watch) -> None:
     if watch._ring is None:  # there are no others
         return
     is_known = is_tied = False
+    until = time.monotonic() + 60
     while not (is_known and is_tied):
+        assert time.monotonic() < until, "the watch has not told what this process does"
+        heartbeat.beat()  # this is no stall
         time.sleep(0.05)
         told = Seen.of(watch._store.get(f"state/{watch.rank}"), 0.0).state
         is_known = (told.stage, told.step) == ("reward", 2)
