@@ -73,8 +73,8 @@ class Model:
     )
     chat_template_kwargs: dict[str, Any] = knob(
         {},
-        "Arguments of the chat template, such as enable_thinking: false. A column "
-        "chat_template_kwargs of the data holds those of a row.",
+        "Arguments of the chat template, such as enable_thinking: false. A column of the data "
+        "named chat_template_kwargs overrides them row by row.",
         read_if=("dataset.chat",),
     )
     gradient_checkpointing: bool = knob(

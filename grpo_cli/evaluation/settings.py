@@ -28,12 +28,13 @@ BEARING = (
     "eval.k", "eval.limit", "generation.engine", "generation.max_completion_tokens",
     "generation.min_completion_tokens", "generation.stop", "generation.repetition_penalty",
     "generation.vllm.regex", "generation.vllm.json_schema", "generation.vllm.dtype",
-    "generation.tools.",
+    "generation.tools.", "model.chat_template_kwargs.",
 )  # fmt: skip
 # Those of the recipe's held-out rows depend also on:
 BEARING_OF_ROWS = (
     "dataset.eval", "dataset.subset", "dataset.eval_split", "dataset.columns", "dataset.prompt",
-    "dataset.system", "dataset.chat", "dataset.eval_limit", "reward.", "eval.accuracy",
+    "dataset.system", "dataset.chat", "dataset.eval_limit", "dataset.final_assistant", "reward.",
+    "eval.accuracy",
 )  # fmt: skip
 # Also read:
 READ_OF_ROWS = (*BEARING_OF_ROWS, "dataset")
@@ -168,7 +169,9 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     values = dataclasses.asdict(recipe)
     values["eval"]["temperature"] = recipe.eval.drawn_at
     recorded = {
-        "model": ("revision", "dtype", "attn_implementation", "chat_template"),
+        "model": (
+            "revision", "dtype", "attn_implementation", "chat_template", "chat_template_kwargs",
+        ),
         "eval": tuple(values["eval"]),
         "generation": (
             "engine", "max_completion_tokens", "min_completion_tokens", "stop",

@@ -181,7 +181,7 @@ ITEMS = ("getitem", "setitem", "delitem")
 
 
 def _only_called(function: Handle) -> Callable[..., Any]:
-    """A function named like a module: its attributes are not taken for the module's."""
+    """Hides the attributes of a function that has a module's name."""
     return lambda *args, **kwargs: function(*args, **kwargs)
 
 

@@ -166,7 +166,7 @@ for _name in BINARY:
 
 
 def _extended(base: type) -> type:
-    """A plain value with attributes that the other side has, such as those of a namedtuple."""
+    """Makes a class of plain values whose attributes are on the other side, as a namedtuple's."""
     members = {
         "handle_of": lambda self: self.__dict__["handle"],
         "__getattr__": lambda self, name: getattr(self.__dict__["handle"], name),

@@ -61,6 +61,9 @@ def test_what_only_training_reads_is_refused(word: str, message: str) -> None:
         *("recipe=math_qwen", "seed=3", "device=cpu", "mixed_precision=bf16", "output_dir=x"),
         *(
             "model.dtype=bfloat16",
+            "model.chat_template_kwargs={enable_thinking:false}",
+            "+model.chat_template_kwargs.enable_thinking=false",
+            "dataset.final_assistant=drop",
             "scoring.workers=1",
             "scoring={workers:1}",
             "generation.stop=[x]",
@@ -189,6 +192,11 @@ OWN = {"benchmark": {"own": {"data": "a.jsonl", **TIR}}}
         ({}, {"seed": 1}),
         ({}, {"mixed_precision": "bf16"}),
         ({}, {"model.dtype": "bfloat16"}),
+        (
+            {"dataset.chat": True},
+            {"model.chat_template_kwargs": {"enable_thinking": False}},
+        ),
+        ({"dataset.chat": True}, {"dataset.final_assistant": "drop"}),
         ({}, {"dataset.eval_limit": 3}),
         ({}, {"dataset.prompt": "{question} ="}),
         ({}, {"reward": {"math": {"args": {"units": True}}}}),
