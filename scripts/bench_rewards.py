@@ -15,7 +15,7 @@ from pathlib import Path
 
 from grpo_cli.commands.score import score_samples
 from grpo_cli.config.schema import Reward, Scoring
-from grpo_cli.data.rows import load_file
+from grpo_cli.data.files import load_file
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.pool import Call

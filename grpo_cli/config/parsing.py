@@ -20,7 +20,7 @@ from grpo_cli.config.contradictions import contradictions, contradictions_by_ste
 from grpo_cli.config.knob import as_written, scheduled_violation, violation
 from grpo_cli.config.renamed import OTHER_NAMES, renamed
 from grpo_cli.config.schema import Benchmark, Recipe, Reward, Schedule, knobs
-from grpo_cli.config.sources import is_local
+from grpo_cli.config.sources import has_splits
 from grpo_cli.errors import UserError, listed, nearest
 
 E = TypeVar("E", Reward, Benchmark, Schedule)
@@ -244,7 +244,7 @@ def unread(
 
 
 def _unread_of_files(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
-    """Yields messages about knobs of hub data sets that the command line sets for files."""
+    """Yields messages about knobs of hub data sets and folders that the command line sets."""
     train, held_out = recipe.dataset.train, recipe.dataset.eval
     sources = {
         "dataset.subset": [train, held_out],
@@ -257,10 +257,10 @@ def _unread_of_files(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
             sources |= {f"{key}.subset": [benchmark.data], f"{key}.split": [benchmark.data]}
     for key in sorted(sources.keys() & set(given)):
         files = [source for source in sources[key] if source is not None]
-        if all(map(is_local, files)):
+        if not any(map(has_splits, files)):
             there = f"the recipe has files: {listed(files)}" if files else "the recipe has none"
             shown = as_written(value_at(recipe, key))
-            yield f"{key} = {shown}: is only read for a hub data set; {there}."
+            yield f"{key} = {shown}: is only read for a hub data set or a folder; {there}."
 
 
 def explain(error: BaseException) -> str | None:

@@ -91,16 +91,17 @@ class Dataset:
 
     train: str | None = knob(
         None,
-        "Training rows: a hub name, a .json/.jsonl/.jsonl.gz/.csv/.parquet file, or "
-        "pkg://package/file.",
+        "Training rows: a hub name, a .json/.jsonl/.jsonl.gz/.csv/.parquet file, a pattern such as "
+        "data/*.parquet, a folder of such files or of save_to_disk, or pkg://package/file.",
     )
     eval: str | None = knob(
         None,
-        "Held-out rows: a hub name, a file or pkg://package/file; null: no evaluation on rows.",
+        "Held-out rows: a hub name, or local data as for dataset.train; null: no evaluation on "
+        "rows.",
     )
     subset: str | None = knob(None, "Configuration of the hub data set (GSM8K has `main`).")
-    train_split: str = knob("train", "Split of a hub data set to train on.")
-    eval_split: str = knob("test", "Split of a hub data set to evaluate on.")
+    train_split: str = knob("train", "Split of a hub data set or a folder to train on.")
+    eval_split: str = knob("test", "Split of a hub data set or a folder to evaluate on.")
     columns: dict[str, str] = knob(
         {}, "Columns to rename before they are used, as new_name: old_name."
     )
@@ -210,12 +211,14 @@ class Benchmark:
         None, "Rank among the columns of a table; null: after those that have one.", ge=1
     )
     data: str = knob(
-        "", "Rows: a hub name, a .json/.jsonl/.jsonl.gz/.csv/.parquet file, or pkg://package/file."
+        "",
+        "Rows: a hub name, a .json/.jsonl/.jsonl.gz/.csv/.parquet file, a pattern or a folder of "
+        "such files, or pkg://package/file.",
     )
     subset: str | None = knob(
         None, "Configuration of the hub data set; `all`: every configuration."
     )
-    split: str = knob("test", "Split of a hub data set.")
+    split: str = knob("test", "Split of a hub data set or a folder.")
     columns: dict[str, str] = knob(
         {}, "Columns to rename before they are used, as new_name: old_name."
     )

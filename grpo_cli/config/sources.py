@@ -1,4 +1,4 @@
-"""Tells the files among data sources from the names of hub data sets."""
+"""Tells local data (files, folders, patterns) among data sources from names of hub data sets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parque
 
 
 def local_path(source: str) -> Path | None:
-    """Returns the file that `source` names, or None for a hub name. `pkg://a.b/c` is a package's.
+    """Returns the file, folder or pattern that `source` names, or None for a hub name.
+
+    `pkg://a.b/c` is a package's file.
 
     Raises:
         ModuleNotFoundError: there is no such package.
@@ -19,13 +21,34 @@ def local_path(source: str) -> Path | None:
         package, _, name = source.removeprefix("pkg://").partition("/")
         return Path(str(importlib.resources.files(package).joinpath(name)))
     path = Path(os.path.expanduser(source))
-    is_file = path.exists() or file_format(path) is not None or source.startswith((".", "/", "~"))
-    return path if is_file else None
+    looks_local = file_format(path) is not None or source.startswith((".", "/", "~"))
+    return path if path.exists() or looks_local or is_pattern(path) else None
+
+
+def is_pattern(path: Path) -> bool:
+    """Returns whether a path stands for all files that match it, as data/*.parquet does."""
+    return not path.exists() and any(sign in str(path) for sign in "*?[")
 
 
 def is_local(source: str) -> bool:
-    """Returns whether `source` names a file, even if its package is missing, and no hub name."""
+    """Returns whether `source` names local data, even if its package is missing."""
     return source.startswith("pkg://") or local_path(source) is not None
+
+
+def has_splits(source: str) -> bool:
+    """Returns whether `source` may have splits: it is a hub name or a folder."""
+    if source.startswith("pkg://"):
+        return False
+    path = local_path(source)
+    return path is None or path.is_dir()
+
+
+def absolute(source: str) -> str:
+    """Returns a source with an absolute path if it is local; a package's stays as it is."""
+    path = None if source.startswith("pkg://") or "{" in source else local_path(source)
+    if path is None or not (path.exists() or is_pattern(path)):
+        return source
+    return str(path.absolute() if is_pattern(path) else path.resolve())
 
 
 def file_format(path: Path) -> str | None:

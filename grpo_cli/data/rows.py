@@ -1,30 +1,20 @@
-"""Reads the rows of a dataset from a file or from the hub.
+"""Loads the rows of a dataset from local data or from the hub, and checks them.
 
 Nothing here imports torch or transformers: a mistake in the data is reported before they load.
 """
 
 from __future__ import annotations
 
-import codecs
-import contextlib
-import csv
-import gzip
-import json
-import logging
 import re
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from grpo_cli.config.schema import Dataset
-from grpo_cli.config.sources import FORMATS, file_format, local_path
+from grpo_cli.config.sources import local_path
+from grpo_cli.data.files import load_local
 from grpo_cli.errors import UserError, listed, nearest
-
-# A file may begin with a byte order mark, as Excel and Windows write it, which is no part of it.
-ENCODING = "utf-8-sig"
-NESTED = "a list or an object"
 
 
 @dataclass(frozen=True)
@@ -62,9 +52,10 @@ def load_rows(config: Dataset, split: str) -> Rows:
 
 
 def load_table(source: str, subset: str | None, split: str, key: str) -> Any:
-    """Returns a file, or one split of a hub data set, as a `datasets.Dataset`.
+    """Returns local data, or one split of a hub data set, as a `datasets.Dataset`.
 
     Args:
+        split: of a hub data set or of a folder.
         key: what messages call the source by.
 
     Raises:
@@ -74,7 +65,9 @@ def load_table(source: str, subset: str | None, split: str, key: str) -> Any:
         path = local_path(source)
     except ModuleNotFoundError as error:
         raise UserError(f"{key} = {source}: there is no such package ({error}).") from error
-    return load_file(path, key) if path else load_hub(source, subset, split, key)
+    if path is None:
+        return load_hub(source, subset, split, key)
+    return load_local(path, subset, split, key)
 
 
 def first_rows(table: Any, limits: Sequence[int | None], source: str, key: str) -> Any:
@@ -128,172 +121,6 @@ def rename_columns(table: Any, names: Mapping[str, str], source: str, key: str) 
     replaced = names.keys() - set(names.values())
     table = table.remove_columns([name for name in table.column_names if name in replaced])
     return table.rename_columns({old: new for new, old in names.items()})
-
-
-def load_file(path: Path, key: str) -> Any:
-    """Returns a file of rows as a `datasets.Dataset`.
-
-    Args:
-        key: what messages call the file by.
-
-    Raises:
-        UserError: a missing file, a malformed line, no rows.
-    """
-    if not path.exists():
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise UserError(f"{key} = {path}: there is no such file.{nearest(path.name, beside)}")
-    kind = file_format(path)
-    if kind is None or path.is_dir():
-        raise UserError(f"{key} = {path}: must be a {', '.join(FORMATS)} file (or .gz of one).")
-    mixed = _check_json(path, key) if kind == "json" else []
-    import datasets
-
-    datasets.disable_progress_bars()
-    if kind == "csv":
-        return datasets.Dataset.from_list(_read_csv(path, key))
-    if mixed:
-        return datasets.Dataset.from_list(_with_text(_read_json(path), mixed))
-    # Only where there is a mark to skip: another encoding than utf-8 takes half as long again.
-    options = {"encoding": ENCODING} if kind == "json" and _begins_with_a_mark(path) else {}
-    try:
-        with _without_loader_errors():
-            return datasets.load_dataset(kind, data_files=str(path), split="train", **options)
-    except Exception as error:  # pyarrow's and datasets' errors have no common base
-        cause = reason(error.__cause__ or error)
-        if "corresponds to no data" in cause:
-            raise UserError(f"{key} = {path}: the data set is empty.") from error
-        raise UserError(f"{key} = {path}: cannot be read: {cause}") from error
-
-
-def reason(error: BaseException) -> str:
-    """Returns why a file cannot be read, also where the error has no words."""
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    if isinstance(error, MemoryError):
-        return "it does not fit into memory"
-    return str(error).split("\n")[0] or type(error).__name__
-
-
-def _begins_with_a_mark(path: Path) -> bool:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as file:
-        return bool(file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8)
-
-
-@contextlib.contextmanager
-def _without_loader_errors() -> Iterator[None]:
-    """Keeps the loaders of `datasets` from logging an error that they then raise as well."""
-    logger = logging.getLogger("datasets.packaged_modules")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-def _check_json(path: Path, key: str) -> list[str]:
-    """Finds what `datasets` reports without a place: the first malformed line of a JSON file.
-
-    Returns:
-        The columns with text in some rows and numbers or booleans in others, which `datasets` would
-        read as JSON: the text "007" would become 7.
-
-    Raises:
-        UserError: the file is malformed or empty, or a column has text and lists or objects.
-    """
-    kinds: dict[str, dict[str, int]] = {}  # by column, the first row of each kind of value
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding=ENCODING) as file:
-        start = ""
-        try:
-            start = file.read(1)
-            file.seek(0)
-            if not start:
-                raise UserError(f"{key} = {path}: the data set is empty.")
-            if start == "[":  # one JSON array
-                for row, values in enumerate(json.load(file)):
-                    _note_kinds(kinds, row, values)
-            else:
-                row = 0
-                for number, line in enumerate(file, start=1):
-                    if not line.strip():
-                        continue
-                    values = json.loads(line)
-                    if not isinstance(values, dict):
-                        raise UserError(f"{key} = {path}, line {number}: must be a JSON object.")
-                    _note_kinds(kinds, row, values)
-                    row += 1
-        except json.JSONDecodeError as error:
-            at = number if start != "[" else error.lineno
-            raise UserError(f"{key} = {path}, line {at}: malformed JSON ({error.msg}).") from error
-        except UnicodeDecodeError as error:
-            raise UserError(f"{key} = {path}: is not UTF-8 text ({error.reason}).") from error
-        except (OSError, EOFError, MemoryError, RecursionError) as error:  # gzip cut, depth
-            raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
-    mixed = {name: rows for name, rows in kinds.items() if "text" in rows and len(rows) > 1}
-    for name, rows in mixed.items():
-        if NESTED in rows:
-            raise UserError(
-                f"{key} = {path}: the column {name!r} has text in row {rows['text']} and "
-                f"{NESTED} in row {rows[NESTED]}; it has to be one of them."
-            )
-    return list(mixed)
-
-
-def _note_kinds(kinds: dict[str, dict[str, int]], row: int, values: Any) -> None:
-    if not isinstance(values, dict):
-        return
-    for name, value in values.items():
-        if value is not None:
-            kind = "text" if isinstance(value, str) else "a number"
-            if isinstance(value, list | dict):
-                kind = NESTED
-            kinds.setdefault(name, {}).setdefault(kind, row)
-
-
-def _read_json(path: Path) -> list[dict[str, Any]]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding=ENCODING) as file:
-        text = file.read()
-    if text.startswith("["):
-        rows: list[dict[str, Any]] = json.loads(text)
-        return rows
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
-
-
-def _with_text(rows: list[dict[str, Any]], columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Writes numbers and booleans as JSON text where other rows of the column have text."""
-
-    def cell(name: str, value: Any) -> Any:
-        is_text = value is None or isinstance(value, str) or name not in columns
-        return value if is_text else json.dumps(value)
-
-    names = dict.fromkeys(name for row in rows for name in row)
-    return [{name: cell(name, row.get(name)) for name in names} for row in rows]
-
-
-def _read_csv(path: Path, key: str) -> list[dict[str, str]]:
-    """Returns rows as text: a cell such as 007 or NA may be an answer."""
-    csv.field_size_limit(2**31 - 1)
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding=ENCODING, newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            names, rows = reader.fieldnames or [], list(reader)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{key} = {path}: is not UTF-8 text ({error.reason}).") from error
-    except (OSError, EOFError, MemoryError, csv.Error) as error:
-        raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
-    if not rows:
-        raise UserError(f"{key} = {path}: the data set is empty.")
-    for number, row in enumerate(rows):
-        if None in row or None in row.values():
-            got = len(names) + len(row.get(None, ())) - [*row.values()].count(None)  # type: ignore[call-overload]
-            raise UserError(
-                f"{key} = {path}, row {number}: has {got} fields; the header has {len(names)}."
-            )
-    return rows
 
 
 def load_hub(source: str, subset: str | None, split: str, key: str) -> Any:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.data import conversations
-from grpo_cli.data.rows import load_file, rename_columns
+from grpo_cli.data.files import load_file
+from grpo_cli.data.rows import rename_columns
 from grpo_cli.errors import UserError, listed, nearest
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from grpo_cli import data
 from grpo_cli.checkpoints import lock, lookup, manifest, paths
-from grpo_cli.config import parsing, saved_recipe
+from grpo_cli.config import parsing, saved_recipe, sources
 from grpo_cli.config.schema import Recipe
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.errors import UserError, nearest
@@ -329,10 +329,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     """Returns the recipe with absolute paths of its local files."""
 
     def absolute(source: str | None) -> str | None:
-        if source is None or source.startswith("pkg://") or "{" in source:
-            return source
-        path = Path(os.path.expanduser(source))
-        return str(path.resolve()) if path.exists() else source
+        return None if source is None else sources.absolute(source)
 
     return dataclasses.replace(
         recipe,

@@ -577,7 +577,7 @@ def test_a_scheduled_knob_reads_what_it_will_need() -> None:
 )
 def test_files_have_no_subsets_or_splits(key: str, sources: dict[str, Any], shown: str) -> None:
     found = refused(recipe(**sources, **{key: "main"}), given=[key])
-    assert found == f"{key} = main: is only read for a hub data set; {shown}"
+    assert found == f"{key} = main: is only read for a hub data set or a folder; {shown}"
     # From a recipe whose hub data set was replaced by files, it stays.
     parse(recipe(**sources, **{key: "main"}))
 

@@ -1,0 +1,173 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from grpo_cli.config.schema import Dataset
+from grpo_cli.config.sources import absolute, has_splits
+from grpo_cli.data import files, load_rows
+from grpo_cli.errors import UserError
+from tests.tables import table
+
+A, B, C = ({"question": f"{n}+1=", "answer": str(n + 1)} for n in range(3))
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Path:
+    """Writes rows in the format of the file's name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        datasets.Dataset.from_list(list(rows)).to_parquet(str(path))
+    elif path.suffix == ".csv":
+        lines = [list(rows[0]), *(row.values() for row in rows)]
+        path.write_text("".join(",".join(map(str, line)) + "\n" for line in lines), "utf-8")
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def load(source: Path | str, split: str = "train", subset: str | None = None) -> list[Any]:
+    config = Dataset(train=str(source), train_split=split, subset=subset, prompt="{question}")
+    return list(load_rows(config, "train").rows)
+
+
+def message(source: Path | str, split: str = "train", subset: str | None = None) -> str:
+    with pytest.raises(UserError) as error:
+        load(source, split, subset)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_a_pattern_is_its_files_in_the_order_of_their_names(tmp_path: Path, suffix: str) -> None:
+    write(tmp_path / f"b.{suffix}", C)
+    write(tmp_path / f"a.{suffix}", A, B)
+    (tmp_path / f"folder.{suffix}").mkdir()
+    assert load(tmp_path / f"*.{suffix}") == [A, B, C]
+    write(tmp_path / f"deep/er/z.{suffix}", B)
+    assert load(tmp_path / f"**/*.{suffix}") == [A, B, C, B]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_a_folder_has_the_splits_that_its_files_are_named_after(
+    tmp_path: Path, suffix: str
+) -> None:
+    write(tmp_path / f"train-00000-of-00002.{suffix}", A)
+    write(tmp_path / f"train-00001-of-00002.{suffix}", B)
+    write(tmp_path / f"test.{suffix}", C)
+    assert load(tmp_path) == [A, B]
+    assert load(tmp_path, "test") == [C]
+    assert message(tmp_path, "tset") == (
+        f"dataset.train = {tmp_path}: has no split 'tset'; it has test, train. Did you mean test?"
+    )
+
+
+def test_a_folder_whose_files_name_no_split_is_one_split(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", A)
+    write(tmp_path / "b.jsonl", B)
+    assert load(tmp_path, subset="main") == [A, B], "as the recipe of a hub data set has it"
+    assert message(tmp_path, "test").endswith("has no split 'test'; it has train.")
+
+
+def test_the_readme_of_a_folder_names_its_subsets(tmp_path: Path) -> None:
+    write(tmp_path / "main" / "train.jsonl", A)
+    write(tmp_path / "easy" / "train.jsonl", B)
+    configs = [
+        {"config_name": name, "data_files": [{"split": "train", "path": f"{name}/*.jsonl"}]}
+        for name in ("main", "easy")
+    ]
+    (tmp_path / "README.md").write_text(f"---\n{json.dumps({'configs': configs})}\n---\n")
+    assert load(tmp_path, subset="easy") == [B]
+    assert message(tmp_path).endswith("has several subsets; there are easy, main.")
+    assert message(tmp_path, subset="hard").endswith("no subset 'hard'; there are easy, main.")
+
+
+def test_what_save_to_disk_has_written(tmp_path: Path) -> None:
+    one, other = datasets.Dataset.from_list([A, B]), datasets.Dataset.from_list([C])
+    one.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(train=one, test=other).save_to_disk(str(tmp_path / "both"))
+    assert load(tmp_path / "one", "any") == [A, B], "it has no splits"
+    assert load(tmp_path / "both", "test") == [C]
+    assert message(tmp_path / "both", "dev").endswith("no split 'dev'; it has test, train.")
+    next((tmp_path / "one").glob("*.arrow")).write_bytes(b"torn")
+    assert "cannot be read: " in message(tmp_path / "one")
+
+
+@table(
+    "names, pattern, complaint",
+    [
+        ([], "*.parquet", "no file matches this pattern."),
+        ([], "", "the folder holds no data; it needs .json, .jsonl, .csv, .parquet files."),
+        (["a.txt"], "*", ".parquet file (or .gz of one); {folder}/a.txt is none."),
+        (["a.csv", "b.jsonl"], "*", "files of several kinds, a.csv and b.jsonl; name one kind by"),
+    ],
+)
+def test_files_that_are_no_data_set(
+    tmp_path_factory: pytest.TempPathFactory, names: list[str], pattern: str, complaint: str
+) -> None:
+    folder = tmp_path_factory.mktemp("data")
+    for name in names:
+        write(folder / name, A)
+    assert complaint.format(folder=folder) in message(folder / pattern)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_files_with_other_columns(tmp_path: Path, suffix: str) -> None:
+    write(tmp_path / f"a.{suffix}", A)
+    write(tmp_path / f"b.{suffix}", {"question": "1+1=", "solution": "2"})
+    assert message(tmp_path / f"*.{suffix}") == (
+        f"dataset.train = {tmp_path}/*.{suffix}: the files have different columns: a.{suffix} has "
+        f"answer, question; b.{suffix} has question, solution."
+    )
+
+
+@table(
+    "suffix, cells, expected",
+    [  # of the column in each file; a text is the message
+        ("jsonl", ["007", 7], ["007", "7"]),
+        ("jsonl", [7, "007"], ["7", "007"]),
+        ("jsonl", [1, 0.5], [1.0, 0.5]),
+        ("jsonl", [True, 3], "has true or false in row 0 of 0.jsonl and a whole number in row 0"),
+        ("jsonl", ["a", [1]], "has text in row 0 of 0.jsonl and a list or an object in row 0 of 1"),
+        ("jsonl", ["2024-05-01", "2024-05-02"], ["2024-05-01", "2024-05-02"]),
+        ("jsonl", [None, "007"], [None, "007"]),
+        ("csv", ["007", "NA"], ["007", "NA"]),
+        ("parquet", ["007", "7"], ["007", "7"]),
+        ("parquet", [7, "007"], "is int64 in 0.parquet and string in 1.parquet"),
+    ],
+)
+def test_text_stays_text_over_several_files(
+    tmp_path_factory: pytest.TempPathFactory, suffix: str, cells: list[Any], expected: Any
+) -> None:
+    folder = tmp_path_factory.mktemp("data")
+    for number, cell in enumerate(cells):
+        write(folder / f"{number}.{suffix}", {"question": "1+1=", "answer": cell})
+    if isinstance(expected, str):
+        assert expected in message(folder / f"*.{suffix}")
+    else:
+        assert [row["answer"] for row in load(folder)] == expected
+
+
+def test_dates_in_json_are_text(tmp_path: Path) -> None:
+    rows = [{"answer": "2020-01-01", "when": ["2020-01-01T10:00:00"], "n": 1}] * 2
+    assert list(files.load_file(write(tmp_path / "a.jsonl", *rows), "input")) == rows
+
+
+def test_an_empty_file_among_others_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", A)
+    (tmp_path / "b.jsonl").touch()
+    assert message(tmp_path).endswith(f"{tmp_path}/b.jsonl: the data set is empty.")
+
+
+def test_a_pattern_is_stored_with_an_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "data" / "a.jsonl", A)
+    assert absolute("data/*.jsonl") == f"{tmp_path}/data/*.jsonl"
+    assert absolute("data") == f"{tmp_path}/data"
+    assert absolute("openai/gsm8k") == "openai/gsm8k"
+    assert absolute("pkg://a/b") == "pkg://a/b"
+    found = [has_splits(s) for s in ("data", "data/*.jsonl", "data/a.jsonl", "x/y", "pkg://a/b")]
+    assert found == [True, False, False, True, False]
