@@ -90,6 +90,10 @@ MISTAKES = {
     "missing file": (["dataset.train=row.jsonl"], ["dataset.train = row.jsonl", "rows.jsonl"]),
     "malformed line": (["dataset.train=torn.jsonl"], ["torn.jsonl, line 2", "malformed JSON"]),
     "missing column": (["dataset.prompt='{query}'"], ["dataset.prompt", "'query'", "question"]),
+    "empty prompt": (
+        ["dataset.train=rows.jsonl", "dataset.eval=rows.jsonl", 'dataset.prompt=""'],
+        ["dataset.prompt: the prompt of row 0 is empty"],
+    ),
     "empty data": (["dataset.train=empty.jsonl"], ["dataset.train", "empty.jsonl", "is empty"]),
     "unknown reward": (["reward=[]", "+reward.x.function=exact_mach"], ["exact_match?"]),
     "unknown module": (["reward=[]", "+reward.x.function=no_mod:fn"], ["no_mod", "cannot import"]),
@@ -321,6 +325,15 @@ def test_a_recipe_cannot_name_a_class_for_hydra_to_make(
     code, _, err = grpo("train", "recipe=./mine.yaml", "-m", "seed=1,2")
     assert (code, err.count("\n")) == (2, 1), err
     assert "recipe = mine: its section hydra: Invalid plugin 'subprocess.Popen'" in err
+
+
+def test_a_sweep_says_which_job_runs_and_leaves_no_file_of_hydra(
+    grpo: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    code, out, _ = grpo("train", "-m", "seed=4,5", "steps=3", "dataset.train=none.jsonl")
+    assert code == 2
+    assert out == "\njob 0: seed=4; outputs/arithmetic_tiny-0\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,10 @@ class Request:
         "else 1.",
         ge=1,
     )
-    output: str | None = knob(None, "File to write the scores to; null: outputs/score/INPUT.jsonl.")
+    output: str | None = knob(
+        None,
+        "File to write the scores to, replaced if it exists; null: outputs/score/INPUT.jsonl.",
+    )
     row: int | None = knob(None, "Row of the recipe's data, from 0, instead of an input.", ge=0)
     split: str = knob("train", "Data that row=N is taken from.", choices=("train", "eval"))
     completion: str = knob("", "Completion to score with row=N; - reads standard input.")

@@ -322,7 +322,7 @@ def script(settings: Settings, words: Sequence[str], place: Place, command: str)
         gpus=gpus,
         processes=processes,
         command=" ".join(command.split()),
-        sbatch=_options(options),
+        sbatch=[_quoted(option) for option in _options(options)],
         srun=shlex.join(_options(s.srun)),
         arrays={name: [shlex.quote(v) for v in values] for name, values in arrays.items()},
         setup=textwrap.indent(place.setup or ":", "  "),
@@ -353,15 +353,21 @@ def _data_parallel(settings: Settings) -> dict[str, Any]:
 
 
 def _options(values: Mapping[str, Any]) -> list[str]:
-    """Returns options as `--name=value`; None is left out, True is a flag."""
+    """Returns options as `--name=value` or `-nvalue`; None is left out, True is a flag."""
     out = []
     for name, value in values.items():
         dashes = "--" if len(name) > 1 else "-"
         if value is True or value == "true":
             out.append(dashes + name)
         elif value is not None:
-            out.append(f"{dashes}{name}{'=' if len(name) > 1 else ' '}{value}")
+            out.append(f"{dashes}{name}{'=' if len(name) > 1 else ''}{value}")
     return out
+
+
+def _quoted(option: str) -> str:
+    """Returns an option as a line of a batch script holds it; sbatch reads quotes as a shell."""
+    name, equals, value = option.partition("=")
+    return name + equals + shlex.quote(value) if re.search(r"[\s'\"#\\]", value) else option
 
 
 def main(argv: list[str]) -> None:

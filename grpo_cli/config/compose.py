@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ STORED = "_stored"  # a recipe that an earlier version has stored, under today's
 # Hydra makes no folder and no logging: the run's folder is ours to make, after the checks.
 QUIET_HYDRA = (
     "hydra.run.dir=.",
-    "hydra.sweep.dir=.",
     "hydra.sweep.subdir=.",
     "hydra.output_subdir=null",
     "hydra/job_logging=none",
@@ -110,17 +110,21 @@ def compose_and_call(
         job = HydraConfig.get()
         if job.mode is RunMode.MULTIRUN:  # the jobs of a sweep must not share a folder
             cfg.output_dir = f"{cfg.output_dir}-{job.job.num}"
+            if os.environ.get("RANK", "0") == "0":
+                print(f"\njob {job.job.num}: {_differing(overrides, job)}; {cfg.output_dir}")
         _replace_rewards(cfg)
         try:
             task(cfg)
         except BaseException as error:
             raised.append(error)
 
-    sys.argv = ["grpo", *options, *QUIET_HYDRA, *map(_allow_new_key, overrides)]
     try:
-        hydra.main(version_base="1.3", config_path="pkg://grpo_cli.recipes", config_name=name)(
-            guarded
-        )()
+        with tempfile.TemporaryDirectory(prefix="grpo-sweep-") as sweep:  # for its multirun.yaml
+            quiet = (*QUIET_HYDRA, f"hydra.sweep.dir='{sweep}'")
+            sys.argv = ["grpo", *options, *quiet, *map(_allow_new_key, overrides)]
+            hydra.main(version_base="1.3", config_path="pkg://grpo_cli.recipes", config_name=name)(
+                guarded
+            )()
     except RecursionError as error:
         raise UserError(
             f"recipe = {name}: includes itself, perhaps by another file; look at its defaults."
@@ -144,6 +148,17 @@ def compose_and_call(
             raise
     if raised:
         raise raised[0]
+
+
+def _differing(overrides: Sequence[str], job: Any) -> str:
+    """Returns the overrides of a job of a sweep that other jobs have with other values."""
+    swept = {
+        override.key_or_group
+        for override in OverridesParser.create().parse_overrides([*overrides])
+        if override.is_sweep_override()
+    }
+    words = [w for w in job.overrides.task if w.lstrip("+").partition("=")[0] in swept]
+    return " ".join(words) or "every value as given"
 
 
 def _replace_rewards(cfg: DictConfig) -> None:

@@ -120,8 +120,9 @@ def prompt_text(row: dict[str, Any], config: Dataset, number: int) -> Any:
     """Returns the prompt as a string, or as messages for a chat data set.
 
     Raises:
-        UserError: messages without dataset.chat, messages that are no conversation, or one that
-            ends with the assistant where dataset.final_assistant does not say what to do.
+        UserError: an empty text, messages without dataset.chat, messages that are no conversation,
+            or one that ends with the assistant where dataset.final_assistant does not say what to
+            do.
     """
     name = only_field(config.prompt)
     if name is not None and isinstance(row[name], list):
@@ -134,6 +135,8 @@ def prompt_text(row: dict[str, Any], config: Dataset, number: int) -> Any:
     else:
         text = config.prompt.format_map(row)
         if not config.chat:
+            if not text:
+                raise UserError(f"dataset.prompt: the prompt of row {number} is empty.")
             return text
         messages = [{"role": "user", "content": text}]
     if config.system is not None:

@@ -127,7 +127,7 @@ def compare(first: Path, second: Path, console: Console) -> dict[str, Any]:
     first, second = one.path, other.path
     in_both = [key for key in one.counts if key in other.counts]
     if not in_both:
-        names = [listed(f"{name} ({mode})" for name, mode in s.counts) for s in (one, other)]
+        names = [listed(_label(*key) for key in s.counts) for s in (one, other)]
         raise UserError(
             f"{first} and {second}: have no benchmark and mode in common; the first has "
             f"{names[0]}, the second {names[1]}."
@@ -139,11 +139,12 @@ def compare(first: Path, second: Path, console: Console) -> dict[str, Any]:
     if differing := differing_settings(one, other, in_both):
         lines.append(f"note: settings differ: {', '.join(differing)}")
     for name, mode in in_both:
+        label = _label(name, mode)
         rows, others = one.counts[name, mode], other.counts[name, mode]
         common = sorted(rows.keys() & others.keys())
         unpaired = len(rows.keys() ^ others.keys())
         if not common:
-            lines.append(f"{name} ({mode}): no row is in both.")
+            lines.append(f"{label}: no row is in both.")
             continue
         numbers = paired({row: rows[row] for row in common}, {row: others[row] for row in common})
         benchmarks.setdefault(name, {})[mode] = {**numbers, "unpaired": unpaired}
@@ -159,14 +160,14 @@ def compare(first: Path, second: Path, console: Console) -> dict[str, Any]:
         )
         if unpaired:
             lines.append(
-                f"warning: {name} ({mode}): {unpaired} rows are in one of the two only and are "
+                f"warning: {label}: {unpaired} rows are in one of the two only and are "
                 f"left out; {len(common)} are compared."
             )
         for flipped, how in ((gained, "wrong to right"), (lost, "right to wrong")):
             if flipped:
                 more = len(flipped) - LISTED
                 shown = ", ".join(map(str, flipped[:LISTED])) + (f" and {more} more" * (more > 0))
-                lines.append(f"{name} ({mode}): rows from {how}: {shown}")
+                lines.append(f"{label}: rows from {how}: {shown}")
     if not benchmarks:
         raise UserError(f"{first} and {second}: have no row in common.")
     console.print(f"A: {first}\nB: {second}", markup=False, soft_wrap=True)
@@ -174,6 +175,11 @@ def compare(first: Path, second: Path, console: Console) -> dict[str, Any]:
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
     return {"first": str(first), "second": str(second), "benchmarks": benchmarks}
+
+
+def _label(name: str, mode: str | None) -> str:
+    """Returns how messages call a benchmark in a mode; held-out rows have no mode."""
+    return name if mode is None else f"{name} ({mode})"
 
 
 def check_same_problems(

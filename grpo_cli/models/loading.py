@@ -67,6 +67,8 @@ def load(
                 )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        if Path(path).is_absolute() and not (Path(path) / "config.json").exists():
+            reason = "it is gone; a run keeps its last checkpoint.keep_last checkpoints only."
         raise UserError(f"model.path = {path}: cannot be loaded: {reason}") from error
     if not tokenizer("a")["input_ids"]:  # transformers makes an empty one where files are missing
         raise UserError(f"model.path = {path}: holds no tokenizer; save the model's own beside it.")

@@ -162,14 +162,16 @@ class Reporter:
         with needed(path := self.folder / "summary.json"):
             write_text(path, json.dumps(summary, indent=2) + "\n")
         metrics = read_metrics(self.metrics_file)
-        if self.config.plots and metrics:
+        is_drawn = bool(self.config.plots and metrics)
+        if is_drawn:
             with needed(path := self.folder / "curves.png"):
                 draw_curves(path, metrics, summary)
         self.console.print(closing_table(metrics, summary))
         for what in ("best_checkpoint", "last_checkpoint"):
             if summary[what] is not None:
                 self.say(f"{what.replace('_', ' ')}: {summary[what]}")
-        self.say(f"{clock(summary['seconds'])} in all; metrics, curves and summary: {self.folder}")
+        written = "metrics, curves and summary" if is_drawn else "metrics and summary"
+        self.say(f"{clock(summary['seconds'])} in all; {written}: {self.folder}")
 
 
 @contextlib.contextmanager

@@ -210,6 +210,8 @@ def describe(run: Run) -> None:
     say(f"rewards: {', '.join(rewards)}")
     for description in run.scorer.descriptions:
         say(description)
+    if workers.size == 1 and recipe.distributed.strategy in ("fsdp2", "zero3"):
+        say(f"note: distributed = {recipe.distributed.strategy}: nothing is sharded in one process")
     for notice in (*objective.notices(recipe), *contradictions.notices(recipe)):
         say(f"note: {notice}")
 

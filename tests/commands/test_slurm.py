@@ -4,9 +4,11 @@ tests/commands/test_slurm_jobs.py runs it on a real SLURM.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -61,10 +63,19 @@ def test_options_of_sbatch() -> None:
     assert part == [
         "--job-name=mine", "--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=6", "--mem=20G",
         "--time=1:00:00", "--signal=B:USR1@60", "--requeue", "--open-mode=append", "--output=/log",
-        "--partition=gpu", "--account=us", "--qos=high", "--reservation=r", "-w n[1-2]",
+        "--partition=gpu", "--account=us", "--qos=high", "--reservation=r", "-wn[1-2]",
         "--mail-user=me",
     ]  # fmt: skip
     assert "--mem" not in " ".join(options_of("recipe=a", *NEEDED, "cpus_per_task=6"))
+
+
+def test_values_with_spaces_are_quoted_for_sbatch() -> None:
+    place = dataclasses.replace(HERE, log="/my logs/%x-%j.out")
+    text = text_of("recipe=a", *NEEDED, "job_name=my job", "sbatch.comment=it's #1", place=place)
+    assert "\n#SBATCH --job-name='my job'\n" in text
+    assert "\n#SBATCH --output='/my logs/%x-%j.out'\n" in text
+    (comment,) = [line for line in text.splitlines() if "--comment" in line]
+    assert shlex.split(comment.removeprefix("#SBATCH ")) == ["--comment=it's #1"]
 
 
 def test_a_model_on_several_gpus_has_fewer_copies() -> None:

@@ -500,7 +500,10 @@ def test_every_prompt_over_long(tokenizer: PreTrainedTokenizerFast) -> None:
 
 def test_an_empty_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
     given = rows({"prompt": "a"}, {"prompt": ""})
-    assert prompt_message(given, Dataset(), tokenizer) == "rows.jsonl, row 1: the prompt is empty."
+    assert (
+        prompt_message(given, Dataset(), tokenizer)
+        == "dataset.prompt: the prompt of row 1 is empty."
+    )
 
 
 def test_chat_prompts(tokenizer: PreTrainedTokenizerFast) -> None:

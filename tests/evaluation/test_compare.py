@@ -156,6 +156,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert "gsm8k is of different data, abc and abd" in refusal(other)
     math_only = store(tmp_path / "math", single([True], "math"))
     assert "the first has gsm8k (cot), the second math (cot)" in refusal(math_only)
+    own_rows = store(tmp_path / "own", [("rows", None, 5, 0, True)])
+    assert refusal(own_rows).endswith(" the first has gsm8k (cot), the second rows.")
     later = store(tmp_path / "later", [("gsm8k", "cot", 5, 0, True)])
     assert "have no row in common" in refusal(later)
     pyarrow.parquet.write_table(

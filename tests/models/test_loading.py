@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,6 +69,7 @@ def test_a_complete_model_loads(folder: Path, model: PreTrainedModel) -> None:
         (with_a_nan, f"the weights of {NAME} are not finite"),
         (cut_off, ""),  # safetensors' own words
         (of_another_shape, ""),
+        (shutil.rmtree, "it is gone; a run keeps its last checkpoint.keep_last checkpoints only."),
         (of_bert, "a bert model reads in both directions and cannot generate"),
     ],
 )
