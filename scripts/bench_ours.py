@@ -22,10 +22,10 @@ from omegaconf import DictConfig
 
 from grpo_cli import train
 from grpo_cli.config import compose, parsing
+from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Prompt
 from grpo_cli.reporting import stage_clock
 from grpo_cli.training import build, prepare
-from grpo_cli.training.rollout_queue import sampling_of
 from grpo_cli.training.run import Run
 
 UPDATE = ("update", "forward_backward", "optimizer")  # stages of time/* that make up the update
@@ -108,7 +108,7 @@ def generation_curve(live: Run, points: Sequence[Sequence[int]]) -> list[dict[st
     number = live.recipe.generation.num_generations
     for prompts, limit in [points[0], *points]:
         settings = dataclasses.replace(live.recipe.generation, max_completion_tokens=limit)
-        sampling = sampling_of(settings)
+        sampling = Sampling.of(settings)
         chosen = live.queue.stream.prompts[:prompts]
         synchronize(live.workers.device)
         start = time.perf_counter()

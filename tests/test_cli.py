@@ -90,6 +90,14 @@ MISTAKES = {
     "missing file": (["dataset.train=row.jsonl"], ["dataset.train = row.jsonl", "rows.jsonl"]),
     "malformed line": (["dataset.train=torn.jsonl"], ["torn.jsonl, line 2", "malformed JSON"]),
     "missing column": (["dataset.prompt='{query}'"], ["dataset.prompt", "'query'", "question"]),
+    "word as a token's id": (
+        ["dataset.train=rows.jsonl", "generation.logit_bias={a: 5}"],
+        ["generation.logit_bias={a: 5}: Key a (str) is incompatible with (int)."],
+    ),
+    "TRL's generation_kwargs": (
+        ["dataset.train=rows.jsonl", "generation_kwargs.presence_penalty=1"],
+        ["generation_kwargs: there is no such key. It is called generation.presence_penalty"],
+    ),
     "empty prompt": (
         ["dataset.train=rows.jsonl", "dataset.eval=rows.jsonl", 'dataset.prompt=""'],
         ["dataset.prompt: the prompt of row 0 is empty"],

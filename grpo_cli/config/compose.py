@@ -46,7 +46,8 @@ QUIET_HYDRA = (
 # Entries have names of the user's own.
 OPEN_KEYS = (
     "reward.", "benchmark.", "generation.vllm.engine_args.", "dataset.columns.", "dataset.columns=",
-    "schedules.", "schedules=", "loss.args.", "advantage.args.",
+    "schedules.", "schedules=", "loss.args.", "advantage.args.", "model.chat_template_kwargs.",
+    "generation.logit_bias.", "generation.logit_bias=",
 )  # fmt: skip
 # What a user meant who gives a group something that is none of its choices.
 INSTEAD_OF_A_CHOICE = {
@@ -367,6 +368,8 @@ def explain(error: BaseException) -> str:
         )
     if match := re.search(r"Error merging override ~([^=]+)", text):
         return f"~{match[1]}: a knob always has a value; set it to another one."
+    if (match := re.search(r"Error merging override \++(.+)", text)) and error.__cause__:
+        return f"{match[1]}: {parsing.first_line(error.__cause__)}."
     if match := re.search(r"Could not override '([^']+)'", text):
         if _choices(match[1]):
             return f"{match[1]}: the recipe has none to choose; set {match[1]}.KNOB=VALUE."

@@ -254,15 +254,11 @@ def notices(recipe: Recipe) -> Iterator[str]:
             "with top_p, top_k or min_p the sampler's probabilities are those of the tokens it "
             "kept, higher than the trainer's by what that leaves out."
         )
-    if g.repetition_penalty != 1 or g.min_completion_tokens:
+    filters = ("top_p", "top_k", "min_p")
+    if changed := [name for name in g.changed_by if name not in filters]:
         differs.append(
-            "with repetition_penalty or min_completion_tokens the sampler's probabilities are "
-            "those after the penalty, without an eos before its time; the trainer's know neither."
-        )
-    if g.vllm.regex is not None or g.vllm.json_schema is not None:
-        differs.append(
-            "with generation.vllm.regex or json_schema the sampler's probabilities are those of "
-            "the tokens that it allowed; the trainer's are of all."
+            f"with {listed(changed)} the sampler's probabilities are those after the change; the "
+            "trainer's are of softmax(logits / temperature)."
         )
     compared = {
         "loss.sampling_correction": loss.sampling_correction != "none",

@@ -22,6 +22,7 @@ OTHER_NAMES = {
     "model_name_or_path": "model.path=NAME with model.build=null",
     "dataset_name": "dataset.train",
     "max_completion_length": "generation.max_completion_tokens",
+    "generation_kwargs": "generation.presence_penalty, generation.logit_bias and so on",
     "max_new_tokens": "generation.max_completion_tokens",
     "max_response_length": "generation.max_completion_tokens",
     "max_prompt_length": "dataset.max_prompt_tokens",

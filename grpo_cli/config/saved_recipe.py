@@ -60,5 +60,5 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, dict):
             out |= _flat(value, f"{prefix}{key}.")
         else:
-            out[prefix + key] = value
+            out[f"{prefix}{key}"] = value
     return out

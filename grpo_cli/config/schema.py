@@ -488,6 +488,37 @@ class Generation:
         "divided by it, negative ones multiplied; 1: none.",
         gt=0,
     )
+    presence_penalty: float = knob(
+        0.0,
+        "Subtracted from the logit of each token that the completion already holds.",
+        ge=-2,
+        le=2,
+    )
+    frequency_penalty: float = knob(
+        0.0,
+        "Subtracted from the logit of a token once for each time that the completion already "
+        "holds it.",
+        ge=-2,
+        le=2,
+    )
+    no_repeat_ngram_size: int = knob(
+        0,
+        "No sequence of this many tokens occurs twice in prompt and completion; 0: any may. Not "
+        "with vLLM.",
+        ge=0,
+    )
+    logit_bias: dict[int, float] = knob(
+        {}, "Numbers that are added to the logits of tokens, by token id, such as {42: -5}."
+    )
+    allowed_token_ids: list[int] = knob(
+        [], "The only tokens that are sampled, by token id; []: all. Include one that ends."
+    )
+    stop_token_ids: list[int] = knob(
+        [], "Tokens that end a completion, by token id, in addition to the model's own."
+    )
+    bad_words: list[str] = knob(
+        [], "Texts that no completion contains; the token that would complete one is not sampled."
+    )
     max_num_seqs: int | None = knob(
         None,
         "Completions decoded at the same time (vLLM: per engine, or requested from a server "
@@ -514,6 +545,21 @@ class Generation:
         ge=1,
         read_if=("generation.dynamic_sampling",),
     )
+
+    @property
+    def changed_by(self) -> list[str]:
+        """The knobs by which it samples from something else than softmax(logits / temperature)."""
+        default = Generation()
+        names = [n for n in CHANGING if getattr(self, n) != getattr(default, n)]
+        structured = ("regex", "json_schema")
+        return names + [f"vllm.{n}" for n in structured if getattr(self.vllm, n) is not None]
+
+
+# Knobs of generation, see `Generation.changed_by`.
+CHANGING = (
+    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "no_repeat_ngram_size", "logit_bias", "allowed_token_ids", "bad_words", "min_completion_tokens",
+)  # fmt: skip
 
 
 @dataclass

@@ -21,12 +21,17 @@ from grpo_cli.config.schema import Benchmark, Eval, Recipe, Tools, knobs
 from grpo_cli.errors import UserError, listed
 
 # Keys, groups, and sections, which end with a dot. The numbers of any evaluation depend on:
+SAMPLING = (  # knobs of generation that evaluation reads as training does
+    "stop", "stop_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "no_repeat_ngram_size", "allowed_token_ids", "bad_words",
+)  # fmt: skip
 BEARING = (
     "seed", "mixed_precision", "model.revision", "model.dtype", "model.attn_implementation",
     "model.trust_remote_code", "model.chat_template", "model.dropout", "eval.num_samples",
     "eval.temperature", "eval.top_p", "eval.max_completion_tokens", "eval.mode", "eval.metric",
     "eval.k", "eval.limit", "generation.engine", "generation.max_completion_tokens",
-    "generation.min_completion_tokens", "generation.stop", "generation.repetition_penalty",
+    "generation.min_completion_tokens", *(f"generation.{name}" for name in SAMPLING),
+    "generation.logit_bias.",
     "generation.vllm.regex", "generation.vllm.json_schema", "generation.vllm.dtype",
     "generation.tools.", "model.chat_template_kwargs.",
 )  # fmt: skip
@@ -174,8 +179,8 @@ def settings(recipe: Recipe) -> dict[str, Any]:
         ),
         "eval": tuple(values["eval"]),
         "generation": (
-            "engine", "max_completion_tokens", "min_completion_tokens", "stop",
-            "repetition_penalty", *(("tools",) if recipe.runs_programs else ()),
+            "engine", "max_completion_tokens", "min_completion_tokens", *SAMPLING, "logit_bias",
+            *(("tools",) if recipe.runs_programs else ()),
         ),
     }  # fmt: skip
     report: dict[str, Any] = {

@@ -82,12 +82,13 @@ def sampling_of(recipe: Recipe, limit: int | None, stop: Sequence[str]) -> Sampl
         stop: texts that end a completion, in addition to generation.stop.
     """
     config, generation = recipe.eval, recipe.generation
-    return Sampling(
+    return Sampling.of(
+        generation,
         max_tokens=config.max_completion_tokens or limit or generation.max_completion_tokens,
         temperature=config.drawn_at,
         top_p=config.top_p,
-        repetition_penalty=generation.repetition_penalty,
-        min_tokens=generation.min_completion_tokens,
+        top_k=0,
+        min_p=0.0,
         stop=(*generation.stop, *stop),
     )
 

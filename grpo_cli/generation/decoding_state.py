@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import OnGroup, Request
+from grpo_cli.generation.forbidden import Ngrams, bad_word_ids, completing
 from grpo_cli.generation.sampling import choose
 from grpo_cli.generation.stop_strings import StopStrings
 from grpo_cli.random_streams import derive_seed
@@ -32,7 +33,7 @@ class DecodingState:
         """Begins all rows.
 
         Args:
-            tokenizer: only read if there are stop strings.
+            tokenizer: only read if there are stop strings or bad words.
             on_group: called with a prompt's number and completions once all of them are complete.
         """
         self.prompts = [prompt.ids for prompt in request.prompts]
@@ -42,16 +43,21 @@ class DecodingState:
         self.eos_ids = list(eos_ids)
         self.on_group = on_group
         self.stop = None
-        if sampling.stop:
-            assert tokenizer is not None, "stop strings are found in text"
-            self.stop = StopStrings(tokenizer, sampling.stop)
+        self.bad_words: list[list[int]] = []
+        if sampling.stop or sampling.bad_words:
+            assert tokenizer is not None, "stop strings are found in text, bad words are texts"
+            self.bad_words = bad_word_ids(tokenizer, sampling.bad_words)
+            self.stop = StopStrings(tokenizer, sampling.stop) if sampling.stop else None
         rows = len(self.prompts) * num_generations
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         self.logprobs: list[list[float]] = [[] for _ in range(rows)]
         self.finish_reasons: list[Literal["stop", "length"]] = ["length"] * rows
         self.left = [num_generations] * len(self.prompts)  # unfinished rows of each prompt
         self.noise: dict[int, np.ndarray] = {}
+        self.bias: Tensor | None = None
         self.seen: dict[int, Tensor] = {}
+        self.counts: dict[int, Tensor] = {}
+        self.ngrams: dict[int, Ngrams] = {}
 
     def next(self, rows: Sequence[int], logits: Tensor) -> tuple[Tensor, list[bool]]:
         """Draws a token for each of these rows; hands over the groups that it completes.
@@ -67,7 +73,9 @@ class DecodingState:
             logits,
             self.sampling,
             self._uniforms(rows, logits.device),
+            bias=self._bias(logits),
             seen=self._seen(rows, logits),
+            counts=self._counts(rows, logits),
             forbidden=self._forbidden(rows, logits.device),
         )
         ended = []
@@ -76,6 +84,10 @@ class DecodingState:
             self.logprobs[row].append(logprob)
             if row in self.seen:
                 self.seen[row][token] = True
+            if row in self.counts:
+                self.counts[row][token] += 1
+            if row in self.ngrams:
+                self.ngrams[row].append(token)
             ended.append(self._has_ended(row, token))
             if ended[-1]:
                 self._end(row)
@@ -92,7 +104,8 @@ class DecodingState:
 
     def _end(self, row: int) -> None:
         self.noise.pop(row, None)
-        self.seen.pop(row, None)
+        for of_row in (self.seen, self.counts, self.ngrams):
+            of_row.pop(row, None)
         number = row // self.num_generations
         self.left[number] -= 1
         if not self.left[number]:
@@ -125,13 +138,41 @@ class DecodingState:
                 self.seen[row] = seen
         return torch.stack([self.seen[row] for row in rows])
 
-    def _forbidden(self, rows: Sequence[int], device: torch.device) -> Tensor | None:
-        """Returns every eos for the rows that are still too short, [B, K]; None if none is."""
-        if not (self.sampling.min_tokens and self.eos_ids):
+    def _bias(self, logits: Tensor) -> Tensor | None:
+        """Returns what is added to every row's logits, [V]; None if nothing is."""
+        if self.bias is None:
+            self.bias = self.sampling.bias(logits.shape[-1], logits.device)
+        return self.bias
+
+    def _counts(self, rows: Sequence[int], logits: Tensor) -> Tensor | None:
+        """Returns how often completions hold each token, [B, V]; None if nothing reads it."""
+        if not (self.sampling.presence_penalty or self.sampling.frequency_penalty):
             return None
-        eos, none = self.eos_ids, [-1] * len(self.eos_ids)
-        short = [len(self.tokens[row]) + 1 < self.sampling.min_tokens for row in rows]
-        return torch.tensor([eos if s else none for s in short], device=device)
+        for row in rows:
+            if row not in self.counts:
+                self.counts[row] = torch.zeros(logits.shape[-1], device=logits.device)
+        return torch.stack([self.counts[row] for row in rows])
+
+    def _forbidden(self, rows: Sequence[int], device: torch.device) -> Tensor | None:
+        """Returns the tokens that must not come next, [B, K], -1 where fewer; None if none."""
+        sampling = self.sampling
+        if not (sampling.min_tokens or self.bad_words or sampling.no_repeat_ngram_size):
+            return None
+        found = []
+        for row in rows:
+            ids = self.tokens[row]
+            found.append(completing(ids, self.bad_words))
+            if len(ids) + 1 < sampling.min_tokens:  # too short to end
+                found[-1] += self.eos_ids
+            if sampling.no_repeat_ngram_size:
+                if row not in self.ngrams:
+                    prompt = self.prompts[row // self.num_generations]
+                    self.ngrams[row] = Ngrams(sampling.no_repeat_ngram_size, prompt)
+                found[-1] += self.ngrams[row].repeating()
+        most = max(map(len, found))
+        if not most:
+            return None
+        return torch.tensor([ids + [-1] * (most - len(ids)) for ids in found], device=device)
 
 
 def check_logits(logits: Tensor) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.schema import Generation, Recipe
 from grpo_cli.config.user_code import import_module
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError, listed, nearest
@@ -55,6 +55,17 @@ def check_settings(recipe: Recipe) -> None:
         raise UserError("\n".join(dict.fromkeys(problems)))
 
 
+def check_tokens(generation: Generation, size: int) -> None:
+    """Raises a UserError if a setting names a token that a vocabulary of `size` tokens lacks."""
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for token in getattr(generation, name):
+            if not 0 <= token < size:
+                raise UserError(
+                    f"generation.{name}: {token} is no token of the model, whose ids are 0 to "
+                    f"{size - 1}."
+                )
+
+
 def make_generator(
     recipe: Recipe,
     model: PreTrainedModel,
@@ -71,6 +82,7 @@ def make_generator(
     Raises:
         UserError: the engine cannot be started with this model and these settings.
     """
-    eos_ids = loading.eos_ids(model, tokenizer)
-    setup = EngineSetup(recipe, model, tokenizer, eos_ids, workers, prompts, say)
+    check_tokens(recipe.generation, model.config.get_text_config().vocab_size)
+    eos_ids = {*loading.eos_ids(model, tokenizer), *recipe.generation.stop_token_ids}
+    setup = EngineSetup(recipe, model, tokenizer, sorted(eos_ids), workers, prompts, say)
     return engine_class(recipe.generation.engine).make(setup)

@@ -4,11 +4,19 @@ A row's numbers do not depend on its neighbours: each is the same, to the last b
 as in a batch.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from grpo_cli.errors import TrainingError
+
+if TYPE_CHECKING:
+    from grpo_cli.config.schema import Generation
 
 # Numbers for each thread of the CPU that `choose` works on at a time: they stay in its cache.
 CACHED = 2**18
@@ -26,14 +34,51 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    min_tokens: int = 0  # no eos before; a generator forbids it
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    allowed_token_ids: tuple[int, ...] = ()  # no others are sampled; (): all are
+    bad_words: tuple[str, ...] = ()  # a generator forbids them (forbidden.py)
+    no_repeat_ngram_size: int = 0  # likewise
+    min_tokens: int = 0  # no eos before; likewise
     stop: tuple[str, ...] = ()  # texts that end a completion (stop_strings.py)
 
     @property
     def is_unfiltered(self) -> bool:
         """Whether it draws from softmax(logits / temperature), with nothing left out or moved."""
-        kept = self.top_p == 1 and self.top_k == 0 and self.min_p == 0 and self.min_tokens == 0
-        return kept and self.repetition_penalty == 1 and self.temperature > 0
+        plain = Sampling(self.max_tokens, self.temperature, stop=self.stop)
+        return self == plain and self.temperature > 0
+
+    @classmethod
+    def of(cls, config: Generation, **changes: Any) -> Sampling:
+        """Returns the settings of `generation`, with some changed."""
+        same = (
+            "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+            "frequency_penalty", "no_repeat_ngram_size",
+        )  # fmt: skip
+        settings: dict[str, Any] = {
+            "max_tokens": config.max_completion_tokens,
+            "min_tokens": config.min_completion_tokens,
+            "logit_bias": tuple(sorted(config.logit_bias.items())),
+            "allowed_token_ids": tuple(config.allowed_token_ids),
+            "bad_words": tuple(config.bad_words),
+            "stop": tuple(config.stop),
+            **{name: getattr(config, name) for name in same},
+        }
+        return cls(**settings | changes)
+
+    def bias(self, size: int, device: torch.device) -> Tensor | None:
+        """Returns what is added to the logits of every row, [V]; None if nothing is."""
+        if not (self.logit_bias or self.allowed_token_ids):
+            return None
+        bias = torch.zeros(size, device=device)
+        for token, added in self.logit_bias:
+            bias[token] = added
+        if self.allowed_token_ids:
+            others = torch.ones(size, dtype=torch.bool, device=device)
+            others[list(self.allowed_token_ids)] = False
+            bias[others] = -torch.inf
+        return bias
 
 
 def choose(
@@ -41,24 +86,33 @@ def choose(
     sampling: Sampling,
     uniforms: Tensor | None,
     *,
+    bias: Tensor | None = None,
     seen: Tensor | None = None,
+    counts: Tensor | None = None,
     forbidden: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draws the next token of each row; returns it with its log-probability.
 
-    The distribution: repetition penalty, forbidden tokens, temperature, then top-k, top-p and
-    min-p, each renormalised; tokens ruled out have probability 0. Greedy decoding takes the
-    likeliest token, and reports its log-probability at temperature 1 without top-k, top-p, min-p.
+    The distribution: bias, repetition penalty, presence and frequency penalty, forbidden tokens,
+    temperature, then top-k, top-p and min-p, each renormalised; tokens ruled out have probability
+    0. Greedy decoding takes the likeliest token, and reports its log-probability at temperature 1
+    without top-k, top-p, min-p.
     On the CPU a few rows are computed at a time, so that nothing of the logits' size is written.
 
     Args:
         logits: [B, V]. uniforms: [B] in [0, 1); greedy decoding reads none.
+        bias: [V], added to every row's logits.
         seen: [B, V] bool, the tokens of the row's prompt and completion so far; only a repetition
             penalty other than 1 reads it.
+        counts: [B, V] how often each token is in the row's completion so far; only presence and
+            frequency penalties read it.
         forbidden: [B, K] ids of tokens that must not come next; -1 where a row has fewer than K.
 
     Returns:
         [B] token ids and [B] float32.
+
+    Raises:
+        TrainingError: no token is left for a row.
     """
     rows, size = logits.shape
     on_cpu = logits.device.type == "cpu"
@@ -69,9 +123,16 @@ def choose(
         scores = adjusted(
             logits[part],
             sampling,
-            None if seen is None else seen[part],
-            None if forbidden is None else forbidden[part],
+            bias,
+            *(None if given is None else given[part] for given in (seen, counts, forbidden)),
         )
+        ruled_out = bias is not None or forbidden is not None
+        if ruled_out and bool((scores.amax(-1) == -torch.inf).any()):
+            raise TrainingError(
+                "no token may come next: generation.allowed_token_ids, bad_words, "
+                "no_repeat_ngram_size and min_completion_tokens together rule out all of them.",
+                alone=True,
+            )
         log_p = filtered(scores, sampling)
         if sampling.temperature == 0:
             token = scores.argmax(-1)  # of the scores: rounding makes some log-probs equal
@@ -86,15 +147,29 @@ def choose(
 
 
 def adjusted(
-    logits: Tensor, sampling: Sampling, seen: Tensor | None, forbidden: Tensor | None
+    logits: Tensor,
+    sampling: Sampling,
+    bias: Tensor | None,
+    seen: Tensor | None,
+    counts: Tensor | None,
+    forbidden: Tensor | None,
 ) -> Tensor:
-    """Logits after repetition penalty and forbidden tokens, [B, V] float32. Highest: greedy's."""
+    """Logits after bias, penalties and forbidden tokens, [B, V] float32. Highest: greedy's.
+
+    The order is vLLM's.
+    """
     scores = logits.float()  # [B, V]
+    if bias is not None:
+        scores = scores + bias
     if sampling.repetition_penalty != 1:
         assert seen is not None, "a repetition penalty needs the tokens seen so far"
         penalty = sampling.repetition_penalty  # CTRL, arXiv 1909.05858, section 4.1
         penalised = torch.where(scores > 0, scores / penalty, scores * penalty)
         scores = torch.where(seen, penalised, scores)
+    if sampling.frequency_penalty or sampling.presence_penalty:  # OpenAI's definition
+        assert counts is not None, "the penalties need the tokens sampled so far"
+        scores = scores - sampling.frequency_penalty * counts
+        scores = scores - sampling.presence_penalty * (counts > 0)
     if forbidden is not None:
         none = forbidden < 0
         bound = torch.where(none, torch.inf, -torch.inf).to(scores)  # [B, K]

@@ -12,11 +12,11 @@ from grpo_cli.algorithm import token_selection
 from grpo_cli.algorithm.objective import loss_function
 from grpo_cli.algorithm.variants import knob_values, traits_of
 from grpo_cli.config.schema import Loss, Recipe
+from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.loading import inference
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Group, Rollout
-from grpo_cli.training.rollout_queue import sampling_of
 from grpo_cli.training.run import Run
 
 STREAM = -2  # of the noise that Clip-Cov chooses by; the streams of sampling are others
@@ -77,7 +77,7 @@ def samples_as_trained(run: Run, recipe: Recipe) -> bool:
     return (
         recipe.update.old_logprobs == "auto"
         and run.generator.samples_from_policy
-        and sampling_of(recipe.generation).is_unfiltered
+        and Sampling.of(recipe.generation).is_unfiltered
         and recipe.mixed_precision == "no"
         and run.policy.dtype in (torch.float32, torch.float64)
         # These ask how much the two differ.

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.config.schedules import at_step
-from grpo_cli.config.schema import Generation, Recipe
+from grpo_cli.config.schema import Recipe
 from grpo_cli.data import PromptStream
 from grpo_cli.distributed.balance import split_balanced
 from grpo_cli.distributed.workers import Workers
@@ -77,7 +77,7 @@ class RolloutQueue:
         return lambda arrived: Rollouter(self.generator, self.tokenizer).rollouts(
             own,
             recipe.generation.num_generations,
-            sampling_of(recipe.generation),
+            Sampling.of(recipe.generation),
             recipe.seed,
             arrived,
         )
@@ -98,17 +98,3 @@ class RolloutQueue:
     def rollback(self, snapshot: tuple[Any, ...]) -> None:
         """Restores a snapshot."""
         self.position, self.signal_share, self.leftover, self.prefetched = snapshot
-
-
-def sampling_of(generation: Generation) -> Sampling:
-    """Returns the sampling settings of training."""
-    return Sampling(
-        max_tokens=generation.max_completion_tokens,
-        temperature=generation.temperature,
-        top_p=generation.top_p,
-        top_k=generation.top_k,
-        min_p=generation.min_p,
-        repetition_penalty=generation.repetition_penalty,
-        min_tokens=generation.min_completion_tokens,
-        stop=tuple(generation.stop),
-    )

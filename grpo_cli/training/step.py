@@ -12,9 +12,9 @@ from grpo_cli.algorithm.loss import STALENESS, Mean, MeasuredUpdate, logged
 from grpo_cli.algorithm.metric_sums import ReducedMetrics
 from grpo_cli.checkpoints import paths
 from grpo_cli.config.schedules import at_step
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.schema import Generation, Recipe
 from grpo_cli.distributed import heartbeat
-from grpo_cli.errors import TrainingError
+from grpo_cli.errors import TrainingError, listed
 from grpo_cli.models.flops import peak_flops
 from grpo_cli.reporting.reporter import rows_of_all
 from grpo_cli.reporting.rollout_metrics import rollout_metrics
@@ -95,7 +95,7 @@ class Step:
         # current ones with these.
         prefetched = self.run.queue.prefetch_steps > 0
         gap = (measured.staleness_gap if prefetched else measured.sampler_gap).value
-        check_sampler(self.recipe.generation.max_logp_difference, gap, self.number)
+        check_sampler(self.recipe.generation, gap, self.number)
 
     def add(self, measured: MeasuredUpdate, norm: float) -> None:
         """Keeps the measurements of an optimizer step and the norm of its gradient."""
@@ -180,17 +180,24 @@ def make_clock(run: Run) -> Clock:
     return Clock(run.workers.device, stages, peak_flops(run.workers.device, dtype))
 
 
-def check_sampler(limit: float | None, gap: float, step: int) -> None:
+def check_sampler(config: Generation, gap: float, step: int) -> None:
     """Raises a TrainingError if the sampler's policy was too different from the trainer's.
 
     Args:
-        limit: generation.max_logp_difference.
+        config: of the step, with `max_logp_difference`.
         gap: mean absolute difference between their log-probabilities.
         step: counted from 0.
     """
+    limit, changed_by = config.max_logp_difference, config.changed_by
     if limit is not None and gap > limit:
+        cause = (
+            f" {listed(changed_by)} (of generation) change what is sampled and not what is "
+            "trained: set generation.max_logp_difference to null, or these back."
+            if changed_by
+            else ""
+        )
         raise TrainingError(
             f"step {step + 1}: the sampler's log-probabilities differ from the trainer's by "
             f"{gap:.3g} in the mean, more than generation.max_logp_difference = {limit:g}; "
-            "stopped before the optimizer step."
+            f"stopped before the optimizer step.{cause}"
         )

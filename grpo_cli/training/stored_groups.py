@@ -9,8 +9,8 @@ from typing import Any
 from grpo_cli.config.schedules import at_step
 from grpo_cli.config.schema import Recipe
 from grpo_cli.data import PromptStream
+from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Group, from_state, to_state
-from grpo_cli.training.rollout_queue import sampling_of
 
 
 def reward_fingerprint(recipe: Recipe) -> str:
@@ -22,8 +22,8 @@ def reward_fingerprint(recipe: Recipe) -> str:
 def sampling_fingerprint(recipe: Recipe, step: int) -> str:
     """Returns what the completions of a step depend on, except for prompts and policy."""
     generation, vllm = at_step(recipe, step)[0].generation, recipe.generation.vllm
-    sampling = sampling_of(generation)
-    how = (generation.engine, generation.num_generations, recipe.seed, sampling)
+    sampling = Sampling.of(generation), generation.stop_token_ids
+    how = (generation.engine, generation.num_generations, recipe.seed, *sampling)
     return repr((*how, vllm.regex, vllm.json_schema, vllm.seeded))
 
 

@@ -869,9 +869,18 @@ K1_IN_LOSS = {"loss.beta": 0.1, "loss.kl_estimator": "k1"}
         *(
             (
                 {"loss.off_policy_mask": 0.1, f"generation.{knob}": value},
-                "loss.off_policy_mask: with repetition_penalty or min_completion_tokens",
+                f"loss.off_policy_mask: with {knob} the sampler's probabilities are those after",
             )
-            for knob, value in {"repetition_penalty": 0.9, "min_completion_tokens": 1}.items()
+            for knob, value in {
+                "repetition_penalty": 0.9,
+                "min_completion_tokens": 1,
+                "presence_penalty": -0.5,
+                "frequency_penalty": 0.5,
+                "no_repeat_ngram_size": 3,
+                "logit_bias": {3: 1.0},
+                "allowed_token_ids": [3],
+                "bad_words": ["no"],
+            }.items()
         ),
         ({"generation.repetition_penalty": 1.1, "generation.min_completion_tokens": 2}, None),
     ],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.schema import Generation, Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.generation.base import Generator
-from grpo_cli.generation.factory import ENGINES, check_settings, engine_class
+from grpo_cli.generation.factory import ENGINES, check_settings, check_tokens, engine_class
 from tests.training.test_train import metrics, recipe, trained
 
 ENGINE = '''
@@ -92,3 +93,11 @@ def test_an_engine_that_is_not_there(name: str, sentence: str) -> None:
 
 def test_a_recipe_may_name_any_engine(tmp_path: Path) -> None:
     assert recipe(tmp_path, generation__engine="my_engine:Counts").generation.num_generations == 4
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
+def test_a_token_that_the_model_lacks_is_refused(name: str) -> None:
+    tokens: Any = {9: 1.0} if name == "logit_bias" else [0, 9]
+    check_tokens(Generation(**{name: tokens}), 10)
+    with pytest.raises(UserError, match=rf"generation\.{name}: 9 is no token .* 0 to 8\."):
+        check_tokens(Generation(**{name: tokens}), 9)

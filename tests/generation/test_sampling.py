@@ -13,6 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from grpo_cli.errors import TrainingError
 from grpo_cli.generation import sampling
 from grpo_cli.generation.sampling import Sampling, adjusted, choose, draw, filtered
 
@@ -24,10 +25,12 @@ def log_distribution(
     sampling: Sampling,
     *,
     seen: Tensor | None = None,
+    counts: Tensor | None = None,
     forbidden: Tensor | None = None,
 ) -> Tensor:
     """Log-probabilities of the distribution that `choose` draws from, [B, V]."""
-    return filtered(adjusted(logits, sampling, seen, forbidden), sampling)
+    bias = sampling.bias(logits.shape[-1], logits.device)
+    return filtered(adjusted(logits, sampling, bias, seen, counts, forbidden), sampling)
 
 
 def how(**settings: float) -> Sampling:
@@ -172,6 +175,44 @@ def test_repetition_penalty_by_hand(settings: dict[str, float], expected: list[f
 def test_a_penalty_without_the_tokens_seen_is_a_mistake() -> None:
     with pytest.raises(AssertionError, match="seen so far"):
         log_distribution(torch.zeros(1, 4), how(repetition_penalty=1.1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),  # of tokens that the completion holds 0, 1, 3 and 0 times
+    [
+        ({"presence_penalty": 0.5}, [4.0, -2.5, 0.5, 0.0]),
+        ({"frequency_penalty": 0.5}, [4.0, -2.5, -0.5, 0.0]),
+        ({"frequency_penalty": -1.0, "presence_penalty": 0.25}, [4.0, -1.25, 3.75, 0.0]),
+        # after the repetition penalty, before the temperature
+        ({"presence_penalty": 0.5, "repetition_penalty": 2.0}, [2.0, -4.5, 0.0, 0.0]),
+        ({"presence_penalty": 0.5, "temperature": 0.5}, [8.0, -5.0, 1.0, 0.0]),
+        ({"logit_bias": ((0, -5.0), (3, 1.5))}, [-1.0, -2.0, 1.0, 1.5]),
+        # before the repetition penalty, which asks for a logit's sign
+        ({"logit_bias": ((0, -5.0),), "repetition_penalty": 2.0}, [-2.0, -4.0, 0.5, 0.0]),
+        ({"allowed_token_ids": (1, 2)}, [-torch.inf, -2.0, 1.0, -torch.inf]),
+        ({"allowed_token_ids": (0, 2), "top_k": 3}, [4.0, -torch.inf, 1.0, -torch.inf]),
+        (
+            {"allowed_token_ids": (1,), "logit_bias": ((1, 3.0),)},
+            [-torch.inf, 0.0, *[-torch.inf] * 2],
+        ),
+    ],
+    ids=str,
+)
+def test_penalties_and_biases_by_hand(settings: dict[str, Any], expected: list[float]) -> None:
+    seen, counts = torch.tensor([[True, True, True, False]]), torch.tensor([[0.0, 1.0, 3.0, 0.0]])
+    logits = torch.tensor([[4.0, -2.0, 1.0, 0.0]])
+    out = log_distribution(logits, how(**settings), seen=seen, counts=counts)
+    torch.testing.assert_close(out, torch.tensor([expected]).log_softmax(-1))
+
+
+def test_no_token_that_may_come_next_is_an_error() -> None:
+    settings, logits = how(allowed_token_ids=(1, 2)), torch.zeros(2, 4)  # type: ignore[arg-type]
+    bias, uniforms = settings.bias(4, logits.device), torch.zeros(2)
+    forbidden = torch.tensor([[2, -1], [-1, 1]])
+    tokens, _ = choose(logits, settings, uniforms, bias=bias, forbidden=forbidden)
+    assert tokens.tolist() == [1, 2]
+    with pytest.raises(TrainingError, match="together rule out all of them"):
+        choose(logits, settings, uniforms, bias=bias, forbidden=torch.tensor([[2, -1], [2, 1]]))
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.99}, {"temperature": 0.0}])

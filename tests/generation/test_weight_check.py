@@ -1,5 +1,6 @@
 """Whether engine and trainer are the same policy: the weight check, and each step's metrics."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 
 from grpo_cli.algorithm.batch import Batch
 from grpo_cli.algorithm.loss import Coefficients, grpo_loss, logged
-from grpo_cli.config.schema import Loss, Recipe
+from grpo_cli.config.schema import Generation, Loss, Recipe
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import EngineSetup
 from grpo_cli.generation.weight_check import WeightCheck, fixed_rows, make_weight_check
@@ -328,16 +329,20 @@ def test_a_server_that_comes_back_in_a_narrower_type_is_left_out(
 def test_a_sampler_that_is_another_policy_stops_the_run(
     limit: float | None, found: float, stops: bool
 ) -> None:
+    config = Generation(max_logp_difference=limit)
     if not stops:
-        check_sampler(limit, found, 4)
+        check_sampler(config, found, 4)
         return
     with pytest.raises(TrainingError) as error:
-        check_sampler(limit, found, 4)
+        check_sampler(config, found, 4)
     assert str(error.value) == (
         f"step 5: the sampler's log-probabilities differ from the trainer's by {found} in the "
         f"mean, more than generation.max_logp_difference = {limit:g}; stopped before the optimizer "
         "step."
     )
+    config = dataclasses.replace(config, top_k=3, presence_penalty=0.5)
+    with pytest.raises(TrainingError, match=r"step\. presence_penalty, top_k \(of generation\)"):
+        check_sampler(config, found, 4)
 
 
 def measured(

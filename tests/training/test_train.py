@@ -25,7 +25,6 @@ from grpo_cli.training import build, prepare, run
 from grpo_cli.training.collect import collect
 from grpo_cli.training.credit import set_token_weights
 from grpo_cli.training.logprob_passes import fill_old_logprobs, fill_ref_logprobs, select_tokens
-from grpo_cli.training.rollout_queue import sampling_of
 from grpo_cli.training.step import Step
 from grpo_cli.training.step_progress import StepBatch
 
@@ -231,7 +230,7 @@ def test_the_checkpoint_is_a_model_with_the_generators_logprobs(tmp_path: Path) 
     live = trained(tmp_path)
     prompts = [p for _, p in live.queue.take_prompts(5)]
     groups = live.generator.generate(
-        prompts, 3, sampling_of(live.recipe.generation), list(range(5))
+        prompts, 3, Sampling.of(live.recipe.generation), list(range(5))
     )
     model = AutoModelForCausalLM.from_pretrained(paths.checkpoint_path(live.folder, 4)).eval()
     for prompt, group in zip(prompts, groups, strict=True):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.config.schema import Recipe, Vllm
+from grpo_cli.config.schema import CHANGING, Recipe, Vllm
 
 # Engine arguments that cannot be passed through, and why or what to write instead: to no engine,
 REFUSED_ANYWHERE = {
@@ -51,7 +51,7 @@ REFUSED = {
 def contradictions_of_colocate(recipe: Recipe) -> Iterator[str]:
     """Returns a sentence for each setting that an engine in the trainer's processes refuses."""
     vllm = recipe.generation.vllm
-    yield from _contradictions_of_both(vllm)
+    yield from _contradictions_of_both(recipe)
     for name in vllm.engine_args.keys() & REFUSED.keys():
         yield f"generation.vllm.engine_args.{name}: cannot be set: {REFUSED[name]}."
     if vllm.sleep and recipe.device == "cpu":
@@ -64,7 +64,13 @@ def contradictions_of_colocate(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _contradictions_of_both(vllm: Vllm) -> Iterator[str]:
+def _contradictions_of_both(recipe: Recipe) -> Iterator[str]:
+    vllm = recipe.generation.vllm
+    if recipe.generation.no_repeat_ngram_size:
+        yield (
+            "generation.no_repeat_ngram_size: vLLM has no such setting; set it to 0, or use "
+            "generation=transformers."
+        )
     if vllm.regex is not None and vllm.json_schema is not None:
         yield "generation.vllm.regex: json_schema is set too; a completion follows one of the two."
     try:
@@ -81,7 +87,7 @@ def _contradictions_of_both(vllm: Vllm) -> Iterator[str]:
 def contradictions_of_servers(recipe: Recipe) -> Iterator[str]:
     """Returns a sentence for each setting that sampling from servers refuses."""
     generation, vllm = recipe.generation, recipe.generation.vllm
-    yield from _contradictions_of_both(vllm)
+    yield from _contradictions_of_both(recipe)
     if not vllm.servers:
         yield (
             "generation.vllm.servers: is empty; start one with `grpo serve` and name its address, "
@@ -105,18 +111,8 @@ def contradictions_of_servers(recipe: Recipe) -> Iterator[str]:
             "generation.dynamic_sampling, which sees a step's rewards before it knows how many "
             "prompts the step needs; set one of the two."
         )
-    moved = {
-        "top_p": generation.top_p < 1,
-        "top_k": generation.top_k > 0,
-        "min_p": generation.min_p > 0,
-        "repetition_penalty": generation.repetition_penalty != 1,
-        "min_completion_tokens": generation.min_completion_tokens > 0,
-        "vllm.regex": vllm.regex is not None,
-        "vllm.json_schema": vllm.json_schema is not None,
-    }
-    for name, is_set in moved.items():
-        if not (is_set or f"generation.{name}" in recipe.schedules):
-            continue
+    scheduled = [name for name in CHANGING if f"generation.{name}" in recipe.schedules]
+    for name in dict.fromkeys([*generation.changed_by, *scheduled]):
         yield (
             f"generation.{name}: with generation.vllm.prefetch_steps the sampler's "
             "log-probabilities are the old policy's, and so must be of its whole distribution; "

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.config.schema import Tools, Vllm
 from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.generation.forbidden import bad_word_ids, completing
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.tools import ToolGenerator
 from tests.vllm_engines import (
@@ -100,6 +101,10 @@ def test_never_stale(engine: ColocatedGenerator, policy: PreTrainedModel) -> Non
         Sampling(24, repetition_penalty=1.4),
         Sampling(24, min_tokens=10, temperature=1.3),
         Sampling(24, temperature=1.2, top_k=20, top_p=0.8, repetition_penalty=1.2),
+        Sampling(24, presence_penalty=0.8, frequency_penalty=0.6),
+        Sampling(24, logit_bias=((7, 3.0), (9, -4.0)), repetition_penalty=1.3),
+        Sampling(24, allowed_token_ids=(2, 5, 6, 7, 8), frequency_penalty=-0.5),
+        Sampling(24, bad_words=("1", "23", "+")),
     ],
     ids=repr,
 )
@@ -118,8 +123,17 @@ def test_log_probabilities_are_of_what_was_drawn_from(
                 seen[t, torch.tensor(prompt + c.ids[:t])] = True
             places = range(1, len(c.ids) + 1)
             short = torch.tensor([[2] if t < sampling.min_tokens else [-1] for t in places])
-            forbidden = short if sampling.min_tokens else None
-            log_p = log_distribution(logits, sampling, seen=seen, forbidden=forbidden)
+            banned = bad_word_ids(engine.tokenizer, sampling.bad_words)
+            words = [completing(c.ids[:t], banned) for t in range(len(c.ids))]
+            most = max(map(len, words))
+            of_words = torch.tensor([w + [-1] * (most - len(w)) for w in words])
+            forbidden = torch.cat([short, of_words.long()], 1)
+            counts = torch.zeros_like(logits)
+            for t, token in enumerate(c.ids[:-1]):
+                counts[t + 1 :, token] += 1
+            log_p = log_distribution(
+                logits, sampling, seen=seen, counts=counts, forbidden=forbidden
+            )
             own = log_p[torch.arange(len(c.ids)), torch.tensor(c.ids)]
             assert own.isfinite().all(), "a token that is ruled out was drawn"
             assert torch.allclose(own, torch.tensor(c.sampling_logprobs), atol=2e-4)
