@@ -1,10 +1,12 @@
 """Writes and loads checkpoints: every process writes its shards while training continues.
 
     checkpoints/step-200/config.json, model.safetensors, ...   a model folder (checkpoint.model)
+    checkpoints/step-200/README.md                             its model card
     checkpoints/step-200/training/shards/                      model, optimizer, moved reference
     checkpoints/step-200/training/state.pt, recipe.yaml        the state of the run
     checkpoints/step-200/training/model/                       config and tokenizer, if not above
-    checkpoints/step-200/training/manifest.json                sizes and sha256 of all these
+    checkpoints/step-200/training/manifest.json                sizes and sha256 of all these, except
+                                                               the card, which may be edited
 
 A checkpoint is written as step-200.tmp, the manifest last, and then renamed, so that a folder
 called step-N was complete when it got its name; `choose` checks whether it still is.
@@ -116,6 +118,7 @@ class Checkpointer:
         tokenizer: PreTrainedTokenizerBase,
         *,
         with_model: bool,
+        card: str = "",
         done: Callable[[], None] = lambda: None,
     ) -> None:
         """Writes a checkpoint, after the one before is written. Does not raise: see `error`.
@@ -127,6 +130,7 @@ class Checkpointer:
             recipe_yaml: contents of recipe.yaml.
             tokenizer: saved with the model.
             with_model: also write a model folder that loads anywhere.
+            card: the model card, which becomes README.md of the model folder; "": none.
             done: called on the main process when the checkpoint has its name.
         """
         self.wait()
@@ -134,7 +138,7 @@ class Checkpointer:
         _being_written.add(job.partial)
         with heartbeat.inside("checkpoint"):
             try:
-                self.prepare(job, parts, state, recipe_yaml, tokenizer)
+                self.prepare(job, parts, state, recipe_yaml, tokenizer, card)
             except Exception as error:
                 job.error = error
         self.began = time.monotonic()
@@ -176,6 +180,7 @@ class Checkpointer:
         state: dict[str, Any],
         recipe_yaml: str,
         tokenizer: PreTrainedTokenizerBase,
+        card: str,
     ) -> None:
         """Copies what the checkpoint needs, so that training can continue."""
         tensors = parts.tensors()
@@ -192,6 +197,8 @@ class Checkpointer:
         torch.save(state, buffer)
         job.small[STATE] = buffer.getvalue()
         job.small[f"{TRAINING}/recipe.yaml"] = recipe_yaml.encode()
+        if card:
+            job.small[prefix + model_folder.CARD] = card.encode()
 
     def files_of(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
         """Returns the files of config and tokenizer, which never change: they are made once."""
@@ -247,7 +254,8 @@ class Checkpointer:
         def finish() -> None:
             files = {name: entry for part in written for name, entry in part.items()}
             files |= write_model_and_state(job)
-            manifest.write(job.partial, files)
+            hashed = {n: e for n, e in files.items() if Path(n).name != model_folder.CARD}
+            manifest.write(job.partial, hashed)
             manifest.sync_folders(job.partial)
             give_name(job.partial, job.path)
             provenance.note_own(job.path)

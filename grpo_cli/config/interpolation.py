@@ -2,20 +2,25 @@
 
 `api_key: ${oc.env:NAME}` is stored and sent to trackers as this text, so that a resumed run reads
 the variable again. In messages and logs its value is shown as the text too, and so is the value of
-any variable whose name says that it is secret, such as HF_TOKEN or OPENAI_API_KEY.
+any variable whose name says that it is secret, such as HF_TOKEN or OPENAI_API_KEY. What is made to
+be published also leaves out a secret that a recipe holds as plain text.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD)(_|$)")  # in the name of a variable
+SECRET_KNOB = re.compile(  # the last part of a key
+    r"(?i)(^|_)(api_?key|access_?key|secret|password|(api|auth|access|bearer|hf|hub)_?token)$"
+)
 SHORTEST = 6  # characters of a value that is hidden in messages; shorter ones are no secrets
 
 # Of the recipe that was parsed last: full key -> (value, interpolation).
@@ -62,6 +67,45 @@ def masked(text: str) -> str:
     for value, shown in sorted((secrets | _shown).items(), key=lambda pair: -len(pair[0])):
         text = text.replace(value, shown)
     return text
+
+
+def plain_secrets(tree: Any) -> list[str]:
+    """Returns the keys of the secrets that a recipe holds as plain text."""
+    return [key for key, value in leaves(tree) if _is_plain_secret(key, value)]
+
+
+def publishable(tree: Any, key: str = "") -> Any:
+    """Returns a recipe's values, or a part of them, without secrets and the user's home folder.
+
+    Args:
+        key: the full key of the part.
+    """
+    if isinstance(tree, dict):
+        return {name: publishable(value, f"{key}.{name}") for name, value in tree.items()}
+    if isinstance(tree, list):
+        return [publishable(value, key) for value in tree]
+    if _is_plain_secret(key, tree):
+        return "(not shown)"
+    return _without_home(masked(tree)) if isinstance(tree, str) else tree
+
+
+def publishable_command(words: Iterable[str]) -> list[str]:
+    """Returns the words of a command line without secrets and the user's home folder."""
+    out = []
+    for word in words:
+        key, is_assignment, value = word.partition("=")
+        out.append(f"{key}={publishable(value, key)}" if is_assignment else publishable(word))
+    return out
+
+
+def _is_plain_secret(key: str, value: Any) -> bool:
+    is_text = isinstance(value, str) and bool(value) and not _is_interpolation(value)
+    return is_text and SECRET_KNOB.search(key.rpartition(".")[2]) is not None
+
+
+def _without_home(text: str) -> str:
+    home = str(Path.home())
+    return re.sub(rf"{re.escape(home)}(?=/|$)", "~", text) if len(home) > 1 else text
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1038,6 +1038,42 @@ class Tracking:
 
 
 @dataclass
+class Hub:
+    """Pushes to the Hugging Face Hub, with the token of HF_TOKEN or of `hf auth login`."""
+
+    repo: str | None = knob(
+        None,
+        "Model repository on the hub, as owner/name or name, that checkpoints are pushed to in the "
+        "background; null: none.",
+    )
+    private: bool = knob(
+        True, "Make new repositories on the hub private; an existing one stays as it is."
+    )
+    strategy: str = knob(
+        "every_save",
+        "Pushes of the model: the last checkpoint when the run ends (end); every checkpoint, over "
+        "the one before (every_save); and also the complete checkpoint, to the folder "
+        "last-checkpoint of the repository, from which a run can resume (checkpoint).",
+        choices=("end", "every_save", "checkpoint"),
+        read_if=("hub.repo",),
+    )
+    revision: str | None = knob(
+        None, "Branch of hub.repo to push to; null: main.", read_if=("hub.repo",)
+    )
+    completions_repo: str | None = knob(
+        None,
+        "Data set repository on the hub that the files of completions are pushed to at each "
+        "checkpoint; null: none.",
+        read_if=("log.completions_every",),
+    )
+    wait: float = knob(
+        1800.0,
+        "Seconds that the end of a run waits for its last push to the hub, at most.",
+        ge=0,
+    )
+
+
+@dataclass
 class Recipe:
     """One run."""
 
@@ -1087,6 +1123,7 @@ class Recipe:
     checkpoint: Checkpoint = section(Checkpoint, Checkpoint.__doc__ or "")
     log: Log = section(Log, Log.__doc__ or "")
     tracking: Tracking = section(Tracking, Tracking.__doc__ or "")
+    hub: Hub = section(Hub, Hub.__doc__ or "")
 
     @property
     def longest_completion(self) -> int:
@@ -1121,6 +1158,6 @@ _SECTIONS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         Build, Model, Dataset, Scoring, Vllm, Tools, Generation, Loss, Advantage, Optimizer, Update,
-        Distributed, Eval, Checkpoint, Log, Tracking,
+        Distributed, Eval, Checkpoint, Log, Tracking, Hub,
     )
 }  # fmt: skip

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from grpo_cli.checkpoints.shards import Parts
 from grpo_cli.config import saved_recipe
 from grpo_cli.errors import UserError
 from grpo_cli.records import Group
+from grpo_cli.reporting.model_card import model_card
 from grpo_cli.training import prefetch, step_progress
 from grpo_cli.training.run import Run, State
 from grpo_cli.training.stored_groups import (
@@ -131,7 +134,24 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         saved_recipe.as_yaml(run.recipe),
         run.tokenizer,
         with_model=writes_model(run),
+        card=card_of(run) if workers.is_main else "",
         done=done,
+    )
+
+
+def card_of(run: Run) -> str:
+    """Returns the model card of a checkpoint that is written now."""
+    state, began = run.state, ""
+    with suppress(OSError):  # somebody has removed it
+        began = (run.folder / "command.txt").read_text(encoding="utf-8").partition("\n")[0]
+    return model_card(
+        run.recipe,
+        shlex.split(began),
+        state.step,
+        state.before,
+        state.after,
+        state.after_step,
+        run.workers.size,
     )
 
 

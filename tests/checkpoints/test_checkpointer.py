@@ -95,6 +95,19 @@ def save(
     return saver.wait()
 
 
+def test_an_edited_model_card_is_no_damage(
+    saver: Checkpointer, model: PreTrainedModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = checkpoint_path(tmp_path, 1)
+    saver.save(path, Parts(model), {}, "", tokenizer, with_model=True, card="# Card\n")
+    assert saver.wait() is None
+    assert (path / "README.md").read_text() == "# Card\n"
+    (path / "README.md").write_text("# My words\n")
+    assert manifest.verify(path) is None
+    (path / "config.json").write_text("{}")
+    assert "config.json" in (manifest.verify(path) or "")
+
+
 def empty(folder: Path, *steps: int) -> None:
     for step in steps:
         checkpoint_path(folder, step).mkdir(parents=True)

@@ -55,7 +55,7 @@ def saved(
     path = checkpoint_path(folder, step)
     saver = Checkpointer(Workers("cpu"), print, background=False)
     parts = Parts(model, torch.optim.AdamW(model.parameters()))
-    saver.save(path, parts, {}, "steps: 1\n", tokenizer, with_model=plain)
+    saver.save(path, parts, {}, "steps: 1\n", tokenizer, with_model=plain, card="# A card\n")
     assert saver.error is None
     return path
 
@@ -89,6 +89,7 @@ def test_an_export_is_what_transformers_writes(
     assert torch.equal(loaded(IDS).logits, model.eval()(IDS).logits)
     assert AutoTokenizer.from_pretrained(out)("1+1=") == tokenizer("1+1=")
     assert not (out / "training").exists()
+    assert (out / "README.md").read_text() == "# A card\n"
 
 
 @pytest.mark.parametrize("which", ["model", "experts"])

@@ -1,0 +1,217 @@
+"""Writes the model card of a checkpoint: README.md with the metadata that the hub reads.
+
+A card holds no time and no folder of the run, so that a resumed run writes the same card.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
+
+from grpo_cli.checkpoints import paths
+from grpo_cli.config import saved_recipe
+from grpo_cli.config.interpolation import publishable, publishable_command
+from grpo_cli.config.schema import Recipe
+from grpo_cli.config.sources import is_local
+from grpo_cli.reporting.reporter import versions
+
+TAGS = ["grpo", "grpo-cli", "reinforcement-learning"]
+
+MODEL_CARD = """\
+---
+{{ card_data }}
+---
+
+# {{ title }}
+
+{{ base }} trained with [GRPO](https://huggingface.co/papers/2402.03300) (Group Relative Policy
+Optimization) by `grpo-cli`: {{ steps }} of {{ all_steps }} steps of {{ prompts }} prompts with
+{{ generations }} completions each{{ processes }}.
+
+| | |
+| --- | --- |
+| data | {{ data }} |
+| rewards | {{ rewards }} |
+| loss | {{ loss }} |
+{% if results %}
+## Evaluation
+
+With 95 % intervals, clustered by problem.
+
+| metric | before training | after step {{ evaluated }} |
+| --- | --- | --- |
+{% for row in results %}| {{ row | join(" | ") }} |
+{% endfor %}{% endif %}
+## Training
+{% if command %}
+```
+{{ command }}
+```
+{% endif %}
+<details>
+<summary>The complete recipe; <code>grpo train recipe=FILE</code> reads it</summary>
+
+```yaml
+{{ recipe }}
+```
+
+</details>
+
+Versions: {{ versions }}.
+
+## Citation
+
+```bibtex
+@article{shao2024deepseekmath,
+    title  = {{ "{{" }}DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models{{ "}}" }},
+    author = {Zhihong Shao and Peiyi Wang and Qihao Zhu and Runxin Xu and Junxiao Song and Xiao Bi and Haowei Zhang and Mingchuan Zhang and Y. K. Li and Y. Wu and Daya Guo},
+    year   = 2024,
+    eprint = {arXiv:2402.03300},
+}
+```
+"""  # noqa: E501
+
+DATASET_CARD = """\
+---
+{{ card_data }}
+---
+
+# Completions of {{ title }}
+
+Completions that were sampled while {{ model }} was trained with `grpo-cli`, one Parquet file for a
+step, one row for a completion: the prompt (of a chat, its messages as JSON), the completion, its
+rewards and its advantage.
+"""
+
+
+def model_card(
+    recipe: Recipe,
+    command: Sequence[str],
+    step: int,
+    before: Mapping[str, float] | None,
+    after: Mapping[str, float] | None,
+    after_step: int,
+    processes: int,
+) -> str:
+    """Returns the card of a checkpoint.
+
+    Args:
+        command: the command line that started the run.
+        step: the number of steps of the checkpoint.
+        before, after: metrics `eval/...` before training and of the newest evaluation.
+        after_step: the step of the newest evaluation.
+        processes: the number of processes of the run.
+    """
+    base = hub_model(recipe)
+    data = hub_data_sets(recipe)
+    results, name = after or {}, recipe.hub.repo or recipe.recipe or "model"
+    card = ModelCard.from_template(
+        ModelCardData(
+            base_model=base,
+            datasets=data or None,
+            library_name="transformers",
+            tags=TAGS,
+            model_name=name,
+            eval_results=[
+                eval_result(recipe, key, results)
+                for key in results
+                if f"{key}_low" in results and math.isfinite(results[key])
+            ]
+            or None,
+        ),
+        template_str=MODEL_CARD,
+        title=name,
+        base=f"[{base}](https://huggingface.co/{base})" if base else base_in_words(recipe),
+        steps=step,
+        all_steps=recipe.steps,
+        prompts=recipe.prompts_per_step,
+        generations=recipe.generation.num_generations,
+        processes=f", on {processes} processes" if processes > 1 else "",
+        data=", ".join(data) or Path(recipe.dataset.train or "").name,
+        rewards=", ".join(f"{n} (weight {r.weight:g})" for n, r in recipe.reward.items()),
+        loss=f"{recipe.loss.policy}, beta {recipe.loss.beta:g}",
+        evaluated=after_step,
+        results=[
+            (key.removeprefix("eval/"), shown(before or {}, key), shown(results, key))
+            for key in results
+            if f"{key}_low" in results or key == "eval/reward"
+        ],
+        command=shlex.join(publishable_command(command)),
+        recipe=publishable_recipe(recipe),
+        versions=", ".join(f"{package} {number}" for package, number in versions().items()),
+    )
+    return str(card)
+
+
+def dataset_card(repo: str, recipe: Recipe) -> str:
+    """Returns the card of a data set of completions."""
+    base = hub_model(recipe)
+    card = DatasetCard.from_template(
+        DatasetCardData(
+            tags=[*TAGS, "completions"],
+            configs=[{"config_name": "default", "data_files": "completions/*.parquet"}],
+        ),
+        template_str=DATASET_CARD,
+        title=repo,
+        model=recipe.hub.repo or base or base_in_words(recipe),
+    )
+    return str(card)
+
+
+def hub_model(recipe: Recipe) -> str | None:
+    """Returns the hub name of the model that is trained, or None for a folder or a built one."""
+    path = recipe.model.path
+    if path is None or Path(path).is_dir() or paths.looks_local(path):
+        return None
+    return path
+
+
+def base_in_words(recipe: Recipe) -> str:
+    """Returns how a card calls a model without a hub name."""
+    return "A model from a folder" if recipe.model.path else "A model built from scratch"
+
+
+def hub_data_sets(recipe: Recipe) -> list[str]:
+    """Returns the hub names of the data that the model is trained on."""
+    train = recipe.dataset.train
+    return [train] if train is not None and not is_local(train) else []
+
+
+def shown(metrics: Mapping[str, float], key: str) -> str:
+    """Formats a metric with its interval; "" if there is no such metric."""
+    value = metrics.get(key, math.nan)
+    if not math.isfinite(value):
+        return ""
+    ends = [metrics.get(f"{key}_{end}", math.nan) for end in ("low", "high")]
+    interval = f" [{ends[0]:.3f}, {ends[1]:.3f}]" if all(map(math.isfinite, ends)) else ""
+    return f"{value:.3f}{interval}"
+
+
+def eval_result(recipe: Recipe, key: str, metrics: Mapping[str, float]) -> EvalResult:
+    """Returns a metric as the hub's metadata have it; `eval/gsm8k/maj@8` is maj@8 of gsm8k."""
+    task, _, metric = key.removeprefix("eval/").rpartition("/")
+    source = recipe.dataset.eval if not recipe.benchmark else None
+    if benchmark := recipe.benchmark.get(task.partition("/")[0]):
+        source = benchmark.data
+    if not task:
+        held_out = "held-out rows" if source is None or is_local(source) else source
+        task = "mean of the benchmarks" if recipe.benchmark else held_out
+    return EvalResult(
+        task_type="text-generation",
+        dataset_type=source if source is not None and not is_local(source) else task,
+        dataset_name=task,
+        metric_type=metric,
+        metric_value=round(metrics[key], 6),
+        metric_name=f"{metric}, 95 % interval {shown(metrics, key).partition(' ')[2]}",
+    )
+
+
+def publishable_recipe(recipe: Recipe) -> str:
+    """Returns the recipe as YAML, without secrets and the user's home folder."""
+    tree = publishable(yaml.safe_load(saved_recipe.as_yaml(recipe)))
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).rstrip()
