@@ -19,7 +19,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -461,18 +461,26 @@ def remove_torn(checkpoints: Path) -> None:
             shutil.rmtree(torn, ignore_errors=True)
 
 
-def prune(folder: Path, keep_last: int, best: int | None, newest: Path | None = None) -> None:
+def prune(
+    folder: Path,
+    keep_last: int,
+    best: int | None,
+    newest: Path | None = None,
+    in_use: Collection[Path] = (),
+) -> None:
     """Removes all but the newest `keep_last` checkpoints of a run, and the best one.
 
     Args:
         newest: the one just written. A checkpoint of an interrupted step is removed once there is
             another.
+        in_use: checkpoints that stay for now, because something reads them.
     """
     recover(folder)
     remove_torn(folder / "checkpoints")
     for step in steps_saved(folder)[:-keep_last]:
-        if step != best and checkpoint_path(folder, step) != newest:
-            shutil.rmtree(checkpoint_path(folder, step))
+        path = checkpoint_path(folder, step)
+        if step != best and path != newest and path not in in_use:
+            shutil.rmtree(path)
     for path in resumable(folder):
         if is_interrupted(path) and newest not in (None, path):
             shutil.rmtree(path)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Iterator
 
+from grpo_cli.config.interpolation import as_text, plain_secrets
+from grpo_cli.config.knob import as_written
 from grpo_cli.config.schedules import at_step, steps_to_check
-from grpo_cli.config.schema import Benchmark, Eval, Recipe
+from grpo_cli.config.schema import Benchmark, Eval, Hub, Recipe
 from grpo_cli.errors import listed, nearest
 from grpo_cli.rewards import WITH_AN_ANSWER, has_votes
 
@@ -24,6 +27,7 @@ def contradictions(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     yield from _of_model(recipe)
     yield from _of_training(recipe)
     yield from _of_evaluation(recipe, given)
+    yield from _of_hub(recipe, given)
     yield from _no_votes(recipe)
     yield from _no_such_metric(recipe)
     for name, benchmark in recipe.benchmark.items():
@@ -174,6 +178,35 @@ def _of_evaluation(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     if not recipe.benchmark and (config.mode != Eval().mode or config.limit is not None):
         key = "mode" if config.mode != Eval().mode else "limit"
         yield f"eval.{key}: is only read for benchmarks; add benchmark=NAME."
+
+
+def _of_hub(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
+    hub = recipe.hub
+    if hub.repo is None and hub.completions_repo is None:
+        for key, value, default in (
+            ("hub.private", hub.private, Hub().private),
+            ("hub.wait", hub.wait, Hub().wait),
+        ):
+            if key in given or value != default:
+                yield (
+                    f"{key} = {as_written(value)}: is only read when hub.repo or "
+                    "hub.completions_repo is set."
+                )
+    elif hub.completions_repo is not None and recipe.log.completions_every == 0:
+        yield (
+            f"hub.completions_repo = {hub.completions_repo}: there are no completions with "
+            "log.completions_every = 0."
+        )
+    if hub.repo is None:
+        return
+    if recipe.checkpoint.model == "never":
+        yield f"checkpoint.model = never: hub.repo = {hub.repo} needs a model folder; use auto."
+    if hub.strategy == "checkpoint":
+        for key in plain_secrets(as_text(dataclasses.asdict(recipe))):
+            yield (
+                f"{key}: is a secret written as text, and hub.strategy = checkpoint pushes the "
+                "recipe; write ${oc.env:NAME}, which stays this text."
+            )
 
 
 def _of_benchmark(key: str, benchmark: Benchmark, modes: Iterable[str]) -> Iterator[str]:

@@ -991,7 +991,8 @@ class Checkpoint:
     )
     model: str = knob(
         "auto",
-        "Add a model folder to each checkpoint, as `grpo export` makes one; auto: up to 8 GB.",
+        "Add a model folder to each checkpoint, as `grpo export` makes one; auto: up to 8 GB, and "
+        "for each checkpoint that hub.repo gets.",
         choices=("auto", "always", "never"),
     )
     grace: float = knob(
@@ -1064,7 +1065,6 @@ class Hub:
         None,
         "Data set repository on the hub that the files of completions are pushed to at each "
         "checkpoint; null: none.",
-        read_if=("log.completions_every",),
     )
     wait: float = knob(
         1800.0,

@@ -63,7 +63,9 @@ MEANT = {  # keys of training, and those that evaluation reads in their place
     "generation.top_p": "eval.top_p",
     "generation.num_generations": "eval.num_samples",
 }
-OF_TRAINING = ("loss", "advantage", "optimizer", "update", "checkpoint", "log", "tracking")
+OF_TRAINING = (
+    "loss", "advantage", "optimizer", "update", "checkpoint", "log", "tracking", "hub",
+)  # fmt: skip
 OF_TRAINING_IN_EVAL = ("every", "at_start", "at_end", "best", "patience")
 
 

@@ -6,6 +6,7 @@ A card holds no time and no folder of the run, so that a resumed run writes the 
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -198,12 +199,12 @@ def eval_result(recipe: Recipe, key: str, metrics: Mapping[str, float]) -> EvalR
     source = recipe.dataset.eval if not recipe.benchmark else None
     if benchmark := recipe.benchmark.get(task.partition("/")[0]):
         source = benchmark.data
+    source = None if source is None or is_local(source) else source
     if not task:
-        held_out = "held-out rows" if source is None or is_local(source) else source
-        task = "mean of the benchmarks" if recipe.benchmark else held_out
+        task = "mean of the benchmarks" if recipe.benchmark else source or "held-out rows"
     return EvalResult(
         task_type="text-generation",
-        dataset_type=source if source is not None and not is_local(source) else task,
+        dataset_type=source or re.sub(r"[^\w.-]+", "-", task),
         dataset_name=task,
         metric_type=metric,
         metric_value=round(metrics[key], 6),

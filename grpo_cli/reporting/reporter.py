@@ -107,8 +107,6 @@ class Reporter:
             write_parquet(path, rows)
             self.skips_completions = False
         except OSError as error:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
             if not self.skips_completions:
                 self.say(
                     f"{path} cannot be written ({reason(error)}): left out, as are those after it "
@@ -272,14 +270,19 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes rows as a Parquet file."""
+    """Writes rows as a Parquet file, atomically: a push reads it while the run writes."""
     import pyarrow
     import pyarrow.parquet
 
     path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".tmp")
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: parquet_column([row.get(name) for row in rows]) for name in names}
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    try:
+        pyarrow.parquet.write_table(pyarrow.table(columns), partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def parquet_column(values: list[Any]) -> Any:

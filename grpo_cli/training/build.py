@@ -35,6 +35,7 @@ from grpo_cli.models.reference import Reference
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
 from grpo_cli.reporting import tracking
+from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter, write_text
 from grpo_cli.training import resume
@@ -148,8 +149,11 @@ def assemble(
         evaluator=evaluator,
         reporter=reporter,
         checkpointer=checkpointer,
+        pusher=Pusher(recipe, folder, reporter.say, workers.is_main),
     )
     describe(run)
+    if prepared.note is not None:
+        reporter.say(f"note: {prepared.note}")
     try:
         start(run, resume_from)
     except BaseException:

@@ -8,6 +8,7 @@ from pathlib import Path
 from grpo_cli.checkpoints import paths
 from grpo_cli.errors import TrainingError
 from grpo_cli.reporting.reporter import readable, versions
+from grpo_cli.training import resume
 from grpo_cli.training.run import Run
 
 
@@ -49,6 +50,9 @@ def finish(run: Run) -> None:
             "versions": versions(),
         }
     )
+    if run.workers.is_main:
+        run.pusher.finish(lambda: run.interrupts.stop.is_requested)
+        resume.prune(run)  # those that the pushes kept
 
 
 def how_it_ended(run: Run, saved_in: Path | None) -> str:

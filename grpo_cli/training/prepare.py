@@ -21,14 +21,14 @@ from grpo_cli.data.stored_completions import Sample
 from grpo_cli.errors import UserError, nearest
 from grpo_cli.evaluation import benchmarks
 from grpo_cli.evaluation.benchmarks import LoadedBenchmark
-from grpo_cli.reporting import tracking
+from grpo_cli.reporting import hub, tracking
 from grpo_cli.scoring import registry
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.scorer import Scorer
 
 # Keys that may differ when a finished run is resumed: its results do not depend on them.
 WITHOUT_EFFECT = (
-    "steps:", "log.", "checkpoint.", "tracking.", "distributed.", "device:", "scoring.",
+    "steps:", "log.", "checkpoint.", "tracking.", "hub.", "distributed.", "device:", "scoring.",
 )  # fmt: skip
 MADE_UP = "The answer is 0."  # a completion to try rewards out on
 
@@ -44,6 +44,7 @@ class Prepared:
     scorer: Scorer  # of training; for an evaluation alone, the same as the next
     eval_scorer: Scorer
     benchmarks: dict[str, LoadedBenchmark] = field(default_factory=dict)  # by name
+    note: str | None = None  # for the user, once the run starts
 
 
 def parse(cfg: DictConfig | dict[str, Any], given: Collection[str] = ()) -> Recipe:
@@ -83,6 +84,8 @@ def for_training(recipe: Recipe) -> Prepared:
     eval_scorer = scorer if eval_rows is None else scorer_of_evaluation(recipe, eval_rows, executor)
     benches = benches_of(recipe, executor)
     check_engine(recipe)
+    # The last check, since it may create a repository.
+    note = hub.check(recipe) if os.environ.get("RANK", "0") == "0" else None
     return Prepared(
         with_absolute_paths(recipe),
         folder,
@@ -91,6 +94,7 @@ def for_training(recipe: Recipe) -> Prepared:
         scorer,
         eval_scorer,
         benches,
+        note,
     )
 
 

@@ -76,7 +76,7 @@ def is_due(run: Run) -> bool:
 
 
 def _write(run: Run, path: Path, *, wait: bool) -> None:
-    state, workers, config, queue = run.state, run.workers, run.recipe.checkpoint, run.queue
+    state, workers, queue = run.state, run.workers, run.queue
     progress = run.recovery.progress
     kept = []
     for batch in queue.prefetched:
@@ -117,14 +117,16 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         "lengths": queue.lengths,
         "best": run.checkpointer.best,
     }
-    best, began = state.best_step, time.monotonic()
+    best, began, last = state.best_step, time.monotonic(), run.is_over
     moved = run.reference.weights_to_save if run.reference is not None else None
 
     def done() -> None:
         # If a new best could not be written, the old one stays.
         if best is not None and paths.checkpoint_path(run.folder, best).is_dir():
             run.checkpointer.best = best
-        checkpointer.prune(run.folder, config.keep_last, run.checkpointer.best, path)
+        if not paths.is_interrupted(path):
+            run.pusher.push(path, last=last)
+        prune(run, path)
         run.interrupts.save_seconds = time.monotonic() - began
 
     run.checkpointer.save(
@@ -137,6 +139,12 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         card=card_of(run) if workers.is_main else "",
         done=done,
     )
+
+
+def prune(run: Run, newest: Path | None = None) -> None:
+    """Deletes the checkpoints that are no longer kept, except those that are being pushed."""
+    keep_last, best = run.recipe.checkpoint.keep_last, run.checkpointer.best
+    checkpointer.prune(run.folder, keep_last, best, newest, run.pusher.in_use())
 
 
 def card_of(run: Run) -> str:
@@ -158,6 +166,8 @@ def card_of(run: Run) -> str:
 def writes_model(run: Run) -> bool:
     """Whether checkpoints are also model folders."""
     when = run.recipe.checkpoint.model
+    if when == "auto" and run.recipe.hub.repo is not None:
+        return run.recipe.hub.strategy != "end" or run.is_over
     size = sum(p.numel() * p.element_size() for p in run.policy.parameters())
     return when == "always" or (when == "auto" and size <= MODEL_FOLDER_UP_TO)
 

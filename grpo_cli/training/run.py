@@ -21,6 +21,7 @@ from grpo_cli.generation.base import Generator
 from grpo_cli.models.micro_batches import MicroBatcher
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import Reference
+from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import Scorer
@@ -65,6 +66,7 @@ class Run:
     evaluator: Evaluator | None
     reporter: Reporter
     checkpointer: Checkpointer
+    pusher: Pusher
     state: State = field(default_factory=State)
     recovery: Recovery = field(default_factory=Recovery)
     beta: AdaptiveBeta = field(default_factory=AdaptiveBeta)
@@ -88,6 +90,7 @@ class Run:
     def close(self) -> None:
         """Releases what the run holds, whether it ended well or not."""
         self.interrupts.stop.release()
+        self.pusher.close()
         self.reporter.close()
         self.generator.close()
         self.scorer.executor.close()

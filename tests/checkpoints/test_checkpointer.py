@@ -95,11 +95,19 @@ def save(
     return saver.wait()
 
 
+def test_a_checkpoint_that_is_being_read_stays_for_now(tmp_path: Path) -> None:
+    empty(tmp_path, 1, 2, 3)
+    checkpointer.prune(tmp_path, 1, None, in_use={checkpoint_path(tmp_path, 1)})
+    assert steps_saved(tmp_path) == [1, 3]
+    checkpointer.prune(tmp_path, 1, None)
+    assert steps_saved(tmp_path) == [3]
+
+
 def test_an_edited_model_card_is_no_damage(
     saver: Checkpointer, model: PreTrainedModel, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     path = checkpoint_path(tmp_path, 1)
-    saver.save(path, Parts(model), {}, "", tokenizer, with_model=True, card="# Card\n")
+    saver.save(path, trained(model), {}, "", tokenizer, with_model=True, card="# Card\n")
     assert saver.wait() is None
     assert (path / "README.md").read_text() == "# Card\n"
     (path / "README.md").write_text("# My words\n")

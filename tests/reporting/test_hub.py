@@ -1,0 +1,420 @@
+"""Pushes to a hub on this machine: while a run goes on, and whatever the hub does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard, constants
+
+from grpo_cli.checkpoints import paths
+from grpo_cli.config import schema
+from grpo_cli.errors import UserError
+from grpo_cli.reporting import hub
+from grpo_cli.reporting.hub import Pusher
+from grpo_cli.reporting.reporter import Reporter
+from grpo_cli.training import resume
+from tests.fake_hub import FakeHub
+from tests.tables import table
+from tests.training.test_train import recipe as written
+from tests.training.test_train import trained, weights
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    fake = FakeHub()
+    for name, value in fake.environment().items():
+        monkeypatch.setenv(name, value)
+    # Read when huggingface_hub was imported.
+    monkeypatch.setattr(constants, "ENDPOINT", fake.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with fake.running():
+        yield fake
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    """What the user is told."""
+    return []
+
+
+def recipe(**settings: Any) -> schema.Recipe:
+    made = schema.Recipe(recipe="test", hub=schema.Hub(**settings))
+    made.model.path = "Qwen/Qwen2.5-0.5B"
+    return made
+
+
+@pytest.fixture
+def pusher(
+    server: FakeHub, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Pusher]]:
+    """Makes the pusher of a run; `server` comes first."""
+    made: list[Pusher] = []
+    monkeypatch.setattr(hub, "PAUSE_SECONDS", 0.1)
+
+    def make(**settings: Any) -> Pusher:
+        made.append(Pusher(recipe(**{"repo": "me/x"} | settings), tmp_path, lines.append, True))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def checkpoint(folder: Path, step: int, shards: int = 1) -> Path:
+    path = folder / "checkpoints" / f"step-{step}"
+    (path / "training" / "shards").mkdir(parents=True)
+    (path / "README.md").write_text(f"---\ntags: [grpo]\n---\n# step {step}\n")
+    (path / "model.safetensors").write_bytes(bytes([step]) * 5000)
+    (path / "config.json").write_text(f'{{"step": {step}}}')
+    (path / "training" / "state.pt").write_bytes(bytes([step]) * 3000)
+    for number in range(shards):
+        (path / "training" / "shards" / f"__{number}_0.distcp").write_bytes(bytes([number]) * 2000)
+    return path
+
+
+def downloaded(server: FakeHub, folder: Path) -> Path:
+    """The folder from which a run resumes, as `hf download me/x --local-dir` writes it."""
+    for name, data in server.model("me/x").items():
+        (folder / "got" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "got" / name).write_bytes(data)
+    return folder / "got" / hub.LAST_CHECKPOINT
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+# The check at the start.
+
+
+def test_the_start_creates_what_is_missing(server: FakeHub) -> None:
+    assert hub.check(recipe(repo="x", completions_repo="team/done")) is None
+    assert server.private == {("models", "me/x"): True, ("datasets", "team/done"): True}
+    assert hub.check(recipe(repo="me/x", private=False)) is None
+    assert server.private["models", "me/x"], "one that is there stays as it is"
+    assert hub.check(recipe()) is None
+
+
+def test_a_token_that_may_not_write_is_told_at_the_start(
+    server: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.check(recipe(repo="me/x"))
+    server.may_write = False
+    for repo in ("me/x", "me/y"):
+        with pytest.raises(UserError, match=rf"hub.repo = {repo}: .*token.*\(403 You don't have"):
+            hub.check(recipe(repo=repo))
+    monkeypatch.setenv("HF_TOKEN", "hf_of_yesterday")
+    with pytest.raises(UserError, match=r"hub.completions_repo = me/d: .* \(401 Invalid\)") as told:
+        hub.check(recipe(completions_repo="me/d"))
+    assert "hf_of_yesterday" not in str(told.value)
+    assert "\n" not in str(told.value)
+    monkeypatch.setattr(hub, "get_token", lambda: None)
+    with pytest.raises(UserError, match=r"hub.repo = me/x: there is no token; set HF_TOKEN"):
+        hub.check(recipe(repo="me/x"))
+
+
+def test_a_hub_that_is_switched_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"hub.repo = me/x: HF_HUB_OFFLINE is set"):
+        hub.check(recipe(repo="me/x"))
+    with pytest.raises(UserError, match=r"hub.repo = a/b/c: must be owner/name"):
+        hub.check(recipe(repo="a/b/c"))
+
+
+def test_a_hub_that_is_not_there_is_a_note(
+    server: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.is_broken = lambda path: True
+    note = hub.check(recipe(repo="me/x"))
+    assert note is not None
+    assert "hub.repo = me/x: the hub cannot be reached now (500" in note
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "ConnectError" in (hub.check(recipe(repo="me/x")) or "")
+
+
+# Pushes.
+
+
+@pytest.mark.programs
+def test_every_save_is_pushed_over_the_one_before(
+    pusher: Callable[..., Pusher], server: FakeHub, tmp_path: Path, lines: list[str]
+) -> None:
+    live = pusher(repo="x", private=False)
+    live.push(checkpoint(tmp_path, 1), last=False)
+    until(lambda: not live.in_use())
+    live.push(checkpoint(tmp_path, 2), last=True)
+    live.finish()
+    assert lines == [f"pushed to {server.url}/x"]
+    assert server.private == {("models", "me/x"): False}
+    assert [message for _, _, message in server.commits] == ["step 1", "step 2"]
+    assert {*server.model("me/x")} == {
+        ".gitattributes", "README.md", "config.json", "model.safetensors",
+    }  # fmt: skip
+    assert server.model("me/x")["config.json"] == b'{"step": 2}'
+    assert ModelCard(server.model("me/x")["README.md"].decode()).data.tags == ["grpo"]
+
+
+@pytest.mark.programs
+def test_end_pushes_the_last_checkpoint_only(
+    pusher: Callable[..., Pusher], server: FakeHub, tmp_path: Path
+) -> None:
+    live = pusher(strategy="end", revision="runs")
+    live.push(checkpoint(tmp_path, 1), last=False)
+    assert not live.in_use()
+    live.push(checkpoint(tmp_path, 2), last=True)
+    live.finish()
+    assert server.commits == [(("models", "me/x"), "runs", "step 2")]
+    assert server.model("me/x") == {".gitattributes": b""}
+    assert "model.safetensors" in server.model("me/x", "runs")
+
+
+@pytest.mark.programs
+def test_checkpoint_keeps_one_from_which_a_run_resumes(
+    pusher: Callable[..., Pusher], server: FakeHub, tmp_path: Path
+) -> None:
+    live = pusher(strategy="checkpoint")
+    live.push(checkpoint(tmp_path, 1, shards=3), last=False)
+    until(lambda: not live.in_use())
+    live.push(path := checkpoint(tmp_path, 2, shards=2), last=True)
+    live.finish()
+    kept = downloaded(server, tmp_path)
+    whole = {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    found = {p.relative_to(kept): p.read_bytes() for p in kept.rglob("*") if p.is_file()}
+    assert found == whole, "the third shard is gone, too"
+    assert "config.json" in server.model("me/x")
+
+
+@pytest.mark.programs
+def test_completions_go_to_a_data_set(
+    pusher: Callable[..., Pusher], server: FakeHub, tmp_path: Path
+) -> None:
+    (tmp_path / "completions").mkdir()
+    live = pusher(repo=None, completions_repo="me/done")
+    for step in (1, 2):
+        (tmp_path / "completions" / f"step-{step}.parquet").write_bytes(b"PAR1" + bytes([step]))
+        (tmp_path / "completions" / "step-9.parquet.tmp").write_bytes(b"half")
+        live.push(checkpoint(tmp_path, step), last=step == 2)
+        until(lambda: not live.in_use())
+    live.finish()
+    assert {*server.data_set("me/done")} == {
+        ".gitattributes", "README.md", "completions/step-1.parquet", "completions/step-2.parquet",
+    }  # fmt: skip
+    assert b"completions/*.parquet" in server.data_set("me/done")["README.md"]
+    assert server.model("me/x") == {}
+
+
+@pytest.mark.programs
+def test_a_failure_is_a_note_and_the_next_checkpoint_an_attempt(
+    pusher: Callable[..., Pusher], server: FakeHub, tmp_path: Path, lines: list[str]
+) -> None:
+    live = pusher()
+    server.is_broken = lambda path: "/commit/" in path
+    live.push(checkpoint(tmp_path, 1), last=False)
+    until(lambda: not live.in_use())
+    assert lines == [
+        "hub: step-1 could not be pushed (500 broken for the test); the run continues, and the "
+        "next checkpoint is the next attempt"
+    ]
+    server.is_broken = lambda path: False
+    live.push(checkpoint(tmp_path, 2), last=True)
+    live.finish()
+    assert lines[1:] == [f"pushed to {server.url}/me/x"]
+    assert server.model("me/x")["config.json"] == b'{"step": 2}'
+
+
+@pytest.mark.programs
+def test_the_last_push_gets_more_attempts(
+    pusher: Callable[..., Pusher], server: FakeHub, tmp_path: Path, lines: list[str]
+) -> None:
+    live = pusher()
+    seen: list[str] = []
+    server.is_broken = lambda path: "/commit/" in path and (seen.append(path) or len(seen) < 3)
+    live.push(checkpoint(tmp_path, 1), last=True)
+    live.finish()
+    assert len(seen) == 3
+    assert "model.safetensors" in server.model("me/x")
+    server.may_write = False
+    live = pusher()
+    live.push(path := checkpoint(tmp_path, 2), last=True)
+    live.finish()
+    assert lines[-1] == (
+        "hub: step-2 is not pushed (403 You don't have the rights to write there); by hand: "
+        f"hf upload me/x {path} . --exclude 'training/*'"
+    )
+
+
+@pytest.mark.programs
+def test_a_connection_that_breaks_in_the_middle_leaves_the_repository_whole(
+    pusher: Callable[..., Pusher], server: FakeHub, tmp_path: Path, lines: list[str]
+) -> None:
+    live = pusher()
+    server.breaks_uploads = 99
+    live.push(checkpoint(tmp_path, 1), last=False)
+    until(lambda: not live.in_use())
+    assert len(lines) == 1
+    assert server.commits == []
+    server.breaks_uploads = 0
+    live.push(checkpoint(tmp_path, 2), last=True)
+    live.finish()
+    assert [message for _, _, message in server.commits] == ["step 2"]
+
+
+@pytest.mark.programs
+def test_a_slow_hub_gets_the_newest_checkpoint_and_keeps_its_files(
+    pusher: Callable[..., Pusher], server: FakeHub, tmp_path: Path
+) -> None:
+    live = pusher()
+    server.slow = 1.0
+    paths = [checkpoint(tmp_path, step) for step in (1, 2, 3)]
+    live.push(paths[0], last=False)
+    server.uploading.wait(60)
+    live.push(paths[1], last=False)
+    assert live.in_use() == {*paths[:2]}
+    live.push(paths[2], last=True)
+    assert live.in_use() == {paths[0], paths[2]}, "the one between is skipped"
+    shutil.rmtree(paths[1])
+    live.finish()
+    assert [message for _, _, message in server.commits] == ["step 1", "step 3"]
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("how", ["late", "stopped", "closed"])
+def test_the_end_does_not_wait_for_ever(
+    how: str, pusher: Callable[..., Pusher], server: FakeHub, tmp_path: Path, lines: list[str]
+) -> None:
+    live = pusher(wait=1.0 if how == "late" else 600.0)
+    server.slow = 30.0
+    live.push(checkpoint(tmp_path, 1), last=True)
+    server.uploading.wait(60)
+    program, began = live._program, time.monotonic()
+    if how == "closed":
+        live.close()
+    else:
+        live.finish(lambda: how == "stopped")
+    assert time.monotonic() - began < 10
+    assert program is not None
+    assert program.wait(10) < 0, "the upload has ended, too"
+    why = {"late": "not done in hub.wait = 1 s", "stopped": "stopped", "closed": "the run ends fi"}
+    assert len(lines) == 1
+    assert lines[0].startswith(f"hub: step-1 is not pushed ({why[how]}")
+    assert server.commits == []
+
+
+@pytest.mark.programs
+def test_an_upload_ends_with_its_run(server: FakeHub, tmp_path: Path) -> None:
+    import json
+    import subprocess
+    import sys
+
+    from grpo_cli.reporting import hub_upload
+
+    server.slow = 60.0
+    program = subprocess.Popen(
+        [sys.executable, "-P", hub_upload.__file__], stdin=subprocess.PIPE, text=True
+    )
+    assert program.stdin is not None
+    uploads = Pusher(recipe(repo="me/x"), tmp_path, print, True)._uploads(
+        hub.Push(checkpoint(tmp_path, 1), True)
+    )
+    program.stdin.write(json.dumps(uploads) + "\n")
+    program.stdin.flush()
+    server.uploading.wait(60)
+    program.stdin.close()  # as when the run is killed
+    assert program.wait(30) == 1
+
+
+@pytest.mark.runs
+def test_a_run_is_resumed_from_the_hub(server: FakeHub, tmp_path: Path) -> None:
+    live = trained(
+        tmp_path, steps=2, checkpoint__keep_last=1, checkpoint__every=1, log__completions_every=1,
+        hub__repo="me/x", hub__strategy="checkpoint", hub__completions_repo="me/done",
+    )  # fmt: skip
+    assert paths.steps_saved(live.folder) == [2]
+    assert "completions/step-2.parquet" in server.data_set("me/done")
+    path = downloaded(server, tmp_path)
+    other, straight = tmp_path / "other", tmp_path / "straight"
+    resumed = trained(other, resume=str(path))
+    assert torch.equal(weights(resumed), weights(trained(straight)))
+    card = ModelCard((path / "README.md").read_text(encoding="utf-8"))
+    assert card.data.model_name == "me/x"
+
+
+@pytest.mark.runs
+def test_a_run_goes_on_whatever_the_hub_does(
+    server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Reporter, "say", lambda self, text: said.append(text))
+    monkeypatch.setattr(hub, "ATTEMPTS", 1)
+    server.is_broken = lambda path: "/api/" in path
+    broken = trained(tmp_path, hub__repo="me/x")
+    assert (broken.folder / "summary.json").is_file()
+    notes = [line for line in said if "hub" in line]
+    assert notes[0].startswith("note: hub.repo = me/x: the hub cannot be reached now (500 broken")
+    assert notes[-1].startswith("hub: step-4 is not pushed (500 broken for the test); by hand: hf ")
+    server.is_broken = lambda path: False
+    trained(tmp_path, hub__repo="me/x", steps=6, resume="auto")
+    assert server.commits[-1] == (("models", "me/x"), "main", "step 6")
+
+
+@pytest.mark.runs
+def test_a_sharded_checkpoint_gets_a_model_folder_for_the_hub(
+    server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "MODEL_FOLDER_UP_TO", 0)
+    trained(tmp_path, hub__repo="me/x", hub__strategy="end")
+    assert "model.safetensors" in server.model("me/x")
+    saved = [paths.checkpoint_path(tmp_path / "run", step) for step in (2, 4)]
+    assert [paths.is_model(path) for path in saved] == [False, True]
+
+
+@table(
+    ("changes", "said"),
+    [
+        ({"hub__private": False}, "hub.private = false: is only read when hub.repo or"),
+        ({"hub__wait": 5.0}, "hub.wait = 5.0: is only read when hub.repo or"),
+        ({"hub__strategy": "end"}, "hub.strategy = end: is only read when hub.repo is set"),
+        ({"hub__revision": "b"}, "hub.revision = b: is only read when hub.repo is set"),
+        ({"hub__completions_repo": "me/d"}, "hub.completions_repo = me/d: there are no"),
+        ({"hub__repo": "a/b", "hub__strategy": "always"}, "hub.strategy = 'always': must be one"),
+        ({"hub__repo": "a/b", "checkpoint__model": "never"}, "checkpoint.model = never: hub.repo"),
+    ],
+)
+def test_settings_that_nothing_reads_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        written(Path(tempfile.gettempdir()), **changes)
+    assert str(error.value).startswith(said)
+
+
+def test_a_secret_in_the_recipe_is_not_pushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE", "sk-judge")
+    settings = {"hub__repo": "a/b", "hub__strategy": "checkpoint"}
+    for key, is_refused in (("sk-judge-key", True), ("${oc.env:JUDGE}", False)):
+        judge = {"judge": {"args": {"api_key": key}}}
+        if is_refused:
+            with pytest.raises(UserError, match=r"reward.judge.args.api_key: is a secret written"):
+                written(tmp_path, reward=judge, **settings)
+        else:
+            written(tmp_path, reward=judge, **settings)
+
+
+def test_other_processes_push_nothing(tmp_path: Path, lines: list[str]) -> None:
+    live = Pusher(recipe(repo="me/x"), tmp_path, lines.append, False)
+    live.push(tmp_path / "checkpoints" / "step-1", last=True)
+    assert not live.in_use()
+    live.finish()
+    assert lines == []
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
