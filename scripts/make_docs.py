@@ -1,4 +1,4 @@
-"""Writes the tables of knobs in docs/recipes.md, and the table of memory in docs/scaling.md.
+"""Writes the tables in docs/: knobs (recipes.md), memory (scaling.md), model families (models.md).
 
 python scripts/make_docs.py            write it anew
 python scripts/make_docs.py --check    only say whether it is up to date (exit code 1: it is not)
@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 from grpo_cli.algorithm import objective  # noqa: E402
 from grpo_cli.config import knob, schema  # noqa: E402
 from grpo_cli.planning.arithmetic import Cluster, Settings, Shape, memory  # noqa: E402
+from tests.models.families import FAMILIES, Family  # noqa: E402
 
 BEGIN, END = "<!-- made by scripts/make_docs.py -->", "<!-- end -->"
 KINDS = {
@@ -90,6 +91,26 @@ def memory_table() -> str:
                 line.append(shown + (f": {wall}" if wall else ""))
             lines.append(line)
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def family_table() -> str:
+    """Returns one line for each model family that the tests compute."""
+    header = ["model type", "sampled", "training rows", "recurrent state", "vLLM", "fallback"]
+    lines = [header, ["---"] * len(header), *map(family_line, FAMILIES)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def family_line(family: Family) -> list[str]:
+    """Returns the cells of a family."""
+    kind, _, which = str(family).partition(",")
+    return [
+        f"`{kind}`{',' if which else ''}{which}",
+        {"engine": "engine", "cache": "transformers' cache", "none": "no cache"}[family.decoder],
+        "packed" if family.packed else "padded",
+        "yes" if family.recurrent else "",
+        "listed" if family.vllm else "not listed",
+        "; ".join(w for w in (family.why, family.why_no_cache) if w),
+    ]
 
 
 def knob_tables() -> str:
@@ -174,7 +195,7 @@ def allowed(field: Field) -> str:
     return " ".join(part for part in (kind, limits) if part) + null
 
 
-TABLES = {"recipes.md": knob_tables, "scaling.md": memory_table}
+TABLES = {"recipes.md": knob_tables, "scaling.md": memory_table, "models.md": family_table}
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ from grpo_cli.training.run import Run
 from tests.conftest import BUILD, as_prompts
 from tests.fake_vllm import FakeVllm, recipe_for, serving
 from tests.generation.test_transformers import MANY_EOS, PROMPTS, SEEDS, same
-from tests.models.test_architectures import Family, make
+from tests.models.families import MAMBA_2, Family
+from tests.models.test_architectures import make
 from tests.partial_run import partial_run
 
 ROOT = Path(__file__).parent.parent
@@ -390,17 +391,18 @@ def other_models_are_right_by_the_way_that_all_agree_on(workers: Workers) -> Non
     no_heads = ("num_key_value_heads", "head_dim")
     families = [
         # An attention that is not known: rows are padded.
-        Family("falcon", CHUNKED, changed={"alibi": False}, without=no_heads),
-        Family("gemma2", CHUNKED),  # what it asks of attention shows in the check
-        Family("mistral", CHUNKED, changed={"sliding_window": 4}),
+        Family("falcon", {"alibi": False}, no_heads, packed=False),
+        Family("gemma2", packed=False),  # what it asks of attention shows in the check
+        Family("mistral", {"sliding_window": 4}, packed=False),
         Family("gpt2", without=(*no_heads, "intermediate_size")),
-        Family("mixtral", changed={"num_local_experts": 4, "num_experts_per_tok": 2}),
-        Family("mamba", CHUNKED, without=(*no_heads, "num_attention_heads")),
+        Family("mixtral", settings={"num_local_experts": 4, "num_experts_per_tok": 2}),
+        Family("mamba", without=(*no_heads, "num_attention_heads"), packed=False),
+        Family("falcon_h1", {"mamba_d_ssm": 64, **MAMBA_2}, packed=False),
     ]
     rollouts = make_rollouts(8, 9, vocabulary=90)
     for family in families:
-        # Grouped products of experts have no float64, and Mamba's scan is in float32 anyway.
-        narrow = family.model_type in ("mixtral", "mamba")
+        # Grouped products of experts have no float64, and Mamba's scans are in float32 anyway.
+        narrow = family.model_type in ("mixtral", "mamba", "falcon_h1")
         dtype = torch.float32 if narrow else torch.float64
         expected = summed(make(family).to(dtype), rollouts)
         model = divided(make(family).to(dtype))
@@ -472,7 +474,7 @@ def everyone_makes_as_many_passes_as_the_one_with_most(workers: Workers) -> None
 
 @case
 def all_give_up_what_one_processs_rollouts_are_too_long_for(workers: Workers) -> None:
-    family = Family("mistral", changed={"sliding_window": 12})
+    family = Family("mistral", settings={"sliding_window": 12})
     plain, model = make(family), divided(make(family))
     said: list[str] = []
     bare = bare_run(

@@ -1,17 +1,31 @@
-"""Decoding with transformers' own cache, for models that `engine.py` cannot decode."""
+"""Decoding with transformers' own cache, or with none, for models that `engine.py` cannot decode.
+
+A prompt's cache is repeated for its group, and rows that have ended leave. The layers of recurrent
+models (`families.is_recurrent`) keep a state instead of keys and values, and would read the padding
+of a prompt into it. Their prompts are therefore computed with others of the same length, and the
+caches are joined:
+
+    prompts of 3, 3 and 1 tokens   two forwards, [2, 3] and [1, 1]
+    joined, 3 rows                 states [3, ...]; keys [3, H, 3, D], two columns of row 2 masked
+    a step                         one token a row; no state sees padding
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
-from grpo_cli.errors import TrainingError
 from grpo_cli.generation.decoding_state import DecodingState, check_logits
-from grpo_cli.models.packing import pad_left, positions
+from grpo_cli.models.families import is_recurrent
+from grpo_cli.models.packing import pad_left, pad_right, positions
 
 
 @dataclass(frozen=True)
@@ -31,23 +45,23 @@ class CachedDecoder:
             self._batch(state, order[start : start + at_once])
 
     def _batch(self, state: DecodingState, numbers: Sequence[int]) -> None:
+        """numbers: of the prompts, in the order of their lengths."""
         repeat = state.num_generations
-        ids, mask = pad_left([state.prompts[n] for n in numbers], self.model.device)
-        cache = DynamicCache(config=self.model.config)
-        logits = self._forward(ids, mask, positions(mask), cache)
+        prompts = [state.prompts[n] for n in numbers]
+        together = [prompts]
+        if is_recurrent(self.model):
+            together = [list(same) for _, same in groupby(prompts, key=len)]
+        begun = [self._prefill(some) for some in together]
+        logits = torch.cat([part for part, _ in begun])
         check_logits(logits)
-        if repeat > 1:
-            try:
-                cache.batch_repeat_interleave(repeat)
-            except AttributeError as error:  # state space models
-                kind = self.model.config.model_type
-                raise TrainingError(
-                    f"generation: a {kind} model cannot be decoded, for its cache cannot be "
-                    "repeated for a group."
-                ) from error
-        logits, mask = logits.repeat_interleave(repeat, 0), mask.repeat_interleave(repeat, 0)
-        next_position = mask.sum(-1)  # [B]
+        cache = join([part for _, part in begun])
+        mask = pad_left(prompts, self.model.device)[1]
         rows = [n * repeat + j for n in numbers for j in range(repeat)]
+        if repeat > 1:
+            index = torch.arange(len(numbers), device=mask.device).repeat_interleave(repeat)
+            cache.reorder_cache(index)
+            logits, mask = logits[index], mask[index]
+        next_position = mask.sum(-1)  # [B]
         while True:
             tokens, ended = state.next(rows, logits)
             keep = [i for i, has_ended in enumerate(ended) if not has_ended]
@@ -55,23 +69,83 @@ class CachedDecoder:
                 return
             if len(keep) < len(rows):
                 index = torch.tensor(keep, device=tokens.device)
-                cache.batch_select_indices(index)
+                cache.reorder_cache(index)
                 rows = [rows[i] for i in keep]
                 tokens, mask, next_position = tokens[index], mask[index], next_position[index]
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
             logits = self._forward(tokens[:, None], mask, next_position[:, None], cache)
             next_position = next_position + 1
 
+    def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, DynamicCache]:
+        """Returns the logits of the prompts' next tokens, [B, V], and their cache."""
+        ids, mask = pad_left(prompts, self.model.device)
+        cache = DynamicCache(config=self.model.config)
+        return self._forward(ids, mask, positions(mask), cache), cache
+
     def _forward(
         self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: DynamicCache
     ) -> Tensor:
         """Returns the logits of each row's next token, [B, V]."""
+        if "cache_params" in signature(self.model.forward).parameters:  # no attention at all
+            past: dict[str, Any] = {"cache_params": cache}  # nothing is padded either
+        else:
+            past = {"past_key_values": cache, "attention_mask": mask}
         logits: Tensor = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
+            input_ids=ids, position_ids=position_ids, use_cache=True, logits_to_keep=1, **past
         ).logits
         return logits[:, -1]
+
+
+@dataclass(frozen=True)
+class UncachedDecoder:
+    """Computes all tokens of a row again for each new token: slow, but right for every model."""
+
+    model: PreTrainedModel
+    max_rows: int  # decoded at the same time
+
+    @torch.no_grad()
+    def decode(self, state: DecodingState) -> None:
+        """Decodes every row from its prompt to its last token."""
+        repeat = state.num_generations
+        order = sorted(range(len(state.prompts)), key=lambda i: len(state.prompts[i]))
+        waiting = [n * repeat + j for n in order for j in range(repeat)]
+        while waiting:
+            rows = waiting[: self.max_rows]  # a row that ends makes room for the next
+            ended = state.next(rows, self._logits(state, rows))[1]
+            left = [row for row, has_ended in zip(rows, ended, strict=True) if not has_ended]
+            waiting = left + waiting[self.max_rows :]
+
+    def _logits(self, state: DecodingState, rows: Sequence[int]) -> Tensor:
+        """Returns the logits of each row's next token, [B, V]."""
+        ids, mask = pad_right(
+            [[*state.prompts[row // state.num_generations], *state.tokens[row]] for row in rows],
+            self.model.device,
+        )
+        logits: Tensor = self.model(
+            input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False
+        ).logits
+        logits = logits[torch.arange(len(rows), device=ids.device), mask.sum(-1) - 1]
+        check_logits(logits)
+        return logits
+
+
+def join(caches: Sequence[DynamicCache]) -> DynamicCache:
+    """Joins the rows of caches, the last of which has the longest; keys are padded on the left."""
+    whole = caches[-1]
+    for layer, *others in zip(whole.layers, *(c.layers for c in caches[:-1]), strict=True):
+        parts: list[Any] = [*others, layer]
+        if len(parts) == 1:
+            return whole
+        for name in ("conv_states", "recurrent_states"):
+            states = getattr(layer, name, {})
+            for i, state in states.items():
+                if state is not None:
+                    states[i] = torch.cat([getattr(part, name)[i] for part in parts])
+        for name in ("keys", "values"):
+            kept = getattr(layer, name, None)
+            if kept is not None:
+                columns = [kept.shape[-2] - getattr(part, name).shape[-2] for part in parts]
+                padded = zip(parts, columns, strict=True)
+                rows = [pad(getattr(part, name), (0, 0, n, 0)) for part, n in padded]
+                setattr(layer, name, torch.cat(rows))
+    return whole

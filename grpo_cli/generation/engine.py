@@ -28,7 +28,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_cli.generation.decoding_state import DecodingState, check_logits
-from grpo_cli.models.attention import Layout, flash, merge, no_mask
+from grpo_cli.models.attention import (
+    NOT_PASSED_ON,
+    Layout,
+    UnsupportedModelError,
+    flash,
+    merge,
+    no_mask,
+)
 
 PREFILL = 8192  # prompt tokens computed at once
 ROOM = 64  # tokens that a batch's cache begins with; it doubles when it is full
@@ -307,6 +314,8 @@ class Engine:
             prefill,
             torch.tensor(ends, device=device) - 1,
         )
+        if not prefill.keys:
+            raise UnsupportedModelError(NOT_PASSED_ON)
         check_logits(logits)
         batch = DecodeBatch(prefill, numbers, state.num_generations, state.sampling.max_tokens)
         logits = logits.repeat_interleave(state.num_generations, 0)

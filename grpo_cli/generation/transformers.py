@@ -15,14 +15,18 @@ from grpo_cli.algorithm.batch import pad_right
 from grpo_cli.distributed import fsdp
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import EngineSetup, Generator, OnGroup, Request
-from grpo_cli.generation.cached_decoding import CachedDecoder
+from grpo_cli.generation.cached_decoding import CachedDecoder, UncachedDecoder
 from grpo_cli.generation.decoding_state import DecodingState
 from grpo_cli.generation.engine import Engine
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models import attention, loading, memory
+from grpo_cli.models.families import RECURRENT, is_recurrent
 from grpo_cli.models.loading import inference
 from grpo_cli.models.policy_logprobs import CHECKED_TOKENS, PolicyLogprobs, max_difference, mismatch
 from grpo_cli.records import Completion, Prompt, Rollout
+
+Decoder = type[Engine] | type[CachedDecoder] | type[UncachedDecoder]
+STORED: dict[Decoder, str] = {CachedDecoder: "plain", UncachedDecoder: "uncached"}
 
 
 @dataclass(eq=False)
@@ -30,7 +34,8 @@ class TransformersGenerator(Generator):
     """Decodes with the policy's own module: there is no second copy of the weights to be stale.
 
     It uses the embedded engine (`engine.py`) if the engine's log-probabilities of a few tokens are
-    the model's, and transformers' own cache (`cached_decoding.py`) if they are not.
+    the model's, and transformers' own cache (`cached_decoding.py`) if they are not. A recurrent
+    model's numbers with the cache are checked too; if they are wrong, it is decoded without one.
     """
 
     samples_from_policy = True
@@ -43,7 +48,7 @@ class TransformersGenerator(Generator):
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # of the arithmetic
     say: Callable[[str], None] = print
     cache_tokens: int | None = None
-    decoder: type[Engine] | type[CachedDecoder] | None = None  # found by the first prompts
+    decoder: Decoder | None = None  # found by the first prompts
 
     @classmethod
     def make(cls, setup: EngineSetup) -> Generator:
@@ -71,11 +76,9 @@ class TransformersGenerator(Generator):
         # One autocast around all steps: it keeps its copies of the weights until it is left.
         with inference(self.policy), self.autocast():
             if self.decoder is None:
-                why = self._mismatch(request.prompts)
-                self.decoder = Engine
-                if why is not None:
-                    self.fall_back(why)
+                self._choose_decoder(request.prompts)
             while missing:
+                assert self.decoder is not None
                 rest = replace(
                     request,
                     prompts=[request.prompts[n] for n in missing],
@@ -131,27 +134,46 @@ class TransformersGenerator(Generator):
         )
 
     def fallback_state(self) -> dict[str, str]:
-        return {"decoder": "plain"} if self.decoder is CachedDecoder else {}
+        stored = STORED.get(self.decoder) if self.decoder is not None else None
+        return {} if stored is None else {"decoder": stored}
 
     def restore_fallbacks(self, state: Mapping[str, str]) -> None:
-        if state.get("decoder") == "plain":
-            attention.install(self.policy)  # as it was when the engine was tried
-            self.fall_back("as before")
+        for decoder, name in STORED.items():
+            if state.get("decoder") == name:
+                if not is_recurrent(self.policy):
+                    attention.install(self.policy)  # as it was when the engine was tried
+                self.fall_back("as before", decoder)
 
-    def fall_back(self, why: str) -> None:
-        """Decodes with transformers' own cache from now on."""
-        self.say(f"note: decoding with transformers' own cache, not with the engine ({why})")
-        self.decoder = CachedDecoder
+    def fall_back(self, why: str, decoder: Decoder = CachedDecoder) -> None:
+        """Decodes with another decoder from now on."""
+        how = {
+            CachedDecoder: "with transformers' own cache, not with the engine",
+            UncachedDecoder: "without a cache, which is slow",
+        }
+        self.say(f"note: decoding {how[decoder]} ({why})")
+        self.decoder = decoder
 
-    def _mismatch(self, prompts: Sequence[Prompt]) -> str | None:
-        """Returns why the engine cannot be used; None if its log-probabilities are the model's."""
-        if not attention.install(self.policy):
-            return f"its attention is {attention.name_of(self.policy)}"
+    def _choose_decoder(self, prompts: Sequence[Prompt]) -> None:
+        """Takes the fastest decoder whose numbers are the model's."""
+        self.decoder = Engine
+        if is_recurrent(self.policy):
+            self.fall_back(f"its {RECURRENT}")
+            # A state that is only nearly right shows after some tokens.
+            why = self._mismatch(CachedDecoder, prompts, tokens=16)
+            if why is not None:
+                self.fall_back(f"with a cache, {why}", UncachedDecoder)
+        elif not attention.install(self.policy):
+            self.fall_back(f"its attention is {attention.name_of(self.policy)}")
+        elif (why := self._mismatch(Engine, prompts)) is not None:
+            self.fall_back(why)
+
+    def _mismatch(self, decoder: Decoder, prompts: Sequence[Prompt], tokens: int = 4) -> str | None:
+        """Returns why a decoder cannot be used; None if its log-probabilities are the model's."""
         begun = [Prompt.from_ids(p.ids[-CHECKED_TOKENS:]) for p in prompts[:2]]
         groups: dict[int, list[Completion]] = {}
-        request = Request(begun, 2, Sampling(max_tokens=4), [0, 1])
+        request = Request(begun, 2, Sampling(max_tokens=tokens), [0, 1])
         state = DecodingState(request, [], None, groups.__setitem__)
-        why = mismatch(lambda: Engine(self.policy, 4).decode(state))
+        why = mismatch(lambda: decoder(self.policy, 4).decode(state))
         if why is not None:
             return why
         rollouts = [Rollout(p, c, "") for n, p in enumerate(begun) for c in groups[n]]

@@ -41,6 +41,9 @@ NAME = "grpo_sdpa"  # the implementation's name: transformers' sdpa unless `atte
 MAX_PADDING = 1.25  # rows of one bucket are padded to at most this many times the shortest
 
 
+NOT_PASSED_ON = "it passes no further arguments to its attention"  # so that `attending` is lost
+
+
 class UnsupportedModelError(Exception):
     """Raised when a model's attention cannot be computed by parts; the message says why."""
 
@@ -167,6 +170,7 @@ class Layout:
         self.segments = list(segments)
         self.prefixes = list(prefixes)
         self.device = device
+        self.is_used = False  # whether a model has called `attend`
         reaches = [(p.first, p.last, p.end - p.start) for p in prefixes]
         self.longest = max(
             end - start + sum(n for first, last, n in reaches if first <= start < last)
@@ -175,6 +179,7 @@ class Layout:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Returns the attention's output [N, Hq, D]; see `Attending`. Differentiable once."""
+        self.is_used = True
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:  # its backward sums over the query heads of a key head
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 # The output layer: logits = softcap(scale · (hidden @ weight.T + bias)).
 LOGIT_SCALES = (
@@ -27,6 +27,13 @@ LOGIT_SOFTCAPS = (
 # Arguments of attention that change its value and that attention by parts does not compute.
 ATTENTION_EXTRAS = ("softcap", "s_aux", "position_bias", "head_mask")
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+
+RECURRENT = "layers carry a state from token to token"  # as a reason in a note
+# Names, in a config's layer_types, of layers that carry a state from token to token.
+RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"}
+
+# Decoders whose configs have BERT's is_decoder=false all the same.
+DECODERS = ("gpt_neox", "gpt_neox_japanese")
 
 NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 # Parts whose FLOPs the formula in flops.py does not count: latent attention, shared keys and
@@ -57,6 +64,27 @@ def window_of(module: nn.Module) -> int | None:
     layer_type = types[module.layer_idx] if types else "sliding_attention"  # type: ignore[index]
     window: int | None = getattr(config, WINDOWS.get(layer_type, ""), None)
     return window
+
+
+def reads_both_directions(config: PretrainedConfig) -> bool:
+    """Whether a model is an encoder, as BERT and its relatives are, which cannot generate."""
+    return getattr(config, "is_decoder", True) is False and config.model_type not in DECODERS
+
+
+def is_recurrent(model: PreTrainedModel) -> bool:
+    """Whether some layers carry a state from token to token besides keys and values.
+
+    State space layers, linear attention and short convolutions do. The state passes from one
+    sequence of a packed row to the next, and from padding to the tokens behind it. With small
+    weights the numbers do not show that, so that what a model says of itself decides; for a model
+    with code of its own, a convolution over single channels does, which most such layers have.
+    """
+    config = model.config.get_text_config(decoder=True)
+    return (
+        bool(getattr(model, "_is_stateful", False))
+        or not RECURRENT_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ())
+        or any(isinstance(m, nn.Conv1d) and m.groups > 1 for m in model.modules())
+    )
 
 
 def num_experts(config: PretrainedConfig) -> int | None:

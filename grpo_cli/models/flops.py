@@ -80,6 +80,8 @@ def forward_flops(
         logits: number of tokens whose logits are computed; None: all.
     """
     text = config.get_text_config()
+    if getattr(text, "is_heterogeneous", False):  # its layers have heads of several sizes
+        return math.nan
     heads = getattr(text, "num_attention_heads", None)
     layers = getattr(text, "num_hidden_layers", None)
     window = getattr(text, "sliding_window", None)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_cli.config.schema import Model
 from grpo_cli.errors import UserError
+from grpo_cli.models.families import reads_both_directions
 from grpo_cli.records import Prompt
 
 transformers.utils.logging.disable_progress_bar()  # the run has a progress display of its own
@@ -48,7 +49,7 @@ def load(
             "attn_implementation": config.attn_implementation,
         }
         auto_model = transformers.AutoModelForCausalLM
-        if getattr(model_config, "is_decoder", True) is False:  # BERT and its relatives have it
+        if reads_both_directions(model_config):
             raise ValueError(
                 f"a {model_config.model_type} model reads in both directions and cannot generate"
             )

@@ -133,11 +133,13 @@ def tokens_that_fit(
 
 def cache_tokens_that_fit(model: PreTrainedModel) -> int:
     """Tokens, over all rows, whose keys and values fit into free memory: a power of two."""
+    token = 0
     config = model.config.get_text_config(decoder=True)
-    all_heads = getattr(config, "num_attention_heads", None) or 1
-    heads = getattr(config, "num_key_value_heads", None) or all_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // all_heads
-    token = 2 * config.num_hidden_layers * heads * dim * model.dtype.itemsize
+    for layer in getattr(config, "per_layer_config", [config] * config.num_hidden_layers):
+        all_heads = getattr(layer, "num_attention_heads", None) or 1
+        heads = getattr(layer, "num_key_value_heads", None) or all_heads
+        dim = getattr(layer, "head_dim", None) or layer.hidden_size // all_heads
+        token += 2 * heads * dim * model.dtype.itemsize
     fitting = int(SHARE * free_memory(model.device) / token)
     return 1 << max(fitting, 1).bit_length() - 1
 

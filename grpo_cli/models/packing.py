@@ -75,12 +75,17 @@ def pack(rollouts: Sequence[Rollout], device: torch.device) -> Inputs:
     )
 
 
-def pad(rollouts: Sequence[Rollout], device: torch.device) -> Inputs:
-    """Makes one row for each rollout, prompt and completion together, padded on the left."""
+def pad(rollouts: Sequence[Rollout], device: torch.device, *, right: bool = False) -> Inputs:
+    """Makes one row for each rollout, prompt and completion together.
+
+    Args:
+        right: pad on the right, where no token sees the padding, not even one of a recurrent layer,
+            which may ignore the mask.
+    """
     rows = [r.prompt.ids + r.completion.ids for r in rollouts]
-    ids, mask = pad_left(rows, device)
+    ids, mask = (pad_right if right else pad_left)(rows, device)
     width = ids.shape[1]
-    ends = range(width, width * len(rows) + 1, width)
+    ends = [width * i + (len(row) if right else width) for i, row in enumerate(rows)]
     predictors = [
         place
         for end, r in zip(ends, rollouts, strict=True)
@@ -181,4 +186,10 @@ def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tenso
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask
+
+
+def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Pads B lists of ids on the right with zeros: (ids [B, T], attention mask [B, T])."""
+    ids, mask = (t.flip(-1) for t in pad_left([row[::-1] for row in rows], device))
     return ids, mask

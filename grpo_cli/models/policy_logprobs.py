@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from grpo_cli.distributed import fsdp
 from grpo_cli.models import attention, packing
+from grpo_cli.models.families import RECURRENT, is_recurrent
 from grpo_cli.models.flops import forward_flops, params_in_products
 from grpo_cli.models.loading import inference
 from grpo_cli.models.memory import is_out_of_memory, saved_bytes
@@ -75,7 +76,11 @@ class PolicyLogprobs:
         self.autocast = autocast
         self.say = say
         self.agree_on = agree_on
-        if packed and not attention.install(model):
+        self.is_recurrent = is_recurrent(model)
+        if packed and self.is_recurrent:
+            packed = False
+            say(f"note: rows are padded: the model's {RECURRENT}")
+        elif packed and not attention.install(model):
             packed = False
             say(f"note: rows are padded: the model's attention is {attention.name_of(model)}")
         self.modes = [
@@ -224,7 +229,10 @@ class PolicyLogprobs:
         entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         device = self.model.device
-        inputs = (packing.pack if mode.packed else packing.pad)(rollouts, device)
+        if mode.packed:
+            inputs = packing.pack(rollouts, device)
+        else:
+            inputs = packing.pad(rollouts, device, right=self.is_recurrent)
         with self.autocast():
             if mode.chunked:
                 flat = fsdp.within(
@@ -233,6 +241,8 @@ class PolicyLogprobs:
                 )
             else:
                 flat = self._unchunked(inputs, temperature, entropy, entropy_gradient)
+        if inputs.layout is not None and not inputs.layout.is_used:  # sequences saw each other
+            raise attention.UnsupportedModelError(attention.NOT_PASSED_ON)
         if not torch.is_grad_enabled():
             fsdp.offload(self.model)
         lengths = torch.tensor([[len(r.completion.ids)] for r in rollouts])

@@ -1,37 +1,34 @@
-"""Families of models: by which way each is computed, and that the numbers are its own.
+"""Families of models: in which mode each is computed, and that the numbers are its own.
 
-A random model of each, made here. The table says what is expected of it, so that a quick way that
-is lost without a word (a new transformers, say) shows.
+A random model of each line of `families.py`, made here, against transformers' own `forward` and
+`generate`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from grpo_cli.errors import TrainingError
-from grpo_cli.generation.cached_decoding import CachedDecoder
+from grpo_cli.checkpoints import paths
+from grpo_cli.generation.cached_decoding import CachedDecoder, UncachedDecoder
 from grpo_cli.generation.engine import Engine
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.transformers import TransformersGenerator
+from grpo_cli.models.families import is_recurrent, reads_both_directions
 from grpo_cli.models.loading import set_dropout
 from grpo_cli.models.policy_logprobs import ForwardMode, PolicyLogprobs
 from grpo_cli.records import Completion, Prompt, Rollout
 from tests.conftest import as_prompts
-
-QUICK = ForwardMode(packed=True, chunked=True)
-PACKED = ForwardMode(packed=True, chunked=False)
-CHUNKED = ForwardMode(packed=False, chunked=True)
-SIMPLEST = ForwardMode(packed=False, chunked=False)
+from tests.models.families import FAMILIES, STATE, Family
+from tests.training.test_train import metrics, trained, weights
 
 VOCABULARY = 96
 SHARED: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -44,69 +41,24 @@ SHARED: dict[str, Any] = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-
-
-@dataclass(frozen=True)
-class Family:
-    """A model type, and what is expected of it."""
-
-    model_type: str
-    mode: ForwardMode = QUICK
-    decoder: type = Engine
-    changed: dict[str, Any] = field(default_factory=dict)  # in its config
-    without: tuple[str, ...] = ()  # shared settings that it does not have
-    name: str = ""
-
-    def __str__(self) -> str:
-        return self.name or self.model_type
-
-
-HEADS = ("num_key_value_heads", "head_dim")
-FAMILIES = [
-    Family("llama"),
-    Family("qwen2"),
-    Family("qwen3"),
-    Family("mistral", changed={"sliding_window": None}),
-    Family("mistral", CHUNKED, CachedDecoder, {"sliding_window": 4}, name="mistral-window"),
-    Family("phi3"),
-    Family("gemma2", CHUNKED, CachedDecoder),  # softcap in its attention
-    Family("gemma3_text"),
-    Family("gpt2", without=(*HEADS, "intermediate_size")),
-    Family("gpt_neox", without=HEADS),
-    Family("olmo2"),
-    Family("cohere", changed={"logit_scale": 0.5}),
-    Family("granite", changed={"logits_scaling": 2.0}),
-    Family("mixtral", changed={"num_local_experts": 4, "num_experts_per_tok": 2}),
-    Family("qwen3_moe", changed={"num_experts": 4, **EXPERTS}),
-    # Its attention is not one that transformers lets be set.
-    Family("falcon", CHUNKED, CachedDecoder, {"alibi": False}, HEADS),
-    Family("falcon", CHUNKED, CachedDecoder, {"alibi": True}, HEADS, "falcon-alibi"),
-    Family("bloom", CHUNKED, CachedDecoder, without=HEADS),  # eager: ALiBi
-    Family("mamba", CHUNKED, CachedDecoder, without=(*HEADS, "num_attention_heads")),  # none at all
-]
-WHY = {
-    "mistral-window": "its attention sees 4 tokens and no more",
-    "gemma2": "its attention has softcap",
-    "falcon": "its attention is sdpa",
-    "falcon-alibi": "its attention is sdpa",
-    "bloom": "its attention is eager",
-    "mamba": "its attention is eager",
-}
+DECODERS = {"engine": Engine, "cache": CachedDecoder, "none": UncachedDecoder}
 EACH = pytest.mark.parametrize("family", FAMILIES, ids=str)
+RECURRENT = pytest.mark.parametrize("family", [f for f in FAMILIES if f.recurrent], ids=str)
 
 
-def make(family: Family) -> PreTrainedModel:
+def make(family: Family, vocabulary: int = VOCABULARY) -> PreTrainedModel:
     """A random model whose tokens depend much on what they see."""
-    settings = {k: v for k, v in SHARED.items() if k not in family.without} | family.changed
-    config = AutoConfig.for_model(family.model_type, **settings)
+    settings = {k: v for k, v in SHARED.items() if k not in family.without} | family.settings
+    config = AutoConfig.for_model(family.model_type, vocab_size=vocabulary, **settings)
     set_dropout(config, 0.0)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
         for p in model.parameters():
             if p.ndim > 1:
-                p.copy_(torch.randn(p.shape) * (0.7 if len(p) == VOCABULARY else 0.25))
+                p.copy_(torch.randn(p.shape) * (0.7 if len(p) == vocabulary else 0.25))
+            elif family.recurrent:  # biases, which would make a state of padding
+                p.add_(torch.randn(p.shape) * 0.1)
     model.generation_config.eos_token_id = None
     return model.eval()
 
@@ -139,6 +91,7 @@ def flat_gradient(model: PreTrainedModel, scalar: Tensor) -> Tensor:
 @EACH
 def test_training_is_by_the_expected_way_and_right(family: Family) -> None:
     model, rollouts = make(family).train(), make_rollouts()
+    assert not reads_both_directions(model.config)
     rows = [true_logprobs(model, r.prompt.ids, r.completion.ids) for r in rollouts]
     expected = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     assert torch.cat(rows).std() > 0.3, "something to compare"
@@ -148,11 +101,14 @@ def test_training_is_by_the_expected_way_and_right(family: Family) -> None:
     policy_logprobs = PolicyLogprobs(model, say=said.append)
     policy_logprobs.check(rollouts, 1.0)
     assert policy_logprobs.mode == family.mode
-    reason = WHY.get(str(family), "")
-    if reason.startswith("its attention is"):
-        assert said == [f"note: rows are padded: the model's {reason.removeprefix('its ')}"]
+    if family.packed:
+        assert said == []
+    elif family.why.startswith(("its attention is", "its layers")):
+        assert said == [f"note: rows are padded: the model's {family.why.removeprefix('its ')}"]
     else:
-        assert said == ([f"note: not {QUICK} ({reason}); instead {CHUNKED}"] if reason else [])
+        assert said == [
+            f"note: not {ForwardMode(True, True)} ({family.why}); instead {family.mode}"
+        ]
     found, _ = policy_logprobs(rollouts, 1.0)
     assert (found - expected).abs().max() < 1e-4
     mine = flat_gradient(model, (weights * found).sum())
@@ -163,12 +119,6 @@ def test_training_is_by_the_expected_way_and_right(family: Family) -> None:
 @EACH
 def test_generation_is_by_the_expected_decoder_and_right(family: Family) -> None:
     model = make(family)
-    if family.model_type == "mamba":
-        with pytest.raises(TrainingError, match="a mamba model cannot be decoded"):
-            TransformersGenerator(model, [], say=str).generate(
-                as_prompts(PROMPTS), 2, Sampling(4), [0, 1, 2, 3]
-            )
-        return
     greedy = [
         model.generate(
             torch.tensor([prompt]),
@@ -184,14 +134,92 @@ def test_generation_is_by_the_expected_decoder_and_right(family: Family) -> None
     said: list[str] = []
     generator = TransformersGenerator(model, [eos], say=said.append)
     groups = generator.generate(as_prompts(PROMPTS), 2, Sampling(10, temperature=0), [0, 1, 2, 3])
-    assert generator.decoder is family.decoder
-    reason = WHY.get(str(family), "")
-    instead = "note: decoding with transformers' own cache, not with the engine"
-    assert said == ([f"{instead} ({reason})"] if reason else [])
+    assert generator.decoder is DECODERS[family.decoder]
+    expected = []
+    if family.why:
+        instead = "note: decoding with transformers' own cache, not with the engine"
+        expected = [f"{instead} ({family.why}"]
+    if family.why_no_cache:
+        expected += [f"note: decoding without a cache, which is slow ({family.why_no_cache}"]
+    assert len(said) == len(expected)
+    for line, begin in zip(said, expected, strict=True):
+        assert line.startswith(begin)
     assert [[c.ids for c in group] for group in groups] == [[ids, ids] for ids in greedy]
     sampled = generator.generate(as_prompts(PROMPTS), 3, Sampling(10), [4, 5, 6, 7])
     for prompt, group in zip(PROMPTS * 2, [*groups, *sampled], strict=True):
         for c in group:
             with torch.no_grad():
-                expected = true_logprobs(model, prompt, c.ids)
-            assert c.sampling_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+                right = true_logprobs(model, prompt, c.ids)
+            assert c.sampling_logprobs == pytest.approx(right.tolist(), abs=1e-4)
+
+
+@RECURRENT
+def test_a_recurrent_layer_is_known_by_the_model_not_by_its_numbers(family: Family) -> None:
+    model = make(family)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1e-3)  # so that no difference shows
+    assert is_recurrent(model)
+    said: list[str] = []
+    PolicyLogprobs(model, say=said.append)
+    assert said == [f"note: rows are padded: the model's {STATE}"]
+
+
+def test_a_convolution_over_channels_is_a_state_in_a_model_with_code_of_its_own() -> None:
+    model = make(Family("llama"))
+    assert not is_recurrent(model)
+    model.model.layers[0].mixer = nn.Conv1d(4, 4, 3, groups=4)
+    assert is_recurrent(model)
+
+
+@RECURRENT
+def test_completions_do_not_depend_on_what_is_decoded_beside_them(family: Family) -> None:
+    """Prompts of three lengths in one batch, whose rows end at different tokens."""
+    model, decoder = make(family), DECODERS[family.decoder]
+    sampling, seeds = Sampling(6), [0, 1, 2, 3]
+    alone = [
+        TransformersGenerator(model, [], decoder=decoder).generate(
+            as_prompts([prompt]), 3, sampling, [seed]
+        )[0]
+        for prompt, seed in zip(PROMPTS, seeds, strict=True)
+    ]
+    ends = sorted({group[0].ids[n] for n, group in enumerate(alone)})
+    generator = TransformersGenerator(model, ends, max_rows=9, decoder=decoder)
+    together = generator.generate(as_prompts(PROMPTS), 3, sampling, seeds)
+    lengths = set()
+    for group, right in zip(together, alone, strict=True):
+        for c, whole in zip(group, right, strict=True):
+            length = next((i + 1 for i, t in enumerate(whole.ids) if t in ends), 6)
+            lengths.add(length)
+            assert c.ids == whole.ids[:length]
+            assert c.sampling_logprobs == pytest.approx(whole.sampling_logprobs[:length], abs=1e-4)
+    assert len(lengths) > 1, "rows leave at different tokens"
+
+
+@pytest.mark.runs
+@EACH
+def test_a_run_trains_and_resumes(
+    family: Family, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    model = make(family, len(tokenizer))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    changes: dict[str, Any] = {
+        "model": {"path": str(tmp_path / "model")},
+        "steps": 2,
+        "update__old_logprobs": "computed",
+        "generation__temperature": 2.0,
+        "checkpoint__every": 1,
+        "eval__at_start": False,
+        "eval__at_end": False,
+    }
+    straight = trained(tmp_path, **changes)
+    for line in metrics(straight):
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+    assert metrics(straight)[0]["grad_norm"] > 0
+    first = paths.checkpoint_path(straight.folder, 1)
+    resumed = trained(tmp_path, resume=str(first), **changes)
+    assert torch.equal(weights(resumed), weights(straight))
+    assert not torch.equal(
+        weights(resumed), torch.cat([p.detach().flatten() for p in model.parameters()])
+    )
