@@ -46,17 +46,17 @@ def sampling_ratio(
     return difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 
-def bounded(ratio: Tensor, mode: str, cap: float, floor: float | None) -> Tensor:
+def bounded(ratio: Tensor, mode: str, cap: float | None, floor: float | None) -> Tensor:
     """The factor of the policy loss: the ratio, held to its bounds or 0 outside them.
 
     Truncation is TIS (https://fengyao.notion.site/off-policy-rl), masking is MIS (IcePop, arXiv
     2510.18855). Bounds are inclusive.
     """
     assert mode in MODES, f"unknown mode {mode!r}"
-    low = -math.inf if floor is None else floor
+    low, high = -math.inf if floor is None else floor, math.inf if cap is None else cap
     if mode.endswith("truncate"):
-        return ratio.clamp(low, cap)
-    return ratio.masked_fill((ratio < low) | (ratio > cap), 0.0)
+        return ratio.clamp(low, high)
+    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
 
 def off_policy_keep(

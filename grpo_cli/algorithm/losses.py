@@ -165,9 +165,12 @@ def clipped(
 def measure_cap(
     metric_sums: MetricSums, ratio: Tensor, advantages: Tensor, mask: Tensor, *, ratio_cap: float
 ) -> None:
-    """Adds cispo_clip_ratio: the share of tokens with A > 0 whose weight the cap has cut."""
-    cut = (ratio > ratio_cap) & (advantages > 0)
-    metric_sums.mean("cispo_clip_ratio", cut.to(mask.dtype).expand_as(mask), mask)
+    """Adds cispo_clip_ratio: the share of tokens that the cap cuts; of rows that have one ratio."""
+    cut = ((ratio > ratio_cap) & (advantages > 0)).to(mask.dtype).expand_as(mask)
+    if ratio.shape == mask.shape:
+        metric_sums.mean("cispo_clip_ratio", cut, mask)
+    else:
+        metric_sums.mean("cispo_clip_ratio", sequence_mean(cut, mask), rows_that_train(mask))
 
 
 @policy_loss(metrics=(measure_cap,))

@@ -40,11 +40,9 @@ def contradictions_by_step(recipe: Recipe) -> Iterator[str]:
         now, _ = at_step(recipe, step)
         at = f" at step {step}" if recipe.schedules else ""
         loss = now.loss
-        if loss.sampling_floor is not None and loss.sampling_floor > loss.sampling_cap:
-            yield (
-                f"loss.sampling_floor = {loss.sampling_floor:g}: must be <= loss.sampling_cap = "
-                f"{loss.sampling_cap:g}{at}."
-            )
+        floor, cap = loss.sampling_floor, loss.sampling_cap
+        if floor is not None and cap is not None and floor > cap:
+            yield (f"loss.sampling_floor = {floor:g}: must be <= loss.sampling_cap = {cap:g}{at}.")
             return
 
 
@@ -292,6 +290,16 @@ def notices(recipe: Recipe) -> Iterator[str]:
         differs.append(
             f"with {listed(changed)} the sampler's probabilities are those after the change; the "
             "trainer's are of softmax(logits / temperature)."
+        )
+    if loss.ratio_level == "sequence" and loss.normalize in ("tokens", "constant"):
+        yield (
+            f"loss.ratio_level = sequence with loss.normalize = {loss.normalize}: completions "
+            "count by their length; GSPO counts them alike (loss.normalize=completions)."
+        )
+    if loss.ratio_level == "token" and loss.normalize == "sums":
+        yield (
+            "loss.normalize = sums with loss.ratio_level = token: LUSPO sums with one ratio a "
+            "completion (loss.ratio_level=sequence)."
         )
     compared = {
         "loss.sampling_correction": loss.sampling_correction != "none",

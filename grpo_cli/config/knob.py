@@ -29,6 +29,7 @@ class Arg:
     le: float | None = None
     lt: float | None = None
     choices: tuple[str, ...] | None = None
+    hint: str = ""  # follows the message about a value that is out of range
 
 
 def knob(
@@ -95,7 +96,8 @@ def violation(key: str, value: Any, meta: Mapping[str, Any]) -> Iterator[str]:
             and (lt is None or value < lt)
         )
         if not inside:
-            yield f"{key} = {value}: must be {allowed(meta) or 'a finite number'}."
+            more = f" {meta['hint']}" if meta.get("hint") else ""
+            yield f"{key} = {value}: must be {allowed(meta) or 'a finite number'}.{more}"
 
 
 def scheduled_violation(key: str, to: float, meta: Mapping[str, Any], kind: Any) -> Iterator[str]:

@@ -590,6 +590,7 @@ class Loss:
         "at -epsilon).",
         ge=0,
         le=1,
+        hint="For the upper bound: loss.epsilon_high.",
         schedulable=True,
     )
     epsilon_high: float | None = knob(
@@ -764,9 +765,9 @@ class Loss:
             "sequence_mean_mask",
         ),
     )
-    sampling_cap: float = knob(
+    sampling_cap: float | None = knob(
         3.0,
-        "Upper bound of the ratio of sampling_correction.",
+        "Upper bound of the ratio of sampling_correction; null: none.",
         gt=0,
         read_if=("loss.sampling_correction",),
         schedulable=True,

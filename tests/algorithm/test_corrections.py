@@ -59,6 +59,8 @@ def test_bounds_by_hand(level: str, mode: str, floor: float | None, expected: li
     ratio = torch.tensor([0.1, 0.5, 1.0, 3.0, 3.1])
     factor = bounded(ratio, f"{level}_{mode}", 3.0, floor)
     assert factor.tolist() == torch.tensor(expected).tolist()
+    without_cap = bounded(ratio, f"{level}_{mode}", None, floor)
+    assert without_cap.tolist() == [*factor[:-1].tolist(), ratio[-1].item()]
 
 
 def test_unknown_mode_is_refused() -> None:

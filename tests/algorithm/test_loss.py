@@ -700,7 +700,11 @@ def test_clip_ratio_of_cispo() -> None:
     found = measured(Loss(policy="cispo", ratio_cap=5.0), terms)
     assert found["cispo_clip_ratio"] == pytest.approx(2 / 5)
     rows = measured(Loss(policy="cispo", ratio_cap=5.0, ratio_level="sequence"), terms)
-    assert rows["cispo_clip_ratio"] == pytest.approx(1 / 5)  # ratios 24^(1/3) and 6
+    # Ratios 24^(1/3) and 6; of the second row's tokens one has A > 0.
+    assert rows["cispo_clip_ratio"] == pytest.approx((0 + 1 / 2) / 2)
+    terms = terms_of([[six, six], [six, 0.0]], [[1.0, 1.0], [-1.0, 0.0]], [[1, 1], [1, 0]])
+    of_rows = measured(Loss(policy="cispo", ratio_cap=5.0, ratio_level="sequence"), terms)
+    assert of_rows["cispo_clip_ratio"] == pytest.approx(1 / 2), "as TRL: a share of completions"
 
 
 def test_phi_of_vespo() -> None:

@@ -120,7 +120,11 @@ def test_bounds_are_inside(key: str, value: Any) -> None:
         ("generation.top_p", 0.0, "generation.top_p = 0.0: must be > 0 and <= 1."),
         ("generation.top_p", 1.5, "generation.top_p = 1.5: must be > 0 and <= 1."),
         ("generation.min_p", 1.01, "generation.min_p = 1.01: must be >= 0 and <= 1."),
-        ("loss.epsilon", -0.1, "loss.epsilon = -0.1: must be >= 0 and <= 1."),
+        (
+            "loss.epsilon",
+            -0.1,
+            "loss.epsilon = -0.1: must be >= 0 and <= 1. For the upper bound: loss.epsilon_high.",
+        ),
         ("loss.epsilon_high", -1, "loss.epsilon_high = -1.0: must be >= 0."),
         ("loss.delta", 1, "loss.delta = 1.0: must be > 1."),
         ("loss.beta", float("nan"), "loss.beta = nan: must be >= 0."),
@@ -183,7 +187,7 @@ def test_several_violations_are_named_together() -> None:
     found = message(**{"steps": 0, "loss.epsilon": 2, "model.path": None})
     assert found.split("\n") == [
         "steps = 0: must be >= 1.",
-        "loss.epsilon = 2.0: must be >= 0 and <= 1.",
+        "loss.epsilon = 2.0: must be >= 0 and <= 1. For the upper bound: loss.epsilon_high.",
         "model.path: set it to a hub name or a folder, or choose model=tiny_qwen.",
     ]
 
@@ -883,6 +887,13 @@ K1_IN_LOSS = {"loss.beta": 0.1, "loss.kl_estimator": "k1"}
             }.items()
         ),
         ({"generation.repetition_penalty": 1.1, "generation.min_completion_tokens": 2}, None),
+        (
+            {"loss.ratio_level": "sequence"},
+            "loss.ratio_level = sequence with loss.normalize = tokens: completions count by",
+        ),
+        ({"loss.ratio_level": "sequence", "loss.normalize": "completions"}, None),
+        ({"loss.ratio_level": "sequence", "loss.normalize": "sums"}, None),
+        ({"loss.normalize": "sums"}, "loss.normalize = sums with loss.ratio_level = token: LUSPO"),
     ],
     ids=lambda v: str(v)[:70] if isinstance(v, dict) else "",
 )
