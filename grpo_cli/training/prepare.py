@@ -21,7 +21,7 @@ from grpo_cli.data.stored_completions import Sample
 from grpo_cli.errors import UserError, nearest
 from grpo_cli.evaluation import benchmarks
 from grpo_cli.evaluation.benchmarks import LoadedBenchmark
-from grpo_cli.reporting import hub, tracking
+from grpo_cli.reporting import tracking
 from grpo_cli.scoring import registry
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.scorer import Scorer
@@ -84,8 +84,7 @@ def for_training(recipe: Recipe) -> Prepared:
     eval_scorer = scorer if eval_rows is None else scorer_of_evaluation(recipe, eval_rows, executor)
     benches = benches_of(recipe, executor)
     check_engine(recipe)
-    # The last check, since it may create a repository.
-    note = hub.check(recipe) if os.environ.get("RANK", "0") == "0" else None
+    note = check_hub(recipe)  # the last check, since it may create a repository
     return Prepared(
         with_absolute_paths(recipe),
         folder,
@@ -312,6 +311,16 @@ def check_engine(recipe: Recipe) -> None:
 
     factory.check_settings(recipe)
     factory.engine_class(recipe.generation.engine).require()
+
+
+def check_hub(recipe: Recipe) -> str | None:
+    """Checks on the main process that the run may push to the hub; returns a note, if any."""
+    is_pushed = recipe.hub.repo is not None or recipe.hub.completions_repo is not None
+    if not is_pushed or os.environ.get("RANK", "0") != "0":
+        return None
+    from grpo_cli.reporting import hub  # late: it imports transformers
+
+    return hub.check(recipe)
 
 
 def check_model_path(recipe: Recipe) -> None:
