@@ -109,7 +109,10 @@ def test_never_stale(engine: ColocatedGenerator, policy: PreTrainedModel) -> Non
     ids=repr,
 )
 def test_log_probabilities_are_of_what_was_drawn_from(
-    engine: ColocatedGenerator, policy: PreTrainedModel, sampling: Sampling
+    engine: ColocatedGenerator,
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    sampling: Sampling,
 ) -> None:
     groups = engine.generate(as_prompts(PROMPTS), 3, sampling, SEEDS)
     checked = 0
@@ -123,7 +126,7 @@ def test_log_probabilities_are_of_what_was_drawn_from(
                 seen[t, torch.tensor(prompt + c.ids[:t])] = True
             places = range(1, len(c.ids) + 1)
             short = torch.tensor([[2] if t < sampling.min_tokens else [-1] for t in places])
-            banned = bad_word_ids(engine.tokenizer, sampling.bad_words)
+            banned = bad_word_ids(tokenizer, sampling.bad_words)
             words = [completing(c.ids[:t], banned) for t in range(len(c.ids))]
             most = max(map(len, words))
             of_words = torch.tensor([w + [-1] * (most - len(w)) for w in words])
