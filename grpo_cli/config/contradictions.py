@@ -25,7 +25,7 @@ def contradictions(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     yield from _of_objective(recipe)
     yield from _of_generation(recipe)
     yield from _of_model(recipe)
-    yield from _of_training(recipe)
+    yield from _of_training(recipe, given)
     yield from _of_evaluation(recipe, given)
     yield from _of_hub(recipe, given)
     yield from _no_votes(recipe)
@@ -122,7 +122,8 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
         yield "dataset.overlong_prompts = cut: would cut the chat template off; use drop."
 
 
-def _of_training(recipe: Recipe) -> Iterator[str]:
+def _of_training(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
+    yield from _of_length(recipe, given)
     if not recipe.output_dir:
         yield "output_dir: is empty; name a folder."
     if not recipe.reward and not recipe.benchmark:
@@ -143,12 +144,40 @@ def _of_training(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _of_evaluation(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
-    config = recipe.eval
-    if config.every and recipe.dataset.eval is None and not recipe.benchmark:
+def _of_length(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
+    """Yields what contradicts `epochs`. A recipe's own `steps` do not: each is there by default."""
+    if recipe.epochs is None:
+        return
+    if {"steps", "epochs"} <= set(given):
+        yield f"steps = {recipe.steps} and epochs = {recipe.epochs:g}: set only one of them."
+    elif "steps" in given:
         yield (
-            f"eval.every = {config.every}: needs held-out rows; set dataset.eval, or benchmark, or "
-            "eval.every=0."
+            f"steps = {recipe.steps}: epochs = {recipe.epochs:g} of the recipe decides the number "
+            "of steps; add epochs=null."
+        )
+    if recipe.generation.dynamic_sampling:
+        yield (
+            f"epochs = {recipe.epochs:g}: with generation.dynamic_sampling a step takes as many "
+            "prompts as it needs, so that epochs give no number of steps; set steps."
+        )
+
+
+def _of_evaluation(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
+    config, size = recipe.eval, recipe.dataset.test_split_size
+    if config.every and recipe.dataset.eval is None and not recipe.benchmark and size is None:
+        yield (
+            f"eval.every = {config.every}: needs held-out rows; set dataset.eval, "
+            "dataset.test_split_size or benchmark, or eval.every=0."
+        )
+    if size is not None and size > 1 and size % 1:
+        yield (
+            f"dataset.test_split_size = {size:g}: must be a fraction below 1 or a whole number of "
+            "rows."
+        )
+    if size is not None and recipe.dataset.eval is not None:
+        yield (
+            f"dataset.test_split_size = {size:g}: the recipe has held-out rows already; set "
+            "dataset.eval=null, or dataset.test_split_size=null."
         )
     if config.num_samples > 1 and config.temperature == 0:
         yield (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
@@ -84,10 +85,29 @@ def parse(
     if not problems:
         for check in checks:
             problems += check(recipe, given)
-        problems += contradictions_by_step(recipe)
+    if not problems and recipe.epochs is None:
+        problems += _step_violations(recipe)
     problems += [*_unread(recipe, given), *_unread_of_files(recipe, given)]
     problems += contradictions(recipe, given)
     if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
+    return recipe
+
+
+def with_steps(recipe: Recipe, prompts: int) -> Recipe:
+    """Returns the recipe with the number of steps in which it takes `epochs` times all prompts.
+
+    The last step is a complete one; it may take the first prompts of another epoch.
+
+    Raises:
+        UserError: a schedule does not fit the number of steps.
+    """
+    if recipe.epochs is None:
+        return recipe
+    # Of a whole number of steps, rounding in the product must not make one more.
+    steps = max(1, math.ceil(recipe.epochs * prompts / recipe.prompts_per_step - 1e-9))
+    recipe = dataclasses.replace(recipe, steps=steps)
+    if problems := [*_step_violations(recipe)]:
         raise UserError("\n".join(dict.fromkeys(problems)))
     return recipe
 
@@ -180,23 +200,28 @@ def _schedule_violations(recipe: Recipe) -> Iterator[str]:
             yield from scheduled_violation(key, schedule.to, f.metadata, f.type)
         if first is not None and first == schedule.to:
             yield f"schedules.{key}.to = {schedule.to}: {key} begins with that value already."
-        end = recipe.steps - 1 if schedule.end is None else schedule.end
-        if schedule.begin >= recipe.steps:
-            yield (
-                f"schedules.{key}.begin = {schedule.begin}: the run ends before; must be < steps = "
-                f"{recipe.steps}."
-            )
-        elif schedule.shape == "jump":
-            if schedule.end is not None:
-                yield f"schedules.{key}.end: a jump happens at `begin`; it has no end."
-        elif end <= schedule.begin and recipe.steps > 1:
-            yield f"schedules.{key}.end = {end}: must be after begin = {schedule.begin}."
+        if schedule.shape == "jump" and schedule.end is not None:
+            yield f"schedules.{key}.end: a jump happens at `begin`; it has no end."
         if key == "generation.top_k" and schedule.shape != "jump" and 0 in (first, schedule.to):
             yield f"schedules.{key}: 0 keeps all tokens and lies next to no number; use shape=jump."
     adapted = {"loss.beta": "loss.kl_target", "loss.entropy_coef": "loss.entropy_target"}
     for key, target in adapted.items():
         if key in recipe.schedules and value_at(recipe, target) is not None:
             yield f"schedules.{key}: {target} adapts it already; set one of the two."
+
+
+def _step_violations(recipe: Recipe) -> Iterator[str]:
+    """Yields messages about schedules that do not fit the number of steps."""
+    for key, schedule in recipe.schedules.items():
+        end = recipe.steps - 1 if schedule.end is None else schedule.end
+        if schedule.begin >= recipe.steps:
+            yield (
+                f"schedules.{key}.begin = {schedule.begin}: the run ends before; must be < steps = "
+                f"{recipe.steps}."
+            )
+        elif schedule.shape != "jump" and end <= schedule.begin and recipe.steps > 1:
+            yield f"schedules.{key}.end = {end}: must be after begin = {schedule.begin}."
+    yield from contradictions_by_step(recipe)
 
 
 def _unread(recipe: Recipe, given: Collection[str]) -> Iterator[str]:

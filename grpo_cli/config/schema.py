@@ -137,6 +137,18 @@ class Dataset:
     )
     train_limit: int | None = knob(None, "Use only the first N training rows.", ge=1)
     eval_limit: int | None = knob(None, "Use only the first N held-out rows.", ge=1)
+    test_split_size: float | None = knob(
+        None,
+        "Rows taken off the training rows and held out for evaluation, for data without held-out "
+        "rows: a fraction below 1 or a number of rows; null: none.",
+        gt=0,
+    )
+    test_split_seed: int = knob(
+        0,
+        "Seed that decides which rows dataset.test_split_size takes; the run's own seed does not.",
+        ge=0,
+        read_if=("dataset.test_split_size",),
+    )
 
 
 @dataclass
@@ -1090,6 +1102,12 @@ class Recipe:
         100,
         "Number of training steps; each samples one batch of completions and trains on it.",
         ge=1,
+    )
+    epochs: float | None = knob(
+        None,
+        "Passes over the training prompts that decide the number of steps, in place of `steps`; "
+        "null: `steps` does.",
+        gt=0,
     )
     prompts_per_step: int = knob(32, "Prompts in one step, over all processes.", ge=1)
     device: str = knob(

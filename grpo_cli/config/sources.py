@@ -43,6 +43,12 @@ def has_splits(source: str) -> bool:
     return path is None or path.is_dir()
 
 
+def short_name(source: str) -> str:
+    """Returns a short name of data: the last part of its path that is no pattern."""
+    parts = [part for part in source.split("/") if part and not is_pattern(Path(part))]
+    return parts[-1].split(".")[0] if parts else ""
+
+
 def absolute(source: str) -> str:
     """Returns a source with an absolute path if it is local; a package's stays as it is."""
     path = None if source.startswith("pkg://") or "{" in source else local_path(source)

@@ -41,7 +41,7 @@ def make_prompts(
             are no conversation, a chat data set with a tokenizer that has no template, or no row
             short enough.
     """
-    texts = [prompt_text(row, config, number) for number, row in enumerate(rows.rows)]
+    texts = [prompt_text(row, config, rows.line(n)) for n, row in enumerate(rows.rows)]
     every = encode(rows, texts, tokenizer, config.chat, "dataset.chat", template_kwargs or {})
     if held_out:
         return every, 0
@@ -88,7 +88,7 @@ def encode(
                 tokenizer,
                 text,
                 conversations.template_kwargs(template_kwargs, row),
-                f"{rows.source}, row {number}",
+                f"{rows.source}, row {rows.line(number)}",
             )
             for number, (row, text) in enumerate(zip(rows.rows, texts, strict=True))
         ]
@@ -97,11 +97,11 @@ def encode(
     prompts = []
     for number, (row, text, ids) in enumerate(zip(rows.rows, texts, encoded, strict=True)):
         if not ids:
-            raise UserError(f"{rows.source}, row {number}: the prompt is empty.")
+            raise UserError(f"{rows.source}, row {rows.line(number)}: the prompt is empty.")
         prefill = conversations.prefill_of(text) if chat else ""
         prompts.append(
             Prompt(
-                row=number,
+                row=rows.line(number),
                 ids=list(ids),
                 text=text[:-1] if prefill else text,
                 columns=other_columns(row),
@@ -207,4 +207,4 @@ def solution_pairs(rows: Rows, config: Dataset) -> Iterator[tuple[Any, str]]:
     """Yields (prompt text, worked solution) of each row, for the warm-up of a built model."""
     assert config.solution is not None, "checked when the recipe was parsed"
     for number, row in enumerate(rows.rows):
-        yield prompt_text(row, config, number), config.solution.format_map(row)
+        yield prompt_text(row, config, rows.line(number)), config.solution.format_map(row)

@@ -5,6 +5,7 @@ Nothing here imports torch or transformers: a mistake in the data is reported be
 
 from __future__ import annotations
 
+import random
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,11 @@ class Rows:
     source: str
     columns: list[str]
     rows: Sequence[dict[str, Any]]
+    lines: Sequence[int] | None = None  # of the source, where these are only some of its rows
+
+    def line(self, row: int) -> int:
+        """Returns the line of the source, counted from 0, that a row is."""
+        return row if self.lines is None else self.lines[row]
 
 
 def load_rows(config: Dataset, split: str) -> Rows:
@@ -49,6 +55,26 @@ def load_rows(config: Dataset, split: str) -> Rows:
         templates["dataset.solution"] = config.solution
     check_templates(templates, table, source, key)
     return Rows(source, table.column_names, table)
+
+
+def hold_out(rows: Rows, config: Dataset) -> tuple[Rows, Rows]:
+    """Returns (rows to train on, held-out rows): `dataset.test_split_size` of them, at random.
+
+    Raises:
+        UserError: no row would be left to train on.
+    """
+    size, total = config.test_split_size, len(rows.rows)
+    assert size is not None, "the recipe holds rows out"
+    count = max(1, round(size * total)) if size < 1 else int(size)
+    if count >= total:
+        raise UserError(
+            f"dataset.test_split_size = {size:g}: leaves no row to train on; {rows.source} has "
+            f"{total:,}."
+        )
+    held = set(random.Random(f"test_split/{config.test_split_seed}").sample(range(total), count))
+    parts = [n for n in range(total) if n not in held], sorted(held)[: config.eval_limit]
+    train, test = (Rows(rows.source, rows.columns, rows.rows.select(p), p) for p in parts)  # type: ignore[attr-defined]
+    return train, test
 
 
 def load_table(source: str, subset: str | None, split: str, key: str) -> Any:

@@ -41,8 +41,13 @@ BEARING_OF_ROWS = (
     "dataset.system", "dataset.chat", "dataset.eval_limit", "dataset.final_assistant", "reward.",
     "eval.accuracy",
 )  # fmt: skip
+# Rows that were taken off the training rows depend also on:
+BEARING_OF_SPLIT = (
+    "dataset.test_split_size", "dataset.test_split_seed", "dataset.train", "dataset.train_split",
+    "dataset.train_limit",
+)  # fmt: skip
 # Also read:
-READ_OF_ROWS = (*BEARING_OF_ROWS, "dataset")
+READ_OF_ROWS = (*BEARING_OF_ROWS, *BEARING_OF_SPLIT, "dataset")
 READ = (
     *BEARING, *READ_OF_ROWS, "recipe", "device", "output_dir", "overwrite", "model.path",
     "scoring.", "distributed.", "benchmark.", "generation", "generation.max_num_seqs",
@@ -91,8 +96,11 @@ def check_rows(overrides: Sequence[str], recipe: Recipe) -> None:
     Raises:
         UserError: the command line sets one.
     """
-    for word in overrides if recipe.benchmark else ():
-        if is_among(key_set_by(word), READ_OF_ROWS):
+    for word in overrides:
+        key = key_set_by(word)
+        if recipe.dataset.test_split_size is None and key.startswith("dataset.train"):
+            raise UserError(f"{word}: is only read in training.")
+        if recipe.benchmark and is_among(key, READ_OF_ROWS):
             raise UserError(
                 f"{word}: is about the recipe's held-out rows, and benchmarks are evaluated in "
                 f"their place: {listed(recipe.benchmark)}."
@@ -190,7 +198,10 @@ def settings(recipe: Recipe) -> dict[str, Any]:
         "mixed_precision": recipe.mixed_precision,
         **{name: {k: values[name][k] for k in keys} for name, keys in recorded.items()},
     }
-    keys = BEARING if recipe.benchmark else (*BEARING, *BEARING_OF_ROWS)
+    splits = recipe.dataset.test_split_size is not None
+    keys: tuple[str, ...] = BEARING
+    if not recipe.benchmark:
+        keys += BEARING_OF_ROWS + (BEARING_OF_SPLIT if splits else ())
     bearing = {key: value_at(values, key) for key, _ in knobs() if is_among(key, keys)}
     if recipe.benchmark:
         defaults = bearing_of(Benchmark())
@@ -200,7 +211,10 @@ def settings(recipe: Recipe) -> dict[str, Any]:
             for name, values in bearing["benchmark"].items()
         }
     else:
-        dataset = as_text(recipe.dataset.eval, "dataset.eval")
+        key = "dataset.train" if splits else "dataset.eval"
+        dataset = as_text(value_at(recipe, key), key)
+        if splits:
+            dataset = f"{recipe.dataset.test_split_size:g} of {dataset}"
         report |= {"dataset": dataset, "reward": values["reward"]}
     return {**as_text(report), "settings_hash": hash_of(bearing), "versions": versions()}
 

@@ -17,7 +17,7 @@ from grpo_cli.algorithm import objective
 from grpo_cli.checkpoints import checkpointer, paths
 from grpo_cli.checkpoints.checkpointer import Checkpointer
 from grpo_cli.checkpoints.lock import Lock, note_torchruns, torchrun
-from grpo_cli.config import contradictions, saved_recipe
+from grpo_cli.config import contradictions, parsing, saved_recipe, sources
 from grpo_cli.config.interpolation import as_text
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed.interrupts import Interrupts
@@ -91,6 +91,8 @@ def assemble(
     with workers.raise_together():  # a disk, a cache or a network may fail on one process only
         model, tokenizer = load_policy(prepared, workers, reporter)
     prompts = make_prompts("train", prepared.train_rows, recipe, tokenizer, reporter)
+    recipe = parsing.with_steps(recipe, len(prompts))
+    reporter.progress.total = recipe.steps
     reference_model = loading.frozen_copy(model) if recipe.needs_reference else None
     policy_logprobs = make_logprobs(model, recipe, workers, reporter)
     reference = None
@@ -201,9 +203,12 @@ def describe(run: Run) -> None:
     """Prints size, devices, rewards and notices of a run that is about to start."""
     recipe, workers, say = run.recipe, run.workers, run.reporter.say
     size = sum(p.numel() for p in run.policy.parameters())
+    prompts = len(run.queue.stream.prompts)
+    most = "at most " if recipe.generation.dynamic_sampling else ""
     say(
         f"{recipe.recipe}: {size / 1e6:.2f} M parameters on {workers.device}, "
-        f"{len(run.queue.stream.prompts):,} prompts, {recipe.prompts_per_step} x "
+        f"{prompts:,} prompts ({most}{prompts / recipe.prompts_per_step:,.4g} steps an epoch), "
+        f"{recipe.steps:,} steps, {recipe.prompts_per_step} x "
         f"{recipe.generation.num_generations} completions a step, {workers.size} "
         f"process{'es' if workers.size > 1 else ''}; writes to {run.folder}"
     )
@@ -335,6 +340,6 @@ def make_tasks(
     if prepared.eval_rows is None:
         return []
     prompts = make_prompts("eval", prepared.eval_rows, recipe, tokenizer, reporter)
-    name = Path(recipe.dataset.eval or "").name.split(".")[0]
+    name = sources.short_name(recipe.dataset.eval or recipe.dataset.train or "")
     data = benchmarks.fingerprint(prepared.eval_rows)
     return [tasks.held_out(recipe, name, prompts, prepared.eval_scorer, data)]

@@ -28,7 +28,8 @@ from grpo_cli.scoring.scorer import Scorer
 
 # Keys that may differ when a finished run is resumed: its results do not depend on them.
 WITHOUT_EFFECT = (
-    "steps:", "log.", "checkpoint.", "tracking.", "hub.", "distributed.", "device:", "scoring.",
+    "steps:", "epochs:", "log.", "checkpoint.", "tracking.", "hub.", "distributed.", "device:",
+    "scoring.",
 )  # fmt: skip
 MADE_UP = "The answer is 0."  # a completion to try rewards out on
 
@@ -74,10 +75,8 @@ def for_training(recipe: Recipe) -> Prepared:
     check_dtype(recipe)
     tracking.require(recipe.tracking.backend)
     check_model_path(recipe)
-    train_rows = data.load_rows(recipe.dataset, "train")
-    eval_rows = None
-    if recipe.dataset.eval and not recipe.benchmark:
-        eval_rows = data.load_rows(recipe.dataset, "eval")
+    train_rows, eval_rows = rows_of(recipe)
+    parsing.with_steps(recipe, len(train_rows.rows))  # of which some may be dropped as over-long
     executor = RewardExecutor(recipe.scoring)
     limit = recipe.generation.max_completion_tokens
     scorer = make_scorer(recipe, train_rows, limit, executor)
@@ -97,13 +96,29 @@ def for_training(recipe: Recipe) -> Prepared:
     )
 
 
+def rows_of(recipe: Recipe) -> tuple[data.Rows, data.Rows | None]:
+    """Returns (rows to train on, held-out rows unless benchmarks replace them).
+
+    Raises:
+        UserError: they cannot be loaded.
+    """
+    dataset = recipe.dataset
+    train, held_out = data.load_rows(dataset, "train"), None
+    if dataset.test_split_size is not None:
+        train, held_out = data.hold_out(train, dataset)
+    elif dataset.eval and not recipe.benchmark:
+        held_out = data.load_rows(dataset, "eval")
+    return train, None if recipe.benchmark else held_out
+
+
 def for_evaluation(recipe: Recipe) -> Prepared:
     """Checks a recipe for `grpo eval`.
 
     Raises:
         UserError: no held-out data; the data, a reward or the model is not there.
     """
-    if recipe.dataset.eval is None and not recipe.benchmark:
+    splits = recipe.dataset.test_split_size is not None
+    if recipe.dataset.eval is None and not splits and not recipe.benchmark:
         raise UserError(
             "dataset.eval: the recipe has no held-out rows; give a file or a hub name, or "
             "benchmark=NAME."
@@ -116,7 +131,8 @@ def for_evaluation(recipe: Recipe) -> Prepared:
         check_engine(recipe)
         scorer = next(iter(benches.values())).scorer
         return Prepared(with_absolute_paths(recipe), folder, None, None, scorer, scorer, benches)
-    rows = data.load_rows(recipe.dataset, "eval")
+    rows = rows_of(recipe)[1] if splits else data.load_rows(recipe.dataset, "eval")
+    assert rows is not None, "they are not replaced by benchmarks"
     scorer = scorer_of_evaluation(recipe, rows, executor)
     check_engine(recipe)
     return Prepared(with_absolute_paths(recipe), folder, None, rows, scorer, scorer)
@@ -174,10 +190,10 @@ def make_scorer(recipe: Recipe, rows: data.Rows, limit: int, executor: RewardExe
     run = {"max_completion_tokens": limit, "device": recipe.device}
     scorer = Scorer(recipe.reward, rows.columns, rows.source, executor, run)
     if recipe.scoring.try_out and os.environ.get("LOCAL_RANK", "0") == "0":  # once a node
-        row = rows.rows[0]
-        prompt = data.prompt_text(row, recipe.dataset, 0)
+        row, line = rows.rows[0], rows.line(0)
+        prompt = data.prompt_text(row, recipe.dataset, line)
         try:
-            scorer.try_out(Sample(0, prompt, MADE_UP, (0,), data.other_columns(row)))
+            scorer.try_out(Sample(line, prompt, MADE_UP, (0,), data.other_columns(row)))
         except BaseException:
             executor.close()
             raise
@@ -274,7 +290,12 @@ def finished(recipe: Recipe) -> str | None:
         stored = yaml.safe_load((folder / "recipe.yaml").read_text("utf-8"))
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return None
-    if not restarts or done < recipe.steps or not paths.resumable(folder):
+    knob, steps = "steps", recipe.steps
+    if recipe.epochs is not None:
+        if stored.get("epochs") != recipe.epochs:  # the number of steps takes the data to say
+            return None
+        knob, steps = "epochs", stored["steps"]
+    if not restarts or done < steps or not paths.resumable(folder):
         return None
     changes = [
         change
@@ -290,7 +311,7 @@ def finished(recipe: Recipe) -> str | None:
         )
     return (
         f"{folder}: the run is finished after {done} steps, and nothing is left to do; "
-        "a larger steps=N continues it"
+        f"a larger {knob}=N continues it"
     )
 
 

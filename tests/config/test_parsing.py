@@ -12,7 +12,7 @@ from grpo_cli.algorithm import objective
 from grpo_cli.algorithm.objective import POLICY, RULES
 from grpo_cli.config.contradictions import notices
 from grpo_cli.config.knob import allowed, as_written
-from grpo_cli.config.parsing import SCHEDULABLE, value_at
+from grpo_cli.config.parsing import SCHEDULABLE, value_at, with_steps
 from grpo_cli.config.schema import Model, Recipe, Reward, Schedule, knobs
 from grpo_cli.errors import UserError
 from grpo_cli.training.prepare import parse
@@ -975,3 +975,60 @@ def test_the_defaults_lack_only_what_a_recipe_must_say() -> None:
 def test_a_schedule_says_where_it_ends() -> None:
     expected = "schedules.loss.epsilon.to: is missing; it is the value to end at."
     assert message(**{"schedules.loss.epsilon": {"begin": 1}}) == expected
+
+
+# The length of a run.
+
+
+@pytest.mark.parametrize(
+    ("epochs", "prompts", "steps"),
+    [(1, 64, 2), (1, 65, 3), (0.5, 64, 1), (2.5, 64, 5), (0.01, 64, 1), (0.1, 960, 3), (3, 32, 3)],
+)
+def test_steps_follow_from_epochs(epochs: float, prompts: int, steps: int) -> None:
+    parsed = parse(recipe(epochs=epochs, prompts_per_step=32), given=["epochs"])
+    assert with_steps(parsed, prompts).steps == steps
+
+
+def test_without_epochs_the_recipes_steps_stay() -> None:
+    assert with_steps(parse(recipe(steps=7)), 1000).steps == 7
+
+
+def test_epochs_and_steps_are_not_given_both() -> None:
+    both = recipe(epochs=2, steps=7)
+    assert refused(both, ["epochs", "steps"]) == "steps = 7 and epochs = 2: set only one of them."
+    assert refused(both, ["steps"]) == (
+        "steps = 7: epochs = 2 of the recipe decides the number of steps; add epochs=null."
+    )
+    assert parse(both, ["epochs"]).epochs == 2, "steps are a recipe's, and there by default"
+    assert "a step takes as many prompts as it needs" in message(
+        **{"epochs": 2, "generation.dynamic_sampling": True}
+    )
+    assert message(epochs=0) == "epochs = 0.0: must be > 0."
+
+
+def test_a_schedule_is_held_against_the_steps_that_epochs_give() -> None:
+    late = recipe(
+        epochs=1, **{"loss.beta": 0.1, "schedules": {"loss.beta": {"to": 0, "begin": 50}}}
+    )
+    parsed = parse(late)
+    assert with_steps(parsed, 60 * 32).steps == 60
+    with pytest.raises(UserError, match="begin = 50: the run ends before; must be < steps = 50"):
+        with_steps(parsed, 50 * 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"dataset.test_split_size": 2.5}, "must be a fraction below 1 or a whole number of rows"),
+        ({"dataset.test_split_size": 0}, "dataset.test_split_size = 0.0: must be > 0."),
+        (
+            {"dataset.test_split_size": 0.1, "dataset.eval": "b.jsonl"},
+            "dataset.test_split_size = 0.1: the recipe has held-out rows already; set "
+            "dataset.eval=null, or dataset.test_split_size=null.",
+        ),
+        ({"dataset.test_split_seed": 1}, "only read when dataset.test_split_size is set"),
+    ],
+)
+def test_mistakes_about_rows_that_are_split_off(changes: dict[str, Any], expected: str) -> None:
+    assert expected in message(**changes)
+    parse(recipe(**{"dataset.test_split_size": 5, "eval.every": 1}))

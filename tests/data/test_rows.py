@@ -17,6 +17,7 @@ from grpo_cli.data import (
     PromptStream,
     Rows,
     files,
+    hold_out,
     load_rows,
     make_prompts,
     solution_pairs,
@@ -666,3 +667,44 @@ def test_json_without_end_is_one_sentence(tmp_path: Path, text: str) -> None:
     path = tmp_path / "deep.jsonl"
     path.write_text(text)
     assert message(config(path)).endswith("deep.jsonl: cannot be read: it is nested too deeply")
+
+
+def held_out(jsonl: Path, **settings: Any) -> tuple[list[str], list[str]]:
+    parts = hold_out(load_rows(config(jsonl), "train"), config(jsonl, **settings))
+    for part in parts:
+        assert [row["level"] for row in part.rows] == [part.line(i) for i in range(len(part.rows))]
+    train, test = ([row["question"] for row in part.rows] for part in parts)
+    return train, test
+
+
+def test_held_out_rows_and_training_rows_are_disjoint_and_all(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(as_lines([{"question": f"{n}", "level": n} for n in range(100)]), "utf-8")
+    train, test = held_out(path, test_split_size=0.2)
+    assert len(test) == 20
+    assert sorted(train + test) == sorted(str(n) for n in range(100))
+    assert train == sorted(train, key=int), "in the order of the data"
+    assert held_out(path, test_split_size=20) == (train, test)
+    assert held_out(path, test_split_size=20, test_split_seed=1)[1] != test
+    assert held_out(path, test_split_size=20, eval_limit=3) == (train, test[:3])
+    assert test[:4] == TEST_SPLIT, "the same in every version"
+    assert len(held_out(path, test_split_size=0.001)[1]) == 1
+
+
+TEST_SPLIT = ["0", "7", "17", "20"]
+
+
+def test_no_row_left_to_train_on(jsonl: Path) -> None:
+    with pytest.raises(UserError) as error:
+        held_out(jsonl, test_split_size=4)
+    assert str(error.value) == (
+        f"dataset.test_split_size = 4: leaves no row to train on; {jsonl} has 4."
+    )
+
+
+def test_a_prompt_of_a_part_has_the_line_of_the_data(
+    jsonl: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    part, _ = hold_out(load_rows(config(jsonl), "train"), config(jsonl, test_split_size=2))
+    prompts, _ = make_prompts(part, config(jsonl), tokenizer)
+    assert [p.row for p in prompts] == [p.columns["level"] for p in prompts]

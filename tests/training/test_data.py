@@ -1,0 +1,83 @@
+"""What of the data set a run trains on and for how long: epochs, rows split off."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_cli import train
+from grpo_cli.errors import UserError
+from grpo_cli.training import build, prepare
+from grpo_cli.training.run import Run
+from tests.training.test_interrupted import leaving_at, timeless
+from tests.training.test_train import built, metrics, recipe, trained, weights
+
+pytestmark = pytest.mark.runs
+
+
+def trained_in_parts(folder: Path, call: int, **changes: Any) -> Run:
+    """A run that is left when it asks for the `call`-th time, and resumed."""
+    left = built(folder, **changes)
+    leaving_at(left, call)
+    train.train(left)
+    left.close()
+    assert 0 < left.state.step < left.recipe.steps
+    return trained(folder, resume="auto", **changes)
+
+
+def test_epochs_are_the_steps_that_they_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [str(tmp_path / name) for name in ("steps", "epochs", "parts")]
+    by_steps = trained(tmp_path, output_dir=folders[0], steps=5)
+    capsys.readouterr()
+    by_epochs = trained(tmp_path, output_dir=folders[1], epochs=1.0)  # 25 prompts, 6 a step
+    assert "25 prompts (4.167 steps an epoch), 5 steps," in capsys.readouterr().out
+    in_parts = trained_in_parts(tmp_path, 40, output_dir=folders[2], epochs=1.0)
+    assert by_epochs.recipe.steps == 5
+    assert [m["epoch"] for m in metrics(by_epochs)] == [n * 6 / 25 for n in range(1, 6)]
+    for run in (by_epochs, in_parts):
+        assert torch.equal(weights(run), weights(by_steps))
+        assert timeless(run) == timeless(by_steps)
+    again = recipe(tmp_path, output_dir=folders[1], epochs=1.0, resume="auto")
+    assert "finished after 5 steps, and nothing is left to do; a larger epochs=N continues it" in (
+        prepare.finished(again) or ""
+    )
+    more = trained(tmp_path, output_dir=folders[1], epochs=1.5, resume="auto")
+    assert more.state.step == 7
+
+
+def test_dropped_rows_do_not_count_in_an_epoch(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    rows = [{"question": "1+1=" * (1 + 9 * (n % 2)), "answer": "2"} for n in range(20)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    live = built(tmp_path, epochs=1.0, prompts_per_step=5)
+    live.close()
+    assert live.recipe.steps == 2
+
+
+def test_a_schedule_behind_the_last_epoch_is_refused_before_a_model_is_made(
+    tmp_path: Path,
+) -> None:
+    changes = {"loss__beta": 0.1, "schedules": {"loss.beta": {"to": 0.2, "begin": 5}}}
+    with pytest.raises(UserError, match="must be < steps = 5"):
+        prepare.for_training(recipe(tmp_path, epochs=1.0, **changes))
+    prepare.for_training(recipe(tmp_path, epochs=1.3, **changes))
+
+
+def test_rows_split_off_are_held_out_and_found_again(tmp_path: Path) -> None:
+    split = {"dataset__eval": None, "dataset__test_split_size": 0.2, "steps": 2}
+    live = trained(tmp_path, **split)
+    assert live.evaluator is not None
+    held_out = {p.row for p in live.evaluator.tasks[0].prompts}
+    assert len(held_out) == 5
+    assert held_out | {p.row for p in live.queue.stream.prompts} == set(range(25))
+    assert len(live.queue.stream.prompts) == 20
+    assert "eval/accuracy" in metrics(live)[-1]
+    # `grpo eval` of the run finds the same rows.
+    prepared = prepare.for_evaluation(recipe(tmp_path, **split, seed=7))
+    (task,) = build.make_tasks(prepared, live.tokenizer, live.reporter)
+    assert {p.row for p in task.prompts} == held_out
+    assert task.name == "rows"
