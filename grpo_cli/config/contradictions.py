@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from grpo_cli.config.interpolation import as_text, plain_secrets
 from grpo_cli.config.knob import as_written
 from grpo_cli.config.schedules import at_step, steps_to_check
-from grpo_cli.config.schema import Benchmark, Eval, Hub, Recipe
+from grpo_cli.config.schema import Benchmark, Eval, HeldOut, Hub, Recipe
 from grpo_cli.errors import listed, nearest
 from grpo_cli.rewards import WITH_AN_ANSWER, has_votes
 
@@ -164,11 +164,21 @@ def _of_length(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
 
 def _of_evaluation(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     config, size = recipe.eval, recipe.dataset.test_split_size
-    if config.every and recipe.dataset.eval is None and not recipe.benchmark and size is None:
+    sets = recipe.dataset.held_out
+    has_rows = recipe.dataset.eval is not None or recipe.benchmark or size is not None or sets
+    if config.every and not has_rows:
         yield (
             f"eval.every = {config.every}: needs held-out rows; set dataset.eval, "
             "dataset.test_split_size or benchmark, or eval.every=0."
         )
+    if sets and (recipe.dataset.eval is not None or size is not None):
+        other = "dataset.eval" if recipe.dataset.eval is not None else "dataset.test_split_size"
+        yield (
+            f"dataset.held_out = {listed(sets)}: the recipe has held-out rows already; set "
+            f"{other}=null."
+        )
+    for name, held in sets.items():
+        yield from _of_held_out(f"dataset.held_out.{name}", held, recipe)
     if size is not None and size > 1 and size % 1:
         yield (
             f"dataset.test_split_size = {size:g}: must be a fraction below 1 or a whole number of "
@@ -179,10 +189,19 @@ def _of_evaluation(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
             f"dataset.test_split_size = {size:g}: the recipe has held-out rows already; set "
             "dataset.eval=null, or dataset.test_split_size=null."
         )
-    if config.num_samples > 1 and config.temperature == 0:
+    if config.sampling == "training":
+        greedy = "generation.temperature" if recipe.generation.temperature == 0 else None
+    else:
+        greedy = "eval.temperature" if config.temperature == 0 else None
+    if config.num_samples > 1 and greedy is not None:
         yield (
             f"eval.num_samples = {config.num_samples}: greedy completions are all the same; "
-            "set eval.temperature above 0."
+            f"set {greedy} above 0."
+        )
+    if config.policy_metrics and config.num_samples == 1:
+        yield (
+            "eval.policy_metrics: needs eval.num_samples above 1, since advantages are relative to "
+            "the other completions of a row."
         )
     if (config.top_p < 1 or "eval.top_p" in given) and config.drawn_at == 0:
         yield f"eval.top_p = {config.top_p:g}: is only read when eval.temperature is above 0."
@@ -236,6 +255,20 @@ def _of_hub(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
             )
 
 
+def _of_held_out(key: str, held: HeldOut, recipe: Recipe) -> Iterator[str]:
+    if not held.data:
+        yield f"{key}.data: is missing; give a hub name or a file."
+    for name in held.rewards:
+        if name not in recipe.reward:
+            yield (
+                f"{key}.rewards: {name!r} is none of the recipe's rewards, {listed(recipe.reward)}."
+                f"{nearest(name, recipe.reward)}"
+            )
+    judges = held.rewards or list(recipe.reward)
+    if held.accuracy is not None and held.accuracy not in judges:
+        yield f"{key}.accuracy = {held.accuracy!r}: must be one of its rewards, {listed(judges)}."
+
+
 def _of_benchmark(key: str, benchmark: Benchmark, modes: Iterable[str]) -> Iterator[str]:
     if not benchmark.data:
         yield f"{key}.data: is missing; give a hub name or a file."
@@ -282,15 +315,17 @@ def _no_such_metric(recipe: Recipe) -> Iterator[str]:
     config, name = recipe.eval, recipe.eval.best
     first, _, rest = name.rpartition("/")
     known = ["accuracy", "reward", "mean_length", "clipped_ratio", "no_answer", "completions"]
+    known += ["loss", "policy_loss", "kl", "entropy"] if config.policy_metrics else []
+    named = recipe.benchmark or recipe.dataset.held_out
     if config.num_samples > 1:
         known += [f"{kind}@{config.num_samples}" for kind in ("mean", "pass", "maj")]
-    free = "rewards/" in name or "tool_" in name or name.count("/") > 1
+    free = "rewards/" in name or "clip_ratio" in name or "tool_" in name or name.count("/") > 1
     is_sampled = config.num_samples > 1 and rest.startswith(("mean@", "pass@", "maj@"))
     if not free and not is_sampled and rest not in known:
         yield f"eval.best = {name}: there is no such number; there are {listed(known)}."
-    elif first and not free and first not in recipe.benchmark:
-        there = listed(recipe.benchmark) if recipe.benchmark else "none"
-        yield f"eval.best = {name}: {first} is no benchmark of the recipe; there are {there}."
+    elif first and not free and first not in named:
+        kind = "held-out set" if recipe.dataset.held_out and not recipe.benchmark else "benchmark"
+        yield f"eval.best = {name}: {first} is no {kind} of the recipe; there are {listed(named)}."
 
 
 def notices(recipe: Recipe) -> Iterator[str]:

@@ -20,11 +20,14 @@ from grpo_cli.config import interpolation
 from grpo_cli.config.contradictions import contradictions, contradictions_by_step
 from grpo_cli.config.knob import as_written, scheduled_violation, violation
 from grpo_cli.config.renamed import OTHER_NAMES, renamed
-from grpo_cli.config.schema import Benchmark, Recipe, Reward, Schedule, knobs
+from grpo_cli.config.schema import Benchmark, HeldOut, Recipe, Reward, Schedule, knobs
 from grpo_cli.config.sources import has_splits
 from grpo_cli.errors import UserError, listed, nearest
 
-E = TypeVar("E", Reward, Benchmark, Schedule)
+E = TypeVar("E", Reward, Benchmark, HeldOut, Schedule)
+
+# Mappings whose entries have names of the user's.
+NAMED = ("reward", "benchmark", "schedules", "dataset.held_out")
 
 SCHEDULABLE = tuple(key for key, f in knobs() if f.metadata.get("schedulable"))
 LOSS_ARGS = "loss.args."  # may follow the step too; `algorithm/objective.py` checks them
@@ -71,7 +74,13 @@ def parse(
         for name, value in recipe.benchmark.items()
         if value is not None
     }
+    recipe.dataset.held_out = {
+        name: _entry(HeldOut, f"dataset.held_out.{name}", value)
+        for name, value in recipe.dataset.held_out.items()
+        if value is not None
+    }
     names = {f"benchmark.{name}": name for name in recipe.benchmark}
+    names |= {f"dataset.held_out.{name}": name for name in recipe.dataset.held_out}
     names |= {f"benchmark.{n}.modes.{m}": m for n, b in recipe.benchmark.items() for m in b.modes}
     for key, name in names.items():
         if not re.fullmatch(r"\w[\w.-]*", name):  # it is also in the name of a folder
@@ -149,6 +158,11 @@ def _schedule_entries(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[
             yield key, value
 
 
+_KINDS = {
+    Reward: "reward", Benchmark: "benchmark", Schedule: "schedule", HeldOut: "held-out set",
+}  # fmt: skip
+
+
 def _entry(kind: type[E], key: str, value: Any) -> E:
     """Returns an entry of a mapping with names of the user's: a reward, benchmark or schedule."""
     fields = [f.name for f in dataclasses.fields(kind)]
@@ -157,7 +171,7 @@ def _entry(kind: type[E], key: str, value: Any) -> E:
     if unknown := sorted(value.keys() - set(fields)):
         raise UserError(
             renamed(f"{key}.{unknown[0]}")
-            or f"{key}.{unknown[0]}: there is no such key; a {kind.__name__.lower()} has "
+            or f"{key}.{unknown[0]}: there is no such key; a {_KINDS[kind]} has "
             f"{listed(fields)}.{nearest(unknown[0], fields)}"
         )
     try:
@@ -171,7 +185,7 @@ def _range_violations(node: Any, prefix: str = "") -> Iterator[str]:
         value, key = getattr(node, f.name), prefix + f.name
         if dataclasses.is_dataclass(value):
             yield from _range_violations(value, key + ".")
-        elif key in ("reward", "benchmark", "schedules"):
+        elif key in NAMED:
             for name, entry in value.items():
                 yield from _range_violations(entry, f"{key}.{name}.")
         else:
@@ -280,6 +294,10 @@ def _unread_of_files(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
         if benchmark.data:  # else that is the mistake
             key = f"benchmark.{name}"
             sources |= {f"{key}.subset": [benchmark.data], f"{key}.split": [benchmark.data]}
+    for name, held in recipe.dataset.held_out.items():
+        key = f"dataset.held_out.{name}"
+        if held.data:
+            sources |= {f"{key}.subset": [held.data], f"{key}.split": [held.data]}
     for key in sorted(sources.keys() & set(given)):
         files = [source for source in sources[key] if source is not None]
         if not any(map(has_splits, files)):

@@ -86,6 +86,29 @@ class Model:
 
 
 @dataclass
+class HeldOut:
+    """One of several sets of held-out rows; what it does not set is as in `dataset`."""
+
+    data: str = knob("", "Rows: a hub name, or local data as for dataset.train.")
+    subset: str | None = knob(None, "Configuration of the hub data set.")
+    split: str = knob("test", "Split of a hub data set or a folder.")
+    columns: dict[str, str] = knob(
+        {}, "Columns to rename before they are used, as new_name: old_name."
+    )
+    prompt: str | None = knob(None, "Template of the prompt; null: dataset.prompt.")
+    system: str | None = knob(None, "System prompt, for chats; null: dataset.system.")
+    limit: int | None = knob(None, "Use only the first N rows.", ge=1)
+    rewards: list[str] = knob(
+        [], "Names of the recipe's rewards that judge the completions; empty: all."
+    )
+    accuracy: str | None = knob(
+        None,
+        "Reward whose value 1 counts as correct; null: eval.accuracy if it judges them, else the "
+        "first.",
+    )
+
+
+@dataclass
 class Dataset:
     """Rows, and how a row becomes a prompt."""
 
@@ -137,6 +160,11 @@ class Dataset:
     )
     train_limit: int | None = knob(None, "Use only the first N training rows.", ge=1)
     eval_limit: int | None = knob(None, "Use only the first N held-out rows.", ge=1)
+    held_out: dict[str, Any] = knob(
+        {},
+        "Several sets of held-out rows by name, in place of dataset.eval; each has data, split, "
+        "prompt, rewards and so on.",
+    )
     test_split_size: float | None = knob(
         None,
         "Rows taken off the training rows and held out for evaluation, for data without held-out "
@@ -907,17 +935,27 @@ class Eval:
     """Held-out evaluation, during training and by `grpo eval`."""
 
     every: int = knob(0, "Evaluate every N steps; 0: never during training.", ge=0)
+    delay: int = knob(
+        0, "Number of steps before the first evaluation; at_start is then left out.", ge=0
+    )
     at_start: bool = knob(True, "Evaluate before the first step.")
     at_end: bool = knob(True, "Evaluate after the last step.")
     accuracy: str | None = knob(
         None, "Reward function whose value 1 counts as correct; null: the recipe's first reward."
     )
     num_samples: int = knob(1, "Completions per held-out row or problem.", ge=1)
+    sampling: str = knob(
+        "own",
+        "Sampling settings of evaluation: eval.temperature and eval.top_p (own), or temperature, "
+        "top_p, top_k and min_p of generation, without their schedules (training).",
+        choices=("own", "training"),
+    )
     temperature: float | None = knob(
         None,
         "Sampling temperature of evaluation; 0: greedy; null: 0 for one completion per row, "
         "0.7 for several.",
         ge=0,
+        read_if=("eval.sampling", "own"),
     )
     top_p: float = knob(
         1.0,
@@ -925,6 +963,7 @@ class Eval:
         "evaluation.",
         gt=0,
         le=1,
+        read_if=("eval.sampling", "own"),
     )
     max_completion_tokens: int | None = knob(
         None,
@@ -950,8 +989,19 @@ class Eval:
     limit: int | None = knob(None, "Use only the first N rows of every benchmark.", ge=1)
     best: str = knob(
         "accuracy",
-        "Metric whose highest value decides which checkpoint is kept as the best, as `eval/` "
+        "Metric whose best value decides which checkpoint is kept as the best, as `eval/` "
         "names it, such as gsm8k/maj@8.",
+    )
+    best_direction: str = knob(
+        "max",
+        "Whether the highest or the lowest value of eval.best is the best.",
+        choices=("max", "min"),
+    )
+    policy_metrics: bool = knob(
+        False,
+        "Also log loss, KL, entropy and clip shares on the held-out completions, as on those of "
+        "training; takes forward passes and eval.num_samples above 1.",
+        read_if=("eval.sampling", "training"),
     )
     patience: int = knob(
         0, "End the run after this many evaluations in a row without a new best; 0: never.", ge=0,
@@ -1150,6 +1200,13 @@ class Recipe:
         own = self.eval.max_completion_tokens
         of_benchmarks = [own or b.max_completion_tokens or 0 for b in self.benchmark.values()]
         return max(self.generation.max_completion_tokens, own or 0, *of_benchmarks)
+
+    @property
+    def evaluation_temperature(self) -> float:
+        """The sampling temperature of evaluation."""
+        if self.eval.sampling == "training":
+            return self.generation.temperature
+        return self.eval.drawn_at
 
     @property
     def runs_programs(self) -> bool:

@@ -12,12 +12,13 @@ from grpo_cli.data.prompts import (
     prompt_text,
     solution_pairs,
 )
-from grpo_cli.data.rows import Rows, hold_out, load_rows
+from grpo_cli.data.rows import Rows, hold_out, load_named, load_rows
 
 __all__ = [
     "PromptStream",
     "Rows",
     "hold_out",
+    "load_named",
     "load_rows",
     "make_prompts",
     "other_columns",

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_cli.config.schema import Dataset
+from grpo_cli.config.schema import Dataset, HeldOut
 from grpo_cli.config.sources import local_path
 from grpo_cli.data.files import load_local
 from grpo_cli.errors import UserError, listed, nearest
@@ -54,6 +54,23 @@ def load_rows(config: Dataset, split: str) -> Rows:
     if config.solution is not None and split == "train":
         templates["dataset.solution"] = config.solution
     check_templates(templates, table, source, key)
+    return Rows(source, table.column_names, table)
+
+
+def load_named(config: HeldOut, prompt: str, key: str) -> Rows:
+    """Returns the rows of one of several data sets, checked against the template of its prompt.
+
+    Args:
+        key: of the data set, for messages.
+
+    Raises:
+        UserError: as `load_rows`.
+    """
+    source = config.data
+    table = load_table(source, config.subset, config.split, f"{key}.data")
+    table = rename_columns(table, config.columns, source, f"{key}.columns")
+    table = first_rows(table, [config.limit], source, f"{key}.data")
+    check_templates({f"{key}.prompt": prompt}, table, source, f"{key}.data")
     return Rows(source, table.column_names, table)
 
 

@@ -28,8 +28,8 @@ SAMPLING = (  # knobs of generation that evaluation reads as training does
 BEARING = (
     "seed", "mixed_precision", "model.revision", "model.dtype", "model.attn_implementation",
     "model.trust_remote_code", "model.chat_template", "model.dropout", "eval.num_samples",
-    "eval.temperature", "eval.top_p", "eval.max_completion_tokens", "eval.mode", "eval.metric",
-    "eval.k", "eval.limit", "generation.engine", "generation.max_completion_tokens",
+    "eval.sampling", "eval.temperature", "eval.top_p", "eval.max_completion_tokens", "eval.mode",
+    "eval.metric", "eval.k", "eval.limit", "generation.engine", "generation.max_completion_tokens",
     "generation.min_completion_tokens", *(f"generation.{name}" for name in SAMPLING),
     "generation.logit_bias.",
     "generation.vllm.regex", "generation.vllm.json_schema", "generation.vllm.dtype",
@@ -46,8 +46,14 @@ BEARING_OF_SPLIT = (
     "dataset.test_split_size", "dataset.test_split_seed", "dataset.train", "dataset.train_split",
     "dataset.train_limit",
 )  # fmt: skip
+# Several held-out sets depend also on:
+BEARING_OF_SETS = ("dataset.held_out",)
+# Completions that are sampled as in training depend also on:
+BEARING_OF_SAMPLING = (
+    "generation.temperature", "generation.top_p", "generation.top_k", "generation.min_p",
+)  # fmt: skip
 # Also read:
-READ_OF_ROWS = (*BEARING_OF_ROWS, *BEARING_OF_SPLIT, "dataset")
+READ_OF_ROWS = (*BEARING_OF_ROWS, *BEARING_OF_SPLIT, "dataset.held_out.", "dataset")
 READ = (
     *BEARING, *READ_OF_ROWS, "recipe", "device", "output_dir", "overwrite", "model.path",
     "scoring.", "distributed.", "benchmark.", "generation", "generation.max_num_seqs",
@@ -71,7 +77,9 @@ MEANT = {  # keys of training, and those that evaluation reads in their place
 OF_TRAINING = (
     "loss", "advantage", "optimizer", "update", "checkpoint", "log", "tracking", "hub",
 )  # fmt: skip
-OF_TRAINING_IN_EVAL = ("every", "at_start", "at_end", "best", "patience")
+OF_TRAINING_IN_EVAL = (
+    "every", "delay", "at_start", "at_end", "best", "best_direction", "policy_metrics", "patience",
+)  # fmt: skip
 
 
 def check_read(overrides: Sequence[str]) -> None:
@@ -80,8 +88,11 @@ def check_read(overrides: Sequence[str]) -> None:
     Raises:
         UserError: there is one.
     """
+    as_in_training = "eval.sampling=training" in overrides
     for word in overrides:
         key = key_set_by(word)
+        if as_in_training and key in BEARING_OF_SAMPLING:
+            continue
         if key in MEANT:
             raise UserError(f"{word}: is only read in training; evaluation reads {MEANT[key]}.")
         is_known = key in dict(knobs()) or key.startswith("schedules.")  # others are refused later
@@ -182,7 +193,7 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     from grpo_cli.reporting.reporter import versions
 
     values = dataclasses.asdict(recipe)
-    values["eval"]["temperature"] = recipe.eval.drawn_at
+    values["eval"]["temperature"] = recipe.evaluation_temperature
     recorded = {
         "model": (
             "revision", "dtype", "attn_implementation", "chat_template", "chat_template_kwargs",
@@ -198,10 +209,13 @@ def settings(recipe: Recipe) -> dict[str, Any]:
         "mixed_precision": recipe.mixed_precision,
         **{name: {k: values[name][k] for k in keys} for name, keys in recorded.items()},
     }
-    splits = recipe.dataset.test_split_size is not None
+    splits, sets = recipe.dataset.test_split_size is not None, recipe.dataset.held_out
     keys: tuple[str, ...] = BEARING
+    if recipe.eval.sampling == "training":
+        keys += BEARING_OF_SAMPLING
     if not recipe.benchmark:
-        keys += BEARING_OF_ROWS + (BEARING_OF_SPLIT if splits else ())
+        keys += BEARING_OF_ROWS
+        keys += (BEARING_OF_SPLIT if splits else ()) + (BEARING_OF_SETS if sets else ())
     bearing = {key: value_at(values, key) for key, _ in knobs() if is_among(key, keys)}
     if recipe.benchmark:
         defaults = bearing_of(Benchmark())
@@ -213,7 +227,9 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     else:
         key = "dataset.train" if splits else "dataset.eval"
         dataset = as_text(value_at(recipe, key), key)
-        if splits:
+        if sets:
+            dataset = as_text({name: held.data for name, held in sets.items()}, "dataset.held_out")
+        elif splits:
             dataset = f"{recipe.dataset.test_split_size:g} of {dataset}"
         report |= {"dataset": dataset, "reward": values["reward"]}
     return {**as_text(report), "settings_hash": hash_of(bearing), "versions": versions()}

@@ -22,6 +22,7 @@ class ProblemStats:
     """The facts of one problem with n completions, few enough to gather."""
 
     right: list[bool]  # [n]
+    graded: list[bool]  # [n] the reward of which 1 counts as right is neither 0 nor 1
     rewards: list[float]  # [n], NaN where no function applies
     parts: dict[str, list[float | None]]  # by reward function, [n]
     lengths: list[int]  # tokens of the completions whose tokens are known
@@ -61,6 +62,7 @@ class ProblemStats:
             answered = [a is not None or ok for a, ok in zip(answers, rights, strict=True)]
         return cls(
             right=rights,
+            graded=[r.reward_parts[right] not in (0, 1, None) for r in rollouts],
             rewards=[r.reward for r in rollouts],
             parts={
                 name: [r.reward_parts[name] for r in rollouts] for name in rollouts[0].reward_parts
@@ -124,6 +126,8 @@ def summarize(problems: Sequence[ProblemStats], config: Eval, n: int) -> dict[st
 
     put("accuracy", lambda p: p.accuracy)
     metrics["reward"] = mean([v for p in problems for v in p.rewards if not math.isnan(v)])
+    if any(any(p.graded) for p in problems):
+        metrics["graded"] = mean([float(v) for p in problems for v in p.graded])
     metrics["mean_length"] = mean([float(v) for p in problems for v in p.lengths])
     metrics["clipped_ratio"] = mean([float(v) for p in problems for v in p.truncated])
     if any(p.answered is not None for p in problems):
@@ -162,11 +166,12 @@ def with_interval(name: str, found: Estimate) -> dict[str, float]:
 def as_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
     """Returns the metrics `eval/...` that training logs.
 
-    For benchmarks these include their mean accuracy, in which each counts alike. Its interval is
+    For benchmarks and several held-out sets these include the mean accuracy, in which each counts
+    alike. Its interval is
     combined from theirs by the squares of their arms, each side by itself (MOVER: Zou and Donner
     2008, Stat. Med. 27:1693); the interval for one benchmark is that benchmark's.
     """
-    if len(results) == 1 and results[0].task.mode is None:
+    if len(results) == 1 and not results[0].task.key:
         metrics = {f"eval/{key}": value for key, value in results[0].metrics.items()}
         del metrics["eval/n"]
         return metrics
@@ -182,4 +187,6 @@ def as_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
     metrics |= {f"eval/{key}": value for key, value in both.items()}
     for key in ("reward", "mean_length", "clipped_ratio"):
         metrics[f"eval/{key}"] = mean([r.metrics[key] for r in results])
+    if any("graded" in r.metrics for r in results):
+        metrics["eval/graded"] = mean([r.metrics.get("graded", 0.0) for r in results])
     return metrics

@@ -144,7 +144,8 @@ def show(console: Console, subject: str, results: Sequence[TaskResult]) -> None:
         return
     found = {r.task.label: nested(r.metrics) for r in results}
     # The reward of a benchmark is its accuracy.
-    heads = [key for key in SHOWN[1:] if any(key in n for n in found.values())]
+    shown = SHOWN if any(r.task.mode is None for r in results) else SHOWN[1:]
+    heads = [key for key in shown if any(key in n for n in found.values())]
     table = Table(title=escape(subject))
     for head in ("", "accuracy [95 %]", "rows", *(key.replace("_", " ") for key in heads)):
         table.add_column(head, no_wrap=head in ("", "accuracy [95 %]"))
@@ -164,7 +165,8 @@ def show(console: Console, subject: str, results: Sequence[TaskResult]) -> None:
 def _of_one(subject: str, result: TaskResult) -> Table:
     numbers = nested(result.metrics)
     table = Table("", result.task.label, title=escape(subject))
-    table.add_row("accuracy [95 %]", with_interval(numbers))
+    if "graded" not in numbers:  # else the rewards below say more than the share of ones
+        table.add_row("accuracy [95 %]", with_interval(numbers))
     for name, value, _ in _of_samples(numbers):
         table.add_row(name, value)
     own = [k for k in numbers if k.startswith("rewards/")] if result.task.mode is None else []

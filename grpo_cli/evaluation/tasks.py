@@ -27,7 +27,7 @@ class Task:
     """Problems, how they are put to the model, and what counts as right."""
 
     name: str  # of the data, short
-    mode: str | None  # of benchmark.NAME.modes; None: the recipe's own held-out rows
+    mode: str | None  # of benchmark.NAME.modes; None: held-out rows of the recipe
     prompts: Sequence[Prompt]
     scorer: Scorer
     right: str  # the reward of which 1 counts as right
@@ -39,7 +39,7 @@ class Task:
     stored: Sequence[Group] | None = None  # stored completions, which are scored; None: sample
     ends_known: bool = True  # whether finish reasons are known
     data: str = ""  # fingerprint of the rows, by which evaluations are compared
-    benchmark: Benchmark | None = None  # None: the recipe's own held-out rows
+    benchmark: Benchmark | None = None  # None: held-out rows of the recipe
 
     @property
     def label(self) -> str:
@@ -82,22 +82,37 @@ def sampling_of(recipe: Recipe, limit: int | None, stop: Sequence[str]) -> Sampl
         stop: texts that end a completion, in addition to generation.stop.
     """
     config, generation = recipe.eval, recipe.generation
+    as_in_training = config.sampling == "training"
     return Sampling.of(
         generation,
         max_tokens=config.max_completion_tokens or limit or generation.max_completion_tokens,
-        temperature=config.drawn_at,
-        top_p=config.top_p,
-        top_k=0,
-        min_p=0.0,
+        temperature=recipe.evaluation_temperature,
+        top_p=generation.top_p if as_in_training else config.top_p,
+        top_k=generation.top_k if as_in_training else 0,
+        min_p=generation.min_p if as_in_training else 0.0,
         stop=(*generation.stop, *stop),
     )
 
 
 def held_out(
-    recipe: Recipe, name: str, prompts: Sequence[Prompt], scorer: Scorer, data: str = ""
+    recipe: Recipe,
+    name: str,
+    prompts: Sequence[Prompt],
+    scorer: Scorer,
+    data: str = "",
+    accuracy: str | None = None,
+    *,
+    is_one_of_several: bool = False,
 ) -> Task:
-    """Returns the task of the recipe's held-out rows, judged by its own rewards."""
-    right = recipe.eval.accuracy or next(iter(recipe.reward))
+    """Returns the task of held-out rows, judged by the recipe's own rewards.
+
+    Args:
+        scorer: of all or some of the recipe's rewards.
+        accuracy: the reward of which 1 counts as right; None: eval.accuracy, or the first.
+        is_one_of_several: the set's name is in the names of its metrics.
+    """
+    wanted = (accuracy, recipe.eval.accuracy, *scorer.rewards)
+    right = next(reward for reward in wanted if reward in scorer.rewards)
     return Task(
         name=name,
         mode=None,
@@ -106,7 +121,8 @@ def held_out(
         right=right,
         sampling=sampling_of(recipe, None, ()),
         num_samples=recipe.eval.num_samples,
-        seed=derive_seed(recipe.seed, STREAM),
+        seed=derive_seed(recipe.seed, STREAM, *([_number(name)] if is_one_of_several else [])),
+        key=name if is_one_of_several else "",
         data=data,
     )
 

@@ -74,7 +74,7 @@ class Reporter:
             tracker.log({k: v for k, v in metrics.items() if math.isfinite(v)}, step)
         shown = f"reward {metrics['reward']:.3f}  length {metrics['completions/mean_length']:.0f}"
         if "eval/accuracy" in metrics:
-            shown += f"  held-out {metrics['eval/accuracy']:.3f}"
+            shown += f"  held-out {metrics[f'eval/{measure_of(metrics)}']:.3f}"
         evaluated = "eval/accuracy" in metrics
         self.progress.update(step, shown, below=times(metrics), always=evaluated)
 
@@ -186,6 +186,15 @@ def needed(path: Path) -> Iterator[None]:
 def reason(error: OSError) -> str:
     """Returns in a few words why a file cannot be written."""
     return error.strerror or str(error)
+
+
+def measure_of(metrics: Mapping[str, Any], prefix: str = "eval/") -> str:
+    """Returns which number of an evaluation to print: accuracy or reward.
+
+    The accuracy is the share of completions whose reward is 1. It says nothing where the reward has
+    values other than 0 and 1; then it is the mean of the reward.
+    """
+    return "reward" if f"{prefix}graded" in metrics else "accuracy"
 
 
 def times(metrics: dict[str, float]) -> str:
@@ -302,9 +311,11 @@ def draw_curves(path: Path, metrics: list[dict[str, Any]], summary: dict[str, An
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    every = dict.fromkeys(key for line in metrics for key in line)
+    measured = measure_of(every)
     panels = [
         ("reward", "reward"),
-        ("eval/accuracy", "held-out accuracy"),
+        (f"eval/{measured}", f"held-out {measured}"),
         ("completions/mean_length", "completion length (tokens)"),
         ("entropy", "entropy (nats a token)"),
         ("grad_norm", "gradient norm"),
@@ -313,8 +324,8 @@ def draw_curves(path: Path, metrics: list[dict[str, Any]], summary: dict[str, An
     figure, axes = plt.subplots(2, 3, figsize=(13, 6.5), constrained_layout=True)
     for axis, (key, title) in zip(axes.flat, panels, strict=True):
         points = [(m["step"], m[key]) for m in metrics if m.get(key) is not None]
-        if key == "eval/accuracy" and summary["before"] is not None:
-            points.insert(0, (0, summary["before"]["accuracy"]))
+        if key == f"eval/{measured}" and summary["before"] is not None:
+            points.insert(0, (0, summary["before"][measured]))
         if points:
             marker = "o" if len(points) < 25 else None
             axis.plot(*zip(*points, strict=True), lw=1.2, marker=marker, ms=3)
@@ -331,7 +342,8 @@ def closing_table(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> Tab
     table = Table("", "before", "after", title=f"{summary['recipe']}: {summary['steps']} steps")
     before, after = summary["before"], summary["after"]
     if before is not None and after is not None:
-        table.add_row("held-out accuracy", with_interval(before), with_interval(after))
+        if "graded" not in {**before, **after}:
+            table.add_row("held-out accuracy", with_interval(before), with_interval(after))
         rewards = ["" if e["reward"] is None else f"{e['reward']:.3f}" for e in (before, after)]
         table.add_row("held-out reward", *rewards)
     if metrics:

@@ -19,7 +19,7 @@ from grpo_cli.checkpoints.checkpointer import Checkpointer
 from grpo_cli.checkpoints.lock import Lock, note_torchruns, torchrun
 from grpo_cli.config import contradictions, parsing, saved_recipe, sources
 from grpo_cli.config.interpolation import as_text
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.schema import Dataset, Recipe
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.stop_signal import StopSignal, end_of_job
 from grpo_cli.distributed.workers import Workers
@@ -90,7 +90,8 @@ def assemble(
 
     with workers.raise_together():  # a disk, a cache or a network may fail on one process only
         model, tokenizer = load_policy(prepared, workers, reporter)
-    prompts = make_prompts("train", prepared.train_rows, recipe, tokenizer, reporter)
+    rows = prepared.train_rows
+    prompts = make_prompts("train", rows, recipe.dataset, recipe, tokenizer, reporter)
     recipe = parsing.with_steps(recipe, len(prompts))
     reporter.progress.total = recipe.steps
     reference_model = loading.frozen_copy(model) if recipe.needs_reference else None
@@ -308,6 +309,7 @@ def build_model(recipe: Recipe, rows: data.Rows, console: Console) -> Path:
 def make_prompts(
     split: str,
     rows: data.Rows,
+    dataset: Dataset,
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     reporter: Reporter,
@@ -316,7 +318,7 @@ def make_prompts(
     held_out = split == "eval"
     prompts, overlong = data.make_prompts(
         rows,
-        recipe.dataset,
+        dataset,
         tokenizer,
         held_out=held_out,
         template_kwargs=recipe.model.chat_template_kwargs,
@@ -337,9 +339,17 @@ def make_tasks(
     recipe = prepared.recipe
     if recipe.benchmark:
         return tasks.of_benchmarks(recipe, prepared.benchmarks, tokenizer)
-    if prepared.eval_rows is None:
-        return []
-    prompts = make_prompts("eval", prepared.eval_rows, recipe, tokenizer, reporter)
-    name = sources.short_name(recipe.dataset.eval or recipe.dataset.train or "")
-    data = benchmarks.fingerprint(prepared.eval_rows)
-    return [tasks.held_out(recipe, name, prompts, prepared.eval_scorer, data)]
+    found = []
+    for name, held in prepared.held_out.items():
+        found.append(
+            tasks.held_out(
+                recipe,
+                name or sources.short_name(recipe.dataset.eval or recipe.dataset.train or ""),
+                make_prompts("eval", held.rows, held.dataset, recipe, tokenizer, reporter),
+                held.scorer,
+                benchmarks.fingerprint(held.rows),
+                held.accuracy,
+                is_one_of_several=bool(name),
+            )
+        )
+    return found

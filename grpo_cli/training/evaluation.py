@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import UserError, listed, nearest
 from grpo_cli.evaluation.summary import as_metrics
-from grpo_cli.training.run import Run
+from grpo_cli.reporting.reporter import measure_of
+from grpo_cli.training.held_out_loss import held_out_loss
+from grpo_cli.training.run import Run, State
 
 
 def is_due(run: Run) -> bool:
@@ -14,9 +19,9 @@ def is_due(run: Run) -> bool:
     if run.evaluator is None:
         return False
     if step == 0:
-        return config.at_start and run.state.before is None
+        return config.at_start and not config.delay and run.state.before is None
     at_end = config.at_end and step == run.recipe.steps
-    return at_end or (config.every > 0 and step % config.every == 0)
+    return at_end or (step >= config.delay and config.every > 0 and step % config.every == 0)
 
 
 def evaluate(run: Run) -> dict[str, float]:
@@ -30,7 +35,10 @@ def evaluate(run: Run) -> dict[str, float]:
     state, best = run.state, run.recipe.eval.best
     with heartbeat.inside("evaluate"):
         interruptible = run.interrupts.interruptible
-        found = run.evaluator.run(state=run.trainer_state(), interruptible=interruptible)
+        measure = partial(held_out_loss, run) if run.recipe.eval.policy_metrics else None
+        found = run.evaluator.run(
+            state=run.trainer_state(), interruptible=interruptible, measure=measure
+        )
     metrics = as_metrics(found)
     value = metrics.get(f"eval/{best}")
     if value is None and state.step == 0:
@@ -42,11 +50,24 @@ def evaluate(run: Run) -> dict[str, float]:
     state.after, state.after_step = metrics, state.step
     if state.step == 0:
         state.before = metrics
-        run.reporter.say(f"held-out accuracy before training: {metrics['eval/accuracy']:.3f}")
+        name = measure_of(metrics)
+        run.reporter.say(f"held-out {name} before training: {metrics[f'eval/{name}']:.3f}")
+        if name != best == "accuracy":
+            run.reporter.say(
+                "note: eval.best = accuracy counts only the value 1, and the reward has others; "
+                "eval.best=reward chooses by their mean"
+            )
     if value is None:  # not worth the steps that were trained
         run.reporter.say(f"note: eval.best = {best}: there is no such number")
-    elif value > state.best_value:
+    elif is_better(value, state, run.recipe.eval.best_direction):
         state.best_value, state.best_step, state.worse = value, state.step, 0
     else:
         state.worse += 1
     return metrics
+
+
+def is_better(value: float, state: State, direction: str) -> bool:
+    """Returns whether a value of `eval.best` is better than the best one so far."""
+    if math.isnan(value) or state.best_step is None:
+        return not math.isnan(value)
+    return value > state.best_value if direction == "max" else value < state.best_value

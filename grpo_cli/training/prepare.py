@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from grpo_cli import data
 from grpo_cli.checkpoints import lock, lookup, manifest, paths
 from grpo_cli.config import parsing, saved_recipe, sources
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.schema import Dataset, Recipe
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.errors import UserError, nearest
 from grpo_cli.evaluation import benchmarks
@@ -35,15 +35,24 @@ MADE_UP = "The answer is 0."  # a completion to try rewards out on
 
 
 @dataclass(frozen=True)
+class HeldOutRows:
+    """One set of held-out rows."""
+
+    rows: data.Rows
+    dataset: Dataset  # how a row becomes a prompt
+    scorer: Scorer
+    accuracy: str | None = None  # the reward of which 1 counts as right; None: the recipe's
+
+
+@dataclass(frozen=True)
 class Prepared:
     """A recipe found to be sound, with what was loaded to find out."""
 
     recipe: Recipe
     folder: Path
     train_rows: data.Rows | None
-    eval_rows: data.Rows | None
-    scorer: Scorer  # of training; for an evaluation alone, the same as the next
-    eval_scorer: Scorer
+    scorer: Scorer  # of training; of an evaluation alone, that of its first task
+    held_out: dict[str, HeldOutRows] = field(default_factory=dict)  # by name; "": the only ones
     benchmarks: dict[str, LoadedBenchmark] = field(default_factory=dict)  # by name
     note: str | None = None  # for the user, once the run starts
 
@@ -79,21 +88,13 @@ def for_training(recipe: Recipe) -> Prepared:
     parsing.with_steps(recipe, len(train_rows.rows))  # of which some may be dropped as over-long
     executor = RewardExecutor(recipe.scoring)
     limit = recipe.generation.max_completion_tokens
-    scorer = make_scorer(recipe, train_rows, limit, executor)
-    eval_scorer = scorer if eval_rows is None else scorer_of_evaluation(recipe, eval_rows, executor)
+    scorer = make_scorer(recipe, train_rows, recipe.dataset, limit, executor)
+    held_out = held_out_of(recipe, eval_rows, executor)
     benches = benches_of(recipe, executor)
     check_engine(recipe)
     note = check_hub(recipe)  # the last check, since it may create a repository
-    return Prepared(
-        with_absolute_paths(recipe),
-        folder,
-        train_rows,
-        eval_rows,
-        scorer,
-        eval_scorer,
-        benches,
-        note,
-    )
+    recipe = with_absolute_paths(recipe)
+    return Prepared(recipe, folder, train_rows, scorer, held_out, benches, note)
 
 
 def rows_of(recipe: Recipe) -> tuple[data.Rows, data.Rows | None]:
@@ -117,8 +118,9 @@ def for_evaluation(recipe: Recipe) -> Prepared:
     Raises:
         UserError: no held-out data; the data, a reward or the model is not there.
     """
-    splits = recipe.dataset.test_split_size is not None
-    if recipe.dataset.eval is None and not splits and not recipe.benchmark:
+    dataset = recipe.dataset
+    splits = dataset.test_split_size is not None
+    if not (dataset.eval or splits or dataset.held_out or recipe.benchmark):
         raise UserError(
             "dataset.eval: the recipe has no held-out rows; give a file or a hub name, or "
             "benchmark=NAME."
@@ -130,12 +132,45 @@ def for_evaluation(recipe: Recipe) -> Prepared:
         benches = benches_of(recipe, executor)
         check_engine(recipe)
         scorer = next(iter(benches.values())).scorer
-        return Prepared(with_absolute_paths(recipe), folder, None, None, scorer, scorer, benches)
-    rows = rows_of(recipe)[1] if splits else data.load_rows(recipe.dataset, "eval")
-    assert rows is not None, "they are not replaced by benchmarks"
-    scorer = scorer_of_evaluation(recipe, rows, executor)
+        recipe = with_absolute_paths(recipe)
+        return Prepared(recipe, folder, None, scorer, benchmarks=benches)
+    rows = rows_of(recipe)[1] if splits else None
+    rows = data.load_rows(dataset, "eval") if dataset.eval else rows
+    held_out = held_out_of(recipe, rows, executor)
     check_engine(recipe)
-    return Prepared(with_absolute_paths(recipe), folder, None, rows, scorer, scorer)
+    scorer = next(iter(held_out.values())).scorer
+    return Prepared(with_absolute_paths(recipe), folder, None, scorer, held_out)
+
+
+def held_out_of(
+    recipe: Recipe, rows: data.Rows | None, executor: RewardExecutor
+) -> dict[str, HeldOutRows]:
+    """Returns the sets of held-out rows by name, unless benchmarks replace them.
+
+    Args:
+        rows: those of `dataset.eval` or `dataset.test_split_size`, if any.
+
+    Raises:
+        UserError: a set cannot be loaded, or does not fit its rewards.
+    """
+    limit = recipe.eval.max_completion_tokens or recipe.generation.max_completion_tokens
+    if rows is not None:
+        scorer = make_scorer(recipe, rows, recipe.dataset, limit, executor)
+        return {"": HeldOutRows(rows, recipe.dataset, scorer)}
+    found = {}
+    for name, held in recipe.dataset.held_out.items() if not recipe.benchmark else ():
+        key = f"dataset.held_out.{name}"
+        dataset = dataclasses.replace(
+            recipe.dataset,
+            prompt=recipe.dataset.prompt if held.prompt is None else held.prompt,
+            system=recipe.dataset.system if held.system is None else held.system,
+        )
+        set_rows = data.load_named(held, dataset.prompt, key)
+        own = {reward: recipe.reward[reward] for reward in held.rewards or recipe.reward}
+        judged = dataclasses.replace(recipe, reward=own)
+        scorer = make_scorer(judged, set_rows, dataset, limit, executor, f"{key}.columns")
+        found[name] = HeldOutRows(set_rows, dataset, scorer, held.accuracy)
+    return found
 
 
 def benches_of(recipe: Recipe, executor: RewardExecutor) -> dict[str, LoadedBenchmark]:
@@ -172,26 +207,29 @@ def benches_of(recipe: Recipe, executor: RewardExecutor) -> dict[str, LoadedBenc
     return benches
 
 
-def scorer_of_evaluation(recipe: Recipe, rows: data.Rows, executor: RewardExecutor) -> Scorer:
-    """The recipe's rewards for held-out rows, with the length limit of evaluation."""
-    limit = recipe.eval.max_completion_tokens or recipe.generation.max_completion_tokens
-    return make_scorer(recipe, rows, limit, executor)
-
-
-def make_scorer(recipe: Recipe, rows: data.Rows, limit: int, executor: RewardExecutor) -> Scorer:
+def make_scorer(
+    recipe: Recipe,
+    rows: data.Rows,
+    dataset: Dataset,
+    limit: int,
+    executor: RewardExecutor,
+    renaming: str = "dataset.columns",
+) -> Scorer:
     """The recipe's rewards for these rows, each tried out on the first of them.
 
     Args:
+        dataset: how a row becomes a prompt.
         limit: longest completion, in tokens.
+        renaming: the key that renames a column, for messages.
 
     Raises:
         UserError: a function that is not there, does not fit the data, or fails on the first row.
     """
     run = {"max_completion_tokens": limit, "device": recipe.device}
-    scorer = Scorer(recipe.reward, rows.columns, rows.source, executor, run)
+    scorer = Scorer(recipe.reward, rows.columns, rows.source, executor, run, renaming)
     if recipe.scoring.try_out and os.environ.get("LOCAL_RANK", "0") == "0":  # once a node
         row, line = rows.rows[0], rows.line(0)
-        prompt = data.prompt_text(row, recipe.dataset, line)
+        prompt = data.prompt_text(row, dataset, line)
         try:
             scorer.try_out(Sample(line, prompt, MADE_UP, (0,), data.other_columns(row)))
         except BaseException:
@@ -380,5 +418,9 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
             recipe.dataset,
             train=absolute(recipe.dataset.train),
             eval=absolute(recipe.dataset.eval),
+            held_out={
+                name: dataclasses.replace(held, data=absolute(held.data))
+                for name, held in recipe.dataset.held_out.items()
+            },
         ),
     )

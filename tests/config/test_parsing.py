@@ -257,7 +257,8 @@ PLAIN_REINFORCE_PP = {"advantage.rule": "reinforce_pp", "advantage.baseline": "n
         ),
         (
             {"eval.every": 5},
-            "eval.every = 5: needs held-out rows; set dataset.eval, or benchmark, or eval.every=0.",
+            "eval.every = 5: needs held-out rows; set dataset.eval, dataset.test_split_size or "
+            "benchmark, or eval.every=0.",
         ),
         (
             {"eval.num_samples": 4, "eval.temperature": 0},

@@ -61,7 +61,7 @@ def test_dropped_rows_do_not_count_in_an_epoch(tmp_path: Path) -> None:
 def test_a_schedule_behind_the_last_epoch_is_refused_before_a_model_is_made(
     tmp_path: Path,
 ) -> None:
-    changes = {"loss__beta": 0.1, "schedules": {"loss.beta": {"to": 0.2, "begin": 5}}}
+    changes = {"loss__beta": 0.1, "schedules": {"loss.beta": {"to": 0.2, "begin": 5, "shape": "jump"}}}
     with pytest.raises(UserError, match="must be < steps = 5"):
         prepare.for_training(recipe(tmp_path, epochs=1.0, **changes))
     prepare.for_training(recipe(tmp_path, epochs=1.3, **changes))

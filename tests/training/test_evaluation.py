@@ -1,0 +1,191 @@
+"""When a run evaluates, which evaluation is the best, and on what it is evaluated."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_cli import train
+from grpo_cli.config.schema import Eval, Recipe
+from grpo_cli.errors import UserError
+from grpo_cli.evaluation import settings
+from grpo_cli.training import evaluation, prepare
+from grpo_cli.training.run import State
+from tests.tables import table
+from tests.training.test_interrupted import leaving_at, timeless
+from tests.training.test_train import built, metrics, recipe, trained, weights
+
+
+@table(
+    "config, step, expected",
+    [
+        ({"every": 2}, 0, True),
+        ({"every": 2, "delay": 3}, 0, False),
+        ({"every": 2, "delay": 3}, 2, False),
+        ({"every": 2, "delay": 4}, 4, True),
+        ({"every": 2, "delay": 3}, 5, False),
+        ({"delay": 9}, 8, True),  # the end
+        ({"delay": 9, "at_end": False}, 8, False),
+    ],
+)
+def test_when_an_evaluation_is_due(config: dict[str, Any], step: int, expected: bool) -> None:
+    run: Any = SimpleNamespace(
+        recipe=Recipe(steps=8, eval=Eval(**config)), state=State(step=step), evaluator="there"
+    )
+    assert evaluation.is_due(run) == expected
+
+
+@table(
+    "direction, values, best",
+    [
+        ("max", [0.1, 0.3, 0.2], 0.3),
+        ("min", [0.3, 0.1, 0.2], 0.1),
+        ("min", [0.3, 0.3], 0.3),
+        ("max", [math.nan, -2.0], -2.0),
+        ("min", [math.nan, 5.0, math.nan], 5.0),
+    ],
+)
+def test_the_best_evaluation(direction: str, values: list[float], best: float) -> None:
+    state = State()
+    for step, value in enumerate(values):
+        if evaluation.is_better(value, state, direction):
+            state.best_value, state.best_step = value, step
+    assert state.best_value == best
+    assert state.best_step == values.index(best), "the first of equal ones"
+
+
+SETS: dict[str, Any] = {
+    "dataset__eval": None,
+    "reward": {
+        "evens": {"function": "tests.training.test_train:evens"},
+        "length": {"weight": 0.5, "args": {"target": 3}},
+    },
+    "eval__every": 1,
+    "eval__num_samples": 2,
+    "eval__sampling": "training",
+    "loss__beta": 0.05,
+    "steps": 2,
+}
+
+
+def with_sets(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Changes for a run with two held-out sets, each with rewards of its own."""
+    folder.mkdir(exist_ok=True)
+    for name in ("easy", "hard"):
+        row = {"question": f"{name}=", "answer": "1"}
+        (folder / f"{name}.jsonl").write_text(json.dumps(row) * 1 + "\n" + json.dumps(row) + "\n")
+    sets = {
+        "easy": {"data": str(folder / "easy.jsonl"), "rewards": ["evens"]},
+        "hard": {"data": str(folder / "hard.jsonl"), "limit": 1, "prompt": "{answer}+"},
+    }
+    return {**SETS, "dataset__held_out": sets, **changes}
+
+
+@pytest.mark.runs
+def test_held_out_sets_have_their_own_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = with_sets(tmp_path, eval__policy_metrics=True, eval__best="hard/kl")
+    changes["eval__best_direction"] = "min"
+    live = trained(tmp_path, **changes)
+    last = metrics(live)[-1]
+    assert last["eval/easy/n"] == 2
+    assert last["eval/hard/n"] == 1
+    assert "eval/easy/rewards/length/mean" not in last
+    assert "eval/hard/rewards/length/mean" in last
+    assert last["eval/reward"] == pytest.approx(
+        (last["eval/easy/reward"] + last["eval/hard/reward"]) / 2
+    )
+    for name in ("loss", "policy_loss", "kl", "entropy", "clip_ratio/region_mean"):
+        assert math.isfinite(last[f"eval/hard/{name}"]), name
+    assert live.state.before is not None
+    assert live.state.before["eval/hard/kl"] == pytest.approx(0, abs=1e-6), "the reference itself"
+    assert last["eval/hard/kl"] > 1e-6
+    assert live.state.best_step == 0
+    # `evens` is a share of tokens.
+    assert "held-out reward before training" in (out := capsys.readouterr().out)
+    assert "held-out accuracy" not in out
+    assert 0 < last["eval/graded"] <= 1
+
+
+@pytest.mark.runs
+def test_policy_metrics_leave_the_run_alone(tmp_path: Path) -> None:
+    outputs = [str(tmp_path / name) for name in ("with", "without", "left")]
+    dropout = {"model__dropout": 0.2, "update__tokens_per_micro_batch": 60}
+    plain = with_sets(tmp_path, **dropout)
+    measured = {**plain, "eval__policy_metrics": True}
+    runs = [
+        trained(tmp_path, output_dir=folder, **changes)
+        for folder, changes in zip(outputs, (measured, plain), strict=False)
+    ]
+    assert torch.equal(*map(weights, runs))
+    left = built(tmp_path, output_dir=outputs[2], **measured)
+    leaving_at(left, 60)
+    train.train(left)
+    left.close()
+    resumed = trained(tmp_path, output_dir=outputs[2], resume="auto", **measured)
+    assert timeless(resumed) == timeless(runs[0])
+
+
+@pytest.mark.runs
+def test_an_evaluation_samples_as_training_does(tmp_path: Path) -> None:
+    live = built(tmp_path, **with_sets(tmp_path, generation__top_k=5, generation__temperature=0.6))
+    live.close()
+    assert live.evaluator is not None
+    assert [t.key for t in live.evaluator.tasks] == ["easy", "hard"]
+    for task in live.evaluator.tasks:
+        assert (task.sampling.temperature, task.sampling.top_k) == (0.6, 5)
+    easy, hard = live.evaluator.tasks
+    assert easy.seed != hard.seed
+    assert hard.prompts[0].text == "1+"
+
+
+@pytest.mark.runs
+def test_grpo_eval_evaluates_every_held_out_set(tmp_path: Path) -> None:
+    prepared = prepare.for_evaluation(recipe(tmp_path, **with_sets(tmp_path)))
+    assert list(prepared.held_out) == ["easy", "hard"]
+    assert [*prepared.held_out["easy"].scorer.rewards] == ["evens"]
+    report = settings.settings(prepared.recipe)
+    assert report["dataset"] == {name: str(tmp_path / f"{name}.jsonl") for name in ("easy", "hard")}
+    other = recipe(tmp_path, **with_sets(tmp_path, generation__temperature=0.5))
+    assert settings.settings(other)["settings_hash"] != report["settings_hash"]
+    prepared.scorer.executor.close()
+
+
+@table(
+    "changes, expected",
+    [
+        ({"dataset__eval": "x.jsonl"}, "already; set dataset.eval=null."),
+        ({"dataset__held_out": {"a": {}}}, "dataset.held_out.a.data: is missing"),
+        ({"dataset__held_out": {"a": {"dta": 1}}}, "a held-out set has accuracy, columns, data"),
+        ({"dataset__held_out": {"a/b": {"data": "x"}}}, "its name may have letters"),
+        (
+            {"dataset__held_out": {"a": {"data": "x", "rewards": ["even"]}}},
+            "dataset.held_out.a.rewards: 'even' is none of the recipe's rewards, evens, length. "
+            "Did you mean evens?",
+        ),
+        (
+            {"dataset__held_out": {"a": {"data": "x", "rewards": ["evens"], "accuracy": "length"}}},
+            "dataset.held_out.a.accuracy = 'length': must be one of its rewards, evens.",
+        ),
+        ({"eval__best": "midle/reward"}, "midle is no held-out set of the recipe; there are easy,"),
+        ({"eval__temperature": 0.5}, "is only read with eval.sampling = own"),
+        ({"generation__temperature": 0.0}, "set generation.temperature above 0."),
+        (
+            {"eval__policy_metrics": True, "eval__num_samples": 1},
+            "eval.policy_metrics: needs eval.",
+        ),
+        ({"eval__policy_metrics": True, "eval__sampling": "own"}, "eval.sampling = training"),
+    ],
+)
+def test_mistakes(
+    tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any], expected: str
+) -> None:
+    folder = tmp_path_factory.mktemp("sets")
+    with pytest.raises(UserError) as error:
+        recipe(folder, **with_sets(folder, **changes))
+    assert expected in str(error.value)
