@@ -245,10 +245,10 @@ def build_model(recipe: Recipe) -> Path:
     """Builds the model of the recipe, in the cache where training also finds it."""
     from rich.console import Console
 
-    from grpo_cli import data
-    from grpo_cli.training import build
+    from grpo_cli.training import build, prepare
 
-    return build.build_model(recipe, data.load_rows(recipe.dataset, "train"), Console())
+    train, _ = prepare.train_rows_of(recipe)
+    return build.build_model(recipe, train.values(), Console())
 
 
 def count_gpus() -> int:

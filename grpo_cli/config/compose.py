@@ -46,7 +46,7 @@ QUIET_HYDRA = (
 # Entries have names of the user's own.
 OPEN_KEYS = (
     "reward.", "benchmark.", "generation.vllm.engine_args.", "dataset.columns.", "dataset.columns=",
-    "dataset.held_out.", "dataset.held_out=",
+    "dataset.held_out.", "dataset.held_out=", "dataset.mixture.", "dataset.mixture=",
     "schedules.", "schedules=", "loss.args.", "advantage.args.", "model.chat_template_kwargs.",
     "generation.logit_bias.", "generation.logit_bias=",
 )  # fmt: skip

@@ -124,6 +124,7 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
 
 def _of_training(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     yield from _of_length(recipe, given)
+    yield from _of_mixture(recipe)
     if not recipe.output_dir:
         yield "output_dir: is empty; name a folder."
     if not recipe.reward and not recipe.benchmark:
@@ -142,6 +143,28 @@ def _of_training(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
             f"update.minibatches = {recipe.update.minibatches}: must be <= prompts_per_step = "
             f"{recipe.prompts_per_step}, since a minibatch holds whole groups."
         )
+
+
+def _of_mixture(recipe: Recipe) -> Iterator[str]:
+    dataset, parts = recipe.dataset, recipe.dataset.mixture
+    for name, reward in recipe.reward.items():
+        for wanted in reward.datasets if parts else ():
+            if wanted not in parts:
+                yield (
+                    f"reward.{name}.datasets: {wanted!r} is no data set of dataset.mixture; there "
+                    f"are {listed(parts)}.{nearest(wanted, parts)}"
+                )
+    if not parts:
+        return
+    for key in ("train", "train_limit", "test_split_size"):
+        if getattr(dataset, key) is not None:
+            yield (
+                f"dataset.{key}: is not read with dataset.mixture, whose data sets have their own; "
+                f"set dataset.{key}=null."
+            )
+    for name, part in parts.items():
+        if not part.data:
+            yield f"dataset.mixture.{name}.data: is missing; give a hub name or a file."
 
 
 def _of_length(recipe: Recipe, given: Collection[str]) -> Iterator[str]:

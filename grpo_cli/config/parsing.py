@@ -20,14 +20,14 @@ from grpo_cli.config import interpolation
 from grpo_cli.config.contradictions import contradictions, contradictions_by_step
 from grpo_cli.config.knob import as_written, scheduled_violation, violation
 from grpo_cli.config.renamed import OTHER_NAMES, renamed
-from grpo_cli.config.schema import Benchmark, HeldOut, Recipe, Reward, Schedule, knobs
+from grpo_cli.config.schema import Benchmark, HeldOut, MixturePart, Recipe, Reward, Schedule, knobs
 from grpo_cli.config.sources import has_splits
 from grpo_cli.errors import UserError, listed, nearest
 
-E = TypeVar("E", Reward, Benchmark, HeldOut, Schedule)
+E = TypeVar("E", Reward, Benchmark, HeldOut, MixturePart, Schedule)
 
 # Mappings whose entries have names of the user's.
-NAMED = ("reward", "benchmark", "schedules", "dataset.held_out")
+NAMED = ("reward", "benchmark", "schedules", "dataset.held_out", "dataset.mixture")
 
 SCHEDULABLE = tuple(key for key, f in knobs() if f.metadata.get("schedulable"))
 LOSS_ARGS = "loss.args."  # may follow the step too; `algorithm/objective.py` checks them
@@ -79,7 +79,13 @@ def parse(
         for name, value in recipe.dataset.held_out.items()
         if value is not None
     }
+    recipe.dataset.mixture = {
+        name: _entry(MixturePart, f"dataset.mixture.{name}", value)
+        for name, value in recipe.dataset.mixture.items()
+        if value is not None
+    }
     names = {f"benchmark.{name}": name for name in recipe.benchmark}
+    names |= {f"dataset.mixture.{name}": name for name in recipe.dataset.mixture}
     names |= {f"dataset.held_out.{name}": name for name in recipe.dataset.held_out}
     names |= {f"benchmark.{n}.modes.{m}": m for n, b in recipe.benchmark.items() for m in b.modes}
     for key, name in names.items():
@@ -160,6 +166,7 @@ def _schedule_entries(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[
 
 _KINDS = {
     Reward: "reward", Benchmark: "benchmark", Schedule: "schedule", HeldOut: "held-out set",
+    MixturePart: "data set of a mixture",
 }  # fmt: skip
 
 
@@ -294,10 +301,11 @@ def _unread_of_files(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
         if benchmark.data:  # else that is the mistake
             key = f"benchmark.{name}"
             sources |= {f"{key}.subset": [benchmark.data], f"{key}.split": [benchmark.data]}
-    for name, held in recipe.dataset.held_out.items():
-        key = f"dataset.held_out.{name}"
-        if held.data:
-            sources |= {f"{key}.subset": [held.data], f"{key}.split": [held.data]}
+    parts = {f"dataset.held_out.{name}": held for name, held in recipe.dataset.held_out.items()}
+    parts |= {f"dataset.mixture.{name}": part for name, part in recipe.dataset.mixture.items()}
+    for key, part in parts.items():
+        if part.data:
+            sources |= {f"{key}.subset": [part.data], f"{key}.split": [part.data]}
     for key in sorted(sources.keys() & set(given)):
         files = [source for source in sources[key] if source is not None]
         if not any(map(has_splits, files)):

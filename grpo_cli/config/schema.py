@@ -86,20 +86,40 @@ class Model:
 
 
 @dataclass
-class HeldOut:
-    """One of several sets of held-out rows; what it does not set is as in `dataset`."""
+class NamedRows:
+    """One of several data sets; what it does not set is as in `dataset`."""
 
     data: str = knob("", "Rows: a hub name, or local data as for dataset.train.")
-    subset: str | None = knob(None, "Configuration of the hub data set.")
-    split: str = knob("test", "Split of a hub data set or a folder.")
-    columns: dict[str, str] = knob(
-        {}, "Columns to rename before they are used, as new_name: old_name."
+    subset: str | None = knob(None, "Configuration of the hub data set or the folder.")
+    split: str = knob("train", "Split of a hub data set or a folder.")
+    columns: dict[str, str] | None = knob(
+        None,
+        "Columns to rename before they are used, as new_name: old_name; null: dataset.columns.",
     )
     prompt: str | None = knob(None, "Template of the prompt; null: dataset.prompt.")
     system: str | None = knob(None, "System prompt, for chats; null: dataset.system.")
     limit: int | None = knob(None, "Use only the first N rows.", ge=1)
+
+
+@dataclass
+class MixturePart(NamedRows):
+    """One of the data sets that a run trains on together."""
+
+    weight: float = knob(1.0, "Probability of the data set at each prompt, relative.", gt=0)
+    solution: str | None = knob(
+        None, "Template of a worked solution, for the warm-up; null: dataset.solution."
+    )
+
+
+@dataclass
+class HeldOut(NamedRows):
+    """One of several sets of held-out rows."""
+
+    split: str = knob("test", "Split of a hub data set or a folder.")
     rewards: list[str] = knob(
-        [], "Names of the recipe's rewards that judge the completions; empty: all."
+        [],
+        "Names of the recipe's rewards that judge the completions; empty: all, or those of the "
+        "data set of dataset.mixture with the same name.",
     )
     accuracy: str | None = knob(
         None,
@@ -160,6 +180,11 @@ class Dataset:
     )
     train_limit: int | None = knob(None, "Use only the first N training rows.", ge=1)
     eval_limit: int | None = knob(None, "Use only the first N held-out rows.", ge=1)
+    mixture: dict[str, Any] = knob(
+        {},
+        "Several data sets to train on together, by name, in place of dataset.train; each has "
+        "data, weight, split, prompt and so on.",
+    )
     held_out: dict[str, Any] = knob(
         {},
         "Several sets of held-out rows by name, in place of dataset.eval; each has data, split, "
@@ -188,6 +213,11 @@ class Reward:
     )
     weight: float = knob(1.0, "Weight of this function in the reward, which is a weighted sum.")
     args: dict[str, Any] = knob({}, "Keyword arguments of the reward function.")
+    datasets: list[str] = knob(
+        [],
+        "Names of data sets of dataset.mixture (values of the column `dataset`) to whose rows the "
+        "function applies; empty: all rows.",
+    )
     positions: str = knob(
         "characters",
         "Unit in which a function that rewards steps counts their ends.",

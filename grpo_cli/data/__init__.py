@@ -6,21 +6,26 @@ and the records only.
 """
 
 from grpo_cli.data.prompts import (
+    MixtureStream,
     PromptStream,
     make_prompts,
+    mixed,
     other_columns,
     prompt_text,
     solution_pairs,
 )
-from grpo_cli.data.rows import Rows, hold_out, load_named, load_rows
+from grpo_cli.data.rows import DATASET, Rows, hold_out, load_named, load_rows
 
 __all__ = [
+    "DATASET",
+    "MixtureStream",
     "PromptStream",
     "Rows",
     "hold_out",
     "load_named",
     "load_rows",
     "make_prompts",
+    "mixed",
     "other_columns",
     "prompt_text",
     "solution_pairs",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_cli.config.schema import Dataset
 from grpo_cli.data import conversations
-from grpo_cli.data.rows import Rows, only_field
+from grpo_cli.data.rows import DATASET, Rows, only_field
 from grpo_cli.errors import UserError
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def encode(
     return prompts
 
 
-def other_columns(row: dict[str, Any]) -> dict[str, Any]:
+def other_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the columns of a row that reward functions receive beside its prompt."""
     return {k: v for k, v in row.items() if k not in ("prompt", "completion")}
 
@@ -172,7 +172,7 @@ class PromptStream:
     no state, and so that any number of processes shares one order.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
+    def __init__(self, prompts: Sequence[Prompt], seed: int | str, shuffle: bool) -> None:
         self.prompts = prompts
         self.seed = seed
         self.shuffle = shuffle
@@ -195,7 +195,65 @@ class PromptStream:
         return prompt
 
 
-def epoch_order(seed: int, epoch: int, size: int, shuffle: bool) -> list[int]:
+class MixtureStream(PromptStream):
+    """The endless sequence of prompts of several data sets, interleaved by their weights.
+
+    Which data set stands at a position is drawn with its weight as probability; each data set has
+    its own epochs. All of it is a function of (seed, position).
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Sequence[Prompt]],
+        weights: Mapping[str, float],
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        super().__init__([p for prompts in parts.values() for p in prompts], seed, shuffle)
+        self.parts = {
+            name: PromptStream(prompts, f"{seed}/{name}", shuffle)
+            for name, prompts in parts.items()
+        }
+        self._weights = [weights[name] for name in parts]
+        self._random = random.Random(f"mixture/{seed}")
+        self._drawn: list[tuple[str, int]] = []  # by position: the data set, and the place in it
+        self._taken = dict.fromkeys(parts, 0)  # positions drawn, by data set
+
+    def take(self, start: int, count: int) -> Iterator[tuple[int, Prompt]]:
+        """Yields (position, prompt) for `count` positions from `start` on."""
+        names = list(self.parts)
+        while len(self._drawn) < start + count:
+            (name,) = self._random.choices(names, self._weights)
+            self._drawn.append((name, self._taken[name]))
+            self._taken[name] += 1
+        for position in range(start, start + count):
+            name, place = self._drawn[position]
+            yield position, self.parts[name].prompt_at(place)
+
+
+def mixed(parts: Mapping[str, tuple[Rows, Sequence[Prompt]]]) -> dict[str, list[Prompt]]:
+    """Returns the prompts of several data sets, with the same columns everywhere.
+
+    A column that a data set lacks is None in its rows, and the column `dataset` holds its name.
+    Rows are numbered through over all data sets.
+    """
+    every = other_columns(
+        dict.fromkeys(name for rows, _ in parts.values() for name in rows.columns)
+    )
+    out: dict[str, list[Prompt]] = {}
+    before = 0  # rows of the data sets before
+    for name, (rows, prompts) in parts.items():
+        out[name] = [
+            dataclasses.replace(
+                p, row=p.row + before, columns={**every, **p.columns, DATASET: name}
+            )
+            for p in prompts
+        ]
+        before += len(rows.rows)
+    return out
+
+
+def epoch_order(seed: int | str, epoch: int, size: int, shuffle: bool) -> list[int]:
     """Returns the order of `size` prompts in one epoch."""
     order = list(range(size))
     if shuffle:

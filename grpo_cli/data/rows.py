@@ -5,6 +5,7 @@ Nothing here imports torch or transformers: a mistake in the data is reported be
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 import string
@@ -12,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_cli.config.schema import Dataset, HeldOut
+from grpo_cli.config.schema import Dataset, MixturePart, NamedRows
 from grpo_cli.config.sources import local_path
 from grpo_cli.data.files import load_local
 from grpo_cli.errors import UserError, listed, nearest
+
+DATASET = "dataset"  # the column that names the data set of a mixture
 
 
 @dataclass(frozen=True)
@@ -57,21 +60,36 @@ def load_rows(config: Dataset, split: str) -> Rows:
     return Rows(source, table.column_names, table)
 
 
-def load_named(config: HeldOut, prompt: str, key: str) -> Rows:
-    """Returns the rows of one of several data sets, checked against the template of its prompt.
+def load_named(part: NamedRows, whole: Dataset, key: str) -> tuple[Rows, Dataset]:
+    """Returns one of several data sets: (its rows, how they become prompts).
 
     Args:
+        whole: what the data set does not set itself.
         key: of the data set, for messages.
 
     Raises:
         UserError: as `load_rows`.
     """
-    source = config.data
-    table = load_table(source, config.subset, config.split, f"{key}.data")
-    table = rename_columns(table, config.columns, source, f"{key}.columns")
-    table = first_rows(table, [config.limit], source, f"{key}.data")
-    check_templates({f"{key}.prompt": prompt}, table, source, f"{key}.data")
-    return Rows(source, table.column_names, table)
+    solution = part.solution if isinstance(part, MixturePart) else None
+    own = {"columns": part.columns, "prompt": part.prompt, "system": part.system}
+    own["solution"] = solution
+    config = dataclasses.replace(whole, **{k: v for k, v in own.items() if v is not None})  # type: ignore[arg-type]
+    source = part.data
+    table = load_table(source, part.subset, part.split, f"{key}.data")
+    renaming = "dataset.columns" if part.columns is None else f"{key}.columns"
+    table = rename_columns(table, config.columns, source, renaming)
+    if isinstance(part, MixturePart) and DATASET in table.column_names:
+        raise UserError(
+            f"{key}.data = {source}: has a column {DATASET!r}, which in a mixture is the name of "
+            f"the data set; rename it with {key}.columns.NAME={DATASET}."
+        )
+    table = first_rows(table, [part.limit], source, f"{key}.data")
+    templates = {f"{key}.prompt" if part.prompt is not None else "dataset.prompt": config.prompt}
+    if config.solution is not None and isinstance(part, MixturePart):
+        solution_key = f"{key}.solution" if solution is not None else "dataset.solution"
+        templates[solution_key] = config.solution
+    check_templates(templates, table, source, f"{key}.data")
+    return Rows(source, table.column_names, table), config
 
 
 def hold_out(rows: Rows, config: Dataset) -> tuple[Rows, Rows]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -37,6 +38,21 @@ def rollout_metrics(step_stats: StepStats) -> dict[str, float]:
         spread = torch.tensor(values, dtype=torch.float64).std() if len(values) > 1 else 0.0
         metrics[f"rewards/{name}/std"] = float(spread)
     return metrics
+
+
+def mixture_metrics(step_stats: StepStats, dataset_of: Mapping[int, str]) -> dict[str, float]:
+    """Returns the mean reward of each data set of a mixture that the step has prompts of.
+
+    Args:
+        dataset_of: the name of the data set, by prompt index.
+    """
+    rewards: dict[str, list[float]] = {}
+    for position, group in sorted(step_stats.items()):
+        found = rewards.setdefault(dataset_of[position], [])
+        found += [o.reward for o in group if not math.isnan(o.reward)]
+    metrics = {f"mixture/{name}/reward": mean(found) for name, found in sorted(rewards.items())}
+    counts = Counter(dataset_of[position] for position in step_stats)
+    return metrics | {f"mixture/{n}/prompts": float(c) for n, c in sorted(counts.items())}
 
 
 def staleness_metrics(

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_cli.config.schema import Scoring
+from grpo_cli.data.rows import DATASET
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.scoring.pool import Call, CallResult, Pool, overrun
 from grpo_cli.scoring.pool_worker import answer, blame, recorders
@@ -48,6 +49,11 @@ class BoundReward:
     cache: bool
     concurrency: int  # completions at once, of an async function
     preload: tuple[str, ...] = ()
+    datasets: tuple[str, ...] = ()  # names in the column `dataset` to which it applies; (): all
+
+    def applies_to(self, sample: Sample) -> bool:
+        """Whether the function applies to the row of a sample."""
+        return not self.datasets or sample.columns.get(DATASET) in (None, *self.datasets)
 
     def arguments(self, samples: Sequence[Sample], state: TrainerState) -> dict[str, Any]:
         """Returns the function's arguments, with None for log_metric and log_extra."""

@@ -188,6 +188,7 @@ def bind_reward(
         cache=cache,
         concurrency=spec.concurrency or ASYNC_CONCURRENCY,
         preload=(path.partition(":")[0], *traits.preload),
+        datasets=tuple(spec.datasets),
     )
 
 
@@ -247,7 +248,7 @@ class ScoringSession:
         """Starts the functions that take one completion at a time on samples."""
         for reward in self.rewards.values():
             if reward.timeout is not None:
-                for sample in samples:
+                for sample in filter(reward.applies_to, samples):
                     started = self.executor.start(reward, sample, self.state)
                     self._under_way[reward.name, id(sample)] = started
 
@@ -334,6 +335,11 @@ class ScoringSession:
 
     def results(self, reward: BoundReward, samples: Sequence[Sample]) -> list[RewardResult]:
         """Returns a function's result for each sample; a failure is a result with an error."""
+        theirs = [s for s in samples if reward.applies_to(s)]
+        results = iter(self._results(reward, theirs) if theirs else ())
+        return [next(results) if reward.applies_to(s) else RewardResult() for s in samples]
+
+    def _results(self, reward: BoundReward, samples: Sequence[Sample]) -> list[RewardResult]:
         if reward.timeout is None:
             with heartbeat.calling():
                 results = self._called_here(reward, samples)

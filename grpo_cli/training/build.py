@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -39,7 +41,7 @@ from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter, write_text
 from grpo_cli.training import resume
-from grpo_cli.training.prepare import Prepared, find_resume
+from grpo_cli.training.prepare import Prepared, TrainRows, find_resume
 from grpo_cli.training.rollout_queue import RolloutQueue
 from grpo_cli.training.run import Run
 
@@ -86,12 +88,11 @@ def assemble(
     resume_from = checkpoint_to_resume(prepared, workers, reporter)
     # For dropout; sampling has random streams of its own.
     transformers.set_seed(derive_seed(recipe.seed, workers.rank) % 2**32)
-    assert prepared.train_rows is not None
 
     with workers.raise_together():  # a disk, a cache or a network may fail on one process only
         model, tokenizer = load_policy(prepared, workers, reporter)
-    rows = prepared.train_rows
-    prompts = make_prompts("train", rows, recipe.dataset, recipe, tokenizer, reporter)
+    stream = make_stream(prepared, tokenizer, reporter)
+    prompts = stream.prompts
     recipe = parsing.with_steps(recipe, len(prompts))
     reporter.progress.total = recipe.steps
     reference_model = loading.frozen_copy(model) if recipe.needs_reference else None
@@ -126,7 +127,6 @@ def assemble(
         reporter.say if workers.is_main else partial(print, f"process {workers.rank}:"),
         runs_in_lockstep=workers.runs_in_lockstep,
     )
-    stream = data.PromptStream(prompts, recipe.seed, recipe.dataset.shuffle)
     run = Run(
         recipe=recipe,
         folder=folder,
@@ -280,21 +280,22 @@ def load_policy(
     if recipe.model.build is None:
         assert recipe.model.path is not None, "checked when the recipe was parsed"
         return loading.load(recipe.model, recipe.model.path, weights=whole)
-    assert prepared.train_rows is not None
     with workers.main_first():  # the others find what the main process has made
-        path = build_model(recipe, prepared.train_rows, reporter.console)
+        path = build_model(recipe, prepared.train.values(), reporter.console)
     return loading.load(recipe.model, path, weights=whole)
 
 
-def build_model(recipe: Recipe, rows: data.Rows, console: Console) -> Path:
+def build_model(recipe: Recipe, train: Iterable[TrainRows], console: Console) -> Path:
     """The model that the recipe builds, made now unless it is in the cache.
 
     Args:
-        rows: for training; their solutions are what it is warmed up with.
+        train: data sets whose solutions the model is warmed up with.
     """
     build = recipe.model.build
     assert build is not None
-    pairs = list(data.solution_pairs(rows, recipe.dataset)) if build.warmup_steps else []
+    pairs: list[tuple[Any, str]] = []
+    for part in train if build.warmup_steps else ():
+        pairs += data.solution_pairs(part.rows, part.dataset)
     bar = Bar(console, "warm-up", build.warmup_steps)
     path = tiny.build(
         build,
@@ -306,16 +307,41 @@ def build_model(recipe: Recipe, rows: data.Rows, console: Console) -> Path:
     return path
 
 
+def make_stream(
+    prepared: Prepared, tokenizer: PreTrainedTokenizerBase, reporter: Reporter
+) -> data.PromptStream:
+    """Returns the sequence of prompts that the run trains on."""
+    recipe, parts = prepared.recipe, prepared.train
+    seed, shuffle = recipe.seed, recipe.dataset.shuffle
+
+    def prompts(name: str) -> list[Prompt]:
+        key = f"dataset.mixture.{name}" if name else "dataset.train"
+        part = parts[name]
+        return make_prompts(key, part.rows, part.dataset, recipe, tokenizer, reporter)
+
+    if "" in parts:
+        return data.PromptStream(prompts(""), seed, shuffle)
+    mixed = data.mixed({name: (part.rows, prompts(name)) for name, part in parts.items()})
+    weights = {name: part.weight for name, part in parts.items()}
+    return data.MixtureStream(mixed, weights, seed, shuffle)
+
+
 def make_prompts(
-    split: str,
+    key: str,
     rows: data.Rows,
     dataset: Dataset,
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     reporter: Reporter,
+    *,
+    held_out: bool = False,
 ) -> list[Prompt]:
-    """Returns the prompts of a split, and prints how many rows are too long."""
-    held_out = split == "eval"
+    """Returns the prompts of rows, and prints how many are too long.
+
+    Args:
+        key: what messages call the rows by.
+        held_out: whether the rows are for evaluation, where none is too long.
+    """
     prompts, overlong = data.make_prompts(
         rows,
         dataset,
@@ -326,7 +352,7 @@ def make_prompts(
     if overlong:
         done = "dropped" if recipe.dataset.overlong_prompts == "drop" else "cut"
         reporter.say(
-            f"dataset.{split}: {overlong:,} of {len(rows.rows):,} prompts longer than "
+            f"{key}: {overlong:,} of {len(rows.rows):,} prompts longer than "
             f"dataset.max_prompt_tokens = {recipe.dataset.max_prompt_tokens}: {done}"
         )
     return prompts
@@ -345,7 +371,15 @@ def make_tasks(
             tasks.held_out(
                 recipe,
                 name or sources.short_name(recipe.dataset.eval or recipe.dataset.train or ""),
-                make_prompts("eval", held.rows, held.dataset, recipe, tokenizer, reporter),
+                make_prompts(
+                    "dataset.eval",
+                    held.rows,
+                    held.dataset,
+                    recipe,
+                    tokenizer,
+                    reporter,
+                    held_out=True,
+                ),
                 held.scorer,
                 benchmarks.fingerprint(held.rows),
                 held.accuracy,

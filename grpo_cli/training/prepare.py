@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -45,12 +46,21 @@ class HeldOutRows:
 
 
 @dataclass(frozen=True)
+class TrainRows:
+    """A data set to train on."""
+
+    rows: data.Rows
+    dataset: Dataset  # how a row becomes a prompt
+    weight: float = 1.0  # in a mixture
+
+
+@dataclass(frozen=True)
 class Prepared:
     """A recipe found to be sound, with what was loaded to find out."""
 
     recipe: Recipe
     folder: Path
-    train_rows: data.Rows | None
+    train: dict[str, TrainRows]  # by name in dataset.mixture; "": the only one; {}: no training
     scorer: Scorer  # of training; of an evaluation alone, that of its first task
     held_out: dict[str, HeldOutRows] = field(default_factory=dict)  # by name; "": the only ones
     benchmarks: dict[str, LoadedBenchmark] = field(default_factory=dict)  # by name
@@ -84,32 +94,38 @@ def for_training(recipe: Recipe) -> Prepared:
     check_dtype(recipe)
     tracking.require(recipe.tracking.backend)
     check_model_path(recipe)
-    train_rows, eval_rows = rows_of(recipe)
-    parsing.with_steps(recipe, len(train_rows.rows))  # of which some may be dropped as over-long
+    train, eval_rows = train_rows_of(recipe)
+    if recipe.dataset.eval and not recipe.benchmark:
+        eval_rows = data.load_rows(recipe.dataset, "eval")
+    rows = sum(len(part.rows.rows) for part in train.values())
+    parsing.with_steps(recipe, rows)  # of which some may be dropped as over-long
     executor = RewardExecutor(recipe.scoring)
-    limit = recipe.generation.max_completion_tokens
-    scorer = make_scorer(recipe, train_rows, recipe.dataset, limit, executor)
+    scorer = scorer_of_training(recipe, train, executor)
     held_out = held_out_of(recipe, eval_rows, executor)
     benches = benches_of(recipe, executor)
     check_engine(recipe)
     note = check_hub(recipe)  # the last check, since it may create a repository
     recipe = with_absolute_paths(recipe)
-    return Prepared(recipe, folder, train_rows, scorer, held_out, benches, note)
+    return Prepared(recipe, folder, train, scorer, held_out, benches, note)
 
 
-def rows_of(recipe: Recipe) -> tuple[data.Rows, data.Rows | None]:
-    """Returns (rows to train on, held-out rows unless benchmarks replace them).
+def train_rows_of(recipe: Recipe) -> tuple[dict[str, TrainRows], data.Rows | None]:
+    """Returns (data sets to train on, rows that `dataset.test_split_size` has taken off).
 
     Raises:
         UserError: they cannot be loaded.
     """
-    dataset = recipe.dataset
-    train, held_out = data.load_rows(dataset, "train"), None
-    if dataset.test_split_size is not None:
-        train, held_out = data.hold_out(train, dataset)
-    elif dataset.eval and not recipe.benchmark:
-        held_out = data.load_rows(dataset, "eval")
-    return train, None if recipe.benchmark else held_out
+    dataset, held_out = recipe.dataset, None
+    train = {}
+    for name, part in dataset.mixture.items():
+        rows, config = data.load_named(part, dataset, f"dataset.mixture.{name}")
+        train[name] = TrainRows(rows, config, part.weight)
+    if not train:
+        rows = data.load_rows(dataset, "train")
+        if dataset.test_split_size is not None:
+            rows, held_out = data.hold_out(rows, dataset)
+        train[""] = TrainRows(rows, dataset)
+    return train, held_out
 
 
 def for_evaluation(recipe: Recipe) -> Prepared:
@@ -133,13 +149,13 @@ def for_evaluation(recipe: Recipe) -> Prepared:
         check_engine(recipe)
         scorer = next(iter(benches.values())).scorer
         recipe = with_absolute_paths(recipe)
-        return Prepared(recipe, folder, None, scorer, benchmarks=benches)
-    rows = rows_of(recipe)[1] if splits else None
+        return Prepared(recipe, folder, {}, scorer, benchmarks=benches)
+    rows = train_rows_of(recipe)[1] if splits else None
     rows = data.load_rows(dataset, "eval") if dataset.eval else rows
     held_out = held_out_of(recipe, rows, executor)
     check_engine(recipe)
     scorer = next(iter(held_out.values())).scorer
-    return Prepared(with_absolute_paths(recipe), folder, None, scorer, held_out)
+    return Prepared(with_absolute_paths(recipe), folder, {}, scorer, held_out)
 
 
 def held_out_of(
@@ -154,19 +170,18 @@ def held_out_of(
         UserError: a set cannot be loaded, or does not fit its rewards.
     """
     limit = recipe.eval.max_completion_tokens or recipe.generation.max_completion_tokens
-    if rows is not None:
+    if rows is not None and not recipe.benchmark:
         scorer = make_scorer(recipe, rows, recipe.dataset, limit, executor)
         return {"": HeldOutRows(rows, recipe.dataset, scorer)}
     found = {}
     for name, held in recipe.dataset.held_out.items() if not recipe.benchmark else ():
         key = f"dataset.held_out.{name}"
-        dataset = dataclasses.replace(
-            recipe.dataset,
-            prompt=recipe.dataset.prompt if held.prompt is None else held.prompt,
-            system=recipe.dataset.system if held.system is None else held.system,
-        )
-        set_rows = data.load_named(held, dataset.prompt, key)
-        own = {reward: recipe.reward[reward] for reward in held.rewards or recipe.reward}
+        set_rows, dataset = data.load_named(held, recipe.dataset, key)
+        own = {
+            reward: config
+            for reward, config in recipe.reward.items()
+            if reward in (held.rewards or rewards_of(recipe, name))
+        }
         judged = dataclasses.replace(recipe, reward=own)
         scorer = make_scorer(judged, set_rows, dataset, limit, executor, f"{key}.columns")
         found[name] = HeldOutRows(set_rows, dataset, scorer, held.accuracy)
@@ -207,6 +222,37 @@ def benches_of(recipe: Recipe, executor: RewardExecutor) -> dict[str, LoadedBenc
     return benches
 
 
+def scorer_of_training(
+    recipe: Recipe, train: dict[str, TrainRows], executor: RewardExecutor
+) -> Scorer:
+    """The recipe's rewards for what a run trains on, tried out on the first row of each data set.
+
+    Raises:
+        UserError: as `make_scorer`; with the name of the data set of a mixture.
+    """
+    limit = recipe.generation.max_completion_tokens
+    if "" in train:
+        return make_scorer(recipe, train[""].rows, recipe.dataset, limit, executor)
+    columns = {c: None for part in train.values() for c in [*part.rows.columns, data.DATASET]}
+    for name, part in train.items():
+        own = {reward: recipe.reward[reward] for reward in rewards_of(recipe, name)}
+        rows = dataclasses.replace(part.rows, columns=[*part.rows.columns, data.DATASET])
+        judged = dataclasses.replace(recipe, reward=own)
+        renaming = f"dataset.mixture.{name}.columns"
+        make_scorer(judged, rows, part.dataset, limit, executor, renaming, {data.DATASET: name})
+    run = {"max_completion_tokens": limit, "device": recipe.device}
+    return Scorer(recipe.reward, [*columns], "dataset.mixture", executor, run)
+
+
+def rewards_of(recipe: Recipe, name: str) -> list[str]:
+    """Returns the rewards that apply to a data set; all, where the mixture has none of the name."""
+    return [
+        reward
+        for reward, config in recipe.reward.items()
+        if name not in recipe.dataset.mixture or name in (config.datasets or [name])
+    ]
+
+
 def make_scorer(
     recipe: Recipe,
     rows: data.Rows,
@@ -214,6 +260,7 @@ def make_scorer(
     limit: int,
     executor: RewardExecutor,
     renaming: str = "dataset.columns",
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> Scorer:
     """The recipe's rewards for these rows, each tried out on the first of them.
 
@@ -221,6 +268,7 @@ def make_scorer(
         dataset: how a row becomes a prompt.
         limit: longest completion, in tokens.
         renaming: the key that renames a column, for messages.
+        more: further columns of each row.
 
     Raises:
         UserError: a function that is not there, does not fit the data, or fails on the first row.
@@ -231,7 +279,7 @@ def make_scorer(
         row, line = rows.rows[0], rows.line(0)
         prompt = data.prompt_text(row, dataset, line)
         try:
-            scorer.try_out(Sample(line, prompt, MADE_UP, (0,), data.other_columns(row)))
+            scorer.try_out(Sample(line, prompt, MADE_UP, (0,), {**data.other_columns(row), **more}))
         except BaseException:
             executor.close()
             raise
@@ -418,6 +466,10 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
             recipe.dataset,
             train=absolute(recipe.dataset.train),
             eval=absolute(recipe.dataset.eval),
+            mixture={
+                name: dataclasses.replace(part, data=absolute(part.data))
+                for name, part in recipe.dataset.mixture.items()
+            },
             held_out={
                 name: dataclasses.replace(held, data=absolute(held.data))
                 for name, held in recipe.dataset.held_out.items()

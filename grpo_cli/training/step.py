@@ -13,11 +13,12 @@ from grpo_cli.algorithm.metric_sums import ReducedMetrics
 from grpo_cli.checkpoints import paths
 from grpo_cli.config.schedules import at_step
 from grpo_cli.config.schema import Generation, Recipe
+from grpo_cli.data import DATASET
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, listed
 from grpo_cli.models.flops import peak_flops
 from grpo_cli.reporting.reporter import rows_of_all
-from grpo_cli.reporting.rollout_metrics import rollout_metrics
+from grpo_cli.reporting.rollout_metrics import mixture_metrics, rollout_metrics
 from grpo_cli.reporting.stage_clock import Clock, possible_stages
 from grpo_cli.training.run import Run
 from grpo_cli.training.step_progress import StepBatch, StepProgress
@@ -126,6 +127,10 @@ class Step:
         """Moves the run on to the next step; only evaluation and logging are left."""
         run, collected = self.run, self.progress.collected
         self.metrics |= collected.metrics | rollout_metrics(collected.sampled)
+        if self.recipe.dataset.mixture:
+            prompts = {p: run.queue.stream.prompt_at(p) for p in collected.sampled}
+            names = {p: prompt.columns[DATASET] for p, prompt in prompts.items()}
+            self.metrics |= mixture_metrics(collected.sampled, names)
         self.metrics |= self.clock.metrics(collected.sampled)
         run.state.step += 1
         run.state.num_tokens += sum(

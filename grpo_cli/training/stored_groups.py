@@ -15,8 +15,11 @@ from grpo_cli.records import Group, from_state, to_state
 
 def reward_fingerprint(recipe: Recipe) -> str:
     """Returns what the rewards of a completion depend on."""
-    rewards = recipe.reward.items()
-    return repr({name: (r.function, r.weight, r.args, r.positions) for name, r in rewards})
+    rewards = {
+        name: (r.function, r.weight, r.args, r.positions, *r.datasets)
+        for name, r in recipe.reward.items()
+    }
+    return repr(rewards)
 
 
 def sampling_fingerprint(recipe: Recipe, step: int) -> str:

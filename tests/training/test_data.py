@@ -61,7 +61,10 @@ def test_dropped_rows_do_not_count_in_an_epoch(tmp_path: Path) -> None:
 def test_a_schedule_behind_the_last_epoch_is_refused_before_a_model_is_made(
     tmp_path: Path,
 ) -> None:
-    changes = {"loss__beta": 0.1, "schedules": {"loss.beta": {"to": 0.2, "begin": 5, "shape": "jump"}}}
+    changes = {
+        "loss__beta": 0.1,
+        "schedules": {"loss.beta": {"to": 0.2, "begin": 5, "shape": "jump"}},
+    }
     with pytest.raises(UserError, match="must be < steps = 5"):
         prepare.for_training(recipe(tmp_path, epochs=1.0, **changes))
     prepare.for_training(recipe(tmp_path, epochs=1.3, **changes))
@@ -81,3 +84,93 @@ def test_rows_split_off_are_held_out_and_found_again(tmp_path: Path) -> None:
     (task,) = build.make_tasks(prepared, live.tokenizer, live.reporter)
     assert {p.row for p in task.prompts} == held_out
     assert task.name == "rows"
+
+
+def tested(completions: list[str], tests: list[str | None], **_: Any) -> list[float]:
+    """A reward of data set `b` only: it would fail where there are no tests."""
+    return [float(len(t)) for t in tests]  # type: ignore[arg-type]
+
+
+def mixture(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Changes for a run on two data sets, of which each has a reward of its own."""
+    folder.mkdir(exist_ok=True)
+    rows = {
+        "a": [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(9)],
+        "b": [{"text": f"write {n}", "tests": "abc"[: n % 4]} for n in range(4)],
+    }
+    for name, found in rows.items():
+        text = "".join(json.dumps(row) + "\n" for row in found)
+        (folder / f"{name}.jsonl").write_text(text)
+    parts = {
+        "a": {"data": str(folder / "a.jsonl"), "weight": 2.0},
+        "b": {"data": str(folder / "b.jsonl"), "prompt": "{text}:", "solution": "{tests}"},
+    }
+    return {
+        "dataset__train": None,
+        "dataset__mixture": parts,
+        "dataset__eval": None,
+        "dataset__held_out": {name: {"data": part["data"]} for name, part in parts.items()},
+        "dataset__held_out__b__prompt": "{text}:",
+        "reward": {
+            "evens": {"function": "tests.training.test_train:evens"},
+            "tested": {"function": "tests.training.test_data:tested", "datasets": ["b"]},
+        },
+        "model__build__warmup_steps": 2,
+        **changes,
+    }
+
+
+def test_a_mixture_of_data_sets_with_their_own_rewards(tmp_path: Path) -> None:
+    outputs = [str(tmp_path / name) for name in ("straight", "parts")]
+    live = trained(tmp_path, output_dir=outputs[0], **mixture(tmp_path))
+    for step in metrics(live):
+        counts = {name: step.get(f"mixture/{name}/prompts", 0) for name in "ab"}
+        assert sum(counts.values()) == 6
+        rewards = [counts[name] * step[f"mixture/{name}/reward"] for name in "ab" if counts[name]]
+        assert step["reward"] == pytest.approx(sum(rewards) / 6)
+    assert sum(step.get("mixture/b/prompts", 0) for step in metrics(live)) > 0
+    assert metrics(live)[0]["epoch"] == 6 / 13
+    assert live.evaluator is not None
+    judges = [[*task.scorer.rewards] for task in live.evaluator.tasks]
+    assert judges == [["evens"], ["evens", "tested"]], "as in training"
+    columns = {p.columns["dataset"]: p for p in live.queue.stream.prompts}
+    assert columns["b"].columns["answer"] is None
+    assert str(columns["b"].text).startswith("write ")
+    in_parts = trained_in_parts(tmp_path, 40, output_dir=outputs[1], **mixture(tmp_path))
+    assert torch.equal(weights(in_parts), weights(live))
+    assert timeless(in_parts) == timeless(live)
+    again = trained(tmp_path, output_dir=str(tmp_path / "file"), **mixture(tmp_path, epochs=1.0))
+    assert again.recipe.steps == 3, "13 prompts, 6 a step"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"dataset__train": "x.jsonl"}, "dataset.train: is not read with dataset.mixture, whose"),
+        (
+            {"dataset__test_split_size": 0.5},
+            "test_split_size: is not read with dataset.mix",
+        ),
+        ({"reward__tested__datasets": ["c"]}, "'c' is no data set of dataset.mixture; there are a"),
+        ({"reward__tested__datasets": []}, "needs the column 'tests', which"),
+        ({"dataset__mixture__b__weight": 0}, "dataset.mixture.b.weight = 0.0: must be > 0."),
+        ({"dataset__mixture__b__data": ""}, "dataset.mixture.b.data: is missing"),
+        ({"dataset__mixture__b__wait": 1}, "a data set of a mixture has columns, data, limit"),
+        (
+            {"dataset__mixture__b__columns": {"dataset": "tests"}},
+            "has a column 'dataset', which",
+        ),
+        (
+            {"dataset__mixture__b__solution": "{tset}"},
+            "dataset.mixture.b.solution: the template",
+        ),
+        (
+            {"dataset__mixture__b__prompt": None},
+            "dataset.prompt: the template names a col",
+        ),
+    ],
+)
+def test_mistakes_about_a_mixture(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError) as error:
+        prepare.for_training(recipe(tmp_path, **{**mixture(tmp_path), **changes}))
+    assert expected in str(error.value)
