@@ -125,6 +125,7 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
 def _of_training(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     yield from _of_length(recipe, given)
     yield from _of_mixture(recipe)
+    yield from _of_streaming(recipe)
     if not recipe.output_dir:
         yield "output_dir: is empty; name a folder."
     if not recipe.reward and not recipe.benchmark:
@@ -143,6 +144,24 @@ def _of_training(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
             f"update.minibatches = {recipe.update.minibatches}: must be <= prompts_per_step = "
             f"{recipe.prompts_per_step}, since a minibatch holds whole groups."
         )
+
+
+def _of_streaming(recipe: Recipe) -> Iterator[str]:
+    dataset, build = recipe.dataset, recipe.model.build
+    if not dataset.streaming:
+        return
+    if recipe.epochs is not None:
+        yield (
+            f"epochs = {recipe.epochs:g}: nobody knows the length of a stream before its end; set "
+            "steps, or dataset.streaming=false."
+        )
+    needed = {
+        "dataset.mixture": dataset.mixture,
+        "dataset.test_split_size": dataset.test_split_size is not None,
+        "model.build.warmup_steps": build is not None and build.warmup_steps,
+    }
+    for key in (key for key, is_set in needed.items() if is_set):
+        yield f"{key}: needs all rows at the start; set dataset.streaming=false."
 
 
 def _of_mixture(recipe: Recipe) -> Iterator[str]:
@@ -221,12 +240,18 @@ def _of_evaluation(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
             f"eval.num_samples = {config.num_samples}: greedy completions are all the same; "
             f"set {greedy} above 0."
         )
-    if config.policy_metrics and config.num_samples == 1:
+    if config.policy_metrics and config.sampling != "training":
+        yield "eval.policy_metrics: is only read with eval.sampling = training; it is own."
+    elif config.policy_metrics and config.num_samples == 1:
         yield (
             "eval.policy_metrics: needs eval.num_samples above 1, since advantages are relative to "
             "the other completions of a row."
         )
-    if (config.top_p < 1 or "eval.top_p" in given) and config.drawn_at == 0:
+    if (config.top_p < 1 or "eval.top_p" in given) and config.sampling == "training":
+        yield (
+            f"eval.top_p = {config.top_p:g}: is only read with eval.sampling = own; it is training."
+        )
+    elif (config.top_p < 1 or "eval.top_p" in given) and config.drawn_at == 0:
         yield f"eval.top_p = {config.top_p:g}: is only read when eval.temperature is above 0."
     for key, value in (("metric", config.metric), ("k", config.k)):
         if value and config.num_samples == 1:

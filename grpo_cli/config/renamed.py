@@ -33,6 +33,7 @@ OTHER_NAMES = {
     "gradient_accumulation_steps": "prompts_per_step; micro-batches are chosen by themselves",
     "num_train_epochs": "epochs",
     "num_epochs": "epochs",
+    "buffer_size": "dataset.shuffle_buffer",
     "test_size": "dataset.test_split_size",
     "loss_type": "loss=NAME, such as loss=dapo",
     "scale_rewards": "advantage.scale",

@@ -178,6 +178,17 @@ class Dataset:
     shuffle: bool = knob(
         True, "Shuffle the rows in each epoch, as a function of (seed, epoch) only."
     )
+    streaming: bool = knob(
+        False,
+        "Read the training rows while training, instead of all at the start; for data that does "
+        "not fit into memory.",
+    )
+    shuffle_buffer: int = knob(
+        1000,
+        "Rows that a stream reads and shuffles together.",
+        ge=1,
+        read_if=("dataset.streaming",),
+    )
     train_limit: int | None = knob(None, "Use only the first N training rows.", ge=1)
     eval_limit: int | None = knob(None, "Use only the first N held-out rows.", ge=1)
     mixture: dict[str, Any] = knob(
@@ -993,7 +1004,6 @@ class Eval:
         "evaluation.",
         gt=0,
         le=1,
-        read_if=("eval.sampling", "own"),
     )
     max_completion_tokens: int | None = knob(
         None,
@@ -1030,8 +1040,7 @@ class Eval:
     policy_metrics: bool = knob(
         False,
         "Also log loss, KL, entropy and clip shares on the held-out completions, as on those of "
-        "training; takes forward passes and eval.num_samples above 1.",
-        read_if=("eval.sampling", "training"),
+        "training; takes forward passes, eval.sampling=training and eval.num_samples above 1.",
     )
     patience: int = knob(
         0, "End the run after this many evaluations in a row without a new best; 0: never.", ge=0,

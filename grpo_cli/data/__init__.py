@@ -1,6 +1,7 @@
 """Datasets: their rows, the prompts made from them, and the order in which prompts are taken.
 
-Start with `rows.load_rows` (a file or a hub name to rows), then `prompts.make_prompts` and
+Start with `rows.load_rows` (local data, read by `files`, or a hub name to rows), then
+`prompts.make_prompts` and
 `prompts.PromptStream`; `stored_completions` reads files of completions. Imports the configuration
 and the records only.
 """
@@ -15,17 +16,21 @@ from grpo_cli.data.prompts import (
     solution_pairs,
 )
 from grpo_cli.data.rows import DATASET, Rows, hold_out, load_named, load_rows
+from grpo_cli.data.streaming import RowStream, StreamedPrompts, open_stream
 
 __all__ = [
     "DATASET",
     "MixtureStream",
     "PromptStream",
+    "RowStream",
     "Rows",
+    "StreamedPrompts",
     "hold_out",
     "load_named",
     "load_rows",
     "make_prompts",
     "mixed",
+    "open_stream",
     "other_columns",
     "prompt_text",
     "solution_pairs",

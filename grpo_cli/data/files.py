@@ -42,17 +42,33 @@ def load_local(path: Path, subset: str | None, split: str, key: str) -> Any:
     Raises:
         UserError: nothing is there, no such split, a malformed line, files that do not go together.
     """
+    if is_saved_to_disk(path):
+        return _saved_to_disk(path, split, key)
+    return load_files(find_files(path, subset, split, key), key, path)
+
+
+def find_files(path: Path, subset: str | None, split: str, key: str) -> list[Path]:
+    """Returns the file, or all files of a pattern or of a split in a folder, in their order.
+
+    Raises:
+        UserError: there is none.
+    """
     if is_pattern(path):
         found = sorted(map(Path, glob.glob(str(path), recursive=True)))
-        files = [file for file in found if file.is_file()]
-        if not files:
-            raise UserError(f"{key} = {path}: no file matches this pattern.")
-        return load_files(files, key, path)
-    if not path.is_dir():
-        return load_file(path, key)
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        return _saved_to_disk(path, split, key)
-    return load_files(_shards(path, subset, split, key), key, path)
+        if files := [file for file in found if file.is_file()]:
+            return files
+        raise UserError(f"{key} = {path}: no file matches this pattern.")
+    if path.is_dir():
+        return _shards(path, subset, split, key)
+    if not path.exists():
+        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise UserError(f"{key} = {path}: there is no such file.{nearest(path.name, beside)}")
+    return [path]
+
+
+def is_saved_to_disk(path: Path) -> bool:
+    """Returns whether `save_to_disk` of `datasets` has written a folder."""
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 
 def _saved_to_disk(path: Path, split: str, key: str) -> Any:
@@ -113,10 +129,42 @@ def load_file(path: Path, key: str) -> Any:
     Raises:
         UserError: a missing file, a malformed line, no rows.
     """
-    if not path.exists():
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise UserError(f"{key} = {path}: there is no such file.{nearest(path.name, beside)}")
-    return load_files([path], key, path)
+    if path.is_dir():
+        return load_files([path], key, path)  # which says what it must be
+    return load_files(find_files(path, None, "", key), key, path)
+
+
+def stream_files(
+    paths: Sequence[Path], key: str, source: Path, start: int
+) -> Iterator[dict[str, Any]]:
+    """Yields the rows of files from row `start` on, without holding them in memory.
+
+    Text stays text; JSON's other values stay what they are in their row.
+
+    Args:
+        source: what the files were found by, for messages about all of them.
+    """
+    from pyarrow import parquet
+
+    kind = _kind_of(paths, key, source)
+    for path in paths:
+        if kind == "parquet":
+            try:
+                file = parquet.ParquetFile(path)
+            except Exception as error:  # pyarrow's errors have no common base
+                raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
+            if start >= file.metadata.num_rows:
+                start -= file.metadata.num_rows
+                continue
+            batches = file.iter_batches(batch_size=256)
+            rows: Iterator[Any] = (row for batch in batches for row in batch.to_pylist())
+        else:
+            rows = csv_rows(path, key) if kind == "csv" else json_rows(path, key)
+        for row in rows:
+            if start > 0:
+                start -= 1
+            else:
+                yield row
 
 
 def load_files(paths: Sequence[Path], key: str, source: Path) -> Any:
@@ -127,7 +175,7 @@ def load_files(paths: Sequence[Path], key: str, source: Path) -> Any:
     """
     kind = _kind_of(paths, key, source)
     if kind == "csv":
-        tables = {path: _read_csv(path, key) for path in paths}
+        tables = {path: list(csv_rows(path, key)) for path in paths}
         _check_columns({path: [*rows[0]] for path, rows in tables.items()}, key, source)
         return _as_table([*chain.from_iterable(tables.values())], key, source)
     as_text = _check_json(paths, key, source) if kind == "json" else None
@@ -349,24 +397,26 @@ def _with_text(rows: list[dict[str, Any]], columns: Sequence[str]) -> list[dict[
     return [{name: cell(name, row.get(name)) for name in names} for row in rows]
 
 
-def _read_csv(path: Path, key: str) -> list[dict[str, str]]:
-    """Returns rows as text: a cell such as 007 or NA may be an answer."""
+def csv_rows(path: Path, key: str) -> Iterator[dict[str, str]]:
+    """Yields rows as text: a cell such as 007 or NA may be an answer."""
     csv.field_size_limit(2**31 - 1)
     opener = gzip.open if path.suffix == ".gz" else open
+    number = -1
     try:
         with opener(path, "rt", encoding=ENCODING, newline="") as file:
             reader = csv.DictReader(file, strict=True)
-            names, rows = reader.fieldnames or [], list(reader)
+            names = reader.fieldnames or []
+            for number, row in enumerate(reader):
+                if None in row or None in row.values():
+                    got = len(names) + len(row.get(None, ())) - [*row.values()].count(None)  # type: ignore[call-overload]
+                    raise UserError(
+                        f"{key} = {path}, row {number}: has {got} fields; the header has "
+                        f"{len(names)}."
+                    )
+                yield row
     except UnicodeDecodeError as error:
         raise UserError(f"{key} = {path}: is not UTF-8 text ({error.reason}).") from error
     except (OSError, EOFError, MemoryError, csv.Error) as error:
         raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
-    if not rows:
+    if number < 0:
         raise UserError(f"{key} = {path}: the data set is empty.")
-    for number, row in enumerate(rows):
-        if None in row or None in row.values():
-            got = len(names) + len(row.get(None, ())) - [*row.values()].count(None)  # type: ignore[call-overload]
-            raise UserError(
-                f"{key} = {path}, row {number}: has {got} fields; the header has {len(names)}."
-            )
-    return rows

@@ -28,6 +28,7 @@ def make_prompts(
     *,
     held_out: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
+    may_be_empty: bool = False,
 ) -> tuple[list[Prompt], int]:
     """Returns the prompts of all rows, and how many rows were dropped or cut as over-long.
 
@@ -35,6 +36,7 @@ def make_prompts(
         template_kwargs: arguments of the chat template.
         held_out: the rows are for evaluation and none is dropped or cut, since an accuracy over
             short rows only would not be the accuracy over the data.
+        may_be_empty: whether all rows may be too long.
 
     Raises:
         UserError: a row whose `prompt` is a list of messages without dataset.chat, messages that
@@ -50,7 +52,7 @@ def make_prompts(
     overlong = len(every) - len(prompts)
     if config.overlong_prompts == "cut":
         return [dataclasses.replace(p, ids=p.ids[-most:]) for p in every], overlong
-    if not prompts:
+    if not prompts and not may_be_empty:
         raise UserError(
             f"dataset.max_prompt_tokens = {most}: every prompt of {rows.source} is longer (the "
             f"shortest has {min(len(p.ids) for p in every)} tokens)."
@@ -193,6 +195,17 @@ class PromptStream:
         """Returns the prompt at a position."""
         ((_, prompt),) = self.take(position, 1)
         return prompt
+
+    def epoch_at(self, position: int) -> float:
+        """Returns the passes over the prompts before a position."""
+        return position / len(self.prompts)
+
+    def state(self) -> Any:
+        """Returns what a resumed run needs in addition to the position."""
+        return None
+
+    def restore(self, state: Any) -> None:
+        """Restores what `state` has returned."""
 
 
 class MixtureStream(PromptStream):

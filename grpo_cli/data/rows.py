@@ -184,12 +184,14 @@ def rename_columns(table: Any, names: Mapping[str, str], source: str, key: str) 
     return table.rename_columns({old: new for new, old in names.items()})
 
 
-def load_hub(source: str, subset: str | None, split: str, key: str) -> Any:
+def load_hub(
+    source: str, subset: str | None, split: str, key: str, *, streaming: bool = False
+) -> Any:
     """Returns one split of a hub data set."""
     import datasets
 
     try:
-        return datasets.load_dataset(source, subset, split=split)
+        return datasets.load_dataset(source, subset, split=split, streaming=streaming)
     except Exception as error:  # hub, network and builder errors have no common base
         raise UserError(
             f"{key} = {source}: no such file here, and as a hub data set (split {split}) it cannot "

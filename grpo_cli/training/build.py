@@ -92,7 +92,9 @@ def assemble(
     with workers.raise_together():  # a disk, a cache or a network may fail on one process only
         model, tokenizer = load_policy(prepared, workers, reporter)
     stream = make_stream(prepared, tokenizer, reporter)
-    prompts = stream.prompts
+    prompts = list(stream.prompts)
+    if recipe.dataset.streaming:  # of the others nothing is known but their longest
+        prompts.append(Prompt.from_ids(prompts[0].ids[:1] * recipe.dataset.max_prompt_tokens))
     recipe = parsing.with_steps(recipe, len(prompts))
     reporter.progress.total = recipe.steps
     reference_model = loading.frozen_copy(model) if recipe.needs_reference else None
@@ -206,9 +208,12 @@ def describe(run: Run) -> None:
     size = sum(p.numel() for p in run.policy.parameters())
     prompts = len(run.queue.stream.prompts)
     most = "at most " if recipe.generation.dynamic_sampling else ""
+    shown = f"{prompts:,} prompts ({most}{prompts / recipe.prompts_per_step:,.4g} steps an epoch)"
+    if recipe.dataset.streaming:
+        shown = "streamed prompts"
     say(
         f"{recipe.recipe}: {size / 1e6:.2f} M parameters on {workers.device}, "
-        f"{prompts:,} prompts ({most}{prompts / recipe.prompts_per_step:,.4g} steps an epoch), "
+        f"{shown}, "
         f"{recipe.steps:,} steps, {recipe.prompts_per_step} x "
         f"{recipe.generation.num_generations} completions a step, {workers.size} "
         f"process{'es' if workers.size > 1 else ''}; writes to {run.folder}"
@@ -313,6 +318,21 @@ def make_stream(
     """Returns the sequence of prompts that the run trains on."""
     recipe, parts = prepared.recipe, prepared.train
     seed, shuffle = recipe.seed, recipe.dataset.shuffle
+
+    if parts.keys() == {""} and (stream := parts[""].stream) is not None:
+        template_kwargs = recipe.model.chat_template_kwargs
+
+        def of_block(rows: data.Rows, may_be_empty: bool) -> list[Prompt]:
+            prompts, _ = data.make_prompts(
+                rows,
+                recipe.dataset,
+                tokenizer,
+                template_kwargs=template_kwargs,
+                may_be_empty=may_be_empty,
+            )
+            return prompts
+
+        return data.StreamedPrompts(stream, of_block, seed, shuffle, recipe.dataset.shuffle_buffer)
 
     def prompts(name: str) -> list[Prompt]:
         key = f"dataset.mixture.{name}" if name else "dataset.train"

@@ -40,7 +40,8 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
     """
     dynamic = recipe.generation.dynamic_sampling
     collected = (collect_informative if dynamic else collect_next)(run, recipe, clock)
-    for prompt_index, group in sorted(collected.sampled.items()):  # of any number of processes
+    streams = recipe.dataset.streaming  # of which rows do not come again soon
+    for prompt_index, group in sorted(collected.sampled.items()) if not streams else ():
         row = run.queue.stream.prompt_at(prompt_index).row
         run.queue.lengths[row] = mean([o.tokens for o in group])
     with clock.waiting():

@@ -52,6 +52,7 @@ class TrainRows:
     rows: data.Rows
     dataset: Dataset  # how a row becomes a prompt
     weight: float = 1.0  # in a mixture
+    stream: data.RowStream | None = None  # if the rows are only the first of a stream
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,9 @@ def train_rows_of(recipe: Recipe) -> tuple[dict[str, TrainRows], data.Rows | Non
     for name, part in dataset.mixture.items():
         rows, config = data.load_named(part, dataset, f"dataset.mixture.{name}")
         train[name] = TrainRows(rows, config, part.weight)
+    if dataset.streaming:
+        stream = data.open_stream(dataset)
+        train[""] = TrainRows(stream.first, dataset, stream=stream)
     if not train:
         rows = data.load_rows(dataset, "train")
         if dataset.test_split_size is not None:

@@ -115,6 +115,7 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         "work": None if progress is None else progress.shared() | {"own": own, "how": fingerprint},
         "unreported": run.recovery.unreported,
         "lengths": queue.lengths,
+        "stream": queue.stream.state(),
         "best": run.checkpointer.best,
     }
     best, began, last = state.best_step, time.monotonic(), run.is_over
@@ -232,6 +233,7 @@ def restore(run: Run, path: Path) -> None:
     run.state, run.beta, run.entropy_bonus = stored.state, stored.beta, stored.entropy_bonus
     run.queue.position, run.queue.signal_share = stored.position, stored.signal_share
     run.queue.lengths = saved["lengths"]
+    run.queue.stream.restore(saved.get("stream"))  # 0.1.0 has stored none
     if run.reference is not None:
         run.reference.has_moved = stored.reference_moved
     run.checkpointer.best = saved.get("best", run.state.best_step)

@@ -46,7 +46,7 @@ class RolloutQueue:
     def epoch(self) -> float:
         """Passes over the data set; prefetched prompts do not count yet."""
         prefetched = len(self.prefetched) * self.recipe.prompts_per_step
-        return (self.position - prefetched) / len(self.stream.prompts)
+        return self.stream.epoch_at(self.position - prefetched)
 
     @property
     def prefetch_steps(self) -> int:

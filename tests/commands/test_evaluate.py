@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from grpo_cli.commands.evaluate import as_override, keep_benchmarks, spelt_out
 from grpo_cli.config.compose import compose_and_call
 from grpo_cli.config.parsing import parse
-from grpo_cli.config.schema import Benchmark, Recipe, knobs
+from grpo_cli.config.schema import Benchmark, Dataset, Recipe, knobs
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation.settings import (
     MEANT,
@@ -44,7 +44,6 @@ KNOBS = [key for key, _ in knobs()]
         ("+tracking=tensorboard", "only read in training"),
         ("eval.every=3", "only read in training"),
         ("eval.best=accuracy", "only read in training"),
-        ("dataset.train=a.jsonl", "only read in training"),
         ("schedules.loss.beta.to=0", "only read in training"),
     ],
 )
@@ -255,3 +254,15 @@ def test_quotes_where_hydra_wants_them() -> None:
 def test_only_the_ending_of_a_files_name_is_left_out() -> None:
     (word,) = spelt_out("benchmark=set_v1.2.jsonl.gz")
     assert word.startswith("benchmark.set_v1_2.data=")
+
+
+def test_training_rows_are_only_read_where_held_out_rows_come_from_them() -> None:
+    with pytest.raises(UserError, match="dataset.train=a.jsonl: is only read in training"):
+        check_rows(["dataset.train=a.jsonl"], Recipe())
+    check_rows(["dataset.train=a.jsonl"], Recipe(dataset=Dataset(test_split_size=0.1)))
+
+
+def test_sampling_as_in_training_reads_the_knobs_of_training() -> None:
+    check_read(["eval.sampling=training", "generation.temperature=0.5", "generation.top_k=5"])
+    with pytest.raises(UserError, match="evaluation reads eval.num_samples"):
+        check_read(["eval.sampling=training", "generation.num_generations=5"])

@@ -43,6 +43,9 @@ def test_knobs_walks_into_every_section() -> None:
         Reward,
         schema.Benchmark,
         schema.Mode,
+        schema.NamedRows,
+        schema.HeldOut,
+        schema.MixturePart,
         Schedule,
     )  # the whole, and entries of mappings
     inside = sum(len(dataclasses.fields(kind)) for kind in sections if kind not in apart)

@@ -47,6 +47,7 @@ def test_summarize_single_completions() -> None:
             "accuracy_low": interval.low,
             "accuracy_high": interval.high,
             "reward": 0.5,
+            "graded": 0.25,
             "mean_length": 3.0,
             "clipped_ratio": 0.25,
             "rewards/right/mean": 0.5,

@@ -174,3 +174,37 @@ def test_mistakes_about_a_mixture(tmp_path: Path, changes: dict[str, Any], expec
     with pytest.raises(UserError) as error:
         prepare.for_training(recipe(tmp_path, **{**mixture(tmp_path), **changes}))
     assert expected in str(error.value)
+
+
+def test_a_streamed_run_is_resumed_exactly(tmp_path: Path) -> None:
+    stream = {
+        "dataset__streaming": True,
+        "dataset__shuffle_buffer": 7,
+        "dataset__solution": None,
+        "model__build__warmup_steps": 0,
+        "generation__dynamic_sampling": True,  # groups are left over
+        "steps": 5,
+    }
+    outputs = [str(tmp_path / name) for name in ("straight", "parts")]
+    live = trained(tmp_path, output_dir=outputs[0], **stream)
+    assert metrics(live)[-1]["epoch"] >= 1
+    assert not live.queue.lengths
+    in_parts = trained_in_parts(tmp_path, 60, output_dir=outputs[1], **stream)
+    assert torch.equal(weights(in_parts), weights(live))
+    assert timeless(in_parts) == timeless(live)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"epochs": 1.0}, "epochs = 1: nobody knows the length of a stream before its end; set"),
+        ({}, "model.build.warmup_steps: needs all rows at the start"),
+        ({"dataset__shuffle_buffer": 0}, "dataset.shuffle_buffer = 0: must be >= 1"),
+        ({"dataset__test_split_size": 0.5}, "dataset.test_split_size: needs all rows at the start"),
+        ({"dataset__streaming": False, "dataset__shuffle_buffer": 5}, "only read when dataset.str"),
+    ],
+)
+def test_mistakes_about_a_stream(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError) as error:
+        recipe(tmp_path, **{"dataset__streaming": True, **changes})
+    assert expected in str(error.value)

@@ -1,0 +1,237 @@
+"""Rows that are read while a run trains on them, for data that does not fit into memory.
+
+The rows are read in blocks of `dataset.shuffle_buffer`, and each block is shuffled by (seed, epoch,
+its first row). A run is resumed exactly from the list of blocks, which says where each begins.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import random
+import string
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from grpo_cli.config.schema import Dataset
+from grpo_cli.config.sources import local_path
+from grpo_cli.data import files
+from grpo_cli.data.prompts import PromptStream
+from grpo_cli.data.rows import Rows, check_templates, load_hub, rename_columns
+from grpo_cli.errors import TrainingError, UserError
+
+if TYPE_CHECKING:
+    from grpo_cli.records import Prompt
+
+KEPT = 4  # blocks in memory: a step may take prompts of the one before
+
+
+@dataclass(frozen=True)
+class RowStream:
+    """The rows of `dataset.train` in their order, from any row on."""
+
+    source: str
+    columns: list[str]  # after renaming; those of the first block
+    first: Rows  # the first block, for checks
+    config: Dataset
+
+    def read(self, start: int) -> Iterator[dict[str, Any]]:
+        """Yields the rows from `start` on, with the same columns each."""
+        names = self.config.columns
+        left = itertools.islice(_rows(self.config, start), _left(self.config, start))
+        for row in left:
+            yield {name: row.get(names.get(name, name)) for name in self.columns}
+
+
+def open_stream(config: Dataset) -> RowStream:
+    """Opens `dataset.train` as a stream and checks its first rows against the templates.
+
+    Raises:
+        UserError: the data is not there, or its first rows do not fit.
+    """
+    import datasets
+
+    source = config.train
+    if source is None:
+        raise UserError("dataset.train: no data; give a file or a hub name.")
+    size = min(config.shuffle_buffer, config.train_limit or config.shuffle_buffer)
+    rows = list(itertools.islice(_rows(config, 0), size))
+    if not rows:
+        raise UserError(f"dataset.train = {source}: the data set is empty.")
+    names = dict.fromkeys(name for row in rows for name in row)
+    try:
+        table = datasets.Dataset.from_list([{n: row.get(n) for n in names} for row in rows[:1]])
+    except Exception as error:  # pyarrow's errors have no common base
+        raise UserError(
+            f"dataset.train = {source}: cannot be read: {files.reason(error)}"
+        ) from error
+    table = rename_columns(table, config.columns, source, "dataset.columns")
+    check_templates({"dataset.prompt": config.prompt}, table, source, "dataset.train")
+    columns = table.column_names
+    stream = RowStream(source, columns, Rows(source, columns, []), config)
+    block = list(itertools.islice(stream.read(0), size))
+    return RowStream(source, columns, Rows(source, columns, block), config)
+
+
+def _left(config: Dataset, start: int) -> int | None:
+    return None if config.train_limit is None else max(config.train_limit - start, 0)
+
+
+def _rows(config: Dataset, start: int) -> Iterator[dict[str, Any]]:
+    source, split, key = config.train, config.train_split, "dataset.train"
+    assert source is not None, "checked when the stream was opened"
+    try:
+        path = local_path(source)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{key} = {source}: there is no such package ({error}).") from error
+    if path is None:
+        table = load_hub(source, config.subset, split, key, streaming=True)
+        yield from table.skip(start)
+    elif files.is_saved_to_disk(path):
+        table = files.load_local(path, config.subset, split, key)
+        yield from table.select(range(start, len(table)))
+    else:
+        found = files.find_files(path, config.subset, split, key)
+        yield from files.stream_files(found, key, path, start)
+
+
+class Block(NamedTuple):
+    """A part of a stream that is shuffled by itself."""
+
+    position: int  # of its first prompt
+    epoch: int
+    row: int  # its first
+    rows: int
+
+
+class StreamedPrompts(PromptStream):
+    """The endless sequence of prompts of a stream, epoch after epoch."""
+
+    def __init__(
+        self,
+        rows: RowStream,
+        make_prompts: Callable[[Rows, bool], list[Prompt]],
+        seed: int,
+        shuffle: bool,
+        buffer: int,
+    ) -> None:
+        """Makes the first block.
+
+        Args:
+            make_prompts: returns the prompts of rows, without those to be dropped; given also
+                whether there may be none.
+            buffer: rows of a block.
+
+        Raises:
+            UserError: no row of the first block is short enough.
+        """
+        super().__init__([], seed, shuffle)
+        self.rows, self.make_prompts, self.buffer = rows, make_prompts, buffer
+        self.blocks: list[Block] = []  # all so far
+        self._prompts: OrderedDict[int, list[Prompt]] = OrderedDict()  # of some blocks
+        self._next = (0, 0)  # epoch and row of the next block
+        self._open: tuple[tuple[int, int], Iterator[dict[str, Any]]] | None = None
+        self._end = 0  # position after the last block
+        self._append()
+        self.prompts = list(self._prompts[0])  # those of the first block
+
+    def take(self, start: int, count: int) -> Iterator[tuple[int, Prompt]]:
+        """Yields (position, prompt) for `count` positions from `start` on."""
+        for position in range(start, start + count):
+            while position >= self._end:
+                self._append()
+            number = bisect.bisect_right(self.blocks, position, key=lambda b: b.position) - 1
+            yield position, self._block(number)[position - self.blocks[number].position]
+
+    def epoch_at(self, position: int) -> float:
+        """Returns the complete passes over the data; how long a pass is nobody knows."""
+        number = bisect.bisect_right(self.blocks, position, key=lambda b: b.position) - 1
+        return float(self.blocks[number].epoch)
+
+    def state(self) -> list[list[int]]:
+        """Returns the blocks so far."""
+        return [list(block) for block in self.blocks]
+
+    def restore(self, state: Any) -> None:
+        """Continues after the blocks of another process's `state`."""
+        if not state:
+            return
+        self.blocks = [Block(*values) for values in state]
+        self._prompts.clear()
+        last = self.blocks[-1]
+        self._next = (last.epoch, last.row + last.rows)
+        self._end = last.position + len(self._block(len(self.blocks) - 1))
+
+    def _append(self) -> None:
+        """Reads the next block that has a prompt; after the last row, the first of a new epoch."""
+        began_again = False
+        while True:
+            epoch, row = self._next
+            rows = self._read(epoch, row, self.buffer)
+            if not rows:
+                if began_again:
+                    raise TrainingError(
+                        f"dataset.train = {self.rows.source}: no row of it can be trained on any "
+                        "more."
+                    )
+                self._next, began_again = (epoch + 1, 0), True
+                continue
+            block = Block(self._end, epoch, row, len(rows))
+            prompts = self._made(block, rows)
+            self._next = (epoch, row + len(rows))
+            if prompts:
+                break
+        self.blocks.append(block)
+        self._end += len(prompts)
+        self._keep(len(self.blocks) - 1, prompts)
+
+    def _block(self, number: int) -> list[Prompt]:
+        """Returns the prompts of a block, read again if they are no longer in memory."""
+        if number not in self._prompts:
+            block = self.blocks[number]
+            prompts = self._made(block, self._read(block.epoch, block.row, block.rows))
+            self._keep(number, prompts)
+        return self._prompts[number]
+
+    def _keep(self, number: int, prompts: list[Prompt]) -> None:
+        self._prompts[number] = prompts
+        while len(self._prompts) > KEPT:
+            self._prompts.popitem(last=False)
+
+    def _read(self, epoch: int, row: int, count: int) -> list[dict[str, Any]]:
+        """Returns rows of an epoch; goes on where it has stopped if that is there."""
+        if self._open is None or self._open[0] != (epoch, row):
+            self._open = ((epoch, row), self.rows.read(row))
+        try:
+            rows = list(itertools.islice(self._open[1], count))
+        except UserError as error:  # a malformed line far behind
+            raise TrainingError(str(error)) from error
+        self._open = ((epoch, row + len(rows)), self._open[1])
+        return rows
+
+    def _made(self, block: Block, rows: Sequence[dict[str, Any]]) -> list[Prompt]:
+        lines = range(block.row, block.row + len(rows))
+        found = Rows(self.rows.source, self.rows.columns, rows, lines)
+        try:
+            _check_null(found, self.rows.config.prompt)
+            prompts = self.make_prompts(found, bool(self.blocks))
+        except UserError as error:
+            if not self.blocks:
+                raise
+            raise TrainingError(str(error)) from error  # while the run trains
+        if self.shuffle:
+            random.Random(f"{self.seed}/{block.epoch}/{block.row}").shuffle(prompts)
+        return prompts
+
+
+def _check_null(rows: Rows, template: str) -> None:
+    names = [name for _, name, _, _ in string.Formatter().parse(template) if name in rows.columns]
+    for number, row in enumerate(rows.rows):
+        for name in names:
+            if row[name] is None:
+                raise UserError(
+                    f"dataset.train = {rows.source}, row {rows.line(number)}: the column {name!r}, "
+                    "which dataset.prompt names, is null."
+                )
