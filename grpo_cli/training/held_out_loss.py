@@ -67,4 +67,5 @@ def held_out_loss(run: Run, task: Task, groups: Sequence[Group]) -> dict[str, fl
         for output in run.micro_batches.map(compute, own, run.policy_logprobs):
             sums.add(output)
     figures = logged(loss, sums.reduced(run.workers).metrics.figures)
-    return {name: value for name, value in figures.items() if not name.startswith(("sampling/", "staleness/"))}
+    of_sampler = ("sampling/", "staleness/")
+    return {name: value for name, value in figures.items() if not name.startswith(of_sampler)}

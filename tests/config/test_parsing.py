@@ -937,13 +937,14 @@ def test_an_unknown_key_or_a_wrong_type_is_named(changes: dict[str, Any], parts:
     [
         (
             "math",
-            "reward.r = 'math': must be a mapping of args, cache, concurrency, function, "
+            "reward.r = 'math': must be a mapping of args, cache, concurrency, datasets, function, "
             "on_error, positions, timeout, timeout_value, weight.",
         ),
         (
             {"funktion": "math"},
             "reward.r.funktion: there is no such key; a reward has args, cache, concurrency, "
-            "function, on_error, positions, timeout, timeout_value, weight. Did you mean function?",
+            "datasets, function, on_error, positions, timeout, timeout_value, weight. "
+            "Did you mean function?",
         ),
     ],
 )

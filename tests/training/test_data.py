@@ -86,7 +86,7 @@ def test_rows_split_off_are_held_out_and_found_again(tmp_path: Path) -> None:
     assert task.name == "rows"
 
 
-def tested(completions: list[str], tests: list[str | None], **_: Any) -> list[float]:
+def length_of_tests(completions: list[str], tests: list[str | None], **_: Any) -> list[float]:
     """A reward of data set `b` only: it would fail where there are no tests."""
     return [float(len(t)) for t in tests]  # type: ignore[arg-type]
 
@@ -113,7 +113,7 @@ def mixture(folder: Path, **changes: Any) -> dict[str, Any]:
         "dataset__held_out__b__prompt": "{text}:",
         "reward": {
             "evens": {"function": "tests.training.test_train:evens"},
-            "tested": {"function": "tests.training.test_data:tested", "datasets": ["b"]},
+            "tested": {"function": "tests.training.test_data:length_of_tests", "datasets": ["b"]},
         },
         "model__build__warmup_steps": 2,
         **changes,
