@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import grpo_cli
+from grpo_cli.checkpoints.manifest import sync, sync_folder
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.schema import Log, Recipe
 from grpo_cli.data.stored_completions import prompt_cell
@@ -92,6 +93,14 @@ class Reporter:
             return error
         self.unwritten.clear()
         return None
+
+    def sync(self) -> None:
+        """Waits until metrics.jsonl is on the disk, as it must be before a checkpoint is."""
+        if not (self.main and self.metrics_file.exists()):
+            return
+        with contextlib.suppress(OSError), self.metrics_file.open("rb") as file:
+            sync(file)
+            sync_folder(self.metrics_file.parent)
 
     def keeps_completions(self, step: int) -> bool:
         """Returns whether the step's completions are stored; the same on every process."""

@@ -130,6 +130,7 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         prune(run, path)
         run.interrupts.save_seconds = time.monotonic() - began
 
+    run.reporter.sync()
     run.checkpointer.save(
         path,
         Parts(run.policy, run.optimizer, moved),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 from grpo_cli.checkpoints import paths
 from grpo_cli.training import ending, resume
 from grpo_cli.training.run import Run
-from tests.training.test_train import built
+from tests.training.test_train import built, trained
 
 
 def ended(
@@ -139,3 +140,20 @@ def test_the_state_of_an_earlier_version_is_read() -> None:
     beta, bonus = stored.beta, stored.entropy_bonus
     assert (stored.state.step, stored.position, stored.modes) == (3, 24, [{"policy": "packed"}])
     assert (beta.adapted, bonus.adapted, bonus.entropy) == (0.04, 0.25, 1.5)
+
+
+@pytest.mark.runs
+def test_the_lines_before_a_checkpoint_are_on_the_disk_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def watched(handle: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    trained(tmp_path, steps=2, checkpoint__every=1)
+    before_last = synced[: len(synced) - 1 - synced[::-1].index("manifest.json")]
+    assert "metrics.jsonl" in before_last, "the first step's line, before the second's weights"
