@@ -150,7 +150,7 @@ MISTAKES = {
     ),
     "project without tracker": (
         ["tracking=none", "tracking.project=mine"],
-        ["tracking.project = mine", "wandb or trackio; it is none"],
+        ["tracking.project = mine", "trackio or wandb; it is none"],
     ),
     "top_p of greedy": (
         ["eval.top_p=0.9"],
@@ -259,7 +259,7 @@ MISTAKES = {
     "negative learning rate": (["optimizer.learning_rate=-1"], ["optimizer.learning_rate = -1"]),
     "steps with a fraction": (["steps=1.5"], ["steps", "1.5"]),
     "unknown rule": (["advantage=gppo"], ["advantage = gppo", "there are batch"]),
-    "unknown tracker": (["tracking=mlflow"], ["tracking = mlflow", "wandb"]),
+    "unknown tracker": (["tracking=mlflo"], ["tracking = mlflo", "mlflow"]),
     "unknown strategy": (["distributed=zero2"], ["distributed = zero2", "zero3?"]),
     "resume of a flag": (["resume=true"], ["resume"]),
     "folder of null": (["output_dir=null"], ["output_dir"]),

@@ -126,6 +126,9 @@ def _of_training(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     yield from _of_length(recipe, given)
     yield from _of_mixture(recipe)
     yield from _of_streaming(recipe)
+    backend = recipe.tracking.backend
+    if not backend or ("none" in backend and len(backend) > 1) or len({*backend}) < len(backend):
+        yield f"tracking.backend = {backend}: name each tracker once, or none."
     if not recipe.output_dir:
         yield "output_dir: is empty; name a folder."
     if not recipe.reward and not recipe.benchmark:

@@ -58,6 +58,10 @@ def parse(
         tree = OmegaConf.to_container(composed, resolve=True)
         if isinstance(tree, dict) and tree.get("mixed_precision") is False:
             tree["mixed_precision"] = "no"  # which YAML reads as false
+        if isinstance(tree, dict) and isinstance(tree.get("tracking"), dict):
+            backend = tree["tracking"].get("backend")
+            if isinstance(backend, str):  # one name, or several with commas
+                tree["tracking"]["backend"] = [name.strip() for name in backend.split(",")]
         typed = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(tree))
         recipe = cast(Recipe, OmegaConf.to_object(typed))
     except OmegaConfBaseException as error:

@@ -1115,6 +1115,11 @@ class Log:
     completions_shown: int = knob(
         1, "Number of the written completions that are also printed.", ge=0
     )
+    unique_prompts: bool = knob(
+        False,
+        "Print only the first completion of each prompt, and send only that to trackers; the "
+        "files keep all.",
+    )
     entropy_every: int = knob(
         10, "Measure the entropy every N steps if nothing else needs it; 0: never.", ge=0
     )
@@ -1125,19 +1130,30 @@ class Log:
 class Tracking:
     """Trackers that receive the metrics in addition to metrics.jsonl."""
 
-    backend: str = knob(
-        "none",
-        "Experiment tracker that also receives the metrics.",
-        choices=("none", "tensorboard", "wandb", "trackio"),
-    )
+    backend: list[str] = knob(
+        ["none"],
+        "Experiment trackers that also receive the metrics, and a table of the logged completions "
+        "where they take tables.",
+        choices=(
+            "none", "aim", "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive",
+            "mlflow", "neptune", "swanlab", "tensorboard", "trackio", "wandb",
+        ),
+    )  # fmt: skip
     project: str = knob(
-        "grpo", "Project name in the tracker.", read_if=("tracking.backend", "wandb", "trackio")
-    )
+        "grpo",
+        "Project name in the trackers; experiment name in MLflow.",
+        read_if=(
+            "tracking.backend", "clearml", "comet_ml", "mlflow", "swanlab", "trackio", "wandb",
+        ),
+    )  # fmt: skip
     name: str | None = knob(
         None,
-        "Run name in the tracker; null: the name of the output folder.",
-        read_if=("tracking.backend", "wandb", "trackio"),
-    )
+        "Run name in the trackers; null: the name of the output folder.",
+        read_if=(
+            "tracking.backend", "aim", "azure_ml", "clearml", "codecarbon", "dagshub", "mlflow",
+            "neptune", "swanlab", "trackio", "wandb",
+        ),
+    )  # fmt: skip
 
 
 @dataclass

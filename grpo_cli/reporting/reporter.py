@@ -20,6 +20,7 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import grpo_cli
 from grpo_cli.checkpoints.manifest import sync, sync_folder
@@ -45,7 +46,7 @@ class Reporter:
         self.folder = folder
         self.main = main
         self.console = Console(highlight=False, quiet=not main)
-        self.trackers: list[tracking.Tracker] = []
+        self.trackers = tracking.Trackers(self.say)
         self.progress = Bar(self.console, "train", recipe.steps)
         self.alerts = RewardAlerts(self.say, recipe.scoring.max_steps_without_reward)
         self.unwritten: list[str] = []  # lines of metrics.jsonl that could not be written yet
@@ -71,8 +72,7 @@ class Reporter:
                 f"{self.metrics_file} cannot be written ({reason(error)}): the lines from step "
                 f"{step} on are kept, and written with the next that can be; the run continues"
             )
-        for tracker in self.trackers:
-            tracker.log({k: v for k, v in metrics.items() if math.isfinite(v)}, step)
+        self.trackers.log({k: v for k, v in metrics.items() if math.isfinite(v)}, step)
         shown = f"reward {metrics['reward']:.3f}  length {metrics['completions/mean_length']:.0f}"
         if "eval/accuracy" in metrics:
             shown += f"  held-out {metrics[f'eval/{measure_of(metrics)}']:.3f}"
@@ -122,14 +122,11 @@ class Reporter:
                     "until they can be; the run continues"
                 )
             self.skips_completions = True
-        for row in rows[: self.config.completions_shown]:
-            prompt = row["prompt"]
-            if prompt.startswith('[{"role": '):  # a chat, of which the end tells the most
-                prompt = json.loads(prompt)[-1]["content"]
-            prompt = prompt if len(prompt) < 200 else "…" + prompt[-199:]
-            text = row["completion"]
-            text = text if len(text) < 400 else text[:399] + "…"
-            self.say(f"  step {step}  {prompt!r} -> {text!r}  reward {row['reward']}")
+        if self.config.unique_prompts:
+            rows = list({row["prompt"]: row for row in reversed(rows)}.values())[::-1]
+        self.trackers.table([in_table(row) for row in rows], step)
+        if shown := rows[: self.config.completions_shown]:
+            self.console.print(completions_table(step, shown))
 
     def rewind(self, step: int) -> None:
         """Cuts metrics.jsonl back to `step`: later steps are about to be repeated."""
@@ -144,9 +141,7 @@ class Reporter:
     def close(self) -> None:
         """Ends the progress display and the trackers, also after a failure."""
         self.progress.close()
-        for tracker in self.trackers:
-            tracker.close()
-        self.trackers = []
+        self.trackers.close()
         if self.unwritten and (error := self.write_lines()) is not None:
             self.say(
                 f"{self.metrics_file}: its last {len(self.unwritten)} lines are lost "
@@ -263,6 +258,30 @@ def completion_row(step: int, group: Group, sample: int) -> dict[str, Any]:
         "completion_ids": np.array(r.completion.ids, dtype=np.int64),
         "sampling_logprobs": np.array(r.completion.sampling_logprobs, dtype=np.float64),
     }
+
+
+def in_table(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the cells of a completion that a person reads."""
+    read = ("step", "prompt", "completion", "advantage")
+    chosen = (k for k in row if k in read or k.startswith(("reward", "extras/")))
+    return {key: row[key] for key in chosen}
+
+
+def completions_table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Returns completions as a table to be printed, with a column for each reward."""
+    numbers = [*(key for key in rows[0] if key.startswith("rewards/")), "reward", "advantage"]
+    table = Table("prompt", "completion", title=f"step {step}", show_lines=True)
+    for key in numbers:
+        table.add_column(key.removeprefix("rewards/"), justify="right", overflow="fold")
+    for row in rows:
+        prompt, text = row["prompt"], row["completion"]
+        if prompt.startswith('[{"role": '):  # a chat, of which the end tells the most
+            prompt = json.loads(prompt)[-1]["content"]
+        prompt = prompt if len(prompt) < 200 else "…" + prompt[-199:]
+        text = text if len(text) < 400 else text[:399] + "…"
+        values = ("" if row[key] is None else f"{row[key]:.3g}" for key in numbers)
+        table.add_row(Text(masked(prompt)), Text(masked(text)), *values)
+    return table
 
 
 def versions() -> dict[str, str]:

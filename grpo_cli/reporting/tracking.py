@@ -1,88 +1,255 @@
-"""Sends metrics to trackers in addition to metrics.jsonl; each is imported only when chosen."""
+"""Sends metrics and completions to trackers in addition to the run's own files.
+
+Most trackers are those of accelerate; those that only transformers has are its callbacks. The
+package of a tracker is imported only when it is chosen. A tracker that fails never ends a run.
+"""
 
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 import uuid
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import UserError
 
+# The package of each tracker, as it is imported and as pip calls it.
+PACKAGES = {
+    "aim": ("aim", "aim"),
+    "azure_ml": ("azureml.core", "azureml-core"),
+    "clearml": ("clearml", "clearml"),
+    "codecarbon": ("codecarbon", "codecarbon"),
+    "comet_ml": ("comet_ml", "comet_ml"),
+    "dagshub": ("dagshub", "dagshub mlflow"),
+    "dvclive": ("dvclive", "dvclive"),
+    "mlflow": ("mlflow", "mlflow"),
+    "neptune": ("neptune", "'neptune<2'"),
+    "swanlab": ("swanlab", "swanlab"),
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "trackio": ("trackio", "trackio"),
+    "wandb": ("wandb", "wandb"),
+}
+OF_TRANSFORMERS = ("azure_ml", "codecarbon", "dagshub", "neptune")  # which accelerate lacks
+TABLE = "completions"
 
-class Tracker(Protocol):
-    """A receiver of metrics."""
 
-    def log(self, metrics: dict[str, float], step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def require(backend: str) -> None:
-    """Checks that the package of a tracker is installed.
+def require(names: Sequence[str]) -> None:
+    """Checks that the packages of trackers are installed.
 
     Raises:
-        UserError: it is not.
+        UserError: one is not.
     """
-    if backend == "none":
-        return
-    try:
-        importlib.import_module(backend)
-    except ImportError as error:
-        raise UserError(
-            f"tracking.backend = {backend}: the package is not installed; "
-            f"pip install 'grpo-cli[{backend}]', or tracking=none."
-        ) from error
+    for name in names:
+        if name == "none":
+            continue
+        module, package = PACKAGES[name]
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise UserError(
+                f"tracking.backend = {name}: the package is not installed; pip install {package}, "
+                "or choose another tracker."
+            ) from error
 
 
-def start(
-    recipe: Recipe, folder: Path, settings: dict[str, Any], known_as: str | None = None
-) -> tuple[list[Tracker], str | None]:
-    """Starts the recipe's tracker.
+class Trackers:
+    """The trackers of a run, on its main process; it has none on the others."""
 
-    Args:
-        settings: the recipe, stored with the run.
-        known_as: the tracker's id of a resumed run, whose curves then continue.
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self._live: dict[str, Any] = {}  # by name
+        self._failing: set[str] = set()  # those whose failure the user has read
 
-    Returns:
-        (a list of one tracker or none, the tracker's id of the run).
-    """
-    backend, name = recipe.tracking.backend, recipe.tracking.name or folder.name
-    if backend == "none":
-        return [], known_as
-    if backend == "tensorboard":
-        return [_TensorBoard(folder / "tensorboard")], known_as
-    module = importlib.import_module(backend)  # wandb and trackio share an interface
-    settings = {"project": recipe.tracking.project, "name": name, "config": settings}
-    if backend == "trackio":  # knows a run by its name
-        module.init(**settings, resume="allow")
-        return [_Wandb(module)], name
-    known_as = known_as or uuid.uuid4().hex[:8]
-    module.init(**settings, id=known_as, resume="allow")
-    return [_Wandb(module)], known_as
+    def start(
+        self, recipe: Recipe, folder: Path, settings: dict[str, Any], known: Mapping[str, str]
+    ) -> dict[str, str]:
+        """Starts the recipe's trackers.
 
+        Args:
+            settings: the recipe, stored with the run.
+            known: the trackers' ids of a resumed run, whose curves then continue.
 
-class _TensorBoard:
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        Returns:
+            The trackers' ids of the run, for those that can continue one.
 
-        self.writer = SummaryWriter(str(folder))
+        Raises:
+            UserError: a tracker of a new run cannot be started.
+        """
+        ids = dict(known)
+        for name in recipe.tracking.backend:
+            if name == "none":
+                continue
+            try:
+                self._live[name] = tracker = _make(name, recipe, folder, settings, ids)
+                ids |= _id_of(name, tracker)
+            except Exception as error:
+                said = f"tracking.backend = {name}: cannot be started: {_first_line(error)}"
+                if not known:
+                    raise UserError(f"{said}.") from error
+                self.say(f"note: {said}; the run continues without it")  # it may run unattended
+        return ids
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        for name, value in metrics.items():
-            self.writer.add_scalar(name, value, step)
+        """Sends a step's metrics, each a finite number."""
+        # MLflow takes no @ in a name, as in maj@8.
+        own = {"mlflow": {key.replace("@", "_at_"): v for key, v in metrics.items()}}
+        self._each("metrics", lambda name, one: one.log(own.get(name, metrics), step=step))
+
+    def table(self, rows: Sequence[dict[str, Any]], step: int) -> None:
+        """Sends completions as a table to the trackers that take tables."""
+        if not self._live.keys() & TABLES.keys():
+            return
+        import pandas
+
+        frame = pandas.DataFrame(rows)
+        self._each(
+            "completions",
+            lambda name, one: TABLES[name](one, frame, step) if name in TABLES else None,
+        )
 
     def close(self) -> None:
-        self.writer.close()
+        """Ends all trackers."""
+        self._each("end", lambda name, one: one.finish())
+        self._live = {}
+
+    def _each(self, what: str, action: Callable[[str, Any], None]) -> None:
+        for name, tracker in self._live.items():
+            try:
+                action(name, tracker)
+            except Exception as error:  # a tracker's own code, and its server
+                if name not in self._failing:
+                    self.say(
+                        f"note: {name} has not taken the run's {what} ({_first_line(error)}); the "
+                        "run continues"
+                    )
+                self._failing.add(name)
+            else:
+                self._failing.discard(name)
 
 
-class _Wandb:
-    def __init__(self, module: Any) -> None:
-        self.module = module
+def _make(
+    name: str, recipe: Recipe, folder: Path, settings: dict[str, Any], ids: Mapping[str, str]
+) -> Any:
+    """Starts one tracker; ids are those of a resumed run."""
+    project, run_name = recipe.tracking.project, recipe.tracking.name or folder.name
+    if name in OF_TRANSFORMERS:
+        return _Callback(name, folder, run_name, recipe.steps)
+    from accelerate import tracking
+
+    # Its logger raises before accelerate has a state of its own, which is for its process groups.
+    tracking.logger = logging.getLogger(tracking.__name__)
+    kind = tracking.LOGGER_TYPE_TO_CLASS[name]
+    own = ids.get(name)
+    arguments: dict[str, dict[str, Any]] = {
+        "aim": {"run_name": run_name, "logging_dir": str(folder)},
+        "clearml": {"run_name": run_name, "project_name": project, "continue_last_task": own},
+        "comet_ml": {"run_name": project, "experiment_key": own},
+        "dvclive": {"dir": str(folder / "dvclive"), "save_dvc_exp": False},
+        "mlflow": {"experiment_name": project, "run_name": run_name, "run_id": own},
+        "swanlab": {"run_name": project, "experiment_name": run_name},
+        "tensorboard": {"run_name": "", "logging_dir": str(folder / "tensorboard")},
+        "trackio": {"run_name": project, "name": own or run_name, "resume": "allow"},
+        "wandb": {
+            "run_name": project,
+            "name": run_name,
+            "id": own or uuid.uuid4().hex[:8],
+            "resume": "allow",
+        },
+    }
+    chosen = arguments[name]
+    if name in ("trackio", "wandb"):
+        chosen["config"] = settings
+    tracker = kind(**{key: value for key, value in chosen.items() if value is not None})
+    tracker.main_process_only = False  # this is the main process, and accelerate knows of none
+    tracker.start()
+    if own is None and name not in ("tensorboard", "trackio", "wandb"):  # MLflow's never change
+        tracker.store_init_configuration(_flat(settings))
+    return tracker
+
+
+def _id_of(name: str, tracker: Any) -> dict[str, str]:
+    """Returns the id by which a tracker continues the run, if it can."""
+    found: dict[str, Callable[[], str]] = {
+        "clearml": lambda: tracker.task.id,
+        "comet_ml": lambda: tracker.writer.get_key(),
+        "mlflow": lambda: tracker.active_run.info.run_id,
+        "trackio": lambda: tracker.init_kwargs["name"],
+        "wandb": lambda: tracker.init_kwargs["id"],
+    }
+    return {name: str(found[name]())} if name in found else {}
+
+
+def _table_of_trackio(tracker: Any, frame: Any, step: int) -> None:
+    table = importlib.import_module("trackio").Table(dataframe=frame)
+    tracker.log({TABLE: table}, step=step)
+
+
+def _table_of_mlflow(tracker: Any, frame: Any, step: int) -> None:
+    importlib.import_module("mlflow").log_table(frame, f"{TABLE}/step-{step}.json")
+
+
+def _table_of_comet(tracker: Any, frame: Any, step: int) -> None:
+    tracker.writer.log_table(f"{TABLE}-step-{step}.csv", frame)
+
+
+def _log_table(tracker: Any, frame: Any, step: int) -> None:
+    tracker.log_table(TABLE, dataframe=frame, step=step)
+
+
+# The trackers that take tables, with what sends one: (tracker, a data frame, step).
+TABLES: dict[str, Callable[[Any, Any, int], None]] = {
+    "clearml": _log_table,
+    "comet_ml": _table_of_comet,
+    "mlflow": _table_of_mlflow,
+    "trackio": _table_of_trackio,
+    "wandb": _log_table,
+}
+
+
+class _Callback:
+    """A tracker that transformers has as a callback of its Trainer."""
+
+    def __init__(self, name: str, folder: Path, run_name: str, steps: int) -> None:
+        from transformers import TrainerControl, TrainerState, TrainingArguments
+        from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+        self.arguments = TrainingArguments(
+            output_dir=str(folder / name), run_name=run_name, report_to="none", use_cpu=True
+        )
+        self.state, self.control = TrainerState(max_steps=steps), TrainerControl()
+        self.callback = INTEGRATION_TO_CALLBACK[name]()
+        os.makedirs(self.arguments.output_dir, exist_ok=True)
+        self.callback.on_train_begin(self.arguments, self.state, self.control, model=None)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        self.module.log(metrics, step=step)
+        """Sends a step's metrics."""
+        self.state.global_step = step
+        self.callback.on_log(
+            self.arguments, self.state, self.control, logs=dict(metrics), model=None
+        )
 
-    def close(self) -> None:
-        self.module.finish()
+    def finish(self) -> None:
+        """Ends the tracker's run."""
+        self.callback.on_train_end(self.arguments, self.state, self.control, model=None)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns a recipe as one level of keys, whose values every tracker takes."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            out |= _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, bool | int | float | str):
+            out[prefix + key] = value
+        else:
+            out[prefix + key] = str(value)
+    return out
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

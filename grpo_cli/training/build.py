@@ -36,7 +36,6 @@ from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import Reference
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
-from grpo_cli.reporting import tracking
 from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter, write_text
@@ -237,10 +236,11 @@ def start(run: Run, resume_from: Path | None) -> None:
         resume.restore(run, resume_from)
     else:
         run.reporter.rewind(0)  # lines of a run that was stopped before its first checkpoint
-    if run.workers.is_main:
-        run.reporter.trackers, run.state.tracker_id = tracking.start(
-            run.recipe, run.folder, as_text(asdict(run.recipe)), run.state.tracker_id
-        )
+    with run.workers.raise_together():
+        if run.workers.is_main:
+            run.state.tracker_ids = run.reporter.trackers.start(
+                run.recipe, run.folder, as_text(asdict(run.recipe)), run.state.tracker_ids
+            )
     run.generator.update_weights(run.policy, run.state.step)
     # From here on a restart by torchrun resumes this run: what it had to discard or set aside is
     # gone. And no process begins while another may still have to leave.

@@ -217,6 +217,9 @@ class StoredRun:
         entry = dict(saved)
         if "ways" in entry:  # the name in version 0.1.0
             entry["modes"] = entry.pop("ways")
+        if "tracker_id" in entry:  # of one tracker, which the recipe names, until version 0.1.0
+            known = entry.pop("tracker_id")
+            entry["tracker_ids"] = {} if known is None else {"wandb": known, "trackio": known}
         beta = AdaptiveBeta(entry.pop("beta"))
         bonus = AdaptiveEntropyBonus(entry.pop("entropy_coef"), entry.pop("entropy"))
         own = {f.name: entry.pop(f.name) for f in fields(cls)[3:]}

@@ -42,7 +42,7 @@ class State:
     best_step: int | None = None  # the step of the best evaluation
     best_value: float = -math.inf  # of the metric `eval.best`
     worse: int = 0  # evaluations in a row since the best one
-    tracker_id: str | None = None  # the tracker's identifier of the run
+    tracker_ids: dict[str, str] = field(default_factory=dict)  # of the run, by tracker
 
 
 @dataclass

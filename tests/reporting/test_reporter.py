@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
+from rich.console import Console
 
 from grpo_cli.errors import TrainingError
-from grpo_cli.reporting.reporter import Reporter
+from grpo_cli.reporting.reporter import Reporter, completions_table
+from grpo_cli.reporting.tracking import Trackers
 from tests.training.test_train import recipe
 
 STEP = {"reward": 0.5, "completions/mean_length": 4.0, "tokens_per_second": 9.0, "step_time": 1.0}
@@ -119,3 +122,75 @@ def test_completions_that_cannot_be_written_are_left_out(
     with files_of_at_most(100):
         reporter.completions(5, rows)
     assert len(said) == 2, "it is another time"
+
+
+def completion(
+    prompt: str, text: str, reward: float | None, **parts: float | None
+) -> dict[str, Any]:
+    named = {f"rewards/{name}": value for name, value in parts.items()}
+    ids = {"completion_ids": [1, 2]}
+    row = {"step": 2, "row": 0, "prompt": prompt, "completion": text, "reward": reward}
+    return row | named | {"advantage": -0.5} | ids
+
+
+CHAT = '[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "One and one?"}]'
+ROWS = [
+    completion(CHAT, "2 [bold]", 1.5, math=1.0, brief=0.5),
+    completion(CHAT, "3", None, math=None, brief=0.0),
+    completion("2+2=", "4", 1.0, math=1.0, brief=0.0),
+]
+
+
+def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> str:
+    made = Reporter(recipe(tmp_path, log__completions_every=1, **settings), tmp_path, True)
+    monkeypatch.setattr(made, "console", Console(width=100))
+    with made.console.capture() as capture:
+        made.completions(2, ROWS)
+    return capture.get()
+
+
+def test_printed_completions_have_a_column_for_each_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = printed(tmp_path, monkeypatch, log__completions_shown=3)
+    header, *cells = [line for line in text.splitlines() if line[:1] in "┃│"]
+    words = header.replace("┃", " ").split()
+    assert words == ["prompt", "completion", "math", "brief", "reward", "advantage"]
+    found = [[cell.strip() for cell in line.strip("│").split("│")] for line in cells]
+    assert found == [
+        ["One and one?", "2 [bold]", "1", "0.5", "1.5", "-0.5"],
+        ["One and one?", "3", "", "0", "", "-0.5"],
+        ["2+2=", "4", "1", "0", "1", "-0.5"],
+    ]
+
+
+def test_unique_prompts_are_printed_and_sent_and_all_are_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(Trackers, "table", lambda self, rows, step: sent.append((step, rows)))
+    settings = {"log__completions_shown": 3, "log__unique_prompts": True}
+    text = printed(tmp_path, monkeypatch, **settings)
+    assert "2 [bold]" in text
+    assert "│ 3" not in text
+    assert "2+2=" in text
+    ((step, rows),) = sent
+    assert step == 2
+    assert [row["completion"] for row in rows] == ["2 [bold]", "4"]
+    assert [*rows[0]] == [
+        "step", "prompt", "completion", "reward", "rewards/math", "rewards/brief", "advantage",
+    ]  # fmt: skip
+    stored = pyarrow.parquet.read_table(tmp_path / "completions" / "step-2.parquet").to_pylist()
+    assert [row["completion"] for row in stored] == ["2 [bold]", "3", "4"]
+    assert stored[0]["prompt"] == CHAT, "the whole conversation"
+
+
+def test_a_secret_is_not_printed_with_a_completion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "hf_secret_value")
+    table = completions_table(1, [completion("hf_secret_value", "hf_secret_value", 1.0)])
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(table)
+    assert "hf_secret_value" not in capture.get()

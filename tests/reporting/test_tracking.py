@@ -1,20 +1,77 @@
-"""Trackers get every step's metrics; a missing package is a mistake of the user."""
+"""Trackers get every step's metrics; one that fails ends no run, one that is missing is told."""
+
+from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
     EventAccumulator,
 )
+from transformers.integrations import integration_utils
 
+from grpo_cli.config import schema
 from grpo_cli.errors import UserError
 from grpo_cli.reporting import tracking
+from grpo_cli.reporting.tracking import Trackers
+from tests.tables import table
 from tests.training.test_train import metrics, recipe, trained
 
+Calls = list[tuple[Any, ...]]
 
+
+class FakeRun:
+    """What `init` of wandb and trackio returns."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.calls.append(("log", step, *sorted(values)))
+
+    def finish(self) -> None:
+        self.calls.append(("finish",))
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Calls]:
+    """Installs a fake wandb or trackio, and returns what it is asked for."""
+
+    def install(name: str) -> Calls:
+        calls: Calls = []
+        module: Any = types.ModuleType(name)
+        known = ("project", "name", "id", "resume")
+
+        def init(**given: Any) -> FakeRun:
+            calls.append(("init", {k: given[k] for k in known if k in given}))
+            return FakeRun(calls)
+
+        module.init = init
+        module.Table = lambda columns=None, data=None, dataframe=None: calls.append(
+            ("table", len(dataframe), *dataframe.columns)
+        )
+        monkeypatch.setitem(sys.modules, name, module)
+        return calls
+
+    return install
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    """What the user is told."""
+    return []
+
+
+def tracked(*backend: str) -> schema.Recipe:
+    return schema.Recipe(tracking=schema.Tracking(backend=[*backend], project="mine"))
+
+
+@pytest.mark.runs
 def test_tensorboard_holds_what_metrics_jsonl_holds(tmp_path: Path) -> None:
     live = trained(tmp_path, tracking__backend="tensorboard")
     events = EventAccumulator(str(live.folder / "tensorboard")).Reload()
@@ -22,35 +79,163 @@ def test_tensorboard_holds_what_metrics_jsonl_holds(tmp_path: Path) -> None:
     assert rewards == [(m["step"], pytest.approx(m["reward"])) for m in metrics(live)]
 
 
-@pytest.mark.parametrize("backend", ["wandb", "trackio"])
-def test_wandb_and_trackio_share_an_interface(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.runs
+def test_a_run_has_several_trackers_and_a_resumed_one_continues_their_runs(
+    tmp_path: Path, fake: Callable[[str], Calls]
 ) -> None:
-    calls: list[tuple[str, Any]] = []
-    fake = types.ModuleType(backend)
-    fake.init = lambda **k: calls.append(  # type: ignore[attr-defined]
-        ("init", (k["project"], k["name"]))
-    )
-    fake.log = lambda m, step: calls.append(("log", step))  # type: ignore[attr-defined]
-    fake.finish = lambda: calls.append(("finish", None))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, backend, fake)
-    trained(tmp_path, tracking__backend=backend, tracking__project="mine")
-    steps = [("log", step) for step in (1, 2, 3, 4)]
-    assert calls == [("init", ("mine", "run")), *steps, ("finish", None)]
+    wandb, trackio = fake("wandb"), fake("trackio")
+    common: dict[str, Any] = {"tracking__project": "mine", "log__completions_every": 2}
+    common["tracking__backend"] = ["wandb", "trackio", "tensorboard"]
+    live = trained(tmp_path, steps=2, **common)
+    identity = wandb[0][1]["id"]
+    assert live.state.tracker_ids == {"wandb": identity, "trackio": "run"}
+    trained(tmp_path, resume="auto", **common)
+    for calls in (wandb, trackio):
+        assert [call[1] for call in calls if call[:1] == ("log",) and "reward" in call] == [
+            1, 2, 3, 4,
+        ]  # fmt: skip
+        assert sum(call == ("finish",) for call in calls) == 2
+        tables = [call for call in calls if call[0] == "table"]
+        assert [call[1] for call in tables] == [24, 24, 24], "all completions of steps 1, 2 and 4"
+        assert {"step", "prompt", "completion", "reward", "rewards/evens"} < {*tables[0]}
+    inits = [call[1] for call in wandb if call[0] == "init"]
+    assert inits == [{"project": "mine", "name": "run", "id": identity, "resume": "allow"}] * 2
+    inits = [call[1] for call in trackio if call[0] == "init"]
+    assert inits == [{"project": "mine", "name": "run", "resume": "allow"}] * 2
+    assert (live.folder / "tensorboard").is_dir()
 
 
-@pytest.mark.parametrize("backend", ["none", "tensorboard"])
-@pytest.mark.parametrize("knob", ["project", "name"])
+def test_a_tracker_that_fails_is_a_note_once_and_the_others_go_on(
+    tmp_path: Path, fake: Callable[[str], Calls], lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake("wandb")
+    trackio = fake("trackio")
+    live = Trackers(lines.append)
+    live.start(tracked("wandb", "trackio"), tmp_path, {}, {})
+    failing = True
+
+    def log(self: FakeRun, values: dict[str, Any], step: int) -> None:
+        if failing and self.calls is not trackio:
+            raise ConnectionError("the server is gone\nand more")
+        self.calls.append(("log", step))
+
+    monkeypatch.setattr(FakeRun, "log", log)
+    for step in (1, 2):
+        live.log({"reward": 1.0}, step)
+    note = "note: wandb has not taken the run's metrics (ConnectionError: the server is gone); the "
+    assert lines == [f"{note}run continues"]
+    failing = False
+    live.log({"reward": 1.0}, 3)
+    failing = True
+    live.log({"reward": 1.0}, 4)
+    assert lines == [f"{note}run continues"] * 2, "it is another time"
+    assert [call[1] for call in trackio if call[0] == "log"] == [1, 2, 3, 4]
+    live.close()
+    live.close()
+    assert trackio[-1] == ("finish",)
+    assert trackio.count(("finish",)) == 1
+
+
+def test_a_tracker_that_does_not_start_ends_a_new_run_only(
+    tmp_path: Path, fake: Callable[[str], Calls], lines: list[str]
+) -> None:
+    fake("wandb")
+
+    def init(**_: Any) -> None:
+        raise ValueError("no key configured")
+
+    sys.modules["wandb"].init = init  # type: ignore[attr-defined]
+    said = r"tracking.backend = wandb: cannot be started: ValueError: no key configured"
+    with pytest.raises(UserError, match=said):
+        Trackers(lines.append).start(tracked("wandb"), tmp_path, {}, {})
+    live = Trackers(lines.append)
+    assert live.start(tracked("wandb"), tmp_path, {}, {"wandb": "abc"}) == {"wandb": "abc"}
+    live.log({"reward": 1.0}, 1)
+    assert lines == [
+        "note: tracking.backend = wandb: cannot be started: ValueError: no key configured; the run "
+        "continues without it"
+    ]
+
+
+def test_a_callback_of_transformers_is_a_tracker(
+    tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: Calls = []
+
+    class Callback:
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            calls.append(("begin", args.run_name, state.is_world_process_zero))
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
+            calls.append(("log", state.global_step, logs))
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            calls.append(("end",))
+
+    for name in tracking.OF_TRANSFORMERS:
+        assert name in integration_utils.INTEGRATION_TO_CALLBACK
+        monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, name, Callback)
+        calls.clear()
+        live = Trackers(lines.append)
+        live.start(tracked(name), tmp_path / "run", {}, {})
+        live.log({"reward": 0.5}, 3)
+        live.close()
+        assert calls == [("begin", "run", True), ("log", 3, {"reward": 0.5}), ("end",)]
+    assert lines == []
+
+
+def test_every_name_has_its_package_and_its_maker() -> None:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    choices = {f.metadata["choices"] for key, f in schema.knobs() if key == "tracking.backend"}
+    assert {*choices.pop()} == {"none", *tracking.PACKAGES}
+    for name in {*tracking.PACKAGES} - {*tracking.OF_TRANSFORMERS}:
+        assert LOGGER_TYPE_TO_CLASS[name].name == name
+    assert {*tracking.TABLES} <= {*tracking.PACKAGES}
+
+
+def test_mlflow_gets_names_that_it_takes(lines: list[str]) -> None:
+    live, seen = Trackers(lines.append), []
+    live._live["mlflow"] = SimpleNamespace(log=lambda values, step: seen.append(values))
+    live._live["comet_ml"] = SimpleNamespace(log=lambda values, step: seen.append(values))
+    live.log({"eval/gsm8k/maj@8": 0.5}, 1)
+    assert seen == [{"eval/gsm8k/maj_at_8": 0.5}, {"eval/gsm8k/maj@8": 0.5}]
+
+
+@table(
+    ("given", "backend"),
+    [
+        ("none", ["none"]),
+        ("wandb", ["wandb"]),
+        ("wandb, mlflow", ["wandb", "mlflow"]),
+        (["wandb", "trackio"], ["wandb", "trackio"]),
+    ],
+)
+def test_one_name_is_a_list_of_one(given: Any, backend: list[str], tmp_path: Path) -> None:
+    assert recipe(tmp_path, tracking__backend=given).tracking.backend == backend
+
+
+@table("given", [["none", "wandb"], ["wandb", "wandb"], []])
+def test_names_that_contradict_are_refused(given: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"tracking.backend = \[.*: name each tracker once, or non"):
+        recipe(tmp_path, tracking__backend=given)
+
+
+@table(
+    ("backend", "knob"),
+    [(b, k) for b in ("none", "tensorboard", "dvclive") for k in ("project", "name")],
+)
 def test_other_trackers_have_no_project_and_no_name(
     backend: str, knob: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=rf"tracking\.{knob} = mine: .* it is {backend}"):
         recipe(tmp_path, tracking__backend=backend, **{f"tracking__{knob}": "mine"})
-    wandb = recipe(tmp_path, tracking__backend="wandb", **{f"tracking__{knob}": "mine"})
-    assert getattr(wandb.tracking, knob) == "mine"
+    both = recipe(tmp_path, tracking__backend=["wandb"], **{f"tracking__{knob}": "mine"})
+    assert getattr(both.tracking, knob) == "mine"
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
-    with pytest.raises(UserError, match=r"tracking.backend = trackio.*pip install"):
-        tracking.require("trackio")
+    with pytest.raises(UserError, match=r"tracking.backend = trackio: .*; pip install trackio"):
+        tracking.require(["tensorboard", "trackio"])
+    tracking.require(["none"])
