@@ -57,6 +57,8 @@ OTHER_NAMES = {
     "metric_for_best_model": "eval.best",
     "greater_is_better": "eval.best_direction",
     "report_to": "tracking=NAME",
+    "log_unique_prompts": "log.unique_prompts",
+    "num_completions_to_print": "log.completions_shown",
     "push_to_hub": "hub.repo=OWNER/NAME",
     "hub_model_id": "hub.repo",
     "hub_strategy": "hub.strategy",
@@ -87,6 +89,9 @@ def translate(stored: dict[str, Any]) -> dict[str, Any]:
     for old, new in RENAMED_KEYS.items():
         for prefix in ("", "schedules."):
             _move(tree, prefix + old, prefix + new)
+    tracking = tree.get("tracking") or {}
+    if isinstance(tracking.get("backend"), str):  # until 0.1.0 there was one
+        tracking["backend"] = [tracking["backend"]]
     for name in tree.get("benchmark") or {}:
         for mode in ("cot", "tir"):
             key = f"benchmark.{name}"

@@ -479,7 +479,9 @@ def met(key: str) -> dict[str, Any]:
         return {}
     value = values[0] if values else another(other)
     several = str(KNOBS[other].type).startswith("list")
-    return {**met(other), other: [*value_at(DEFAULTS, other), value] if several else value}
+    if not several:
+        return {**met(other), other: value}
+    return {**met(other), other: [*(v for v in value_at(DEFAULTS, other) if v != "none"), value]}
 
 
 def unmet(key: str) -> dict[str, Any]:
