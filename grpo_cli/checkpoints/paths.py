@@ -38,6 +38,12 @@ RUN_PARTS = (
 )
 
 
+def shown(path: str | Path) -> str:
+    """Returns a path for people: from the working directory, if it lies below it."""
+    folder = Path.cwd()
+    return str(Path(path).relative_to(folder)) if Path(path).is_relative_to(folder) else str(path)
+
+
 def checkpoint_path(folder: Path, step: int) -> Path:
     """Returns the path of a run's checkpoint after `step` steps."""
     return folder / "checkpoints" / f"step-{step}"

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_cli.checkpoints import paths
 from grpo_cli.checkpoints.lock import Lock
 from grpo_cli.checkpoints.lookup import file_hash, model_hash
 from grpo_cli.config.schema import Eval, Recipe
@@ -198,14 +199,14 @@ def finish(
             before = None if overwrite else tables.set_aside(folder, settings)
             tables.write(folder, subject, results, settings)
             shutil.rmtree(folder / FOLDER, ignore_errors=True)
-            tables.show(reporter.console, subject, results)
-            said = f"numbers: {folder / 'eval.json'}"
+            tables.show(reporter.console, paths.shown(subject), results)
+            said = f"numbers: {paths.shown(folder / 'eval.json')}"
             if results[0].task.mode is not None:
-                said += f"; beside the paper's: {folder / 'table.md'}, table.tex"
+                said += f"; beside the paper's: {paths.shown(folder / 'table.md')}, table.tex"
             reporter.say(said)
-            reporter.say(f"every completion: {folder / 'completions.parquet'}")
+            reporter.say(f"every completion: {paths.shown(folder / 'completions.parquet')}")
             if before is not None:
-                reporter.say(f"what was there of another evaluation: {before}")
+                reporter.say(f"moved the earlier evaluation (other settings) to {before}")
 
 
 def key_of(recipe: Recipe, tasks: Sequence[Task], identity: str) -> str:

@@ -139,14 +139,15 @@ SHOWN = (
 
 def show(console: Console, subject: str, results: Sequence[TaskResult]) -> None:
     """Prints the numbers: one task's from top to bottom, several tasks' in a row each."""
+    console.print(escape(subject), soft_wrap=True)
     if len(results) == 1:
-        console.print(_of_one(subject, results[0]))
+        console.print(_of_one(results[0]))
         return
     found = {r.task.label: nested(r.metrics) for r in results}
     # The reward of a benchmark is its accuracy.
     shown = SHOWN if any(r.task.mode is None for r in results) else SHOWN[1:]
     heads = [key for key in shown if any(key in n for n in found.values())]
-    table = Table(title=escape(subject))
+    table = Table()
     for head in ("", "accuracy [95 %]", "rows", *(key.replace("_", " ") for key in heads)):
         table.add_column(head, no_wrap=head in ("", "accuracy [95 %]"))
     for label, numbers in found.items():
@@ -162,9 +163,9 @@ def show(console: Console, subject: str, results: Sequence[TaskResult]) -> None:
             console.print(below)
 
 
-def _of_one(subject: str, result: TaskResult) -> Table:
+def _of_one(result: TaskResult) -> Table:
     numbers = nested(result.metrics)
-    table = Table("", result.task.label, title=escape(subject))
+    table = Table("", result.task.label)
     if "graded" not in numbers:  # else the rewards below say more than the share of ones
         table.add_row("accuracy [95 %]", with_interval(numbers))
     for name, value, _ in _of_samples(numbers):
