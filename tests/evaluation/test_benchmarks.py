@@ -191,7 +191,7 @@ def test_the_hubs_columns_get_the_names_that_are_read(
 ) -> None:
     asked: list[Any] = []
 
-    def load_dataset(source: str, subset: str | None, split: str) -> datasets.Dataset:
+    def load_dataset(source: str, subset: str | None, split: str, **_: bool) -> datasets.Dataset:
         asked.append((source, subset, split))
         return datasets.Dataset.from_list([ON_THE_HUB[name]])
 
@@ -213,7 +213,7 @@ def test_every_configuration_of_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         datasets,
         "load_dataset",
-        lambda source, subset, split: datasets.Dataset.from_list(rows[subset]),
+        lambda source, subset, split, **_: datasets.Dataset.from_list(rows[subset]),
     )
     found = benchmarks.load("mine", Benchmark(data="me/mine", subset="all"))
     assert [row["question"] for row in found.rows] == ["1", "2"]
