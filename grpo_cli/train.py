@@ -19,6 +19,7 @@ the advantage, and ascend a clipped surrogate, less β times a KL to a reference
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -173,7 +174,7 @@ def accumulate(run: Run, step: Step, groups: Sequence[Group], update: int) -> Lo
         number = step.number * step.num_updates + update
         tokens = logprob_passes.select_tokens(run, step.recipe, groups, number, tokens)
     coefficients = Coefficients(
-        run.beta.value(loss), run.entropy_bonus.value(loss), max(tokens, 1.0)
+        run.beta.value(loss), run.entropy_bonus.value(loss), max(tokens, 1.0), run.router_coef
     )
     with_gradient, entropy_only = split_by_gradient(run, step, rollouts, coefficients)
     run.micro_batches.calibrate(rollouts or entropy_only, step.recipe.generation.temperature)
@@ -181,6 +182,9 @@ def accumulate(run: Run, step: Step, groups: Sequence[Group], update: int) -> Lo
     step.clock.count(
         "forward_backward", FORWARD_BACKWARD * flops(with_gradient) + flops(entropy_only)
     )
+    if coefficients.router:  # experts are counted over all processes before the first backward
+        load = logprob_passes.load_of_experts(run, step.recipe, with_gradient)
+        coefficients = replace(coefficients, load=load)
     compute_loss = partial(forward, run, step, coefficients)
 
     def forward_backward(micro_batch: list[Rollout]) -> LossOutput:
@@ -213,7 +217,8 @@ def forward(
         entropy_gradient=coefficients.entropy > 0,
     )
     batch = collate(micro_batch, run.workers.device)
-    return grpo_loss(step.recipe.loss, batch, logprobs, entropies, coefficients)
+    routing = run.policy_logprobs.routing
+    return grpo_loss(step.recipe.loss, batch, logprobs, entropies, coefficients, routing)
 
 
 def split_by_gradient(
@@ -228,6 +233,7 @@ def split_by_gradient(
         step.recipe.loss,
         has_reference=run.reference is not None,
         entropy_coef=coefficients.entropy,
+        router_coef=coefficients.router,
         skip_zero_advantage=step.recipe.update.skip_zero_advantage,
     )
     with_gradient = [r for r in rollouts if every or r.advantages.any()]

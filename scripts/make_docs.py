@@ -95,7 +95,15 @@ def memory_table() -> str:
 
 def family_table() -> str:
     """Returns one line for each model family that the tests compute."""
-    header = ["model type", "sampled", "training rows", "recurrent state", "vLLM", "fallback"]
+    header = [
+        "model type",
+        "sampled",
+        "training rows",
+        "recurrent state",
+        "load balancing",
+        "vLLM",
+        "fallback",
+    ]
     lines = [header, ["---"] * len(header), *map(family_line, FAMILIES)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -108,6 +116,7 @@ def family_line(family: Family) -> list[str]:
         {"engine": "engine", "cache": "transformers' cache", "none": "no cache"}[family.decoder],
         "packed" if family.packed else "padded",
         "yes" if family.recurrent else "",
+        "yes" if family.balanced else "",
         "listed" if family.vllm else "not listed",
         "; ".join(w for w in (family.why, family.why_no_cache) if w),
     ]

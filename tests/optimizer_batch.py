@@ -16,6 +16,8 @@ from typing import Any, cast
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from grpo_cli import train
@@ -28,11 +30,14 @@ from grpo_cli.models.loading import frozen_copy
 from grpo_cli.models.memory import MicroBatchBudget
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import Reference
+from grpo_cli.models.routers import RouterRecorder
 from grpo_cli.records import Group, rollout_stats
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.training.step import Step
 from grpo_cli.training.step_progress import StepBatch
 from tests.conftest import BUILD, make_group, make_rollout
+from tests.models.families import FOUR_EXPERTS, Family
+from tests.models.test_architectures import make
 from tests.partial_run import partial_run
 
 LOSSES = Path(__file__).parent.parent / "recipes" / "loss"
@@ -47,10 +52,11 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "sequence_mask": {"sampling_correction": "sequence_mask", "sampling_cap": 1.3},
     "sequence_mean_mask": {"sampling_correction": "sequence_mean_mask", "sampling_cap": 1.02},
     "off_policy_mask": {"off_policy_mask": 0.01},
+    "router": {"router_aux_loss_coef": 0.5},  # of a mixture of experts
 }
 Found = dict[str, tuple[Tensor, dict[str, float]]]  # gradient of all weights, metrics
 # Of each kind one: on-policy, a KL, whole sequences, tokens chosen over all processes, entropies.
-FEW = ("dapo", "k3", "gspo", "clip_cov", "entropy")
+FEW = ("dapo", "k3", "gspo", "clip_cov", "entropy", "router")
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,9 @@ VARIANTS = {
     "checkpointing": Variant("fsdp2", checkpointing=True),
     "checkpointing, kept gathered": Variant("fsdp2", ("dapo",), reshard=False, checkpointing=True),
 }
+
+
+NORMS = (Qwen2RMSNorm, MixtralRMSNorm)
 
 
 class Norm(Qwen2RMSNorm):
@@ -131,6 +140,24 @@ def make_groups() -> list[Group]:
     return groups
 
 
+def make_experts() -> PreTrainedModel:
+    """A mixture of experts, whose load is uneven."""
+    model = make(Family("mixtral", FOUR_EXPERTS), vocabulary=259)
+    model.config._experts_implementation = "eager"  # grouped products have no float64
+    return model
+
+
+def prepared(model: PreTrainedModel, checkpointing: bool) -> PreTrainedModel:
+    """The model in float64 and training mode."""
+    model = model.double()
+    for module in model.modules():
+        if isinstance(module, NORMS):
+            module.__class__ = Norm
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
 def all_gradients(
     workers: Workers,
     groups: list[Group],
@@ -148,24 +175,21 @@ def all_gradients(
         names: of the cases; None: all.
     """
     torch.manual_seed(workers.rank)  # the others are given the main process's weights
-    model = tiny.make_model(BUILD, tiny.make_tokenizer(BUILD, [])).double()
-    for module in model.modules():
-        if isinstance(module, Qwen2RMSNorm):
-            module.__class__ = Norm
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    reference = frozen_copy(model)
-    workers.place(model)
-    assert fsdp.is_sharded(model) == workers.runs_in_lockstep
+    dense = prepared(tiny.make_model(BUILD, tiny.make_tokenizer(BUILD, [])), checkpointing)
+    experts = prepared(make_experts(), checkpointing)
+    reference = frozen_copy(dense)
+    for model in (dense, experts):
+        workers.place(model)
+        assert fsdp.is_sharded(model) == workers.runs_in_lockstep
     found: Found = {}
     for name, loss in cases().items():
         if names is not None and name not in names:
             continue
+        model = experts if name == "router" else dense
         gradients: list[Tensor] = []
         optimizer = torch.optim.SGD(model.parameters())
-        optimizer.step = lambda *a, g=gradients, **k: g.append(  # type: ignore[method-assign]
-            torch.cat([full_tensor(p.grad).flatten().clone() for p in model.parameters()])
+        optimizer.step = lambda *a, g=gradients, m=model, **k: g.append(  # type: ignore[method-assign]
+            torch.cat([full_tensor(p.grad).flatten().clone() for p in m.parameters()])
         )
         recipe = Recipe(
             loss=loss,
@@ -183,6 +207,9 @@ def all_gradients(
             recipe=recipe,
             reference=Reference(PolicyLogprobs(reference)) if loss.beta else None,
         )
+        if loss.router_aux_loss_coef:
+            run.router_coef = loss.router_aux_loss_coef
+            run.policy_logprobs.routers = RouterRecorder(model)
         every = make_groups()
         own = [g for g in every if g.prompt_index in {mine.prompt_index for mine in groups}]
         if not loss.beta:

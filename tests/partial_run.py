@@ -30,7 +30,7 @@ def partial_run(
     interrupts = Interrupts(workers, never, lambda usual: 0.0, save_seconds=0.0)
     absent = cast(Any, dict.fromkeys(
         ("folder", "lock", "tokenizer", "generator", "scorer", "evaluator", "reporter",
-         "checkpointer")
+         "checkpointer", "pusher")
     ))  # fmt: skip
     return Run(
         recipe=recipe or Recipe(),

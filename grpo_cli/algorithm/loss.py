@@ -17,6 +17,7 @@ from torch import Tensor
 from grpo_cli.algorithm import corrections, losses
 from grpo_cli.algorithm.batch import Batch
 from grpo_cli.algorithm.kl import ESTIMATORS, k3
+from grpo_cli.algorithm.load_balancing import Load, Routing
 from grpo_cli.algorithm.losses import rows_that_train
 from grpo_cli.algorithm.metric_sums import (
     MaskedSum,
@@ -41,6 +42,8 @@ class Coefficients:
     beta: float
     entropy: float
     entropy_tokens: float  # tokens that the policy term trains, in the optimizer batch
+    router: float = 0.0  # weight of the load-balancing loss
+    load: Load | None = None  # of the experts in the optimizer batch, where that weight is not 0
 
 
 @dataclass(frozen=True)
@@ -157,16 +160,22 @@ FORMER_NAMES = {
 
 
 def every_rollout_has_gradient(
-    config: Loss, *, has_reference: bool, entropy_coef: float, skip_zero_advantage: bool
+    config: Loss,
+    *,
+    has_reference: bool,
+    entropy_coef: float,
+    skip_zero_advantage: bool,
+    router_coef: float = 0.0,
 ) -> bool:
     """Whether rollouts without advantage also get a forward and backward pass.
 
-    They have a gradient from their KL or entropy, or from a loss that needs no advantage; or the
-    recipe does not skip them.
+    They have a gradient from their KL, their entropy or the load of experts, or from a loss that
+    needs no advantage; or the recipe does not skip them.
     """
     kl = has_reference and config.kl_in == "loss"
     without_advantage = traits_of(loss_function(config)).trains_without_advantage
-    return kl or entropy_coef > 0 or without_advantage or not skip_zero_advantage
+    bonus = entropy_coef > 0 or router_coef > 0
+    return kl or bonus or without_advantage or not skip_zero_advantage
 
 
 def grpo_loss(
@@ -175,15 +184,17 @@ def grpo_loss(
     logprobs: Tensor,
     entropies: Tensor | None,
     coefficients: Coefficients,
+    routing: Routing | None = None,
 ) -> LossOutput:
     """Computes one micro-batch's part of the loss, divided by the optimizer batch's counts.
 
         Σ_t weight_t (policy_t · correction_t · keep_t · high_entropy_t + β·kl_t)
-        − entropy_coef · Σ_t entropy_t / entropy_tokens
+        − entropy_coef · Σ_t entropy_t / entropy_tokens + router · L (load_balancing.py)
 
     Args:
         logprobs: [B, C] of the current policy, with gradient.
         entropies: [B, C], with gradient where there is a bonus; None where they are not measured.
+        routing: of the micro-batch's tokens to experts, where their load is balanced.
     """
     metrics = MetricSums()
     mask = batch.loss_mask
@@ -242,6 +253,11 @@ def grpo_loss(
             loss = loss - coefficients.entropy * bonus
         metrics.mean("entropy", entropies, mask)
         mean_entropy = masked_sum(entropies, trained)
+    if coefficients.load is not None:
+        assert routing is not None, "the policy's routers are recorded"
+        aux_loss = coefficients.load.loss(routing)
+        loss = loss + coefficients.router * aux_loss
+        metrics.total("aux_loss", aux_loss)
     metrics.total("loss", loss)
 
     with torch.no_grad():
@@ -261,7 +277,8 @@ def logged(config: Loss, measured: dict[str, float]) -> dict[str, float]:
     """Returns the metrics of an update that are logged, from its reduced figures."""
     out = {name: value for name, value in measured.items() if math.isfinite(value)}
     kl = "kl" in out and config.kl_in == "loss"
-    if not (kl or config.entropy_coef or config.entropy_target):  # there is no other term
+    terms = (kl, config.entropy_coef, config.entropy_target, "aux_loss" in out)
+    if not any(terms):  # there is no other term
         del out["policy_loss"]
     if "sampling/weight" in out:
         weight, squared = out.pop("sampling/weight"), out.pop("sampling/weight_squared")

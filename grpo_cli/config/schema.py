@@ -823,6 +823,12 @@ class Loss:
         0.005, "Change of the adapted entropy_coef per optimizer step.", gt=0,
         read_if=("loss.entropy_target",),
     )  # fmt: skip
+    router_aux_loss_coef: float | None = knob(
+        None,
+        "Weight of the load-balancing loss of a mixture of experts; null: the weight in the "
+        "model's own config.",
+        ge=0,
+    )
     top_entropy: float = knob(
         1.0,
         "Share of the batch's tokens, those of the highest entropy, that the policy term "

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
 from grpo_cli.generation.decoding_state import DecodingState, check_logits
-from grpo_cli.models.families import is_recurrent
+from grpo_cli.models.families import is_recurrent, without_router_logits
 from grpo_cli.models.packing import pad_left, pad_right, positions
 
 
@@ -90,6 +90,7 @@ class CachedDecoder:
             past: dict[str, Any] = {"cache_params": cache}  # nothing is padded either
         else:
             past = {"past_key_values": cache, "attention_mask": mask}
+        past |= without_router_logits(self.model)
         logits: Tensor = self.model(
             input_ids=ids, position_ids=position_ids, use_cache=True, logits_to_keep=1, **past
         ).logits
@@ -122,7 +123,11 @@ class UncachedDecoder:
             self.model.device,
         )
         logits: Tensor = self.model(
-            input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions(mask),
+            use_cache=False,
+            **without_router_logits(self.model),
         ).logits
         logits = logits[torch.arange(len(rows), device=ids.device), mask.sum(-1) - 1]
         check_logits(logits)

@@ -36,6 +36,7 @@ from grpo_cli.models.attention import (
     merge,
     no_mask,
 )
+from grpo_cli.models.families import without_router_logits
 
 PREFILL = 8192  # prompt tokens computed at once
 ROOM = 64  # tokens that a batch's cache begins with; it doubles when it is full
@@ -352,6 +353,7 @@ class Engine:
             attention_mask=no_mask(device),
             use_cache=False,
             attending=attending,
+            **without_router_logits(self.model),
             **({} if keep is None else {"logits_to_keep": keep}),
         ).logits
         return logits[0]

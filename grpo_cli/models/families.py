@@ -35,7 +35,7 @@ RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mam
 # Decoders whose configs have BERT's is_decoder=false all the same.
 DECODERS = ("gpt_neox", "gpt_neox_japanese")
 
-NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # Parts whose FLOPs the formula in flops.py does not count: latent attention, shared keys and
 # values, cross-attention.
 UNCOUNTED_PARTS = ("kv_lora_rank", "num_kv_shared_layers", "cross_attention_layers")
@@ -90,6 +90,16 @@ def is_recurrent(model: PreTrainedModel) -> bool:
 def num_experts(config: PretrainedConfig) -> int | None:
     """Returns the number of routed experts of a layer; None for a dense model."""
     return next((n for name in NUM_EXPERTS if (n := getattr(config, name, None))), None)
+
+
+def without_router_logits(model: PreTrainedModel) -> dict[str, bool]:
+    """Returns the argument with which a forward pass does not collect router logits.
+
+    A model whose config asks for them also computes a loss from them and the attention mask, which
+    packed rows and the embedded engine do not have.
+    """
+    collects = getattr(model.config.get_text_config(decoder=True), "output_router_logits", False)
+    return {"output_router_logits": False} if collects else {}
 
 
 def _first(config: PretrainedConfig, names: tuple[str, ...]) -> float | None:

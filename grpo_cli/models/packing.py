@@ -106,6 +106,16 @@ def targets(rollouts: Sequence[Rollout], device: torch.device) -> Tensor:
     return torch.tensor([t for r in rollouts for t in r.completion.ids], device=device)
 
 
+def trains(rollouts: Sequence[Rollout], device: torch.device) -> Tensor:
+    """Returns 1 for each token of `targets` that trains, and 0 for the others, [T]."""
+    kept: list[bool] = []
+    for r in rollouts:
+        length = len(r.completion.ids)
+        sampled = r.completion.is_sampled or [True] * length
+        kept += [bool(s) for s in sampled] if r.loss_tokens else [False] * length
+    return torch.tensor(kept, device=device).float()
+
+
 def by_prompt(rollouts: Sequence[Rollout]) -> list[list[int]]:
     """Returns the indices of each prompt's rollouts, prompts in the order of first appearance.
 

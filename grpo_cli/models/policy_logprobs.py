@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from grpo_cli.algorithm.load_balancing import Routing
 from grpo_cli.distributed import fsdp
 from grpo_cli.models import attention, packing
-from grpo_cli.models.families import RECURRENT, is_recurrent
+from grpo_cli.models.families import RECURRENT, is_recurrent, without_router_logits
 from grpo_cli.models.flops import forward_flops, params_in_products
 from grpo_cli.models.loading import inference
 from grpo_cli.models.memory import is_out_of_memory, saved_bytes
+from grpo_cli.models.routers import RouterRecorder
 from grpo_cli.models.token_logprobs import Head, linear_logprobs, token_entropy, token_logprobs
 from grpo_cli.records import Completion, Rollout
 
@@ -76,6 +78,8 @@ class PolicyLogprobs:
         self.autocast = autocast
         self.say = say
         self.agree_on = agree_on
+        self.routers: RouterRecorder | None = None  # where the load of experts is balanced
+        self.routing: Routing | None = None  # then: of the last rollouts
         self.is_recurrent = is_recurrent(model)
         if packed and self.is_recurrent:
             packed = False
@@ -233,7 +237,11 @@ class PolicyLogprobs:
             inputs = packing.pack(rollouts, device)
         else:
             inputs = packing.pad(rollouts, device, right=self.is_recurrent)
-        with self.autocast():
+        router_logits: list[Tensor] = []
+        with contextlib.ExitStack() as stack:
+            if self.routers is not None:
+                router_logits = stack.enter_context(self.routers.recording())
+            stack.enter_context(self.autocast())
             if mode.chunked:
                 flat = fsdp.within(
                     self.model,
@@ -241,6 +249,10 @@ class PolicyLogprobs:
                 )
             else:
                 flat = self._unchunked(inputs, temperature, entropy, entropy_gradient)
+        if self.routers is not None:
+            predicting = [t.flatten(0, -2)[inputs.predictors] for t in router_logits]  # [T, E] each
+            k = self.routers.experts_per_token
+            self.routing = Routing.of(predicting, k, packing.trains(rollouts, device))
         if inputs.layout is not None and not inputs.layout.is_used:  # sequences saw each other
             raise attention.UnsupportedModelError(attention.NOT_PASSED_ON)
         if not torch.is_grad_enabled():
@@ -256,7 +268,7 @@ class PolicyLogprobs:
     def _chunked(
         self, inputs: packing.Inputs, temperature: float, entropy: bool, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        hidden = self.model.base_model(**arguments(inputs)).last_hidden_state.flatten(0, 1)
+        hidden = self.model.base_model(**self._arguments(inputs)).last_hidden_state.flatten(0, 1)
         return linear_logprobs(
             hidden[inputs.predictors],  # [T, H]
             Head.of(self.model),
@@ -272,12 +284,12 @@ class PolicyLogprobs:
         predictors = inputs.predictors
         if inputs.layout is not None:
             keep = {"logits_to_keep": predictors}
-            logits = self.model(**arguments(inputs), **keep).logits[0]  # [T, V]
+            logits = self.model(**self._arguments(inputs), **keep).logits[0]  # [T, V]
         else:
             width = inputs.input_ids.shape[1]
             row, column = predictors // width, predictors % width
             first = int(column.min())
-            kept = self.model(**arguments(inputs), logits_to_keep=width - first).logits
+            kept = self.model(**self._arguments(inputs), logits_to_keep=width - first).logits
             logits = kept[row, column - first]  # [T, V]
         logprobs = token_logprobs(logits, inputs.targets, temperature)
         if not entropy:
@@ -285,18 +297,18 @@ class PolicyLogprobs:
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             return logprobs, token_entropy(logits, temperature)
 
-
-def arguments(inputs: packing.Inputs) -> dict[str, Any]:
-    """Returns the arguments of a model's forward."""
-    shared: dict[str, Any] = {
-        "input_ids": inputs.input_ids,
-        "position_ids": inputs.position_ids,
-        "use_cache": False,
-    }
-    if inputs.layout is None:
-        return shared | {"attention_mask": inputs.attention_mask}
-    mask = attention.no_mask(inputs.input_ids.device)
-    return shared | {"attention_mask": mask, "attending": inputs.layout}
+    def _arguments(self, inputs: packing.Inputs) -> dict[str, Any]:
+        """Returns the arguments of the model's forward."""
+        shared: dict[str, Any] = {
+            "input_ids": inputs.input_ids,
+            "position_ids": inputs.position_ids,
+            "use_cache": False,
+            **without_router_logits(self.model),
+        }
+        if inputs.layout is None:
+            return shared | {"attention_mask": inputs.attention_mask}
+        mask = attention.no_mask(inputs.input_ids.device)
+        return shared | {"attention_mask": mask, "attending": inputs.layout}
 
 
 def cut(rollouts: Sequence[Rollout]) -> list[Rollout]:

@@ -30,10 +30,12 @@ from grpo_cli.evaluation import benchmarks, tasks
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.generation.factory import make_generator
 from grpo_cli.models import loading, tiny
+from grpo_cli.models.families import num_experts
 from grpo_cli.models.memory import MicroBatchBudget
 from grpo_cli.models.micro_batches import MicroBatcher
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import Reference
+from grpo_cli.models.routers import RouterRecorder, balancing_coefficient, has_balancing_loss
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
 from grpo_cli.reporting.hub import Pusher
@@ -97,7 +99,10 @@ def assemble(
     recipe = parsing.with_steps(recipe, len(prompts))
     reporter.progress.total = recipe.steps
     reference_model = loading.frozen_copy(model) if recipe.needs_reference else None
+    router_coef = balancing_coefficient(model, recipe.loss.router_aux_loss_coef)
     policy_logprobs = make_logprobs(model, recipe, workers, reporter)
+    if router_coef:
+        policy_logprobs.routers = RouterRecorder(model)
     reference = None
     if reference_model is not None:
         reference = Reference(make_logprobs(reference_model, recipe, workers, reporter))
@@ -154,6 +159,7 @@ def assemble(
         reporter=reporter,
         checkpointer=checkpointer,
         pusher=Pusher(recipe, folder, reporter.say, workers.is_main),
+        router_coef=router_coef,
     )
     describe(run)
     if prepared.note is not None:
@@ -226,6 +232,14 @@ def describe(run: Run) -> None:
         say(description)
     if workers.size == 1 and recipe.distributed.strategy in ("fsdp2", "zero3"):
         say(f"note: distributed = {recipe.distributed.strategy}: nothing is sharded in one process")
+    if num_experts(run.policy.config.get_text_config(decoder=True)) and not run.router_coef:
+        say(
+            "note: a mixture of experts without load-balancing loss: nothing keeps the load of its "
+            "experts even; loss.router_aux_loss_coef is the weight of such a loss"
+            if has_balancing_loss(run.policy)
+            else "note: a mixture of experts for which transformers has no load-balancing loss: "
+            "nothing keeps the load of its experts even"
+        )
     for notice in (*objective.notices(recipe), *contradictions.notices(recipe)):
         say(f"note: {notice}")
 

@@ -78,6 +78,7 @@ def _work(run: Run, recipe: Recipe, group: Sequence[RolloutStats]) -> float:
         recipe.loss,
         has_reference=run.reference is not None,
         entropy_coef=run.entropy_bonus.value(recipe.loss),
+        router_coef=run.router_coef,
         skip_zero_advantage=recipe.update.skip_zero_advantage,
     )
     same = len({(o.outcome_reward, *map(tuple, o.steps.values())) for o in group}) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor
 
 from grpo_cli.algorithm import token_selection
+from grpo_cli.algorithm.load_balancing import Load
 from grpo_cli.algorithm.objective import loss_function
 from grpo_cli.algorithm.variants import knob_values, traits_of
 from grpo_cli.config.schema import Loss, Recipe
 from grpo_cli.generation.sampling import Sampling
+from grpo_cli.models.families import num_experts
 from grpo_cli.models.loading import inference
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.random_streams import derive_seed
@@ -140,6 +143,30 @@ def select_tokens(
         for r, kept in zip(rollouts, torch.split(chosen[mine].float(), lengths), strict=True):
             r.cov_selected = kept
     return tokens
+
+
+def load_of_experts(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> Load:
+    """Counts the tokens of each expert in an optimizer batch, over all processes.
+
+    The count does not depend on micro-batches or on the number of processes. It costs one forward
+    pass over the batch.
+    """
+    experts = num_experts(run.policy.config.get_text_config(decoder=True))
+    assert experts is not None, "checked when the run was built"
+    temperature = recipe.generation.temperature
+
+    def count(micro_batch: list[Rollout]) -> list[float]:
+        run.policy_logprobs(micro_batch, temperature)
+        routing = run.policy_logprobs.routing
+        assert routing is not None, "the policy's routers are recorded"
+        return [*routing.assigned.tolist(), routing.tokens.item()]
+
+    with inference(run.policy):
+        counts = run.micro_batches.map(count, rollouts, run.policy_logprobs)
+    columns = zip(*counts, strict=True) if counts else [[]] * (experts + 1)
+    sums = run.workers.sum({str(i): math.fsum(column) for i, column in enumerate(columns)})
+    *assigned, tokens = sums.values()
+    return Load(assigned, tokens)
 
 
 def flat(rows: Sequence[Tensor]) -> Tensor:

@@ -71,6 +71,7 @@ class Run:
     recovery: Recovery = field(default_factory=Recovery)
     beta: AdaptiveBeta = field(default_factory=AdaptiveBeta)
     entropy_bonus: AdaptiveEntropyBonus = field(default_factory=AdaptiveEntropyBonus)
+    router_coef: float = 0.0  # weight of the load-balancing loss of experts
     started: float = field(default_factory=time.monotonic)
 
     @property

@@ -114,7 +114,8 @@ class Step:
         if not done:
             return {}
         metrics = ReducedMetrics.of([measured.metrics for measured in done]).figures
-        averages = {name: metrics[name] / len(done) for name in ("loss", "policy_loss")}
+        summed = {"loss", "policy_loss", "aux_loss"} & set(metrics)
+        averages = {name: metrics[name] / len(done) for name in summed}
         averages["grad_norm"] = sum(self.progress.norms) / len(done)
         if not run.queue.prefetch_steps:
             del metrics[STALENESS]

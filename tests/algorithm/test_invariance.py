@@ -33,10 +33,11 @@ def assert_same(found: Found, whole: Found, names: Collection[str] | None = None
         scale = gradient.abs().max()
         assert scale > 1e-4, f"{name}: nothing to compare"
         difference = (own - gradient).abs().max() / scale
-        assert difference < 1e-9, f"{name}: gradients differ by {difference:.1e} of the largest"
+        limit = 1e-5 if name == "router" else 1e-9  # Mixtral's router rounds to float32
+        assert difference < limit, f"{name}: gradients differ by {difference:.1e} of the largest"
         assert own_metrics.keys() == metrics.keys()
         for key, value in metrics.items():
-            assert own_metrics[key] == pytest.approx(value, rel=1e-9, abs=1e-12), (name, key)
+            assert own_metrics[key] == pytest.approx(value, rel=limit, abs=limit / 1e3), (name, key)
 
 
 @pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.runs), 20, 60])
@@ -54,7 +55,7 @@ def test_what_is_not_computed_has_no_gradient(whole: Found) -> None:
     every = all_gradients(Workers("cpu"), make_groups(), 40, skip_zero_advantage=False)
     # What is measured of tokens leaves out those that were not computed; but for the entropy, which
     # every step of this test asks for.
-    of_all = ("loss", "policy_loss", "grad_norm", "entropy", "learning_rate")
+    of_all = ("loss", "policy_loss", "aux_loss", "grad_norm", "entropy", "learning_rate")
     for found in (every, whole):
         for name, (gradient, metrics) in found.items():
             found[name] = gradient, {k: v for k, v in metrics.items() if k in of_all}
@@ -124,5 +125,6 @@ def test_the_losses_are_not_all_the_same(whole: Found) -> None:
     # Without this, the tests above could hold because a switch does nothing.
     gradients = {name: gradient for name, (gradient, _) in whole.items()}
     plain = gradients["bnpo"]
+    del gradients["router"]  # of another model
     same = [n for n, g in gradients.items() if n != "bnpo" and torch.allclose(g, plain, rtol=1e-9)]
     assert same == [], "these do nothing, or nothing that this batch shows"

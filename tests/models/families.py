@@ -32,6 +32,7 @@ class Family:
     why: str = ""  # what the note says where it is not the engine and packed rows
     why_no_cache: str = ""
     recurrent: bool = False
+    balanced: bool = False  # transformers has a load-balancing loss for its experts
     vllm: bool = True  # in the list of models of vLLM's repository (read, not run)
     name: str = ""  # if the model type alone does not say it
 
@@ -174,18 +175,18 @@ FAMILIES = [
     ),
     fallback("bloom", "its attention is eager", without=KV_HEADS),  # ALiBi
     fallback("stablelm", "it passes no further arguments to its attention"),
-    Family("mixtral", FOUR_EXPERTS),
-    Family("qwen2_moe", QWEN_EXPERTS),
-    Family("qwen3_moe", {"num_experts": 4, **EXPERTS}),
-    Family("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
-    Family("granitemoe", FOUR_EXPERTS),
+    Family("mixtral", FOUR_EXPERTS, balanced=True),
+    Family("qwen2_moe", QWEN_EXPERTS, balanced=True),
+    Family("qwen3_moe", {"num_experts": 4, **EXPERTS}, balanced=True),
+    Family("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}, balanced=True),
+    Family("granitemoe", FOUR_EXPERTS, balanced=True),
     Family("glm4_moe", {"first_k_dense_replace": 1, **GROUPS, **EXPERTS}),
-    Family("minimax_m2", FOUR_EXPERTS),
-    fallback("gpt_oss", "its attention is eager", FOUR_EXPERTS),  # attention sinks
+    Family("minimax_m2", FOUR_EXPERTS, balanced=True),
+    fallback("gpt_oss", "its attention is eager", FOUR_EXPERTS, balanced=True),  # attention sinks
     fallback("deepseek_v3", UNEQUAL, {"first_k_dense_replace": 1, **LATENT, **GROUPS, **EXPERTS}),
-    recurrent("qwen3_next", DELTA_NET | QWEN_EXPERTS),
+    recurrent("qwen3_next", DELTA_NET | QWEN_EXPERTS, balanced=True),
     recurrent("qwen3_5_text", DELTA_NET, vllm=False),
-    recurrent("qwen3_5_moe_text", DELTA_NET | QWEN_EXPERTS, vllm=False),
+    recurrent("qwen3_5_moe_text", DELTA_NET | QWEN_EXPERTS, balanced=True, vllm=False),
     recurrent("nemotron_h", NEMOTRON_H, decoder="none", why_no_cache=CLAMP),
     recurrent("lfm2", {"layer_types": ["conv", "full_attention"]}),
     recurrent(
@@ -205,10 +206,11 @@ FAMILIES = [
             **FOUR_EXPERTS,
             **MAMBA_2,
         },
+        balanced=True,
     ),
     recurrent("falcon_h1", {"mamba_d_ssm": 64, **MAMBA_2}),
     recurrent("bamba", {"attn_layer_indices": [1], **MAMBA_2}),
-    recurrent("jamba", JAMBA),
+    recurrent("jamba", JAMBA, balanced=True),
     recurrent("kimi_linear", KIMI),
     recurrent("olmo_hybrid", DELTA_NET, vllm=False),
     recurrent("mamba", {"state_size": 8}, without=HEADS),
@@ -250,6 +252,7 @@ FAMILIES = [
     recurrent(
         "minimax",
         {"block_size": 4, **FOUR_EXPERTS, **LINEAR_FULL},
+        balanced=True,
         decoder="none",
         why_no_cache="with a cache, ValueError: MiniMax uses cache of its own",
     ),

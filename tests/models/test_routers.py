@@ -1,0 +1,155 @@
+"""The routers' outputs are read in every mode, and the load-balancing loss is transformers' own."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from grpo_cli.algorithm.load_balancing import Load
+from grpo_cli.checkpoints import paths
+from grpo_cli.errors import UserError
+from grpo_cli.models.policy_logprobs import PolicyLogprobs
+from grpo_cli.models.routers import (
+    RouterRecorder,
+    balancing_coefficient,
+    experts_per_token,
+    has_balancing_loss,
+)
+from tests.models.families import FAMILIES, Family
+from tests.models.test_architectures import flat_gradient, make, make_rollouts
+from tests.training.test_train import built, metrics, trained, weights
+
+BY_NAME = {str(f): f for f in FAMILIES}
+BALANCED = [str(f) for f in FAMILIES if f.balanced]
+OTHERS = ["llama", "glm4_moe", "deepseek_v3", "nemotron_h", "lfm2_moe", "kimi_linear"]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_which_families_have_the_loss(family: Family) -> None:
+    assert has_balancing_loss(make(family)) == family.balanced
+
+
+@pytest.mark.parametrize("name", BALANCED)
+def test_the_loss_is_transformers_whatever_the_arrangement(name: str) -> None:
+    model, rollouts = make(BY_NAME[name]), make_rollouts()
+    found = []
+    for r in rollouts:
+        r.reward = 1.0
+        ids = torch.tensor([r.prompt.ids + r.completion.ids])
+        gates = model(ids, output_router_logits=True).router_logits
+        predicting = slice(len(r.prompt.ids) - 1, ids.shape[1] - 1)
+        found.append([g.reshape(ids.shape[1], -1)[predicting] for g in gates])
+    rollouts[2].excluded = True  # it does not train
+    del found[2]
+    gates = tuple(map(torch.cat, zip(*found, strict=True)))
+    k = experts_per_token(model)
+    function = sys.modules[type(model).__module__].load_balancing_loss_func
+    expected = function(gates, gates[0].shape[-1], k)
+    gradient = flat_gradient(model, expected)
+    assert gradient.abs().max() > 1e-3, "something to balance"
+    policy_logprobs = PolicyLogprobs(model, say=str)
+    policy_logprobs.routers = RouterRecorder(model)
+    policy_logprobs.check(rollouts, 1.0)
+    for split in ([rollouts], [rollouts[:4], rollouts[4:5], rollouts[5:]]):
+        routings: list[Any] = []
+        for part in split:
+            policy_logprobs(part, 1.0)
+            routings.append(policy_logprobs.routing)
+        assigned = sum(routing.assigned for routing in routings).tolist()
+        load = Load(assigned, float(sum(routing.tokens for routing in routings)))
+        loss = sum(load.loss(routing) for routing in routings)
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+        mine = flat_gradient(model, loss)
+        assert mine.shape == gradient.shape
+        assert (mine - gradient).abs().max() < 1e-3 * gradient.abs().max()
+
+
+def test_gradient_checkpointing_records_each_layer_once() -> None:
+    model, rollouts = make(BY_NAME["qwen3_moe"]).train(), make_rollouts()
+    for r in rollouts:
+        r.reward = 1.0
+    policy_logprobs = PolicyLogprobs(model, say=str)
+    policy_logprobs.routers = RouterRecorder(model)
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy_logprobs(rollouts, 1.0)
+        routing = policy_logprobs.routing
+        assert routing is not None
+        load = Load(routing.assigned.tolist(), routing.tokens.item())
+        gradients.append(flat_gradient(model, load.loss(routing)))
+    torch.testing.assert_close(*gradients)
+
+
+def test_the_weight_is_the_models_own_by_default() -> None:
+    model = make(BY_NAME["qwen3_moe"])
+    model.config.router_aux_loss_coef = 0.02
+    assert balancing_coefficient(model, None) == 0.02
+    assert balancing_coefficient(model, 0.5) == 0.5
+    assert balancing_coefficient(model, 0.0) == 0
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_weight_for_a_model_without_such_a_loss_is_refused(name: str) -> None:
+    model = make(BY_NAME[name])
+    assert balancing_coefficient(model, None) == 0
+    assert balancing_coefficient(model, 0.0) == 0
+    why = "has no experts" if name == "llama" else "balances its experts otherwise"
+    with pytest.raises(UserError, match=rf"loss.router_aux_loss_coef = 0.1: a {name} model {why}"):
+        balancing_coefficient(model, 0.1)
+
+
+def changes_for(name: str, tokenizer: PreTrainedTokenizerFast, folder: Path, **config: Any) -> Any:
+    model = make(BY_NAME[name], len(tokenizer))
+    for key, value in config.items():
+        setattr(model.config, key, value)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return {
+        "model": {"path": str(folder / "model")},
+        "generation__temperature": 2.0,
+        "steps": 2,
+        "checkpoint__every": 1,
+        "eval__at_start": False,
+        "eval__at_end": False,
+    }
+
+
+@pytest.mark.runs
+def test_a_run_balances_by_its_models_config_and_resumes(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asking = {"output_router_logits": True, "router_aux_loss_coef": 0.25}
+    changes = changes_for("qwen3_moe", tokenizer, tmp_path, **asking)
+    straight = trained(tmp_path, **changes)
+    printed = capsys.readouterr().out
+    assert "note" not in printed, "neither engine nor packing is lost"
+    for line in metrics(straight):
+        assert line["aux_loss"] > 1.9
+        assert line["loss"] == pytest.approx(line["policy_loss"] + 0.25 * line["aux_loss"])
+    first = paths.checkpoint_path(straight.folder, 1)
+    resumed = trained(tmp_path, resume=str(first), **changes)
+    assert torch.equal(weights(resumed), weights(straight))
+
+
+@pytest.mark.runs
+def test_a_run_says_that_nothing_balances_its_experts(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, words in (
+        ("mixtral", "loss.router_aux_loss_coef is the weight of such a loss"),
+        ("glm4_moe", "transformers has no load-balancing loss: nothing keeps the load of its"),
+    ):
+        changes = changes_for(name, tokenizer, tmp_path)
+        live = built(tmp_path, overwrite=True, loss__router_aux_loss_coef=0.0, **changes)
+        live.close()
+        assert words in " ".join(capsys.readouterr().out.split())
+    changes = changes_for("llama", tokenizer, tmp_path)
+    built(tmp_path, overwrite=True, **changes).close()
+    assert "experts" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="a llama model has no experts"):
+        built(tmp_path, overwrite=True, loss__router_aux_loss_coef=0.1, **changes)
