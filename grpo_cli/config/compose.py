@@ -240,6 +240,8 @@ def given_keys(cfg: DictConfig) -> frozenset[str]:
         key, value = override.key_or_group, override.value()
         if "." not in key and not isinstance(value, dict):
             choices.append(override.input_line or "")
+            if key in ("steps", "epochs") and value is not None:  # of which one can be given
+                given.add(key)
         elif not override.is_delete():
             given.update(_leaves(key, value))
     defaults = OmegaConf.structured(schema.Recipe)

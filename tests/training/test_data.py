@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from grpo_cli import train
+from grpo_cli.cli import run_command
 from grpo_cli.errors import UserError
 from grpo_cli.training import build, prepare
 from grpo_cli.training.run import Run
@@ -47,6 +48,26 @@ def test_epochs_are_the_steps_that_they_take(
     )
     more = trained(tmp_path, output_dir=folders[1], epochs=1.5, resume="auto")
     assert more.state.step == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["steps=4", "epochs=1"], "steps = 4 and epochs = 1: set only one of them."),
+        (["steps=100", "epochs=1"], "steps = 100 and epochs = 1: set only one of them."),
+        (["steps=4", "epochs=null"], None),
+        (["epochs=1"], None),
+    ],
+)
+def test_steps_and_epochs_on_the_command_line(
+    words: list[str], expected: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A mistake that both have, so that none of them trains.
+    assert run_command(["train", "recipe=arithmetic_tiny", "eval.k=[3]", *words]) == 2
+    err = capsys.readouterr().err
+    assert "eval.k = [3]: is only read" in err
+    assert expected is None or expected in err
+    assert expected is not None or "epochs" not in err
 
 
 def test_dropped_rows_do_not_count_in_an_epoch(tmp_path: Path) -> None:
