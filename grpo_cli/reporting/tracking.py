@@ -217,12 +217,15 @@ class _Callback:
         from transformers import TrainerControl, TrainerState, TrainingArguments
         from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-        self.arguments = TrainingArguments(
-            output_dir=str(folder / name), run_name=run_name, report_to="none", use_cpu=True
-        )
+        class Arguments(TrainingArguments):  # type: ignore[misc]
+            def __post_init__(self) -> None:
+                """Leaves accelerate's state alone, which TrainingArguments would reset."""
+
+        self.arguments = Arguments(output_dir=str(folder / name), run_name=run_name)
         self.state, self.control = TrainerState(max_steps=steps), TrainerControl()
         self.callback = INTEGRATION_TO_CALLBACK[name]()
         os.makedirs(self.arguments.output_dir, exist_ok=True)
+        self.callback.on_init_end(self.arguments, self.state, self.control)
         self.callback.on_train_begin(self.arguments, self.state, self.control, model=None)
 
     def log(self, metrics: dict[str, float], step: int) -> None:

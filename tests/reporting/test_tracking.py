@@ -10,12 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from accelerate.state import AcceleratorState
 from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
     EventAccumulator,
 )
+from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from grpo_cli.config import schema
+from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
 from grpo_cli.reporting import tracking
 from grpo_cli.reporting.tracking import Trackers
@@ -161,8 +164,14 @@ def test_a_callback_of_transformers_is_a_tracker(
     tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: Calls = []
+    Workers("cpu")
+    state_before = dict(AcceleratorState._shared_state)
+    assert state_before
 
-    class Callback:
+    class Callback(TrainerCallback):
+        def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            calls.append(("init", args.to_dict()["run_name"]))
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             calls.append(("begin", args.run_name, state.is_world_process_zero))
 
@@ -180,7 +189,9 @@ def test_a_callback_of_transformers_is_a_tracker(
         live.start(tracked(name), tmp_path / "run", {}, {})
         live.log({"reward": 0.5}, 3)
         live.close()
-        assert calls == [("begin", "run", True), ("log", 3, {"reward": 0.5}), ("end",)]
+        begun = [("init", "run"), ("begin", "run", True)]
+        assert calls == [*begun, ("log", 3, {"reward": 0.5}), ("end",)]
+    assert AcceleratorState._shared_state == state_before, "the run's processes use it"
     assert lines == []
 
 
