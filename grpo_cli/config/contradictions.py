@@ -84,6 +84,8 @@ def _of_generation(recipe: Recipe) -> Iterator[str]:
                 f"<= {key} = {limit}."
             )
             break
+    if any(not word.strip() for word in generation.bad_words):
+        yield "generation.bad_words: holds a word that is empty or only spaces; drop it."
     if "" in generation.stop:
         yield "generation.stop: holds an empty string, which every completion contains; drop it."
 

@@ -97,7 +97,8 @@ def violation(key: str, value: Any, meta: Mapping[str, Any]) -> Iterator[str]:
         )
         if not inside:
             more = f" {meta['hint']}" if meta.get("hint") else ""
-            yield f"{key} = {value}: must be {allowed(meta) or 'a finite number'}.{more}"
+            what = allowed(meta) if math.isfinite(value) else "a finite number"
+            yield f"{key} = {value}: must be {what}.{more}"
 
 
 def scheduled_violation(key: str, to: float, meta: Mapping[str, Any], kind: Any) -> Iterator[str]:

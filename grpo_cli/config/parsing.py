@@ -18,7 +18,7 @@ from omegaconf.errors import (
 
 from grpo_cli.config import interpolation
 from grpo_cli.config.contradictions import contradictions, contradictions_by_step
-from grpo_cli.config.knob import as_written, scheduled_violation, violation
+from grpo_cli.config.knob import allowed, as_written, scheduled_violation, violation
 from grpo_cli.config.renamed import OTHER_NAMES, renamed
 from grpo_cli.config.schema import Benchmark, HeldOut, MixturePart, Recipe, Reward, Schedule, knobs
 from grpo_cli.config.sources import has_splits
@@ -199,6 +199,10 @@ def _range_violations(node: Any, prefix: str = "") -> Iterator[str]:
         elif key in NAMED:
             for name, entry in value.items():
                 yield from _range_violations(entry, f"{key}.{name}.")
+        elif isinstance(value, dict):
+            for name, v in value.items():
+                if allowed(f.metadata):
+                    yield from violation(f"{key}.{name}", v, f.metadata)
         else:
             for v in value if isinstance(value, list) else [value]:
                 if str(f.type).startswith("list[str]") and not isinstance(v, str):

@@ -589,7 +589,10 @@ class Generation:
         ge=0,
     )
     logit_bias: dict[int, float] = knob(
-        {}, "Numbers that are added to the logits of tokens, by token id, such as {42: -5}."
+        {},
+        "Numbers that are added to the logits of tokens, by token id, such as {42: -5}.",
+        ge=-100,
+        le=100,
     )
     allowed_token_ids: list[int] = knob(
         [], "The only tokens that are sampled, by token id; []: all. Include one that ends."
@@ -598,7 +601,10 @@ class Generation:
         [], "Tokens that end a completion, by token id, in addition to the model's own."
     )
     bad_words: list[str] = knob(
-        [], "Texts that no completion contains; the token that would complete one is not sampled."
+        [],
+        "Words that are not sampled in the tokenizer's own spelling, with and without a space "
+        "before: the token that would complete one is ruled out. Other tokens may spell the same "
+        "text.",
     )
     max_num_seqs: int | None = knob(
         None,

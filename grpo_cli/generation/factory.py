@@ -84,5 +84,8 @@ def make_generator(
     """
     check_tokens(recipe.generation, model.config.get_text_config().vocab_size)
     eos_ids = {*loading.eos_ids(model, tokenizer), *recipe.generation.stop_token_ids}
+    sampled = recipe.generation.allowed_token_ids
+    if sampled and not eos_ids.intersection(sampled):
+        say("note: no token of generation.allowed_token_ids ends a completion")
     setup = EngineSetup(recipe, model, tokenizer, sorted(eos_ids), workers, prompts, say)
     return engine_class(recipe.generation.engine).make(setup)

@@ -98,6 +98,7 @@ def for_training(recipe: Recipe) -> Prepared:
     train, eval_rows = train_rows_of(recipe)
     if recipe.dataset.eval and not recipe.benchmark:
         eval_rows = data.load_rows(recipe.dataset, "eval")
+    check_reward_datasets(recipe, train)
     rows = sum(len(part.rows.rows) for part in train.values())
     parsing.with_steps(recipe, rows)  # of which some may be dropped as over-long
     executor = RewardExecutor(recipe.scoring)
@@ -108,6 +109,16 @@ def for_training(recipe: Recipe) -> Prepared:
     note = check_hub(recipe)  # the last check, since it may create a repository
     recipe = with_absolute_paths(recipe)
     return Prepared(recipe, folder, train, scorer, held_out, benches, note)
+
+
+def check_reward_datasets(recipe: Recipe, train: Mapping[str, TrainRows]) -> None:
+    """Raises a UserError if a reward names data sets and the rows have no column `dataset`."""
+    named = [name for name, reward in recipe.reward.items() if reward.datasets]
+    if named and "" in train and data.DATASET not in train[""].rows.columns:
+        raise UserError(
+            f"reward.{named[0]}.datasets: is only read with dataset.mixture, or with data that has "
+            f"a column {data.DATASET}."
+        )
 
 
 def train_rows_of(recipe: Recipe) -> tuple[dict[str, TrainRows], data.Rows | None]:
