@@ -118,8 +118,8 @@ class HeldOut(NamedRows):
     split: str = knob("test", "Split of a hub data set or a folder.")
     rewards: list[str] = knob(
         [],
-        "Names of the recipe's rewards that judge the completions; empty: all, or those of the "
-        "data set of dataset.mixture with the same name.",
+        "Names of the recipe's rewards that judge the completions; empty: the rewards of the data "
+        "set with the same name in dataset.mixture, or else all rewards.",
     )
     accuracy: str | None = knob(
         None,
@@ -1051,8 +1051,8 @@ class Eval:
     )
     policy_metrics: bool = knob(
         False,
-        "Also log loss, KL, entropy and clip shares on the held-out completions, as on those of "
-        "training; takes forward passes, eval.sampling=training and eval.num_samples above 1.",
+        "Also log loss, KL, entropy and clip shares on the held-out completions, as in training; "
+        "takes forward passes, eval.sampling=training and eval.num_samples above 1.",
     )
     patience: int = knob(
         0, "End the run after this many evaluations in a row without a new best; 0: never.", ge=0,

@@ -33,7 +33,7 @@ class RowStream:
     """The rows of `dataset.train` in their order, from any row on."""
 
     source: str
-    columns: list[str]  # after renaming; those of the first block
+    columns: list[str]  # after renaming; read from the first block
     first: Rows  # the first block, for checks
     config: Dataset
 
@@ -135,7 +135,7 @@ class StreamedPrompts(PromptStream):
         self._open: tuple[tuple[int, int], Iterator[dict[str, Any]]] | None = None
         self._end = 0  # position after the last block
         self._append()
-        self.prompts = list(self._prompts[0])  # those of the first block
+        self.prompts = list(self._prompts[0])  # only the first block
 
     def take(self, start: int, count: int) -> Iterator[tuple[int, Prompt]]:
         """Yields (position, prompt) for `count` positions from `start` on."""
