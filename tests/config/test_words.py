@@ -64,7 +64,7 @@ def test_values() -> None:
         (["port=many"], "port = many: must be a whole number, >= 1 and <= 65535."),
         (["port=null"], "port = null: must be a whole number, >= 1 and <= 65535."),
         (["port=0"], "port = 0: must be >= 1 and <= 65535."),
-        (["share=.nan"], "share = nan: must be > 0."),
+        (["share=.nan"], "share = nan: must be a finite number."),
         (["eager=5.5"], "eager = 5.5: must be true or false."),
         (["mode=exat"], "mode = 'exat': must be one of fast, exact. Did you mean exact?"),
         (["columns=a"], "columns=a: write columns.NAME=VALUE."),
