@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +33,7 @@ def reward_model(
     model: str,
     label: int | str | None = None,
     chat: bool | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     eos: bool = False,
     max_length: int | None = None,
     batch_tokens: int = 16384,
@@ -56,6 +57,7 @@ def reward_model(
         chat: whether to use the chat template; null: where the completions are messages. A plain
             row then becomes a user's message and an assistant's; without the template, messages
             become their contents, one below the other.
+        chat_template_kwargs: arguments of the chat template, such as {enable_thinking: false}.
         eos: whether the tokenizer's end token stands behind a row without chat template, for
             models that were trained so.
         max_length: tokens of a row at most, and never more than the model has positions. What is
@@ -74,7 +76,7 @@ def reward_model(
         return []
     scorer = _load(model, revision, dtype, _resolved(device), trust_remote_code)
     column = _label_column(label, scorer)
-    rows = _encoded(scorer, prompts, completions, chat, eos, max_length)
+    rows = _encoded(scorer, prompts, completions, chat, chat_template_kwargs, eos, max_length)
     scores: list[float | None] = [None] * len(rows)
     for positions in _batches([len(row) for row in rows], batch_tokens):
         logits = _logits(scorer, [rows[i] for i in positions])
@@ -170,6 +172,7 @@ def _encoded(
     prompts: list[Any],
     completions: Completions,
     chat: bool | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
     eos: bool,
     max_length: int | None,
 ) -> list[list[int]]:
@@ -186,13 +189,20 @@ def _encoded(
             )
         texts = [
             tokenizer.apply_chat_template(
-                _as_messages(prompt, "user") + _as_messages(completion, "assistant"), tokenize=False
+                _as_messages(prompt, "user") + _as_messages(completion, "assistant"),
+                tokenize=False,
+                **(chat_template_kwargs or {}),
             )
             for prompt, completion in pairs
         ]
         # The template has written the special tokens already.
         rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [_ending(row, limit, tokenizer.bos_token_id) for row in rows]
+    if chat_template_kwargs:
+        raise ValueError(
+            "reward_model: chat_template_kwargs is only read with the chat template; set chat: "
+            "true, or leave it out."
+        )
     if eos and tokenizer.eos_token is None:
         raise ValueError(f"reward_model: the tokenizer of {scorer.name} has no end token for eos.")
     end = tokenizer.eos_token if eos else ""

@@ -85,6 +85,11 @@ def miscounts(completions: list[str], log_extra: Callable[[str, list[Any]], None
     return [1.0] * len(completions)
 
 
+def log_of(completions: list[str], trainer_state: Any) -> list[float]:
+    """The sum of `x` over the lines of the log."""
+    return [sum(line["x"] for line in trainer_state.log_history)] * len(completions)
+
+
 def at_step(completions: list[str], trainer_state: Any) -> list[float]:
     return [float(trainer_state.global_step)] * len(completions)
 

@@ -64,8 +64,7 @@ class Reporter:
         """Writes one step's metrics to metrics.jsonl, the trackers and the progress display."""
         if not self.main:
             return
-        line = {"step": step, **{k: finite(v) for k, v in metrics.items()}}
-        self.unwritten.append(json.dumps(line) + "\n")
+        self.unwritten.append(json.dumps(metrics_line(step, metrics)) + "\n")
         error = self.write_lines()
         if error is not None and len(self.unwritten) == 1:
             self.say(
@@ -393,6 +392,11 @@ def _average(lines: list[dict[str, Any]], key: str) -> float:
 def with_interval(result: dict[str, Any]) -> str:
     low, high = result["interval_95"]
     return f"{result['accuracy']:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def metrics_line(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+    """Returns a step's line of metrics.jsonl."""
+    return {"step": step, **{k: finite(v) for k, v in metrics.items()}}
 
 
 def finite(value: float) -> float | None:

@@ -55,6 +55,12 @@ class BoundReward:
         """Whether the function applies to the row of a sample."""
         return not self.datasets or sample.columns.get(DATASET) in (None, *self.datasets)
 
+    def takes(self, name: str) -> bool:
+        """Whether the function is called with this argument of STANDARD."""
+        # A cached call must not depend on the step, nor on an argument that nothing asked for.
+        named = self.signature.standard if self.cache else STANDARD
+        return name in named and self.signature.takes_standard(name)
+
     def arguments(self, samples: Sequence[Sample], state: TrainerState) -> dict[str, Any]:
         """Returns the function's arguments, with None for log_metric and log_extra."""
         chat = isinstance(samples[0].prompt, list)
@@ -70,13 +76,7 @@ class BoundReward:
         }
         if all(s.ids is not None for s in samples):
             standard["completion_ids"] = [list(s.ids or ()) for s in samples]
-        # A cached call must not depend on the step, nor on an argument that nothing asked for.
-        named = self.signature.standard if self.cache else STANDARD
-        arguments = {
-            name: value
-            for name, value in standard.items()
-            if name in named and self.signature.takes_standard(name)
-        }
+        arguments = {name: value for name, value in standard.items() if self.takes(name)}
         for column in samples[0].columns:
             if column not in STANDARD and self.signature.takes(column):
                 arguments[column] = [s.columns[column] for s in samples]

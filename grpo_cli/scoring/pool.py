@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ class _Worker:
     deadline: float  # for being ready, then for its present call
     ready: bool = False
     job: tuple[int, Call, Future[CallResult]] | None = None  # with the number of the call
+    log_history: list[dict[str, Any]] = field(default_factory=list)  # the lines that it has
 
     @property
     def is_busy(self) -> bool:
@@ -194,8 +195,11 @@ class Pool:
             number = next(self._numbers)
             worker.job = number, call, future
             worker.deadline = time.monotonic() + call.seconds
+            arguments, log_history = without_log(call.arguments, worker.log_history)
+            known = common_length(log_history, worker.log_history)
             try:
-                worker.pipe.send((number, call.path, dict(call.arguments)))
+                worker.pipe.send((number, call.path, arguments, (known, log_history[known:])))
+                worker.log_history = log_history
             except OSError:  # it died in between, and its end of file is read next; or its deadline
                 pass
             except Exception as error:  # an argument that cannot be pickled
@@ -272,6 +276,26 @@ class Pool:
             jobs, self._queue = list(self._queue), collections.deque()
         for _, future in jobs:
             future.set_result(CallResult(error=f"no worker process could be started: {reason}"))
+
+
+def without_log(
+    arguments: Mapping[str, Any], known: list[dict[str, Any]]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns the arguments of a call without the run's log, and the log.
+
+    The log grows with the run: a worker keeps it, and is sent only the lines that it lacks.
+
+    Args:
+        known: the lines that the worker has, returned where the call reads no log.
+    """
+    if (state := arguments.get("trainer_state")) is None:
+        return dict(arguments), known
+    return {**arguments, "trainer_state": replace(state, log_history=[])}, state.log_history
+
+
+def common_length(lines: list[dict[str, Any]], known: list[dict[str, Any]]) -> int:
+    """Returns the number of known lines if these are the first of `lines`, else 0."""
+    return len(known) if lines[: len(known)] == known else 0
 
 
 def kill_tree(pid: int) -> None:

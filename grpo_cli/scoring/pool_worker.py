@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -37,11 +38,15 @@ def main() -> None:
             importlib.import_module(module)
     pipe.send("ready")
     own = os.getpid()
+    log_history: list[dict[str, Any]] = []
     while True:
         try:
-            number, function, arguments = pipe.recv()
+            number, function, arguments, (known, new) = pipe.recv()
         except EOFError:
             return
+        log_history[known:] = new
+        if (state := arguments.get("trainer_state")) is not None:
+            arguments["trainer_state"] = replace(state, log_history=list(log_history))
         done = answer(find(function), arguments)
         if os.getpid() != own:  # a child that the function forked
             os._exit(1)

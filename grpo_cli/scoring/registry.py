@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import grpo_cli.rewards
 from grpo_cli.config.user_code import import_function, import_module
@@ -27,6 +28,10 @@ class TrainerState:
     global_step: int = 0  # steps done
     max_steps: int = 0  # of the whole run
     epoch: float = 0.0  # passes over the data, in parts
+    num_input_tokens_seen: int = 0  # prompt and completion tokens so far, over all processes
+    best_metric: float | None = None  # the best value of `eval.best`; None before an evaluation
+    best_global_step: int | None = None  # its step
+    log_history: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl
 
 
 def shipped() -> dict[str, str]:

@@ -88,6 +88,10 @@ class Scorer:
         self.executor.preload.update(module for reward in pooled for module in reward.preload)
         self.descriptions = [*self._described()]  # a sentence from each function that has one
 
+    def takes(self, name: str) -> bool:
+        """Whether a function is called with this argument of `registry.STANDARD`."""
+        return any(reward.takes(name) for reward in self.rewards.values())
+
     def begin(self, state: TrainerState | None = None) -> ScoringSession:
         """Opens a session for the completions of one step."""
         return ScoringSession(self, state or TrainerState())

@@ -118,6 +118,8 @@ def assemble(
     evaluator = None
     if to_solve:
         evaluator = Evaluator(recipe.eval, workers, tokenizer, generator, to_solve)
+    scorers = [prepared.scorer, *(task.scorer for task in to_solve)]
+    takes_state = any(scorer.takes("trainer_state") for scorer in scorers)
     workers.barrier()  # by now every process has found the folder free
     if workers.is_main:
         start_folder(folder, recipe, command, discard=recipe.overwrite and resume_from is None)
@@ -160,6 +162,7 @@ def assemble(
         checkpointer=checkpointer,
         pusher=Pusher(recipe, folder, reporter.say, workers.is_main),
         router_coef=router_coef,
+        log_history=[] if takes_state else None,
     )
     describe(run)
     if prepared.note is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -117,6 +118,7 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         "lengths": queue.lengths,
         "stream": queue.stream.state(),
         "best": run.checkpointer.best,
+        "log_history": json.dumps(run.log_history or []),  # text is loaded fast
     }
     best, began, last = state.best_step, time.monotonic(), run.is_over
     moved = run.reference.weights_to_save if run.reference is not None else None
@@ -242,6 +244,8 @@ def restore(run: Run, path: Path) -> None:
         run.reference.has_moved = stored.reference_moved
     run.checkpointer.best = saved.get("best", run.state.best_step)
     run.recovery.unreported = saved["unreported"]
+    if run.log_history is not None:  # a checkpoint has none if no reward read it then
+        run.log_history = json.loads(saved.get("log_history", "[]"))
     run.queue.leftover = _leftover(run, saved["carried"])
     run.recovery.progress = _progress(run, saved["work"])
     _restore_prefetched(run, saved["ahead"])

@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -72,6 +73,7 @@ class Run:
     beta: AdaptiveBeta = field(default_factory=AdaptiveBeta)
     entropy_bonus: AdaptiveEntropyBonus = field(default_factory=AdaptiveEntropyBonus)
     router_coef: float = 0.0  # weight of the load-balancing loss of experts
+    log_history: list[dict[str, Any]] | None = None  # as logged; None if no reward reads it
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -82,7 +84,16 @@ class Run:
 
     def trainer_state(self) -> TrainerState:
         """Returns what reward functions may ask of the run."""
-        return TrainerState(self.state.step, self.recipe.steps, self.queue.epoch)
+        state = self.state
+        return TrainerState(
+            global_step=state.step,
+            max_steps=self.recipe.steps,
+            epoch=self.queue.epoch,
+            num_input_tokens_seen=int(state.num_tokens),
+            best_metric=None if state.best_step is None else state.best_value,
+            best_global_step=state.best_step,
+            log_history=list(self.log_history or ()),
+        )
 
     def should_stop(self) -> bool:
         """Whether the run is asked to stop before its last step; the same on every process."""

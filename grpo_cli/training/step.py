@@ -17,7 +17,7 @@ from grpo_cli.data import DATASET
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, listed
 from grpo_cli.models.flops import peak_flops
-from grpo_cli.reporting.reporter import rows_of_all
+from grpo_cli.reporting.reporter import metrics_line, rows_of_all
 from grpo_cli.reporting.rollout_metrics import mixture_metrics, rollout_metrics
 from grpo_cli.reporting.stage_clock import Clock, possible_stages
 from grpo_cli.training.run import Run
@@ -151,10 +151,14 @@ class Step:
 
     def log(self) -> None:
         """Writes the step's metrics, evaluation included, everywhere and once."""
-        self.run.reporter.step(self.run.state.step, self.metrics)
-        self.run.recovery.unreported = None
-        self.run.recovery.mark()  # rewards may draw random numbers in an evaluation too
-        self.run.reporter.alerts.check(self.run.state.step, self.metrics)
+        run = self.run
+        run.reporter.step(run.state.step, self.metrics)
+        if run.log_history is not None:  # each process has measured times of its own
+            line = metrics_line(run.state.step, self.metrics)
+            run.log_history.append(run.workers.gather(line)[0])
+        run.recovery.unreported = None
+        run.recovery.mark()  # rewards may draw random numbers in an evaluation too
+        run.reporter.alerts.check(run.state.step, self.metrics)
 
 
 def steps(run: Run) -> Iterator[Step]:

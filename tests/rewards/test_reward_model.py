@@ -137,6 +137,21 @@ def test_chat_rows_go_through_the_models_own_template(
     assert score(qwen, ROWS, chat=True) == pytest.approx(expected, abs=1e-5)
 
 
+def test_arguments_of_the_template(qwen: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    own = transformers.AutoTokenizer.from_pretrained(qwen)
+    own.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if stern %} Be stern.{% endif %}"
+    )
+    own.save_pretrained(qwen)
+    row, args = as_chat("q", "a"), {"chat_template_kwargs": {"stern": True}}
+    expected = [alone(qwen, tokenizer(text)["input_ids"]) for text in ("qa", "qa Be stern.")]
+    assert score(qwen, [row]) == pytest.approx(expected[:1], abs=1e-5)
+    assert score(qwen, [row], **args) == pytest.approx(expected[1:], abs=1e-5)
+    assert score(qwen, [("q", "a")], chat=True, **args) == pytest.approx(expected[1:], abs=1e-5)
+    with pytest.raises(ValueError, match="chat_template_kwargs is only read with the chat templ"):
+        score(qwen, [("q", "a")], **args)
+
+
 def test_special_tokens_are_the_templates_own(bert: str) -> None:
     template = "[CLS]{% for m in messages %}{{ m['content'] }}{% endfor %}[SEP]"
     tokenizer = transformers.AutoTokenizer.from_pretrained(bert)

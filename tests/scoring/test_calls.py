@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +308,36 @@ def test_functions_are_told_where_the_run_stands(
         rollouts = rollouts_of("x")
         score(executor, rollouts, TrainerState(step, 10, 0.5), r=spec("at_step", timeout=timeout))
         assert parts(rollouts) == [float(step)]
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+def test_functions_read_the_log_of_the_run(
+    timeout: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = RewardExecutor(Scoring(workers=1))
+    sent: list[Any] = []
+    send = Connection.send
+
+    def spy(pipe: Connection, message: Any) -> None:
+        sent.append(message)
+        send(pipe, message)
+
+    monkeypatch.setattr(Connection, "send", spy)
+    log: list[dict[str, Any]] = [{"step": 1, "x": 1.0}, {"step": 2, "x": 20.0}]
+    other: list[dict[str, Any]] = [{"step": 1, "x": 300.0}]
+    for lines in (log[:1], log, log, other, [], log):
+        rollouts = rollouts_of("x")
+        state = TrainerState(log_history=list(lines))
+        score(executor, rollouts, state, r=spec("log_of", timeout=timeout))
+        assert parts(rollouts) == [sum(line["x"] for line in lines)]
+    executor.close()
+    if timeout is None:
+        assert not sent
+        return
+    _, *calls = sent  # the first says what to import
+    assert all(arguments["trainer_state"].log_history == [] for _, _, arguments, _ in calls)
+    news = [new for _, _, _, (_, new) in calls]
+    assert news == [log[:1], log[1:], [], other, [], log], "a worker keeps the lines that it has"
 
 
 # Settings that are of no use are refused.

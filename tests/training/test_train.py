@@ -4,6 +4,7 @@ import json
 import math
 import re
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from grpo_cli.algorithm.batch import collate
 from grpo_cli.algorithm.loss import Coefficients, grpo_loss
 from grpo_cli.checkpoints import paths
 from grpo_cli.config import parsing, schema
+from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.rollouter import Rollouter
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.reporting.stage_clock import Clock
+from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.training import build, prepare, run
 from grpo_cli.training.collect import collect
 from grpo_cli.training.credit import set_token_weights
@@ -83,6 +86,15 @@ def recipe(folder: Path, **changes: Any) -> schema.Recipe:
 def evens(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
     """The share of even token ids in a completion: half at first, and easy to raise."""
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+
+
+SEEN: list[TrainerState] = []
+
+
+def watched(completion_ids: list[list[int]], trainer_state: TrainerState) -> list[float | None]:
+    """As `evens`; keeps the states that it is called with."""
+    SEEN.append(trainer_state)
+    return evens(completion_ids)
 
 
 def built(folder: Path, **changes: Any) -> run.Run:
@@ -284,6 +296,52 @@ def test_stop_and_resume_is_the_same_run(tmp_path: Path, changes: dict[str, Any]
         for m in metrics(live)
     ]
     assert timeless[:4] == timeless[4:]
+
+
+def test_a_resumed_run_shows_rewards_the_same_state(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "reward": {"watched": {"function": "tests.training.test_train:watched"}},
+        "eval": {"every": 1, "best": "reward"},
+        "scoring": {"try_out": False},
+    }
+
+    def states() -> list[dict[str, Any]]:
+        seen = [asdict(state) for state in SEEN]
+        SEEN.clear()
+        for line in (line for state in seen for line in state["log_history"]):
+            for key in [k for k in line if re.search("time|per_second|mfu", k)]:
+                del line[key]
+        return seen
+
+    live = trained(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
+    straight = states()
+    # Each step scores its completions and evaluates; an evaluation precedes the first step.
+    assert [s["global_step"] for s in straight] == [0, 0, 1, 1, 2, 2, 3, 3, 4]
+    assert [len(s["log_history"]) for s in straight] == [0, 0, 0, 1, 1, 2, 2, 3, 3]
+    lines = metrics(live)
+    assert [m["step"] for m in straight[-1]["log_history"]] == [1, 2, 3]
+    for state in straight[3::2]:
+        line = lines[state["global_step"] - 1]
+        assert state["log_history"][-1]["reward"] == line["reward"]
+        assert state["num_input_tokens_seen"] == line["num_tokens"]
+        known = [straight[0]["best_metric"], *(m["eval/reward"] for m in state["log_history"])]
+        assert state["best_metric"] >= max(v for v in known if v is not None)
+    assert straight[0]["best_metric"] is straight[0]["best_global_step"] is None
+
+    halted = built(tmp_path, output_dir=str(tmp_path / "halted"), **changes)
+    evaluate = halted.evaluator.run  # type: ignore[union-attr]
+
+    def stop_in_step_2(**kwargs: Any) -> Any:
+        if halted.state.step == 2:
+            raise Interrupted
+        return evaluate(**kwargs)
+
+    object.__setattr__(halted.evaluator, "run", stop_in_step_2)
+    train.train(halted)
+    halted.close()
+    (left,) = paths.resumable(halted.folder)
+    trained(tmp_path, output_dir=str(tmp_path / "moved"), resume=str(left), **changes)
+    assert states() == straight
 
 
 def test_resume_cuts_the_metrics_back_to_the_checkpoint(tmp_path: Path) -> None:
