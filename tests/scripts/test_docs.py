@@ -4,20 +4,15 @@ import ast
 import importlib
 import importlib.util
 import re
-import shlex
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from omegaconf import DictConfig
 
 from grpo_cli import cli
-from grpo_cli.config.compose import compose_and_call, given_keys
-from grpo_cli.config.parsing import parse
 from grpo_cli.config.schema import Eval, Reward, Scoring, knobs
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.evaluation.summary import ProblemStats, summarize
@@ -209,43 +204,6 @@ def test_every_knob_on_a_page_exists() -> None:
             known = name in keys or any(key.startswith(f"{name}.") for key in keys)
             is_other = name == "model.generate" or name.endswith((".json", ".safetensors"))
             assert known or is_other or name.startswith(free), f"{page.name}: {name}"
-
-
-def commands() -> list[tuple[str, list[str]]]:
-    """Every `grpo train` on a page, with the page and without torchrun's words."""
-    found = []
-    for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]:
-        for block in re.findall(
-            r"^```\w*\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE
-        ):
-            for line in block.replace("\\\n", " ").splitlines():
-                if "grpo train" in line.partition("#")[0]:
-                    words = shlex.split(line, comments=True)
-                    found.append((page.name, words[words.index("train") + 1 :]))
-    assert len(found) > 40
-    return found
-
-
-@pytest.mark.programs
-@pytest.mark.parametrize(("page", "words"), commands(), ids=lambda v: "".join(v)[:60])
-def test_every_command_on_a_page_composes(
-    page: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["grpo"])
-    (tmp_path / "my.yaml").write_text("defaults: [gsm8k_tiny, _self_]\n")
-    (tmp_path / "recipes_of_mine").mkdir()
-    (tmp_path / "recipes_of_mine" / "exp.yaml").write_text("defaults: [gsm8k_tiny, _self_]\n")
-    (tmp_path / "answer.json").write_text("{}")
-    (tmp_path / "my_losses.py").write_text(example("tutorial.md", "my_losses.py"))
-    monkeypatch.syspath_prepend(tmp_path)
-    composed = []
-
-    def task(cfg: DictConfig) -> None:
-        composed.append(parse(cfg, given_keys(cfg)))
-
-    compose_and_call(words, task)
-    assert composed or {"--cfg", "--info", "--help"} & {*words}, page
 
 
 def test_api_pages_name_modules_that_exist() -> None:
