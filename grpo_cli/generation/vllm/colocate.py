@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -123,12 +124,18 @@ class ColocatedGenerator(VllmGenerator):
         self.apart = _Apart()
         self.max_model_len = vllm.max_model_len or self.longest
         self._check_lengths(self.longest_prompt, setup.recipe.longest_completion)
+        name = f"grpo-{workers.first(secrets.token_hex(8))}"
         with self.apart():
             os.environ |= environment(workers)
             try:
                 from vllm import LLM
 
-                self.llm = LLM(**engine_args(setup.recipe, model, workers, self.max_model_len))
+                # Imported late: the file imports vLLM.
+                from grpo_cli.generation.vllm.worker import own_shared_memory
+
+                shares = workers.device.type == "cpu" and workers.size > 1
+                with own_shared_memory(name) if shares else contextlib.nullcontext():
+                    self.llm = LLM(**engine_args(setup.recipe, model, workers, self.max_model_len))
             except Exception as error:  # whatever vLLM, torch or a kernel finds wrong
                 lines = str(error).strip().splitlines() or [type(error).__name__]
                 said = f"vLLM did not start with {model}: {' '.join(lines[:4])}"
