@@ -106,17 +106,22 @@ def main(values: dict[str, Any]) -> None:
 
 
 def _prepare(settings: Settings) -> None:
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # short of memory, the kernel ends the sandbox and not the trainer
-    except OSError:
-        pass  # no /proc in here
+    _go_first("self")
     if settings.uid is None or not settings.has_own_pids:
         _protect()
     if settings.call_filter is not None:
         _filter_calls(settings.call_filter)
     for folder in settings.in_memory:
         os.chmod(folder, 0o1777)
+
+
+def _go_first(process: int | str) -> None:
+    """Makes the kernel, short of memory, end a process of the sandbox before the trainer."""
+    try:
+        with open(f"/proc/{process}/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
+        pass  # no /proc in here, or the process has ended
 
 
 def _protect() -> None:
@@ -319,8 +324,11 @@ class _Monitor:
 
 
 def _overuse(settings: Settings, folders: list[str]) -> str:
-    if _memory(_processes(settings)) > settings.memory:
+    processes = _processes(settings)
+    if _memory(processes) > settings.memory:
         return "memory"
+    for process in () if settings.has_own_pids else processes:
+        _go_first(process)  # it may have changed that; in a namespace all end with this process
     if any(_is_over_full(folder, settings.files) for folder in folders):
         return "disk"
     return ""

@@ -871,6 +871,25 @@ def f(): pass
         ("import encodings.idna; print('é'.encode('cp1252'))", "", "ok", 0, "b'\\xe9'\n", None),
         ("print(open('/proc/self/oom_score_adj').read())", "", "ok", 0, "1000\n\n", None),
         (
+            """
+import time
+score = "/proc/self/oom_score_adj"
+try:
+    open(score, "w").write("0")
+except OSError:
+    pass
+end = time.monotonic() + 10
+while open(score).read() != "1000\\n" and time.monotonic() < end:
+    time.sleep(0.01)
+print(open(score).read())
+""",
+            "",
+            "ok",
+            0,
+            "1000\n\n",
+            None,
+        ),
+        (
             "print([line for line in open('/proc/self/status') if 'NoNewPrivs' in line])",
             "",
             "ok",
