@@ -47,6 +47,7 @@ from grpo_cli.checkpoints.paths import (
 from grpo_cli.checkpoints.shards import Parts, Piece, Shards
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
+from grpo_cli.errors import listed
 
 PARTIAL = ".tmp"
 MODEL = f"{TRAINING}/model"
@@ -74,6 +75,7 @@ class _Job:
 
     path: Path
     with_model: bool  # also a model folder
+    outdated: Callable[[], list[Path]]
     done: Callable[[], None]
     model: nn.Module
     pieces: dict[str, Piece] = field(default_factory=dict)
@@ -119,6 +121,7 @@ class Checkpointer:
         *,
         with_model: bool,
         card: str = "",
+        outdated: Callable[[], list[Path]] = list,
         done: Callable[[], None] = lambda: None,
     ) -> None:
         """Writes a checkpoint, after the one before is written. Does not raise: see `error`.
@@ -131,10 +134,12 @@ class Checkpointer:
             tokenizer: saved with the model.
             with_model: also write a model folder that loads anywhere.
             card: the model card, which becomes README.md of the model folder; "": none.
+            outdated: returns the checkpoints that are no longer kept once this one is there; on a
+                full disk the oldest go before.
             done: called on the main process when the checkpoint has its name.
         """
         self.wait()
-        job = _Job(path, with_model, done, parts.model)
+        job = _Job(path, with_model, outdated, done, parts.model)
         _being_written.add(job.partial)
         with heartbeat.inside("checkpoint"):
             try:
@@ -241,6 +246,7 @@ class Checkpointer:
             shutil.rmtree(job.partial, ignore_errors=True)
             folder.mkdir(parents=True, exist_ok=True)
             remove_torn(folder)  # frees the space that they take
+            make_room(job.path, needed[0], job.outdated(), self.say)
             manifest.check_space(folder, needed[0])
             (job.partial / shards.SHARDS).mkdir(parents=True)
 
@@ -461,6 +467,52 @@ def remove_torn(checkpoints: Path) -> None:
             shutil.rmtree(torn, ignore_errors=True)
 
 
+def make_room(path: Path, needed: int, outdated: list[Path], say: Callable[[str], None]) -> None:
+    """Removes outdated checkpoints, the oldest first, if `path` fits on the disk only then.
+
+    The newest complete one stays: what is written now may never be complete.
+
+    Args:
+        needed: bytes.
+    """
+    free, gone = manifest.free_bytes(path.parent), []
+    others = (p for p in resumable(path.parent.parent) if p != path)
+    stays = next((p for p in others if manifest.listed(p)[1] is None), None)
+    for old in outdated if stays is not None else ():
+        if free < needed and old != stays:
+            free += sum(file.stat().st_blocks * 512 for file in old.rglob("*"))
+            gone.append(old)
+    if not gone or free < needed:
+        return
+    for old in gone:
+        shutil.rmtree(old)
+    assert stays is not None, "nothing is removed without it"
+    say(
+        f"checkpoint {path.name} fits on the disk only without {listed(p.name for p in gone)}: "
+        f"removed before it is written; {stays.name} stays"
+    )
+
+
+def outdated(
+    folder: Path,
+    keep_last: int,
+    best: int | None,
+    newest: Path | None = None,
+    in_use: Collection[Path] = (),
+) -> list[Path]:
+    """Returns all but the newest `keep_last` checkpoints of a run and the best one, oldest first.
+
+    Args:
+        newest: counts as one of them, also if it is still to be written.
+        in_use: checkpoints that stay for now, because something reads them.
+    """
+    steps = set(steps_saved(folder))
+    if newest is not None and not is_interrupted(newest):
+        steps.add(step_of(newest))
+    found = [checkpoint_path(folder, s) for s in sorted(steps)[:-keep_last] if s != best]
+    return [path for path in found if path != newest and path not in in_use]
+
+
 def prune(
     folder: Path,
     keep_last: int,
@@ -468,19 +520,16 @@ def prune(
     newest: Path | None = None,
     in_use: Collection[Path] = (),
 ) -> None:
-    """Removes all but the newest `keep_last` checkpoints of a run, and the best one.
+    """Removes the `outdated` checkpoints of a run.
 
     Args:
         newest: the one just written. A checkpoint of an interrupted step is removed once there is
             another.
-        in_use: checkpoints that stay for now, because something reads them.
     """
     recover(folder)
     remove_torn(folder / "checkpoints")
-    for step in steps_saved(folder)[:-keep_last]:
-        path = checkpoint_path(folder, step)
-        if step != best and path != newest and path not in in_use:
-            shutil.rmtree(path)
+    for path in outdated(folder, keep_last, best, newest, in_use):
+        shutil.rmtree(path)
     for path in resumable(folder):
         if is_interrupted(path) and newest not in (None, path):
             shutil.rmtree(path)

@@ -141,14 +141,20 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         run.tokenizer,
         with_model=writes_model(run),
         card=card_of(run) if workers.is_main else "",
+        outdated=lambda: checkpointer.outdated(run.folder, newest=path, **keeping(run)),
         done=done,
     )
 
 
 def prune(run: Run, newest: Path | None = None) -> None:
-    """Deletes the checkpoints that are no longer kept, except those that are being pushed."""
+    """Deletes the checkpoints that are no longer kept."""
+    checkpointer.prune(run.folder, newest=newest, **keeping(run))
+
+
+def keeping(run: Run) -> dict[str, Any]:
+    """Returns which checkpoints to keep; those that are being pushed stay for now."""
     keep_last, best = run.recipe.checkpoint.keep_last, run.checkpointer.best
-    checkpointer.prune(run.folder, keep_last, best, newest, run.pusher.in_use())
+    return {"keep_last": keep_last, "best": best, "in_use": run.pusher.in_use()}
 
 
 def card_of(run: Run) -> str:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -582,6 +583,58 @@ def test_what_killed_saves_have_left_makes_room_for_the_next(
     monkeypatch.setattr(manifest, "free_bytes", lambda folder: 0 if torn.exists() else 1e9)
     assert save(saver, checkpoint_path(tmp_path, 6), trained(model), tokenizer) is None
     assert steps_saved(tmp_path) == [6]
+
+
+@pytest.mark.parametrize(
+    ("holds", "keep_last", "best", "damaged", "steps", "removed"),
+    [
+        (3.5, 2, None, None, [3, 4], []),  # a disk with room for one more
+        (2.5, 2, None, None, [3, 4], [(3, 1), (4, 2)]),
+        (3.5, 2, 1, None, [1, 3, 4], [(4, 2)]),
+        (1.5, 2, None, None, [1], []),  # the only one stays
+        (1.5, 1, None, None, [1], []),
+        (2.5, 2, None, 2, [1, 2], []),  # the only complete one stays
+        (2.5, 1, 1, None, [1, 2], []),  # the best one and the newest stay
+    ],
+)
+def test_the_oldest_checkpoint_goes_first_on_a_disk_that_holds_no_more(
+    tmp_path: Path,
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    saver: Checkpointer,
+    lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    holds: float,
+    keep_last: int,
+    best: int | None,
+    damaged: int | None,
+    steps: list[int],
+    removed: list[tuple[int, int]],
+) -> None:
+    folder, parts = tmp_path / "checkpoints", trained(model)
+
+    def taken() -> int:
+        return sum(f.stat().st_blocks * 512 for f in folder.rglob("*"))
+
+    save(saver, checkpoint_path(tmp_path, 1), parts, tokenizer)
+    size = holds * taken()
+    monkeypatch.setattr(manifest, "free_bytes", lambda folder: size - taken())
+    for step in (2, 3, 4):
+        path = checkpoint_path(tmp_path, step)
+        kept = partial(checkpointer.outdated, tmp_path, keep_last, best, path)
+        saver.save(path, parts, {}, "", tokenizer, with_model=False, outdated=kept)
+        if saver.wait() is None:
+            checkpointer.prune(tmp_path, keep_last, best, path)
+        if step == damaged:
+            (path / "training" / "state.pt").write_bytes(b"")
+    assert steps_saved(tmp_path) == steps
+    assert [line for line in lines if "removed" in line] == [
+        f"checkpoint step-{new} fits on the disk only without step-{old}: removed before it is "
+        f"written; step-{new - 1} stays"
+        for new, old in removed
+    ]
+    failed = [line for line in lines if "could not be written: No space left" in line]
+    assert len(failed) == 4 - steps[-1]
 
 
 @pytest.mark.programs

@@ -117,6 +117,23 @@ def test_the_old_best_stays_until_a_new_one_is_there(
     assert paths.steps_saved(live.folder) == [6, 7]
 
 
+def test_the_oldest_goes_first_on_a_disk_without_room_for_another(
+    live: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live.recipe.checkpoint.keep_last = 2
+    for step in (1, 2):
+        saved(live, step, best=2)
+    first = paths.checkpoint_path(live.folder, 1)
+
+    def free(folder: Path) -> float:
+        return 100_000 if first.exists() else 1e9
+
+    monkeypatch.setattr("grpo_cli.checkpoints.manifest.free_bytes", free)
+    saved(live, 3, best=2)
+    assert paths.steps_saved(live.folder) == [2, 3]
+    assert "step-3 fits on the disk only without step-1: removed" in capsys.readouterr().out
+
+
 def test_checkpoints_are_listed_by_their_steps(live: Run) -> None:
     for step in (2, 9, 10):
         saved(live, step)
