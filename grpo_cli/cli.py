@@ -137,7 +137,7 @@ def train(argv: list[str]) -> None:
     def task(cfg: DictConfig) -> None:
         from grpo_cli.training import prepare
 
-        recipe = prepare.parse(cfg, given_keys(cfg))
+        recipe = prepare.with_stored_dtype(prepare.parse(cfg, given_keys(cfg)))
         if message := prepare.finished(recipe):
             if os.environ.get("RANK", "0") == "0":
                 print(message)

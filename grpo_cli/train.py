@@ -144,9 +144,11 @@ def optimizer_step(run: Run, step: Step, update: int) -> None:
     with step.clock.stage("optimizer"):
         measured = sums.reduced(run.workers)
         run.workers.sum_gradients(run.policy.parameters())
+        run.scaler.unscale_(run.optimizer)
         norm = norm_of(run.policy.parameters(), step.recipe.optimizer.max_grad_norm)
         step.check(measured, norm)
-        run.optimizer.step()
+        run.scaler.step(run.optimizer)  # unless a scaled gradient has overflowed
+        run.scaler.update()
         run.optimizer.zero_grad(set_to_none=True)
     run.entropy_bonus.update(step.recipe.loss, measured.entropy.value)
     step.add(measured, norm)
@@ -189,7 +191,7 @@ def accumulate(run: Run, step: Step, groups: Sequence[Group], update: int) -> Lo
 
     def forward_backward(micro_batch: list[Rollout]) -> LossOutput:
         output = compute_loss(micro_batch)
-        run.workers.backward(output.loss)
+        run.workers.backward(run.scaler.scale(output.loss))
         return output.detached()
 
     sums = LossSums()

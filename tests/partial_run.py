@@ -43,6 +43,7 @@ def partial_run(
             workers, interrupts, budget, optimizer, policy_logprobs, reference
         ),
         optimizer=optimizer,
+        scaler=workers.grad_scaler(),
         queue=cast(Any, SimpleNamespace(prefetch_steps=0)),
         **absent,
     )

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import functools
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -82,8 +83,10 @@ def make_model(seed: int = 0, *, tied: bool = True, layers: int = 2) -> PreTrain
     return model
 
 
-def divided(model: PreTrainedModel, *, bf16: bool = False, reshard: bool = True) -> PreTrainedModel:
-    return fsdp.shard(copy.deepcopy(model), CPU, bf16=bf16, reshard_after_forward=reshard)
+def divided(
+    model: PreTrainedModel, *, half: torch.dtype | None = None, reshard: bool = True
+) -> PreTrainedModel:
+    return fsdp.shard(copy.deepcopy(model), CPU, half_type=half, reshard_after_forward=reshard)
 
 
 def make_rollouts(number: int = 8, longest: int = 9, vocabulary: int = 200) -> list[Rollout]:
@@ -190,7 +193,7 @@ def has_the_main_processs_weights(workers: Workers, tied: bool) -> None:
     model.base_model.layers[1].requires_grad_(False)
     model.base_model.norm.requires_grad_(False)
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
-    fsdp.shard(model, CPU, bf16=False, reshard_after_forward=True)
+    fsdp.shard(model, CPU, reshard_after_forward=True)
     expected = make_model(5, tied=tied)
     assert_only_shards(model)
     assert fsdp.is_sharded(model)
@@ -357,7 +360,7 @@ def half_is_near_and_what_is_kept_is_float32(workers: Workers) -> None:
     with torch.no_grad():
         exact, _ = PolicyLogprobs(plain, packed=False, chunked=False)(rollouts, 1.0)
     expected = summed(plain, rollouts)
-    model = divided(make_model(), bf16=True)
+    model = divided(make_model(), half=torch.bfloat16)
     halves = functools.partial(torch.autocast, "cpu", torch.bfloat16)
     policy_logprobs = PolicyLogprobs(model, autocast=halves, agree_on=workers.first, say=refuse)
     seen: set[torch.dtype] = set()
@@ -634,6 +637,37 @@ def move(*models: nn.Module) -> None:
         for model in models:
             for p in model.parameters():
                 p.mul_(2.0)
+
+
+@case
+def gradients_that_overflow_on_one_process_are_skipped_on_all(workers: Workers) -> None:
+    """In float16, whether each has a share of the model or the complete one."""
+    rollouts = make_rollouts()
+    own = rollouts[workers.rank :: workers.size]
+    is_last = workers.rank == workers.size - 1
+    for is_divided in (True, False):
+        half = copy.copy(workers)
+        half.half_type, half.runs_in_lockstep = torch.float16, is_divided
+        model = divided(make_model(), half=torch.float16) if is_divided else make_model()
+        logprobs = PolicyLogprobs(model, autocast=half.autocast, say=refuse)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scaler = half.grad_scaler()
+        small = 1e-3
+        for factor, is_taken in ((1e9 if is_last else small, False), (small, True)):
+            before = [fsdp.full_tensor(p.detach()).clone() for p in model.parameters()]
+            loss = factor * weighted(own, logprobs(own, 1.0)[0])
+            assert loss.isfinite()
+            half.backward(scaler.scale(loss))
+            half.sum_gradients(model.parameters())
+            scaler.unscale_(optimizer)
+            norm = fsdp.norm_of(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            after = [fsdp.full_tensor(p.detach()) for p in model.parameters()]
+            has_moved = not all(map(torch.equal, before, after))
+            found = (has_moved, math.isfinite(norm), scaler.get_scale())
+            assert found == (is_taken, is_taken, 2.0**15)
 
 
 # Generation.

@@ -178,13 +178,13 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool = False) ->
             if cfg.benchmark:  # the rewards of its own rows are not called
                 read.reward = {}
             provenance.check(path, provenance.what_runs_code(read, given_keys(cfg)), TRUST)
-        recipe = parsing.parse(cfg, given_keys(cfg))
+        from grpo_cli.training import prepare
+
+        recipe = prepare.with_stored_dtype(parsing.parse(cfg, given_keys(cfg)))
         check_rows(overrides, recipe)
         if not any(w.startswith("output_dir=") for w in overrides):
             folder = paths.evaluation_folder(path) / folder_name(recipe)
             recipe.output_dir = str(folder_of_job(folder))
-        from grpo_cli.training import prepare
-
         prepared = prepare.for_evaluation(recipe)
         from grpo_cli.commands import evaluation_run
 

@@ -167,6 +167,7 @@ def make_plan(settings: ServerSettings, recipe: Recipe | None, gpus: int) -> Ser
         )
         dtype = "auto" if gpus else "float32"
     else:
+        recipe = prepare.with_stored_dtype(recipe)
         prepare.check_model_path(recipe)
         plan = ServerPlan(
             settings,
@@ -178,7 +179,7 @@ def make_plan(settings: ServerSettings, recipe: Recipe | None, gpus: int) -> Ser
             recipe.model.revision,
             recipe.model.trust_remote_code,
         )
-        dtype = "bfloat16" if recipe.mixed_precision == "bf16" else recipe.model.dtype
+        dtype = recipe.arithmetic_dtype
         if transfer == "auto":
             transfer = recipe.generation.vllm.transfer
     if transfer == "auto":

@@ -62,10 +62,17 @@ def _of_objective(recipe: Recipe) -> Iterator[str]:
             f"loss.entropy_coef = {loss.entropy_coef}: must lie between entropy_coef_min = "
             f"{loss.entropy_coef_min} and entropy_coef_max = {loss.entropy_coef_max}."
         )
-    if loss.reference_alpha < 1 and recipe.model.dtype != "float32":
+    if recipe.model.dtype != "auto":  # which is checked once it is known
+        yield from lost_in(recipe)
+
+
+def lost_in(recipe: Recipe) -> Iterator[str]:
+    """Yields what the data type of the weights is too coarse for."""
+    alpha, dtype = recipe.loss.reference_alpha, recipe.model.dtype
+    if alpha < 1 and dtype != "float32":
         yield (
-            f"loss.reference_alpha = {loss.reference_alpha}: small steps of a mixed reference are "
-            f"lost in model.dtype = {recipe.model.dtype}; use float32, or 1.0."
+            f"loss.reference_alpha = {alpha}: small steps of a mixed reference are lost in "
+            f"model.dtype = {dtype}; use float32, or 1.0."
         )
 
 

@@ -69,6 +69,7 @@ OTHER_NAMES = {
     "vllm_mode": "generation=vllm_colocate or generation=vllm_server",
     "gpu_memory_utilization": "generation.vllm.memory",
     "bf16": "mixed_precision=bf16",
+    "fp16": "mixed_precision=fp16",
     "torch_dtype": "model.dtype",
 }
 PROMPT = re.compile(r"(benchmark\.[^.]+)\.(cot|tir)")

@@ -13,6 +13,8 @@ from typing import Any
 
 from grpo_cli.config.knob import knob, read_if, section
 
+HALF_TYPES = {"bf16": "bfloat16", "fp16": "float16"}  # of mixed_precision, by their names in torch
+
 
 @dataclass
 class Build:
@@ -56,8 +58,9 @@ class Model:
     )
     dtype: str = knob(
         "float32",
-        "Data type of the stored weights; mixed_precision sets that of the arithmetic.",
-        choices=("float32", "bfloat16", "float16"),
+        "Data type of the stored weights; mixed_precision sets that of the arithmetic. auto: the "
+        "one that the model's config.json names, or float32 for a model that is built.",
+        choices=("float32", "bfloat16", "float16", "auto"),
     )
     attn_implementation: str | None = knob(
         None,
@@ -452,8 +455,8 @@ class _VllmColocated:
     )
     dtype: str = knob(
         "auto",
-        "Data type of the engine's arithmetic; auto: bfloat16 with mixed_precision=bf16, else "
-        "model.dtype.",
+        "Data type of the engine's arithmetic; auto: bfloat16 with mixed_precision=bf16, float16 "
+        "with mixed_precision=fp16, else model.dtype.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     model_impl: str = knob(
@@ -1234,8 +1237,10 @@ class Recipe:
     )
     mixed_precision: str = knob(
         "no",
-        "Data type of the forward and backward arithmetic; no: that of the weights.",
-        choices=("no", "bf16"),
+        "Data type of the forward and backward arithmetic; no: that of the weights. fp16 scales "
+        "the loss, so that small gradients do not become 0, and skips an optimizer step whose "
+        "gradients overflow.",
+        choices=("no", "bf16", "fp16"),
     )
     model: Model = section(Model, Model.__doc__ or "")
     dataset: Dataset = section(Dataset, Dataset.__doc__ or "")
@@ -1260,6 +1265,11 @@ class Recipe:
     log: Log = section(Log, Log.__doc__ or "")
     tracking: Tracking = section(Tracking, Tracking.__doc__ or "")
     hub: Hub = section(Hub, Hub.__doc__ or "")
+
+    @property
+    def arithmetic_dtype(self) -> str:
+        """The data type of the forward arithmetic, by its name in torch."""
+        return HALF_TYPES.get(self.mixed_precision, self.model.dtype)
 
     @property
     def longest_completion(self) -> int:

@@ -35,7 +35,11 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def shard(
-    model: PreTrainedModel, device: torch.device, *, bf16: bool, reshard_after_forward: bool
+    model: PreTrainedModel,
+    device: torch.device,
+    *,
+    half_type: torch.dtype | None = None,
+    reshard_after_forward: bool,
 ) -> PreTrainedModel:
     """Shards a model over all processes, with the main process's weights. Collective.
 
@@ -43,13 +47,13 @@ def shard(
     the embeddings; the others may pass a `loading.skeleton`.
 
     Args:
-        bf16: gather and compute in bfloat16; the shards keep the model's dtype.
+        half_type: dtype to gather and compute in; the shards keep the model's. None: the model's.
         reshard_after_forward: free a layer after its forward (ZeRO-3); otherwise it stays gathered
             until its backward (ZeRO-2).
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     types = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if bf16 else None,
+        param_dtype=half_type,
         reduce_dtype=None if model.dtype == torch.float64 else torch.float32,
     )
     settable = model._can_set_attn_implementation()

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from transformers import PreTrainedModel
 
-from grpo_cli.config.schema import Distributed
+from grpo_cli.config.schema import HALF_TYPES, Distributed
 from grpo_cli.distributed import fsdp, heartbeat
 from grpo_cli.distributed.heartbeat import Interrupt, waiting
 from grpo_cli.errors import TrainingError, UserError
@@ -55,7 +55,7 @@ class Workers:
 
         Args:
             device: auto, cpu, cuda or mps.
-            mixed_precision: no or bf16.
+            mixed_precision: no, bf16 or fp16.
             config: how the work is divided; None: every process has the complete model.
 
         Raises:
@@ -75,7 +75,8 @@ class Workers:
         rejoin_after_restart("gloo" if cpu else "nccl", timeout)
         self.accelerator = Accelerator(
             cpu=cpu,
-            mixed_precision=mixed_precision,
+            # It refuses fp16 on a CPU, and has a loss scaler that checkpoints here do not store.
+            mixed_precision="no" if mixed_precision == "fp16" else mixed_precision,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
         )
         self.rank: int = self.accelerator.process_index
@@ -90,7 +91,8 @@ class Workers:
             )
         # Whether forward and backward passes are collective: equally many on every process.
         self.runs_in_lockstep = self.size > 1 and self.config.strategy in ("fsdp2", "zero3")
-        self.bf16 = mixed_precision == "bf16"
+        half = HALF_TYPES.get(mixed_precision)
+        self.half_type: torch.dtype | None = None if half is None else getattr(torch, half)
         self.control: Any = None  # the group for values in host memory
         if dist.is_initialized():
             _groups.append(dist.group.WORLD)
@@ -110,7 +112,9 @@ class Workers:
         """
         if self.runs_in_lockstep:
             again = self.config.strategy == "zero3" or self.config.reshard_after_forward
-            return fsdp.shard(model, self.device, bf16=self.bf16, reshard_after_forward=again)
+            return fsdp.shard(
+                model, self.device, half_type=self.half_type, reshard_after_forward=again
+            )
         model.to(self.device)
         if self.size > 1:
             for tensor in (*model.parameters(), *model.buffers()):
@@ -119,8 +123,18 @@ class Workers:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a context with the run's mixed precision."""
+        if self.half_type == torch.float16:
+            return torch.autocast(self.device.type, torch.float16)
         context: contextlib.AbstractContextManager[Any] = self.accelerator.autocast()
         return context
+
+    def grad_scaler(self) -> torch.amp.GradScaler:
+        """Returns the scaler of the loss, which does nothing unless the arithmetic is float16."""
+        is_needed = self.half_type == torch.float16
+        scaler = torch.amp.GradScaler(self.device.type, enabled=is_needed)
+        # Makes its tensors: a process may have to step before it has had a loss to scale.
+        scaler.scale(torch.zeros((), device=self.device))
+        return scaler
 
     def backward(self, loss: torch.Tensor) -> None:
         """Adds a loss's gradient to this process's gradients."""

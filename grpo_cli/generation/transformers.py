@@ -57,7 +57,7 @@ class TransformersGenerator(Generator):
         rows = setup.recipe.generation.max_num_seqs
         how = setup.eos_ids, rows, setup.tokenizer, workers.autocast, setup.say
         if fsdp.is_sharded(model):
-            return GatheringGenerator(model, torch.bfloat16 if workers.bf16 else model.dtype, *how)
+            return GatheringGenerator(model, workers.half_type or model.dtype, *how)
         return TransformersGenerator(model, *how)
 
     def sample(self, request: Request, hand_over: OnGroup) -> None:

@@ -19,6 +19,8 @@ from grpo_cli.errors import UserError
 from grpo_cli.models.families import reads_both_directions
 from grpo_cli.records import Prompt
 
+TRAINABLE = ("float32", "bfloat16", "float16")
+
 transformers.utils.logging.disable_progress_bar()  # the run has a progress display of its own
 
 
@@ -35,11 +37,8 @@ def load(
         UserError: there is no model or no tokenizer, transformers cannot load it, weights are
             missing or not finite, or the model is no decoder.
     """
-    shared: dict[str, Any] = {
-        "revision": config.revision or "main",
-        "trust_remote_code": config.trust_remote_code,
-    }
-    try:
+    shared = of_source(config)
+    with explained(path):
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), **shared)
         model_config = transformers.AutoConfig.from_pretrained(str(path), **shared)
         if config.dropout is not None:
@@ -66,17 +65,51 @@ def load(
                 model.generation_config = transformers.GenerationConfig.from_pretrained(
                     str(path), revision=shared["revision"]
                 )
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        if Path(path).is_absolute() and not (Path(path) / "config.json").exists():
-            reason = "it is gone; a run keeps its last checkpoint.keep_last checkpoints only."
-        raise UserError(f"model.path = {path}: cannot be loaded: {reason}") from error
     if not tokenizer("a")["input_ids"]:  # transformers makes an empty one where files are missing
         raise UserError(f"model.path = {path}: holds no tokenizer; save the model's own beside it.")
     if config.chat_template is not None:
         tokenizer.chat_template = read_template(config.chat_template)
     prepare_for_training(model, config)
     return model, tokenizer
+
+
+def of_source(config: Model) -> dict[str, Any]:
+    """Returns the arguments with which every file of a model is loaded."""
+    return {
+        "revision": config.revision or "main",
+        "trust_remote_code": config.trust_remote_code,
+    }
+
+
+@contextlib.contextmanager
+def explained(path: str | Path) -> Iterator[None]:
+    """Turns the errors of a model that cannot be loaded into a UserError."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        if Path(path).is_absolute() and not (Path(path) / "config.json").exists():
+            reason = "it is gone; a run keeps its last checkpoint.keep_last checkpoints only."
+        raise UserError(f"model.path = {path}: cannot be loaded: {reason}") from error
+
+
+def stored_dtype(config: Model, path: str | Path) -> str:
+    """Returns the data type that a model's config names, which is that of its stored weights.
+
+    Raises:
+        UserError: it names none, or one that is no value of model.dtype.
+    """
+    with explained(path):
+        model_config = transformers.AutoConfig.from_pretrained(str(path), **of_source(config))
+    named = model_config.dtype or model_config.get_text_config(decoder=True).dtype
+    dtype = str(named).removeprefix("torch.")
+    if dtype not in TRAINABLE:
+        what = "no data type" if named is None else dtype
+        raise UserError(
+            f"model.dtype = auto: config.json of {path} names {what}; give model.dtype as one of "
+            f"{', '.join(TRAINABLE)}."
+        )
+    return dtype
 
 
 def check_weights(model: PreTrainedModel, missing: Collection[str]) -> None:

@@ -167,7 +167,7 @@ class Settings:
     strategy: str = "fsdp2"
     reshard_after_forward: bool = True  # of fsdp2; zero3 always does
     weight_bytes: int = 4  # model.dtype: of weights, gradients, both moments and the reference
-    bf16: bool = True  # mixed_precision=bf16
+    bf16: bool = True  # mixed_precision=bf16; the same memory with fp16
     reference: bool = True
     old_logprobs: bool = False  # computed: with several passes over the completions of a step
     gradient_checkpointing: bool = True

@@ -154,6 +154,7 @@ def assemble(
             reference,
         ),
         optimizer=optimizer,
+        scaler=workers.grad_scaler(),
         generator=generator,
         queue=RolloutQueue(recipe, stream, workers, generator, tokenizer),
         scorer=prepared.scorer,

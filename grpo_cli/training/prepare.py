@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from grpo_cli import data
 from grpo_cli.checkpoints import lock, lookup, manifest, paths
-from grpo_cli.config import parsing, saved_recipe, sources
+from grpo_cli.config import contradictions, parsing, saved_recipe, sources
 from grpo_cli.config.schema import Dataset, Recipe
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.errors import UserError, nearest
@@ -92,6 +92,7 @@ def for_training(recipe: Recipe) -> Prepared:
         raise UserError("reward: at least one is needed to train, such as reward=[math].")
     folder = Path(recipe.output_dir).expanduser()
     check_same_model(recipe, find_resume(recipe, folder))
+    recipe = with_stored_dtype(recipe)
     check_dtype(recipe)
     tracking.require(recipe.tracking.backend)
     check_model_path(recipe)
@@ -156,6 +157,7 @@ def for_evaluation(recipe: Recipe) -> Prepared:
             "dataset.eval: the recipe has no held-out rows; give a file or a hub name, or "
             "benchmark=NAME."
         )
+    recipe = with_stored_dtype(recipe)
     check_model_path(recipe)
     folder, executor = Path(recipe.output_dir).expanduser(), RewardExecutor(recipe.scoring)
     check_writable(folder)
@@ -368,8 +370,34 @@ def check_same_model(recipe: Recipe, resume_from: Sequence[Path]) -> None:
             )
 
 
+def with_stored_dtype(recipe: Recipe) -> Recipe:
+    """Returns the recipe with the data type that model.dtype=auto stands for.
+
+    Raises:
+        UserError: the model is not there, or its config names no type that can be trained.
+    """
+    model = recipe.model
+    if model.dtype != "auto":
+        return recipe
+    dtype = "float32"
+    if model.path is not None:
+        from grpo_cli.models import loading  # late: it imports torch
+
+        lookup.check_model_folder("model.path", model.path)
+        dtype = loading.stored_dtype(model, model.path)
+    return dataclasses.replace(recipe, model=dataclasses.replace(model, dtype=dtype))
+
+
 def check_dtype(recipe: Recipe) -> None:
-    """Raises a UserError if AdamW cannot update weights of the model's dtype."""
+    """Raises a UserError if weights of the model's dtype cannot be updated."""
+    dtype = recipe.model.dtype
+    if recipe.mixed_precision == "fp16" and dtype != "float32":
+        raise UserError(
+            f"model.dtype = {dtype}: mixed_precision = fp16 scales losses, and the optimizer needs "
+            "gradients in float32; use model.dtype=float32, or mixed_precision=no."
+        )
+    for problem in contradictions.lost_in(recipe):
+        raise UserError(problem)
     smallest = 2.0**-24  # the smallest number of float16 above 0
     if recipe.model.dtype == "float16" and recipe.optimizer.eps < smallest:
         raise UserError(

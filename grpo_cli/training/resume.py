@@ -119,6 +119,7 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         "stream": queue.stream.state(),
         "best": run.checkpointer.best,
         "log_history": json.dumps(run.log_history or []),  # text is loaded fast
+        "grad_scaler": run.scaler.state_dict(),  # {} unless the arithmetic is float16
     }
     best, began, last = state.best_step, time.monotonic(), run.is_over
     moved = run.reference.weights_to_save if run.reference is not None else None
@@ -249,6 +250,8 @@ def restore(run: Run, path: Path) -> None:
     if run.reference is not None:
         run.reference.has_moved = stored.reference_moved
     run.checkpointer.best = saved.get("best", run.state.best_step)
+    if scaler := saved.get("grad_scaler"):
+        run.scaler.load_state_dict(scaler)
     run.recovery.unreported = saved["unreported"]
     if run.log_history is not None:  # a checkpoint has none if no reward read it then
         run.log_history = json.loads(saved.get("log_history", "[]"))

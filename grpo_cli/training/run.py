@@ -61,6 +61,7 @@ class Run:
     reference: Reference | None
     micro_batches: MicroBatcher
     optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler  # of the loss, with mixed_precision=fp16
     generator: Generator
     queue: RolloutQueue
     scorer: Scorer

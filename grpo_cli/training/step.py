@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
-
 from grpo_cli.algorithm.loss import STALENESS, Mean, MeasuredUpdate, logged
 from grpo_cli.algorithm.metric_sums import ReducedMetrics
 from grpo_cli.checkpoints import paths
@@ -79,18 +77,28 @@ class Step:
         Args:
             norm: of the gradient.
 
+        With mixed_precision=fp16 a norm that is not finite is no error while the loss has a scale:
+        the scaler skips the optimizer step and halves the scale.
+
         Raises:
             TrainingError: the loss or the norm is not finite, or the sampler's policy was too
                 different from the trainer's (generation.max_logp_difference).
         """
-        if not (math.isfinite(measured.loss) and math.isfinite(norm)):
+        is_scaled = self.run.scaler.get_scale() > 1  # 1 if the scaler is disabled
+        if not (math.isfinite(measured.loss) and (math.isfinite(norm) or is_scaled)):
+            cause = ""
+            if self.run.scaler.is_enabled() and math.isfinite(measured.loss):
+                cause = (
+                    " Gradients overflow float16 with a loss scale of 1 too: use "
+                    "mixed_precision=bf16 or mixed_precision=no."
+                )
             saved = paths.steps_saved(self.run.folder)
             last = paths.checkpoint_path(self.run.folder, saved[-1]) if saved else "none"
             rate = self.recipe.optimizer.learning_rate
             raise TrainingError(
                 f"step {self.number + 1}: the loss is {measured.loss:g} and the gradient norm "
                 f"{norm:g}, with optimizer.learning_rate = {rate:g}; stopped before the optimizer "
-                f"step. The last checkpoint is {last}."
+                f"step. The last checkpoint is {last}.{cause}"
             )
         # The old log-probabilities of prefetched rollouts are the sampler's own: compare the
         # current ones with these.
@@ -116,7 +124,11 @@ class Step:
         metrics = ReducedMetrics.of([measured.metrics for measured in done]).figures
         summed = {"loss", "policy_loss", "aux_loss"} & set(metrics)
         averages = {name: metrics[name] / len(done) for name in summed}
-        averages["grad_norm"] = sum(self.progress.norms) / len(done)
+        norms = [norm for norm in self.progress.norms if math.isfinite(norm)]
+        averages["grad_norm"] = sum(norms) / len(norms) if norms else math.nan
+        if run.scaler.is_enabled():
+            averages["loss_scale"] = run.scaler.get_scale()
+            averages["skipped_updates"] = float(len(done) - len(norms))
         if not run.queue.prefetch_steps:
             del metrics[STALENESS]
         coefficients = dict(self.progress.coefficients)
@@ -186,7 +198,7 @@ def begin(run: Run) -> Step:
 def make_clock(run: Run) -> Clock:
     """Returns the clock of a step that begins now."""
     stages = possible_stages(run.recipe, run.reference is not None, run.workers.size)
-    dtype = torch.bfloat16 if run.recipe.mixed_precision == "bf16" else run.policy.dtype
+    dtype = run.workers.half_type or run.policy.dtype
     return Clock(run.workers.device, stages, peak_flops(run.workers.device, dtype))
 
 

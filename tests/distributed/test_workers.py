@@ -206,11 +206,11 @@ def test_sharding_does_not_change_the_run(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_half_precision_with_a_share_of_the_model_is_near(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_with_a_share_of_the_model_is_near(tmp_path: Path, precision: str) -> None:
     for number, how in ((1, []), (2, ["distributed=fsdp2"])):
-        done = launch(
-            tmp_path, number, "loss=dapo", "mixed_precision=bf16", "log.entropy_every=1", *how
-        )
+        half = f"mixed_precision={precision}"
+        done = launch(tmp_path, number, "loss=dapo", half, "log.entropy_every=1", *how)
         assert done.returncode == 0, done.stdout + done.stderr
     one, two = results(tmp_path, 1)[0], results(tmp_path, 2)[0]
     assert len(one) == len(two) == 5
@@ -218,6 +218,8 @@ def test_half_precision_with_a_share_of_the_model_is_near(tmp_path: Path) -> Non
         assert 0 < b["grad_norm"] < 10 * a["grad_norm"]
         assert b["sampling/sampling_logp_difference/mean"] < 0.02
         assert b["entropy"] == pytest.approx(a["entropy"], rel=0.1)
+        assert a.get("loss_scale") == b.get("loss_scale")
+        assert ("loss_scale" in b) == (precision == "fp16")
 
 
 @pytest.mark.slow

@@ -174,7 +174,8 @@ for gpus, reshard, config in json.loads(sys.argv[1]):
     config = transformers.Qwen3MoeConfig(**config)
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    sharding.shard(model, torch.device("cpu"), bf16=True, reshard_after_forward=reshard)
+    cpu, half = torch.device("cpu"), torch.bfloat16
+    sharding.shard(model, cpu, half_type=half, reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters())
     model.train()
     micro_batch(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -10,13 +12,15 @@ import yaml
 
 from grpo_cli.checkpoints import manifest, paths
 from grpo_cli.config import saved_recipe
-from grpo_cli.config.schema import Build, Model, Optimizer, Recipe
+from grpo_cli.config.contradictions import contradictions
+from grpo_cli.config.schema import Build, Loss, Model, Optimizer, Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.training.prepare import (
     check_dtype,
     check_model_path,
     check_same_model,
     find_resume,
+    with_stored_dtype,
 )
 
 
@@ -82,6 +86,42 @@ def test_an_eps_that_the_dtype_rounds_to_zero_is_refused(
         return
     with pytest.raises(UserError, match=r"optimizer\.eps = 1e-08 is 0 in it"):
         check_dtype(recipe)
+
+
+def test_a_type_that_is_not_known_yet_is_not_refused_yet() -> None:
+    recipe = Recipe(model=Model(path="some/model", dtype="auto"), loss=Loss(reference_alpha=0.5))
+    assert not [m for m in contradictions(recipe, ()) if "reference_alpha" in m]
+    check_dtype(dataclasses.replace(recipe, model=Model(dtype="float32")))
+    with pytest.raises(UserError, match=r"reference_alpha = 0\.5: .* model\.dtype = bfloat16"):
+        check_dtype(dataclasses.replace(recipe, model=Model(dtype="bfloat16")))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "float16"}, "float16"),  # as transformers 4 wrote it
+        ({"dtype": "float64"}, "names float64; give model.dtype as one of float32, bfloat16"),
+        ({}, "names no data type; give"),
+    ],
+)
+def test_the_type_that_a_model_is_stored_in(
+    tmp_path: Path, config: dict[str, str], expected: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **config}))
+    (tmp_path / "model.safetensors").touch()
+    recipe = Recipe(model=Model(path=str(tmp_path), dtype="auto"))
+    if " " not in expected:
+        assert with_stored_dtype(recipe).model.dtype == expected
+        return
+    with pytest.raises(UserError, match=expected):
+        with_stored_dtype(recipe)
+
+
+def test_a_model_that_is_built_has_float32() -> None:
+    recipe = Recipe(model=Model(build=Build(), dtype="auto"))
+    assert with_stored_dtype(recipe).model.dtype == "float32"
+    assert with_stored_dtype(Recipe(model=Model(dtype="float16"))).model.dtype == "float16"
 
 
 def test_a_damaged_checkpoint_is_not_trained_on(tmp_path: Path) -> None:

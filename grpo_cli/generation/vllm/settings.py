@@ -140,4 +140,4 @@ def dtype_of(recipe: Recipe) -> str:
     """Returns the dtype of the engine's arithmetic."""
     if recipe.generation.vllm.dtype != "auto":
         return recipe.generation.vllm.dtype
-    return "bfloat16" if recipe.mixed_precision == "bf16" else recipe.model.dtype
+    return recipe.arithmetic_dtype
