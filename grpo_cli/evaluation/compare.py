@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from grpo_cli.config.knob import knob
 from grpo_cli.config.schema import Benchmark, Eval
@@ -135,7 +135,9 @@ def compare(first: Path, second: Path, console: Console) -> dict[str, Any]:
     lines = check_same_problems(one, other, in_both)
     check_same_judge(one, other, in_both)
     benchmarks: dict[str, dict[str, Any]] = {}
-    table = Table("benchmark", "mode", "rows", "A", "B", "B - A", "95% interval", "p", "flipped")
+    # A long name takes several lines: cut off, it would stand for several benchmarks.
+    name_column = Column("benchmark", overflow="fold")
+    table = Table(name_column, "mode", "rows", "A", "B", "B - A", "95% interval", "p", "flipped")
     if differing := differing_settings(one, other, in_both):
         lines.append(f"note: settings differ: {', '.join(differing)}")
     for name, mode in in_both:

@@ -92,6 +92,14 @@ def test_single_completions(tmp_path: Path) -> None:
     assert "+33.3" in text_of(console)
 
 
+def test_a_long_name_is_not_cut_off_on_a_narrow_terminal(tmp_path: Path) -> None:
+    rows = single([True, False], "arithmetic_test_of_sums")
+    console = Console(file=io.StringIO(), width=80)
+    compare(store(tmp_path / "a", rows), store(tmp_path / "b", rows), console)
+    cells = [line.split("│")[1].strip() for line in text_of(console).splitlines() if "│" in line]
+    assert "".join(cells) == "arithmetic_test_of_sums"
+
+
 def test_several_completions_a_row(tmp_path: Path) -> None:
     def of_row(row: int, right: int, judged: int) -> list[Completed]:
         return [("math", "tir", row, i, i < right) for i in range(judged)]
