@@ -23,6 +23,7 @@ from grpo_cli.evaluation.journal import FOLDER, Journal
 from grpo_cli.evaluation.settings import hash_of
 from grpo_cli.evaluation.tasks import Task, TaskResult, of_stored
 from grpo_cli.generation.factory import make_generator
+from grpo_cli.models import loading
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.scoring import registry
@@ -60,8 +61,9 @@ def _evaluate_model(
     with workers.raise_together():
         model, tokenizer = build.load_policy(prepared, workers, reporter)
         tasks = build.make_tasks(prepared, tokenizer, reporter)
-    model = workers.place(model)
     prompts = [prompt for task in tasks for prompt in task.prompts]
+    loading.check_embeddings(model, path, prompts)
+    model = workers.place(model)
     generator = make_generator(recipe, model, tokenizer, workers, prompts, reporter.say)
     evaluator = Evaluator(recipe.eval, workers, tokenizer, generator, tasks)
     without_votes = [task.label for task in tasks if not task.has_votes]

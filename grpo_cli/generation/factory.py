@@ -6,7 +6,7 @@ An engine of your own needs no line here: `generation.engine=my_module:MyEngine`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,6 +15,7 @@ from grpo_cli.config.user_code import import_module
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError, listed, nearest
 from grpo_cli.generation.base import EngineSetup, Generator
+from grpo_cli.generation.forbidden import bad_word_ids
 from grpo_cli.models import loading
 from grpo_cli.records import Prompt
 
@@ -23,6 +24,8 @@ ENGINES = {
     "vllm_colocate": "grpo_cli.generation.vllm.colocate:ColocatedGenerator",
     "vllm_server": "grpo_cli.generation.vllm.server:ServerGenerator",
 }
+
+TOKEN_SETTINGS = ("stop_token_ids", "allowed_token_ids", "logit_bias")  # by token id
 
 
 def engine_class(name: str) -> type[Generator]:
@@ -55,15 +58,46 @@ def check_settings(recipe: Recipe) -> None:
         raise UserError("\n".join(dict.fromkeys(problems)))
 
 
-def check_tokens(generation: Generation, size: int) -> None:
-    """Raises a UserError if a setting names a token that a vocabulary of `size` tokens lacks."""
-    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+def names_tokens(generation: Generation) -> bool:
+    """Whether a setting names tokens, for `check_tokens`."""
+    return any((*(getattr(generation, name) for name in TOKEN_SETTINGS), generation.bad_words))
+
+
+def check_tokens(
+    generation: Generation,
+    size: int,
+    eos_ids: Collection[int],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Checks the settings that name tokens.
+
+    Args:
+        size: of the model's vocabulary.
+        eos_ids: the tokens that end a completion.
+
+    Raises:
+        UserError: the vocabulary lacks a token, or no token is left to begin a completion with.
+    """
+    for name in TOKEN_SETTINGS:
         for token in getattr(generation, name):
             if not 0 <= token < size:
                 raise UserError(
                     f"generation.{name}: {token} is no token of the model, whose ids are 0 to "
                     f"{size - 1}."
                 )
+    sampled = set(generation.allowed_token_ids or range(size))
+    bad = {ids[0] for ids in bad_word_ids(tokenizer, generation.bad_words) if len(ids) == 1}
+    if not sampled - bad:
+        raise UserError(
+            "generation.bad_words: rule out every token of generation.allowed_token_ids; allow "
+            "others."
+        )
+    if generation.min_completion_tokens and not sampled - bad - {*eos_ids}:
+        raise UserError(
+            f"generation.min_completion_tokens = {generation.min_completion_tokens}: every token "
+            "that generation.allowed_token_ids and bad_words leave ends the completion, which is "
+            "shorter then; use 0, or allow others."
+        )
 
 
 def make_generator(
@@ -82,8 +116,10 @@ def make_generator(
     Raises:
         UserError: the engine cannot be started with this model and these settings.
     """
-    check_tokens(recipe.generation, model.config.get_text_config().vocab_size)
-    eos_ids = {*loading.eos_ids(model, tokenizer), *recipe.generation.stop_token_ids}
+    eos_ids = {
+        *loading.eos_ids(model.generation_config, tokenizer),
+        *recipe.generation.stop_token_ids,
+    }
     sampled = recipe.generation.allowed_token_ids
     if sampled and not eos_ids.intersection(sampled):
         say("note: no token of generation.allowed_token_ids ends a completion")

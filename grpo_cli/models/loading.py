@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_cli.config.schema import Model
 from grpo_cli.errors import UserError
@@ -37,10 +37,9 @@ def load(
         UserError: there is no model or no tokenizer, transformers cannot load it, weights are
             missing or not finite, or the model is no decoder.
     """
+    model_config, tokenizer = load_config(config, path)
     shared = of_source(config)
     with explained(path):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), **shared)
-        model_config = transformers.AutoConfig.from_pretrained(str(path), **shared)
         if config.dropout is not None:
             set_dropout(model_config, config.dropout)
         options: dict[str, Any] = {
@@ -48,10 +47,6 @@ def load(
             "attn_implementation": config.attn_implementation,
         }
         auto_model = transformers.AutoModelForCausalLM
-        if reads_both_directions(model_config):
-            raise ValueError(
-                f"a {model_config.model_type} model reads in both directions and cannot generate"
-            )
         if weights:
             model, info = auto_model.from_pretrained(
                 str(path), config=model_config, output_loading_info=True, **options, **shared
@@ -61,16 +56,43 @@ def load(
             with torch.device("meta"):
                 code = {"trust_remote_code": config.trust_remote_code}
                 model = auto_model.from_config(model_config, **options, **code)
-            with contextlib.suppress(OSError):  # not every model has a generation config
-                model.generation_config = transformers.GenerationConfig.from_pretrained(
-                    str(path), revision=shared["revision"]
-                )
-    if not tokenizer("a")["input_ids"]:  # transformers makes an empty one where files are missing
-        raise UserError(f"model.path = {path}: holds no tokenizer; save the model's own beside it.")
+            model.generation_config = generation_config(config, path, model_config)
     if config.chat_template is not None:
         tokenizer.chat_template = read_template(config.chat_template)
     prepare_for_training(model, config)
     return model, tokenizer
+
+
+def load_config(
+    config: Model, path: str | Path
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """Loads a model's config and its tokenizer.
+
+    Raises:
+        UserError: there is no model or no tokenizer, or the model is no decoder.
+    """
+    shared = of_source(config)
+    with explained(path):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), **shared)
+        model_config = transformers.AutoConfig.from_pretrained(str(path), **shared)
+        if reads_both_directions(model_config):
+            raise ValueError(
+                f"a {model_config.model_type} model reads in both directions and cannot generate"
+            )
+    if not tokenizer("a")["input_ids"]:  # transformers makes an empty one where files are missing
+        raise UserError(f"model.path = {path}: holds no tokenizer; save the model's own beside it.")
+    return model_config, tokenizer
+
+
+def generation_config(
+    config: Model, path: str | Path, model_config: PretrainedConfig
+) -> transformers.GenerationConfig:
+    """Loads a model's generation config; not every model has one, then it follows its config's."""
+    try:
+        revision = config.revision or "main"
+        return transformers.GenerationConfig.from_pretrained(str(path), revision=revision)
+    except OSError:
+        return transformers.GenerationConfig.from_model_config(model_config)
 
 
 def of_source(config: Model) -> dict[str, Any]:
@@ -130,18 +152,14 @@ def check_weights(model: PreTrainedModel, missing: Collection[str]) -> None:
             raise ValueError(f"the weights of {name} are not finite")
 
 
-def check_context(
-    model: PreTrainedModel, path: str, prompts: Sequence[Prompt], max_tokens: int, knob: str
-) -> None:
-    """Checks that the model knows all tokens of the prompts, and that they fit into its context.
+def check_embeddings(model: PreTrainedModel, path: str, prompts: Sequence[Prompt]) -> None:
+    """Checks that the model knows all tokens of the prompts.
 
     Args:
         path: of the model, for the message.
-        max_tokens: of a completion.
-        knob: that sets `max_tokens`.
 
     Raises:
-        UserError: a token without an embedding, or a prompt and its completion that do not fit.
+        UserError: a token without an embedding.
     """
     known: int = model.get_input_embeddings().num_embeddings
     largest = max((max(prompt.ids) for prompt in prompts), default=0)
@@ -150,6 +168,21 @@ def check_context(
             f"model.path = {path}: its tokenizer has the token {largest}, but the model has "
             f"{known:,} embeddings; use the tokenizer that belongs to the model."
         )
+
+
+def check_context(
+    model: PreTrainedModel, path: str, prompts: Sequence[Prompt], max_tokens: int, knob: str
+) -> None:
+    """Checks that the prompts with their completions fit into the model's context.
+
+    Args:
+        path: of the model, for the message.
+        max_tokens: of a completion.
+        knob: that sets `max_tokens`.
+
+    Raises:
+        UserError: a prompt and its completion do not fit.
+    """
     config = model.config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", None)
     longest = max((len(p.ids) for p in prompts), default=0)
@@ -185,10 +218,10 @@ def read_template(template: str) -> str:
     return Path(template).expanduser().read_text(encoding="utf-8")
 
 
-def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def eos_ids(config: transformers.GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Returns all token ids that end a completion: the generation config's and the tokenizer's."""
     eos: set[int] = set()
-    for ids in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
+    for ids in (config.eos_token_id, tokenizer.eos_token_id):
         eos.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
     return sorted(eos)
 

@@ -66,7 +66,7 @@ def build(config: Build, pairs: Pairs, seed: int, report: Report) -> Path:
         return folder
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tokenizer = make_tokenizer(config, [t for pair in pairs for t in _texts(pair)])
+        tokenizer = tokenizer_of(config, pairs)
         model = make_model(config, tokenizer)
         if config.warmup_steps:
             warm_up(model, tokenizer, config, pairs, seed, report)
@@ -79,6 +79,11 @@ def build(config: Build, pairs: Pairs, seed: int, report: Report) -> Path:
     except OSError:  # another process made the same model meanwhile
         shutil.rmtree(partial)
     return folder
+
+
+def tokenizer_of(config: Build, pairs: Pairs) -> PreTrainedTokenizerFast:
+    """Makes the tokenizer of a model that is built with these training rows."""
+    return make_tokenizer(config, [t for pair in pairs for t in _texts(pair)])
 
 
 def make_tokenizer(config: Build, texts: Sequence[str]) -> PreTrainedTokenizerFast:

@@ -28,7 +28,7 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks, tasks
 from grpo_cli.evaluation.evaluator import Evaluator
-from grpo_cli.generation.factory import make_generator
+from grpo_cli.generation import factory
 from grpo_cli.models import loading, tiny
 from grpo_cli.models.families import num_experts
 from grpo_cli.models.memory import MicroBatchBudget
@@ -110,9 +110,10 @@ def assemble(
     to_solve = make_tasks(prepared, tokenizer, reporter)
     held_out = [prompt for task in to_solve for prompt in task.prompts]
     if recipe.model.path is not None and recipe.model.build is None:
+        loading.check_embeddings(model, recipe.model.path, [*prompts, *held_out])
         longest, knob = recipe.generation.max_completion_tokens, "generation.max_completion_tokens"
         loading.check_context(model, recipe.model.path, prompts, longest, knob)
-    generator = make_generator(
+    generator = factory.make_generator(
         recipe, model, tokenizer, workers, [*prompts, *held_out], reporter.say
     )
     evaluator = None
@@ -302,10 +303,26 @@ def load_policy(
     recipe, whole = prepared.recipe, workers.is_main or not workers.runs_in_lockstep
     if recipe.model.build is None:
         assert recipe.model.path is not None, "checked when the recipe was parsed"
+        check_tokens(recipe, recipe.model.path)
         return loading.load(recipe.model, recipe.model.path, weights=whole)
     with workers.main_first():  # the others find what the main process has made
         path = build_model(recipe, prepared.train.values(), reporter.console)
     return loading.load(recipe.model, path, weights=whole)
+
+
+def check_tokens(recipe: Recipe, path: str) -> None:
+    """Checks the settings of `generation` that name tokens, before the model in `path` is loaded.
+
+    Raises:
+        UserError: see `factory.check_tokens`.
+    """
+    generation = recipe.generation
+    if factory.names_tokens(generation):
+        config, tokenizer = loading.load_config(recipe.model, path)
+        defaults = loading.generation_config(recipe.model, path, config)
+        eos_ids = [*loading.eos_ids(defaults, tokenizer), *generation.stop_token_ids]
+        size = config.get_text_config().vocab_size
+        factory.check_tokens(generation, size, eos_ids, tokenizer)
 
 
 def build_model(recipe: Recipe, train: Iterable[TrainRows], console: Console) -> Path:
@@ -313,12 +330,19 @@ def build_model(recipe: Recipe, train: Iterable[TrainRows], console: Console) ->
 
     Args:
         train: data sets whose solutions the model is warmed up with.
+
+    Raises:
+        UserError: see `factory.check_tokens`.
     """
-    build = recipe.model.build
+    build, generation = recipe.model.build, recipe.generation
     assert build is not None
     pairs: list[tuple[Any, str]] = []
     for part in train if build.warmup_steps else ():
         pairs += data.solution_pairs(part.rows, part.dataset)
+    if factory.names_tokens(generation):
+        tokenizer = tiny.tokenizer_of(build, pairs)
+        eos_ids = [tokenizer.eos_token_id, *generation.stop_token_ids]
+        factory.check_tokens(generation, len(tokenizer), eos_ids, tokenizer)
     bar = Bar(console, "warm-up", build.warmup_steps)
     path = tiny.build(
         build,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.checkpoints import manifest
 from grpo_cli.checkpoints.lock import Lock
@@ -322,6 +322,17 @@ def test_a_model_without_a_tokenizer_is_one_sentence(checkpoint: Path, tmp_path:
         file.unlink()
     (tmp_path / "own.jsonl").write_text('{"question": "1", "answer": "1"}\n')
     with pytest.raises(UserError, match="holds no tokenizer"):
+        evaluate_command.main([str(checkpoint), f"benchmark={tmp_path / 'own.jsonl'}", *QUICK])
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_has_embeddings(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    wider = AutoTokenizer.from_pretrained(checkpoint)
+    wider.add_tokens(["<new>"])
+    wider.save_pretrained(checkpoint)
+    (tmp_path / "own.jsonl").write_text('{"question": "1<new>", "answer": "1"}\n')
+    with pytest.raises(UserError, match="has the token 259, but the model has 259 embeddings; use"):
         evaluate_command.main([str(checkpoint), f"benchmark={tmp_path / 'own.jsonl'}", *QUICK])
 
 

@@ -369,6 +369,16 @@ PLAIN_REINFORCE_PP = {"advantage.rule": "reinforce_pp", "advantage.baseline": "n
             {"generation.stop": ["a", ""]},
             "generation.stop: holds an empty string, which every completion contains; drop it.",
         ),
+        (
+            {"generation.allowed_token_ids": [3, 4], "generation.stop_token_ids": [4, 7, 5]},
+            "generation.stop_token_ids: 5 is not in generation.allowed_token_ids, so that it is "
+            "never sampled; allow it, or drop it.",
+        ),
+        (
+            {"generation.allowed_token_ids": [3, 4], "generation.logit_bias": {3: 1.0, 7: 1.0}},
+            "generation.logit_bias: 7 is not in generation.allowed_token_ids, so that it is never "
+            "sampled; allow it, or drop it.",
+        ),
     ],
     ids=lambda v: str(v)[:60] if isinstance(v, dict) else "",
 )

@@ -198,7 +198,7 @@ def test_every_eos_of_the_generation_config_ends_a_completion(
     assert len(set(c.ids)) == 8
     for t, token in enumerate(c.ids):
         model.generation_config.eos_token_id = [258, token]
-        eos_ids = loading.eos_ids(model, tokenizer)
+        eos_ids = loading.eos_ids(model.generation_config, tokenizer)
         assert eos_ids == sorted({2, 258, token})
         (ended,) = generate(model, Sampling(8), order=[0], num_generations=1, eos_ids=eos_ids)[0]
         assert (ended.ids, ended.finish_reason) == (c.ids[: t + 1], "stop")
@@ -208,9 +208,9 @@ def test_eos_ids_of_a_model_with_one_or_none(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     model.generation_config.eos_token_id = 7
-    assert loading.eos_ids(model, tokenizer) == [2, 7]
+    assert loading.eos_ids(model.generation_config, tokenizer) == [2, 7]
     model.generation_config.eos_token_id = None
-    assert loading.eos_ids(model, tokenizer) == [2]
+    assert loading.eos_ids(model.generation_config, tokenizer) == [2]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 7])

@@ -100,6 +100,6 @@ def test_a_token_without_an_embedding(model: PreTrainedModel, past: int) -> None
     largest = model.config.vocab_size - 1 + past
     prompts = [Prompt.from_ids([5, largest]), Prompt.from_ids([5])]
     with pytest.raises(UserError) if past else contextlib.nullcontext() as error:
-        loading.check_context(model, "m", prompts, 10, "generation.max_completion_tokens")
+        loading.check_embeddings(model, "m", prompts)
     if past:
         assert f"m: its tokenizer has the token {largest}, but the model" in str(error.value)
