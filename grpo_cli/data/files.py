@@ -156,8 +156,7 @@ def stream_files(
             if start >= file.metadata.num_rows:
                 start -= file.metadata.num_rows
                 continue
-            batches = file.iter_batches(batch_size=256)
-            rows: Iterator[Any] = (row for batch in batches for row in batch.to_pylist())
+            rows: Iterator[Any] = _parquet_rows(file, path, key)
         else:
             rows = csv_rows(path, key) if kind == "csv" else json_rows(path, key)
         for row in rows:
@@ -165,6 +164,14 @@ def stream_files(
                 start -= 1
             else:
                 yield row
+
+
+def _parquet_rows(file: Any, path: Path, key: str) -> Iterator[dict[str, Any]]:
+    try:
+        for batch in file.iter_batches(batch_size=256):
+            yield from batch.to_pylist()
+    except Exception as error:  # pyarrow's errors have no common base
+        raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
 
 
 def load_files(paths: Sequence[Path], key: str, source: Path) -> Any:

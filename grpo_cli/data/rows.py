@@ -15,6 +15,7 @@ from typing import Any
 
 from grpo_cli.config.schema import Dataset, MixturePart, NamedRows
 from grpo_cli.config.sources import local_path
+from grpo_cli.data import files
 from grpo_cli.data.files import load_local
 from grpo_cli.errors import UserError, listed, nearest
 
@@ -195,7 +196,7 @@ def load_hub(
     except Exception as error:  # hub, network and builder errors have no common base
         raise UserError(
             f"{key} = {source}: no such file here, and as a hub data set (split {split}) it cannot "
-            f"be loaded: {type(error).__name__}: {str(error).splitlines()[0]}"
+            f"be loaded: {type(error).__name__}: {files.reason(error)}"
         ) from error
 
 

@@ -87,14 +87,27 @@ def _rows(config: Dataset, start: int) -> Iterator[dict[str, Any]]:
     except ModuleNotFoundError as error:
         raise UserError(f"{key} = {source}: there is no such package ({error}).") from error
     if path is None:
-        table = load_hub(source, config.subset, split, key, streaming=True)
-        yield from table.skip(start)
+        yield from _hub_rows(config, start)
     elif files.is_saved_to_disk(path):
         table = files.load_local(path, config.subset, split, key)
         yield from table.select(range(start, len(table)))
     else:
         found = files.find_files(path, config.subset, split, key)
         yield from files.stream_files(found, key, path, start)
+
+
+def _hub_rows(config: Dataset, start: int) -> Iterator[dict[str, Any]]:
+    source, split, key = str(config.train), config.train_split, "dataset.train"
+    table, row = load_hub(source, config.subset, split, key, streaming=True), start
+    try:
+        for values in table.skip(start):
+            yield values
+            row += 1
+    except Exception as error:  # hub, network and format errors have no common base
+        raise UserError(
+            f"{key} = {source}: row {row} cannot be read from the hub: {type(error).__name__}: "
+            f"{files.reason(error)}"
+        ) from error
 
 
 class Block(NamedTuple):
@@ -206,8 +219,15 @@ class StreamedPrompts(PromptStream):
             self._open = ((epoch, row), self.rows.read(row))
         try:
             rows = list(itertools.islice(self._open[1], count))
-        except UserError as error:  # a malformed line far behind
-            raise TrainingError(str(error)) from error
+        except UserError as error:  # a malformed line far behind, or no network any more
+            if local_path(self.rows.source) is not None:
+                raise TrainingError(str(error)) from error
+            reason = str(error).rstrip(".")
+            raise TrainingError(
+                f"{reason}. Once the hub can be reached, resume=auto continues from the last "
+                "checkpoint.",
+                alone=True,
+            ) from error
         self._open = ((epoch, row + len(rows)), self._open[1])
         return rows
 

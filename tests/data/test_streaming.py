@@ -1,11 +1,14 @@
 """Rows that are read while a run trains on them."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
 import pytest
+from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
 from grpo_cli.config.schema import Dataset
@@ -118,6 +121,73 @@ def test_a_hub_data_set_and_one_of_save_to_disk(
     how = config("owner/name", subset="main")
     assert texts(stream(tokenizer, how), 0, 50) == saved
     assert asked[0] == (("owner/name", "main"), {"split": "train", "streaming": True})
+
+
+class Unreachable:
+    """A table of the hub, of which a row cannot be read while `is_down`."""
+
+    is_down = True
+
+    def __init__(self, missing: int) -> None:
+        self.missing = missing
+
+    def skip(self, start: int) -> Iterator[dict[str, Any]]:
+        for number, row in enumerate(ROWS[start:], start):
+            if self.is_down and number == self.missing:
+                raise ConnectionResetError("peer has gone\nwithout a word")
+            yield row
+
+
+def test_a_hub_that_goes_away_is_one_sentence_and_the_run_is_resumed(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = Unreachable(13)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
+    how = config("owner/name")
+    found = stream(tokenizer, how)
+    begun = texts(found, 0, 12)
+    said = (
+        "dataset.train = owner/name: row 13 cannot be read from the hub: ConnectionResetError: "
+        "peer has gone. Once the hub can be reached, resume=auto continues from the last "
+        "checkpoint."
+    )
+    with pytest.raises(TrainingError) as error:
+        texts(found, 12, 6)
+    assert str(error.value) == said
+    assert error.value.alone, "another process may have read the row"
+    table.is_down = False
+    resumed, straight = stream(tokenizer, how), stream(tokenizer, how)
+    resumed.restore(found.state())
+    assert begun + texts(resumed, 12, 40) == texts(straight, 0, 52)
+    table.is_down, table.missing = True, 2
+    with pytest.raises(UserError, match="row 2 cannot be read from the hub"):
+        open_stream(how)
+
+
+def test_a_hub_that_is_gone_when_an_epoch_begins(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = Unreachable(-1)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
+    found = stream(tokenizer, config("owner/name"))
+    texts(found, 0, 20)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(TrainingError, match=r"be loaded: ConnectionError: .*resume=auto continues"):
+        texts(found, 20, 1)
+
+
+def test_a_parquet_file_that_is_torn(tmp_path: Path) -> None:
+    path, table = tmp_path / "a.parquet", pyarrow.Table.from_pylist(ROWS)
+    parquet.write_table(table, path, use_dictionary=False)
+    content = path.read_bytes()
+    at = parquet.ParquetFile(path).metadata.row_group(0).column(0).data_page_offset
+    path.write_bytes(content[:at] + b"\xff" * 20 + content[at + 20 :])
+    with pytest.raises(UserError, match=r"a\.parquet: cannot be read: "):
+        open_stream(config(path))
 
 
 def test_mistakes_at_the_start_and_later(
