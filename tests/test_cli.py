@@ -719,7 +719,8 @@ def hangs(completions, **_):
         ("time.sleep(3600)", "grpo: stopped before the first step; there is nothing new to save"),
         (
             "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2}); time.sleep(3600)",
-            "a reward function does not return; ended without saving this step.",
+            "a reward function, or the source of streamed rows, does not return; ended without "
+            "saving this step.",
         ),
     ],
 )

@@ -20,6 +20,7 @@ from grpo_cli.config.sources import local_path
 from grpo_cli.data import files
 from grpo_cli.data.prompts import PromptStream
 from grpo_cli.data.rows import Rows, check_templates, load_hub, rename_columns
+from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 
 if TYPE_CHECKING:
@@ -215,10 +216,14 @@ class StreamedPrompts(PromptStream):
 
     def _read(self, epoch: int, row: int, count: int) -> list[dict[str, Any]]:
         """Returns rows of an epoch; goes on where it has stopped if that is there."""
-        if self._open is None or self._open[0] != (epoch, row):
-            self._open = ((epoch, row), self.rows.read(row))
+        opened, self._open = self._open, None  # one that raises has no further rows
+        if opened is not None and opened[0] == (epoch, row):
+            left = opened[1]
+        else:
+            left = self.rows.read(row)
         try:
-            rows = list(itertools.islice(self._open[1], count))
+            with heartbeat.calling():  # the hub may be asked again for minutes
+                rows = list(itertools.islice(left, count))
         except UserError as error:  # a malformed line far behind, or no network any more
             if local_path(self.rows.source) is not None:
                 raise TrainingError(str(error)) from error
@@ -228,7 +233,7 @@ class StreamedPrompts(PromptStream):
                 "checkpoint.",
                 alone=True,
             ) from error
-        self._open = ((epoch, row + len(rows)), self._open[1])
+        self._open = ((epoch, row + len(rows)), left)
         return rows
 
     def _made(self, block: Block, rows: Sequence[dict[str, Any]]) -> list[Prompt]:

@@ -359,8 +359,8 @@ class Supervisor:
             signal.pthread_kill(threading.main_thread().ident or 0, WAKE)
         if ends_at is not None and time.time() > ends_at + GRACE_SECONDS:
             self._print(
-                f"grpo: {heartbeat.where()}: a reward function does not return; ended without "
-                "saving this step."
+                f"grpo: {heartbeat.where()}: a reward function, or the source of streamed "
+                "rows, does not return; ended without saving this step."
             )
             self._exit(128 + (self.stop_signal or signal.SIGTERM))
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_cli.config.schema import Dataset
 from grpo_cli.data import StreamedPrompts, make_prompts, open_stream
+from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 from tests.data.test_files import write
 
@@ -121,6 +122,29 @@ def test_a_hub_data_set_and_one_of_save_to_disk(
     how = config("owner/name", subset="main")
     assert texts(stream(tokenizer, how), 0, 50) == saved
     assert asked[0] == (("owner/name", "main"), {"split": "train", "streaming": True})
+
+
+def test_reading_can_be_interrupted(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run has to end, and the hub does not answer."""
+
+    class Hanging:
+        def skip(self, start: int) -> Iterator[dict[str, Any]]:
+            for number in range(start, 20):
+                if number == 13 and heartbeat.leave is not None:
+                    heartbeat.interrupt_call()
+                yield ROWS[number]
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: Hanging())
+    found = stream(tokenizer, config("owner/name"))
+    before, state = texts(found, 0, 12), found.state()
+    with monkeypatch.context() as patch:
+        patch.setattr(heartbeat, "leave", lambda: True)
+        with pytest.raises(heartbeat.Interrupt):
+            texts(found, 12, 6)
+    assert found.state() == state
+    assert before + texts(found, 12, 6) == texts(stream(tokenizer, config("owner/name")), 0, 18)
 
 
 class Unreachable:
