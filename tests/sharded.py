@@ -640,6 +640,30 @@ def move(*models: nn.Module) -> None:
 
 
 @case
+def compiled_layers_compute_the_same(workers: Workers) -> None:
+    """By a backend that takes little time; aot_eager has also been tried."""
+    rollouts = make_rollouts()
+    own = rollouts[workers.rank :: workers.size]
+    expected, model = divided(make_model()), divided(make_model())
+    plain, compiled = (
+        PolicyLogprobs(m, compile_backend=backend, agree_on=workers.first, say=refuse)
+        for m, backend in ((expected, None), (model, "eager"))
+    )
+    for policy_logprobs in (plain, compiled):
+        policy_logprobs.check(rollouts, 1.0)
+    assert compiled.mode.compiled
+    for _ in range(2):  # the second time the layers are gathered anew
+        found = [p(own, 1.0)[0] for p in (plain, compiled)]
+        assert (found[0] - found[1]).abs().max() < 1e-5
+        for logprobs in found:
+            weighted(own, logprobs).backward()
+    assert_near(gradients(model), gradients(expected), 1e-5)
+    with torch.no_grad():
+        compiled(own, 1.0)
+    assert_only_shards(model)
+
+
+@case
 def gradients_that_overflow_on_one_process_are_skipped_on_all(workers: Workers) -> None:
     """In float16, whether each has a share of the model or the complete one."""
     rollouts = make_rollouts()

@@ -70,6 +70,8 @@ OTHER_NAMES = {
     "gpu_memory_utilization": "generation.vllm.memory",
     "bf16": "mixed_precision=bf16",
     "fp16": "mixed_precision=fp16",
+    "torch_compile": "model.compile=true",
+    "torch_compile_backend": "model.compile_backend",
     "torch_dtype": "model.dtype",
 }
 PROMPT = re.compile(r"(benchmark\.[^.]+)\.(cot|tir)")

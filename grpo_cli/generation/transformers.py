@@ -74,7 +74,12 @@ class TransformersGenerator(Generator):
             handing_over = False
 
         # One autocast around all steps: it keeps its copies of the weights until it is left.
-        with inference(self.policy), self.autocast():
+        # Layers compiled for training would be compiled again for every size of a cache.
+        with (
+            inference(self.policy),
+            self.autocast(),
+            torch.compiler.set_stance("force_eager"),
+        ):
             if self.decoder is None:
                 self._choose_decoder(request.prompts)
             while missing:

@@ -96,20 +96,36 @@ def attention(
             **kwargs,
         )
         return output
-    if dropout:
+    options = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, **kwargs}
+    return _attend(attending, module, query, key, value, options), None
+
+
+# The sequences differ from batch to batch, and would be compiled anew.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend(
+    attending: Attending,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: dict[str, Any],
+) -> Tensor:
+    """Returns the attention's output, [1, N, Hq, D]."""
+    if options["dropout"]:
         raise UnsupportedModelError("its attention has dropout")
-    window = window_of(module) if sliding_window is None else sliding_window
+    window = options["sliding_window"]
+    window = window_of(module) if window is None else window
     if window is not None and window < attending.longest:
         raise UnsupportedModelError(f"its attention sees {window} tokens and no more")
     for name in ATTENTION_EXTRAS:
-        if kwargs.get(name) is not None:
+        if options.get(name) is not None:
             raise UnsupportedModelError(f"its attention has {name}")
     heads = (t[0].transpose(0, 1) for t in (query, key, value))  # [N, H, D] each
     q, k, v = heads
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = q.shape[-1] ** -0.5 if options["scaling"] is None else options["scaling"]
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     # Under autocast, rotary embeddings leave queries and keys wider than values.
-    return attending.attend(layer, q.to(v.dtype), k.to(v.dtype), v, scale)[None], None
+    return attending.attend(layer, q.to(v.dtype), k.to(v.dtype), v, scale)[None]
 
 
 def narrowest_window(model: nn.Module) -> float:

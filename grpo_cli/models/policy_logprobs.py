@@ -4,6 +4,10 @@ By default each prompt is computed once for its completions without padding (`pa
 logits exist one chunk at a time (`token_logprobs.py`). Not every model supports this. The first
 rollouts are therefore also computed in the simplest mode, with padded rows and complete logits;
 where the numbers differ, the run falls back to the next simpler mode and says so.
+
+With `model.compile` the decoder layers are compiled. The compiled layers are in the module itself
+and not around it, so that names of weights stay, and a backward with gradient checkpointing
+computes what the forward did. The embedded engine decodes with the same layers uncompiled.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 
 from grpo_cli.algorithm.load_balancing import Routing
@@ -35,6 +40,8 @@ CHECKED_TOKENS = 64  # tokens of a prompt, and of a completion, that this check 
 # that count as rounding.
 TOLERANCE = {torch.float64: (1e-6, 1e-7, 1e-5), torch.float32: (2e-3, 2e-4, 1e-2)}
 TOLERANCE_OF_HALF = (0.5, 0.03, 0.3)
+# Compiled variants of a layer: with and without gradient, packed and padded, of a few kinds.
+MOST_VARIANTS = 64
 
 
 @dataclass(frozen=True)
@@ -43,10 +50,12 @@ class ForwardMode:
 
     packed: bool  # each prompt once and no padding; else rows padded to one width
     chunked: bool  # logits in chunks; else all at once
+    compiled: bool = False  # decoder layers by torch.compile
 
     def __str__(self) -> str:
         rows = "each prompt once for its completions" if self.packed else "rows padded"
-        return f"{rows}, logits {'in chunks' if self.chunked else 'whole'}"
+        layers = ", layers compiled" if self.compiled else ""
+        return f"{rows}, logits {'in chunks' if self.chunked else 'whole'}{layers}"
 
 
 SIMPLEST = ForwardMode(packed=False, chunked=False)
@@ -61,6 +70,7 @@ class PolicyLogprobs:
         *,
         packed: bool = True,
         chunked: bool = True,
+        compile_backend: str | None = None,
         autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         say: Callable[[str], None] = print,
         agree_on: Callable[[str | None], str | None] = lambda mismatch: mismatch,
@@ -69,6 +79,7 @@ class PolicyLogprobs:
 
         Args:
             packed, chunked: whether to use these modes where the model supports them.
+            compile_backend: of torch.compile, which compiles the decoder layers; None: it does not.
             autocast: makes a context that is entered around every forward pass.
             say: receives a line for each fallback.
             agree_on: reduces the reasons for falling back over all processes to one, so that they
@@ -87,9 +98,11 @@ class PolicyLogprobs:
         elif packed and not attention.install(model):
             packed = False
             say(f"note: rows are padded: the model's attention is {attention.name_of(model)}")
+        self.compile_backend = compile_backend
         self.modes = [
-            ForwardMode(p, c)
+            ForwardMode(p, c, compiled)
             for p, c in ((True, True), (False, True), (True, False), (False, False))
+            for compiled in ([False] if compile_backend is None else [True, False])
             if (packed or not p) and (chunked or not c)
         ]
         self.checked = self.modes[0] == SIMPLEST
@@ -242,6 +255,8 @@ class PolicyLogprobs:
             if self.routers is not None:
                 router_logits = stack.enter_context(self.routers.recording())
             stack.enter_context(self.autocast())
+            stack.enter_context(explained())
+            self._compile(mode.compiled)
             if mode.chunked:
                 flat = fsdp.within(
                     self.model,
@@ -264,6 +279,19 @@ class PolicyLogprobs:
             return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
         return rows(flat[0]), None if flat[1] is None else rows(flat[1])
+
+    def _compile(self, compiled: bool) -> None:
+        """Compiles the decoder layers' forwards, or restores these."""
+        for layer in fsdp.layers(self.model) if self.compile_backend is not None else ():
+            if not compiled:
+                layer.__dict__.pop("forward", None)
+            elif "forward" not in layer.__dict__:
+                layer.forward = torch.compile(  # type: ignore[method-assign, call-overload]
+                    layer.forward,
+                    dynamic=True,
+                    backend=self.compile_backend,
+                    recompile_limit=MOST_VARIANTS,
+                )
 
     def _chunked(
         self, inputs: packing.Inputs, temperature: float, entropy: bool, entropy_gradient: bool
@@ -362,6 +390,17 @@ def _slope(
     if tokens > fewer and more > less:
         return (more - less) / (tokens - fewer)
     return more / tokens
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turns an error of torch.compile into an UnsupportedModelError, so that the run falls back."""
+    try:
+        yield
+    except TorchDynamoException as error:
+        cause = getattr(error, "inner_exception", error)  # of a backend
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        raise attention.UnsupportedModelError(f"torch.compile fails: {reason}") from error
 
 
 def mismatch(attempt: Callable[[], object]) -> str | None:

@@ -101,6 +101,11 @@ def assemble(
     reference_model = loading.frozen_copy(model) if recipe.needs_reference else None
     router_coef = balancing_coefficient(model, recipe.loss.router_aux_loss_coef)
     policy_logprobs = make_logprobs(model, recipe, workers, reporter)
+    if router_coef and recipe.model.compile:
+        raise UserError(
+            f"model.compile: the load-balancing loss of experts (weight {router_coef:g}) reads "
+            "outputs inside the layers; set loss.router_aux_loss_coef=0 or model.compile=false."
+        )
     if router_coef:
         policy_logprobs.routers = RouterRecorder(model)
     reference = None
@@ -186,6 +191,7 @@ def make_logprobs(
         model,
         packed=recipe.update.packing,
         chunked=recipe.update.chunked_logits,
+        compile_backend=recipe.model.compile_backend if recipe.model.compile else None,
         autocast=workers.autocast,
         say=reporter.say,
         agree_on=workers.first if workers.runs_in_lockstep else lambda mismatch: mismatch,

@@ -265,7 +265,8 @@ def restore(run: Run, path: Path) -> None:
         if before["update"]["tokens_per_micro_batch"] == run.recipe.update.tokens_per_micro_batch:
             run.micro_batches.budget.tokens = stored.micro_batch_tokens[workers.rank]
         run.generator.cache_tokens = stored.cache_tokens[workers.rank]
-        restore_modes(run, stored.modes[workers.rank])
+        if bool(before["model"].get("compile")) == run.recipe.model.compile:
+            restore_modes(run, stored.modes[workers.rank])
     # An adaptive coefficient whose initial value was changed begins anew.
     if before["loss"].get("beta") != run.recipe.loss.beta:
         run.beta.adapted = None

@@ -1,0 +1,181 @@
+"""Compiled decoder layers compute what the plain ones do, packed and padded, only in the update.
+
+The backends stand in for inductor, which takes a C++ compiler and half a minute.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from grpo_cli.distributed import fsdp
+from grpo_cli.generation.transformers import TransformersGenerator
+from grpo_cli.models.attention import UnsupportedModelError
+from grpo_cli.models.policy_logprobs import PolicyLogprobs, bytes_per_token
+from tests.conftest import as_prompts
+from tests.generation.test_transformers import SEEDS, Sampling
+from tests.sharded import gradients, make_model, make_rollouts, weighted
+from tests.training.test_train import test_stop_and_resume_is_the_same_run as stop_and_resume
+from tests.training.test_train import trained
+
+pytestmark = pytest.mark.runs
+
+FIRST = "each prompt once for its completions, logits in chunks, layers compiled"
+calls: list[int] = []  # inputs of each compiled graph that was run
+
+
+def counting(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+    """A backend that counts what is run."""
+
+    def run(*inputs: Any) -> Any:
+        calls.append(len(inputs))
+        return graph.forward(*inputs)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch.compiler.reset()
+    calls.clear()
+
+
+def notes_of(
+    model: PreTrainedModel, backend: Any, **modes: bool
+) -> tuple[PolicyLogprobs, list[str]]:
+    notes: list[str] = []
+    compiled = PolicyLogprobs(model, compile_backend=backend, say=notes.append, **modes)
+    compiled.check(make_rollouts(), 1.0)
+    return compiled, notes
+
+
+@pytest.mark.parametrize(
+    ("packed", "checkpointing", "backend"),
+    [(True, True, "aot_eager"), (True, False, "eager"), (False, False, "eager")],
+)
+def test_values_and_gradients_are_those_of_plain_layers(
+    model: PreTrainedModel, packed: bool, checkpointing: bool, backend: str
+) -> None:
+    plain = PolicyLogprobs(copy.deepcopy(model), packed=packed)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    names = list(model.state_dict())
+    compiled, notes = notes_of(model, backend, packed=packed)
+    assert not notes
+    assert compiled.mode.compiled
+    shown = str(compiled.mode)
+    assert shown == (FIRST if packed else "rows padded, logits in chunks, layers compiled")
+    plain.check(make_rollouts(), 1.0)
+    for number in (8, 3, 12):
+        rollouts = make_rollouts(number)
+        found = [p(rollouts, 1.0)[0] for p in (compiled, plain)]
+        assert (found[0] - found[1]).abs().max() < 1e-5
+        for policy_logprobs, logprobs in zip((compiled, plain), found, strict=True):
+            policy_logprobs.model.zero_grad()
+            weighted(rollouts, logprobs).backward()
+        expected = gradients(plain.model)
+        for name, gradient in gradients(model).items():
+            assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm()
+    assert bytes_per_token(compiled, make_rollouts(), 1.0) > 0
+    assert list(model.state_dict()) == names, "checkpoints keep the names of weights"
+
+
+def test_only_the_update_is_compiled(model: PreTrainedModel) -> None:
+    compiled, notes = notes_of(model, counting)
+    assert not notes
+    before = len(calls)
+    assert before > 0
+    generator = TransformersGenerator(model, [], 100)
+    generator.generate(as_prompts([[5, 6, 7]]), 2, Sampling(max_tokens=4), SEEDS[:1])
+    assert len(calls) == before, "the engine decodes with plain layers"
+    compiled(make_rollouts(), 1.0)
+    assert len(calls) > before
+
+
+def test_a_deep_model_takes_no_longer_to_compile() -> None:
+    compiled_graphs = []
+    for layers in (2, 5):
+        graphs: list[Any] = []
+
+        def backend(graph: Any, example_inputs: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        torch.compiler.reset()
+        compiled, _ = notes_of(make_model(layers=layers), backend)
+        assert compiled.mode.compiled
+        compiled_graphs.append(len(graphs))
+    assert compiled_graphs[0] == compiled_graphs[1] < 20
+
+
+def test_a_backend_that_fails_is_noted_and_left(model: PreTrainedModel) -> None:
+    def broken(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        raise RuntimeError("no C++ compiler\nis installed")
+
+    compiled, notes = notes_of(model, broken)
+    assert not compiled.mode.compiled
+    assert compiled.mode.packed
+    assert notes == [
+        f"note: not {FIRST} (torch.compile fails: no C++ compiler); instead "
+        f"{FIRST.removesuffix(', layers compiled')}"
+    ]
+    compiled(make_rollouts(), 1.0)
+    assert not any("forward" in vars(layer) for layer in fsdp.layers(model))
+
+
+def test_a_backend_that_fails_later_falls_back_too(model: PreTrainedModel) -> None:
+    """`MicroBatcher.map` falls back when it gets this error."""
+    broken = False
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        if broken:
+            raise RuntimeError("the disk is full")
+        return graph.forward
+
+    compiled, notes = notes_of(model, backend)
+    assert not notes
+    torch.compiler.reset()
+    broken = True
+    with pytest.raises(UnsupportedModelError, match=r"torch\.compile fails: the disk is full"):
+        compiled(make_rollouts(), 1.0)
+
+
+def test_wrong_numbers_are_noted(model: PreTrainedModel) -> None:
+    def wrong(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        def run(*inputs: Any) -> Any:
+            return tuple(
+                1.01 * t if isinstance(t, torch.Tensor) else t for t in graph.forward(*inputs)
+            )
+
+        return run
+
+    compiled, notes = notes_of(model, wrong)
+    assert not compiled.mode.compiled
+    assert "log-probabilities differ" in notes[0]
+
+
+def test_a_resumed_run_is_the_same_and_that_of_plain_layers(tmp_path: Path) -> None:
+    changes = {"model__compile": True, "model__compile_backend": "eager"}
+    stop_and_resume(tmp_path, {**changes, "loss__beta": 0.05})  # the reference is compiled too
+    plain = trained(tmp_path, output_dir=str(tmp_path / "plain"), loss__beta=0.05)
+    one, other = (
+        load_file(tmp_path / run / "checkpoints" / "step-4" / "model.safetensors")
+        for run in ("plain", "straight")
+    )
+    assert one.keys() == other.keys()
+    assert all((one[name] - other[name]).abs().max() < 1e-5 for name in one)
+    assert not plain.policy_logprobs.mode.compiled
+
+
+def test_compiling_is_tried_when_a_resumed_run_is_to_compile(tmp_path: Path) -> None:
+    stopped = trained(tmp_path, steps=1)
+    assert not stopped.policy_logprobs.mode.compiled
+    live = trained(
+        tmp_path, steps=2, resume="auto", model__compile=True, model__compile_backend="eager"
+    )
+    assert live.policy_logprobs.mode.compiled
