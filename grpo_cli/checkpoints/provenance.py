@@ -137,6 +137,8 @@ def _reaches_out(key: str, value: Any) -> bool:
         return value not in (None, False)
     if name == "guards":  # programs of the model would run without protection of one's files
         return bool(value == "limits")
+    if key == "model.attn_implementation":  # OWNER/NAME: a kernel from the hub
+        return "/" in str(value)
     if key == "generation.engine":
         return ":" in str(value)
     prefixes = ("scoring.modules", "generation.vllm.servers", "generation.vllm.engine_args.")

@@ -48,6 +48,7 @@ OPEN_KEYS = (
     "reward.", "benchmark.", "generation.vllm.engine_args.", "dataset.columns.", "dataset.columns=",
     "dataset.held_out.", "dataset.held_out=", "dataset.mixture.", "dataset.mixture=",
     "schedules.", "schedules=", "loss.args.", "advantage.args.", "model.chat_template_kwargs.",
+    "model.args.", "model.args=",
     "generation.logit_bias.", "generation.logit_bias=",
 )  # fmt: skip
 # What a user meant who gives a group something that is none of its choices.

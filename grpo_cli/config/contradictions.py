@@ -14,6 +14,28 @@ from grpo_cli.rewards import WITH_AN_ANSWER, has_votes
 
 # bfloat16 keeps 8 bits, so that a weight of 0.05 does not change by less than 1e-4.
 LOST_IN_BFLOAT16 = 1e-4
+# Arguments of from_pretrained that say where files are, for every file and for weights only.
+OF_FILES = ("subfolder", "cache_dir", "local_files_only", "force_download")
+OF_WEIGHTS = ("variant", "use_safetensors")
+# Arguments of from_pretrained that cannot be given in model.args, and what to write instead.
+NOT_IN_ARGS = {
+    "dtype": "write model.dtype",
+    "torch_dtype": "write model.dtype",
+    "revision": "write model.revision",
+    "trust_remote_code": "write model.trust_remote_code",
+    "attn_implementation": "write model.attn_implementation",
+    "gradient_checkpointing": "write model.gradient_checkpointing",
+    "router_aux_loss_coef": "write loss.router_aux_loss_coef",
+    "device_map": "write device, or distributed=fsdp2 to divide the model",
+    "tp_plan": "write distributed=fsdp2 to divide the model",
+    "token": "set HF_TOKEN in the environment",
+    "quantization_config": "weights are trained as they are stored, and quantized ones cannot be",
+    "load_in_8bit": "weights are trained as they are stored, and quantized ones cannot be",
+    "load_in_4bit": "weights are trained as they are stored, and quantized ones cannot be",
+    "auto_map": "write model.trust_remote_code, which runs the model's own code",
+    "use_kernels": "it would run code from the hub",
+    "ignore_mismatched_sizes": "it would train weights that were drawn at random",
+}
 
 
 def contradictions(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
@@ -132,6 +154,17 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
             yield (
                 f"dataset.max_prompt_tokens + generation.max_completion_tokens = {longest}: must "
                 f"be <= model.build.max_position_embeddings = {b.max_position_embeddings}."
+            )
+    for name in model.args:
+        if name in NOT_IN_ARGS:
+            yield f"model.args.{name}: cannot be set: {NOT_IN_ARGS[name]}."
+        elif name.endswith(("dropout", "pdrop")):
+            yield f"model.args.{name}: cannot be set: write model.dropout."
+        elif name not in OF_WEIGHTS and recipe.generation.engine.startswith("vllm"):
+            yield (
+                f"model.args.{name}: is not read by generation.engine = "
+                f"{recipe.generation.engine}, which would sample from another model than is "
+                "trained; use generation=transformers, or store the changed config with the model."
             )
     if dataset.chat and dataset.overlong_prompts == "cut":
         yield "dataset.overlong_prompts = cut: would cut the chat template off; use drop."

@@ -73,6 +73,7 @@ OTHER_NAMES = {
     "torch_compile": "model.compile=true",
     "torch_compile_backend": "model.compile_backend",
     "torch_dtype": "model.dtype",
+    "model_init_kwargs": "model.args",
 }
 PROMPT = re.compile(r"(benchmark\.[^.]+)\.(cot|tir)")
 

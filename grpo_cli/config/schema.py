@@ -69,6 +69,14 @@ class Model:
     trust_remote_code: bool = knob(
         False, "Run the modelling code that comes with the model.", read_if=("model.path",)
     )
+    args: dict[str, Any] = knob(
+        {},
+        "Other arguments of from_pretrained: a field of the model's config, such as "
+        "rope_parameters, or one of subfolder, variant, use_safetensors, cache_dir, "
+        "local_files_only, force_download. Evaluation reads them from the command line only, since "
+        "a checkpoint stores its config.",
+        read_if=("model.path",),
+    )
     chat_template: str | None = knob(
         None,
         "Jinja file, or template text, that replaces the tokenizer's chat template.",

@@ -33,7 +33,7 @@ BEARING = (
     "generation.min_completion_tokens", *(f"generation.{name}" for name in SAMPLING),
     "generation.logit_bias.",
     "generation.vllm.regex", "generation.vllm.json_schema", "generation.vllm.dtype",
-    "generation.tools.", "model.chat_template_kwargs.",
+    "generation.tools.", "model.chat_template_kwargs.", "model.args.",
 )  # fmt: skip
 # Those of the recipe's held-out rows depend also on:
 BEARING_OF_ROWS = (
@@ -166,6 +166,8 @@ def without_training(cfg: DictConfig, overrides: Sequence[str]) -> None:
         for key in NOT_READ:
             OmegaConf.update(cfg, key, value_at(defaults, key))
         given = [key_set_by(word) for word in overrides]
+        if not any(is_among(key, ["model.args."]) for key in given):
+            cfg.model.args = {}  # of the model that training began with
         if "overwrite" not in given:
             cfg.overwrite = False
         tools_given = any(is_among(key, ["generation.tools."]) for key in given)
@@ -197,6 +199,7 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     recorded = {
         "model": (
             "revision", "dtype", "attn_implementation", "chat_template", "chat_template_kwargs",
+            *(("args",) if recipe.model.args else ()),
         ),
         "eval": tuple(values["eval"]),
         "generation": (

@@ -10,15 +10,22 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo_cli.config.contradictions import OF_FILES, OF_WEIGHTS
 from grpo_cli.config.schema import Model
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, nearest
 from grpo_cli.models.families import reads_both_directions
 from grpo_cli.records import Prompt
 
+# What transformers raises where a model, or one of its arguments, is wrong.
+FAILURES = (
+    OSError, ValueError, TypeError, AttributeError, ImportError, KeyError, RuntimeError,
+    SafetensorError, StrictDataclassError,
+)  # fmt: skip
 TRAINABLE = ("float32", "bfloat16", "float16")
 
 transformers.utils.logging.disable_progress_bar()  # the run has a progress display of its own
@@ -48,8 +55,14 @@ def load(
         }
         auto_model = transformers.AutoModelForCausalLM
         if weights:
+            of_weights = {k: v for k, v in config.args.items() if k in OF_WEIGHTS}
             model, info = auto_model.from_pretrained(
-                str(path), config=model_config, output_loading_info=True, **options, **shared
+                str(path),
+                config=model_config,
+                output_loading_info=True,
+                **options,
+                **shared,
+                **of_weights,
             )
             check_weights(model, info["missing_keys"])
         else:
@@ -74,7 +87,7 @@ def load_config(
     shared = of_source(config)
     with explained(path):
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), **shared)
-        model_config = transformers.AutoConfig.from_pretrained(str(path), **shared)
+        model_config = read_config(config, path)
         if reads_both_directions(model_config):
             raise ValueError(
                 f"a {model_config.model_type} model reads in both directions and cannot generate"
@@ -88,9 +101,9 @@ def generation_config(
     config: Model, path: str | Path, model_config: PretrainedConfig
 ) -> transformers.GenerationConfig:
     """Loads a model's generation config; not every model has one, then it follows its config's."""
+    of_files = {k: v for k, v in of_source(config).items() if k != "trust_remote_code"}
     try:
-        revision = config.revision or "main"
-        return transformers.GenerationConfig.from_pretrained(str(path), revision=revision)
+        return transformers.GenerationConfig.from_pretrained(str(path), **of_files)
     except OSError:
         return transformers.GenerationConfig.from_model_config(model_config)
 
@@ -100,7 +113,34 @@ def of_source(config: Model) -> dict[str, Any]:
     return {
         "revision": config.revision or "main",
         "trust_remote_code": config.trust_remote_code,
+        **{name: value for name, value in config.args.items() if name in OF_FILES},
     }
+
+
+def read_config(config: Model, path: str | Path) -> PretrainedConfig:
+    """Returns a model's config with the fields that `model.args` sets.
+
+    Raises:
+        UserError: an argument is none of its fields.
+    """
+    fields = {k: v for k, v in config.args.items() if k not in (*OF_FILES, *OF_WEIGHTS)}
+    known: PretrainedConfig = transformers.AutoConfig.from_pretrained(
+        str(path), **of_source(config)
+    )
+    public = [name for name in known.to_dict() if not name.startswith("_")]
+    for name in fields:
+        if name not in public:
+            allowed = [*public, *OF_FILES, *OF_WEIGHTS]
+            raise UserError(
+                f"model.args.{name}: is no field of the config of {path} and no argument that says "
+                f"where its files are.{nearest(name, allowed)}"
+            )
+    if not fields:
+        return known
+    changed: PretrainedConfig = transformers.AutoConfig.from_pretrained(
+        str(path), **of_source(config), **fields
+    )
+    return changed
 
 
 @contextlib.contextmanager
@@ -108,7 +148,7 @@ def explained(path: str | Path) -> Iterator[None]:
     """Turns the errors of a model that cannot be loaded into a UserError."""
     try:
         yield
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+    except FAILURES as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         if Path(path).is_absolute() and not (Path(path) / "config.json").exists():
             reason = "it is gone; a run keeps its last checkpoint.keep_last checkpoints only."
@@ -122,7 +162,7 @@ def stored_dtype(config: Model, path: str | Path) -> str:
         UserError: it names none, or one that is no value of model.dtype.
     """
     with explained(path):
-        model_config = transformers.AutoConfig.from_pretrained(str(path), **of_source(config))
+        model_config = read_config(config, path)
     named = model_config.dtype or model_config.get_text_config(decoder=True).dtype
     dtype = str(named).removeprefix("torch.")
     if dtype not in TRAINABLE:

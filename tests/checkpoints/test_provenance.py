@@ -87,6 +87,9 @@ ASKS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "generation.tools.guards = limits",
     ),
+    "kernel of the hub": (
+        {"model__attn_implementation": "some/kernel"}, "model.attn_implementation = some/kernel",
+    ),
     "environment": ({"description": "${oc.env:HOME}"}, "description = ${oc.env:HOME}"),
     "reference": (
         {"description": "limits", "reward__math__args": {"guards": "${description}"}},

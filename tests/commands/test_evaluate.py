@@ -60,6 +60,7 @@ def test_what_only_training_reads_is_refused(word: str, message: str) -> None:
         *("recipe=math_qwen", "seed=3", "device=cpu", "mixed_precision=bf16", "output_dir=x"),
         *(
             "model.dtype=bfloat16",
+            "+model.args.use_safetensors=true",
             "model.chat_template_kwargs={enable_thinking:false}",
             "+model.chat_template_kwargs.enable_thinking=false",
             "dataset.final_assistant=drop",
@@ -107,6 +108,17 @@ def test_what_is_read_is_there() -> None:
     for key in {*READ, *READ_OF_ROWS, *READ_OF_COMPLETIONS, *NOT_READ, *MEANT, *MEANT.values()}:
         assert key in groups or key.rstrip(".") in KNOBS, key
     assert {*READ_OF_THEIR_BENCHMARK} <= vars(Benchmark()).keys()
+
+
+def test_arguments_of_the_model_that_training_began_with_are_not_read() -> None:
+    for given, expected in (
+        ([], {}),
+        (["+model.args.variant=fp16"], {"variant": "fp16", "subfolder": "x"}),
+        (["model.args={variant:fp16,subfolder:x}"], {"variant": "fp16", "subfolder": "x"}),
+    ):
+        cfg = composed(**{"model.args": {"variant": "fp16", "subfolder": "x"}})
+        without_training(cfg, given)
+        assert OmegaConf.to_container(cfg.model.args) == expected
 
 
 # What a recipe says of training is no matter.

@@ -6,6 +6,7 @@ import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from grpo_cli.config.schema import Model
+from grpo_cli.config.contradictions import contradictions
+from grpo_cli.config.schema import Model, Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.models import loading
 from grpo_cli.records import Prompt
@@ -103,3 +105,74 @@ def test_a_token_without_an_embedding(model: PreTrainedModel, past: int) -> None
         loading.check_embeddings(model, "m", prompts)
     if past:
         assert f"m: its tokenizer has the token {largest}, but the model" in str(error.value)
+
+
+# Arguments of from_pretrained.
+
+
+def test_a_field_of_the_config_is_changed_and_stored(folder: Path, tmp_path: Path) -> None:
+    config = Model(args={"rms_norm_eps": 0.5, "use_safetensors": True})
+    stored = loading.load(Model(), folder)[0].config.rms_norm_eps
+    changed, _ = loading.load(config, folder)
+    assert changed.config.rms_norm_eps == 0.5 != stored
+    assert changed.model.norm.variance_epsilon == 0.5
+    empty, _ = loading.load(config, folder, weights=False)  # of a process that gets its share later
+    assert empty.model.norm.variance_epsilon == 0.5
+    changed.save_pretrained(tmp_path / "again")
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "again").rms_norm_eps == 0.5
+
+
+def test_files_in_a_subfolder_are_found(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "parent" / "inside")
+    model, tokenizer = loading.load(Model(args={"subfolder": "inside"}), tmp_path / "parent")
+    assert len(tokenizer) > 0
+    assert next(model.parameters()).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("rms_norm_epsilon", 1e-5, r"is no field of the config .* mean rms_norm_eps"),
+        ("weights_only", False, "is no field of the config"),  # would unpickle anything
+        ("config", "x", "is no field of the config"),
+        ("_attn_implementation", "a/b", "is no field of the config"),
+        ("use_safetensor", True, ".* mean use_safetensors"),
+    ],
+)
+def test_other_arguments_are_refused(folder: Path, name: str, value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=rf"model\.args\.{name}: {message}"):
+        loading.load(Model(args={name: value}), folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("hidden_size", 64), ("rms_norm_eps", "large"), ("rope_parameters", 3)]
+)
+def test_values_that_do_not_fit_are_refused(folder: Path, name: str, value: Any) -> None:
+    with pytest.raises(UserError, match="cannot be loaded"):
+        loading.load(Model(args={name: value}), folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("dtype", "write model.dtype"),
+        ("attn_implementation", "write model.attn_implementation"),
+        ("trust_remote_code", "write model.trust_remote_code"),
+        ("device_map", "distributed=fsdp2"),
+        ("attention_dropout", "write model.dropout"),
+        ("token", "HF_TOKEN"),
+    ],
+)
+def test_arguments_with_a_knob_of_their_own_name_it(name: str, instead: str) -> None:
+    recipe = Recipe(model=Model(path="some/model", args={name: 1}))
+    (said,) = [m for m in contradictions(recipe, ()) if "model.args" in m]
+    assert said.startswith(f"model.args.{name}: cannot be set: ")
+    assert instead in said
+
+
+def test_vllm_does_not_read_a_changed_config() -> None:
+    for name, is_refused in (("rms_norm_eps", True), ("use_safetensors", False)):
+        recipe = Recipe(model=Model(path="some/model", args={name: 1}))
+        recipe.generation.engine = "vllm_server"
+        said = [m for m in contradictions(recipe, ()) if "model.args" in m]
+        assert bool(said) == is_refused
