@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from grpo_cli import cli
-from grpo_cli.config.schema import Eval, Reward, Scoring, knobs
+from grpo_cli.config.knob import as_written
+from grpo_cli.config.parsing import value_at
+from grpo_cli.config.schema import Eval, Recipe, Reward, Scoring, knobs
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.evaluation.summary import ProblemStats, summarize
 from grpo_cli.records import Completion, Group, Prompt, Rollout, rollout_stats
@@ -205,6 +207,17 @@ def test_every_knob_on_a_page_exists() -> None:
             known = name in keys or any(key.startswith(f"{name}.") for key in keys)
             is_other = name == "model.generate" or name.endswith((".json", ".safetensors"))
             assert known or is_other or name.startswith(free), f"{page.name}: {name}"
+
+
+def test_the_defaults_beside_those_of_trl_are_this_projects() -> None:
+    page = (DOCS / "coming_from_trl.md").read_text("utf-8")
+    section = page.partition("## Defaults that differ\n")[2].partition("\n## ")[0]
+    found = dict(re.findall(r"`([a-z_.]+)=([^`]*)`", section.partition("\n| ---")[2]))
+    assert len(found) > 50
+    defaults = Recipe()
+    for key, value in found.items():
+        if not key.startswith(("loss_type", "scale_rewards")):  # TRL's
+            assert value == as_written(value_at(defaults, key)), key
 
 
 def test_api_pages_name_modules_that_exist() -> None:
