@@ -19,7 +19,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -405,6 +405,7 @@ def load(path: Path, parts: Parts) -> None:
         targets |= {f"{part}.{name}": tensor.detach() for name, tensor in tensors.items()}
     targets |= optimizer_targets(parts, stored)
     stored.read_into(targets)
+    set_numbers(parts, targets)
 
 
 def check_fits(part: str, tensors: dict[str, Tensor], stored: Shards) -> None:
@@ -431,22 +432,48 @@ def optimizer_targets(parts: Parts, stored: Shards) -> dict[str, Tensor]:
     targets = {}
     for name in stored.names("optimizer"):
         of, _, key = name.rpartition(".")
-        if (p := trained.get(of)) is not None:
-            size = stored.tensors[f"optimizer.{name}"].size
-            tensor = new_state(p, groups[id(p)], key, size)
-            parts.optimizer.state[p][key] = targets[f"optimizer.{name}"] = tensor
+        if (p := trained.get(of)) is None:
+            continue
+        saved = stored.tensors[f"optimizer.{name}"]
+        dtype = saved.properties.dtype
+        if key.endswith(shards.NUMBER):  # becomes a plain number once it is read
+            targets[f"optimizer.{name}"] = torch.zeros((), dtype=dtype)
+            continue
+        if dtype == stored.tensors[f"model.{of}"].properties.dtype:
+            dtype = p.dtype  # which may have changed; 8-bit states have a type of their own
+        tensor = new_state(parts.optimizer, p, groups[id(p)], key, saved.size, dtype)
+        parts.optimizer.state[p][key] = targets[f"optimizer.{name}"] = tensor
     return targets
 
 
-def new_state(p: nn.Parameter, group: dict[str, Any], key: str, size: torch.Size) -> Tensor:
+def new_state(
+    optimizer: torch.optim.Optimizer,
+    p: nn.Parameter,
+    group: dict[str, Any],
+    key: str,
+    size: torch.Size,
+    dtype: torch.dtype,
+) -> Tensor:
     """Makes a tensor of an optimizer's state as torch's optimizers do."""
     if key == "step":  # on the host, unless the complete update runs on the device
         on_device = group.get("fused") or group.get("capturable")
         return torch.zeros((), device=p.device if on_device else "cpu")
     if size != p.size():
         assert not isinstance(p, DTensor), f"optimizer: {key} is {list(size)}, not as its parameter"
-        return torch.zeros(size, dtype=p.dtype, device=p.device)
-    return torch.zeros_like(p.detach(), memory_format=torch.preserve_format)
+        return torch.zeros(size, dtype=dtype, device=p.device)
+    if hasattr(optimizer, "get_state_buffer"):  # bitsandbytes, which may page it
+        buffer: Tensor = optimizer.get_state_buffer(p, dtype=dtype)
+        return buffer
+    return torch.zeros_like(p.detach(), dtype=dtype, memory_format=torch.preserve_format)
+
+
+def set_numbers(parts: Parts, read: Mapping[str, Tensor]) -> None:
+    """Puts what the optimizer keeps as plain numbers into its state, once it is read."""
+    trained = parts.trained()
+    for name, tensor in read.items():
+        if name.endswith(shards.NUMBER):
+            of, _, key = name.removeprefix("optimizer.").removesuffix(shards.NUMBER).rpartition(".")
+            parts.optimizer.state[trained[of]][key] = tensor.item()
 
 
 def has_reference(path: Path) -> bool:

@@ -36,8 +36,10 @@ from grpo_cli.checkpoints.manifest import Entry, Hashing
 from grpo_cli.checkpoints.paths import TRAINING
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.balance import split_balanced
+from grpo_cli.errors import TrainingError
 
 SHARDS = f"{TRAINING}/shards"
+NUMBER = ":number"  # ends the name of a tensor that is a plain number in the optimizer
 OVERHEAD = 2048  # approximate bytes that torch.save adds to a tensor
 
 # One process needs no process group.
@@ -57,7 +59,14 @@ class Parts:
         tensors = {f"model.{name}": tensor for name, tensor in tensors_of(self.model).items()}
         for name, state in self.optimizer_state().items():
             for key, value in state.items():
-                assert isinstance(value, Tensor), f"optimizer: {key} of {name} is no tensor"
+                if isinstance(value, (bool, int, float)):
+                    kind = torch.float64 if isinstance(value, float) else None
+                    key, value = key + NUMBER, torch.tensor(value, dtype=kind)
+                if not isinstance(value, Tensor):
+                    raise TrainingError(
+                        f"optimizer: the state {key!r} of {name} is of type {type(value).__name__}"
+                        "; a checkpoint keeps tensors and numbers."
+                    )
                 tensors[f"optimizer.{name}.{key}"] = value
         if self.reference is not None:
             reference = tensors_of(self.reference).items()

@@ -47,8 +47,8 @@ QUIET_HYDRA = (
 OPEN_KEYS = (
     "reward.", "benchmark.", "generation.vllm.engine_args.", "dataset.columns.", "dataset.columns=",
     "dataset.held_out.", "dataset.held_out=", "dataset.mixture.", "dataset.mixture=",
-    "schedules.", "schedules=", "loss.args.", "advantage.args.", "model.chat_template_kwargs.",
-    "model.args.", "model.args=",
+    "schedules.", "schedules=", "loss.args.", "advantage.args.", "optimizer.args.",
+    "model.chat_template_kwargs.", "model.args.", "model.args=",
     "generation.logit_bias.", "generation.logit_bias=",
 )  # fmt: skip
 # What a user meant who gives a group something that is none of its choices.
@@ -90,7 +90,8 @@ def compose_and_call(
     names_itself = bool(tree.get("recipe"))
     if names_itself and is_stored(tree):
         stored = translate(tree)
-        for group in ("loss", "advantage"):  # another choice begins without these arguments
+        # Another choice begins without these arguments.
+        for group in ("loss", "advantage", "optimizer"):
             if any(word.startswith(f"{group}=") for word in overrides):
                 stored.get(group, {}).pop("args", None)
         name = STORED

@@ -41,7 +41,10 @@ OTHER_NAMES = {
     "loss_agg_mode": "loss.normalize",
     "clip_ratio_c": "loss.delta",
     "lr_scheduler_type": "optimizer.schedule",
-    "warmup_ratio": "optimizer.warmup_steps",
+    "lr_scheduler_kwargs": "optimizer.min_learning_rate_ratio, optimizer.decay_ratio",
+    "warmup_ratio": "optimizer.warmup_ratio",
+    "optim": "optimizer=NAME, such as optimizer=adamw_8bit",
+    "optim_args": "optimizer.args",
     "ppo_mini_batch_size": "update.minibatches, the number of minibatches",
     "ppo_epochs": "update.num_iterations",
     "sync_ref_model": "loss.reference_every",
@@ -93,6 +96,9 @@ def translate(stored: dict[str, Any]) -> dict[str, Any]:
     for old, new in RENAMED_KEYS.items():
         for prefix in ("", "schedules."):
             _move(tree, prefix + old, prefix + new)
+    optimizer = tree.get("optimizer") or {}
+    if optimizer.get("weight_decay"):  # earlier versions decayed all parameters
+        optimizer.setdefault("no_decay", [])
     tracking = tree.get("tracking") or {}
     if isinstance(tracking.get("backend"), str):  # until 0.1.0 there was one
         tracking["backend"] = [tracking["backend"]]

@@ -44,8 +44,12 @@ def groups() -> list[str]:
 
 
 def differences(stored: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Returns the knobs that differ between a stored recipe and this one, as `key: old -> new`."""
-    old, new = _flat(translate(stored)), _flat(as_text(dataclasses.asdict(recipe)))
+    """Returns the knobs that differ between a stored recipe and this one, as `key: old -> new`.
+
+    A knob that an earlier version did not have was as its default is now.
+    """
+    defaults = _flat(as_text(dataclasses.asdict(Recipe())))
+    old, new = defaults | _flat(translate(stored)), _flat(as_text(dataclasses.asdict(recipe)))
     skip = ("output_dir", "overwrite", "resume", "defaults", "description")
     return [
         f"{key}: {old.get(key)} -> {new.get(key)}"

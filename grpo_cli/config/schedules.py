@@ -10,17 +10,27 @@ from grpo_cli.config.schema import Optimizer, Recipe, Schedule
 
 
 def learning_rate(config: Optimizer, step: int, steps: int) -> float:
-    """Returns a step's learning rate: a linear rise over `warmup_steps`, then the schedule.
+    """Returns a step's learning rate: a linear rise over the warm-up, then the schedule.
 
     Args:
         step: counted from 0. steps: the run's number of steps.
     """
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
+    begin = warmup_steps(config, steps)
+    if step < begin:
+        return config.learning_rate * (step + 1) / begin
+    if config.schedule == "wsd":
+        begin = max(begin, steps - math.ceil(config.decay_ratio * steps))
+    if config.schedule == "constant" or step < begin:
         return config.learning_rate
-    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)  # in [0, 1)
-    return between(config.learning_rate, config.min_learning_rate, done, config.schedule)
+    last = config.min_learning_rate or config.min_learning_rate_ratio * config.learning_rate
+    done = (step - begin) / max(1, steps - begin)  # in [0, 1)
+    shape = "cosine" if config.schedule == "cosine" else "linear"
+    return between(config.learning_rate, last, done, shape)
+
+
+def warmup_steps(config: Optimizer, steps: int) -> int:
+    """Returns the steps of the warm-up in a run of `steps` steps."""
+    return config.warmup_steps or math.ceil(config.warmup_ratio * steps)
 
 
 def between(first: float, last: float, done: float, shape: str) -> float:

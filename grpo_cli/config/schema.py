@@ -949,30 +949,81 @@ class Schedule:
     )
 
 
+ADAM = ("adamw", "adamw_8bit", "paged_adamw_8bit", "muon")  # read betas and eps
+
+
 @dataclass
 class Optimizer:
-    """AdamW and its schedule."""
+    """The optimizer and the schedule of its learning rate."""
 
+    algorithm: str = knob(
+        "adamw",
+        "Optimizer: adamw, adamw_8bit or paged_adamw_8bit (bitsandbytes), adafactor, muon (AdamW "
+        "for all but hidden matrices), sgd, or a class of yours as my_module:MyOptimizer.",
+    )
+    args: dict[str, Any] = knob(
+        {}, "Further arguments of the optimizer's constructor, such as momentum of sgd and muon."
+    )
     learning_rate: float = knob(1e-6, "Peak learning rate.", ge=0)
-    betas: list[float] = knob([0.9, 0.999], "Decay rates of AdamW's two moments.", ge=0, lt=1)
-    eps: float = knob(1e-8, "Term added to the root of AdamW's second moment.", gt=0)
-    weight_decay: float = knob(0.0, "Decoupled weight decay of AdamW.", ge=0)
-    max_grad_norm: float = knob(
-        1.0, "Gradient norm above which gradients are scaled down to it.", gt=0
+    betas: list[float] = knob(
+        [0.9, 0.999],
+        "Decay rates of AdamW's two moments.",
+        ge=0,
+        lt=1,
+        read_if=("optimizer.algorithm", *ADAM),
+    )
+    eps: float = knob(
+        1e-8,
+        "Term added to the root of AdamW's second moment.",
+        gt=0,
+        read_if=("optimizer.algorithm", *ADAM),
+    )
+    weight_decay: float = knob(
+        0.0, "Weight decay: decoupled, except with sgd, which adds it to the gradient.", ge=0
+    )
+    no_decay: list[str] = knob(
+        ["norms", "biases", "embeddings"],
+        "Parameters without weight decay; []: all parameters decay.",
+        choices=("norms", "biases", "embeddings"),
+        read_if=("optimizer.weight_decay",),
+    )
+    max_grad_norm: float | None = knob(
+        1.0, "Gradient norm above which gradients are scaled down to it; null: never.", gt=0
     )
     schedule: str = knob(
         "constant",
-        "Learning rate after the warm-up, over the remaining steps.",
-        choices=("constant", "linear", "cosine"),
+        "Learning rate after the warm-up, over the remaining steps; wsd: constant, and a linear "
+        "decay at the end.",
+        choices=("constant", "linear", "cosine", "wsd"),
     )
     warmup_steps: int = knob(
         0, "Steps over which the learning rate rises from 0 to its peak.", ge=0
     )
+    warmup_ratio: float = knob(
+        0.0,
+        "Warm-up as a share of the run's steps, in place of optimizer.warmup_steps.",
+        ge=0,
+        lt=1,
+    )
+    decay_ratio: float = knob(
+        0.1,
+        "Share of the run's steps, at its end, over which wsd lowers the learning rate.",
+        gt=0,
+        le=1,
+        read_if=("optimizer.schedule", "wsd"),
+    )
     min_learning_rate: float = knob(
         0.0,
-        "Final learning rate of the linear and cosine schedules.",
+        "Final learning rate of the linear, cosine and wsd schedules.",
         ge=0,
-        read_if=("optimizer.schedule", "linear", "cosine"),
+        read_if=("optimizer.schedule", "linear", "cosine", "wsd"),
+    )
+    min_learning_rate_ratio: float = knob(
+        0.0,
+        "Final learning rate as a share of the peak, in place of optimizer.min_learning_rate.",
+        ge=0,
+        le=1,
+        read_if=("optimizer.schedule", "linear", "cosine", "wsd"),
     )
 
 

@@ -202,6 +202,10 @@ def zero_gradients(model: nn.Module) -> None:
             p.grad = torch.zeros_like(p)
 
 
-def norm_of(parameters: Iterable[nn.Parameter], largest: float) -> float:
+def norm_of(parameters: Iterable[nn.Parameter], largest: float | None) -> float:
     """Scales gradients down to a norm of at most `largest`; returns the norm before that."""
+    parameters = list(parameters)
+    if largest is None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return float(full_tensor(nn.utils.get_total_norm(gradients)).item())
     return float(full_tensor(nn.utils.clip_grad_norm_(parameters, largest)).item())

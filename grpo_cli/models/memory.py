@@ -115,17 +115,26 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
+def bytes_to_come(optimizer: torch.optim.Optimizer) -> float:
+    """Returns the bytes of the gradients and the state of an optimizer that has no state yet."""
+    total = 0.0
+    for group in optimizer.param_groups:
+        for p in (_own(p) for p in group["params"] if p.requires_grad):
+            state = group.get("state_bytes", 2 * p.element_size())  # of a weight: two moments
+            total += p.nbytes + p.numel() * state
+    return total
+
+
 def tokens_that_fit(
-    model: nn.Module, device: torch.device, bytes_per_token: float, *, optimizer_is_empty: bool
+    model: nn.Module, device: torch.device, bytes_per_token: float, *, state_to_come: float
 ) -> int:
     """Tokens of a micro-batch, from free memory: a power of two, so that little noise moves it.
 
     Args:
         bytes_per_token: of what a forward pass keeps for its backward.
-        optimizer_is_empty: whether gradients and two moments a weight are still to come.
+        state_to_come: bytes of gradients and optimizer state that are still to come.
     """
-    weights = sum(_own(p).nbytes for p in model.parameters() if p.requires_grad)
-    free = free_memory(device) - (3 * weights if optimizer_is_empty else 0)
+    free = free_memory(device) - state_to_come
     fitting = SHARE * max(free, 0) / max(bytes_per_token, 1.0)
     largest = LARGEST.get(device.type, LARGEST["cpu"])
     return min(max(1 << max(int(fitting), 1).bit_length() - 1, SMALLEST), largest)

@@ -14,7 +14,7 @@ from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.models import attention
 from grpo_cli.models.attention import UnsupportedModelError
-from grpo_cli.models.memory import MicroBatchBudget, tokens_that_fit
+from grpo_cli.models.memory import MicroBatchBudget, bytes_to_come, tokens_that_fit
 from grpo_cli.models.packing import length, packed_micro_batches, unique_tokens
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, bytes_per_token, cut
 from grpo_cli.models.reference import Reference
@@ -156,6 +156,6 @@ class MicroBatcher:
             self.policy.model,
             self.workers.device,
             bytes_per_token(self.policy, rollouts, temperature),
-            optimizer_is_empty=not self.optimizer.state,
+            state_to_come=0 if self.optimizer.state else bytes_to_come(self.optimizer),
         )
         return -int(self.workers.max(-fitting)) if self.workers.runs_in_lockstep else fitting

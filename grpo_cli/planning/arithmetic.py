@@ -26,9 +26,11 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
+from grpo_cli.config.schema import Optimizer
 from grpo_cli.errors import UserError, listed
 from grpo_cli.models.families import num_experts
 from grpo_cli.models.flops import FORWARD_BACKWARD, forward_flops, listed_peak
+from grpo_cli.models.optimizers import state_bytes
 from grpo_cli.models.token_logprobs import CHUNK_BYTES
 
 GB = 1e9
@@ -166,7 +168,8 @@ class Settings:
 
     strategy: str = "fsdp2"
     reshard_after_forward: bool = True  # of fsdp2; zero3 always does
-    weight_bytes: int = 4  # model.dtype: of weights, gradients, both moments and the reference
+    weight_bytes: int = 4  # model.dtype: of weights, gradients, moments and the reference
+    optimizer: str = "adamw"  # optimizer.algorithm
     bf16: bool = True  # mixed_precision=bf16; the same memory with fp16
     reference: bool = True
     old_logprobs: bool = False  # computed: with several passes over the completions of a step
@@ -325,7 +328,14 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
     head = shape.vocab * shape.hidden
 
     weights = {"weights": own}
-    optimizer = {"moments": 2 * own} | ({"reference": own} if s.reference else {})
+    config = Optimizer(s.optimizer)
+    matrices = shape.layers * count(t for t in shape.layer() if len(t) == 2)
+    by_muon = matrices if s.optimizer == "muon" else 0
+    moments_bytes = int(
+        by_muon * state_bytes(config, s.weight_bytes, is_muon=True)
+        + (own // s.weight_bytes - by_muon) * state_bytes(config, s.weight_bytes)
+    )
+    optimizer = {"moments": moments_bytes} | ({"reference": own} if s.reference else {})
     state = weights | {"gradients": own} | optimizer
     activations = {"activations": s.micro_tokens * activation_bytes(shape, s)}
     # A chunk of scores; in bfloat16 also their gradient, and a block of the weight's.

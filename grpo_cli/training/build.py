@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,7 +28,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks, tasks
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.generation import factory
-from grpo_cli.models import loading, tiny
+from grpo_cli.models import loading, optimizers, tiny
 from grpo_cli.models.families import num_experts
 from grpo_cli.models.memory import MicroBatchBudget
 from grpo_cli.models.micro_batches import MicroBatcher
@@ -87,6 +86,8 @@ def assemble(
     recipe, folder = prepared.recipe, prepared.folder
     reporter = Reporter(recipe, folder, workers.is_main)
     resume_from = checkpoint_to_resume(prepared, workers, reporter)
+    if resume_from is not None:
+        recipe = resume.with_stored_optimizer(recipe, resume_from)
     # For dropout; sampling has random streams of its own.
     transformers.set_seed(derive_seed(recipe.seed, workers.rank) % 2**32)
 
@@ -111,7 +112,7 @@ def assemble(
     reference = None
     if reference_model is not None:
         reference = Reference(make_logprobs(reference_model, recipe, workers, reporter))
-    optimizer = make_optimizer(model, recipe)
+    optimizer = optimizers.make(recipe.optimizer, model)
     to_solve = make_tasks(prepared, tokenizer, reporter)
     held_out = [prompt for task in to_solve for prompt in task.prompts]
     if recipe.model.path is not None and recipe.model.build is None:
@@ -195,17 +196,6 @@ def make_logprobs(
         autocast=workers.autocast,
         say=reporter.say,
         agree_on=workers.first if workers.runs_in_lockstep else lambda mismatch: mismatch,
-    )
-
-
-def make_optimizer(model: PreTrainedModel, recipe: Recipe) -> torch.optim.Optimizer:
-    """Returns AdamW over the model's parameters."""
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=recipe.optimizer.learning_rate,
-        betas=(recipe.optimizer.betas[0], recipe.optimizer.betas[1]),
-        eps=recipe.optimizer.eps,
-        weight_decay=recipe.optimizer.weight_decay,
     )
 
 

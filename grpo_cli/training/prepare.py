@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from grpo_cli import data
 from grpo_cli.checkpoints import lock, lookup, manifest, paths
 from grpo_cli.config import contradictions, parsing, saved_recipe, sources
-from grpo_cli.config.schema import Dataset, Recipe
+from grpo_cli.config.schema import ADAM, Dataset, Recipe
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.errors import UserError, nearest
 from grpo_cli.evaluation import benchmarks
@@ -88,12 +88,15 @@ def for_training(recipe: Recipe) -> Prepared:
     Raises:
         UserError: the folder holds another run; the data, a reward or the model is not there.
     """
+    from grpo_cli.models import optimizers  # which imports torch
+
     if not recipe.reward:
         raise UserError("reward: at least one is needed to train, such as reward=[math].")
     folder = Path(recipe.output_dir).expanduser()
     check_same_model(recipe, find_resume(recipe, folder))
     recipe = with_stored_dtype(recipe)
     check_dtype(recipe)
+    optimizers.check(recipe)
     tracking.require(recipe.tracking.backend)
     check_model_path(recipe)
     train, eval_rows = train_rows_of(recipe)
@@ -399,7 +402,8 @@ def check_dtype(recipe: Recipe) -> None:
     for problem in contradictions.lost_in(recipe):
         raise UserError(problem)
     smallest = 2.0**-24  # the smallest number of float16 above 0
-    if recipe.model.dtype == "float16" and recipe.optimizer.eps < smallest:
+    reads_eps = recipe.optimizer.algorithm in ADAM
+    if recipe.model.dtype == "float16" and reads_eps and recipe.optimizer.eps < smallest:
         raise UserError(
             f"model.dtype = float16: optimizer.eps = {recipe.optimizer.eps:g} is 0 in it, so that "
             "AdamW divides by 0; use model.dtype=bfloat16 or float32, or optimizer.eps=1e-4."

@@ -7,7 +7,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,10 @@ from grpo_cli.algorithm.controllers import AdaptiveBeta, AdaptiveEntropyBonus
 from grpo_cli.checkpoints import checkpointer, paths
 from grpo_cli.checkpoints.shards import Parts
 from grpo_cli.config import saved_recipe
+from grpo_cli.config.renamed import translate
+from grpo_cli.config.schema import Optimizer, Recipe
 from grpo_cli.errors import UserError
+from grpo_cli.models.optimizers import EIGHT_BIT
 from grpo_cli.records import Group
 from grpo_cli.reporting.model_card import model_card
 from grpo_cli.training import prefetch, step_progress
@@ -233,6 +236,29 @@ class StoredRun:
         bonus = AdaptiveEntropyBonus(entry.pop("entropy_coef"), entry.pop("entropy"))
         own = {f.name: entry.pop(f.name) for f in fields(cls)[3:]}
         return cls(State(**entry), beta, bonus, **own)
+
+
+def with_stored_optimizer(recipe: Recipe, path: Path) -> Recipe:
+    """Returns the recipe with the weight decay groups of the run that it resumes.
+
+    Earlier versions decayed all parameters; such a run ends as it began.
+
+    Raises:
+        UserError: the run has another optimizer, whose state this one cannot take.
+    """
+    stored = translate(yaml.safe_load((path / paths.TRAINING / "recipe.yaml").read_text("utf-8")))
+    before, now = stored["optimizer"], recipe.optimizer
+    for knob, value in (("algorithm", now.algorithm), ("args", now.args)):
+        was = before.get(knob, getattr(Optimizer(), knob))
+        if was != value and not {was, value} <= {*EIGHT_BIT}:
+            raise UserError(
+                f"optimizer.{knob} = {value}: {path} was trained with {was}, and a resumed run "
+                "keeps its optimizer; begin a run from its weights with "
+                f"model.path={path} model.build=null."
+            )
+    if now.no_decay == Optimizer().no_decay and "no_decay" in before and now.weight_decay:
+        recipe = replace(recipe, optimizer=replace(now, no_decay=before["no_decay"]))
+    return recipe
 
 
 def restore(run: Run, path: Path) -> None:

@@ -15,6 +15,7 @@ from grpo_cli.config.knob import allowed, as_written
 from grpo_cli.config.parsing import SCHEDULABLE, value_at, with_steps
 from grpo_cli.config.schema import Model, Recipe, Reward, Schedule, knobs
 from grpo_cli.errors import UserError
+from grpo_cli.models.optimizers import CLASSES as OPTIMIZERS
 from grpo_cli.training.prepare import parse
 
 SOUND: dict[str, Any] = {
@@ -279,6 +280,19 @@ PLAIN_REINFORCE_PP = {"advantage.rule": "reinforce_pp", "advantage.baseline": "n
         ),
         ({"optimizer.betas": [0.9]}, "optimizer.betas = [0.9]: must be two numbers."),
         (
+            {"optimizer.warmup_steps": 2, "optimizer.warmup_ratio": 0.1},
+            "optimizer.warmup_ratio: optimizer.warmup_steps is set too; set one of the two.",
+        ),
+        (
+            {
+                "optimizer.schedule": "wsd",
+                "optimizer.min_learning_rate": 1e-7,
+                "optimizer.min_learning_rate_ratio": 0.1,
+            },
+            "optimizer.min_learning_rate_ratio: optimizer.min_learning_rate is set too; set one of "
+            "the two.",
+        ),
+        (
             {"update.minibatches": 9, "prompts_per_step": 8},
             "update.minibatches = 9: must be <= prompts_per_step = 8, "
             "since a minibatch holds whole groups.",
@@ -478,12 +492,15 @@ def another(key: str) -> Any:
     if f.metadata["choices"]:
         # "none" switches some off
         candidates: tuple[Any, ...] = tuple(sorted(f.metadata["choices"], key="none".__eq__))
+        if kind == "list[str]":
+            candidates = tuple([choice] for choice in candidates)
     else:
         candidates = {
             "bool": (True, False),
             "int": (3, 2, 1),
             "float": (0.5, 1.5, 0.25),
             "str": ('{"type": "object"}',) if key.endswith("json_schema") else ("another",),
+            "list[float]": ([0.5, 0.25],),
             "list[str]": (["http://another:8000"],),
             "dict[str, Any]": ({"another": 1},),
         }[kind]
@@ -515,7 +532,8 @@ def unmet(key: str) -> dict[str, Any]:
         return {}  # off by default: asserted below
     default = value_at(DEFAULTS, other)
     # An engine and a mode may also be of the user's: their knobs have no choices.
-    choices = {"loss.policy": POLICY, "advantage.rule": RULES}.get(other)
+    tables: dict[str, Any] = {"loss.policy": POLICY, "advantage.rule": RULES}
+    choices = (tables | {"optimizer.algorithm": OPTIMIZERS}).get(other)
     choices = (
         choices
         or KNOBS[other].metadata["choices"]

@@ -16,6 +16,7 @@ from grpo_cli.errors import TrainingError
 from grpo_cli.models import memory
 from grpo_cli.models.memory import (
     MicroBatchBudget,
+    bytes_to_come,
     cache_tokens_that_fit,
     free_memory,
     saved_bytes,
@@ -58,7 +59,7 @@ def test_tokens_are_a_power_of_two_within_bounds(
 ) -> None:
     has_free(monkeypatch, free)
     model = nn.Linear(1, 1)
-    assert tokens_that_fit(model, CPU, per_token, optimizer_is_empty=False) == expected
+    assert tokens_that_fit(model, CPU, per_token, state_to_come=0) == expected
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_the_largest_is_the_devices(
 ) -> None:
     has_free(monkeypatch, 10**15)
     model = nn.Linear(1, 1)
-    found = tokens_that_fit(model, torch.device(device), 4000, optimizer_is_empty=False)
+    found = tokens_that_fit(model, torch.device(device), 4000, state_to_come=0)
     assert found == largest
 
 
@@ -80,12 +81,14 @@ def test_an_empty_optimizer_is_still_to_take_three_times_the_weights(
     frozen = nn.Linear(1000, 1000, bias=False).requires_grad_(False)
     both = nn.Sequential(model, frozen)
     has_free(monkeypatch, 22_240_000)
-    assert tokens_that_fit(both, CPU, 4000, optimizer_is_empty=False) == 2048  # 2224
-    assert tokens_that_fit(both, CPU, 4000, optimizer_is_empty=True) == 1024  # of 10.24 MB: 1024
+    assert tokens_that_fit(both, CPU, 4000, state_to_come=0) == 2048  # 2224
+    come = bytes_to_come(torch.optim.AdamW(both.parameters()))
+    assert come == 12_000_000
+    assert tokens_that_fit(both, CPU, 4000, state_to_come=come) == 1024  # of 10.24 MB: 1024
     has_free(monkeypatch, 22_239_999)
-    assert tokens_that_fit(both, CPU, 4000, optimizer_is_empty=True) == 512
+    assert tokens_that_fit(both, CPU, 4000, state_to_come=come) == 512
     has_free(monkeypatch, 11 * MB)  # less than nothing is left
-    assert tokens_that_fit(both, CPU, 4000, optimizer_is_empty=True) == 256
+    assert tokens_that_fit(both, CPU, 4000, state_to_come=come) == 256
 
 
 def test_cache_tokens_are_a_power_of_two_of_what_fits(

@@ -338,6 +338,10 @@ def test_memory_by_hand() -> None:
         "optimizer": {**state, "AdamW's temporaries": 1680},
         "sending weights": {**rest, "bucket": 256 * 2**20},
     }
+    muon = memory(TINY, Cluster(4), replace(ddp, optimizer="muon")).moments["forward"]
+    assert muon["moments"] == 4 * 2 * 160 + 8 * (420 - 2 * 160), "layers one, the root two"
+    eight = memory(TINY, Cluster(4), replace(ddp, optimizer="adamw_8bit")).moments["forward"]
+    assert eight["moments"] == int(420 * (2 + 1 / 32))
     # Rows: of a layer 4·4 of 4 (a row each), 2 norms of 4, 3·4·8; of the root 10, 4, 10 of 4.
     own = 4 * (2 * 42 + (3 * 4 + 1 + 3 * 4))
     state = {"weights": own, "gradients": own, "moments": 2 * own, "reference": own}

@@ -198,8 +198,8 @@ def test_links_and_named_files_exist() -> None:
 def test_every_knob_on_a_page_exists() -> None:
     keys = [key for key, _ in knobs()]
     sections = "|".join(sorted({key.partition(".")[0] for key in keys if "." in key}))
-    free = ("dataset.columns.", "loss.args.", "advantage.args.", "model.chat_template_kwargs.")
-    free += ("model.args.",)
+    free = ("dataset.columns.", "model.chat_template_kwargs.", "model.args.")
+    free += ("loss.args.", "advantage.args.", "optimizer.args.")
     for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
         for name in re.findall(
             rf"`((?:{sections})\.[a-z_.]+)(?:=[^`]*)?`", page.read_text("utf-8")

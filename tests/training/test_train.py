@@ -18,7 +18,7 @@ from grpo_cli.algorithm.loss import Coefficients, grpo_loss
 from grpo_cli.checkpoints import paths
 from grpo_cli.config import parsing, schema
 from grpo_cli.distributed.stop_signal import Interrupted
-from grpo_cli.errors import TrainingError
+from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.rollouter import Rollouter
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
@@ -270,8 +270,19 @@ def test_the_checkpoint_is_a_model_with_the_generators_logprobs(tmp_path: Path) 
             "loss__beta": 0.05,
             "schedules": {"loss": {"beta": {"to": 0.0}}, "generation.temperature": {"to": 0.8}},
         },
+        {
+            "optimizer__algorithm": "muon",
+            "optimizer__weight_decay": 0.1,
+            "optimizer__max_grad_norm": None,
+            "optimizer__schedule": "wsd",
+            "optimizer__decay_ratio": 0.5,
+        },
+        {"optimizer__algorithm": "adamw_8bit", "optimizer__warmup_ratio": 0.5},
     ],
-    ids=["plain", "off-policy-kl", "moving-reference", "entropy", "dynamic-sampling-schedules"],
+    ids=[
+        *("plain", "off-policy-kl", "moving-reference", "entropy", "dynamic-sampling-schedules"),
+        *("muon", "8-bit"),
+    ],
 )
 def test_stop_and_resume_is_the_same_run(tmp_path: Path, changes: dict[str, Any]) -> None:
     straight = trained(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
@@ -296,6 +307,36 @@ def test_stop_and_resume_is_the_same_run(tmp_path: Path, changes: dict[str, Any]
         for m in metrics(live)
     ]
     assert timeless[:4] == timeless[4:]
+
+
+def test_a_resumed_run_keeps_its_optimizer(tmp_path: Path) -> None:
+    decay = {"optimizer__weight_decay": 1.0, "optimizer__learning_rate": 1e-2}
+    straight = trained(
+        tmp_path, **decay, optimizer__no_decay=[], output_dir=str(tmp_path / "straight")
+    )
+    resumed = str(paths.checkpoint_path(straight.folder, 2))
+    without_word = {**decay, "output_dir": str(tmp_path / "resumed"), "resume": resumed}
+    live = trained(tmp_path, **without_word)  # whose groups would be others
+    assert torch.equal(weights(live), weights(straight))
+    assert live.recipe.optimizer.no_decay == []
+    fresh = trained(tmp_path, **decay, output_dir=str(tmp_path / "fresh"))
+    assert not torch.equal(weights(fresh), weights(straight))
+    other = {**without_word, "output_dir": str(tmp_path / "other")}
+    with pytest.raises(UserError, match=r"algorithm = muon: .*step-2 was trained with adamw"):
+        built(tmp_path, **other, optimizer__algorithm="muon")
+
+
+def test_without_a_largest_norm_nothing_is_clipped(tmp_path: Path) -> None:
+    def update(name: str, norm: float | None) -> tuple[torch.Tensor, float]:
+        folder = str(tmp_path / name)
+        live = built(tmp_path, optimizer__max_grad_norm=norm, output_dir=folder)
+        gradients, found = one_update(live)
+        return torch.cat([g.flatten() for g in gradients]), found["grad_norm"]
+
+    whole, norm = update("null", None)
+    small, same_norm = update("small", 1e-3)
+    assert norm == same_norm == pytest.approx(float(whole.norm()))
+    assert float(small.norm()) == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_a_resumed_run_shows_rewards_the_same_state(tmp_path: Path) -> None:

@@ -1,0 +1,264 @@
+"""Makes the optimizer that a recipe names, and its parameter groups.
+
+`optimizer.algorithm` is one of `CLASSES`, or a class of the user's own as `my_module:MyOptimizer`.
+A class is called with the parameter groups, `lr` and `optimizer.args`; `check` does that with a
+small parameter before a model is loaded. All state of an optimizer must be kept for each parameter,
+as tensors or numbers: that is what a checkpoint stores.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from grpo_cli.config.schema import Optimizer, Recipe
+from grpo_cli.config.user_code import import_function
+from grpo_cli.errors import UserError, listed, nearest
+
+if TYPE_CHECKING:  # a mistake in a recipe shows before transformers is imported
+    from transformers import PreTrainedModel
+
+EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit")  # both have the same state
+# They read complete matrices, or the addresses of tensors; a process holds shards.
+NOT_SHARDED = (*EIGHT_BIT, "adafactor", "muon")
+SET_BY = {
+    "lr": "optimizer.learning_rate",
+    "weight_decay": "optimizer.weight_decay",
+    "betas": "optimizer.betas",
+    "eps": "optimizer.eps",
+}
+NORMS = (r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")  # as in transformers
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for the groups whose `muon` is true, AdamW for the others.
+
+    Both keep their state in `state` and read their settings from the same groups.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "match_rms_adamw",
+    ) -> None:
+        """Makes both optimizers.
+
+        Args:
+            momentum: of Muon, like the arguments after it.
+            adjust_lr_fn: `match_rms_adamw` gives Muon's updates the size of AdamW's, so that both
+                take the same learning rate (arXiv 2502.16982, eq. 4).
+        """
+        super().__init__(params, {"lr": lr})
+        matrices = [group for group in self.param_groups if group.get("muon")]
+        others = [group for group in self.param_groups if not group.get("muon")]
+        self.parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            muon = torch.optim.Muon(
+                matrices,
+                lr=lr,
+                momentum=momentum,
+                nesterov=nesterov,
+                ns_steps=ns_steps,
+                adjust_lr_fn=adjust_lr_fn,
+            )
+            self.parts.append(muon)
+        if others:
+            self.parts.append(torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps))
+        for part in self.parts:
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Takes the step of both."""
+        assert closure is None, "gradients are computed before"
+        for part in self.parts:
+            part.step()
+
+
+def _eight_bit(name: str) -> type[torch.optim.Optimizer]:
+    """Returns a class of bitsandbytes.
+
+    Raises:
+        UserError: bitsandbytes is not installed.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            "bitsandbytes is not installed; pip install 'grpo-cli[bitsandbytes]', or choose "
+            "optimizer=adamw."
+        )
+    import bitsandbytes
+
+    found: type[torch.optim.Optimizer] = getattr(bitsandbytes.optim, name)
+    return found
+
+
+CLASSES: dict[str, Callable[[], type[torch.optim.Optimizer]]] = {
+    "adamw": lambda: torch.optim.AdamW,
+    "adamw_8bit": partial(_eight_bit, "AdamW8bit"),
+    "paged_adamw_8bit": partial(_eight_bit, "PagedAdamW8bit"),
+    "adafactor": lambda: torch.optim.Adafactor,
+    "muon": lambda: MuonWithAdamW,
+    "sgd": lambda: torch.optim.SGD,
+}
+
+
+def optimizer_class(config: Optimizer) -> type[torch.optim.Optimizer]:
+    """Returns the class that `optimizer.algorithm` names.
+
+    Raises:
+        UserError: there is no such optimizer, module or class, or what it needs is not installed.
+    """
+    name, where = config.algorithm, f"optimizer.algorithm = {config.algorithm}"
+    if name in CLASSES:
+        try:
+            return CLASSES[name]()
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+    if ":" not in name:
+        raise UserError(
+            f"{where}: must be one of {', '.join(CLASSES)}, or a class of yours as "
+            f"my_module:MyOptimizer.{nearest(name, CLASSES)}"
+        )
+    found = import_function(name, where)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise UserError(f"{where}: is no torch.optim.Optimizer.")
+    return found
+
+
+def check(recipe: Recipe) -> None:
+    """Checks the optimizer of a recipe before a model is loaded, by making one.
+
+    Raises:
+        UserError: as `optimizer_class`; it cannot be sharded, or does not take its arguments.
+    """
+    config = recipe.optimizer
+    found = optimizer_class(config)
+    where = f"optimizer.algorithm = {config.algorithm}"
+    strategy = recipe.distributed.strategy
+    if config.algorithm in NOT_SHARDED and strategy in ("fsdp2", "zero3"):
+        raise UserError(
+            f"{where}: does not work on sharded weights (distributed = {strategy}); use "
+            "distributed=ddp, or optimizer=adamw."
+        )
+    signature = inspect.signature(found).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.values())
+    if "lr" not in signature and not takes_any:
+        raise UserError(f"{where}: its constructor takes no lr, by which the learning rate is set.")
+    fixed = {"weight_decay", *_set(config)}  # weight decay is set for each group
+    own = [p.name for p in list(signature.values())[1:] if p.kind is not p.VAR_KEYWORD]
+    own = [name for name in own if name not in fixed]
+    for name in config.args:
+        if name in fixed:
+            raise UserError(f"optimizer.args.{name}: is set by {SET_BY[name]}.")
+        if name not in own and not takes_any:
+            raise UserError(
+                f"optimizer.args.{name}: {config.algorithm} has no such argument; it has "
+                f"{listed(own) or 'none'}.{nearest(name, own)}"
+            )
+    try:
+        found([{"params": [nn.Parameter(torch.zeros(2, 2))]}], **_arguments(config))
+    except Exception as error:  # a class of the user's may raise anything
+        raise UserError(
+            f"optimizer.args: {config.algorithm} cannot be made with them: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _set(config: Optimizer) -> dict[str, Any]:
+    """Returns the arguments that have knobs of their own."""
+    values: dict[str, Any] = {"lr": config.learning_rate}
+    if config.algorithm in ("adamw", *EIGHT_BIT, "muon"):
+        values |= {"betas": (config.betas[0], config.betas[1]), "eps": config.eps}
+    return values
+
+
+def _arguments(config: Optimizer) -> dict[str, Any]:
+    return {**_set(config), **config.args}
+
+
+def make(config: Optimizer, model: PreTrainedModel) -> torch.optim.Optimizer:
+    """Returns the optimizer of a recipe over the trained parameters of a model."""
+    arguments = _arguments(config)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if config.algorithm == "adamw" and all(p.is_cuda for p in trained):
+        arguments.setdefault("fused", not {"foreach", "capturable"} & {*config.args})
+    optimizer = optimizer_class(config)(parameter_groups(config, model), **arguments)
+    if config.algorithm in EIGHT_BIT:  # embeddings are read by rows: 8 bits are too few there
+        for part in model.modules():
+            if isinstance(part, nn.Embedding):
+                optimizer.mng.register_module_override(part, "weight", {"optim_bits": 32})  # type: ignore[attr-defined]
+    return optimizer
+
+
+def parameter_groups(config: Optimizer, model: PreTrainedModel) -> list[dict[str, Any]]:
+    """Returns the trained parameters, grouped by weight decay and, for muon, by optimizer.
+
+    Each group says in `state_bytes` how many bytes of state a weight gets.
+    """
+    without_decay = set(undecayed(model, config.no_decay)) if config.weight_decay else set()
+    hidden = set(hidden_matrices(model))
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for p in model.parameters():
+        if p.requires_grad:
+            key = (config.algorithm == "muon" and id(p) in hidden, id(p) in without_decay)
+            groups.setdefault(key, []).append(p)
+    return [
+        {
+            "params": parameters,
+            "weight_decay": 0.0 if is_undecayed else config.weight_decay,
+            "state_bytes": state_bytes(config, parameters[0].element_size(), is_muon=is_muon),
+            **({"muon": True} if is_muon else {}),
+        }
+        for (is_muon, is_undecayed), parameters in groups.items()
+    ]
+
+
+def state_bytes(config: Optimizer, weight_bytes: int, *, is_muon: bool = False) -> float:
+    """Returns the bytes of state that a weight of a matrix gets; two moments if it is unknown."""
+    if config.algorithm in EIGHT_BIT:
+        return 2 + 2 * 4 / 256  # and a float32 for each 256 weights
+    if config.algorithm == "adafactor":
+        return 0.0  # a row and a column for each matrix
+    if config.algorithm == "sgd":
+        return float(weight_bytes) if config.args.get("momentum") else 0.0
+    return float(weight_bytes) if is_muon else 2.0 * weight_bytes
+
+
+def undecayed(model: nn.Module, kinds: list[str]) -> Iterator[int]:
+    """Yields the ids of the parameters of these kinds: norms, biases, embeddings."""
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    types: list[type[nn.Module]] = []
+    patterns: list[str] = []
+    if "norms" in kinds:
+        types.append(nn.LayerNorm)
+        patterns += NORMS
+    if "biases" in kinds:
+        patterns.append("bias")
+    if "embeddings" in kinds:
+        types.append(nn.Embedding)
+    decayed = set(get_parameter_names(model, types, patterns))
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if name not in decayed:
+            yield id(p)
+
+
+def hidden_matrices(model: PreTrainedModel) -> Iterator[int]:
+    """Yields the ids of the matrices that are neither an embedding nor the output head."""
+    outer = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    if (head := model.get_output_embeddings()) is not None:
+        outer.add(id(head.weight))
+    for p in model.parameters():
+        if p.ndim == 2 and id(p) not in outer:
+            yield id(p)

@@ -1,0 +1,40 @@
+"""What a stored recipe says beside the present one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_cli.config.renamed import translate
+from grpo_cli.config.saved_recipe import as_yaml, differences
+from grpo_cli.config.schema import Optimizer, Recipe
+
+
+def stored(recipe: Recipe, *without: str) -> dict[str, Any]:
+    """As a version has stored it that did not have some knobs."""
+    tree: dict[str, Any] = yaml.safe_load(as_yaml(recipe))
+    for key in without:
+        section, _, name = key.partition(".")
+        del tree[section][name]
+    return tree
+
+
+def test_a_knob_that_is_new_was_as_its_default() -> None:
+    before = stored(Recipe(), "optimizer.algorithm", "optimizer.warmup_ratio")
+    assert differences(before, Recipe()) == []
+    now = Recipe(optimizer=Optimizer(algorithm="muon", warmup_steps=3))
+    assert differences(before, now) == [
+        "optimizer.algorithm: adamw -> muon",
+        "optimizer.warmup_steps: 0 -> 3",
+    ]
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_earlier_versions_decayed_all_parameters(weight_decay: float) -> None:
+    recipe = Recipe(optimizer=Optimizer(weight_decay=weight_decay))
+    found = translate(stored(recipe, "optimizer.no_decay"))["optimizer"].get("no_decay")
+    assert found == ([] if weight_decay else None)
+    kept = translate(stored(recipe))["optimizer"]["no_decay"]
+    assert kept == ["norms", "biases", "embeddings"]

@@ -1,0 +1,266 @@
+"""The optimizer that a recipe names, its groups, and what a checkpoint keeps of it."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedTokenizerFast as Tokenizer
+
+from grpo_cli.checkpoints import checkpointer
+from grpo_cli.checkpoints.checkpointer import Checkpointer, Parts
+from grpo_cli.checkpoints.paths import checkpoint_path
+from grpo_cli.config.schema import Distributed, Optimizer, Recipe
+from grpo_cli.distributed.workers import Workers
+from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.models import memory, optimizers
+from tests.models.families import FAMILIES, Family
+from tests.models.test_architectures import make
+
+ALL = ["norms", "biases", "embeddings"]
+MINE = f"{__name__}:Counting"
+EVERY: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "adamw_8bit": {},
+    "paged_adamw_8bit": {},
+    "adafactor": {},
+    "muon": {},
+    "sgd": {"momentum": 0.9},
+    MINE: {"every": 2},
+}
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD whose steps become smaller; it counts with plain numbers."""
+
+    def __init__(self, params: Any, lr: float, every: int = 1) -> None:
+        super().__init__(params, {"lr": lr, "every": every})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["count"] = state.get("count", 0) + 1
+                    state["rate"] = group["lr"] / (1 + state["count"] // group["every"])
+                    p.add_(p.grad, alpha=-state["rate"])
+
+
+def NoRate(params: Any) -> None:  # noqa: N802
+    raise AssertionError
+
+
+def made(model: PreTrainedModel, **changes: Any) -> torch.optim.Optimizer:
+    return optimizers.make(Optimizer(**{"learning_rate": 1e-2, **changes}), model)
+
+
+def step(parts: Parts) -> None:
+    ids = torch.tensor([[5, 6, 7, 8]])
+    parts.model(ids, labels=ids).loss.backward()
+    parts.optimizer.step()
+    parts.optimizer.zero_grad(set_to_none=True)
+
+
+def same(a: Parts, b: Parts) -> bool:
+    first, second = a.tensors(), b.tensors()
+    return first.keys() == second.keys() and all(
+        torch.equal(first[n], second[n]) and first[n].dtype == second[n].dtype for n in first
+    )
+
+
+@pytest.fixture
+def wide(model: PreTrainedModel) -> PreTrainedModel:
+    """A model with matrices that are large enough for 8 bits."""
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj = nn.Linear(32, 160, bias=True)
+    mlp.gate_proj = nn.Linear(32, 160, bias=False)
+    mlp.down_proj = nn.Linear(160, 32, bias=False)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", EVERY)
+def test_a_resumed_optimizer_goes_on_with_the_same_bits(
+    name: str, dtype: torch.dtype, wide: PreTrainedModel, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    wide.to(dtype)
+    options = {"algorithm": name, "args": EVERY[name], "weight_decay": 0.1}
+    parts = Parts(wide, made(wide, **options))
+    start = copy.deepcopy(wide.state_dict())
+    for _ in range(2):
+        step(parts)
+    saver = Checkpointer(Workers("cpu"), print, background=False)
+    path = checkpoint_path(tmp_path, 2)
+    saver.save(path, parts, {}, "steps: 3\n", tokenizer, with_model=False)
+    assert saver.wait() is None
+    step(parts)
+    assert any(not torch.equal(v, start[k]) for k, v in wide.state_dict().items())
+
+    other = copy.deepcopy(wide)
+    resumed = Parts(other, made(other, **options))
+    checkpointer.load(path, resumed)
+    assert not same(parts, resumed)
+    step(resumed)
+    assert same(parts, resumed)
+    kinds = {k: type(v) for state in resumed.optimizer.state.values() for k, v in state.items()}
+    assert kinds == {k: type(v) for s in parts.optimizer.state.values() for k, v in s.items()}
+
+
+def test_a_state_that_is_neither_tensor_nor_number_is_refused(model: PreTrainedModel) -> None:
+    parts = Parts(model, made(model))
+    step(parts)
+    next(iter(parts.optimizer.state.values()))["history"] = []
+    with pytest.raises(TrainingError, match=r"the state 'history' of .* is of type list"):
+        parts.tensors()
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit"])
+def test_moments_of_8_bits(name: str, wide: PreTrainedModel) -> None:
+    parts = Parts(wide, made(wide, algorithm=name))
+    step(parts)
+    types = {n: s["state1"].dtype for n, s in parts.optimizer_state().items()}
+    assert types["model.layers.0.mlp.up_proj.weight"] == torch.uint8
+    assert types["model.embed_tokens.weight"] == torch.float32
+
+
+def test_adamw_is_as_before(model: PreTrainedModel) -> None:
+    """One group, whose numbers are those of AdamW over all parameters."""
+    other = copy.deepcopy(model)
+    ours = Parts(model, made(model))
+    plain = Parts(other, torch.optim.AdamW(other.parameters(), lr=1e-2, weight_decay=0.0))
+    assert len(ours.optimizer.param_groups) == 1
+    for parts in (ours, plain, ours, plain):
+        step(parts)
+    assert same(ours, plain)
+
+
+def test_without_decay_for_no_parameter_all_decay(model: PreTrainedModel) -> None:
+    other = copy.deepcopy(model)
+    ours = Parts(model, made(model, weight_decay=0.1, no_decay=[]))
+    plain = Parts(other, torch.optim.AdamW(other.parameters(), lr=1e-2, weight_decay=0.1))
+    for parts in (ours, plain):
+        step(parts)
+    assert same(ours, plain)
+
+
+def decayed(model: PreTrainedModel, no_decay: list[str]) -> set[str]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    optimizer = made(model, weight_decay=0.1, no_decay=no_decay)
+    groups = {group["weight_decay"]: group["params"] for group in optimizer.param_groups}
+    assert sum(map(len, groups.values())) == len(names)
+    return {names[id(p)] for p in groups.get(0.1, [])}
+
+
+def test_norms_biases_and_embeddings_do_not_decay(model: PreTrainedModel) -> None:
+    everything = {name for name, _ in model.named_parameters()}
+    norms = {n for n in everything if "norm" in n}
+    biases = {n for n in everything if n.endswith(".bias")}
+    assert len(norms) == 5
+    assert len(biases) == 6
+    assert decayed(model, ["norms"]) == everything - norms
+    assert decayed(model, ["biases"]) == everything - biases
+    assert decayed(model, ["embeddings"]) == everything - {"model.embed_tokens.weight"}
+    assert decayed(model, ALL) == everything - norms - biases - {"model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_decay_is_that_of_transformers(family: Family) -> None:
+    model = make(family)
+    expected = set(Trainer.get_decay_parameter_names(None, model))
+    names = {name for name, _ in model.named_parameters()}
+    assert decayed(model, ["norms", "biases"]) == names & expected
+
+
+def test_muon_gets_the_hidden_matrices(model: PreTrainedModel) -> None:
+    optimizer = made(model, algorithm="muon", weight_decay=0.1)
+    names = {id(p): name for name, p in model.named_parameters()}
+    muon = {names[id(p)] for g in optimizer.param_groups if g.get("muon") for p in g["params"]}
+    assert len(muon) == 2 * 7
+    assert all(name.endswith("_proj.weight") for name in muon)
+    step(Parts(model, optimizer))
+    keys = {frozenset(state) for state in optimizer.state.values()}
+    assert keys == {frozenset({"momentum_buffer"}), frozenset({"step", "exp_avg", "exp_avg_sq"})}
+
+
+def test_the_update_of_muon_is_orthogonal_and_of_the_size_of_adamw(model: PreTrainedModel) -> None:
+    weight = model.model.layers[0].self_attn.q_proj.weight  # [32, 32]
+    before = weight.detach().clone()
+    weight.grad = torch.randn(32, 32)
+    made(model, algorithm="muon", learning_rate=1e-3).step()
+    update = (before - weight.detach()) / 1e-3
+    assert update.square().mean().sqrt() == pytest.approx(0.2, rel=0.2)
+    singular = torch.linalg.svdvals(update / (0.2 * math.sqrt(32)))
+    assert singular.min() > 0.3
+    assert singular.max() < 1.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 2 * 4),
+        ({"algorithm": "sgd"}, 0),
+        ({"algorithm": "sgd", "args": {"momentum": 0.9}}, 4),
+        ({"algorithm": "adafactor"}, 0),
+        ({"algorithm": "adamw_8bit"}, 2 + 1 / 32),
+        ({"algorithm": MINE}, 8),
+    ],
+)
+def test_bytes_to_come(changes: dict[str, Any], expected: float, model: PreTrainedModel) -> None:
+    numel = sum(p.numel() for p in model.parameters())
+    assert memory.bytes_to_come(made(model, **changes)) == pytest.approx(numel * (4 + expected))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+def test_bytes_to_come_come(name: str, model: PreTrainedModel) -> None:
+    optimizer = made(model, algorithm=name, args=EVERY[name])
+    gradients = 4 * sum(p.numel() for p in model.parameters())
+    predicted = memory.bytes_to_come(optimizer) - gradients
+    step(Parts(model, optimizer))
+    state = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
+    assert sum(v.nbytes for v in state) == predicted
+
+
+REFUSED = {
+    "unknown": ({"algorithm": "adam"}, "must be one of adamw, .* Did you mean adamw"),
+    "module": ({"algorithm": "nowhere:Mine"}, "cannot import nowhere"),
+    "class": ({"algorithm": f"{__name__}:Countin"}, "has no function 'Countin'.*Counting"),
+    "no class": ({"algorithm": f"{__name__}:NoRate"}, "is no torch.optim.Optimizer"),
+    "no lr": ({"algorithm": "torch.optim:Optimizer"}, "takes no lr"),
+    "knob": ({"args": {"betas": [0.9, 0.9]}}, "args.betas: is set by optimizer.betas"),
+    "decay": ({"args": {"weight_decay": 1}}, "is set by optimizer.weight_decay"),
+    "argument": ({"algorithm": "sgd", "args": {"momentun": 1}}, "no such argument.*mean momentum"),
+    "value": ({"algorithm": "sgd", "args": {"momentum": -1}}, "cannot be made with them: .*-1"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=[*REFUSED])
+def test_a_mistake_is_one_sentence(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        optimizers.check(Recipe(optimizer=Optimizer(**changes)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_works_on_shards(name: str) -> None:
+    config = Optimizer(algorithm=name, args=EVERY[name])
+    optimizers.check(Recipe(optimizer=config, distributed=Distributed(strategy="ddp")))
+    sharded = Recipe(optimizer=config, distributed=Distributed(strategy="fsdp2"))
+    if name in ("adamw", "sgd", MINE):
+        optimizers.check(sharded)
+    else:
+        with pytest.raises(UserError, match=f"{name}: does not work on sharded weights"):
+            optimizers.check(sharded)
+
+
+def test_a_missing_bitsandbytes_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"adamw_8bit: bitsandbytes is .* 'grpo-cli\[bitsandby"):
+        optimizers.check(Recipe(optimizer=Optimizer(algorithm="adamw_8bit")))
