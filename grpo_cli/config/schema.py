@@ -966,17 +966,10 @@ class Optimizer:
     )
     learning_rate: float = knob(1e-6, "Peak learning rate.", ge=0)
     betas: list[float] = knob(
-        [0.9, 0.999],
-        "Decay rates of AdamW's two moments.",
-        ge=0,
-        lt=1,
-        read_if=("optimizer.algorithm", *ADAM),
+        [0.9, 0.999], "Decay rates of AdamW's two moments, also of muon's AdamW.", ge=0, lt=1
     )
     eps: float = knob(
-        1e-8,
-        "Term added to the root of AdamW's second moment.",
-        gt=0,
-        read_if=("optimizer.algorithm", *ADAM),
+        1e-8, "Term added to the root of AdamW's second moment, also of muon's AdamW.", gt=0
     )
     weight_decay: float = knob(
         0.0, "Weight decay: decoupled, except with sgd, which adds it to the gradient.", ge=0
@@ -985,7 +978,6 @@ class Optimizer:
         ["norms", "biases", "embeddings"],
         "Parameters without weight decay; []: all parameters decay.",
         choices=("norms", "biases", "embeddings"),
-        read_if=("optimizer.weight_decay",),
     )
     max_grad_norm: float | None = knob(
         1.0, "Gradient norm above which gradients are scaled down to it; null: never.", gt=0

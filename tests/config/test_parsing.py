@@ -15,7 +15,6 @@ from grpo_cli.config.knob import allowed, as_written
 from grpo_cli.config.parsing import SCHEDULABLE, value_at, with_steps
 from grpo_cli.config.schema import Model, Recipe, Reward, Schedule, knobs
 from grpo_cli.errors import UserError
-from grpo_cli.models.optimizers import CLASSES as OPTIMIZERS
 from grpo_cli.training.prepare import parse
 
 SOUND: dict[str, Any] = {
@@ -492,15 +491,12 @@ def another(key: str) -> Any:
     if f.metadata["choices"]:
         # "none" switches some off
         candidates: tuple[Any, ...] = tuple(sorted(f.metadata["choices"], key="none".__eq__))
-        if kind == "list[str]":
-            candidates = tuple([choice] for choice in candidates)
     else:
         candidates = {
             "bool": (True, False),
             "int": (3, 2, 1),
             "float": (0.5, 1.5, 0.25),
             "str": ('{"type": "object"}',) if key.endswith("json_schema") else ("another",),
-            "list[float]": ([0.5, 0.25],),
             "list[str]": (["http://another:8000"],),
             "dict[str, Any]": ({"another": 1},),
         }[kind]
@@ -532,8 +528,7 @@ def unmet(key: str) -> dict[str, Any]:
         return {}  # off by default: asserted below
     default = value_at(DEFAULTS, other)
     # An engine and a mode may also be of the user's: their knobs have no choices.
-    tables: dict[str, Any] = {"loss.policy": POLICY, "advantage.rule": RULES}
-    choices = (tables | {"optimizer.algorithm": OPTIMIZERS}).get(other)
+    choices = {"loss.policy": POLICY, "advantage.rule": RULES}.get(other)
     choices = (
         choices
         or KNOBS[other].metadata["choices"]
@@ -582,6 +577,22 @@ def test_with_its_condition_met_it_is_accepted(key: str) -> None:
     assert value_at(parsed, key) == value
     if key != "generation.vllm.transfer_folder":  # without it there is no such transfer
         parse(recipe(**settings), given=[key])
+
+
+@pytest.mark.parametrize("key", ["optimizer.betas", "optimizer.eps"])
+def test_what_another_optimizer_reads_is_refused_on_the_command_line_only(key: str) -> None:
+    sgd = recipe(**{"optimizer.algorithm": "sgd", "optimizer.betas": [0.9, 0.95]})
+    parse(sgd)
+    parse(recipe(), given=[key])
+    found = refused(sgd, given=[key])
+    assert found.startswith(f"{key}: is only read with optimizer.algorithm = adamw or adamw_8bit")
+    assert found.endswith("; it is sgd.")
+
+
+def test_no_decay_is_read_with_weight_decay() -> None:
+    parse(recipe(**{"optimizer.weight_decay": 0.1}), given=["optimizer.no_decay"])
+    found = refused(recipe(), given=["optimizer.no_decay"])
+    assert found == "optimizer.no_decay: is only read when optimizer.weight_decay is set."
 
 
 def test_a_knob_that_is_always_read_may_be_given_with_its_default() -> None:

