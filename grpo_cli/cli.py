@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import sys
 import time
@@ -80,6 +81,8 @@ def _print_traceback(*error: Any) -> None:
 def run_command(argv: list[str]) -> int:
     """Runs one `grpo` command line and returns its exit code."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises instead of printing and exiting
+    # peft imports bitsandbytes, which warns on some CPUs of a 4-bit kernel that it did not find.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         if not argv or argv[0] in ("-h", "--help", "help"):
             print(USAGE, end="")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -99,6 +100,8 @@ def _eight_bit(name: str) -> type[torch.optim.Optimizer]:
         )
     import bitsandbytes
 
+    # On a CPU there is no other memory to move to.
+    warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
     found: type[torch.optim.Optimizer] = getattr(bitsandbytes.optim, name)
     return found
 
