@@ -324,6 +324,9 @@ def gradient_norm_is_of_all_and_bounds_all(workers: Workers) -> None:
     weighted(own, PolicyLogprobs(model)(own, 1.0)[0]).backward()
     norm = fsdp.norm_of(plain.parameters(), 0.5)
     assert norm > 5, "something is cut"
+    uncut = gradients(model)
+    assert abs(fsdp.norm_of(model.parameters(), None) / norm - 1) < 1e-5
+    assert all(torch.equal(g, uncut[name]) for name, g in gradients(model).items())
     assert abs(fsdp.norm_of(model.parameters(), 0.5) / norm - 1) < 1e-5
     assert_near(gradients(model), gradients(plain), 1e-4)
     after = sum(float(g.square().sum()) for g in gradients(model).values()) ** 0.5
