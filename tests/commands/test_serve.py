@@ -323,6 +323,8 @@ def test_what_a_recipe_says() -> None:
     assert planned(1, recipe, dtype="float32").dtype == "float32"
     recipe.mixed_precision, recipe.eval.max_completion_tokens = "bf16", 50
     assert planned(1, recipe).dtype == "bfloat16"
+    recipe.mixed_precision = "fp16"
+    assert planned(1, recipe).dtype == "float16"
     assert planned(1, recipe).max_model_len == 150
 
 
