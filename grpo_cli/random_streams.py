@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 
-def derive_seed(*parts: int) -> int:
-    """A seed in [0, 2**63) from a path of integers, such as (seed, position, sample).
+def derive_seed(*parts: int | str) -> int:
+    """A seed in [0, 2**63) from a path of integers and names, such as (seed, position, sample).
 
     Streams derived from different paths are independent, so what is drawn for one completion does
     not depend on what else is in the batch, on the number of processes or on where a run resumed.

@@ -32,13 +32,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from grpo_cli.config.schema import Distributed, Model, Recipe
+from grpo_cli.config.schema import Adapter, Distributed, Model, Recipe
 from grpo_cli.distributed import fsdp
 from grpo_cli.distributed.workers import Workers, exit_process
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.transformers import GatheringGenerator, TransformersGenerator
 from grpo_cli.generation.vllm.weights import Weights
-from grpo_cli.models import attention, loading, memory, micro_batches, tiny
+from grpo_cli.models import adapters, attention, loading, memory, micro_batches, tiny
 from grpo_cli.models.packing import length
 from grpo_cli.models.policy_logprobs import ForwardMode, PolicyLogprobs, bytes_per_token
 from grpo_cli.models.token_logprobs import Head
@@ -602,6 +602,39 @@ def every_weight_passes_whole_on_every_process(workers: Workers) -> None:
             assert name == other
             assert not isinstance(tensor, DTensor)
             assert torch.equal(tensor, expected), name
+
+
+def with_adapter(plain: PreTrainedModel) -> PreTrainedModel:
+    """The model with a LoRA adapter that changes it."""
+    adapter = Adapter(method="lora", rank=1)  # fewer rows than processes
+    adapters.attach(plain, adapters.config_of(adapter, "base", None), 3)
+    random = torch.Generator().manual_seed(4)
+    for p in adapters.tensors_of(plain).values():
+        p.data += torch.randn(p.shape, generator=random) * 0.05
+    return plain
+
+
+@case
+def an_adapter_is_sharded_and_merged(workers: Workers) -> None:
+    plain, rollouts = with_adapter(make_model(2)), make_rollouts(4 * workers.size)
+    model, own = divided(plain), rollouts[workers.rank :: workers.size]
+    assert_near(summed(model, own), summed(plain, rollouts), 1e-5)
+    assert Weights(model).infos() == Weights(plain).infos()
+    for (name, tensor), (other, expected) in zip(Weights(model), Weights(plain), strict=True):
+        assert name == other
+        assert torch.equal(tensor, expected), name
+    skeleton = loading.skeleton(model)
+    fsdp.fill(skeleton, model, torch.float32)
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(skeleton(ids).logits, plain(ids).logits)
+    before = adapters.copied(model)
+    with adapters.switched_off(model):
+        assert not [n for n, p in model.named_parameters() if p.requires_grad]
+    with adapters.replaced(model, {name: tensor / 2 for name, tensor in before.items()}):
+        halves = adapters.copied(model)
+    after = adapters.copied(model)
+    assert all(torch.equal(halves[n].to_local() * 2, t.to_local()) for n, t in before.items())
+    assert all(torch.equal(after[n].to_local(), t.to_local()) for n, t in before.items())
 
 
 @case

@@ -48,6 +48,7 @@ from grpo_cli.checkpoints.shards import Parts, Piece, Shards
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import listed
+from grpo_cli.models import adapters
 
 PARTIAL = ".tmp"
 MODEL = f"{TRAINING}/model"
@@ -209,7 +210,9 @@ class Checkpointer:
         """Returns the files of config and tokenizer, which never change: they are made once."""
         if self.files is None or self.files[0] is not model or self.files[1] is not tokenizer:
             assert isinstance(model, PreTrainedModel), "only a PreTrainedModel can be loaded again"
-            self.files = model, tokenizer, model_folder.files_of(model, tokenizer)
+            adapted = adapters.config_on(model) is not None
+            files = model_folder.files_of_adapter if adapted else model_folder.files_of
+            self.files = model, tokenizer, files(model, tokenizer)
         return self.files[2]
 
     def write(self, job: _Job) -> None:
@@ -325,7 +328,12 @@ def write_model_and_state(job: _Job) -> dict[str, Entry]:
         stored = Shards(job.partial)
         model = job.model
         assert isinstance(model, PreTrainedModel)
-        tensors = model_folder.as_published(model, stored.names("model"), Model(stored, job.pieces))
+        names, weights = stored.names("model"), Model(stored, job.pieces)
+        if adapters.config_on(model) is not None:
+            own = adapters.file_tensors(model, {name: weights[name] for name in names})
+            entry = model_folder.write_safetensors(job.partial / adapters.WEIGHTS, own)
+            return files | {adapters.WEIGHTS: entry}
+        tensors = model_folder.as_published(model, names, weights)
         files |= model_folder.write_weights(job.partial, tensors)
     return files
 
@@ -395,7 +403,7 @@ def load(path: Path, parts: Parts) -> None:
         ValueError: the checkpoint belongs to another model.
     """
     stored = Shards(path)
-    named = [("model", parts.model)]
+    named: list[tuple[str, nn.Module | Mapping[str, Tensor]]] = [("model", parts.model)]
     if parts.reference is not None and stored.names("reference"):
         named.append(("reference", parts.reference))
     targets: dict[str, Tensor] = {}

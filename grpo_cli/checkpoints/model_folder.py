@@ -23,6 +23,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 
 from grpo_cli.checkpoints import manifest
 from grpo_cli.checkpoints.manifest import Entry, Hashing
+from grpo_cli.models import adapters
 
 FILE_BYTES = 5 * 10**9  # of a file of weights at most, except for a larger tensor
 INDEX = "model.safetensors.index.json"
@@ -40,6 +41,16 @@ def files_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) 
             tokenizer.save_pretrained(folder)
         files = {p: p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*"))}
         return {name: p.read_bytes() for p, name in files.items() if p.is_file()}
+
+
+def files_of_adapter(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> dict[str, bytes]:
+    """Returns the files of an adapter's folder except the weights, by path."""
+    files = files_of(model, tokenizer)
+    own = {"config.json", "generation_config.json"}
+    kept = {n: data for n, data in files.items() if n not in own and not n.endswith(".py")}
+    return kept | {adapters.CONFIG: adapters.config_file(model)}
 
 
 def as_published(

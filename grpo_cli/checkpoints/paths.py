@@ -99,8 +99,9 @@ def step_of(path: Path) -> int:
 
 
 def is_model(path: Path) -> bool:
-    """Whether transformers could load a model from this folder."""
-    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+    """Whether a folder holds a model, or an adapter that names its model."""
+    has_config = any((path / n).is_file() for n in ("config.json", "adapter_config.json"))
+    return has_config and any(path.glob("*.safetensors"))
 
 
 def has_shards(path: Path) -> bool:

@@ -37,6 +37,7 @@ from grpo_cli.checkpoints.paths import TRAINING
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.balance import split_balanced
 from grpo_cli.errors import TrainingError
+from grpo_cli.models import adapters
 
 SHARDS = f"{TRAINING}/shards"
 NUMBER = ":number"  # ends the name of a tensor that is a plain number in the optimizer
@@ -52,7 +53,8 @@ class Parts:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    reference: nn.Module | None = None  # if it is no longer the model that the run began with
+    # If it is no longer the policy that the run began with; of an adapter its weights by name.
+    reference: nn.Module | Mapping[str, Tensor] | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns every tensor to be saved, by its name in a checkpoint."""
@@ -84,13 +86,19 @@ class Parts:
         return {name: state[p] for name, p in self.trained().items() if p in state}
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns parameters and persistent buffers by name, a tied one once."""
+def tensors_of(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns parameters and persistent buffers by name, a tied one once.
+
+    Of a model with an adapter only the adapter's: the others never change.
+    """
+    if isinstance(model, Mapping):
+        return dict(model)
+    own = adapters.tensors_of(model)
     # state_dict, because it makes FSDP2 reshard what is still gathered.
     names: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
-        if isinstance(tensor, Tensor):
+        if isinstance(tensor, Tensor) and (not own or name in own):
             names.setdefault(id(tensor), name)
     return {name: state[name] for name in names.values()}
 

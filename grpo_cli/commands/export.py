@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import transformers
@@ -22,14 +25,18 @@ from transformers.modeling_utils import str_to_torch_dtype
 
 from grpo_cli.checkpoints import checkpointer, lookup, manifest, model_folder, paths, provenance
 from grpo_cli.checkpoints.shards import Shards
+from grpo_cli.config import sources
 from grpo_cli.config.knob import knob
+from grpo_cli.config.schema import Model
 from grpo_cli.config.words import described, option, parse, split, without_dashes
 from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.models import adapters, loading
 
 USAGE = """\
-grpo export CHECKPOINT FOLDER [--dtype=NAME]
+grpo export CHECKPOINT FOLDER [--dtype=NAME] [--merge]
 
 Writes the model of a checkpoint as a plain model folder, which transformers, vLLM and others load.
+Of a checkpoint with an adapter it writes the adapter, which peft and vLLM load beside the model.
 
   CHECKPOINT               Checkpoint such as outputs/NAME/checkpoints/step-100, or outputs/NAME for
                            the newest checkpoint of a run. An interrupted step,
@@ -46,6 +53,11 @@ class Settings:
         None,
         "Type of the exported weights; default: the type that they were saved in.",
         choices=("float32", "bfloat16", "float16"),
+    )
+    merge: bool = knob(
+        False,
+        "Write the model with its adapter merged in, in place of the adapter. The sum is made in "
+        "float32.",
     )
     trust: bool = knob(
         False, "Run the code that comes with the model, though another user has made it."
@@ -64,7 +76,7 @@ def main(argv: list[str]) -> None:
     given, out, settings = parse_words(argv)
     path = find_checkpoint(given)
     dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
-    total, files = export(path, Path(out).expanduser(), dtype, settings.trust)
+    total, files = export(path, Path(out).expanduser(), dtype, settings.trust, settings.merge)
     number = f"{files} files" if files > 1 else "one file"
     print(f"{path}: exported to {out} ({manifest.in_words(total)} of weights in {number})")
 
@@ -97,37 +109,55 @@ def find_checkpoint(given: str) -> Path:
 
 
 def export(
-    path: Path, out: Path, dtype: torch.dtype | None = None, trust: bool = False
+    path: Path,
+    out: Path,
+    dtype: torch.dtype | None = None,
+    trust: bool = False,
+    merge: bool = False,
 ) -> tuple[int, int]:
     """Writes the model of the checkpoint `path` to the folder `out`.
 
     Args:
         trust: whether code in a checkpoint that another user has made may run.
+        merge: write the model with its adapter merged in, in place of the adapter.
 
     Returns:
         (bytes of weights, files of weights).
 
     Raises:
-        UserError: the checkpoint is damaged, or `out` is not empty.
+        UserError: the checkpoint is damaged, `out` is not empty, or there is nothing to merge.
         TrainingError: the folder could not be written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: is there already, and not empty; give another folder.")
-    is_sharded = paths.has_shards(path)
+    is_adapter, is_sharded = sources.is_adapter(path), paths.has_shards(path)
+    if merge and not is_adapter:
+        raise UserError(f"--merge: {path} holds no adapter; export it without.")
     if is_sharded or (path / manifest.MANIFEST).exists():
         manifest.check(path)
     existing = next(p for p in (out, *out.absolute().parents) if p.exists())
     was_there = out.exists()
     needed = 0
     try:
-        source = Sharded(path, trust) if is_sharded else Whole(path)
+        source: Source
+        if merge:
+            source = Merged(path, trust)
+        elif is_sharded and not is_adapter:
+            source = Sharded(path, trust)
+        else:
+            source = Whole(path)
         needed = sum(source.nbytes(name, dtype) for name in source.names)
         manifest.check_space(existing, needed)
         out.mkdir(parents=True, exist_ok=True)
         each = ((name, t.to(exported(t.dtype, dtype))) for name, t in source.tensors())
-        written = model_folder.write_weights(out, each)
+        if is_adapter and not merge:
+            name = adapters.WEIGHTS
+            written = {name: model_folder.write_safetensors(out / name, dict(each))}
+        else:
+            written = model_folder.write_weights(out, each)
         # The config last: without one, an incomplete folder is no model.
-        copy_others(source.files, out, dtype)
+        with source.others() as files:
+            copy_others(files, out, dtype)
     except BaseException as error:  # a Ctrl-C too
         if was_there:
             for left in out.iterdir():
@@ -151,12 +181,27 @@ def copy_others(files: Path, out: Path, dtype: torch.dtype | None) -> None:
     """Copies the files beside the weights, with the type of the weights in the config."""
     names = [p.relative_to(files) for p in sorted(files.rglob("*")) if p.is_file()]
     names = [n for n in names if n.parts[0] != paths.TRAINING and not is_weights(n)]
-    for name in sorted(names, key=lambda name: name.name == "config.json"):
+    for name in sorted(names, key=lambda name: name.name in ("config.json", adapters.CONFIG)):
         data = (files / name).read_bytes()
         if dtype is not None and str(name) == "config.json":
             config = json.loads(data) | {"dtype": str(dtype).removeprefix("torch.")}
             data = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
         manifest.write_file(out / name, data)
+
+
+class Source(Protocol):
+    """A model to export."""
+
+    names: list[str]
+
+    def nbytes(self, name: str, dtype: torch.dtype | None) -> int:
+        """Returns the bytes of a tensor in the type that it is exported in."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors with the names that the model is published with."""
+
+    def others(self) -> AbstractContextManager[Path]:
+        """Returns a context with the folder of the files beside the weights."""
 
 
 def is_weights(name: Path) -> bool:
@@ -190,14 +235,12 @@ class Sharded:
             self.skeleton(), self.names, checkpointer.Model(self.stored, {})
         )
 
+    def others(self) -> AbstractContextManager[Path]:
+        return nullcontext(self.files)
+
     def skeleton(self) -> PreTrainedModel:
         """Returns the model without tensors, which knows how its weights are published."""
-        model = provenance.read(self.path).get("model") or {}
-        runs_code = bool(model.get("trust_remote_code", False))
-        if runs_code and not (self.trust or provenance.is_own(self.path)):
-            asked = ["model.trust_remote_code = true"]
-            provenance.check(self.path, asked, "--trust=true")
-        trust = {"trust_remote_code": runs_code}
+        trust = {"trust_remote_code": runs_code(self.path, self.trust)}
         try:
             config = transformers.AutoConfig.from_pretrained(self.files, **trust)
             with torch.device("meta"):
@@ -210,8 +253,49 @@ class Sharded:
         return skeleton
 
 
+def runs_code(path: Path, trust: bool) -> bool:
+    """Returns whether code of the checkpoint's own has to run to load its model.
+
+    Raises:
+        UserError: it has to, and it is not trusted.
+    """
+    model = provenance.read(path).get("model") or {}
+    found = bool(model.get("trust_remote_code", False))
+    if found and not (trust or provenance.is_own(path)):
+        provenance.check(path, ["model.trust_remote_code = true"], "--trust=true")
+    return found
+
+
+class Merged:
+    """The model under a checkpoint's adapter, with the adapter merged in. It must fit in memory."""
+
+    def __init__(self, path: Path, trust: bool = False) -> None:
+        config = Model(dtype="auto", trust_remote_code=runs_code(path, trust), dropout=None)
+        config.dtype = loading.stored_dtype(config, path)
+        self.model, self.tokenizer = loading.load(config, path)
+        infos = {p: name for name, p, _ in reversed([*adapters.plain_parameters(self.model)])}
+        self.sizes = {name: p for p, name in infos.items()}
+        self.names = [*self.sizes]
+
+    def nbytes(self, name: str, dtype: torch.dtype | None) -> int:
+        p = self.sizes[name]
+        return p.numel() * exported(p.dtype, dtype).itemsize
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        tensors = dict(adapters.merged(self.model))
+        return model_folder.as_published(self.model, tensors, tensors)
+
+    @contextmanager
+    def others(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="grpo-") as made:
+            for name, data in model_folder.files_of(self.model, self.tokenizer).items():
+                (Path(made) / name).parent.mkdir(parents=True, exist_ok=True)
+                (Path(made) / name).write_bytes(data)
+            yield Path(made)
+
+
 class Whole:
-    """A plain model folder, such as a checkpoint of an earlier version."""
+    """A plain model folder, such as a checkpoint of an earlier version, or an adapter's folder."""
 
     def __init__(self, path: Path) -> None:
         self.files = path
@@ -233,3 +317,6 @@ class Whole:
         for name, file in self.where.items():
             with safe_open(file, "pt") as opened:
                 yield name, opened.get_tensor(name)
+
+    def others(self) -> AbstractContextManager[Path]:
+        return nullcontext(self.files)

@@ -199,17 +199,19 @@ def _choices(group: str) -> list[str]:
 def register_schema() -> None:
     """Makes the typed `Recipe` known to Hydra as the `schema` that every recipe begins with.
 
-    The choices of loss, advantage, distributed and generation begin with `_defaults`: so what one
-    choice sets does not stay behind when another is laid over it, as on a stored recipe. Of
-    generation these are only the engine's own knobs.
+    The choices of adapter, loss, advantage, distributed and generation begin with `_defaults`: so
+    what one choice sets does not stay behind when another is laid over it, as on a stored recipe.
+    Of generation these are only the engine's own knobs.
     """
     store: Any = ConfigStore.instance()
     store.store(name="schema", node=schema.Recipe)
     nothing: dict[str, Any] = {"model": {"path": "none"}, "dataset": {"train": "none"}}
     engine = schema.Generation.engine
     groups = ["schema", {"reward": None}, {"generation": engine}, {"distributed": "ddp"}]
+    groups.append({"adapter": "none"})
     store.store(name=BARE, node={"defaults": [*groups, "_self_"], **nothing})
     for group, node in (
+        ("adapter", schema.Adapter),
         ("loss", schema.Loss),
         ("advantage", schema.Advantage),
         ("distributed", schema.Distributed),

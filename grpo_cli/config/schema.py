@@ -108,6 +108,52 @@ class Model:
     )
 
 
+@read_if("adapter.method", "lora", "dora", "rslora")
+@dataclass
+class Adapter:
+    """A low-rank adapter that is trained in place of the model's weights (LoRA, through peft)."""
+
+    method: str = knob(
+        "none",
+        "What is trained: all weights of the model (none), or a low-rank adapter on the frozen "
+        "model: LoRA (lora), LoRA with trained magnitudes (dora), or LoRA scaled by alpha/√rank "
+        "(rslora).",
+        read_if=(),
+        choices=("none", "lora", "dora", "rslora"),
+    )
+    rank: int = knob(16, "Rank r of the adapter's matrices.", ge=1)
+    alpha: float = knob(
+        32.0, "Scale of the adapter: its product is multiplied by alpha/rank.", gt=0
+    )
+    dropout: float = knob(0.0, "Dropout rate of the adapter's input.", ge=0, lt=1)
+    target_modules: Any = knob(
+        "all-linear",
+        "Modules that get an adapter: all-linear (every linear layer except the output head), a "
+        "list of names such as [q_proj,v_proj], or a regular expression of full names.",
+    )
+    target_parameters: list[str] = knob(
+        [],
+        "Parameters that get an adapter though they are no linear layer, such as the experts "
+        "mlp.experts.gate_up_proj.",
+    )
+    modules_to_save: list[str] = knob(
+        [], "Modules that are trained and saved as a whole beside the adapter, such as norms."
+    )
+    init: str = knob(
+        "true",
+        "Initial weights of the adapter: true (the model unchanged), or what peft's "
+        "init_lora_weights takes: gaussian, orthogonal, pissa, olora, ...",
+    )
+    path: str | None = knob(
+        None,
+        "Folder of a trained adapter to go on from; its own settings replace rank, alpha, and what "
+        "else decides its form. The reference policy is this adapter.",
+    )
+    args: dict[str, Any] = knob(
+        {}, "Further fields of peft's LoraConfig, such as rank_pattern or layers_to_transform."
+    )
+
+
 @dataclass
 class NamedRows:
     """One of several data sets; what it does not set is as in `dataset`."""
@@ -1306,6 +1352,7 @@ class Recipe:
         choices=("no", "bf16", "fp16"),
     )
     model: Model = section(Model, Model.__doc__ or "")
+    adapter: Adapter = section(Adapter, Adapter.__doc__ or "")
     dataset: Dataset = section(Dataset, Dataset.__doc__ or "")
     reward: dict[str, Any] = knob({}, "Rewards by name; each has function, weight and args.")
     benchmark: dict[str, Any] = knob(
@@ -1373,7 +1420,7 @@ def knobs(node: Any = Recipe, prefix: str = "") -> Iterator[tuple[str, dataclass
 _SECTIONS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        Build, Model, Dataset, Scoring, Vllm, Tools, Generation, Loss, Advantage, Optimizer, Update,
-        Distributed, Eval, Checkpoint, Log, Tracking, Hub,
+        Build, Model, Adapter, Dataset, Scoring, Vllm, Tools, Generation, Loss, Advantage,
+        Optimizer, Update, Distributed, Eval, Checkpoint, Log, Tracking, Hub,
     )
 }  # fmt: skip

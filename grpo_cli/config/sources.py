@@ -61,3 +61,8 @@ def file_format(path: Path) -> str | None:
     """Returns the `datasets` builder for a file name; None if the name is of no known kind."""
     suffixes = [s for s in path.suffixes if s != ".gz"]
     return FORMATS.get(suffixes[-1].lower()) if suffixes else None
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a folder holds a low-rank adapter as peft writes it, and no model of its own."""
+    return (path / "adapter_config.json").is_file() and not (path / "config.json").is_file()

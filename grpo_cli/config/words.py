@@ -90,6 +90,8 @@ def option(name: str) -> str:
 def without_dashes(kind: type, argv: Sequence[str], command: str) -> list[str]:
     """Rewrites options as words: `--free-gb=3` and `--free-gb 3` become `free_gb=3`.
 
+    An option that is true or false may stand alone, which is true.
+
     Raises:
         UserError: an option that is no field of `kind`.
     """
@@ -108,7 +110,9 @@ def without_dashes(kind: type, argv: Sequence[str], command: str) -> list[str]:
                 f"{command}: {given}: there is no such option; there are {listed(known)}."
                 f"{nearest(given, known)}"
             )
-        out.append(f"{name}={value if equals else next(arguments, '')}")
+        if not equals:
+            value = "true" if isinstance(fields[name].default, bool) else next(arguments, "")
+        out.append(f"{name}={value}")
     return out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo_cli.config import sources
 from grpo_cli.config.contradictions import OF_FILES, OF_WEIGHTS
 from grpo_cli.config.schema import Model
 from grpo_cli.errors import UserError, nearest
+from grpo_cli.models import adapters
 from grpo_cli.models.families import reads_both_directions
 from grpo_cli.records import Prompt
 
@@ -36,6 +39,8 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a model (on the CPU, in training mode) and its tokenizer from a folder or the hub.
 
+    The folder of an adapter is loaded with the model that its config names, and is not trained.
+
     Args:
         path: a folder, or a name on the hub.
         weights: False: load only the model's structure, on the meta device.
@@ -44,6 +49,11 @@ def load(
         UserError: there is no model or no tokenizer, transformers cannot load it, weights are
             missing or not finite, or the model is no decoder.
     """
+    adapter = Path(path)
+    if sources.is_adapter(adapter):
+        model, tokenizer = load(*base_of(config, path), weights=weights)
+        adapters.load(model, adapter, trained=False)
+        return model, tokenizer
     model_config, tokenizer = load_config(config, path)
     shared = of_source(config)
     with explained(path):
@@ -84,6 +94,7 @@ def load_config(
     Raises:
         UserError: there is no model or no tokenizer, or the model is no decoder.
     """
+    config, path = base_of(config, path)
     shared = of_source(config)
     with explained(path):
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), **shared)
@@ -101,6 +112,7 @@ def generation_config(
     config: Model, path: str | Path, model_config: PretrainedConfig
 ) -> transformers.GenerationConfig:
     """Loads a model's generation config; not every model has one, then it follows its config's."""
+    config, path = base_of(config, path)
     of_files = {k: v for k, v in of_source(config).items() if k != "trust_remote_code"}
     try:
         return transformers.GenerationConfig.from_pretrained(str(path), **of_files)
@@ -161,6 +173,7 @@ def stored_dtype(config: Model, path: str | Path) -> str:
     Raises:
         UserError: it names none, or one that is no value of model.dtype.
     """
+    config, path = base_of(config, path)
     with explained(path):
         model_config = read_config(config, path)
     named = model_config.dtype or model_config.get_text_config(decoder=True).dtype
@@ -172,6 +185,27 @@ def stored_dtype(config: Model, path: str | Path) -> str:
             f"{', '.join(TRAINABLE)}."
         )
     return dtype
+
+
+def base_of(config: Model, path: str | Path) -> tuple[Model, str]:
+    """Returns (settings, hub name or folder) of the model under an adapter; of a model, itself.
+
+    Raises:
+        UserError: the adapter's config names none.
+    """
+    adapter = Path(path)
+    if not sources.is_adapter(adapter):
+        return config, str(path)
+    stored = adapters.read_json(adapter)
+    base = stored.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UserError(f"{adapter / adapters.CONFIG}: names no base_model_name_or_path.")
+    if Path(base).is_absolute() and not Path(base).is_dir():
+        raise UserError(
+            f"{adapter}: its base model {base} is gone; write where it is now into the key "
+            f"base_model_name_or_path of {adapters.CONFIG}."
+        )
+    return replace(config, revision=stored.get("revision")), base
 
 
 def check_weights(model: PreTrainedModel, missing: Collection[str]) -> None:
@@ -271,6 +305,7 @@ def skeleton(model: PreTrainedModel) -> PreTrainedModel:
     with torch.device("meta"):
         empty: PreTrainedModel = type(model)(copy.deepcopy(model.config))
     empty.generation_config = model.generation_config
+    adapters.attach_like(empty, model)
     return empty.to(model.dtype).requires_grad_(False).eval()
 
 

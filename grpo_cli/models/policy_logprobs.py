@@ -223,11 +223,17 @@ class PolicyLogprobs:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         if not trained:
             return self._by(mode, rollouts, temperature)[0], None
-        # A norm of the first layer: its gradient passes through every layer.
-        first = next((p for p in trained if p.ndim == 1), trained[0])
+        # The gradient of a norm of the first layer passes through every layer. So does that of an
+        # adapter's matrix B; of A it is 0 as long as B is.
+        of_adapter = (p for name, p in self.model.named_parameters() if ".lora_B." in name)
+        norms = (p for p in trained if p.ndim == 1)
+        first = next(of_adapter, None)
+        first = next(norms, trained[0]) if first is None or not first.requires_grad else first
         with torch.enable_grad():
             logprobs, _ = self._by(mode, rollouts, temperature)
             signs = torch.arange(logprobs.numel(), device=logprobs.device) % 3 - 1
+            if not logprobs.requires_grad:  # an adapter that is switched off
+                return logprobs, None
             mixed = (logprobs * signs.view_as(logprobs)).sum()
             if fsdp.is_sharded(self.model):  # the backward sums gradients over processes
                 mixed.backward()  # type: ignore[no-untyped-call]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,12 +29,12 @@ from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks, tasks
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.generation import factory
-from grpo_cli.models import loading, optimizers, tiny
+from grpo_cli.models import adapters, loading, optimizers, tiny
 from grpo_cli.models.families import num_experts
 from grpo_cli.models.memory import MicroBatchBudget
 from grpo_cli.models.micro_batches import MicroBatcher
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
-from grpo_cli.models.reference import Reference
+from grpo_cli.models.reference import AdapterReference, Reference
 from grpo_cli.models.routers import RouterRecorder, balancing_coefficient, has_balancing_loss
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
@@ -99,7 +100,8 @@ def assemble(
         prompts.append(Prompt.from_ids(prompts[0].ids[:1] * recipe.dataset.max_prompt_tokens))
     recipe = parsing.with_steps(recipe, len(prompts))
     reporter.progress.total = recipe.steps
-    reference_model = loading.frozen_copy(model) if recipe.needs_reference else None
+    second = recipe.needs_reference and recipe.adapter.method == "none"
+    reference_model = loading.frozen_copy(model) if second else None
     router_coef = balancing_coefficient(model, recipe.loss.router_aux_loss_coef)
     policy_logprobs = make_logprobs(model, recipe, workers, reporter)
     if router_coef and recipe.model.compile:
@@ -112,6 +114,8 @@ def assemble(
     reference = None
     if reference_model is not None:
         reference = Reference(make_logprobs(reference_model, recipe, workers, reporter))
+    elif recipe.needs_reference:
+        reference = adapter_reference(model, recipe, workers, reporter)
     optimizer = optimizers.make(recipe.optimizer, model)
     to_solve = make_tasks(prepared, tokenizer, reporter)
     held_out = [prompt for task in to_solve for prompt in task.prompts]
@@ -188,12 +192,37 @@ def make_logprobs(
 ) -> PolicyLogprobs:
     """Places a model on the processes' devices, ready to be asked for log-probabilities."""
     workers.place(model)
+    return logprobs_of(model, workers.autocast, recipe, workers, reporter)
+
+
+def adapter_reference(
+    model: PreTrainedModel, recipe: Recipe, workers: Workers, reporter: Reporter
+) -> AdapterReference:
+    """Returns the reference of a policy with an adapter, which has been placed."""
+    config = adapters.config_on(model)
+    assert config is not None
+    fresh = recipe.adapter.path is None and adapters.begins_as_base(config)
+    return AdapterReference(
+        lambda entered: logprobs_of(model, entered, recipe, workers, reporter),
+        workers.autocast,
+        keeps_copy=recipe.loss.reference_every > 0 or not fresh,
+    )
+
+
+def logprobs_of(
+    model: PreTrainedModel,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    recipe: Recipe,
+    workers: Workers,
+    reporter: Reporter,
+) -> PolicyLogprobs:
+    """Returns what computes a placed model's log-probabilities."""
     return PolicyLogprobs(
         model,
         packed=recipe.update.packing,
         chunked=recipe.update.chunked_logits,
         compile_backend=recipe.model.compile_backend if recipe.model.compile else None,
-        autocast=workers.autocast,
+        autocast=autocast,
         say=reporter.say,
         agree_on=workers.first if workers.runs_in_lockstep else lambda mismatch: mismatch,
     )
@@ -212,13 +241,15 @@ def describe(run: Run) -> None:
     """Prints size, devices, rewards and notices of a run that is about to start."""
     recipe, workers, say = run.recipe, run.workers, run.reporter.say
     size = sum(p.numel() for p in run.policy.parameters())
+    trained = sum(p.numel() for p in run.policy.parameters() if p.requires_grad)
+    of_adapter = "" if trained == size else f" ({trained / 1e6:.4g} M trained)"
     prompts = len(run.queue.stream.prompts)
     most = "at most " if recipe.generation.dynamic_sampling else ""
     shown = f"{prompts:,} prompts ({most}{prompts / recipe.prompts_per_step:,.4g} steps an epoch)"
     if recipe.dataset.streaming:
         shown = "streamed prompts"
     say(
-        f"{recipe.recipe}: {size / 1e6:.2f} M parameters on {workers.device}, "
+        f"{recipe.recipe}: {size / 1e6:.2f} M parameters{of_adapter} on {workers.device}, "
         f"{shown}, "
         f"{recipe.steps:,} steps, {recipe.prompts_per_step} x "
         f"{recipe.generation.num_generations} completions a step, {workers.size} "
@@ -297,13 +328,30 @@ def load_policy(
     If the model is to be sharded, only the main process has weights.
     """
     recipe, whole = prepared.recipe, workers.is_main or not workers.runs_in_lockstep
+    path = recipe.model.path
     if recipe.model.build is None:
-        assert recipe.model.path is not None, "checked when the recipe was parsed"
-        check_tokens(recipe, recipe.model.path)
-        return loading.load(recipe.model, recipe.model.path, weights=whole)
-    with workers.main_first():  # the others find what the main process has made
-        path = build_model(recipe, prepared.train.values(), reporter.console)
-    return loading.load(recipe.model, path, weights=whole)
+        assert path is not None, "checked when the recipe was parsed"
+        check_tokens(recipe, path)
+    else:
+        with workers.main_first():  # the others find what the main process has made
+            path = str(build_model(recipe, prepared.train.values(), reporter.console))
+    model, tokenizer = loading.load(recipe.model, path, weights=whole)
+    if recipe.adapter.method != "none":
+        add_adapter(model, path, recipe)
+    return model, tokenizer
+
+
+def add_adapter(model: PreTrainedModel, path: str, recipe: Recipe) -> None:
+    """Adds the recipe's adapter, fresh or with the weights of `adapter.path`.
+
+    Args:
+        path: hub name or folder of the model.
+    """
+    if recipe.adapter.path is not None:
+        adapters.load(model, Path(recipe.adapter.path).expanduser(), trained=True)
+        return
+    config = adapters.config_of(recipe.adapter, path, recipe.model.revision)
+    adapters.attach(model, config, derive_seed(recipe.seed, "adapter") % 2**32)
 
 
 def check_tokens(recipe: Recipe, path: str) -> None:

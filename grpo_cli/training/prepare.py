@@ -99,6 +99,7 @@ def for_training(recipe: Recipe) -> Prepared:
     optimizers.check(recipe)
     tracking.require(recipe.tracking.backend)
     check_model_path(recipe)
+    check_adapter(recipe)
     train, eval_rows = train_rows_of(recipe)
     if recipe.dataset.eval and not recipe.benchmark:
         eval_rows = data.load_rows(recipe.dataset, "eval")
@@ -492,6 +493,31 @@ def check_model_path(recipe: Recipe) -> None:
             manifest.check(folder, model_only=True)
 
 
+def check_adapter(recipe: Recipe) -> None:
+    """Raises a UserError if the recipe's adapter cannot be trained on its model."""
+    path, adapter = recipe.model.path, recipe.adapter
+    if path is not None and sources.is_adapter(Path(path).expanduser()):
+        raise UserError(
+            f"model.path = {path}: is an adapter; go on from it with adapter=lora "
+            f"adapter.path={path} and model.path of its base model."
+        )
+    if adapter.method == "none":
+        return
+    from grpo_cli.models import adapters  # which imports torch
+
+    adapters.require()
+    if adapter.path is None:
+        adapters.config_of(adapter, path or "", recipe.model.revision)
+        return
+    folder = Path(adapter.path).expanduser()
+    if not sources.is_adapter(folder):
+        raise UserError(
+            f"adapter.path = {adapter.path}: is no folder with adapter_config.json and "
+            "adapter_model.safetensors."
+        )
+    adapters.read_config(folder)
+
+
 def with_absolute_paths(recipe: Recipe) -> Recipe:
     """Returns the recipe with absolute paths of its local files."""
 
@@ -505,6 +531,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
             path=absolute(recipe.model.path),
             chat_template=absolute(recipe.model.chat_template),
         ),
+        adapter=dataclasses.replace(recipe.adapter, path=absolute(recipe.adapter.path)),
         benchmark={
             name: dataclasses.replace(b, data=absolute(b.data))
             for name, b in recipe.benchmark.items()

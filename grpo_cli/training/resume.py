@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from grpo_cli import random_streams
 from grpo_cli.algorithm.controllers import AdaptiveBeta, AdaptiveEntropyBonus
-from grpo_cli.checkpoints import checkpointer, paths
+from grpo_cli.checkpoints import checkpointer, paths, shards
 from grpo_cli.checkpoints.shards import Parts
 from grpo_cli.config import saved_recipe
 from grpo_cli.config.renamed import translate
@@ -182,13 +182,13 @@ def writes_model(run: Run) -> bool:
     when = run.recipe.checkpoint.model
     if when == "auto" and run.recipe.hub.repo is not None:
         return run.recipe.hub.strategy != "end" or run.is_over
-    size = sum(p.numel() * p.element_size() for p in run.policy.parameters())
+    size = sum(t.nbytes for t in shards.tensors_of(run.policy).values())
     return when == "always" or (when == "auto" and size <= MODEL_FOLDER_UP_TO)
 
 
 def expected_seconds(policy: PreTrainedModel, processes: int) -> float:
     """Returns the expected seconds of the first checkpoint: weights and two moments."""
-    size = float(3 * sum(p.numel() * p.element_size() for p in policy.parameters()))
+    size = float(3 * sum(tensor.nbytes for tensor in shards.tensors_of(policy).values()))
     return 2.0 + size / processes / BYTES_PER_SECOND
 
 
@@ -323,7 +323,7 @@ def _load(run: Run, path: Path) -> dict[str, Any]:
         try:
             saved = checkpointer.load_state(path)
             has_reference = run.reference is not None and checkpointer.has_reference(path)
-            reference = run.reference.logprobs.model if run.reference and has_reference else None
+            reference = run.reference.weights if run.reference and has_reference else None
             checkpointer.load(path, Parts(run.policy, run.optimizer, reference))
         except Exception as error:  # torn files: each format has its own errors
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -76,6 +76,7 @@ HARD = [
 # What does not depend on the number of processes but for rounding.
 PLAIN = [*TINY, "loss.kl_target=1e-3", "+reward.evens.function=tests.kill_harness:evens"]
 SHARDED = [*HARD, "distributed=fsdp2"]
+ADAPTED = [*HARD, "adapter=lora", "adapter.dropout=0.1"]
 
 # What can be the moment, and how often it comes in a step of one process, about.
 HAPPENS = {
@@ -321,17 +322,23 @@ def happened(runs: Sequence[Path], number: int) -> list[dict[str, Any]]:
     return [m for run in runs for m in fired(run) if m.get("signal", signal.SIGKILL) == number]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_killed_run_is_the_same_run(jobs: Jobs, straight: Straight, processes: int) -> None:
+@pytest.mark.parametrize(
+    ("settings", "processes"),
+    [(HARD, 1), (HARD, 2), (ADAPTED, 1)],
+    ids=["one", "two", "adapter"],
+)
+def test_a_killed_run_is_the_same_run(
+    jobs: Jobs, straight: Straight, settings: list[str], processes: int
+) -> None:
     rng = random.Random(SEED)
-    reference = straight(HARD, processes)
+    reference = straight(settings, processes)
     took = json.loads((reference / "summary.json").read_text())["seconds"]
     carried = [m["dynamic_sampling/carried"] for m in metrics(reference)]
     assert any(carried), "no group is carried over, so nothing shows that they are kept"
     plan = [[drawn(rng, processes, what, of=rng.choice(["one", "all"]))] for what in HAPPENS]
     plan += [[{"after": rng.uniform(took / 6, took / 2), "of": "all"}] for _ in range(2)]
     rng.shuffle(plan)
-    runs = chain(jobs, reference, HARD, processes, SEED, plan)
+    runs = chain(jobs, reference, settings, processes, SEED, plan)
     killed = happened(runs, signal.SIGKILL)
     assert len(killed) == len(plan)
     assert {"generate", "reward", "forward_backward", "optimizer"} <= {m["stage"] for m in killed}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from grpo_cli.distributed.fsdp import full_tensor
+from grpo_cli.models import adapters
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Weights:
     """Iterates over all parameters of a model in a fixed order; each pass gathers them again.
 
     All of them, frozen ones too: an engine that fuses layers fills the parts that it is not sent
-    with uninitialised memory. A tied head is there once, under the embedding's name.
+    with uninitialised memory. A tied head is there once, under the embedding's name. An adapter is
+    merged in, and the names are those of the model without it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -32,13 +33,14 @@ class Weights:
 
     def infos(self) -> list[WeightInfo]:
         """Describes the weights that iteration yields, without gathering them."""
-        named = self.model.named_parameters()
-        return [WeightInfo(n, tuple(p.shape), p.dtype) for n, p in named]
+        infos: dict[torch.nn.Parameter, WeightInfo] = {}
+        for name, p, _ in adapters.plain_parameters(self.model):
+            infos.setdefault(p, WeightInfo(name, tuple(p.shape), p.dtype))
+        return [*infos.values()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, complete tensor); every process of a sharded model has to iterate."""
-        for name, parameter in self.model.named_parameters():
-            yield name, full_tensor(parameter.detach())
+        yield from adapters.merged(self.model)
 
 
 def buckets(infos: Iterable[WeightInfo], limit: int) -> Iterator[list[WeightInfo]]:

@@ -1,0 +1,407 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) through peft: few trained weights on a frozen model.
+
+peft replaces linear layers in place: the model keeps its class and its forward, so that everything
+that computes log-probabilities or samples works as before. What is here says which weights are
+trained, gives the model as if it had no adapter, and the weights with the adapter merged in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import importlib.util
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from grpo_cli.config.schema import Adapter
+from grpo_cli.distributed.fsdp import full_tensor
+from grpo_cli.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+NAME = "default"  # peft's name of the one adapter
+PREFIX = "base_model.model."  # of the names in peft's files
+KINDS: dict[str, dict[str, bool]] = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "rslora": {"use_rslora": True},
+}
+INIT_AT_BASE = (True, "gaussian", "orthogonal")  # the adapter begins as the model without it
+
+
+def require() -> None:
+    """Raises a UserError if peft is not installed."""
+    if importlib.util.find_spec("peft") is None:
+        raise UserError("adapter: peft is not installed here; pip install 'grpo-cli[peft]'.")
+
+
+def config_of(adapter: Adapter, base: str, revision: str | None) -> LoraConfig:
+    """Returns peft's config of the recipe's adapter.
+
+    Args:
+        base: hub name or folder of the model under the adapter, which the config names.
+
+    Raises:
+        UserError: peft does not take `adapter.args`.
+    """
+    from peft import LoraConfig
+
+    targets = adapter.target_modules
+    fields: dict[str, Any] = {
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "revision": revision,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": adapter.dropout,
+        "target_modules": targets if isinstance(targets, str) else [*targets],
+        "target_parameters": [*adapter.target_parameters] or None,
+        "modules_to_save": [*adapter.modules_to_save] or None,
+        "init_lora_weights": {"true": True, "false": False}.get(adapter.init.lower(), adapter.init),
+        **KINDS[adapter.method],
+    }
+    if own := sorted(fields.keys() & adapter.args.keys()):
+        raise UserError(f"adapter.args.{own[0]}: has a key of its own below adapter.")
+    try:
+        return LoraConfig(**fields, **adapter.args)
+    except (TypeError, ValueError, ImportError) as error:
+        raise UserError(f"adapter: peft does not take it: {first_line(error)}.") from error
+
+
+def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
+    """Adds a fresh adapter to a model, in float32, and freezes the model.
+
+    Args:
+        seed: of the adapter's initial weights, the same on every process.
+
+    Raises:
+        UserError: the adapter fits no module, or modules that it must not change.
+    """
+    from peft import inject_adapter_in_model
+
+    check_modules(model, config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(config, model, NAME)
+        except (TypeError, ValueError, ImportError, RuntimeError) as error:
+            raise UserError(f"adapter: peft cannot add it: {first_line(error)}.") from error
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data = p.data.float()
+
+
+def attach_like(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """Adds an adapter of another model's form; its weights are not copied."""
+    if (config := config_on(other)) is not None:
+        attach(model, copy.deepcopy(config), 0)
+
+
+def check_modules(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Checks the modules that an adapter names.
+
+    Raises:
+        UserError: there are none of that name, or it is the output head or the embeddings.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    embeddings = {
+        name
+        for name, module in model.named_modules()
+        if module in (model.get_input_embeddings(), model.get_output_embeddings())
+    }
+
+    def matching(target: str) -> set[str]:
+        return {name for name in names if name == target or name.endswith(f".{target}")}
+
+    targets = config.target_modules
+    if isinstance(targets, str):
+        every = targets == "all-linear"
+        found = set() if every else {n for n in names if re.fullmatch(targets, n)}
+        if not (every or found):
+            raise UserError(f"adapter.target_modules = {targets}: matches no module of the model.")
+    else:
+        found = set()
+        for target in targets or ():
+            found |= (own := matching(target))
+            if not own:
+                near = nearest(target, sorted({name.rpartition(".")[2] for name in names}))
+                raise UserError(f"adapter.target_modules: the model has no module {target}.{near}")
+    if wrong := sorted(found & embeddings):
+        raise UserError(
+            f"adapter.target_modules: {wrong[0]} is an embedding or the output head, which an "
+            "adapter does not change here; train the layers between them."
+        )
+    saved = {name for module in config.modules_to_save or () for name in matching(module)}
+    tied = model.config.get_text_config(decoder=True).tie_word_embeddings
+    if tied and (wrong := sorted(saved & embeddings)):
+        raise UserError(
+            f"adapter.modules_to_save: {wrong[0]} is tied to the other of embedding and output "
+            "head; a copy of one would untie them."
+        )
+
+
+def load(model: PreTrainedModel, folder: Path, *, trained: bool) -> None:
+    """Adds the adapter of a folder, with its weights, to a model.
+
+    Args:
+        trained: whether the adapter's weights are trained further.
+
+    Raises:
+        UserError: it is no LoRA adapter, or one of another model.
+    """
+    from peft import set_peft_model_state_dict
+
+    config = read_config(folder)
+    attach(model, config, 0)
+    if any(p.is_meta for p in model.parameters()):
+        return  # the main process's weights replace them
+    try:
+        stored = load_file(folder / WEIGHTS)
+        stored = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
+        missing = own_names(model, stored)
+        result = set_peft_model_state_dict(model, stored, NAME)
+    except Exception as error:  # torn files, other shapes
+        raise UserError(
+            f"adapter {folder}: does not fit the model: {first_line(error)}."
+        ) from error
+    unexpected: list[str] = result.unexpected_keys  # type: ignore[attr-defined]
+    if wrong := [*unexpected, *missing]:
+        raise UserError(
+            f"adapter {folder}: does not fit the model: {wrong[0]} is only in one of them."
+        )
+    if not trained:
+        model.requires_grad_(False)
+
+
+def own_names(model: PreTrainedModel, stored: Mapping[str, Tensor]) -> list[str]:
+    """Returns names of the model's adapter weights that a file does not hold."""
+    return sorted(set(file_tensors(model, tensors_of(model))) - {PREFIX + n for n in stored})
+
+
+def read_config(folder: Path) -> LoraConfig:
+    """Reads the config of an adapter's folder.
+
+    Raises:
+        UserError: it cannot be read, or is of another method than LoRA.
+    """
+    require()
+    from peft import LoraConfig
+
+    stored = read_json(folder)
+    if stored.get("peft_type") != "LORA":
+        raise UserError(
+            f"adapter {folder}: is of type {stored.get('peft_type')}; only LORA (with DoRA and "
+            "rsLoRA) can be trained and evaluated."
+        )
+    known = {f.name for f in dataclasses.fields(LoraConfig)}
+    try:
+        config = LoraConfig(**{k: v for k, v in stored.items() if k in known})
+    except (TypeError, ValueError, ImportError) as error:
+        reason = first_line(error)
+        raise UserError(f"{folder / CONFIG}: peft does not take it: {reason}.") from error
+    config.inference_mode = False
+    return config
+
+
+def read_json(folder: Path) -> dict[str, Any]:
+    """Returns the contents of an adapter's config file.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        stored = json.loads((folder / CONFIG).read_text("utf-8"))
+        if not isinstance(stored, dict):
+            raise ValueError("is no object")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / CONFIG}: cannot be read: {first_line(error)}.") from error
+    return stored
+
+
+def config_on(model: nn.Module) -> LoraConfig | None:
+    """Returns the config of a model's adapter; None without one."""
+    configs = getattr(model, "peft_config", None)
+    return configs[NAME] if configs else None
+
+
+def tensors_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns an adapter's weights by their names in the model; {} without one."""
+    if config_on(model) is None:
+        return {}
+    return {
+        name: p
+        for name, p in model.named_parameters()
+        if ".lora_" in name or f".modules_to_save.{NAME}." in name or p.requires_grad
+    }
+
+
+def file_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns an adapter's tensors with the names of peft's files.
+
+    Args:
+        tensors: by their names in the model.
+    """
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(
+        model,
+        state_dict=dict(tensors),
+        adapter_name=NAME,
+        save_embedding_layers=False,  # "auto" would look for the base model on the hub
+    )
+    return {PREFIX + name: tensor for name, tensor in state.items()}
+
+
+def config_file(model: nn.Module) -> bytes:
+    """Returns the contents of the config file that peft reads, in a fixed order."""
+    config = config_on(model)
+    assert config is not None
+    fields = config.to_dict()  # type: ignore[no-untyped-call]
+    stored = {k: sorted(v) if isinstance(v, set) else v for k, v in fields.items()}
+    stored["inference_mode"] = True  # as peft writes it
+    return (json.dumps(stored, indent=2, sort_keys=True) + "\n").encode()
+
+
+def begins_as_base(config: LoraConfig) -> bool:
+    """Whether a fresh adapter changes nothing, so that the model without it is its beginning.
+
+    PiSSA, OLoRA and others change the weights under the adapter, and a trained bias stays in the
+    model when the adapter is off.
+    """
+    return config.init_lora_weights in INIT_AT_BASE and config.bias == "none"
+
+
+@contextlib.contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """Makes the model compute without its adapter inside, bit for bit as before there was one."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    layers: list[Any] = [part for part in model.modules() if isinstance(part, kinds)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+@contextlib.contextmanager
+def replaced(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Makes the model compute with other weights of its adapter inside.
+
+    Args:
+        tensors: of `copied`, by their names in the model.
+    """
+    current = copied(model)
+    fill(model, tensors)
+    try:
+        yield
+    finally:
+        fill(model, current)
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
+    """Returns copies of an adapter's weights, or of this process's shards of them."""
+    return {name: p.detach().clone() for name, p in tensors_of(model).items()}
+
+
+@torch.no_grad()
+def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Sets an adapter's weights, in place."""
+    for name, p in tensors_of(model).items():
+        p.copy_(tensors[name])
+
+
+def plain_parameters(
+    model: nn.Module,
+) -> Iterator[tuple[str, nn.Parameter, nn.Module | None]]:
+    """Yields (name, parameter, layer) of a model's parameters except the adapter's.
+
+    The names are those of the model without an adapter; a tied weight has several. `layer` is the
+    adapted layer to which the parameter belongs, or None. A module that is trained as a whole
+    stands for its original.
+    """
+    if config_on(model) is not None:
+        yield from _below_adapters(model, "", None)
+        return
+    for name, p in model.named_parameters(remove_duplicate=False):
+        yield name, p, None
+
+
+def _below_adapters(
+    module: nn.Module, prefix: str, layer: nn.Module | None
+) -> Iterator[tuple[str, nn.Parameter, nn.Module | None]]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+    if isinstance(module, BaseTunerLayer):
+        yield from _below_adapters(module.get_base_layer(), prefix, layer or module)
+        return
+    if isinstance(module, ModulesToSaveWrapper):
+        yield from _below_adapters(module.modules_to_save[NAME], prefix, layer)
+        return
+    for name, p in module._parameters.items():
+        if p is not None:
+            yield prefix + name, p, layer
+    for name, child in module.named_children():
+        yield from _below_adapters(child, f"{prefix}{name}.", layer)
+
+
+def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, tensor) of a model with its adapter merged in, a layer at a time.
+
+    The model itself is not changed: to add and subtract in place would change weights in bfloat16
+    a little each time. The sum is made in float32 by peft's own `merge`, on a copy of the layer. It
+    has the dtype of the weight. Collective if the model is sharded. A tied weight is there once.
+    """
+    seen: set[nn.Parameter] = set()
+    of_layer: dict[str, Tensor] = {}
+    current: nn.Module | None = None
+    for name, p, layer in plain_parameters(model):
+        if p in seen:
+            continue
+        seen.add(p)
+        if layer is None:
+            yield name, full_tensor(p.detach())
+            continue
+        if layer is not current:
+            current, of_layer = layer, _merged_layer(layer)
+        yield name, of_layer[name.rpartition(".")[2]].to(p.dtype)
+
+
+@torch.no_grad()
+def _merged_layer(layer: nn.Module) -> dict[str, Tensor]:
+    """Returns an adapted layer's parameters with its adapter merged in, in float32 or better."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    def wide(p: Tensor) -> nn.Parameter:
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        return nn.Parameter(full_tensor(p.detach()).to(dtype, copy=True), requires_grad=False)
+
+    # What deepcopy finds here it does not copy: a sharded parameter cannot be.
+    complete = copy.deepcopy(layer, {id(p): wide(p) for p in layer.parameters()})
+    for part in complete.modules():
+        if isinstance(part, BaseTunerLayer):
+            part.merge()
+    return {name: p.detach() for name, p, _ in _below_adapters(complete, "", None)}
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's message without its period."""
+    text = str(error).strip().splitlines()
+    return (text[0] if text else type(error).__name__).rstrip(".")

@@ -1,0 +1,336 @@
+"""Adapters: the base is not changed, and all ways of computing with them give the same numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from grpo_cli.checkpoints import model_folder
+from grpo_cli.checkpoints.shards import Parts
+from grpo_cli.config.schema import Adapter, Model
+from grpo_cli.distributed import fsdp
+from grpo_cli.errors import UserError
+from grpo_cli.generation.vllm.weights import Weights
+from grpo_cli.models import adapters, loading
+from grpo_cli.models.policy_logprobs import SIMPLEST, ForwardMode, PolicyLogprobs
+from grpo_cli.models.reference import AdapterReference
+from tests.models.families import Family
+from tests.models.test_architectures import make
+from tests.models.test_policy_logprobs import gradient, make_rollouts, weighted
+
+pytest.importorskip("peft")
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+QKV = ["q_proj", "k_proj", "v_proj", "o_proj"]
+KINDS = {
+    "lora": Adapter(method="lora", rank=4),
+    "dora": Adapter(method="dora", rank=4),
+    "rslora": Adapter(method="rslora", rank=4),
+    "biases": Adapter(method="lora", rank=2, args={"bias": "lora_only"}),
+    "norms": Adapter(method="lora", rank=2, modules_to_save=["input_layernorm", "norm"]),
+    "pissa": Adapter(method="lora", rank=2, init="pissa"),
+    "experts": Adapter(method="lora", rank=2, target_modules=QKV, target_parameters=EXPERTS),
+}
+EACH = pytest.mark.parametrize("kind", KINDS)
+
+
+def base_of(kind: str) -> PreTrainedModel:
+    settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    family = Family("qwen3_moe", settings) if kind == "experts" else Family("qwen2")
+    return make(family)
+
+
+def adapted(kind: str, *, moved: bool = True) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """(model with an adapter, the model before); moved, since a fresh adapter changes nothing."""
+    base = base_of(kind)
+    model = copy.deepcopy(base)
+    adapters.attach(model, adapters.config_of(KINDS[kind], "base", None), 7)
+    if moved:
+        move(model)
+    return model, base
+
+
+@torch.no_grad()
+def move(model: PreTrainedModel, seed: int = 5) -> None:
+    random = torch.Generator().manual_seed(seed)
+    for p in adapters.tensors_of(model).values():
+        p.add_(torch.randn(p.shape, generator=random) * 0.05)
+
+
+def logprobs(model: PreTrainedModel, mode: ForwardMode = SIMPLEST) -> Tensor:
+    policy = PolicyLogprobs(model, packed=mode.packed, chunked=mode.chunked)
+    return policy._by(mode, make_rollouts(), 1.0)[0]
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+@EACH
+def test_what_is_trained_and_what_is_frozen(kind: str) -> None:
+    model, base = adapted(kind)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert trained.keys() == adapters.tensors_of(model).keys()
+    assert all(p.dtype == torch.float32 for p in trained.values())
+    if kind in ("lora", "rslora", "dora", "experts"):
+        assert all(".lora_" in name for name in trained)
+    optimizer = torch.optim.AdamW(trained.values(), lr=0.1)
+    logprobs(model).sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    if kind == "pissa":  # its base is what the adapter leaves of the model
+        return
+    before = dict(base.named_parameters())
+    for name, p, _ in adapters.plain_parameters(model):
+        if not p.requires_grad:
+            assert torch.equal(p, before[name]), name
+
+
+@EACH
+def test_packed_rows_and_their_gradients_are_those_of_padded_ones(kind: str) -> None:
+    model, base = adapted(kind)
+    assert apart(logprobs(model), logprobs(base)) > 1e-3, "the adapter does nothing"
+    expected = logprobs(model)
+    slope = gradient(model, weighted(list(expected)))
+    for mode in (ForwardMode(True, True), ForwardMode(True, False), ForwardMode(False, True)):
+        found = logprobs(model, mode)
+        assert apart(found, expected) < 1e-5
+        other = gradient(model, weighted(list(found)))
+        assert (other - slope).norm() < 1e-5 * slope.norm()
+
+
+@EACH
+@pytest.mark.parametrize("moved", [False, True])
+def test_the_check_keeps_the_quick_way(kind: str, moved: bool) -> None:
+    """The gradient of a fresh adapter's first matrix is 0, and tells nothing."""
+    model, _ = adapted(kind, moved=moved)
+    said: list[str] = []
+    policy = PolicyLogprobs(model, say=said.append)
+    policy.check(make_rollouts(), 1.0)
+    assert (policy.mode, said) == (ForwardMode(True, True), [])
+
+
+def test_the_check_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = adapted("lora", moved=False)
+    said: list[str] = []
+    policy = PolicyLogprobs(model, say=said.append)
+    right = policy._by
+
+    def detached(mode: ForwardMode, *args: Any, **kwargs: Any) -> Any:
+        logprobs, entropies = right(mode, *args, **kwargs)
+        return (logprobs if mode == SIMPLEST else logprobs * 3 - logprobs.detach() * 2), entropies
+
+    monkeypatch.setattr(policy, "_by", detached)
+    policy.check(make_rollouts(), 1.0)
+    assert policy.mode == SIMPLEST
+    assert "gradients differ" in said[0]
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "rslora", "norms", "experts"])
+def test_switched_off_it_is_the_base_bit_for_bit(kind: str) -> None:
+    model, base = adapted(kind)
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    with adapters.switched_off(model):
+        assert torch.equal(logprobs(model), logprobs(base))
+    assert apart(logprobs(model), logprobs(base)) > 1e-3
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == trained
+
+
+@EACH
+def test_merged_weights_are_a_plain_models(kind: str) -> None:
+    model, base = adapted(kind)
+    before = copy.deepcopy(model.state_dict())
+    merged = dict(adapters.merged(model))
+    shapes = [(n, tuple(p.shape), p.dtype) for n, p in base.named_parameters()]
+    assert [(n, tuple(t.shape), t.dtype) for n, t in merged.items()] == shapes
+    assert [(i.name, i.shape, i.dtype) for i in Weights(model).infos()] == shapes
+    assert [name for name, _ in Weights(model)] == [name for name, _, _ in shapes]
+    base.load_state_dict(merged, strict=False)
+    assert apart(logprobs(base), logprobs(model)) < 2e-5
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+def test_merging_often_does_not_change_a_model_in_bfloat16() -> None:
+    base = base_of("lora").bfloat16()
+    model = copy.deepcopy(base)
+    adapters.attach(model, adapters.config_of(KINDS["lora"], "base", None), 7)
+    move(model)
+    first = dict(adapters.merged(model))
+    for _ in range(3):
+        again = dict(adapters.merged(model))
+    assert all(torch.equal(again[n], t) and t.dtype == torch.bfloat16 for n, t in first.items())
+    before = dict(base.named_parameters())
+    assert all(torch.equal(p, before[n]) for n, p, _ in adapters.plain_parameters(model))
+
+
+def reference_of(model: PreTrainedModel, *, keeps_copy: bool) -> AdapterReference:
+    return AdapterReference(
+        lambda entered: PolicyLogprobs(model, packed=False, chunked=False, autocast=entered),
+        contextlib.nullcontext,
+        keeps_copy=keeps_copy,
+    )
+
+
+@pytest.mark.parametrize("keeps_copy", [False, True])
+def test_a_reference_is_the_beginning(keeps_copy: bool) -> None:
+    model, base = adapted("norms", moved=False)
+    reference = reference_of(model, keeps_copy=keeps_copy)
+    move(model)
+    policy = logprobs(model)
+    assert torch.equal(reference.logprobs(make_rollouts(), 1.0)[0], logprobs(base))
+    assert torch.equal(logprobs(model), policy), "the policy has its own weights again"
+    assert reference.weights_to_save is None
+
+
+@pytest.mark.parametrize("kind", ["lora", "pissa", "biases"])
+def test_a_reference_with_a_copy(kind: str) -> None:
+    """Also where the model with its adapter off is not what the run began with."""
+    model, _ = adapted(kind)
+    begun = logprobs(model)
+    reference = reference_of(model, keeps_copy=True)
+    move(model, 6)
+    assert apart(logprobs(model), begun) > 1e-3
+    assert torch.equal(reference.logprobs(make_rollouts(), 1.0)[0], begun)
+    reference.refresh(model, 1.0)
+    assert torch.equal(reference.logprobs(make_rollouts(), 1.0)[0], logprobs(model))
+    assert reference.weights_to_save is reference.weights
+    reference.logprobs.check(make_rollouts(), 1.0)
+
+
+def test_which_fresh_adapters_begin_as_the_model_without_them() -> None:
+    def begins(**more: Any) -> bool:
+        adapter = replace(Adapter(method="lora"), **more)
+        return adapters.begins_as_base(adapters.config_of(adapter, "base", None))
+
+    assert begins()
+    assert begins(init="gaussian")
+    assert not begins(init="pissa")
+    assert not begins(init="false")
+    assert not begins(args={"bias": "all"})
+
+
+@EACH
+def test_a_folder_loads_in_peft_and_here(
+    kind: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    from peft import PeftModel
+
+    base = base_of(kind)
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    model = copy.deepcopy(base)
+    where = str(tmp_path / "base")
+    adapters.attach(model, adapters.config_of(KINDS[kind], where, None), 7)
+    move(model)
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    for name, data in model_folder.files_of_adapter(model, tokenizer).items():
+        (folder / name).write_bytes(data)
+    own = adapters.file_tensors(model, adapters.tensors_of(model))
+    model_folder.write_safetensors(folder / adapters.WEIGHTS, own)
+    assert not (folder / "config.json").exists()
+    expected = logprobs(model)
+    plain = AutoModelForCausalLM.from_pretrained(where)
+    theirs = PeftModel.from_pretrained(plain, str(folder)).get_base_model().eval()
+    assert apart(logprobs(theirs), expected) < 2e-5
+    loaded, own_tokenizer = loading.load(Model(), folder)
+    assert apart(logprobs(loaded.eval()), expected) < 2e-5
+    assert own_tokenizer.get_vocab() == tokenizer.get_vocab()
+    assert not any(p.requires_grad for p in loaded.parameters())
+    again = AutoModelForCausalLM.from_pretrained(where).eval()
+    adapters.load(again, folder, trained=True)
+    assert apart(logprobs(again), expected) < 2e-5
+    trained = {n for n, p in again.named_parameters() if p.requires_grad}
+    assert trained == adapters.tensors_of(model).keys()
+
+
+def test_a_checkpoint_holds_the_adapter_alone() -> None:
+    model, _ = adapted("norms")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    logprobs(model).sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    tensors = Parts(model, optimizer, {"a": torch.ones(2)}).tensors()
+    own = adapters.tensors_of(model).keys()
+    assert {n.removeprefix("model.") for n in tensors if n.startswith("model.")} == own
+    moments = {n.rpartition(".")[0] for n in tensors if n.startswith("optimizer.")}
+    assert moments == {f"optimizer.{name}" for name in own}
+    assert torch.equal(tensors["reference.a"], torch.ones(2))
+
+
+def test_a_skeleton_has_the_adapter_too() -> None:
+    model, _ = adapted("lora")
+    empty = loading.skeleton(model)
+    assert all(p.is_meta for p in empty.parameters())
+    fsdp.fill(empty, model, torch.float32)
+    assert torch.equal(logprobs(empty), logprobs(model))
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "nearest": ({"target_modules": ["q_porj"]}, "the model has no module q_porj. Did you mean q_p"),
+    "pattern": ({"target_modules": ".*nothing"}, "matches no module"),
+    "head": ({"target_modules": ["lm_head"]}, "lm_head is an embedding or the output head"),
+    "embedding": ({"target_modules": ["embed_tokens"]}, "is an embedding or the output head"),
+    "init": ({"init": "olive"}, "Unknown initialization init_lora_weights='olive'"),
+    "field": ({"args": {"rnak_pattern": {}}}, "rnak_pattern"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_an_adapter_that_does_not_fit(name: str) -> None:
+    settings, message = BAD[name]
+    adapter = replace(Adapter(method="lora"), **settings)
+    with pytest.raises(UserError, match="adapter") as raised:
+        adapters.attach(base_of("lora"), adapters.config_of(adapter, "base", None), 0)
+    assert message in str(raised.value)
+
+
+def test_a_copy_of_a_tied_weight_is_refused() -> None:
+    base = make(Family("qwen2", {"tie_word_embeddings": True}))
+    adapter = Adapter(method="lora", modules_to_save=["lm_head"])
+    with pytest.raises(UserError, match="lm_head is tied"):
+        adapters.attach(base, adapters.config_of(adapter, "base", None), 0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model, _ = adapted("lora")
+    (tmp_path / adapters.CONFIG).write_bytes(adapters.config_file(model))
+    save_file(adapters.file_tensors(model, adapters.tensors_of(model)), tmp_path / adapters.WEIGHTS)
+    return tmp_path
+
+
+def change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_a_folder_that_does_not_fit(folder: Path) -> None:
+    with pytest.raises(UserError, match="does not fit the model"):
+        adapters.load(make(Family("qwen2", {"hidden_size": 64})), folder, trained=True)
+    stored = load_file(folder / adapters.WEIGHTS)
+    name = next(iter(stored))
+    save_file({n: t for n, t in stored.items() if n != name}, folder / adapters.WEIGHTS)
+    with pytest.raises(UserError, match="is only in one of them"):
+        adapters.load(base_of("lora"), folder, trained=True)
+    change(folder / adapters.CONFIG, peft_type="PREFIX_TUNING")
+    with pytest.raises(UserError, match="is of type PREFIX_TUNING"):
+        adapters.load(base_of("lora"), folder, trained=True)
+    (folder / adapters.CONFIG).write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        adapters.load(base_of("lora"), folder, trained=True)
+
+
+def test_a_base_that_is_not_there(folder: Path) -> None:
+    change(folder / adapters.CONFIG, base_model_name_or_path=str(folder / "gone"))
+    with pytest.raises(UserError, match=r"its base model .*gone is gone"):
+        loading.load(Model(), folder)
+    change(folder / adapters.CONFIG, base_model_name_or_path=None)
+    with pytest.raises(UserError, match="names no base_model_name_or_path"):
+        loading.load(Model(), folder)
