@@ -56,11 +56,15 @@ def knob(
 
 
 def read_if(*condition: Any) -> Callable[[type[T]], type[T]]:
-    """Gives the knobs that a dataclass declares this `read_if`, unless they have their own."""
+    """Gives the knobs that a dataclass declares this `read_if`, unless they have their own.
+
+    The knob that the condition names is left out.
+    """
 
     def apply(kind: type[T]) -> type[T]:
         for f in dataclasses.fields(kind):  # type: ignore[arg-type]
-            if not f.metadata["read_if"]:
+            is_condition = f.name == condition[0].rpartition(".")[2]
+            if not (f.metadata["read_if"] or is_condition):
                 f.metadata = MappingProxyType({**f.metadata, "read_if": condition})
         return kind
 

@@ -118,7 +118,6 @@ class Adapter:
         "What is trained: all weights of the model (none), or a low-rank adapter on the frozen "
         "model: LoRA (lora), LoRA with trained magnitudes (dora), or LoRA scaled by alpha/√rank "
         "(rslora).",
-        read_if=(),
         choices=("none", "lora", "dora", "rslora"),
     )
     rank: int = knob(16, "Rank r of the adapter's matrices.", ge=1)

@@ -498,6 +498,7 @@ def another(key: str) -> Any:
             "float": (0.5, 1.5, 0.25),
             "str": ('{"type": "object"}',) if key.endswith("json_schema") else ("another",),
             "list[str]": (["http://another:8000"],),
+            "Any": (["another"],),
             "dict[str, Any]": ({"another": 1},),
         }[kind]
     if kind in ("int", "float"):

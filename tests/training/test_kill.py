@@ -254,8 +254,9 @@ def _unlike(run: Path, straight: Path, step: int) -> Iterator[str]:
     except OSError:  # a checkpoint of the best step, or an old one whose removal was killed
         assert step != STEPS
         return
-    if (own / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes():
-        yield "model.safetensors"
+    (name,) = (path.name for path in other.glob("*.safetensors"))
+    if (own / name).read_bytes() != (other / name).read_bytes():
+        yield name
     if set(shards.tensors) != set(others.tensors):
         yield "names of tensors"
         return

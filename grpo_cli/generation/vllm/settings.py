@@ -18,7 +18,7 @@ REFUSED_ANYWHERE = {
     "logprobs_mode": "a token's log-probability must be that of the distribution it was drawn from",
     "speculative_config": "of drafted tokens vLLM does not report the log-probability they were "
     "drawn with",
-    "enable_lora": "the policy has no adapters: all of its weights are sent",
+    "enable_lora": "a policy with an adapter sends its weights with the adapter merged in",
     "generation_config": "how completions are sampled is the trainer's to say",
     "tokenizer": "it is the model's",
     "skip_tokenizer_init": "stop strings and grammars need the tokenizer",
