@@ -81,6 +81,12 @@ MISTAKES = {
     "added key": (["+foo=1"], ["foo: there is no such key"]),
     "key of another section": (["num_generations=4"], ["generation.num_generations?"]),
     "unknown top key": (["stepz=4"], ["stepz", "steps?"]),
+    "adapter not chosen": (["adapter.rank=4"], ["adapter.rank = 4", "adapter.method"]),
+    "adapter not there": (
+        ["adapter=lora", "adapter.path=./gone"],
+        ["adapter.path = ./gone", "adapter_config.json"],
+    ),
+    "adapter of peft's": (["adapter=lora", "+adapter.args.nonsense=1"], ["peft", "nonsense"]),
     "unknown group choice": (["loss=dappo"], ["loss = dappo", "dapo?"]),
     "wrong type": (["steps=many"], ["steps", "many", "Integer"]),
     "wrong type deep": (["optimizer.learning_rate=fast"], ["optimizer.learning_rate", "fast"]),

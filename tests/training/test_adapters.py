@@ -1,0 +1,109 @@
+"""A run that trains an adapter: what it leaves, how it resumes, evaluates and is exported."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from grpo_cli import cli
+
+pytest.importorskip("peft")
+SMALL = [
+    # exact_match would be 0 for all: nothing would be trained.
+    "recipe=arithmetic_tiny_lora", "reward=[length]", "reward.length.args.target=3", "device=cpu", "steps=3", "prompts_per_step=8",
+    "model.build.hidden_size=32", "model.build.intermediate_size=64", "model.build.num_layers=2",
+    "model.build.num_heads=2", "model.build.num_kv_heads=1", "model.build.warmup_steps=2",
+    "dataset.eval_limit=8", "checkpoint.every=1", "log.plots=false", "eval.at_start=false",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["grpo"])  # Hydra replaces them
+
+
+def grpo(*words: str) -> None:
+    assert cli.run_command([*words]) == 0
+
+
+def train(out: Path, *words: str) -> Path:
+    grpo("train", *SMALL, f"output_dir={out}", *words)
+    return out / "checkpoints" / "step-3"
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["loss.beta=0.05"],
+        ["loss.beta=0.05", "loss.reference_every=1", "loss.reference_alpha=0.5"],
+        ["adapter=dora", "adapter.dropout=0.2", "adapter.modules_to_save=[norm]"],
+    ],
+    ids=["off", "moving", "dora"],
+)
+def test_a_resumed_run_is_the_straight_run(tmp_path: Path, words: list[str]) -> None:
+    straight = train(tmp_path / "straight", *words)
+    grpo("train", *SMALL, f"output_dir={tmp_path / 'run'}", *words, "steps=2")
+    resumed = train(tmp_path / "run", *words, "resume=auto")
+    assert (straight / "adapter_model.safetensors").stat().st_size < 100_000
+    assert digest(resumed / "adapter_model.safetensors") == digest(
+        straight / "adapter_model.safetensors"
+    )
+    assert not (straight / "model.safetensors").exists()
+    weights = load_file(straight / "adapter_model.safetensors")
+    assert all(w.abs().max() > 0 for name, w in weights.items() if "lora_B" in name), "trained"
+
+
+@pytest.mark.runs
+def test_its_checkpoint_is_evaluated_and_exported(
+    tmp_path: Path,
+) -> None:
+    path = train(tmp_path / "run", "optimizer.learning_rate=0.05")
+    base = Path(json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"])
+    before = digest(base / "model.safetensors")
+    grpo("export", str(path), str(tmp_path / "alone"))
+    grpo("export", str(path), str(tmp_path / "merged"), "--merge")
+    assert digest(tmp_path / "alone" / "adapter_model.safetensors") == digest(
+        path / "adapter_model.safetensors"
+    )
+    ids = torch.tensor([[5, 6, 7]])
+    folders = (base, tmp_path / "merged")
+    plain, merged = (AutoModelForCausalLM.from_pretrained(f)(ids).logits for f in folders)
+    assert (plain - merged).abs().max() > 1e-2, "training has changed the model"
+    assert digest(base / "model.safetensors") == before
+    rows = []
+    for number, model in enumerate((path, tmp_path / "merged")):
+        out = tmp_path / f"eval-{number}"
+        words = ["recipe=arithmetic_tiny", "dataset.eval_limit=8", f"output_dir={out}"]
+        grpo("eval", str(model), *words)
+        (file,) = out.rglob("completions.parquet")
+        rows.append(file)
+    own, other = (pq.read_table(file).column("completion").to_pylist() for file in rows)
+    assert own == other
+
+
+@pytest.mark.runs
+def test_a_run_goes_on_from_an_adapter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    first = train(tmp_path / "first", "optimizer.learning_rate=0.05")
+    second = train(tmp_path / "second", f"adapter.path={first}", "loss.beta=0.05")
+    lines = (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()
+    kl = [json.loads(line).get("kl") for line in lines]
+    assert kl[0] == pytest.approx(0, abs=1e-6), "the reference is the adapter it began with"
+    assert digest(second / "adapter_model.safetensors") != digest(
+        first / "adapter_model.safetensors"
+    )
+    wrong = ["train", "recipe=arithmetic_tiny", f"model.path={first}", "model.build=null"]
+    assert cli.run_command(wrong) == 2
+    assert "is an adapter; go on from it with adapter=lora" in capfd.readouterr().err
