@@ -18,7 +18,8 @@ from grpo_cli import cli
 pytest.importorskip("peft")
 SMALL = [
     # exact_match would be 0 for all: nothing would be trained.
-    "recipe=arithmetic_tiny_lora", "reward=[length]", "reward.length.args.target=3", "device=cpu", "steps=3", "prompts_per_step=8",
+    "recipe=arithmetic_tiny_lora", "reward=[length]", "reward.length.args.target=3",
+    "device=cpu", "steps=3", "prompts_per_step=8",
     "model.build.hidden_size=32", "model.build.intermediate_size=64", "model.build.num_layers=2",
     "model.build.num_heads=2", "model.build.num_kv_heads=1", "model.build.warmup_steps=2",
     "dataset.eval_limit=8", "checkpoint.every=1", "log.plots=false", "eval.at_start=false",
