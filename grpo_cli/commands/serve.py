@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from grpo_cli.checkpoints import lookup
-from grpo_cli.config import parsing
+from grpo_cli.config import parsing, sources
 from grpo_cli.config.compose import compose_and_call, given_keys, recipe_files, split_options
 from grpo_cli.config.schema import Recipe
 from grpo_cli.config.words import (
@@ -224,6 +224,11 @@ def _find_model(given: str) -> str:
             )
         return str(named)
     lookup.check_model_folder("model", given)
+    if sources.is_adapter(path):
+        raise UserError(
+            f"model = {given}: is an adapter; serve its base model, or what `grpo export --merge` "
+            "makes of it."
+        )
     return _absolute(given)
 
 

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
@@ -30,7 +31,7 @@ MODEL_CARD = """\
 
 # {{ title }}
 
-{{ base }} trained with [GRPO](https://huggingface.co/papers/2402.03300) (Group Relative Policy
+{{ subject }} trained with [GRPO](https://huggingface.co/papers/2402.03300) (Group Relative Policy
 Optimization) by `grpo-cli`: {{ steps }} of {{ all_steps }} steps of {{ prompts }} prompts with
 {{ generations }} completions each{{ processes }}.
 
@@ -110,13 +111,15 @@ def model_card(
     """
     base = hub_model(recipe)
     data = hub_data_sets(recipe)
+    adapted = recipe.adapter.method != "none"
+    relation: dict[str, Any] = {"base_model_relation": "adapter"} if adapted and base else {}
     results, name = after or {}, recipe.hub.repo or recipe.recipe or "model"
     card = ModelCard.from_template(
         ModelCardData(
             base_model=base,
             datasets=data or None,
-            library_name="transformers",
-            tags=TAGS,
+            library_name="peft" if adapted else "transformers",
+            tags=[*TAGS, "lora"] if adapted else TAGS,
             model_name=name,
             eval_results=[
                 eval_result(recipe, key, results)
@@ -124,10 +127,11 @@ def model_card(
                 if f"{key}_low" in results and math.isfinite(results[key])
             ]
             or None,
+            **relation,
         ),
         template_str=MODEL_CARD,
         title=name,
-        base=f"[{base}](https://huggingface.co/{base})" if base else base_in_words(recipe),
+        subject=subject(recipe, base),
         steps=step,
         all_steps=recipe.steps,
         prompts=recipe.prompts_per_step,
@@ -170,6 +174,19 @@ def hub_model(recipe: Recipe) -> str | None:
     if path is None or Path(path).is_dir() or paths.looks_local(path):
         return None
     return path
+
+
+def subject(recipe: Recipe, base: str | None) -> str:
+    """Returns what a card is about: the model, or the adapter and its model.
+
+    Args:
+        base: hub name of the model that is trained, if it has one.
+    """
+    model = f"[{base}](https://huggingface.co/{base})" if base else base_in_words(recipe)
+    if recipe.adapter.method == "none":
+        return model
+    model = model if base else model[0].lower() + model[1:]
+    return f"An adapter ({recipe.adapter.method}) for {model},"
 
 
 def base_in_words(recipe: Recipe) -> str:

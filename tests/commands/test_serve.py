@@ -362,6 +362,9 @@ def test_what_cannot_be_served(model: Path, tmp_path: Path) -> None:
     recipe = composed("gsm8k_qwen", f"model.path={tmp_path}")
     with pytest.raises(UserError, match=r"model\.path = .*: the folder holds no model"):
         planned(1, recipe)
+    (model / "config.json").rename(model / "adapter_config.json")
+    with pytest.raises(UserError, match="is an adapter; serve its base model"):
+        planned(model=str(model))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])

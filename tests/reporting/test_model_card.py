@@ -49,6 +49,18 @@ def test_the_hub_finds_base_model_data_tags_and_results() -> None:
     assert result.metric_name == "accuracy, 95 % interval [0.400, 0.600]"
 
 
+def test_an_adapter_names_the_model_it_belongs_to() -> None:
+    text = card(recipe(adapter__method="lora"))
+    data = ModelCard(text).data
+    assert (data.library_name, data.base_model) == ("peft", "Qwen/Qwen2.5-0.5B")
+    assert data.to_dict()["base_model_relation"] == "adapter"
+    assert "lora" in data.tags
+    assert "An adapter (lora) for [Qwen/Qwen2.5-0.5B](https://" in text
+    built = card(recipe(adapter__method="dora", model__path=None))
+    assert "An adapter (dora) for a model built from scratch, trained with" in built
+    assert ModelCard(card(recipe())).data.library_name == "transformers"
+
+
 def test_a_reader_finds_results_recipe_command_and_paper() -> None:
     text = card(recipe(), ("grpo", "train", "steps=9", "description=two words"))
     assert "| accuracy | 0.250 [0.200, 0.300] | 0.500 [0.400, 0.600] |" in text
