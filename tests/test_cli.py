@@ -74,7 +74,10 @@ def chat(file: str) -> list[str]:
 
 
 MISTAKES = {
-    "unknown recipe": (["recipe=arithmetic_tini"], ["arithmetic_tini", "arithmetic_tiny?"]),
+    "unknown recipe": (
+        ["recipe=arithmetic_tini"],
+        ["arithmetic_tini", "Did you mean arithmetic_tiny or"],
+    ),
     "missing recipe file": (["recipe=./mine.yaml"], ["./mine.yaml", "no such file"]),
     "unknown key": (["optimizer.lr=1"], ["optimizer.lr", "optimizer.learning_rate"]),
     "misspelt key": (["generation.num_generation=4"], ["Did you mean generation.num_generations"]),

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from grpo_cli.config.schema import Vllm
-from grpo_cli.generation.vllm import gloo_wire, weight_transfer, weights
+from grpo_cli.generation.vllm import gloo_wire, weight_transfer
 from grpo_cli.generation.vllm.client import QUICK, Server, ServerLost
 from grpo_cli.generation.vllm.weight_transfer import Link, connect, send
 from grpo_cli.generation.vllm.weights import WeightInfo, Weights, buckets, flattened, unflattened
+from grpo_cli.models import adapters
 from tests.fake_vllm import FakeVllm, Refused, serving
 from tests.vllm_engines import free_port
 
@@ -80,15 +81,12 @@ def test_every_parameter_is_there_once_under_its_first_name() -> None:
 
 
 def test_each_pass_gathers_a_sharded_weight_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "full_tensor", lambda shard: shard.full_tensor())
-    parameter = torch.zeros(2)  # this process's part
-    shard = SimpleNamespace(full_tensor=lambda: torch.cat([parameter, parameter + 1]))
-    sharded: Any = SimpleNamespace(
-        named_parameters=lambda: [("w", SimpleNamespace(detach=lambda: shard))]
-    )
+    monkeypatch.setattr(adapters, "full_tensor", lambda shard: torch.cat([shard, shard + 1]))
+    sharded = nn.Module()
+    sharded.w = nn.Parameter(torch.zeros(2), requires_grad=False)  # this process's part
     passes = Weights(sharded)
     assert [(n, w.tolist()) for n, w in passes] == [("w", [0, 0, 1, 1])]
-    parameter += 5
+    sharded.w += 5
     assert [(n, w.tolist()) for n, w in passes] == [("w", [5, 5, 6, 6])]
 
 
