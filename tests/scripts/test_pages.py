@@ -25,10 +25,10 @@ from tests.programs import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TINY = (
-    "recipe=gsm8k_tiny device=cpu steps=1 prompts_per_step=2 dataset.train_limit=20 "
+    "device=cpu steps=1 prompts_per_step=2 dataset.train_limit=20 "
     "dataset.eval_limit=2 model.build.warmup_steps=0 model.build.hidden_size=32 "
     "generation.num_generations=2 generation.max_completion_tokens=4 eval.at_start=false "
-    "log.plots=false output_dir=outputs/gsm8k_tiny"
+    "log.plots=false"
 )
 
 
@@ -106,7 +106,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_named_files(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert cli.run_command(["train", *TINY.split()]) == 0
+        for recipe in ("gsm8k_tiny", "arithmetic_tiny_lora"):
+            assert cli.run_command(["train", f"recipe={recipe}", *TINY.split()]) == 0
         assert cli.run_command(["eval", "outputs/gsm8k_tiny", "output_dir=A"]) == 0
     shutil.copytree(folder / "A", folder / "B")
     run = folder / "outputs" / "gsm8k_tiny"
