@@ -540,8 +540,9 @@ def room_is_left_for_what_this_process_keeps(workers: Workers) -> None:
     try:
         # So little that the whole model's would leave nothing at all.
         memory.free_memory = lambda device: 3 * own + 2048 * 10
-        for is_empty, room in ((True, 2048 * 10), (False, 3 * own + 2048 * 10)):
-            found = memory.tokens_that_fit(model, CPU, 10.0, optimizer_is_empty=is_empty)
+        to_come = memory.bytes_to_come(torch.optim.AdamW(model.parameters()))
+        for state_to_come, room in ((to_come, 2048 * 10), (0.0, 3 * own + 2048 * 10)):
+            found = memory.tokens_that_fit(model, CPU, 10.0, state_to_come=state_to_come)
             fitting = int(memory.SHARE * room / 10)
             assert fitting > 2 * memory.SMALLEST
             assert found == min(1 << fitting.bit_length() - 1, memory.LARGEST["cpu"])
