@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_cli.config.schema import Adapter
-from grpo_cli.distributed.fsdp import full_tensor
+from grpo_cli.distributed.fsdp import full_tensor, offload
 from grpo_cli.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -39,6 +39,15 @@ KINDS: dict[str, dict[str, bool]] = {
     "rslora": {"use_rslora": True},
 }
 INIT_AT_BASE = (True, "gaussian", "orthogonal")  # the adapter begins as the model without it
+# What peft raises where a config, which may be anyone's, is wrong.
+FAILURES = (TypeError, ValueError, ImportError, RuntimeError, AttributeError, KeyError, re.error)
+REFUSED = {  # fields of LoraConfig by the reason
+    "trainable_token_indices": "trains rows of the embeddings, which are not merged",
+    "lora_bias": "adds biases, which a merged model has no place for",
+    "layer_replication": "makes a model of more layers than its base",
+    "alora_invocation_tokens": "is active for a part of the tokens only, and cannot be merged",
+    "megatron_config": "imports the modules that megatron_core names",
+}
 
 
 def require() -> None:
@@ -75,9 +84,28 @@ def config_of(adapter: Adapter, base: str, revision: str | None) -> LoraConfig:
     if own := sorted(fields.keys() & adapter.args.keys()):
         raise UserError(f"adapter.args.{own[0]}: has a key of its own below adapter.")
     try:
-        return LoraConfig(**fields, **adapter.args)
-    except (TypeError, ValueError, ImportError) as error:
+        config = LoraConfig(**fields, **adapter.args)
+    except FAILURES as error:
         raise UserError(f"adapter: peft does not take it: {first_line(error)}.") from error
+    check_form(config, "adapter")
+    return config
+
+
+def check_form(config: LoraConfig, where: str) -> None:
+    """Checks that the folder and the merged model of an adapter can compute what it computes.
+
+    Raises:
+        UserError: they cannot.
+    """
+    for name, reason in REFUSED.items():
+        if getattr(config, name, None):
+            raise UserError(f"{where}: {name} {reason}; leave it out.")
+    # The base is changed by a random number that the adapter's folder does not hold.
+    if str(config.init_lora_weights).startswith("pissa_niter"):
+        raise UserError(
+            f"{where}: the init {config.init_lora_weights} is random and changes the model under "
+            "the adapter, so that the saved adapter would fit no model; use pissa."
+        )
 
 
 def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
@@ -91,12 +119,12 @@ def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     """
     from peft import inject_adapter_in_model
 
-    check_modules(model, config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
+            check_modules(model, config)
             inject_adapter_in_model(config, model, NAME)
-        except (TypeError, ValueError, ImportError, RuntimeError) as error:
+        except FAILURES as error:
             raise UserError(f"adapter: peft cannot add it: {first_line(error)}.") from error
     for p in model.parameters():
         if p.requires_grad:
@@ -205,12 +233,13 @@ def read_config(folder: Path) -> LoraConfig:
             f"adapter {folder}: is of type {stored.get('peft_type')}; only LORA (with DoRA and "
             "rsLoRA) can be trained and evaluated."
         )
-    known = {f.name for f in dataclasses.fields(LoraConfig)}
+    known = {f.name for f in dataclasses.fields(LoraConfig)} - {"runtime_config"}  # as peft
     try:
         config = LoraConfig(**{k: v for k, v in stored.items() if k in known})
-    except (TypeError, ValueError, ImportError) as error:
+    except FAILURES as error:
         reason = first_line(error)
         raise UserError(f"{folder / CONFIG}: peft does not take it: {reason}.") from error
+    check_form(config, str(folder / CONFIG))
     config.inference_mode = False
     return config
 
@@ -317,12 +346,14 @@ def replaced(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
 
 def copied(model: nn.Module) -> dict[str, Tensor]:
     """Returns copies of an adapter's weights, or of this process's shards of them."""
+    offload(model)  # a change of gathered weights would be lost
     return {name: p.detach().clone() for name, p in tensors_of(model).items()}
 
 
 @torch.no_grad()
 def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Sets an adapter's weights, in place."""
+    """Sets an adapter's weights, or this process's shards of them, in place."""
+    offload(model)  # a change of gathered weights would be lost
     for name, p in tensors_of(model).items():
         p.copy_(tensors[name])
 

@@ -205,6 +205,8 @@ def base_of(config: Model, path: str | Path) -> tuple[Model, str]:
             f"{adapter}: its base model {base} is gone; write where it is now into the key "
             f"base_model_name_or_path of {adapters.CONFIG}."
         )
+    if sources.is_adapter(Path(base)):
+        raise UserError(f"{adapter}: its base model {base} is an adapter itself; merge that first.")
     return replace(config, revision=stored.get("revision")), base
 
 

@@ -20,7 +20,7 @@ from grpo_cli.checkpoints import checkpointer, paths, shards
 from grpo_cli.checkpoints.shards import Parts
 from grpo_cli.config import saved_recipe
 from grpo_cli.config.renamed import translate
-from grpo_cli.config.schema import Optimizer, Recipe
+from grpo_cli.config.schema import Adapter, Optimizer, Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.models.optimizers import EIGHT_BIT
 from grpo_cli.records import Group
@@ -244,7 +244,8 @@ def with_stored_optimizer(recipe: Recipe, path: Path) -> Recipe:
     Earlier versions decayed all parameters; such a run ends as it began.
 
     Raises:
-        UserError: the run has another optimizer, whose state this one cannot take.
+        UserError: the run has another optimizer, whose state this one cannot take, or another
+            adapter.
     """
     stored = translate(yaml.safe_load((path / paths.TRAINING / "recipe.yaml").read_text("utf-8")))
     before, now = stored["optimizer"], recipe.optimizer
@@ -256,9 +257,31 @@ def with_stored_optimizer(recipe: Recipe, path: Path) -> Recipe:
                 "keeps its optimizer; begin a run from its weights with "
                 f"model.path={path} model.build=null."
             )
+    check_adapter(recipe, stored, path)
     if now.no_decay == Optimizer().no_decay and "no_decay" in before and now.weight_decay:
         recipe = replace(recipe, optimizer=replace(now, no_decay=before["no_decay"]))
     return recipe
+
+
+def check_adapter(recipe: Recipe, stored: Mapping[str, Any], path: Path) -> None:
+    """Checks the adapter of a resumed run; its dropout may be changed.
+
+    The tensors of another method, alpha or init can have the same shapes in a model that differs.
+
+    Args:
+        stored: the recipe of the checkpoint `path`; earlier versions have no adapter in it.
+
+    Raises:
+        UserError: the run has another adapter.
+    """
+    before, now = asdict(Adapter()) | (stored.get("adapter") or {}), asdict(recipe.adapter)
+    before["init"], now["init"] = str(before["init"]).lower(), now["init"].lower()  # True: true
+    for knob in (knob for knob in now if knob not in ("dropout", "path")):
+        if before[knob] != now[knob]:
+            raise UserError(
+                f"adapter.{knob} = {now[knob]}: {path} was trained with {before[knob]}, and a "
+                "resumed run keeps its adapter; give another output_dir to begin a run."
+            )
 
 
 def restore(run: Run, path: Path) -> None:

@@ -280,6 +280,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "embedding": ({"target_modules": ["embed_tokens"]}, "is an embedding or the output head"),
     "init": ({"init": "olive"}, "Unknown initialization init_lora_weights='olive'"),
     "field": ({"args": {"rnak_pattern": {}}}, "rnak_pattern"),
+    "regex": ({"target_modules": "(q"}, "missing )"),
+    "type": ({"args": {"rank_pattern": 5}}, "has no attribute"),
+    "random": ({"init": "pissa_niter_4"}, "is random and changes the model"),
+    "rows": ({"args": {"trainable_token_indices": [1]}}, "trains rows of the embeddings"),
+    "bias": ({"args": {"lora_bias": True}}, "has no place for"),
 }
 
 
@@ -334,3 +339,19 @@ def test_a_base_that_is_not_there(folder: Path) -> None:
     change(folder / adapters.CONFIG, base_model_name_or_path=None)
     with pytest.raises(UserError, match="names no base_model_name_or_path"):
         loading.load(Model(), folder)
+    change(folder / adapters.CONFIG, base_model_name_or_path=str(folder))
+    with pytest.raises(UserError, match="is an adapter itself"):
+        loading.load(Model(), folder)
+
+
+def test_a_config_of_anyones_is_refused_where_it_asks_for_more(folder: Path) -> None:
+    change(folder / adapters.CONFIG, runtime_config={"ephemeral_gpu_offload": True})
+    adapters.load(base_of("lora"), folder, trained=False)
+    change(folder / adapters.CONFIG, target_modules=5)
+    with pytest.raises(UserError, match="not iterable"):
+        adapters.load(base_of("lora"), folder, trained=False)
+    change(folder / adapters.CONFIG, megatron_config={}, megatron_core="megatron.mine")
+    adapters.read_config(folder)  # peft imports nothing without a config
+    change(folder / adapters.CONFIG, megatron_config={"a": 1})
+    with pytest.raises(UserError, match="megatron_config imports the modules"):
+        adapters.load(base_of("lora"), folder, trained=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from grpo_cli.checkpoints import paths
+from grpo_cli.config.schema import Adapter, Recipe
+from grpo_cli.errors import UserError
 from grpo_cli.training import ending, resume
 from grpo_cli.training.run import Run
 from tests.training.test_train import built, trained
@@ -174,3 +177,25 @@ def test_the_lines_before_a_checkpoint_are_on_the_disk_before_it(
     trained(tmp_path, steps=2, checkpoint__every=1)
     before_last = synced[: len(synced) - 1 - synced[::-1].index("manifest.json")]
     assert "metrics.jsonl" in before_last, "the first step's line, before the second's weights"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"method": "rslora"}, "adapter.method = rslora: .* was trained with lora"),
+        ({"alpha": 8.0}, "adapter.alpha = 8.0"),
+        ({"init": "pissa"}, "adapter.init = pissa"),
+        ({"init": "True", "dropout": 0.1}, None),
+    ],
+    ids=["method", "alpha", "init", "dropout"],
+)
+def test_a_resumed_run_keeps_its_adapter(changed: dict[str, Any], message: str | None) -> None:
+    before = Adapter(method="lora")
+    recipe = Recipe(adapter=replace(before, **changed))
+    if message is None:
+        resume.check_adapter(recipe, {"adapter": asdict(before)}, Path("step-2"))
+        return
+    with pytest.raises(UserError, match=message):
+        resume.check_adapter(recipe, {"adapter": asdict(before)}, Path("step-2"))
+    with pytest.raises(UserError, match="was trained with none"):  # an earlier version's
+        resume.check_adapter(recipe, {}, Path("step-2"))
