@@ -607,7 +607,8 @@ def every_weight_passes_whole_on_every_process(workers: Workers) -> None:
 
 def with_adapter(plain: PreTrainedModel) -> PreTrainedModel:
     """The model with a LoRA adapter that changes it."""
-    adapter = Adapter(method="lora", rank=1)  # fewer rows than processes
+    # Rank 1: fewer rows than processes. The last norm stays gathered after a forward.
+    adapter = Adapter(method="lora", rank=1, modules_to_save=["norm"])
     adapters.attach(plain, adapters.config_of(adapter, "base", None), 3)
     random = torch.Generator().manual_seed(4)
     for p in adapters.tensors_of(plain).values():
@@ -628,11 +629,15 @@ def an_adapter_is_sharded_and_merged(workers: Workers) -> None:
     fsdp.fill(skeleton, model, torch.float32)
     ids = torch.tensor([[5, 6, 7]])
     assert torch.equal(skeleton(ids).logits, plain(ids).logits)
+    with torch.no_grad():
+        model(ids)
     before = adapters.copied(model)
     with adapters.switched_off(model):
         assert not [n for n, p in model.named_parameters() if p.requires_grad]
     with adapters.replaced(model, {name: tensor / 2 for name, tensor in before.items()}):
         halves = adapters.copied(model)
+        with torch.no_grad():
+            model(ids)
     after = adapters.copied(model)
     assert all(torch.equal(halves[n].to_local() * 2, t.to_local()) for n, t in before.items())
     assert all(torch.equal(after[n].to_local(), t.to_local()) for n, t in before.items())
