@@ -15,6 +15,9 @@ Assumptions:
   Qwen3-MoE. The work space of matrix products is left out.
 - A GPU reaches 40 % of its listed 989 TFLOPs. Waiting of GPUs for one another is left out.
 - Micro-batches are full, prompts are computed once for their group, every group has a gradient.
+- An adapter is a LoRA in float32 on all linear layers of a dense model, without dropout. Its
+  reference is the model with the adapter switched off. Its backward pass computes no gradients of
+  the frozen weights. A quantized matrix is dequantized for each product, one at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
-from grpo_cli.config.schema import Optimizer
+from grpo_cli.config.schema import Optimizer, Recipe
 from grpo_cli.errors import UserError, listed
 from grpo_cli.models.families import num_experts
 from grpo_cli.models.flops import FORWARD_BACKWARD, forward_flops, listed_peak
@@ -36,6 +39,8 @@ from grpo_cli.models.token_logprobs import CHUNK_BYTES
 GB = 1e9
 MIB = 2**20
 STRATEGIES = ("ddp", "fsdp2", "zero3")
+# Bytes of a quantized weight. nf4: 4 bits, 1 byte for each block of 64 and 4 for each of 64 * 256.
+QUANTIZED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 
 # Families that `Shape.of` knows: whether q, k and v have biases, and q and k norms.
 FAMILIES = {
@@ -120,6 +125,11 @@ class Shape:
             return [*tensors, (e, h), (e, 2 * i, h), (e, h, i)]  # all experts in two tensors
         return [*tensors, (i, h), (i, h), (h, i)]
 
+    def adapter(self, rank: int) -> list[tuple[int, ...]]:
+        """Returns the shapes of one layer's matrices A [r, in] and B [out, r] (LoRA)."""
+        matrices = [t for t in self.layer() if len(t) == 2]
+        return [pair for out, width in matrices for pair in ((rank, width), (out, rank))]
+
     def root(self) -> list[tuple[int, ...]]:
         """Returns the shapes of the tensors outside the layers: embedding, last norm, head."""
         embedding = (self.vocab, self.hidden)
@@ -169,6 +179,8 @@ class Settings:
     strategy: str = "fsdp2"
     reshard_after_forward: bool = True  # of fsdp2; zero3 always does
     weight_bytes: int = 4  # model.dtype: of weights, gradients, moments and the reference
+    adapter_rank: int = 0  # adapter.rank with adapter.method=lora; 0: all weights are trained
+    quantization: str | None = None  # model.quantization
     optimizer: str = "adamw"  # optimizer.algorithm
     bf16: bool = True  # mixed_precision=bf16; the same memory with fp16
     reference: bool = True
@@ -186,6 +198,42 @@ class Settings:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise UserError(f"strategy = {self.strategy}: one of {', '.join(STRATEGIES)}.")
+        if self.quantization is not None and (self.sharded or not self.adapter_rank):
+            raise UserError("quantization: needs an adapter, and strategy = ddp.")
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Settings:
+        """Returns the settings of a recipe whose completions are as long as they may be.
+
+        Raises:
+            UserError: the recipe leaves open what the memory depends on.
+        """
+        half = recipe.model.dtype in ("bfloat16", "float16")
+        micro_tokens = recipe.update.tokens_per_micro_batch
+        if micro_tokens is None:
+            raise UserError("update.tokens_per_micro_batch: null; name the number of tokens.")
+        strategy = recipe.distributed.strategy
+        limit = recipe.generation.max_completion_tokens
+        return cls(
+            strategy="ddp" if strategy == "single" else strategy,
+            reshard_after_forward=recipe.distributed.reshard_after_forward,
+            weight_bytes=2 if half else 4,
+            adapter_rank=0 if recipe.adapter.method == "none" else recipe.adapter.rank,
+            quantization=getattr(recipe.model, "quantization", None),
+            optimizer=recipe.optimizer.algorithm,
+            bf16=recipe.mixed_precision != "no",
+            reference=recipe.loss.beta > 0,
+            old_logprobs=recipe.update.num_iterations > 1,
+            gradient_checkpointing=recipe.model.gradient_checkpointing,
+            micro_tokens=micro_tokens,
+            prompts=recipe.prompts_per_step,
+            num_generations=recipe.generation.num_generations,
+            prompt_tokens=recipe.dataset.max_prompt_tokens,
+            completion_tokens=limit,
+            max_completion_tokens=limit,
+            embedded=recipe.generation.engine == "transformers",
+            bucket_bytes=recipe.generation.vllm.bucket_mb * MIB,
+        )
 
     @property
     def sharded(self) -> bool:
@@ -205,6 +253,11 @@ class Settings:
     def sum_bytes(self) -> int:
         """The bytes of a gradient element when it is summed over processes: at least float32."""
         return max(4, self.weight_bytes)
+
+    @property
+    def trained_bytes(self) -> int:
+        """The bytes of a weight that is trained."""
+        return 4 if self.adapter_rank else self.weight_bytes
 
     def prompts_of(self, gpus: int) -> int:
         """Returns the prompts of the process that has the most; a group is never split."""
@@ -250,6 +303,7 @@ class Kept:
     stream: int  # times hidden: the input of a layer, all that checkpointing keeps of it
     tail: int  # times hidden: behind the last layer, at most
     rotary: int  # times a head's width: position embeddings, shared by all layers
+    adapter: int = 0  # times the rank: outputs of A, of the seven matrices of a layer
 
 
 # Under autocast norms and the residual stream are float32, and so are the experts' products.
@@ -258,18 +312,39 @@ KEPT = {
     "autocast": Kept(26, 24, 8, 6, 8, (8, 16, 34), 4, 12, 8),
     "bfloat16": Kept(16, 16, 8, 6, 8, (4, 8, 34), 2, 8, 4),
 }
+# With an adapter. Frozen norms and products keep less. An adapter in float32 on a model in bfloat16
+# without autocast ("copied"): peft copies the inputs of A to float32, and keeps them.
+NO_EXPERTS = (0, 0, 0)
+KEPT_WITH_ADAPTER = {
+    "float32": Kept(16, 0, 16, 8, 16, NO_EXPERTS, 4, 4, 8, adapter=28),
+    "autocast": Kept(18, 0, 10, 6, 8, NO_EXPERTS, 4, 4, 8, adapter=14),
+    "copied": Kept(28, 0, 12, 6, 10, NO_EXPERTS, 2, 2, 4, adapter=28),
+    "bfloat16": Kept(12, 0, 8, 6, 8, NO_EXPERTS, 2, 2, 4, adapter=14),
+}
 
 
 def kept_by(settings: Settings) -> Kept:
     """Returns the constants of the settings' arithmetic."""
-    if not settings.sharded and settings.bf16 and settings.weight_bytes > 2:
-        return KEPT["autocast"]  # float32 weights; the sharded ones arrive in bfloat16
-    return KEPT["bfloat16" if settings.compute_bytes == 2 else "float32"]
+    if settings.sharded:  # weights arrive in the type of the products
+        kind = "bfloat16" if settings.compute_bytes == 2 else "float32"
+    elif settings.bf16 and settings.trained_bytes > 2:
+        kind = "autocast"
+    elif settings.weight_bytes == 2:
+        kind = "copied" if settings.adapter_rank else "bfloat16"
+    else:
+        kind = "float32"
+    return (KEPT_WITH_ADAPTER if settings.adapter_rank else KEPT)[kind]
 
 
-def kept_in_layer(shape: Shape, kept: Kept) -> int:
-    """Returns the bytes that one layer keeps per token."""
-    total = kept.heads * shape.queries + 4 * shape.heads + 8
+def kept_in_layer(shape: Shape, kept: Kept, rank: int = 0) -> int:
+    """Returns the bytes that one layer keeps per token.
+
+    Raises:
+        UserError: an adapter of a model with experts, which is not described.
+    """
+    if rank and shape.experts:
+        raise UserError("adapter_rank: adapters of models with experts are not described.")
+    total = kept.heads * shape.queries + 4 * shape.heads + 8 + kept.adapter * rank
     if shape.qk_norm:
         total += kept.norm * (shape.queries + shape.keys) + 4 * (shape.heads + shape.kv_heads)
     if not shape.experts:
@@ -286,10 +361,10 @@ def activation_bytes(shape: Shape, settings: Settings) -> int:
     """
     kept = kept_by(settings)
     tail = kept.tail * shape.hidden + kept.rotary * shape.head_dim
+    of_layer = kept_in_layer(shape, kept, settings.adapter_rank)
     if settings.gradient_checkpointing:
-        stream = kept.stream * shape.hidden
-        return shape.layers * stream + kept_in_layer(shape, kept) + tail
-    return shape.layers * kept_in_layer(shape, kept) + tail
+        return shape.layers * kept.stream * shape.hidden + of_layer + tail
+    return shape.layers * of_layer + tail
 
 
 @dataclass(frozen=True)
@@ -321,28 +396,35 @@ class Memory:
 def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
     """Returns what one GPU holds at each moment of a step."""
     n, s = cluster.gpus, settings
-    whole, layer, root = shape.parameters, count(shape.layer()), count(shape.root())
-    layer_share = share(shape.layer(), n, s.strategy)
+    whole, root = shape.parameters, count(shape.root())
+    adapter = shape.adapter(s.adapter_rank) if s.adapter_rank else []
+    trained_layer = adapter or shape.layer()
+    layer_share = share([*shape.layer(), *adapter], n, s.strategy)
+    trained_layer_share = share(trained_layer, n, s.strategy)
     root_share = share(shape.root(), n, s.strategy)
-    own = (shape.layers * layer_share + root_share) * s.weight_bytes
+    trained = shape.layers * trained_layer_share + (0 if adapter else root_share)
+    own = base_bytes(shape, n, s)
+    trained_bytes = trained * s.trained_bytes
     head = shape.vocab * shape.hidden
+    largest_matrix = max(math.prod(t) for t in shape.layer())
 
-    weights = {"weights": own}
+    weights = {"weights": own} | ({"adapter": trained_bytes} if adapter else {})
     config = Optimizer(s.optimizer)
-    matrices = shape.layers * count(t for t in shape.layer() if len(t) == 2)
+    matrices = shape.layers * count(t for t in trained_layer if len(t) == 2)
     by_muon = matrices if s.optimizer == "muon" else 0
     moments_bytes = int(
-        by_muon * state_bytes(config, s.weight_bytes, is_muon=True)
-        + (own // s.weight_bytes - by_muon) * state_bytes(config, s.weight_bytes)
+        by_muon * state_bytes(config, s.trained_bytes, is_muon=True)
+        + (trained - by_muon) * state_bytes(config, s.trained_bytes)
     )
-    optimizer = {"moments": moments_bytes} | ({"reference": own} if s.reference else {})
-    state = weights | {"gradients": own} | optimizer
+    has_copy = s.reference and not adapter
+    optimizer = {"moments": moments_bytes} | ({"reference": own} if has_copy else {})
+    state = weights | {"gradients": trained_bytes} | optimizer
     activations = {"activations": s.micro_tokens * activation_bytes(shape, s)}
     # A chunk of scores; in bfloat16 also their gradient, and a block of the weight's.
     chunks = CHUNK_BYTES * (2 if s.compute_bytes == 2 else 1)
     scores = {"logits chunk": chunks}
     of_head = s.sum_bytes + (2 if s.compute_bytes == 2 else 0)  # and in bfloat16
-    head_gradient = {"logits chunk": chunks, "head's gradient": head * of_head}
+    head_gradient = scores | ({} if adapter else {"head's gradient": head * of_head})
 
     def gathered(elements: int) -> dict[str, int]:
         return {"gathered": elements * s.compute_bytes}
@@ -360,7 +442,8 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
         # gradient is there twice, but that takes less than a layer that is still gathered.
         in_layer = all_of + (2 if s.reshards else kept_layers - 1) * a_layer
         twice = 0 if s.reshards else count(experts[-1:])
-        kept_head = {"head's gradient": head * s.compute_bytes}
+        kept_head = {} if adapter else {"head's gradient": head * s.compute_bytes}
+        trained_root = 0 if adapter else 1
         moments = {
             "forward": state | gathered(in_forward) | activations | scores,
             "backward of the head": state | gathered(at_head) | activations | head_gradient,
@@ -369,19 +452,25 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
             | activations
             | kept_head
             | {
-                "unsummed gradient": (layer + twice) * s.compute_bytes
-                + n * layer_share * s.sum_bytes
+                "unsummed gradient": (count(trained_layer) + twice) * s.compute_bytes
+                + n * trained_layer_share * s.sum_bytes
             },
             "end of the backward": state
-            | {"unsummed gradient": root * s.compute_bytes + n * root_share * s.sum_bytes},
+            | {
+                "unsummed gradient": trained_root
+                * (root * s.compute_bytes + n * root_share * s.sum_bytes)
+            },
         }
     else:
         copies = _copies(shape, s)
+        dequantized = (
+            {"dequantized matrix": largest_matrix * s.compute_bytes} if s.quantization else {}
+        )
         kept_copies = {} if s.gradient_checkpointing else copies
         moments = {
-            "forward": state | copies | activations | scores,
-            "backward of the head": state | kept_copies | activations | head_gradient,
-            "optimizer": state | {"AdamW's temporaries": own},
+            "forward": state | copies | activations | scores | dequantized,
+            "backward of the head": state | kept_copies | activations | head_gradient | dequantized,
+            "optimizer": state | {"AdamW's temporaries": trained_bytes},
         }
     resting = weights | optimizer
     if s.embedded:
@@ -392,10 +481,26 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
     else:
         largest = max(map(math.prod, [*shape.layer(), *shape.root()])) * s.weight_bytes
         bucket = max(s.bucket_bytes, largest)
-        moments["sending weights"] = resting | {
-            "bucket": bucket * (2 if s.sharded else 1)  # as gathered, and as one flat tensor
-        }
+        # A matrix and the adapter's product in float32, and their sum in the model's type.
+        merged = {"merged matrix": largest_matrix * (2 * 4 + s.weight_bytes)} if adapter else {}
+        moments["sending weights"] = (
+            resting
+            | {"bucket": bucket * (2 if s.sharded else 1)}  # as gathered, and as one flat tensor
+            | merged
+        )
     return Memory(moments)
+
+
+def base_bytes(shape: Shape, gpus: int, settings: Settings) -> float:
+    """Returns the bytes that each process keeps of the model's weights, without an adapter's."""
+    layer, root = (
+        share(tensors, gpus, settings.strategy) for tensors in (shape.layer(), shape.root())
+    )
+    if settings.quantization is None:
+        return (shape.layers * layer + root) * settings.weight_bytes
+    matrices = shape.layers * count(t for t in shape.layer() if len(t) == 2)
+    rest = shape.layers * layer + root - matrices  # biases, norms, embedding and head
+    return rest * settings.weight_bytes + matrices * QUANTIZED[settings.quantization]
 
 
 def _copies(shape: Shape, settings: Settings) -> dict[str, int]:
@@ -418,11 +523,15 @@ def compute_seconds(shape: Shape, cluster: Cluster, settings: Settings) -> float
     tokens = p + rows * c
     attended = p * (p + 1) // 2 + rows * (c * p + c * (c + 1) // 2)
     forward = shape.forward_flops(tokens, attended, rows * c)
-    passes = FORWARD_BACKWARD + s.gradient_checkpointing + s.reference + s.old_logprobs
+    # Frozen weights have no gradient; an adapter's own products are few.
+    passes = FORWARD_BACKWARD - (1 if s.adapter_rank else 0)
+    passes += s.gradient_checkpointing + s.reference + s.old_logprobs
     done = s.prompts_of(cluster.gpus) * passes * forward
     return done / (cluster.flops * cluster.utilisation)
 
 
 def checkpoint_bytes(shape: Shape, settings: Settings) -> int:
-    """Returns the bytes of weights and both moments; a model folder adds the weights again."""
-    return 3 * shape.parameters * settings.weight_bytes
+    """Returns the bytes of what is trained and both moments; a model folder adds it again."""
+    rank = settings.adapter_rank
+    trained = shape.layers * count(shape.adapter(rank)) if rank else shape.parameters
+    return 3 * trained * settings.trained_bytes

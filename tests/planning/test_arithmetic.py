@@ -14,8 +14,9 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
+from grpo_cli.config.schema import Adapter
 from grpo_cli.errors import UserError
-from grpo_cli.models import flops
+from grpo_cli.models import adapters, flops
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, bytes_per_token
 from grpo_cli.planning.arithmetic import (
     Cluster,
@@ -25,6 +26,7 @@ from grpo_cli.planning.arithmetic import (
     activation_bytes,
     checkpoint_bytes,
     compute_seconds,
+    count,
     kept_by,
     kept_in_layer,
     memory,
@@ -164,19 +166,24 @@ import json, sys, torch, transformers
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from grpo_cli.config.schema import Adapter
 from grpo_cli.distributed import fsdp as sharding
+from grpo_cli.models import adapters
 
 def micro_batch(model):
     model(torch.zeros(1, 3, dtype=torch.long), use_cache=False).logits.float().mean().backward()
 
-for gpus, reshard, config in json.loads(sys.argv[1]):
+for gpus, reshard, kind, config, rank in json.loads(sys.argv[1]):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=gpus)
-    config = transformers.Qwen3MoeConfig(**config)
+    config = getattr(transformers, kind + "Config")(**config)
     model = transformers.AutoModelForCausalLM.from_config(config)
+    if rank:
+        adapter = Adapter(method="lora", rank=rank)
+        adapters.attach(model, adapters.config_of(adapter, "base", None), seed=0)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     cpu, half = torch.device("cpu"), torch.bfloat16
     sharding.shard(model, cpu, half_type=half, reshard_after_forward=reshard)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     model.train()
     micro_batch(model)
     kept = sum(p.to_local().numel() for p in model.parameters())
@@ -193,8 +200,6 @@ for gpus, reshard, config in json.loads(sys.argv[1]):
     dist.destroy_process_group()
 """
 
-# (GPUs, reshard_after_forward, what is different from SHARDED, where the peak is, bytes of it that
-# experts divided inside their rows take once more)
 SHARDED: dict[str, Any] = {
     **SMALL,
     **MOE,
@@ -205,14 +210,26 @@ SHARDED: dict[str, Any] = {
     "moe_intermediate_size": 96,
     "tie_word_embeddings": False,
 }
-CASES: list[tuple[int, bool, dict[str, int], str, int]] = [
-    (2, True, {}, "backward of a layer", 0),
-    (16, True, {}, "backward of a layer", 0),
-    (16, True, {"hidden_size": 264}, "backward of a layer", 0),  # only one tensor's divides by 16
-    (16, False, {}, "forward", 2 * 8 * (192 * 256 + 256 * 96)),
-    (16, False, {"vocab_size": 2500}, "backward of a layer", 2 * 8 * 256 * 96),
-    (16, True, {"vocab_size": 6000}, "end of the backward", 0),
+# (GPUs, reshard_after_forward, changes to SHARDED, rank of an adapter on a model without experts,
+# moment of the peak, bytes of it that experts divided inside their rows take once more)
+CASES: list[tuple[int, bool, dict[str, int], int, str, int]] = [
+    (2, True, {}, 0, "backward of a layer", 0),
+    (16, True, {}, 0, "backward of a layer", 0),
+    (16, True, {"hidden_size": 264}, 0, "backward of a layer", 0),  # one tensor's divides by 16
+    (16, False, {}, 0, "forward", 2 * 8 * (192 * 256 + 256 * 96)),
+    (16, False, {"vocab_size": 2500}, 0, "backward of a layer", 2 * 8 * 256 * 96),
+    (16, True, {"vocab_size": 6000}, 0, "end of the backward", 0),
+    (2, True, {"intermediate_size": 1024}, 8, "forward", 0),
+    (16, False, {"intermediate_size": 1024}, 16, "forward", 0),
 ]
+
+
+def sharded_model(more: dict[str, int], rank: int) -> tuple[str, dict[str, Any]]:
+    """Returns family and sizes of a case's model; one with an adapter has no experts."""
+    sizes = SHARDED | more
+    if not rank:
+        return "Qwen3Moe", sizes
+    return "Qwen2", {key: value for key, value in sizes.items() if key not in MOE}
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +240,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """
     script = tmp_path_factory.mktemp("fake") / "fake.py"
     script.write_text(FAKE)
-    given = [(gpus, reshard, SHARDED | more) for gpus, reshard, more, *_ in CASES]
+    given = [
+        (gpus, reshard, *sharded_model(more, rank), rank) for gpus, reshard, more, rank, *_ in CASES
+    ]
     done = subprocess.run(
         [sys.executable, str(script), json.dumps(given)],
         cwd=ROOT,
@@ -245,17 +264,19 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 @pytest.mark.parametrize("case", range(len(CASES)))
 @pytest.mark.xdist_group("fake")  # all are of one program
 def test_memory_is_that_of_real_fsdp2(case: int, real: list[Any]) -> None:
-    gpus, reshard, more, peak_at, once_more = CASES[case]
+    gpus, reshard, more, rank, peak_at, once_more = CASES[case]
     kept, peak = real[case]
-    shape, cluster = Shape.of(of_kind("Qwen3Moe", **(SHARDED | more))), Cluster(gpus)
+    kind, sizes = sharded_model(more, rank)
+    shape, cluster = Shape.of(of_kind(kind, **sizes)), Cluster(gpus)
     settings = Settings(
-        reshard_after_forward=reshard, reference=False, micro_tokens=3, gradient_checkpointing=True
-    )
+        reshard_after_forward=reshard, reference=False, micro_tokens=3, gradient_checkpointing=True,
+        adapter_rank=rank,
+    )  # fmt: skip
     moments = memory(shape, cluster, settings).moments.values()  # here the logits are whole: tiny
     without = [{k: v for k, v in parts.items() if k != "logits chunk"} for parts in moments]
     parts = max(without[:-1], key=lambda parts: sum(parts.values()))
     assert parts is without[list(memory(shape, cluster, settings).moments).index(peak_at)]
-    assert parts["weights"] == 4 * kept == peak["SHARDED_PARAM"]
+    assert parts["weights"] + parts.get("adapter", 0) == 4 * kept == peak["SHARDED_PARAM"]
     assert parts["gradients"] == peak["SHARDED_GRAD"]
     assert parts["moments"] == pytest.approx(peak["OPT"], rel=0.01)
     arriving = once_more if peak_at == "forward" else 0
@@ -275,13 +296,14 @@ def rollouts() -> list[Rollout]:
     return [make_rollout(prompts[i // 2], texts[i], row=i // 2) for i in range(4)]
 
 
-def policy_logprobs(
-    config: PretrainedConfig, arithmetic: str, checkpointing: bool
-) -> PolicyLogprobs:
-    bf16 = arithmetic == "bfloat16"
+def policy_logprobs(config: PretrainedConfig, arithmetic: str, rank: int = 0) -> PolicyLogprobs:
+    bf16 = arithmetic in ("bfloat16", "copied")
     model = make(config, torch.bfloat16 if bf16 else torch.float32).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if rank:
+        adapter = Adapter(method="lora", rank=rank)
+        adapters.attach(model, adapters.config_of(adapter, "base", None), seed=0)
+        if arithmetic == "bfloat16":
+            model.to(torch.bfloat16)  # as gathered weights are
     autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     if arithmetic == "autocast":
         autocast = lambda: torch.autocast("cpu", dtype=torch.bfloat16)  # noqa: E731
@@ -296,22 +318,26 @@ ARITHMETIC = {
     "float32": Settings(strategy="ddp", bf16=False),
     "autocast": Settings(strategy="ddp"),
     "bfloat16": Settings(strategy="fsdp2"),
+    "copied": Settings(strategy="ddp", bf16=False, weight_bytes=2),
 }
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETIC)
-@pytest.mark.parametrize(("kind", "more"), [("Qwen2", {}), ("Qwen3Moe", MOE)])
+@pytest.mark.parametrize(
+    ("kind", "more", "rank"),
+    [("Qwen2", {}, 0), ("Qwen3Moe", MOE, 0), ("Qwen2", {}, 8), ("Qwen2", {"head_dim": 24}, 3)],
+)
 def test_a_layer_keeps_what_the_tool_measures(
-    kind: str, more: dict[str, Any], arithmetic: str
+    kind: str, more: dict[str, Any], rank: int, arithmetic: str
 ) -> None:
     measured = []
     for layers in (1, 2):
         torch.manual_seed(0)
         config = of_kind(kind, **more, num_hidden_layers=layers)
-        found = policy_logprobs(config, arithmetic, checkpointing=False)
+        found = policy_logprobs(config, arithmetic, rank)
         measured.append(bytes_per_token(found, rollouts(), 1.0))
-    kept = kept_by(ARITHMETIC[arithmetic])
-    assert kept_in_layer(Shape.of(config), kept) == pytest.approx(measured[1] - measured[0])
+    kept = kept_by(replace(ARITHMETIC[arithmetic], adapter_rank=rank))
+    assert kept_in_layer(Shape.of(config), kept, rank) == pytest.approx(measured[1] - measured[0])
 
 
 # Memory
@@ -380,6 +406,52 @@ def test_memory_by_hand() -> None:
     }
 
 
+def test_adapter_by_hand() -> None:
+    """Rank 1: for the 7 matrices 4 pairs of 4 + 4, two of 4 + 8 and one of 8 + 4: 68 a layer."""
+    lora = replace(PLAIN, strategy="ddp", adapter_rank=1)
+    assert count(TINY.adapter(1)) == 4 * 8 + 3 * 12
+    kept = activation_bytes(TINY, lora)  # a layer: 16·4 + 16·4 + 4·2 + 8 + 16·8 + 28
+    assert kept == 2 * 300 + 4 * 4 + 8 * 2
+    adapter = 4 * 2 * 68
+    rest = {"weights": 1680, "adapter": adapter, "moments": 2 * adapter}
+    state = {**rest, "gradients": adapter}
+    used = {"activations": 632, "logits chunk": 64 * 2**20}
+    assert memory(TINY, Cluster(4), lora).moments == {
+        "forward": {**state, **used},
+        "backward of the head": {**state, **used},
+        "optimizer": {**state, "AdamW's temporaries": adapter},
+        "sending weights": {**rest, "bucket": 256 * 2**20, "merged matrix": 32 * (2 * 4 + 4)},
+    }
+    assert checkpoint_bytes(TINY, lora) == 3 * adapter
+    # On 2 GPUs: of a layer 4·4 rows of 4 halved to 2, two norms of 2, 3 halves; each A of 1 row is
+    # on both. The last micro-batch leaves nothing of the frozen root to sum.
+    sharded = memory(TINY, Cluster(2), replace(lora, strategy="fsdp2")).moments
+    own_adapter = 4 * 2 * (4 * (4 + 2) + 2 * (4 + 4) + (8 + 2))
+    assert sharded["forward"]["adapter"] == sharded["forward"]["gradients"] == own_adapter
+    assert sharded["end of the backward"]["unsummed gradient"] == 0
+    assert "head's gradient" not in sharded["backward of a layer"]
+
+
+def test_quantized_base_by_hand() -> None:
+    lora = replace(PLAIN, strategy="ddp", adapter_rank=1)
+    nf4 = memory(TINY, Cluster(1), replace(lora, quantization="nf4")).moments["forward"]
+    assert nf4["weights"] == 320 * (0.5 + 1 / 64 + 1 / 4096) + 100 * 4  # matrices of both layers
+    assert nf4["dequantized matrix"] == 32 * 4
+    eight = memory(TINY, Cluster(1), replace(lora, quantization="int8")).moments["forward"]
+    assert eight["weights"] == 320 + 100 * 4
+
+
+@pytest.mark.parametrize("wrong", [{"adapter_rank": 0}, {"strategy": "fsdp2"}])
+def test_a_quantized_base_needs_an_adapter_and_complete_weights(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"^quantization: needs an adapter, and strategy = ddp\.$"):
+        Settings(**({"strategy": "ddp", "adapter_rank": 8} | wrong), quantization="nf4")
+
+
+def test_an_adapter_of_experts_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^adapter_rank: adapters of models with experts"):
+        memory(replace(TINY, experts=2, chosen=1), Cluster(1), replace(PLAIN, adapter_rank=4))
+
+
 def test_experts_by_hand() -> None:
     """Two in tensors of (2, 16, 4) and (2, 4, 8); a layer has 272 parameters with the router's."""
     shape, kept = replace(TINY, experts=2, chosen=1), replace(PLAIN, reshard_after_forward=False)
@@ -445,6 +517,8 @@ def test_products_by_hand() -> None:
     assert compute_seconds(TINY, cluster, settings) == 3 * 3 * forward / 500
     more = replace(settings, gradient_checkpointing=True, reference=True, old_logprobs=True)
     assert compute_seconds(TINY, cluster, more) == 3 * 6 * forward / 500
+    adapter = replace(settings, adapter_rank=1)  # no product for the gradient of frozen weights
+    assert compute_seconds(TINY, cluster, adapter) == 3 * 2 * forward / 500
 
 
 # Checkpoints
