@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 WARM_UP = 1  # steps at the beginning of each process that do not count
+LORA_ALPHA = 32
 FIRST_CHARACTER = 4  # ids below: pad, eos, and the two of a chat template
 
 # Arguments of Qwen2Config. `eos` is how many words there are for one that ends a completion: with
@@ -25,6 +26,14 @@ MODELS: dict[str, dict[str, int]] = {
     "small": {
         "vocab_size": 128, "hidden_size": 384, "intermediate_size": 1024,
         "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2, "eos": 128,
+    },
+    "110m": {
+        "vocab_size": 12_000, "hidden_size": 768, "intermediate_size": 2048,
+        "num_hidden_layers": 16, "num_attention_heads": 12, "num_key_value_heads": 4, "eos": 128,
+    },
+    "300m": {
+        "vocab_size": 12_000, "hidden_size": 1024, "intermediate_size": 2816,
+        "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 4, "eos": 128,
     },
     "wide": {
         "vocab_size": 151_936, "hidden_size": 256, "intermediate_size": 688,
@@ -58,6 +67,7 @@ class Workload:
     model: str = "small"
     half_flat: bool = False  # every second prompt's rewards are all equal
     entropy: bool = False  # measured in every step; TRL measures it always
+    lora_rank: int = 0  # of an adapter on all linear layers of the decoder; 0: all weights train
     sides: tuple[str, ...] = ("ours", "trl", "generate")
     steps: int = 3  # counted, in each round
 
@@ -73,6 +83,10 @@ WORKLOADS = {
             sides=("ours", "plain", "trl"), steps=1,
         ),
         Workload("flat", (30, 130), limit=512, half_flat=True, sides=("ours", "all")),
+        Workload(
+            "lora", (30, 130), limit=512, prompts=2, model="110m", lora_rank=16,
+            sides=("ours", "trl"), steps=1,
+        ),
         Workload("vllm", (30, 130), limit=512, sides=("vllm", "trl_vllm", "ours")),  # tail's
     )
 }  # fmt: skip
@@ -221,6 +235,7 @@ def make_recipe(job: Job) -> tuple[dict[str, Any], list[str]]:
     }
     wanted |= {"generation.min_completion_tokens": w.min_tokens} if w.min_tokens else {}
     wanted |= {"log.entropy_every": 1} if w.entropy else {}
+    wanted |= {"adapter.rank": w.lora_rank, "adapter.alpha": LORA_ALPHA} if w.lora_rank else {}
     wanted |= OURS[job.side]
     known = {key for key, _ in knobs()}
     absent = [key for key in wanted if key not in known and not key.startswith("reward.")]
@@ -228,6 +243,8 @@ def make_recipe(job: Job) -> tuple[dict[str, Any], list[str]]:
         "schema", {"generation": "transformers"}, {"loss": "dapo"}, {"advantage": "group"},
         {"optimizer": "adamw"}, {"tracking": "none"}, "_self_",
     ]}  # fmt: skip
+    if w.lora_rank:
+        recipe["defaults"].insert(1, {"adapter": "lora"})
     for key, value in wanted.items():
         if key not in absent:
             *path, last = key.split(".")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from bench_probe import Probe, Step, check_meter
-from bench_setup import Job, reward
+from bench_setup import LORA_ALPHA, Job, reward
 
 
 def main() -> None:
@@ -78,6 +78,13 @@ def run_trl(job: Job, probe: Probe) -> None:
             self.open.close()
 
     w = job.workload
+    adapter = None
+    if w.lora_rank:
+        from peft import LoraConfig
+
+        adapter = LoraConfig(
+            task_type="CAUSAL_LM", r=w.lora_rank, lora_alpha=LORA_ALPHA, target_modules="all-linear"
+        )
     config = GRPOConfig(
         output_dir=f"{job.output}/run",
         per_device_train_batch_size=w.prompts * w.generations,
@@ -106,6 +113,7 @@ def run_trl(job: Job, probe: Probe) -> None:
         args=config,
         train_dataset=Dataset.from_list(job.rows()),
         callbacks=[OptimizerStep()],
+        peft_config=adapter,
     )
     trainer.train()
     for step in probe.steps:
