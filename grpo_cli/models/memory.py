@@ -119,7 +119,7 @@ def bytes_to_come(optimizer: torch.optim.Optimizer) -> float:
     """Returns the bytes of the gradients and the state of an optimizer that has no state yet."""
     total = 0.0
     for group in optimizer.param_groups:
-        for p in (_own(p) for p in group["params"] if p.requires_grad):
+        for p in (own_part(p) for p in group["params"] if p.requires_grad):
             state = group.get("state_bytes", 2 * p.element_size())  # of a weight: two moments
             total += p.nbytes + p.numel() * state
     return total
@@ -188,7 +188,7 @@ def _used_in_cgroup(folder: Path) -> int:
 @contextmanager
 def saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
     """Bytes that forward passes inside keep for their backward: each storage once, no weights."""
-    weights = {_own(p).untyped_storage().data_ptr() for p in model.parameters()}
+    weights = {own_part(p).untyped_storage().data_ptr() for p in model.parameters()}
     seen: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -205,8 +205,8 @@ def saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
         yield lambda: sum(storage.nbytes() for storage in seen.values())
 
 
-def _own(weight: Tensor) -> Tensor:
-    """This process's part of a weight that may be divided over processes."""
+def own_part(weight: Tensor) -> Tensor:
+    """Returns this process's part of a weight that may be sharded."""
     part = getattr(weight.detach(), "to_local", None)  # a DTensor
     if part is None:
         return weight

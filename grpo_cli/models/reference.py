@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_cli.models import adapters, loading
+from grpo_cli.models.memory import own_part
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -33,6 +34,13 @@ class Reference:
         """The model, or what of it can move, by name."""
         model: nn.Module = self.logprobs.model
         return model
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that this process keeps for the reference besides the policy."""
+        weights = self.weights
+        tensors = weights.parameters() if isinstance(weights, nn.Module) else weights.values()
+        return sum(own_part(tensor).nbytes for tensor in tensors)
 
     def refresh(self, policy: PreTrainedModel, alpha: float) -> None:
         """Moves the reference: π_ref ← α π + (1 − α) π_ref (TR-DPO, arXiv 2404.09656)."""

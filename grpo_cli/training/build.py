@@ -132,8 +132,10 @@ def assemble(
     scorers = [prepared.scorer, *(task.scorer for task in to_solve)]
     takes_state = any(scorer.takes("trainer_state") for scorer in scorers)
     workers.barrier()  # by now every process has found the folder free
-    if workers.is_main:
-        start_folder(folder, recipe, command, discard=recipe.overwrite and resume_from is None)
+    if workers.is_main and resume_from is None:
+        if recipe.overwrite:
+            paths.discard_run(folder)
+        record_command(folder, recipe, command)
     checkpointer = Checkpointer(workers, reporter.say, recipe.checkpoint.background)
     interrupts = Interrupts(
         workers,
@@ -180,7 +182,7 @@ def assemble(
     if prepared.note is not None:
         reporter.say(f"note: {prepared.note}")
     try:
-        start(run, resume_from)
+        start(run, resume_from, command)
     except BaseException:
         run.close()
         raise
@@ -228,10 +230,8 @@ def logprobs_of(
     )
 
 
-def start_folder(folder: Path, recipe: Recipe, command: list[str], *, discard: bool) -> None:
-    """Writes recipe.yaml and command.txt; a run that is to be discarded goes first."""
-    if discard:
-        paths.discard_run(folder)
+def record_command(folder: Path, recipe: Recipe, command: list[str]) -> None:
+    """Writes recipe.yaml, and adds a line to command.txt."""
     write_text(folder / "recipe.yaml", saved_recipe.as_yaml(recipe))
     with (folder / "command.txt").open("a", encoding="utf-8") as file:
         file.write(shlex.join(command) + "\n")  # a resumed run has several
@@ -262,6 +262,8 @@ def describe(run: Run) -> None:
     say(f"rewards: {', '.join(rewards)}")
     for description in run.scorer.descriptions:
         say(description)
+    if run.reference is not None:
+        say(f"the reference policy takes {run.reference.nbytes / 1e6:,.4g} MB on each process")
     if workers.size == 1 and recipe.distributed.strategy in ("fsdp2", "zero3"):
         say(f"note: distributed = {recipe.distributed.strategy}: nothing is sharded in one process")
     if num_experts(run.policy.config.get_text_config(decoder=True)) and not run.router_coef:
@@ -276,10 +278,12 @@ def describe(run: Run) -> None:
         say(f"note: {notice}")
 
 
-def start(run: Run, resume_from: Path | None) -> None:
+def start(run: Run, resume_from: Path | None, command: list[str]) -> None:
     """Resumes the run if there is a checkpoint, and hands the weights to the generator."""
     if resume_from is not None:
         resume.restore(run, resume_from)
+        if run.workers.is_main:  # a resume that is refused leaves the run's recipe as it was
+            record_command(run.folder, run.recipe, command)
     else:
         run.reporter.rewind(0)  # lines of a run that was stopped before its first checkpoint
     with run.workers.raise_together():

@@ -188,6 +188,8 @@ def test_a_reference_is_the_beginning(keeps_copy: bool) -> None:
     assert torch.equal(reference.logprobs(make_rollouts(), 1.0)[0], logprobs(base))
     assert torch.equal(logprobs(model), policy), "the policy has its own weights again"
     assert reference.weights_to_save is None
+    of_adapter = sum(p.nbytes for p in adapters.tensors_of(model).values())
+    assert reference.nbytes == (of_adapter if keeps_copy else 0)
 
 
 @pytest.mark.parametrize("kind", ["lora", "pissa", "biases"])

@@ -68,6 +68,17 @@ def test_a_resumed_run_is_the_straight_run(tmp_path: Path, words: list[str]) -> 
 
 
 @pytest.mark.runs
+def test_a_refused_resume_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    train(tmp_path, "loss.beta=0.05", "steps=2")
+    before = [(tmp_path / name).read_text() for name in ("recipe.yaml", "command.txt")]
+    changed = [*SMALL, f"output_dir={tmp_path}", "loss.beta=0.05", "adapter.rank=3", "resume=auto"]
+    assert cli.run_command(["train", *changed]) == 2
+    assert [(tmp_path / name).read_text() for name in ("recipe.yaml", "command.txt")] == before
+    train(tmp_path, "loss.beta=0.05", "resume=auto")
+    assert len((tmp_path / "command.txt").read_text().splitlines()) == 2
+
+
+@pytest.mark.runs
 def test_its_checkpoint_is_evaluated_and_exported(
     tmp_path: Path,
 ) -> None:
