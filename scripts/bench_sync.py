@@ -1,10 +1,14 @@
 """Time of a weight sync, by each way that runs on this machine, and of its weight check.
 
-    .venv-vllm/bin/python scripts/bench_sync.py [--rounds 5] [--sizes tiny,110m]
+    .venv-vllm/bin/python scripts/bench_sync.py [--rounds 5] [--sizes tiny,110m] [--rank 16]
 
 For each model: colocate in this process, then one server of `grpo serve` by gloo and by disk. After
 every sync the engine's log-probabilities of what it samples are compared with the trainer's, so
 that a sync that did nothing is not timed.
+
+With --rank the model has a LoRA adapter of that rank, and the ways are those of `adapter.sync`:
+merged weights (to a server by gloo), and the adapter only. The time of sampling 8 completions of 32
+tokens for each of 8 prompts is printed too: an engine that applies an adapter is slower.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import torch
 import transformers
 from bench_setup import make_tokenizer
 
-from grpo_cli.config.schema import Recipe, Reward
+from grpo_cli.config.schema import Adapter, Recipe, Reward
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.generation.base import EngineSetup
 from grpo_cli.generation.sampling import Sampling
@@ -67,34 +71,57 @@ def recipe_of(folder: Path, engine: str, **of_vllm: Any) -> Recipe:
     return recipe
 
 
-def times(generator: Any, rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of each sync and of each weight check; the first of `rounds` + 1 does not count."""
-    syncs, checks, model = [], [], generator.policy
+def with_adapter(model: Any, rank: int) -> Any:
+    """The model with an adapter, if the rank is not 0."""
+    if rank:
+        from grpo_cli.models import adapters
+
+        adapter = Adapter(method="lora", rank=rank)
+        adapters.attach(model, adapters.config_of(adapter, model.name_or_path, None), 0)
+    return model
+
+
+def of_adapter(recipe: Recipe, rank: int, sync: str, root: Path) -> Recipe:
+    """The recipe with an adapter that is sent by `sync`, if the rank is not 0."""
+    if rank:
+        recipe.adapter = Adapter(method="lora", rank=rank, sync=sync)
+        recipe.output_dir = str(root / "run")
+    return recipe
+
+
+def times(generator: Any, rounds: int) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of each sync, each weight check and each sampling; the first does not count."""
+    syncs, checks, samplings, model = [], [], [], generator.policy
+    prompts, seeds = [Prompt.from_ids(range(5 + i, 37 + i)) for i in range(8)], list(range(8))
     for step in range(rounds + 1):
         with torch.no_grad():
-            for weight in model.parameters():
+            for weight in (p for p in model.parameters() if p.requires_grad):
                 weight.add_(torch.randn_like(weight), alpha=1e-3)
         metrics = generator.update_weights(model, step)
         difference = metrics["weights/check_difference"]
         assert difference < LARGEST, f"differs by {difference}"
         syncs.append(metrics["weights/sync_seconds"])
         checks.append(metrics["weights/check_seconds"])
-    generator.generate([Prompt.from_ids([5, 6, 7])], 2, Sampling(8), [0])
-    return syncs[1:], checks[1:]
+        begin = time.monotonic()
+        generator.generate(prompts, 8, Sampling(32, min_tokens=32), seeds)
+        samplings.append(time.monotonic() - begin)
+    return syncs[1:], checks[1:], samplings[1:]
 
 
-def row(name: str, seconds: list[float], checks: list[float]) -> str:
+def row(name: str, seconds: list[float], checks: list[float], samplings: list[float]) -> str:
     def text(values: list[float]) -> str:
         low, high = min(values) * 1e3, max(values) * 1e3
         return f"{statistics.median(values) * 1e3:8.0f} ms ({low:.0f}..{high:.0f})"
 
-    return f"{name:18} sync {text(seconds)}   weight check {text(checks)}"
+    of_both = f"sync {text(seconds)}   weight check {text(checks)}"
+    return f"{name:24} {of_both}   sampling {text(samplings)}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", default=",".join(SIZES))
+    parser.add_argument("--rank", type=int, default=0, help="of an adapter; 0: none")
     given = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     workers = Workers("cpu")
@@ -105,32 +132,50 @@ def main() -> None:
             count = sum(p.numel() for p in model.parameters())
             print(f"{size}: {count / 1e6:.1f} M parameters, float32", flush=True)
             model.name_or_path = str(folder)
+            with_adapter(model, given.rank)
             prompts = [Prompt.from_ids(range(5 + i, 37 + i)) for i in range(8)]
 
             def setup(recipe: Recipe, model: Any = model, prompts: Any = prompts) -> EngineSetup:
                 return EngineSetup(recipe, model, None, [1], workers, prompts, print)
 
-            colocate(size, folder, setup, given.rounds)
-            server(size, folder, setup, given.rounds, Path(root))
+            where = Path(root)
+            for sync in ("merge", "adapter") if given.rank else ("",):
+                colocate(size, folder, setup, given.rounds, where, given.rank, sync)
+                server(size, folder, setup, given.rounds, where, given.rank, sync)
 
 
-def colocate(size: str, folder: Path, setup: Callable[..., EngineSetup], rounds: int) -> None:
+def colocate(
+    size: str,
+    folder: Path,
+    setup: Callable[..., EngineSetup],
+    rounds: int,
+    root: Path,
+    rank: int,
+    sync: str,
+) -> None:
     from grpo_cli.generation.vllm.colocate import ColocatedGenerator
 
-    recipe = recipe_of(folder, "vllm_colocate", kv_cache_gb=0.125)
+    recipe = of_adapter(recipe_of(folder, "vllm_colocate", kv_cache_gb=0.125), rank, sync, root)
     generator = ColocatedGenerator.make(setup(recipe))
-    print(row(f"{size} colocate", *times(generator, rounds)), flush=True)
+    print(row(f"{size} colocate {sync}", *times(generator, rounds)), flush=True)
     generator.close()
 
 
 def server(
-    size: str, folder: Path, setup: Callable[..., EngineSetup], rounds: int, root: Path
+    size: str,
+    folder: Path,
+    setup: Callable[..., EngineSetup],
+    rounds: int,
+    root: Path,
+    rank: int,
+    sync: str,
 ) -> None:
     from grpo_cli.generation.vllm import server_key
     from grpo_cli.generation.vllm.server import ServerGenerator
 
     command = [sys.executable, "-m", "grpo_cli.cli", "serve", f"model={folder}", f"port={PORT}"]
     command += ["kv_cache_gb=0.125", "max_model_len=128"]
+    command += [f"max_lora_rank={rank}"] if sync == "adapter" else []
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{PORT}"
     try:
@@ -143,13 +188,14 @@ def server(
             except (httpx2.HTTPError, FileNotFoundError):
                 pass
             time.sleep(0.5)
-        for transfer in ("gloo", "disk"):
+        for transfer in ("gloo",) if rank else ("gloo", "disk"):
             where = str(root / "transfer") if transfer == "disk" else None
             recipe = recipe_of(
                 folder, "vllm_server", servers=[url], transfer=transfer, transfer_folder=where
             )
-            generator = ServerGenerator.make(setup(recipe))
-            print(row(f"{size} server {transfer}", *times(generator, rounds)), flush=True)
+            generator = ServerGenerator.make(setup(of_adapter(recipe, rank, sync, root)))
+            way = sync or transfer
+            print(row(f"{size} server {way}", *times(generator, rounds)), flush=True)
             generator.close()
     finally:
         process.terminate()

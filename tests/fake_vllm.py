@@ -62,12 +62,14 @@ class FakeVllm:
         self.state = {
             "model": "some/model", "config": config, "dtype": "float32", "max_model_len": 64,
             "quantization": None, "logprobs_mode": "processed_logprobs", "transfer": "gloo",
+            "max_lora_rank": None, "has_own_weights": True,
         } | state  # fmt: skip
         self.workers = workers
         self.first = {n: w.detach().clone() for n, w in (weights or {}).items()}  # to start with
         self.faults: dict[str, Callable[[], Any]] = {}
         self.complete: Callable[[list[int], dict[str, Any]], Drawn] = toy_completions
         self.score: Callable[[list[int]], list[float]] = lambda ids: toy_logprobs(self.held[0], ids)
+        self.reads = True  # the trainer's files
         self.versions: Callable[[], list[str]] = lambda: [self.version]
         self.deaf = 0  # updates that it will take and not use
         self.key = server_key.make_key(None)  # in the session's cache folder
@@ -83,6 +85,7 @@ class FakeVllm:
         self.worker_id = uuid.uuid4().hex
         self.version = "default"
         self.held: list[dict[str, Tensor]] = [dict(self.first) for _ in range(self.workers)]
+        self.adapters: dict[str, dict[str, Tensor]] = {}  # by name
         self.groups: list[Any] = []
         self.receiving: list[dict[str, Tensor]] | None = None
         self.updating = self.paused = False
@@ -159,7 +162,8 @@ class FakeVllm:
             self.state | here | {"worker_id": f"{self.worker_id}-{i}"} for i in range(self.workers)
         ]
 
-    def grpo_begin_update(self) -> list[None]:
+    def grpo_begin_update(self, what: str) -> list[None]:
+        self.state["has_own_weights"] &= what == "adapter"
         self.updating = True
         return [None] * self.workers
 
@@ -173,6 +177,35 @@ class FakeVllm:
             weights |= load_file(file)
         self.take([dict(weights) for _ in range(self.workers)])
         return [None] * self.workers
+
+    def grpo_can_read(self, file: str) -> list[bool]:
+        return [self.reads and Path(file).is_file()] * self.workers
+
+    def grpo_load_adapter(self, folder: str) -> list[None]:
+        (name,) = self.adapters
+        self.take_adapter(name, folder)
+        return [None] * self.workers
+
+    def load_lora_adapter(self, lora_name: str, lora_path: str) -> str:
+        if lora_name in self.adapters:
+            raise Refused(400, f"The lora adapter '{lora_name}' has already been loaded.")
+        self.adapters.clear()  # of its one slot
+        self.take_adapter(lora_name, lora_path)
+        return f"Success: LoRA adapter '{lora_name}' added successfully."
+
+    def unload_lora_adapter(self, lora_name: str) -> str:
+        if lora_name not in self.adapters:
+            raise Refused(404, f"The lora adapter '{lora_name}' cannot be found.")
+        del self.adapters[lora_name]
+        return f"Success: LoRA adapter '{lora_name}' removed successfully."
+
+    def take_adapter(self, name: str, folder: str) -> None:
+        tensors = load_file(Path(folder) / "adapter_model.safetensors")
+        assert (Path(folder) / "adapter_config.json").is_file()
+        if self.deaf:
+            self.deaf -= 1
+            tensors = self.adapters.get(name, {})
+        self.adapters[name] = {key: tensor.clone() for key, tensor in tensors.items()}
 
     def pause(self, mode: str) -> dict[str, str]:
         self.pauses.append(mode)
@@ -244,16 +277,25 @@ class FakeVllm:
         return {"success": True}
 
     def generate(
-        self, token_ids: list[int], sampling_params: dict[str, Any], cache_salt: str | None = None
+        self,
+        token_ids: list[int],
+        sampling_params: dict[str, Any],
+        cache_salt: str | None = None,
+        model: str | None = None,
     ) -> dict[str, Any]:
         params = sampling_params
+        if model is not None and model not in self.adapters:
+            raise Refused(404, f"The model `{model}` does not exist.")
         if "prompt_logprobs" in params:
+            applied = None if model is None else toy_logprobs(self.adapters[model], token_ids)
+            scores = self.score(token_ids) if applied is None else applied
             rows = [
                 {str(t): {"logprob": x, "rank": 1, "decoded_token": None}}
-                for t, x in zip(token_ids[1:], self.score(token_ids), strict=True)
+                for t, x in zip(token_ids[1:], scores, strict=True)
             ]
             return {"prompt_logprobs": [None, *rows], "choices": []}
-        self.asked.append({"token_ids": token_ids, "cache_salt": cache_salt, **params})
+        named = {} if model is None else {"model": model}
+        self.asked.append({"token_ids": token_ids, "cache_salt": cache_salt, **named, **params})
         with self.changed:
             self.changed.wait_for(lambda: not self.paused or self.over.is_set(), 60)
             self.under_way += 1
@@ -291,11 +333,20 @@ class FakeVllm:
 ROUTES = {
     f"/{name}": name
     for name in (
-        "health", "get_world_size", "pause", "resume", "init_weight_transfer_engine",
-        "shutdown_weight_transfer_engine", "start_weight_update", "update_weights",
-        "finish_weight_update", "update_weight_version", "reset_prefix_cache",
+        "health",
+        "get_world_size",
+        "pause",
+        "resume",
+        "init_weight_transfer_engine",
+        "shutdown_weight_transfer_engine",
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update",
+        "update_weight_version",
+        "reset_prefix_cache",
     )
-} | {GENERATE: "generate"}  # fmt: skip
+} | {f"/v1/{name}": name for name in ("load_lora_adapter", "unload_lora_adapter")}
+ROUTES[GENERATE] = "generate"
 
 
 def handler_of(server: FakeVllm) -> type[BaseHTTPRequestHandler]:
@@ -324,7 +375,8 @@ def handler_of(server: FakeVllm) -> type[BaseHTTPRequestHandler]:
             with contextlib.suppress(OSError):  # who asked has not waited
                 self.send_response(status)
                 self.end_headers()
-                self.wfile.write(b"" if found is None else json.dumps(found).encode())
+                text = found if isinstance(found, str) else json.dumps(found)
+                self.wfile.write(b"" if found is None else text.encode())
 
         do_POST = do_GET  # noqa: N815
 

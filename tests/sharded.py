@@ -37,7 +37,7 @@ from grpo_cli.distributed import fsdp
 from grpo_cli.distributed.workers import Workers, exit_process
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.transformers import GatheringGenerator, TransformersGenerator
-from grpo_cli.generation.vllm.weights import Weights
+from grpo_cli.generation.vllm.weights import AdapterWeights, Weights
 from grpo_cli.models import adapters, attention, loading, memory, micro_batches, tiny
 from grpo_cli.models.packing import length
 from grpo_cli.models.policy_logprobs import ForwardMode, PolicyLogprobs, bytes_per_token
@@ -623,6 +623,11 @@ def an_adapter_is_sharded_and_merged(workers: Workers) -> None:
     assert_near(summed(model, own), summed(plain, rollouts), 1e-5)
     assert Weights(model).infos() == Weights(plain).infos()
     for (name, tensor), (other, expected) in zip(Weights(model), Weights(plain), strict=True):
+        assert name == other
+        assert torch.equal(tensor, expected), name
+    alone, divided_one = AdapterWeights(plain), AdapterWeights(model)
+    assert divided_one.infos() == alone.infos()
+    for (name, tensor), (other, expected) in zip(divided_one, alone, strict=True):
         assert name == other
         assert torch.equal(tensor, expected), name
     skeleton = loading.skeleton(model)

@@ -25,6 +25,7 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.generation.base import EngineSetup
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.vllm import server_key
+from grpo_cli.models import adapters
 from grpo_cli.models.loading import inference
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Completion, Prompt, Rollout
@@ -32,6 +33,7 @@ from tests.conftest import as_prompts
 
 START_SECONDS = 600  # of several servers together, on a machine that may be busy
 PROMPTS = [[70 + i, 80, 90 + i % 7, 66] for i in range(12)]
+LONG = [[70 + (i * j) % 60 for i in range(140)] for j in range(1, 5)]  # more than a cached block
 SEEDS = list(range(100, 112))
 SAMPLING = Sampling(max_tokens=24)
 CPU = {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
@@ -88,9 +90,17 @@ def setup_for(
     return EngineSetup(recipe, model, None, [2], Workers("cpu"), prompts, say)
 
 
+def with_adapter(recipe: Recipe, model: PreTrainedModel, sync: str, **of_adapter: Any) -> None:
+    """Gives recipe and model a fresh adapter, which vLLM is sent by `sync`."""
+    recipe.adapter.method, recipe.adapter.sync = "lora", sync
+    for name, value in {"rank": 3, **of_adapter}.items():
+        setattr(recipe.adapter, name, value)
+    adapters.attach(model, adapters.config_of(recipe.adapter, str(recipe.model.path), None), 0)
+
+
 def move(model: PreTrainedModel, step: int) -> None:
     """An optimizer step with a large learning rate, on any loss."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
     ids = torch.tensor(PROMPTS) + step
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
@@ -102,11 +112,12 @@ def difference(
     model: PreTrainedModel,
     groups: Sequence[Sequence[Completion]],
     temperature: float = 1.0,
+    prompts: Sequence[list[int]] = PROMPTS,
 ) -> float:
     """Mean |log-probability that was reported − what the model says|."""
     rollouts = [
         Rollout(Prompt.from_ids(p), c, "")
-        for p, group in zip(PROMPTS, groups, strict=True)
+        for p, group in zip(prompts, groups, strict=True)
         for c in group
     ]
     with inference(model):

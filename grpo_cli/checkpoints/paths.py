@@ -24,7 +24,6 @@ import re
 import shutil
 from pathlib import Path
 
-from grpo_cli.config.sources import ADAPTER_CONFIG
 from grpo_cli.errors import UserError
 
 TRAINING = "training"
@@ -101,7 +100,7 @@ def step_of(path: Path) -> int:
 
 def is_model(path: Path) -> bool:
     """Whether a folder holds a model, or an adapter that names its model."""
-    has_config = any((path / n).is_file() for n in ("config.json", ADAPTER_CONFIG))
+    has_config = any((path / n).is_file() for n in ("config.json", "adapter_config.json"))
     return has_config and any(path.glob("*.safetensors"))
 
 

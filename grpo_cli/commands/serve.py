@@ -27,7 +27,7 @@ from grpo_cli.config.words import (
     unknown,
 )
 from grpo_cli.errors import Stopped, TrainingError, UserError
-from grpo_cli.generation.vllm import server_key
+from grpo_cli.generation.vllm import lora, server_key
 from grpo_cli.generation.vllm.launch import (
     POLL_SECONDS,
     ServerPlan,
@@ -62,6 +62,8 @@ REFUSED = {
     "gpu_memory_utilization": "write memory=SHARE",
     "kv_cache_memory_bytes": "write kv_cache_gb=N",
     "enforce_eager": "write eager=true",
+    "enable_lora": "write max_lora_rank=N",
+    "max_lora_rank": "write max_lora_rank=N",
 }
 REFUSED_PREFIXES = {"spec_": REFUSED["speculative_config"], "ssl_": "the trainer speaks plain HTTP"}
 
@@ -163,7 +165,13 @@ def make_plan(settings: ServerSettings, recipe: Recipe | None, gpus: int) -> Ser
     if recipe is None:
         assert settings.model is not None, "checked with the other words"
         plan = ServerPlan(
-            settings, _find_model(settings.model), "", settings.max_model_len, "", gpus
+            settings,
+            _find_model(settings.model),
+            "",
+            settings.max_model_len,
+            "",
+            gpus,
+            max_lora_rank=settings.max_lora_rank,
         )
         dtype = "auto" if gpus else "float32"
     else:
@@ -179,7 +187,11 @@ def make_plan(settings: ServerSettings, recipe: Recipe | None, gpus: int) -> Ser
             recipe.model.revision,
             recipe.model.trust_remote_code,
         )
-        dtype = recipe.arithmetic_dtype
+        dtype, rank = recipe.arithmetic_dtype, settings.max_lora_rank
+        if rank is None and recipe.adapter.sync == "adapter":
+            prepare.check_adapter(recipe)
+            rank = lora.largest_rank(prepare.adapter_config(recipe))
+        plan = dataclasses.replace(plan, max_lora_rank=rank)
         if transfer == "auto":
             transfer = recipe.generation.vllm.transfer
     if transfer == "auto":

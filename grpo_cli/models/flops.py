@@ -27,7 +27,6 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from grpo_cli.models import quantization
 from grpo_cli.models.families import UNCOUNTED_PARTS, num_experts
 
 FORWARD_BACKWARD = 3.0  # times the forward pass, where every weight has a gradient
@@ -51,9 +50,9 @@ def params_in_products(model: PreTrainedModel) -> int | None:
                 continue  # norms, biases and look-ups multiply no matrix
             linear = isinstance(module, (nn.Linear, Conv1D))
             if in_expert and (linear or weight.shape[0] == experts):
-                routed += quantization.numel(weight)
+                routed += weight.numel()
             elif linear or (experts and weight.shape == (experts, config.hidden_size)):  # router
-                total += quantization.numel(weight)
+                total += weight.numel()
             else:
                 return None
     if not routed:

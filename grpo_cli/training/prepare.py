@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from omegaconf import DictConfig
@@ -22,10 +22,14 @@ from grpo_cli.data.stored_completions import Sample
 from grpo_cli.errors import UserError, nearest
 from grpo_cli.evaluation import benchmarks
 from grpo_cli.evaluation.benchmarks import LoadedBenchmark
+from grpo_cli.generation.vllm import lora
 from grpo_cli.reporting import tracking
 from grpo_cli.scoring import registry
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.scorer import Scorer
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 # Keys that may differ when a finished run is resumed: its results do not depend on them.
 WITHOUT_EFFECT = (
@@ -481,16 +485,11 @@ def check_hub(recipe: Recipe) -> str | None:
 def check_model_path(recipe: Recipe) -> None:
     """Raises a UserError if model.path or model.chat_template names what is not there.
 
-    Or if the model is a damaged checkpoint: its weights would load, and give other numbers. Or if
-    the package is missing that quantizes it.
+    Or if the model is a damaged checkpoint: its weights would load, and give other numbers.
     """
     template = recipe.model.chat_template
     if template is not None and "{" not in template and not Path(template).expanduser().is_file():
         raise UserError(f"model.chat_template = {template}: neither a file nor a Jinja template.")
-    if recipe.model.quantization != "none":
-        from grpo_cli.models import quantization  # late: it imports torch
-
-        quantization.require(recipe.model.quantization)
     if recipe.model.path is not None:
         lookup.check_model_folder("model.path", recipe.model.path)
         folder = Path(recipe.model.path).expanduser()
@@ -503,34 +502,37 @@ def check_adapter(recipe: Recipe) -> None:
     path, adapter = recipe.model.path, recipe.adapter
     if path is not None and sources.is_adapter(Path(path).expanduser()):
         raise UserError(
-            f"model.path = {path}: is an adapter; continue training it with adapter=lora "
+            f"model.path = {path}: is an adapter; go on from it with adapter=lora "
             f"adapter.path={path} and model.path of its base model."
         )
-    quantization = recipe.model.quantization
     if adapter.method == "none":
-        if quantization != "none":
-            raise UserError(
-                f"model.quantization = {quantization}: quantized weights cannot be trained; train "
-                "an adapter on them (adapter=qlora), or set model.quantization=none."
-            )
         return
     from grpo_cli.models import adapters  # which imports torch
 
     adapters.require()
+    config = adapter_config(recipe)
+    if adapter.sync == "adapter":
+        lora.check(config)
+
+
+def adapter_config(recipe: Recipe) -> LoraConfig:
+    """Returns peft's config of the recipe's adapter, fresh or of `adapter.path`.
+
+    Raises:
+        UserError: there is no such adapter, or peft does not take the settings.
+    """
+    from grpo_cli.models import adapters  # which imports torch
+
+    adapter = recipe.adapter
     if adapter.path is None:
-        config = adapters.config_of(adapter, path or "", recipe.model.revision)
-        if quantization != "none":
-            adapters.check_init(config, f"adapter.init = {adapter.init}")
-        return
+        return adapters.config_of(adapter, recipe.model.path or "", recipe.model.revision)
     folder = Path(adapter.path).expanduser()
     if not sources.is_adapter(folder):
         raise UserError(
             f"adapter.path = {adapter.path}: is no folder with adapter_config.json and "
             "adapter_model.safetensors."
         )
-    config = adapters.read_config(folder)
-    if quantization != "none":
-        adapters.check_init(config, f"{folder}: init {config.init_lora_weights}")
+    return adapters.read_config(folder)
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:

@@ -209,6 +209,8 @@ MISTAKES = {
     "drafts": (["model=m", "engine_args.speculative_config={a: 1}"], "of drafted tokens"),
     "draft": (["model=m", "engine_args.spec_model=m"], "spec_model: cannot be set: of drafted"),
     "extension": (["model=m", "engine_args.worker_extension_cls=m"], "grpo puts its own there"),
+    "lora": (["model=m", "engine_args.enable_lora=true"], "write max_lora_rank=N"),
+    "rank": (["model=m", "max_lora_rank=513"], "max_lora_rank = 513: must be >= 1 and <= 512"),
     "transfer": (["model=m", "engine_args.weight_transfer_config={}"], "write transfer=NAME"),
     "own word": (["model=m", "engine_args.tensor_parallel_size=2"], "write tensor_parallel=N"),
     "key": (["model=m", "engine_args.api_key=k"], "api_key: cannot be set: every route asks for"),
@@ -309,6 +311,24 @@ def test_environment(model: Path) -> None:
         "GRPO_SERVER_KEY": "",
         "GRPO_SERVER_TRAINER_HOST": "10.0.0.1",
     }
+
+
+def test_an_adapter_that_the_server_applies(model: Path) -> None:
+    assert "--enable-lora" not in planned(model=str(model)).command()
+    plan = planned(model=str(model), max_lora_rank=9)
+    assert plan.command()[-5:] == ["--enable-lora", "--max-loras", "1", "--max-lora-rank", "16"]
+    assert plan.environment({})["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    words = ["arithmetic_tiny", "adapter=lora", "adapter.rank=5", "generation=vllm_server"]
+    recipe = composed(*words, "generation.vllm.servers=[http://a:1]", "adapter.sync=adapter")
+    assert planned(recipe=recipe).max_lora_rank == 5
+    assert planned(recipe=recipe, max_lora_rank=8).max_lora_rank == 8
+    recipe.adapter.args = {"rank_pattern": {"q_proj": 20}}
+    assert planned(recipe=recipe).command()[-1] == "32"
+    recipe.adapter.method = "dora"
+    with pytest.raises(UserError, match=r"not apply DoRA; use adapter\.sync=merge"):
+        planned(recipe=recipe)
+    recipe.adapter.sync = "merge"
+    assert planned(recipe=recipe).max_lora_rank is None
 
 
 def test_what_a_recipe_says() -> None:

@@ -464,6 +464,7 @@ WITH_PROGRAMS = {"benchmark": {"own": {"data": "b.jsonl", **TIR}}}
 BESIDES: dict[str, dict[str, Any]] = {
     "loss.entropy_coef_min": {"loss.entropy_coef": 0.5},
     "advantage.k": {"generation.num_generations": 16},
+    "adapter.sync": {"adapter.method": "lora"},
     "loss.cov_high": {"loss.cov_low": 0.25},
     "generation.vllm.transfer": {"generation.vllm.transfer_folder": "/shared"},
     **{k: SERVERS for k, (_, *v) in READ_IF.items() if v == ["vllm_server"]},

@@ -13,7 +13,7 @@ import yaml
 from grpo_cli.checkpoints import manifest, paths
 from grpo_cli.config import saved_recipe
 from grpo_cli.config.contradictions import contradictions
-from grpo_cli.config.schema import Adapter, Build, Distributed, Loss, Model, Optimizer, Recipe
+from grpo_cli.config.schema import Adapter, Build, Loss, Model, Optimizer, Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.training.prepare import (
     check_adapter,
@@ -137,25 +137,20 @@ def test_a_damaged_checkpoint_is_not_trained_on(tmp_path: Path) -> None:
         check_model_path(recipe)
 
 
-def test_quantized_weights_are_not_trained_or_sharded() -> None:
-    pytest.importorskip("peft")
-    quantized = Model(path="some/model", quantization="nf4")
-    with pytest.raises(
-        UserError, match=r"nf4: quantized weights cannot be trained; .*adapter=qlora"
-    ):
-        check_adapter(Recipe(model=quantized))
-    lora = Adapter(method="lora")
-    check_adapter(Recipe(model=quantized, adapter=lora))
-    with pytest.raises(UserError, match=r"adapter.init = pissa: is made from the weights"):
-        check_adapter(Recipe(model=quantized, adapter=dataclasses.replace(lora, init="pissa")))
-    for strategy, refused in (("ddp", False), ("fsdp2", True), ("zero3", True)):
-        recipe = Recipe(model=quantized, adapter=lora, distributed=Distributed(strategy=strategy))
-        found = [text for text in contradictions(recipe, ()) if "cannot be sharded" in text]
-        assert bool(found) == refused
-
-
-def test_a_model_to_quantize_needs_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"int8: bitsandbytes is not installed here; pip install"):
-        check_model_path(Recipe(model=Model(path="some/model", quantization="int8")))
-    check_model_path(Recipe(model=Model(path="some/model")))
+def test_an_adapter_that_vllm_cannot_apply(tmp_path: Path) -> None:
+    recipe = Recipe(adapter=Adapter(method="lora", init="pissa"))
+    check_adapter(recipe)
+    recipe.adapter.sync = "adapter"
+    with pytest.raises(UserError, match=r"not take the init pissa, .* use adapter\.sync=merge"):
+        check_adapter(recipe)
+    # Of adapter.path its own config counts.
+    recipe.adapter = Adapter(method="lora", sync="adapter", path=str(tmp_path))
+    (tmp_path / "adapter_model.safetensors").touch()
+    stored = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}
+    for change, reason in (({}, None), ({"bias": "all"}, "trained biases"), ({"r": 600}, "rank")):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(stored | change))
+        if reason is None:
+            check_adapter(recipe)
+            continue
+        with pytest.raises(UserError, match=rf"{reason}.*; use adapter\.sync=merge"):
+            check_adapter(recipe)

@@ -9,8 +9,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from grpo_cli.generation.base import EngineSetup, Generator, Request
+from grpo_cli.generation.vllm.adapter_folder import folder_of, rank_on
 from grpo_cli.generation.vllm.requests import sampling_params
 from grpo_cli.generation.vllm.settings import structured_outputs
+from grpo_cli.generation.vllm.weights import AdapterWeights, Weights
 from grpo_cli.generation.weight_check import WeightCheck, make_weight_check
 
 
@@ -29,12 +31,19 @@ class VllmGenerator(Generator, ABC):
         self.longest_prompt = max(len(p.ids) for p in setup.prompts)
         self.longest = self.longest_prompt + setup.recipe.longest_completion
         self.step = 0  # whose weights the engines have
+        # Of the adapter that the engines apply themselves; None: merged weights are sent.
+        self.lora_rank = rank_on(setup.model, setup.recipe)
+        self.adapter_folder = folder_of(setup.recipe)
 
     def params(self, request: Request, seed: int) -> dict[str, Any]:
         """Returns how a prompt with this seed is completed, as fields of vLLM's SamplingParams."""
         given = seed if self.config.seeded else None
         how = request.sampling, request.num_generations
         return sampling_params(*how, self.eos_ids, given, self.structured)
+
+    def weights(self) -> Weights:
+        """Returns what an update sends: the adapter, or all weights."""
+        return Weights(self.policy) if self.lora_rank is None else AdapterWeights(self.policy)
 
     def update_weights(self, policy: PreTrainedModel, step: int) -> dict[str, float]:
         self.policy = policy

@@ -51,6 +51,9 @@ class Server:
     max_model_len: int = 0
     dtype: str = ""
     transfer: str = ""
+    max_lora_rank: int | None = None  # of adapters that it applies; None: it applies none
+    has_own_weights: bool = True  # and not weights that a run has sent
+    adapter: str | None = None  # whose completions and scores it is asked for; None: the model's
 
     def __post_init__(self) -> None:
         no_reuse = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
@@ -69,21 +72,31 @@ class Server:
         Raises:
             ServerLost: no answer in time, or not a good one.
         """
+        return self._good(path, self._request(path, body, timeout))
+
+    def post(self, path: str, body: dict[str, Any], timeout: float = QUICK) -> None:
+        """Sends a POST whose good answer is text; raises as `call`."""
+        self._check_status(path, self._request(path, body, timeout))
+
+    def _request(self, path: str, body: dict[str, Any] | None, timeout: float) -> httpx2.Response:
         method = "GET" if body is None else "POST"
         try:
-            answer = self.http.request(
+            return self.http.request(
                 method, self.url + path, json=body or None, headers=self.headers, timeout=timeout
             )
         except (httpx2.HTTPError, OSError) as error:
             raise self.lost(path, failure(error, timeout)) from error
-        return self._good(path, answer)
 
     def _good(self, path: str, answer: httpx2.Response) -> Any:
+        self._check_status(path, answer)
+        try:
+            return answer.json() if answer.content else None
+        except ValueError as error:
+            raise self.lost(path, "answered something else than JSON") from error
+
+    def _check_status(self, path: str, answer: httpx2.Response) -> None:
         if answer.status_code == 200:
-            try:
-                return answer.json() if answer.content else None
-            except ValueError as error:
-                raise self.lost(path, "answered something else than JSON") from error
+            return
         said = reason(answer)
         if answer.status_code == 400:
             raise TrainingError(f"server {self.url}: {path} was refused: {said}", alone=True)
@@ -146,6 +159,7 @@ class Server:
         self.worker_ids = [s["worker_id"] for s in states]
         self.dtype, self.transfer = state["dtype"], state["transfer"] or ""
         self.max_model_len = int(state["max_model_len"])
+        self.max_lora_rank, self.has_own_weights = state["max_lora_rank"], state["has_own_weights"]
         if other := differences(architecture, state["config"]):
             raise UserError(
                 f"generation.vllm.servers: {self.url} serves another model than the policy, "
@@ -182,11 +196,12 @@ class Server:
             ServerLost: it failed, or has weights of another run. TrainingError: it refuses.
         """
         path = "/inference/v1/generate"
-        body = {
+        body: dict[str, Any] = {
             "token_ids": list(prompt),
             "sampling_params": {**params, "output_kind": 2},
             # So that nothing which older weights have left in the prefix cache is used.
             "cache_salt": version,
+            **self._model(),
         }
         try:
             asked = client.post(self.url + path, json=body, headers=self.headers)
@@ -220,9 +235,10 @@ class Server:
         params = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         params |= {"repetition_penalty": 1.0, "prompt_logprobs": 0, "detokenize": False, "n": 1}
         params["output_kind"] = 2
+        how: dict[str, Any] = {"sampling_params": params, **self._model()}
 
         def score_one(ids: Sequence[int]) -> list[float]:
-            body = {"token_ids": list(ids), "sampling_params": params}
+            body = {"token_ids": list(ids), **how}
             found = self.call("/inference/v1/generate", body, timeout)["prompt_logprobs"]
             plain = [
                 {int(t): entry["logprob"] for t, entry in row.items()} if row else None
@@ -232,6 +248,10 @@ class Server:
 
         with ThreadPoolExecutor(len(rows)) as pool:
             return list(pool.map(score_one, rows))
+
+    def _model(self) -> dict[str, str]:
+        """Returns the field of a request that names the adapter."""
+        return {} if self.adapter is None else {"model": self.adapter}
 
     async def watch(self, client: httpx2.AsyncClient) -> ServerLost:
         """Returns once the server has not answered for a while; looks every few seconds."""

@@ -21,6 +21,8 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import EngineSetup, OnGroup, Request
+from grpo_cli.generation.vllm import lora
+from grpo_cli.generation.vllm.adapter_folder import AdapterFolder
 from grpo_cli.generation.vllm.base import VllmGenerator
 from grpo_cli.generation.vllm.requests import (
     check_lengths,
@@ -29,7 +31,6 @@ from grpo_cli.generation.vllm.requests import (
     repeated,
 )
 from grpo_cli.generation.vllm.settings import contradictions_of_colocate, dtype_of
-from grpo_cli.generation.vllm.weights import Weights
 from grpo_cli.generation.weight_check import WeightCheck
 from grpo_cli.models import memory
 from grpo_cli.random_streams import rng_state, set_rng_state
@@ -49,11 +50,18 @@ def environment(workers: Workers) -> dict[str, str]:
     return {name: value for name, value in settings.items() if name not in os.environ}
 
 
-def engine_args(recipe: Recipe, model: str, workers: Workers, max_model_len: int) -> dict[str, Any]:
+def engine_args(
+    recipe: Recipe,
+    model: str,
+    workers: Workers,
+    max_model_len: int,
+    lora_rank: int | None = None,
+) -> dict[str, Any]:
     """Returns the arguments of vLLM's `LLM`; the recipe's `engine_args` come last.
 
     Args:
         model: folder or hub name that the weights were loaded from.
+        lora_rank: largest rank of the adapter that the engine applies; None: it applies none.
     """
     vllm, on_cpu = recipe.generation.vllm, workers.device.type == "cpu"
     args: dict[str, Any] = {
@@ -82,6 +90,8 @@ def engine_args(recipe: Recipe, model: str, workers: Workers, max_model_len: int
         args["kv_cache_memory_bytes"] = CPU_KV_CACHE
     if recipe.generation.max_num_seqs is not None:
         args["max_num_seqs"] = recipe.generation.max_num_seqs
+    if lora_rank is not None:
+        args |= {"enable_lora": True, "max_lora_rank": lora.max_rank(lora_rank), "max_loras": 1}
     return args | vllm.engine_args
 
 
@@ -135,12 +145,15 @@ class ColocatedGenerator(VllmGenerator):
 
                 shares = workers.device.type == "cpu" and workers.size > 1
                 with own_shared_memory(name) if shares else contextlib.nullcontext():
-                    self.llm = LLM(**engine_args(setup.recipe, model, workers, self.max_model_len))
+                    longest, rank = self.max_model_len, self.lora_rank
+                    self.llm = LLM(**engine_args(setup.recipe, model, workers, longest, rank))
             except Exception as error:  # whatever vLLM, torch or a kernel finds wrong
                 lines = str(error).strip().splitlines() or [type(error).__name__]
                 said = f"vLLM did not start with {model}: {' '.join(lines[:4])}"
                 raise UserError(said, alone=True) from error
         self.engine = self.llm.llm_engine
+        self.lora_request: Any = None  # names the adapter to vLLM, once the engine has one
+        self.written: AdapterFolder | None = None  # by the main process
 
     def sample(self, request: Request, hand_over: OnGroup) -> None:
         pairs = zip([p.ids for p in request.prompts], request.seeds, strict=True)
@@ -154,7 +167,7 @@ class ColocatedGenerator(VllmGenerator):
             inputs = self._rendered([ids for ids, _ in everyones])
             for number, (_, seed) in enumerate(everyones):
                 params = _typed(self.params(request, seed))
-                self.engine.add_request(str(number), inputs[number], params)
+                self._add_request(number, inputs[number], params)
             for number, output in self._finished():
                 if number not in own:  # another process's, of the same engine
                     continue
@@ -174,6 +187,8 @@ class ColocatedGenerator(VllmGenerator):
 
     def close(self) -> None:
         """Ends the engine. It takes the default process group along: nothing collective after."""
+        if self.written is not None:
+            self.written.remove()
         with contextlib.suppress(Exception):  # it may be what broke
             self.engine.engine_core.shutdown()
 
@@ -181,20 +196,47 @@ class ColocatedGenerator(VllmGenerator):
         """Loads the policy's weights; wakes up the weights' memory, not yet the cache's."""
         self._wake("weights")
         try:
-            with self.apart():
-                weights = iter(Weights(self.policy))
-                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-                # Imported late: the file imports vLLM.
-                from grpo_cli.generation.vllm.worker import refresh_packed_heads
-
-                self.llm.apply_model(refresh_packed_heads)
+            if self.lora_rank is None:
+                self._reload()
+            else:
+                self._load_adapter()
         except Exception as error:  # some layers are new, some old, some nowhere
             said = f"vLLM could not take the weights of step {step}: {error}"
+            if self.lora_rank is not None:
+                said = f"vLLM could not take the adapter of step {step}: {str(error)[:400]}"
+                said += f" ({self.adapter_folder}); {lora.OTHER_WAY}."
             raise TrainingError(said, alone=True) from error
         self.has_weights, self.step = True, step
         self.engine.set_weight_version(str(step))
         if not self.sleeping and not self.engine.reset_prefix_cache():
             raise TrainingError("vLLM kept its prefix cache after new weights.", alone=True)
+
+    def _reload(self) -> None:
+        """Replaces all weights of the engine."""
+        with self.apart():
+            weights = iter(self.weights())
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            # Imported late: the file imports vLLM.
+            from grpo_cli.generation.vllm.worker import refresh_packed_heads
+
+            self.llm.apply_model(refresh_packed_heads)
+
+    def _load_adapter(self) -> None:
+        """Writes the adapter by the main process, and makes every engine read it."""
+        from vllm.lora.request import LoRARequest
+
+        tensors = list(self.weights())  # a sharded policy is gathered by all
+        with self.workers.raise_together():
+            if self.workers.is_main:
+                if self.written is None:
+                    self.written = AdapterFolder(self.adapter_folder, self.policy)
+                self.written.write(tensors)
+        path = str(self.adapter_folder)
+        with self.apart():
+            # Not in a request: one whose adapter fails to load makes the engine step without end,
+            # and one with load_inplace reads the files again at each token.
+            self.engine.add_lora(LoRARequest("policy", 1, path, load_inplace=True))
+        self.lora_request = LoRARequest("policy", 1, path)
 
     def _wake_up(self) -> None:
         """Wakes the engine up; asleep it would wait forever."""
@@ -221,7 +263,7 @@ class ColocatedGenerator(VllmGenerator):
         score = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
         with self.apart():
             for number, prompt in enumerate(self._rendered(rows)):
-                self.engine.add_request(str(number), prompt, _typed(score))
+                self._add_request(number, prompt, _typed(score))
             outputs = dict(self._finished())
         return [
             prompt_logprobs(
@@ -230,6 +272,9 @@ class ColocatedGenerator(VllmGenerator):
             )
             for n, ids in enumerate(rows)
         ]
+
+    def _add_request(self, number: int, prompt: Any, params: Any) -> None:
+        self.engine.add_request(str(number), prompt, params, lora_request=self.lora_request)
 
     def _rendered(self, prompts: Sequence[Sequence[int]]) -> list[Any]:
         """Returns prompts in the form that the engine takes."""

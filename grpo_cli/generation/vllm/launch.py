@@ -29,7 +29,7 @@ from typing import Any
 from grpo_cli import IMPORT_ROOT
 from grpo_cli.config.knob import knob
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.generation.vllm import server_key
+from grpo_cli.generation.vllm import lora, server_key
 from grpo_cli.generation.vllm.server_log import KILLED, failure, log_path, phase_in, text_of
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -88,6 +88,13 @@ class ServerSettings:
     eager: bool | None = knob(
         None, "Whether to run without compilation and CUDA graphs; null: only on a CPU."
     )
+    max_lora_rank: int | None = knob(
+        None,
+        "Largest rank of an adapter that the server applies itself (adapter.sync=adapter); null: "
+        "the rank of the recipe's adapter if it has adapter.sync=adapter, else none is applied.",
+        ge=1,
+        le=lora.RANKS[-1],
+    )
     transfer: str = knob(
         "auto",
         "How the trainer sends weights; auto: nccl on GPUs, gloo on CPUs or if the recipe's device "
@@ -113,6 +120,7 @@ class ServerPlan:
     gpus: int
     revision: str | None = None
     trust_remote_code: bool = False
+    max_lora_rank: int | None = None  # None: no adapter is applied
     key: str = field(default="", repr=False)  # that requests must carry
 
     @property
@@ -150,6 +158,9 @@ class ServerPlan:
             words += ["--revision", self.revision]
         if self.trust_remote_code:
             words += ["--trust-remote-code"]
+        if self.max_lora_rank is not None:
+            words += ["--enable-lora", "--max-loras", "1"]
+            words += ["--max-lora-rank", str(lora.max_rank(self.max_lora_rank))]
         return [*words, *_flags(s.engine_args)]
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -159,6 +170,8 @@ class ServerPlan:
         out[server_key.KEY] = self.key
         if self.settings.trainer_host is not None:
             out[server_key.TRAINER_HOST] = self.settings.trainer_host
+        if self.max_lora_rank is not None:
+            out["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if not self.gpus:
             # They save half a minute of g++ at the first request, and one process.
             out.setdefault("TORCH_COMPILE_DISABLE", "1")

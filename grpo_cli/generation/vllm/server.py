@@ -21,13 +21,13 @@ from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import EngineSetup, OnGroup, Request
-from grpo_cli.generation.vllm import weight_transfer
+from grpo_cli.generation.vllm import lora, weight_transfer
+from grpo_cli.generation.vllm.adapter_folder import AdapterFolder
 from grpo_cli.generation.vllm.base import VllmGenerator
 from grpo_cli.generation.vllm.client import QUICK, Server, ServerLost, wait_for
 from grpo_cli.generation.vllm.requests import check_lengths, repeated
 from grpo_cli.generation.vllm.settings import contradictions_of_servers, dtype_of
 from grpo_cli.generation.vllm.weight_transfer import Link
-from grpo_cli.generation.vllm.weights import Weights
 from grpo_cli.generation.weight_check import WeightCheck
 from grpo_cli.records import Completion
 
@@ -99,6 +99,9 @@ class ServerGenerator(VllmGenerator):
             weight_check.dtype = min(dtypes)  # bfloat16 before float32
         # Another run's versions are not taken for this one's.
         self.run = self.workers.gather(uuid.uuid4().hex[:8])[0]
+        if self.lora_rank is not None:
+            for server in self.servers:
+                server.adapter = self.run
         self.versions: dict[str, int] = {}  # by what servers report, the step they are of
         self.prefetch_steps = self.config.prefetch_steps
         self.links: dict[str, Link] = {}  # of process 0, by address
@@ -133,7 +136,7 @@ class ServerGenerator(VllmGenerator):
     def close(self) -> None:
         for link in self.links.values():
             with contextlib.suppress(ServerLost, TrainingError):
-                link.server.call("/shutdown_weight_transfer_engine", {})
+                link.release()
             link.close()
         self.links = {}
 
@@ -243,7 +246,7 @@ class ServerGenerator(VllmGenerator):
         Args:
             known: addresses of servers that no process has lost.
         """
-        weights = Weights(self.policy)
+        weights = self.weights()
         with self.workers.raise_together():  # before the others begin to gather
             if self.workers.is_main:
                 self._connect(known)
@@ -263,12 +266,26 @@ class ServerGenerator(VllmGenerator):
         self.live = set(self.workers.gather(self.live)[0])
 
     def _check(self, server: Server) -> None:
-        """Raises a UserError if a server that was greeted has too little room."""
+        """Raises a UserError if a server that was greeted has too little room, or no adapters."""
         if self.longest > server.max_model_len:
             raise UserError(
                 f"generation.vllm.servers: {server.url} was started with max_model_len = "
                 f"{server.max_model_len}; the longest prompt with its completion takes "
                 f"{self.longest} tokens: start it with max_model_len={self.longest}."
+            )
+        if self.lora_rank is not None and self.lora_rank > (server.max_lora_rank or 0):
+            found = server.max_lora_rank
+            applies = f"adapters up to rank {found}" if found else "no adapter"
+            raise UserError(
+                f"generation.vllm.servers: {server.url} applies {applies}, and "
+                f"adapter.sync = adapter needs rank {self.lora_rank}; start it with "
+                f"max_lora_rank={self.lora_rank}, or {lora.OTHER_WAY}."
+            )
+        if self.lora_rank is not None and not server.has_own_weights:
+            raise UserError(
+                f"generation.vllm.servers: {server.url} has the weights of an earlier run, and "
+                "adapter.sync = adapter needs the base model's; start it again, or "
+                f"{lora.OTHER_WAY}."
             )
 
     def _connect(self, known: set[str]) -> None:
@@ -292,7 +309,11 @@ class ServerGenerator(VllmGenerator):
                 if (stale := self.links.pop(server.url, None)) is not None:
                     stale.close()
                 self.links[server.url] = weight_transfer.connect(
-                    server, self.config, self.run, number
+                    server,
+                    self.config,
+                    self.run,
+                    number,
+                    None if self.lora_rank is None else self._adapter_folder,
                 )
                 self.why_lost.pop(server.url, None)
                 if not is_first:
@@ -301,6 +322,10 @@ class ServerGenerator(VllmGenerator):
                 if is_first:
                     raise UserError(str(error)) from error
                 self._drop(server.url, str(error))
+
+    def _adapter_folder(self, number: int) -> AdapterFolder:
+        """Returns a new folder for the adapter of a server."""
+        return AdapterFolder(self.adapter_folder / f"server-{number}", self.policy)
 
     def _drop(self, url: str, why: str) -> None:
         """Closes the link to a lost server."""

@@ -18,7 +18,10 @@ REFUSED_ANYWHERE = {
     "logprobs_mode": "a token's log-probability must be that of the distribution it was drawn from",
     "speculative_config": "of drafted tokens vLLM does not report the log-probability they were "
     "drawn with",
-    "enable_lora": "a policy with an adapter sends its weights with the adapter merged in",
+    "enable_lora": "write adapter.sync=adapter, so that vLLM applies the policy's adapter",
+    "max_lora_rank": "it follows from the adapter's rank, with adapter.sync=adapter",
+    "max_loras": "the policy has one adapter",
+    "max_cpu_loras": "the policy has one adapter",
     "generation_config": "how completions are sampled is the trainer's to say",
     "tokenizer": "it is the model's",
     "skip_tokenizer_init": "stop strings and grammars need the tokenizer",
@@ -61,6 +64,11 @@ def contradictions_of_colocate(recipe: Recipe) -> Iterator[str]:
             f"eval.mode = {', '.join(recipe.eval.mode)}: programs are not run with "
             f"generation.vllm.tensor_parallel = {vllm.tensor_parallel}; set it to 1, or "
             "use generation=vllm_server."
+        )
+    if vllm.sleep == 2 and recipe.adapter.sync == "adapter":
+        yield (
+            "adapter.sync = adapter: generation.vllm.sleep = 2 frees the base model's weights, "
+            "which are not sent again; set it to 1, or use adapter.sync=merge."
         )
 
 

@@ -1,9 +1,10 @@
-"""Sends weights from the trainer to servers: one link for each server, of one of four kinds.
+"""Sends weights from the trainer to servers: one link for each server, of one of five kinds.
 
     gloo   both ends are ours (`gloo_wire.py`, `worker.GlooEngine`); for the CPU
     nccl   vLLM's own transfer over PyNccl; for GPUs, also across nodes
     ipc    vLLM's own, by handles of CUDA memory (`ipc_wire.py`); for a server on the trainer's GPU
     disk   a folder that both can see
+    files  adapter.sync=adapter: the adapter only, in a folder that both can see
 
 No kind sends a pickle, and no server looks for one in a store.
 
@@ -20,7 +21,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -32,9 +33,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_cli.config.schema import Vllm
-from grpo_cli.generation.vllm import gloo_wire, ipc_wire
+from grpo_cli.generation.vllm import gloo_wire, ipc_wire, lora
+from grpo_cli.generation.vllm.adapter_folder import AdapterFolder
 from grpo_cli.generation.vllm.client import Server, ServerLost
 from grpo_cli.generation.vllm.weights import WeightInfo, Weights, buckets, flattened, unflattened
+from grpo_cli.models import adapters
 
 MIB = 2**20
 POLL = 1e-3  # seconds between two looks at a transfer
@@ -43,6 +46,8 @@ RENDEZVOUS_SECONDS = 60.0  # at most, for trainer and workers to join a group
 
 class Link:
     """Sends weights to one server, a bucket at a time."""
+
+    replaces = "weights"  # what an update replaces: all weights, or the adapter
 
     def __init__(self, server: Server, config: Vllm, name: str, number: int) -> None:
         """name: of the run, like no other's. number: of the server."""
@@ -62,6 +67,10 @@ class Link:
     def end(self, version: str) -> None:
         """Waits until the server computes with all that was put, and calls it `version`."""
         self.server.call("/finish_weight_update", {"weight_version": version}, self.timeout)
+
+    def release(self) -> None:
+        """Releases what the server keeps for the run, at the run's end."""
+        self.server.call("/shutdown_weight_transfer_engine", {})
 
     def close(self) -> None:
         """Removes what was made for the server."""
@@ -247,6 +256,57 @@ class DiskLink(Link):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+class AdapterLink(Link):
+    """Writes the adapter into a folder of the run, from which the server reads it.
+
+    The server gets the adapter under a name once, since requests name it, and after that replaces
+    its weights.
+    """
+
+    replaces = "adapter"
+
+    def __init__(self, server: Server, config: Vllm, name: str, folder: AdapterFolder) -> None:
+        super().__init__(server, config, name, 0)
+        self.name, self.folder, self.is_loaded = name, folder, False
+        if not all(server.rpc("grpo_can_read", str(folder.path / adapters.CONFIG))):
+            why = (
+                f"it cannot read {folder.path}, where adapter.sync=adapter writes the adapter; "
+                "give an output_dir on a file system that the server's node shares, or "
+                f"{lora.OTHER_WAY}"
+            )
+            raise server.lost("weight transfer", why)
+
+    def begin(self, infos: Sequence[WeightInfo]) -> None:
+        self.tensors: list[tuple[str, Tensor]] = []
+
+    def put(self, flat: Tensor, bucket: list[WeightInfo]) -> None:
+        self.tensors += unflattened(flat, bucket)
+
+    def end(self, version: str) -> None:
+        self.folder.write(self.tensors)
+        self.tensors = []
+        path = str(self.folder.path)
+        if self.is_loaded:
+            self.server.rpc("grpo_load_adapter", path, timeout=self.timeout)
+        else:
+            with contextlib.suppress(ServerLost):  # of a link that was lost before, or none
+                self.release()
+            body = {"lora_name": self.name, "lora_path": path}
+            try:
+                self.server.post("/v1/load_lora_adapter", body, self.timeout)
+            except ServerLost as error:
+                hint = f"If vLLM cannot apply this adapter, {lora.OTHER_WAY}."
+                raise ServerLost(f"{error}\n{hint}") from error
+            self.is_loaded = True
+        self.server.call("/update_weight_version", {"new_version": version})
+
+    def release(self) -> None:
+        self.server.post("/v1/unload_lora_adapter", {"lora_name": self.name})
+
+    def close(self) -> None:
+        self.folder.remove()
+
+
 KINDS: dict[str, type[Link]] = {
     "gloo": GlooLink,
     "nccl": NcclLink,
@@ -255,15 +315,27 @@ KINDS: dict[str, type[Link]] = {
 }
 
 
-def connect(server: Server, config: Vllm, name: str, number: int) -> Link:
+def connect(
+    server: Server,
+    config: Vllm,
+    name: str,
+    number: int,
+    make_folder: Callable[[int], AdapterFolder] | None = None,
+) -> Link:
     """Returns the link to a server, of the kind that recipe and server agree on.
 
     Args:
         name: of the run, like no other's. number: of the server.
+        make_folder: makes the folder of a server's adapter; None: all weights are sent.
 
     Raises:
         ServerLost: it cannot be reached that way.
     """
+    if make_folder is not None:
+        try:
+            return AdapterLink(server, config, name, make_folder(number))
+        except OSError as error:
+            raise server.lost("weight transfer", f"{type(error).__name__}: {error}") from error
     kind = config.transfer
     if kind == "auto":
         kind = server.transfer
@@ -317,7 +389,7 @@ def send(
 
     def begin(link: Link) -> None:
         link.server.call(f"/pause?mode={pause}", {}, patience)
-        link.server.rpc("grpo_begin_update", timeout=config.update_timeout)
+        link.server.rpc("grpo_begin_update", link.replaces, timeout=config.update_timeout)
         link.begin(infos)
 
     def end(link: Link) -> None:

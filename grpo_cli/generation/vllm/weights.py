@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from grpo_cli.models import adapters, quantization
+from grpo_cli.distributed.fsdp import full_tensor
+from grpo_cli.models import adapters
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,9 @@ class WeightInfo:
 class Weights:
     """Iterates over all parameters of a model in a fixed order; each pass gathers them again.
 
-    All of them, frozen ones too: an engine that fuses layers fills the parts that it is not sent
+    Frozen parameters are included: an engine that fuses layers fills the parts that it is not sent
     with uninitialised memory. A tied head is there once, under the embedding's name. An adapter is
-    merged in, quantized weights are dequantized, and the names are the base model's.
+    merged in, under the names of the base model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,16 +34,28 @@ class Weights:
 
     def infos(self) -> list[WeightInfo]:
         """Describes the weights that iteration yields, without gathering them."""
-        dtype = quantization.dtype_of(self.model)
         infos: dict[torch.nn.Parameter, WeightInfo] = {}
         for name, p, _ in adapters.plain_parameters(self.model):
-            plain = quantization.plain(p, dtype)
-            infos.setdefault(p, WeightInfo(name, tuple(plain.shape), plain.dtype))
+            infos.setdefault(p, WeightInfo(name, tuple(p.shape), p.dtype))
         return [*infos.values()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, complete tensor); every process of a sharded model has to iterate."""
         yield from adapters.merged(self.model)
+
+
+class AdapterWeights(Weights):
+    """Iterates over the weights of a model's adapter, by the names of peft's files."""
+
+    def infos(self) -> list[WeightInfo]:
+        return [WeightInfo(name, tuple(p.shape), p.dtype) for name, p in self._tensors().items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, p in self._tensors().items():
+            yield name, full_tensor(p.detach())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return adapters.file_tensors(self.model, adapters.tensors_of(self.model))
 
 
 def buckets(infos: Iterable[WeightInfo], limit: int) -> Iterator[list[WeightInfo]]:
@@ -67,7 +80,7 @@ def flattened(weights: Iterator[tuple[str, Tensor]], bucket: list[WeightInfo]) -
     """Returns the next weights of a pass as one flat tensor, [N].
 
     Raises:
-        ValueError: they are not those of the bucket.
+        ValueError: they are not the bucket's weights.
     """
     parts = []
     for info in bucket:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
     NCCLWeightTransferUpdateInfo,
 )
+from vllm.lora.request import LoRARequest
 
 from grpo_cli.generation.vllm import gloo_wire, ipc_wire
 from grpo_cli.generation.vllm.weights import WeightInfo, buckets, unflattened
@@ -148,6 +150,7 @@ class WorkerExtension:
     model_runner: Any
     vllm_config: Any
     updating = False
+    has_own_weights = True  # no longer, once a trainer has sent all weights
 
     def grpo_state(self) -> dict[str, Any]:
         """Returns the id of the worker, what it serves, and whether an update is unfinished."""
@@ -163,11 +166,18 @@ class WorkerExtension:
             "quantization": model.quantization,
             "logprobs_mode": model.logprobs_mode,
             "transfer": getattr(self.vllm_config.weight_transfer_config, "backend", None),
+            "has_own_weights": self.has_own_weights,
+            "max_lora_rank": getattr(self.vllm_config.lora_config, "max_lora_rank", None),
         }
 
-    def grpo_begin_update(self) -> None:
-        """Marks the weights as neither the old nor the new ones."""
+    def grpo_begin_update(self, what: str) -> None:
+        """Marks the weights as neither the old nor the new ones.
+
+        Args:
+            what: weights: all of them are replaced; adapter: the model's own weights stay.
+        """
         self.updating = True
+        self.has_own_weights = self.has_own_weights and what == "adapter"
 
     def grpo_end_update(self) -> None:
         self.updating = False
@@ -176,6 +186,19 @@ class WorkerExtension:
         """Loads weights from a folder that the trainer has written (transfer=disk)."""
         self.reload_weights(weights_path=folder)  # type: ignore[attr-defined]
         refresh_packed_heads(self.model_runner.get_model())
+
+    def grpo_can_read(self, file: str) -> bool:
+        """Returns whether this machine can read a file of the trainer."""
+        return os.access(file, os.R_OK)
+
+    def grpo_load_adapter(self, folder: str) -> None:
+        """Replaces the weights of the one adapter by those in a folder (adapter.sync=adapter).
+
+        Unlike the route with load_inplace, after which each request reads the file at every token.
+        """
+        manager = self.model_runner.lora_manager
+        (number,) = manager.list_adapters()
+        manager.add_adapter(LoRARequest("policy", number, folder, load_inplace=True))
 
 
 for name, engine in {"gloo": GlooEngine, "ipc": IpcEngine}.items():

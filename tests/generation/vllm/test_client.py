@@ -60,7 +60,7 @@ def test_a_call_without_a_body_gets_and_one_with_a_body_posts(fake: FakeVllm) ->
     assert server.call("/get_world_size") == {"world_size": 1}
     assert server.call("/reset_prefix_cache", {}) == {"success": True}
     assert server.call("/update_weight_version", {"new_version": "v"})["new_version"] == "v"
-    assert server.rpc("grpo_begin_update") == [None]
+    assert server.rpc("grpo_begin_update", "weights") == [None]
     assert fake.updating
     assert fake.calls[-1] == "grpo_begin_update"
 

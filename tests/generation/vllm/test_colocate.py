@@ -21,6 +21,7 @@ from grpo_cli.generation.forbidden import bad_word_ids, completing
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.tools import ToolGenerator
 from tests.vllm_engines import (
+    LONG,
     PROMPTS,
     SAMPLING,
     SEEDS,
@@ -32,6 +33,7 @@ from tests.vllm_engines import (
     run_metrics,
     save_model,
     setup_for,
+    with_adapter,
 )
 
 pytestmark = pytest.mark.vllm
@@ -305,6 +307,49 @@ def test_too_long_is_said_before_it_is_cut(
     engine.generate(as_prompts(PROMPTS), 2, SAMPLING, SEEDS)
 
 
+@pytest.mark.parametrize("sync", ["merge", "adapter"])
+def test_an_adapter_is_never_stale(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, sync: str
+) -> None:
+    folder = save_model(tmp_path / "model", tokenizer, tied=True)
+    recipe, policy = recipe_for(folder, "vllm_colocate"), make_model(tokenizer, tied=True)
+    recipe.output_dir = str(tmp_path / "run")
+    with_adapter(recipe, policy, sync)
+    move(policy, 0)  # the first update has a trained adapter, as with adapter.path
+    engine = ColocatedGenerator.make(setup_for(recipe, policy, 160))
+    try:
+        prompts = PROMPTS + LONG
+        for step in range(4):
+            metrics = engine.update_weights(policy, step)
+            groups = engine.generate(as_prompts(prompts), 2, SAMPLING, list(range(len(prompts))))
+            assert difference(policy, groups, prompts=prompts) < 1e-4
+            assert metrics["weights/check_difference"] < 1e-4
+            before = copy.deepcopy(policy)
+            move(policy, step + 1)
+            assert difference(policy, groups, prompts=prompts) > 0.02
+        written = sorted(p.name for p in (tmp_path / "run").rglob("*.*"))
+        if sync == "merge":
+            assert written == []
+            return
+        assert written == ["adapter_config.json", "adapter_model.safetensors"]
+        # An engine that does not apply the new adapter is found.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.engine, "add_lora", lambda request: True)
+            pattern = r"not compute with the weights of step 4: .* sent them twice"
+            with pytest.raises(TrainingError, match=pattern):
+                engine.update_weights(policy, 4)
+        engine.update_weights(policy, 4)
+        # What vLLM refuses is one sentence, and the engine samples on.
+        (tmp_path / "run/vllm_adapter/adapter_config.json").write_text('{"r": 3}')
+        with pytest.raises(TrainingError, match=r"not take the adapter of step 5: .*sync=merge"):
+            engine.update_weights(policy, 5)
+        groups = engine.generate(as_prompts(PROMPTS), 2, SAMPLING, SEEDS)
+        assert difference(before, groups) > difference(policy, groups) == pytest.approx(0, abs=1e-4)
+    finally:
+        engine.close()
+    assert not (tmp_path / "run/vllm_adapter").exists()
+
+
 def test_a_model_that_is_none_is_one_sentence(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -348,7 +393,7 @@ def test_who_slept_wakes_with_weights_before_the_cache(level: int) -> None:
     fake = Asleep()
     vars(generator).update(
         llm=fake, engine=fake, config=Vllm(sleep=level), sleeping=[], has_weights=True, step=4,
-        policy=torch.nn.Linear(1, 1), apart=colocate._Apart(),
+        policy=torch.nn.Linear(1, 1), apart=colocate._Apart(), lora_rank=None,
     )  # fmt: skip
     generator.offload()
     generator.offload()
@@ -390,3 +435,15 @@ def test_two_processes_divide_the_prompts(tmp_path: Path) -> None:
             assert metrics["sampling/effective_sample_size"] == pytest.approx(1, abs=1e-5)
         for key in ("reward", "num_tokens", "completions/mean_length"):
             assert mine[key] == pytest.approx(other[key]), key
+
+
+def test_two_processes_apply_the_adapter_of_a_sharded_policy(tmp_path: Path) -> None:
+    words = ["generation=vllm_colocate", "adapter=lora", "adapter.sync=adapter", "adapter.rank=2"]
+    words += ["distributed=fsdp2", "optimizer.learning_rate=0.01", "steps=3", "prompts_per_step=8"]
+    grpo_train(*words, f"output_dir={tmp_path}", processes=2)
+    steps = run_metrics(tmp_path)
+    assert len(steps) == 3
+    for metrics in steps:
+        assert metrics["sampling/sampling_logp_difference/max"] < 1e-3
+        assert metrics["weights/check_difference"] < 1e-4
+    assert not (tmp_path / "vllm_adapter").exists()

@@ -18,15 +18,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from grpo_cli.config.schema import Adapter, Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.factory import make_generator
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.generation.vllm import client, server
+from grpo_cli.generation.vllm import base, client, server
 from grpo_cli.generation.vllm.client import Server
 from grpo_cli.generation.vllm.requests import sampling_params
 from grpo_cli.generation.vllm.server import Load, ServerGenerator
 from grpo_cli.generation.vllm.weights import Weights
+from grpo_cli.generation.weight_check import WeightCheck
+from grpo_cli.models import adapters
 from grpo_cli.records import Completion, Prompt
 from tests.conftest import as_prompts
 from tests.fake_vllm import (
@@ -40,6 +43,7 @@ from tests.fake_vllm import (
     recipe_for,
     serving,
     toy_completions,
+    toy_logprobs,
 )
 
 PROMPTS = [[5 + i, 6, 7] for i in range(12)]
@@ -716,7 +720,7 @@ def test_one_process_sends_and_every_process_samples(
             yield from super().__iter__()
             passes[id(self.model)] += 1
 
-    monkeypatch.setattr(server, "Weights", Counted)
+    monkeypatch.setattr(base, "Weights", Counted)
     main, other = two_processes(fakes, model)
     both([main, other], lambda g: g.update_weights(g.policy, 0))
     for fake in fakes:
@@ -815,4 +819,182 @@ def test_a_run_leaves_what_servers_are_sampling(
     # What is begun ahead, in a thread, is nothing to leave for.
     assert both([0], lambda _: generated(generator)) == [expected()]
     assert asked == 6
+    generator.close()
+
+
+# Adapters that the servers apply.
+
+
+@pytest.fixture
+def adapted(model: PreTrainedModel) -> PreTrainedModel:
+    """The policy with an adapter that changes it."""
+    config = adapters.config_of(Adapter(method="lora", rank=3), "base", None)
+    adapters.attach(model, config, 0)
+    move_adapter(model)
+    return model
+
+
+@torch.no_grad()
+def move_adapter(policy: PreTrainedModel) -> None:
+    for p in adapters.tensors_of(policy).values():
+        p.add_(torch.randn_like(p) * 0.1)
+
+
+def recipe_of_adapter(fakes: Sequence[FakeVllm], folder: Path, **of_vllm: Any) -> Recipe:
+    for fake in fakes:
+        fake.state["max_lora_rank"] = 8
+    recipe = recipe_for(fakes, **of_vllm)
+    recipe.adapter, recipe.output_dir = Adapter(method="lora", sync="adapter"), str(folder)
+    return recipe
+
+
+def assert_has_adapter(fake: FakeVllm, policy: PreTrainedModel) -> None:
+    (held,) = fake.adapters.values()
+    expected = adapters.file_tensors(policy, adapters.tensors_of(policy))
+    assert held.keys() == expected.keys()
+    assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
+
+
+def test_only_the_adapter_is_sent(
+    fakes: list[FakeVllm], adapted: PreTrainedModel, tmp_path: Path
+) -> None:
+    generator = generator_for(fakes, adapted, recipe=recipe_of_adapter(fakes, tmp_path))
+    for step in range(3):
+        move_adapter(adapted)
+        assert generator.update_weights(adapted, step)["weights/servers"] == 2
+        for fake in fakes:
+            assert_has_adapter(fake, adapted)
+            assert (fake.held, fake.version) == ([{}], f"{generator.run}:{step}")
+        assert generated(generator) == expected(step=step)
+    for fake in fakes:
+        assert {asked["model"] for asked in fake.asked} == {generator.run} == {*fake.adapters}
+        loads = [c for c in fake.calls if "load" in c]
+        assert loads == [
+            "/v1/unload_lora_adapter", "/v1/load_lora_adapter", *["grpo_load_adapter"] * 2
+        ]  # fmt: skip
+        assert fake.calls.count("/reset_prefix_cache") == 3
+    generator.close()
+    assert [fake.adapters for fake in fakes] == [{}, {}]
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_server_that_comes_back_has_the_adapter_with_the_next_update(
+    fakes: list[FakeVllm], adapted: PreTrainedModel, tmp_path: Path
+) -> None:
+    generator = generator_for(fakes, adapted, recipe=recipe_of_adapter(fakes, tmp_path))
+    generator.update_weights(adapted, 0)
+    fakes[0].end()
+    move_adapter(adapted)
+    assert generator.update_weights(adapted, 1)["weights/servers"] == 1
+    fakes[0].start()
+    generator._drop(fakes[1].url, "as if it were gone")  # it still has the adapter's name
+    move_adapter(adapted)
+    assert generator.update_weights(adapted, 2)["weights/servers"] == 2
+    for fake in fakes:
+        assert_has_adapter(fake, adapted)
+    assert generated(generator) == expected(step=2)
+    generator.close()
+
+
+def test_one_process_writes_the_adapter(
+    fakes: list[FakeVllm], adapted: PreTrainedModel, tmp_path: Path
+) -> None:
+    recipe = recipe_of_adapter(fakes, tmp_path)
+    main, other = both(
+        Process.several(2),
+        lambda process: generator_for(
+            fakes, copy.deepcopy(adapted), process=process, recipe=recipe
+        ),
+    )
+    both([main, other], lambda g: g.update_weights(g.policy, 0))
+    for fake in fakes:
+        assert fake.calls.count("/v1/load_lora_adapter") == 1
+        assert_has_adapter(fake, main.policy)
+    assert other.links == {}
+    assert generated(other) == generated(main) == expected()
+    main.close()
+    other.close()
+
+
+@pytest.mark.parametrize("deaf", [1, 2])
+def test_an_adapter_that_is_not_applied_is_found(
+    fakes: list[FakeVllm], adapted: PreTrainedModel, tmp_path: Path, deaf: int
+) -> None:
+    """An update that had no effect is repeated; after the second the run ends."""
+    fake, rows = fakes[0], [[5, 6, 7]]
+
+    def trainer() -> list[list[float]]:
+        tensors = adapters.file_tensors(adapted, adapters.tensors_of(adapted))
+        return [toy_logprobs(tensors, row) for row in rows]
+
+    check = WeightCheck(rows, trainer, "float32")
+    recipe = recipe_of_adapter([fake], tmp_path)
+    generator = generator_for([fake], adapted, check, recipe=recipe)
+    generator.update_weights(adapted, 0)
+    move_adapter(adapted)
+    fake.deaf = deaf
+    if deaf == 1:
+        assert generator.update_weights(adapted, 1)["weights/check_difference"] < 1e-6
+    else:
+        with pytest.raises(TrainingError, match="does not compute with the weights of step 1"):
+            generator.update_weights(adapted, 1)
+    generator.close()
+
+
+@pytest.mark.parametrize(
+    ("rank", "sentence"),
+    [
+        (None, r"applies no adapter, and adapter\.sync = adapter needs rank 3; start it "
+               r"with max_lora_rank=3, or use adapter\.sync=merge, which sends merged weights\.$"),
+        (1, r"applies adapters up to rank 1, and adapter\.sync = adapter needs rank 3"),
+    ],
+)  # fmt: skip
+def test_a_server_without_room_for_the_adapter(
+    fakes: list[FakeVllm], adapted: PreTrainedModel, tmp_path: Path, rank: int, sentence: str
+) -> None:
+    recipe = recipe_of_adapter(fakes, tmp_path)
+    fakes[1].state["max_lora_rank"] = rank
+    with pytest.raises(UserError, match=rf"^generation\.vllm\.servers: {fakes[1].url} {sentence}"):
+        generator_for(fakes, adapted, recipe=recipe)
+
+
+def test_a_server_whose_base_weights_were_replaced(
+    fakes: list[FakeVllm], adapted: PreTrainedModel, tmp_path: Path
+) -> None:
+    merging = generator_for(fakes[1:], adapted)
+    merging.update_weights(adapted, 0)
+    merging.close()
+    pattern = rf"{fakes[1].url} has the weights of an earlier run, .* start it again, or use adapt"
+    with pytest.raises(UserError, match=pattern):
+        generator_for(fakes, adapted, recipe=recipe_of_adapter(fakes, tmp_path))
+
+
+def test_a_server_that_cannot_read_the_adapter(
+    fakes: list[FakeVllm], adapted: PreTrainedModel, tmp_path: Path
+) -> None:
+    fakes[1].reads = False
+    generator = generator_for(fakes, adapted, recipe=recipe_of_adapter(fakes, tmp_path))
+    sentence = (
+        rf"^server {fakes[1].url}: weight transfer failed: it cannot read "
+        rf"{tmp_path}/vllm_adapter/server-1, where adapter\.sync=adapter writes the adapter; give "
+        r"an output_dir on a file system that the server's node shares, or use "
+        r"adapter\.sync=merge, which sends merged weights\.$"
+    )
+    with pytest.raises(UserError, match=sentence):
+        generator.update_weights(adapted, 0)
+    generator.close()
+
+
+def test_an_adapter_that_vllm_refuses(
+    fakes: list[FakeVllm], adapted: PreTrainedModel, tmp_path: Path
+) -> None:
+    def refuse() -> None:
+        raise Refused(500, "expected target modules in {'qkv_proj'} but received ['gate']")
+
+    fake = fakes[0]
+    fake.faults["/v1/load_lora_adapter"] = refuse
+    generator = generator_for([fake], adapted, recipe=recipe_of_adapter([fake], tmp_path))
+    pattern = r"no server is left\. .*/v1/load_lora_adapter failed: .*\nIf .* adapter.sync=merge"
+    with pytest.raises(TrainingError, match=pattern):
+        generator.update_weights(adapted, 0)
     generator.close()

@@ -40,6 +40,7 @@ from tests.vllm_engines import (
     serve,
     setup_for,
     wait_until_up,
+    with_adapter,
 )
 
 pytestmark = pytest.mark.vllm
@@ -48,7 +49,10 @@ worker = pytest.importorskip("grpo_cli.generation.vllm.worker")
 
 
 class Servers:
-    """tied and tied_too serve the same small model, untied another, sums the tiny recipe's."""
+    """tied and tied_too serve the same small model, untied another, sums the tiny recipe's.
+
+    tied_too can also apply an adapter itself.
+    """
 
     tied: Serving
     tied_too: Serving
@@ -70,7 +74,7 @@ def servers(
     started: list[Serving] = []
     try:
         for name in ("tied", "tied_too", "untied", "sums"):
-            words = []
+            words = ["max_lora_rank=3"] if name == "tied_too" else []
             folder = found.folders.get(name.removesuffix("_too"))
             if folder is None:
                 words = ["recipe=arithmetic_tiny"]
@@ -119,6 +123,42 @@ def test_never_stale(
         assert metrics["weights/check_difference"] < 1e-4
         assert all(c.sampled_at == step for group in groups for c in group)
     generator.close()
+
+
+@pytest.mark.parametrize("sync", ["adapter", "merge"])
+def test_an_adapter_is_never_stale(
+    servers: Servers, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, sync: str
+) -> None:
+    policy = make_model(tokenizer, tied=True)
+    recipe = recipe_for(servers.folders["tied"], "vllm_server", servers=[servers.tied_too.url])
+    recipe.output_dir, recipe.generation.vllm.kv_cache_gb = str(tmp_path), None
+    with_adapter(recipe, policy, sync)
+    move(policy, 0)  # the first update has a trained adapter, as with adapter.path
+    generator = ServerGenerator.make(setup_for(recipe, policy, 104))
+    for step in range(4):
+        metrics = generator.update_weights(policy, step)
+        groups = generator.generate(as_prompts(PROMPTS), 4, SAMPLING, SEEDS)
+        assert difference(policy, groups) < 1e-4
+        assert metrics["weights/check_difference"] < 1e-4
+        assert all(c.sampled_at == step for group in groups for c in group)
+        before = copy.deepcopy(policy)
+        move(policy, step + 1)
+        assert difference(policy, groups) > 0.02
+    if sync == "adapter":  # an update that does nothing is found
+        (link,) = generator.links.values()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(link.folder, "write", lambda tensors: None)
+            pattern = r"does not compute with the weights of step 4: .* sent them twice"
+            with pytest.raises(TrainingError, match=pattern):
+                generator.update_weights(policy, 4)
+    generator.close()
+    if sync == "merge":
+        recipe.adapter.sync = "adapter"
+        pattern = r"has the weights of an earlier run, .* start it again, or use adapter.sync=merge"
+        with pytest.raises(UserError, match=pattern):
+            ServerGenerator.make(setup_for(recipe, policy, 104))
+    assert difference(before, groups) < 1e-4
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def pickle_that_touches(file: Path) -> str:

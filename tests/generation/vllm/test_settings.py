@@ -20,6 +20,7 @@ SERVED = {
     "generation.engine": "vllm_server",
     "generation.vllm.servers": ["http://127.0.0.1:8000"],
 }
+LORA = {"adapter.method": "lora", "adapter.sync": "adapter"}
 AHEAD = SERVED | {"generation.vllm.prefetch_steps": 1}
 OF_THE_OLD_POLICY = (
     ": with generation.vllm.prefetch_steps the sampler's log-probabilities are the old policy's, "
@@ -42,6 +43,8 @@ def parsed(changes: dict[str, Any]) -> Recipe:
         HERE | {"generation.vllm.engine_args": {"max_num_batched_tokens": 64}},
         HERE | {"generation.vllm.sleep": 2, "device": "auto"},
         HERE | {"generation.top_p": 0.9, "generation.dynamic_sampling": True},
+        HERE | LORA | {"generation.vllm.sleep": 1, "device": "auto"},
+        SERVED | LORA,
         SERVED,
         SERVED | {"generation.vllm.servers": ["https://node1:8000/", "http://node2"]},
         SERVED | {"generation.vllm.transfer": "disk", "generation.vllm.transfer_folder": "/shared"},
@@ -95,6 +98,20 @@ def test_what_is_sound(changes: dict[str, Any]) -> None:
         (
             HERE | {"generation.vllm.sleep": 1, "device": "cpu"},
             "generation.vllm.sleep = 1: vLLM sleeps on GPUs only; device is cpu.",
+        ),
+        (
+            HERE | LORA | {"generation.vllm.sleep": 2, "device": "auto"},
+            "adapter.sync = adapter: generation.vllm.sleep = 2 frees the base model's weights, "
+            "which are not sent again; set it to 1, or use adapter.sync=merge.",
+        ),
+        (
+            HERE | LORA | {"adapter.method": "none"},
+            "adapter.sync = adapter: there is no adapter; choose one, such as adapter=lora.",
+        ),
+        (
+            HERE | {"generation.vllm.engine_args": {"enable_lora": True}},
+            "generation.vllm.engine_args.enable_lora: cannot be set: write adapter.sync=adapter, "
+            "so that vLLM applies the policy's adapter.",
         ),
         (
             {"generation.engine": "vllm_server"},

@@ -284,7 +284,7 @@ def test_what_is_under_way_may_take_as_long_as_any_request(pause: str, patience:
         def call(self, path: str, body: Any, timeout: float = QUICK) -> None:
             told[path] = timeout
 
-        def rpc(self, method: str, timeout: float = QUICK) -> None:
+        def rpc(self, method: str, *args: str, timeout: float = QUICK) -> None:
             told[method] = timeout
 
     class Nothing(Link):
