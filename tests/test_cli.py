@@ -509,8 +509,11 @@ def test_a_recipe_that_includes_itself_and_a_wrong_key_in_one(
     code, _, err = grpo("train", "recipe=./plain.yaml", "optimizer=adamw")
     assert (code, err) == (
         2,
-        "grpo: optimizer: the recipe has none to choose; set optimizer.KNOB=VALUE.\n",
+        "grpo: optimizer: the recipe's defaults do not name this group; add the line "
+        "`- optimizer: adamw` to them, or set optimizer.KNOB=VALUE.\n",
     )
+    code, _, err = grpo("train", "recipe=./plain.yaml", "adapter=lora")
+    assert (code, "add the line `- adapter: none` to them" in err) == (2, True), err
 
 
 def test_rewards_and_columns_take_values_without_a_plus(

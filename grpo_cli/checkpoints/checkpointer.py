@@ -204,7 +204,7 @@ class Checkpointer:
         job.small[STATE] = buffer.getvalue()
         job.small[f"{TRAINING}/recipe.yaml"] = recipe_yaml.encode()
         if card:
-            job.small[prefix + model_folder.CARD] = card.encode()
+            job.small[prefix + manifest.CARD] = card.encode()
 
     def files_of(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
         """Returns the files of config and tokenizer, which never change: they are made once."""
@@ -263,8 +263,7 @@ class Checkpointer:
         def finish() -> None:
             files = {name: entry for part in written for name, entry in part.items()}
             files |= write_model_and_state(job)
-            hashed = {n: e for n, e in files.items() if Path(n).name != model_folder.CARD}
-            manifest.write(job.partial, hashed)
+            manifest.write(job.partial, files)
             manifest.sync_folders(job.partial)
             give_name(job.partial, job.path)
             provenance.note_own(job.path)

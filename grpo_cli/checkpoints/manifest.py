@@ -2,7 +2,8 @@
 
     training/manifest.json   {"version": 1, "files": {"config.json": {"bytes": 812, "sha256": ...}}}
 
-It is the last file to be written: a folder without one is not a complete checkpoint.
+It is the last file to be written: a folder without one is not a complete checkpoint. The model card
+and an adapter's config, which names its base model, may be changed by hand and are not in it.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from grpo_cli.checkpoints.paths import TRAINING, step_of
+from grpo_cli.config.sources import ADAPTER_CONFIG
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.balance import split_balanced
 from grpo_cli.errors import UserError
 
 MANIFEST = f"{TRAINING}/manifest.json"
+CARD = "README.md"
+EDITABLE = (CARD, ADAPTER_CONFIG)  # not in the manifest
 VERSION = 1
 BLOCK_BYTES = 2**22  # read and hashed at a time
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -131,7 +135,8 @@ def write(folder: Path, files: Mapping[str, Entry]) -> None:
     """
     if wrong := wrong_size(folder, files):
         raise OSError(f"{wrong}; is it a file system that all processes share?")
-    content = {"version": VERSION, "files": {name: asdict(files[name]) for name in sorted(files)}}
+    listed = {name: asdict(files[name]) for name in sorted(files) if not is_editable(name)}
+    content = {"version": VERSION, "files": listed}
     write_file(folder / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())
 
 
@@ -163,7 +168,13 @@ def read(folder: Path) -> dict[str, Entry]:
     for name in files:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise Damaged(f"is damaged ({MANIFEST}: names {name}, which is no file of it)")
-    return files
+    # Earlier versions have listed an adapter's config.
+    return {name: entry for name, entry in files.items() if not is_editable(name)}
+
+
+def is_editable(name: str) -> bool:
+    """Returns whether a file of a checkpoint may be changed by hand, which is then no damage."""
+    return Path(name).name in EDITABLE
 
 
 def listed(folder: Path, *, model_only: bool = False) -> tuple[dict[str, Entry], str | None]:

@@ -27,7 +27,6 @@ from grpo_cli.models import adapters
 
 FILE_BYTES = 5 * 10**9  # of a file of weights at most, except for a larger tensor
 INDEX = "model.safetensors.index.json"
-CARD = "README.md"  # not in a checkpoint's manifest: an edited card is no damage
 
 DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # torch's to safetensors'
 

@@ -24,6 +24,7 @@ import re
 import shutil
 from pathlib import Path
 
+from grpo_cli.config.sources import ADAPTER_CONFIG
 from grpo_cli.errors import UserError
 
 TRAINING = "training"
@@ -100,7 +101,7 @@ def step_of(path: Path) -> int:
 
 def is_model(path: Path) -> bool:
     """Whether a folder holds a model, or an adapter that names its model."""
-    has_config = any((path / n).is_file() for n in ("config.json", "adapter_config.json"))
+    has_config = any((path / n).is_file() for n in ("config.json", ADAPTER_CONFIG))
     return has_config and any(path.glob("*.safetensors"))
 
 

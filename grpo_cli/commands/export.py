@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -30,10 +30,10 @@ from grpo_cli.config.knob import knob
 from grpo_cli.config.schema import Model
 from grpo_cli.config.words import described, option, parse, split, without_dashes
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.models import adapters, loading
+from grpo_cli.models import adapters, loading, quantization
 
 USAGE = """\
-grpo export CHECKPOINT FOLDER [--dtype=NAME] [--merge]
+grpo export CHECKPOINT FOLDER [--dtype=NAME] [--merge] [--quantization=NAME]
 
 Writes the model of a checkpoint as a plain model folder, which transformers, vLLM and others load.
 Of a checkpoint with an adapter it writes the adapter, which peft and vLLM load beside the model.
@@ -57,7 +57,13 @@ class Settings:
     merge: bool = knob(
         False,
         "Write the model with its adapter merged in, in place of the adapter. The sum is made in "
-        "float32.",
+        "float32, and is not quantized.",
+    )
+    quantization: str | None = knob(
+        None,
+        "With --merge: quantization that the base model had in training; default: the one that the "
+        "checkpoint's recipe names.",
+        choices=("none", "nf4", "int8"),
     )
     trust: bool = knob(
         False, "Run the code that comes with the model, though another user has made it."
@@ -74,9 +80,18 @@ def main(argv: list[str]) -> None:
         print(USAGE + described(Settings, dashes=True), end="")
         return
     given, out, settings = parse_words(argv)
+    if settings.quantization is not None and not settings.merge:
+        raise UserError("grpo export: --quantization: is only read with --merge.")
     path = find_checkpoint(given)
     dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
-    total, files = export(path, Path(out).expanduser(), dtype, settings.trust, settings.merge)
+    total, files = export(
+        path,
+        Path(out).expanduser(),
+        dtype,
+        settings.trust,
+        settings.merge,
+        settings.quantization,
+    )
     number = f"{files} files" if files > 1 else "one file"
     print(f"{path}: exported to {out} ({manifest.in_words(total)} of weights in {number})")
 
@@ -114,12 +129,14 @@ def export(
     dtype: torch.dtype | None = None,
     trust: bool = False,
     merge: bool = False,
+    quantized: str | None = None,
 ) -> tuple[int, int]:
     """Writes the model of the checkpoint `path` to the folder `out`.
 
     Args:
         trust: whether code in a checkpoint that another user has made may run.
         merge: write the model with its adapter merged in, in place of the adapter.
+        quantized: how the model was quantized in training; None: as the checkpoint's recipe says.
 
     Returns:
         (bytes of weights, files of weights).
@@ -141,7 +158,7 @@ def export(
     try:
         source: Source
         if merge:
-            source = Merged(path, trust)
+            source = Merged(path, trust, quantized)
         elif is_sharded and not is_adapter:
             source = Sharded(path, trust)
         else:
@@ -267,22 +284,33 @@ def runs_code(path: Path, trust: bool) -> bool:
 
 
 class Merged:
-    """The model under a checkpoint's adapter, with the adapter merged in. It must fit in memory."""
+    """The model under a checkpoint's adapter, with the adapter merged in. It must fit in memory.
 
-    def __init__(self, path: Path, trust: bool = False) -> None:
+    A model that was quantized in training is quantized from the same dtype again, and its weights
+    are dequantized: the adapter has learnt to correct these.
+    """
+
+    def __init__(self, path: Path, trust: bool = False, quantized: str | None = None) -> None:
         config = Model(dtype="auto", trust_remote_code=runs_code(path, trust), dropout=None)
         config.dtype = loading.stored_dtype(config, path)
+        self.dtype = getattr(torch, config.dtype)  # of the base model's files
+        trained: dict[str, Any] = provenance.read(path).get("model") or {}
+        config.quantization = quantized or trained.get("quantization", config.quantization)
+        if config.quantization != "none" and trained.get("dtype", "auto") != "auto":
+            config.dtype = trained["dtype"]
         self.model, self.tokenizer = loading.load(config, path)
+        self.model.config.dtype = self.dtype
         infos = {p: name for name, p, _ in reversed([*adapters.plain_parameters(self.model)])}
-        self.sizes = {name: p for p, name in infos.items()}
+        self.sizes = {name: quantization.plain(p, self.dtype) for p, name in infos.items()}
         self.names = [*self.sizes]
 
     def nbytes(self, name: str, dtype: torch.dtype | None) -> int:
         p = self.sizes[name]
-        return p.numel() * exported(p.dtype, dtype).itemsize
+        return p.numel() * exported(self.dtype, dtype).itemsize
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        tensors = dict(adapters.merged(self.model))
+        weights = adapters.merged(self.model, self.dtype)
+        tensors = {name: weight.to(self.dtype) for name, weight in weights}
         return model_folder.as_published(self.model, tensors, tensors)
 
     @contextmanager

@@ -201,7 +201,8 @@ def register_schema() -> None:
 
     The choices of adapter, loss, advantage, distributed and generation begin with `_defaults`: so
     what one choice sets does not stay behind when another is laid over it, as on a stored recipe.
-    Of generation these are only the engine's own knobs.
+    Of generation these are only the engine's own knobs; a choice of adapter also says whether the
+    model under it is quantized.
     """
     store: Any = ConfigStore.instance()
     store.store(name="schema", node=schema.Recipe)
@@ -210,8 +211,10 @@ def register_schema() -> None:
     groups = ["schema", {"reward": None}, {"generation": engine}, {"distributed": "ddp"}]
     groups.append({"adapter": "none"})
     store.store(name=BARE, node={"defaults": [*groups, "_self_"], **nothing})
+    adapter = {"adapter": schema.Adapter, "model": {"quantization": schema.Model.quantization}}
+    store.repo.setdefault("adapter", _Unlisted())
+    store.store(group="adapter", name="_defaults", node=adapter, package="_global_")
     for group, node in (
-        ("adapter", schema.Adapter),
         ("loss", schema.Loss),
         ("advantage", schema.Advantage),
         ("distributed", schema.Distributed),
@@ -378,8 +381,13 @@ def explain(error: BaseException) -> str:
     if (match := re.search(r"Error merging override \++(.+)", text)) and error.__cause__:
         return f"{match[1]}: {parsing.first_line(error.__cause__)}."
     if match := re.search(r"Could not override '([^']+)'", text):
-        if _choices(match[1]):
-            return f"{match[1]}: the recipe has none to choose; set {match[1]}.KNOB=VALUE."
+        if choices := _choices(match[1]):
+            given = re.search(rf"\+{match[1]}=(\S+)", text)  # Hydra's advice
+            choice = "none" if "none" in choices or given is None else given[1]
+            return (
+                f"{match[1]}: the recipe's defaults do not name this group; add the line "
+                f"`- {match[1]}: {choice}` to them, or set {match[1]}.KNOB=VALUE."
+            )
         return parsing.no_such_key(match[1], " or group")
     override = getattr(error, "override", None)
     if override is None:

@@ -29,9 +29,9 @@ NOT_IN_ARGS = {
     "device_map": "write device, or distributed=fsdp2 to divide the model",
     "tp_plan": "write distributed=fsdp2 to divide the model",
     "token": "set HF_TOKEN in the environment",
-    "quantization_config": "weights are trained as they are stored, and quantized ones cannot be",
-    "load_in_8bit": "weights are trained as they are stored, and quantized ones cannot be",
-    "load_in_4bit": "weights are trained as they are stored, and quantized ones cannot be",
+    "quantization_config": "write model.quantization",
+    "load_in_8bit": "write model.quantization=int8",
+    "load_in_4bit": "write model.quantization=nf4",
     "auto_map": "write model.trust_remote_code, which runs the model's own code",
     "use_kernels": "it would run code from the hub",
     "ignore_mismatched_sizes": "it would train weights that were drawn at random",
@@ -173,6 +173,12 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
                 f"{recipe.generation.engine}, which would sample from another model than is "
                 "trained; use generation=transformers, or store the changed config with the model."
             )
+    strategy = recipe.distributed.strategy
+    if model.quantization != "none" and strategy in ("fsdp2", "zero3"):
+        yield (
+            f"model.quantization = {model.quantization}: quantized weights cannot be sharded "
+            f"(distributed.strategy = {strategy}); use distributed=ddp, or model.quantization=none."
+        )
     if dataset.chat and dataset.overlong_prompts == "cut":
         yield "dataset.overlong_prompts = cut: would cut the chat template off; use drop."
 
@@ -458,7 +464,8 @@ def notices(recipe: Recipe) -> Iterator[str]:
             f"optimizer.warmup_steps = {warmup}: the run has {recipe.steps} steps, "
             f"so that its learning rate stays below {optimizer.learning_rate:g}."
         )
-    if recipe.model.dtype != "float32" and optimizer.learning_rate < LOST_IN_BFLOAT16:
+    is_coarse = recipe.model.dtype != "float32" and recipe.adapter.method == "none"
+    if is_coarse and optimizer.learning_rate < LOST_IN_BFLOAT16:
         yield (
             f"model.dtype = {recipe.model.dtype}: updates with a learning rate of "
             f"{optimizer.learning_rate:g} are smaller than the weights' precision, and most are "

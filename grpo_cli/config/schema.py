@@ -62,6 +62,13 @@ class Model:
         "one that the model's config.json names, or float32 for a model that is built.",
         choices=("float32", "bfloat16", "float16", "auto"),
     )
+    quantization: str = knob(
+        "none",
+        "Quantization of the frozen model under an adapter, by bitsandbytes when it is loaded: "
+        "4 bits a weight (nf4, QLoRA) or 8 (int8). The output head, embeddings and norms are not "
+        "quantized. Training needs an adapter with it.",
+        choices=("none", "nf4", "int8"),
+    )
     attn_implementation: str | None = knob(
         None,
         "Attention implementation as transformers names it (sdpa, eager, flash_attention_2, ...).",
@@ -145,8 +152,8 @@ class Adapter:
     )
     path: str | None = knob(
         None,
-        "Folder of a trained adapter to go on from; its own settings replace rank, alpha, and what "
-        "else decides its form. The reference policy is this adapter.",
+        "Folder of a trained adapter to continue training from; its own settings replace rank, "
+        "alpha, and what else decides its form. The reference policy is this adapter.",
     )
     args: dict[str, Any] = knob(
         {}, "Further fields of peft's LoraConfig, such as rank_pattern or layers_to_transform."

@@ -6,6 +6,7 @@ import importlib.resources
 import os
 from pathlib import Path
 
+ADAPTER_CONFIG = "adapter_config.json"  # of peft, beside the adapter's weights
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -65,4 +66,4 @@ def file_format(path: Path) -> str | None:
 
 def is_adapter(path: Path) -> bool:
     """Whether a folder holds a low-rank adapter as peft writes it, and no model of its own."""
-    return (path / "adapter_config.json").is_file() and not (path / "config.json").is_file()
+    return (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()

@@ -26,9 +26,10 @@ SAMPLING = (  # knobs of generation that evaluation reads as training does
     "no_repeat_ngram_size", "allowed_token_ids", "bad_words",
 )  # fmt: skip
 BEARING = (
-    "seed", "mixed_precision", "model.revision", "model.dtype", "model.attn_implementation",
-    "model.trust_remote_code", "model.chat_template", "model.dropout", "eval.num_samples",
-    "eval.sampling", "eval.temperature", "eval.top_p", "eval.max_completion_tokens", "eval.mode",
+    "seed", "mixed_precision", "model.revision", "model.dtype", "model.quantization",
+    "model.attn_implementation", "model.trust_remote_code", "model.chat_template",
+    "model.dropout", "eval.num_samples", "eval.sampling", "eval.temperature", "eval.top_p",
+    "eval.max_completion_tokens", "eval.mode",
     "eval.metric", "eval.k", "eval.limit", "generation.engine", "generation.max_completion_tokens",
     "generation.min_completion_tokens", *(f"generation.{name}" for name in SAMPLING),
     "generation.logit_bias.",
@@ -198,7 +199,8 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     values["eval"]["temperature"] = recipe.evaluation_temperature
     recorded = {
         "model": (
-            "revision", "dtype", "attn_implementation", "chat_template", "chat_template_kwargs",
+            "revision", "dtype", "quantization", "attn_implementation", "chat_template",
+            "chat_template_kwargs",
             *(("args",) if recipe.model.args else ()),
         ),
         "eval": tuple(values["eval"]),

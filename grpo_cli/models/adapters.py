@@ -22,14 +22,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from grpo_cli.config import sources
+from grpo_cli.config.parsing import first_line
 from grpo_cli.config.schema import Adapter
 from grpo_cli.distributed.fsdp import full_tensor, offload
 from grpo_cli.errors import UserError, nearest
+from grpo_cli.models import quantization
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-CONFIG = "adapter_config.json"
+CONFIG = sources.ADAPTER_CONFIG
 WEIGHTS = "adapter_model.safetensors"
 NAME = "default"  # peft's name of the one adapter
 PREFIX = "base_model.model."  # of the names in peft's files
@@ -38,6 +41,8 @@ KINDS: dict[str, dict[str, bool]] = {
     "dora": {"use_dora": True},
     "rslora": {"use_rslora": True},
 }
+# Initial weights that peft makes without the base model's weights, which may be quantized.
+INIT_WITHOUT_BASE = (True, False, "gaussian")
 INIT_AT_BASE = (True, "gaussian", "orthogonal")  # the adapter begins as the model without it
 # What peft raises where a config, which may be anyone's, is wrong.
 FAILURES = (TypeError, ValueError, ImportError, RuntimeError, AttributeError, KeyError, re.error)
@@ -108,6 +113,19 @@ def check_form(config: LoraConfig, where: str) -> None:
         )
 
 
+def check_init(config: LoraConfig, where: str) -> None:
+    """Checks that an adapter can begin on a quantized model.
+
+    Raises:
+        UserError: its initial weights are made from the model's, or change these.
+    """
+    if config.init_lora_weights not in INIT_WITHOUT_BASE:
+        raise UserError(
+            f"{where}: is made from the weights of the model under the adapter, which are "
+            "quantized; use adapter.init=true or gaussian, or model.quantization=none."
+        )
+
+
 def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     """Adds a fresh adapter to a model, in float32, and freezes the model.
 
@@ -172,6 +190,17 @@ def check_modules(model: PreTrainedModel, config: LoraConfig) -> None:
             "adapter does not change here; train the layers between them."
         )
     saved = {name for module in config.modules_to_save or () for name in matching(module)}
+    quantized = {n for n, p in model.named_parameters() if quantization.is_quantized(p)}
+    for key, wanted in (
+        ("modules_to_save", sorted(saved)),
+        ("target_parameters", config.target_parameters or ()),
+    ):
+        for name in wanted:
+            if any(f".{name}." in f".{weight}." for weight in quantized):
+                raise UserError(
+                    f"adapter.{key}: {name} is quantized, which only adapter.target_modules can "
+                    "name; leave it out, or set model.quantization=none."
+                )
     tied = model.config.get_text_config(decoder=True).tie_word_embeddings
     if tied and (wrong := sorted(saved & embeddings)):
         raise UserError(
@@ -198,7 +227,10 @@ def load(model: PreTrainedModel, folder: Path, *, trained: bool) -> None:
     try:
         stored = load_file(folder / WEIGHTS)
         stored = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
-        missing = own_names(model, stored)
+        own = file_tensors(model, tensors_of(model))
+        missing = sorted(own.keys() - {PREFIX + name for name in stored})
+        if problem := other_shape(own, stored):
+            raise ValueError(problem)
         result = set_peft_model_state_dict(model, stored, NAME)
     except Exception as error:  # torn files, other shapes
         raise UserError(
@@ -213,9 +245,20 @@ def load(model: PreTrainedModel, folder: Path, *, trained: bool) -> None:
         model.requires_grad_(False)
 
 
-def own_names(model: PreTrainedModel, stored: Mapping[str, Tensor]) -> list[str]:
-    """Returns names of the model's adapter weights that a file does not hold."""
-    return sorted(set(file_tensors(model, tensors_of(model))) - {PREFIX + n for n in stored})
+def other_shape(own: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> str | None:
+    """Describes the first tensor whose shape differs between the model and a file, or None.
+
+    Args:
+        own: by the names of peft's files. stored: the same names without `PREFIX`.
+    """
+    for name, tensor in stored.items():
+        p = own.get(PREFIX + name)
+        if p is not None and p.shape != tensor.shape:
+            return (
+                f"{name} has the shape {tuple(tensor.shape)} there and {tuple(p.shape)} in the "
+                "model"
+            )
+    return None
 
 
 def read_config(folder: Path) -> LoraConfig:
@@ -372,43 +415,49 @@ def plain_parameters(
 ) -> Iterator[tuple[str, nn.Parameter, nn.Module | None]]:
     """Yields (name, parameter, layer) of a model's parameters except the adapter's.
 
-    The names are those of the model without an adapter; a tied weight has several. `layer` is the
-    adapted layer to which the parameter belongs, or None. A module that is trained as a whole
-    stands for its original.
+    A name is the parameter's name in the model without an adapter; a tied weight has several.
+    `layer` is the adapted layer to which the parameter belongs, or None. A module that is trained
+    as a whole replaces its original. `quantization.plain` gives shape and dtype of a parameter that
+    is quantized.
     """
     if config_on(model) is not None:
-        yield from _below_adapters(model, "", None)
+        yield from _parameters_of_base(model, "", None)
         return
     for name, p in model.named_parameters(remove_duplicate=False):
         yield name, p, None
 
 
-def _below_adapters(
+def _parameters_of_base(
     module: nn.Module, prefix: str, layer: nn.Module | None
 ) -> Iterator[tuple[str, nn.Parameter, nn.Module | None]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper
 
     if isinstance(module, BaseTunerLayer):
-        yield from _below_adapters(module.get_base_layer(), prefix, layer or module)
+        yield from _parameters_of_base(module.get_base_layer(), prefix, layer or module)
         return
     if isinstance(module, ModulesToSaveWrapper):
-        yield from _below_adapters(module.modules_to_save[NAME], prefix, layer)
+        yield from _parameters_of_base(module.modules_to_save[NAME], prefix, layer)
         return
     for name, p in module._parameters.items():
         if p is not None:
             yield prefix + name, p, layer
     for name, child in module.named_children():
-        yield from _below_adapters(child, f"{prefix}{name}.", layer)
+        yield from _parameters_of_base(child, f"{prefix}{name}.", layer)
 
 
-def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def merged(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor) of a model with its adapter merged in, a layer at a time.
 
     The model itself is not changed: to add and subtract in place would change weights in bfloat16
-    a little each time. The sum is made in float32 by peft's own `merge`, on a copy of the layer. It
-    has the dtype of the weight. Collective if the model is sharded. A tied weight is there once.
+    a little each time. The sum is made in float32, on a copy of the layer. It has the dtype of the
+    weight. Quantized weights are dequantized. Collective if the model is sharded. A tied weight is
+    there once.
+
+    Args:
+        dtype: of the tensors that stand for quantized weights; None: the dtype of the model.
     """
+    dtype = dtype or quantization.dtype_of(model)
     seen: set[nn.Parameter] = set()
     of_layer: dict[str, Tensor] = {}
     current: nn.Module | None = None
@@ -417,11 +466,14 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             continue
         seen.add(p)
         if layer is None:
-            yield name, full_tensor(p.detach())
+            if quantization.is_quantized(p):
+                yield name, quantization.dequantized(p).to(dtype)
+            else:
+                yield name, full_tensor(p.detach())
             continue
         if layer is not current:
             current, of_layer = layer, _merged_layer(layer)
-        yield name, of_layer[name.rpartition(".")[2]].to(p.dtype)
+        yield name, of_layer[name.rpartition(".")[2]].to(quantization.plain(p, dtype).dtype)
 
 
 @torch.no_grad()
@@ -430,18 +482,28 @@ def _merged_layer(layer: nn.Module) -> dict[str, Tensor]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     def wide(p: Tensor) -> nn.Parameter:
-        dtype = torch.promote_types(p.dtype, torch.float32)
-        return nn.Parameter(full_tensor(p.detach()).to(dtype, copy=True), requires_grad=False)
+        is_quantized = quantization.is_quantized(p)
+        whole = quantization.dequantized(p) if is_quantized else full_tensor(p.detach())
+        dtype = torch.promote_types(whole.dtype, torch.float32)
+        return nn.Parameter(whole.to(dtype, copy=not is_quantized), requires_grad=False)
 
     # What deepcopy finds here it does not copy: a sharded parameter cannot be.
     complete = copy.deepcopy(layer, {id(p): wide(p) for p in layer.parameters()})
+    quantized = any(map(quantization.is_quantized, layer.parameters()))
     for part in complete.modules():
         if isinstance(part, BaseTunerLayer):
-            part.merge()
-    return {name: p.detach() for name, p, _ in _below_adapters(complete, "", None)}
+            if quantized:
+                _merge_dequantized(part)
+            else:
+                part.merge()
+    return {name: p.detach() for name, p, _ in _parameters_of_base(complete, "", None)}
 
 
-def first_line(error: Exception) -> str:
-    """Returns the first line of an error's message without its period."""
-    text = str(error).strip().splitlines()
-    return (text[0] if text else type(error).__name__).rstrip(".")
+def _merge_dequantized(layer: Any) -> None:
+    """Merges the adapter into a layer whose weight was dequantized; peft would quantize the sum."""
+    base = layer.get_base_layer()
+    variant = layer.lora_variant.get(NAME)  # of DoRA
+    if variant is None:
+        base.weight.data += layer.get_delta_weight(NAME)
+    else:
+        base.weight.data = variant.merge_safe(layer, NAME, base.weight.data)

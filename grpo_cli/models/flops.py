@@ -27,6 +27,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from grpo_cli.models import quantization
 from grpo_cli.models.families import UNCOUNTED_PARTS, num_experts
 
 FORWARD_BACKWARD = 3.0  # times the forward pass, where every weight has a gradient
@@ -50,9 +51,9 @@ def params_in_products(model: PreTrainedModel) -> int | None:
                 continue  # norms, biases and look-ups multiply no matrix
             linear = isinstance(module, (nn.Linear, Conv1D))
             if in_expert and (linear or weight.shape[0] == experts):
-                routed += weight.numel()
+                routed += quantization.numel(weight)
             elif linear or (experts and weight.shape == (experts, config.hidden_size)):  # router
-                total += weight.numel()
+                total += quantization.numel(weight)
             else:
                 return None
     if not routed:

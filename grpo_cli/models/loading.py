@@ -20,7 +20,7 @@ from grpo_cli.config import sources
 from grpo_cli.config.contradictions import OF_FILES, OF_WEIGHTS
 from grpo_cli.config.schema import Model
 from grpo_cli.errors import UserError, nearest
-from grpo_cli.models import adapters
+from grpo_cli.models import adapters, quantization
 from grpo_cli.models.families import reads_both_directions
 from grpo_cli.records import Prompt
 
@@ -35,7 +35,11 @@ transformers.utils.logging.disable_progress_bar()  # the run has a progress disp
 
 
 def load(
-    config: Model, path: str | Path, *, weights: bool = True
+    config: Model,
+    path: str | Path,
+    *,
+    weights: bool = True,
+    half_type: torch.dtype | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a model (on the CPU, in training mode) and its tokenizer from a folder or the hub.
 
@@ -44,6 +48,7 @@ def load(
     Args:
         path: a folder, or a name on the hub.
         weights: False: load only the model's structure, on the meta device.
+        half_type: of the arithmetic with mixed precision, for a quantized model.
 
     Raises:
         UserError: there is no model or no tokenizer, transformers cannot load it, weights are
@@ -51,16 +56,21 @@ def load(
     """
     adapter = Path(path)
     if sources.is_adapter(adapter):
-        model, tokenizer = load(*base_of(config, path), weights=weights)
+        base = base_of(config, path)
+        model, tokenizer = load(*base, weights=weights, half_type=half_type)
         adapters.load(model, adapter, trained=False)
         return model, tokenizer
     model_config, tokenizer = load_config(config, path)
     shared = of_source(config)
+    dtype = getattr(torch, config.dtype)
+    quantized = quantization.load_options(config, half_type or dtype)
+    if quantized:
+        quantization.check_stored(model_config, str(path))
     with explained(path):
         if config.dropout is not None:
             set_dropout(model_config, config.dropout)
         options: dict[str, Any] = {
-            "dtype": getattr(torch, config.dtype),
+            "dtype": dtype,
             "attn_implementation": config.attn_implementation,
         }
         auto_model = transformers.AutoModelForCausalLM
@@ -73,7 +83,10 @@ def load(
                 **options,
                 **shared,
                 **of_weights,
+                **quantized,
             )
+            if quantized:
+                quantization.prepare(model, half_type or dtype)
             check_weights(model, info["missing_keys"])
         else:
             with torch.device("meta"):
@@ -104,8 +117,17 @@ def load_config(
                 f"a {model_config.model_type} model reads in both directions and cannot generate"
             )
     if not tokenizer("a")["input_ids"]:  # transformers makes an empty one where files are missing
-        raise UserError(f"model.path = {path}: holds no tokenizer; save the model's own beside it.")
+        raise UserError(
+            f"model.path = {path}: holds no tokenizer; save the model's tokenizer in the folder."
+        )
     return model_config, tokenizer
+
+
+def check_trainable(config: Model, path: str) -> None:
+    """Raises a UserError if a model's files hold quantized weights, before they are loaded."""
+    with explained(path):
+        stored = read_config(config, path)
+    quantization.check_stored(stored, path)
 
 
 def generation_config(
@@ -224,7 +246,8 @@ def check_weights(model: PreTrainedModel, missing: Collection[str]) -> None:
         others = f" and {len(missing) - 3} others" if len(missing) > 3 else ""
         raise ValueError(f"it lacks the weights {named}{others}")
     for name, p in model.named_parameters():
-        if p.numel() and not all(map(torch.isfinite, p.detach().aminmax())):  # which pass NaN on
+        values = quantization.dequantized(p) if quantization.is_quantized(p) else p.detach()
+        if p.numel() and not all(map(torch.isfinite, values.aminmax())):  # which pass NaN on
             raise ValueError(f"the weights of {name} are not finite")
 
 

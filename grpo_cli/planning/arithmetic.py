@@ -212,14 +212,14 @@ class Settings:
         micro_tokens = recipe.update.tokens_per_micro_batch
         if micro_tokens is None:
             raise UserError("update.tokens_per_micro_batch: null; name the number of tokens.")
-        strategy = recipe.distributed.strategy
+        strategy, quantized = recipe.distributed.strategy, recipe.model.quantization
         limit = recipe.generation.max_completion_tokens
         return cls(
             strategy="ddp" if strategy == "single" else strategy,
             reshard_after_forward=recipe.distributed.reshard_after_forward,
             weight_bytes=2 if half else 4,
             adapter_rank=0 if recipe.adapter.method == "none" else recipe.adapter.rank,
-            quantization=getattr(recipe.model, "quantization", None),
+            quantization={"none": None}.get(quantized, quantized),
             optimizer=recipe.optimizer.algorithm,
             bf16=recipe.mixed_precision != "no",
             reference=recipe.loss.beta > 0,

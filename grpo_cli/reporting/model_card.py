@@ -186,6 +186,8 @@ def subject(recipe: Recipe, base: str | None) -> str:
     if recipe.adapter.method == "none":
         return model
     model = model if base else model[0].lower() + model[1:]
+    quantized = recipe.model.quantization
+    model += "" if quantized == "none" else f" quantized to {quantized}"
     return f"An adapter ({recipe.adapter.method}) for {model},"
 
 

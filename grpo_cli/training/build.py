@@ -29,7 +29,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks, tasks
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.generation import factory
-from grpo_cli.models import adapters, loading, optimizers, tiny
+from grpo_cli.models import adapters, loading, optimizers, quantization, tiny
 from grpo_cli.models.families import num_experts
 from grpo_cli.models.memory import MicroBatchBudget
 from grpo_cli.models.micro_batches import MicroBatcher
@@ -240,7 +240,7 @@ def record_command(folder: Path, recipe: Recipe, command: list[str]) -> None:
 def describe(run: Run) -> None:
     """Prints size, devices, rewards and notices of a run that is about to start."""
     recipe, workers, say = run.recipe, run.workers, run.reporter.say
-    size = sum(p.numel() for p in run.policy.parameters())
+    size = sum(quantization.numel(p) for p in run.policy.parameters())
     trained = sum(p.numel() for p in run.policy.parameters() if p.requires_grad)
     of_adapter = "" if trained == size else f" ({trained / 1e6:.4g} M trained)"
     prompts = len(run.queue.stream.prompts)
@@ -255,6 +255,8 @@ def describe(run: Run) -> None:
         f"{recipe.generation.num_generations} completions a step, {workers.size} "
         f"process{'es' if workers.size > 1 else ''}; writes to {run.folder}"
     )
+    if (summary := quantization.summary(run.policy)) is not None:
+        say(summary)
     rewards = []
     for name, reward in recipe.reward.items():
         args = [f"{key}={value}" for key, value in reward.args.items()]
@@ -339,20 +341,32 @@ def load_policy(
     else:
         with workers.main_first():  # the others find what the main process has made
             path = str(build_model(recipe, prepared.train.values(), reporter.console))
-    model, tokenizer = loading.load(recipe.model, path, weights=whole)
+    if prepared.train:
+        loading.check_trainable(recipe.model, path)
+    model, tokenizer = loading.load(recipe.model, path, weights=whole, half_type=workers.half_type)
     if recipe.adapter.method != "none":
-        add_adapter(model, path, recipe)
+        add_adapter(model, path, recipe, reporter.say)
     return model, tokenizer
 
 
-def add_adapter(model: PreTrainedModel, path: str, recipe: Recipe) -> None:
+def add_adapter(
+    model: PreTrainedModel, path: str, recipe: Recipe, say: Callable[[str], None]
+) -> None:
     """Adds the recipe's adapter, fresh or with the weights of `adapter.path`.
 
     Args:
         path: hub name or folder of the model.
+        say: prints a line where the adapter was trained on a model of another name.
     """
     if recipe.adapter.path is not None:
-        adapters.load(model, Path(recipe.adapter.path).expanduser(), trained=True)
+        folder = Path(recipe.adapter.path).expanduser()
+        adapters.load(model, folder, trained=True)
+        base = adapters.read_json(folder).get("base_model_name_or_path")
+        if base and sources.absolute(base) != sources.absolute(path):
+            say(
+                f"note: adapter.path = {folder}: was trained on {base}, and is now trained on "
+                f"model.path = {path}; the shapes agree, the weights may differ"
+            )
         return
     config = adapters.config_of(recipe.adapter, path, recipe.model.revision)
     adapters.attach(model, config, derive_seed(recipe.seed, "adapter") % 2**32)

@@ -485,11 +485,16 @@ def check_hub(recipe: Recipe) -> str | None:
 def check_model_path(recipe: Recipe) -> None:
     """Raises a UserError if model.path or model.chat_template names what is not there.
 
-    Or if the model is a damaged checkpoint: its weights would load, and give other numbers.
+    Or if the model is a damaged checkpoint: its weights would load, and give other numbers. Or if
+    the package is missing that quantizes it.
     """
     template = recipe.model.chat_template
     if template is not None and "{" not in template and not Path(template).expanduser().is_file():
         raise UserError(f"model.chat_template = {template}: neither a file nor a Jinja template.")
+    if recipe.model.quantization != "none":
+        from grpo_cli.models import quantization  # late: it imports torch
+
+        quantization.require(recipe.model.quantization)
     if recipe.model.path is not None:
         lookup.check_model_folder("model.path", recipe.model.path)
         folder = Path(recipe.model.path).expanduser()
@@ -502,15 +507,26 @@ def check_adapter(recipe: Recipe) -> None:
     path, adapter = recipe.model.path, recipe.adapter
     if path is not None and sources.is_adapter(Path(path).expanduser()):
         raise UserError(
-            f"model.path = {path}: is an adapter; go on from it with adapter=lora "
+            f"model.path = {path}: is an adapter; continue training it with adapter=lora "
             f"adapter.path={path} and model.path of its base model."
         )
+    quantization = recipe.model.quantization
     if adapter.method == "none":
+        if quantization != "none":
+            raise UserError(
+                f"model.quantization = {quantization}: quantized weights cannot be trained; train "
+                "an adapter on them (adapter=qlora), or set model.quantization=none."
+            )
         return
     from grpo_cli.models import adapters  # which imports torch
 
     adapters.require()
     config = adapter_config(recipe)
+    if quantization != "none":
+        where = f"adapter.init = {adapter.init}"
+        if adapter.path is not None:
+            where = f"{adapter.path}: init {config.init_lora_weights}"
+        adapters.check_init(config, where)
     if adapter.sync == "adapter":
         lora.check(config)
 

@@ -20,7 +20,7 @@ from grpo_cli.checkpoints import checkpointer, paths, shards
 from grpo_cli.checkpoints.shards import Parts
 from grpo_cli.config import saved_recipe
 from grpo_cli.config.renamed import translate
-from grpo_cli.config.schema import Adapter, Optimizer, Recipe
+from grpo_cli.config.schema import Adapter, Model, Optimizer, Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.models.optimizers import EIGHT_BIT
 from grpo_cli.records import Group
@@ -249,13 +249,15 @@ def with_stored_optimizer(recipe: Recipe, path: Path) -> Recipe:
     """
     stored = translate(yaml.safe_load((path / paths.TRAINING / "recipe.yaml").read_text("utf-8")))
     before, now = stored["optimizer"], recipe.optimizer
+    weights = f"model.path={path} model.build=null"
+    if recipe.adapter.method != "none":
+        weights = f"adapter.path={path}"
     for knob, value in (("algorithm", now.algorithm), ("args", now.args)):
         was = before.get(knob, getattr(Optimizer(), knob))
         if was != value and not {was, value} <= {*EIGHT_BIT}:
             raise UserError(
                 f"optimizer.{knob} = {value}: {path} was trained with {was}, and a resumed run "
-                "keeps its optimizer; begin a run from its weights with "
-                f"model.path={path} model.build=null."
+                f"keeps its optimizer; begin a run from its weights with {weights}."
             )
     check_adapter(recipe, stored, path)
     if now.no_decay == Optimizer().no_decay and "no_decay" in before and now.weight_decay:
@@ -264,7 +266,7 @@ def with_stored_optimizer(recipe: Recipe, path: Path) -> Recipe:
 
 
 def check_adapter(recipe: Recipe, stored: Mapping[str, Any], path: Path) -> None:
-    """Checks the adapter of a resumed run; its dropout and its sync may be changed.
+    """Checks the adapter of a resumed run and its base model; dropout and sync may be changed.
 
     The tensors of another method, alpha or init can have the same shapes in a model that differs.
 
@@ -272,8 +274,14 @@ def check_adapter(recipe: Recipe, stored: Mapping[str, Any], path: Path) -> None
         stored: the recipe of the checkpoint `path`; earlier versions have no adapter in it.
 
     Raises:
-        UserError: the run has another adapter.
+        UserError: the run has another adapter, or its base model is quantized differently.
     """
+    was = (stored.get("model") or {}).get("quantization", Model().quantization)
+    if was != recipe.model.quantization:
+        raise UserError(
+            f"model.quantization = {recipe.model.quantization}: {path} was trained with {was}, "
+            "which is another model under the adapter; give another output_dir to begin a run."
+        )
     before, now = asdict(Adapter()) | (stored.get("adapter") or {}), asdict(recipe.adapter)
     before["init"], now["init"] = str(before["init"]).lower(), now["init"].lower()  # True: true
     for knob in (knob for knob in now if knob not in ("dropout", "path", "sync")):

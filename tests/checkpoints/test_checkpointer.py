@@ -104,7 +104,7 @@ def test_a_checkpoint_that_is_being_read_stays_for_now(tmp_path: Path) -> None:
     assert steps_saved(tmp_path) == [3]
 
 
-def test_an_edited_model_card_is_no_damage(
+def test_an_edited_model_card_or_base_of_an_adapter_is_no_damage(
     saver: Checkpointer, model: PreTrainedModel, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     path = checkpoint_path(tmp_path, 1)
@@ -112,6 +112,12 @@ def test_an_edited_model_card_is_no_damage(
     assert saver.wait() is None
     assert (path / "README.md").read_text() == "# Card\n"
     (path / "README.md").write_text("# My words\n")
+    stored = json.loads((path / manifest.MANIFEST).read_text())
+    assert "README.md" not in stored["files"]
+    # An adapter's config, which earlier versions have listed.
+    stored["files"]["adapter_config.json"] = {"bytes": 2, "sha256": "0"}
+    (path / manifest.MANIFEST).write_text(json.dumps(stored))
+    (path / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
     assert manifest.verify(path) is None
     (path / "config.json").write_text("{}")
     assert "config.json" in (manifest.verify(path) or "")

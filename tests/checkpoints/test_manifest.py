@@ -76,6 +76,13 @@ def test_damage_is_found_and_named(
     assert said in found
 
 
+def test_what_may_be_edited_is_not_listed(tmp_path: Path) -> None:
+    names = ("config.json", "adapter_config.json", "model/adapter_config.json", "model/README.md")
+    files = {name: manifest.write_file(tmp_path / name, b"{}") for name in names}
+    manifest.write(tmp_path, files)
+    assert [*manifest.read(tmp_path)] == ["config.json"]
+
+
 def test_a_manifest_of_a_later_version_is_not_guessed_at(folder: Path) -> None:
     file = folder / manifest.MANIFEST
     file.write_text(json.dumps({**json.loads(file.read_text()), "version": 2}))

@@ -102,7 +102,7 @@ def test_packed_rows_and_their_gradients_are_those_of_padded_ones(kind: str) -> 
     slope = gradient(model, weighted(list(expected)))
     for mode in (ForwardMode(True, True), ForwardMode(True, False), ForwardMode(False, True)):
         found = logprobs(model, mode)
-        assert apart(found, expected) < 1e-5
+        assert apart(found, expected) < 2e-5
         other = gradient(model, weighted(list(found)))
         assert (other - slope).norm() < 1e-5 * slope.norm()
 
@@ -319,7 +319,11 @@ def change(path: Path, **values: Any) -> None:
 
 
 def test_a_folder_that_does_not_fit(folder: Path) -> None:
-    with pytest.raises(UserError, match="does not fit the model"):
+    wrong = (
+        r"does not fit the model: model\.layers\.0\.mlp\.down_proj\.lora_B\.weight has the shape "
+        r"\(32, 4\) there and \(64, 4\) in the model\.$"
+    )
+    with pytest.raises(UserError, match=wrong):
         adapters.load(make(Family("qwen2", {"hidden_size": 64})), folder, trained=True)
     stored = load_file(folder / adapters.WEIGHTS)
     name = next(iter(stored))

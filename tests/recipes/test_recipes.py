@@ -95,6 +95,10 @@ def test_group_file_fits_a_recipe(path: Path, composed: Composed) -> None:
     said = OmegaConf.load(FOLDER / path)
     assert isinstance(said, DictConfig)
     defaults = said.pop("defaults", None)
+    if group == "adapter":  # whose choices also say whether the model under it is quantized
+        quantized = said.pop("model", {}).get("quantization", "none")
+        assert recipe.model.quantization == quantized
+        said = said.adapter
     if group == "reward":
         assert list(recipe.reward) == [choice]
         said, has = said[choice], OmegaConf.structured(recipe.reward[choice])

@@ -24,6 +24,8 @@ SMALL = [
     "model.build.num_heads=2", "model.build.num_kv_heads=1", "model.build.warmup_steps=2",
     "dataset.eval_limit=8", "checkpoint.every=1", "log.plots=false", "eval.at_start=false",
 ]  # fmt: skip
+# Blocks of 64 weights in each row.
+QUANTIZED = ["model.build.hidden_size=64", "model.build.intermediate_size=128"]
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +53,10 @@ def digest(path: Path) -> str:
         ["loss.beta=0.05"],
         ["loss.beta=0.05", "loss.reference_every=1", "loss.reference_alpha=0.5"],
         ["adapter=dora", "adapter.dropout=0.2", "adapter.modules_to_save=[norm]"],
+        [*QUANTIZED, "adapter=qlora", "loss.beta=0.05", "model.gradient_checkpointing=true"],
+        [*QUANTIZED, "adapter=lora_8bit", "model.dtype=bfloat16"],
     ],
-    ids=["off", "moving", "dora"],
+    ids=["off", "moving", "dora", "qlora", "8bit"],
 )
 def test_a_resumed_run_is_the_straight_run(tmp_path: Path, words: list[str]) -> None:
     straight = train(tmp_path / "straight", *words)
@@ -79,10 +83,9 @@ def test_a_refused_resume_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.runs
-def test_its_checkpoint_is_evaluated_and_exported(
-    tmp_path: Path,
-) -> None:
-    path = train(tmp_path / "run", "optimizer.learning_rate=0.05")
+@pytest.mark.parametrize("more", [[], [*QUANTIZED, "adapter=qlora"]], ids=["lora", "qlora"])
+def test_its_checkpoint_is_evaluated_and_exported(tmp_path: Path, more: list[str]) -> None:
+    path = train(tmp_path / "run", "optimizer.learning_rate=0.05", *more)
     base = Path(json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"])
     before = digest(base / "model.safetensors")
     grpo("export", str(path), str(tmp_path / "alone"))
@@ -99,6 +102,8 @@ def test_its_checkpoint_is_evaluated_and_exported(
     for number, model in enumerate((path, tmp_path / "merged")):
         out = tmp_path / f"eval-{number}"
         words = ["recipe=arithmetic_tiny", "dataset.eval_limit=8", f"output_dir={out}"]
+        if more and model == path:  # with `recipe=`, the one that the checkpoint stores is not read
+            words.append("model.quantization=nf4")
         grpo("eval", str(model), *words)
         (file,) = out.rglob("completions.parquet")
         rows.append(file)
@@ -107,10 +112,17 @@ def test_its_checkpoint_is_evaluated_and_exported(
 
 
 @pytest.mark.runs
-def test_a_run_goes_on_from_an_adapter(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_training_continues_from_an_adapter(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     first = train(tmp_path / "first", "optimizer.learning_rate=0.05")
+    config = first / "adapter_config.json"
+    stored = json.loads(config.read_text())
+    config.write_text(json.dumps(stored | {"base_model_name_or_path": "some/model"}))
+    grpo("export", str(first), str(tmp_path / "edited"))  # which finds no damage
     second = train(tmp_path / "second", f"adapter.path={first}", "loss.beta=0.05")
     lines = (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()
+    assert "was trained on some/model, and is now trained on model.path" in capfd.readouterr().out
     kl = [json.loads(line).get("kl") for line in lines]
     assert kl[0] == pytest.approx(0, abs=1e-6), "the reference is the adapter it began with"
     assert digest(second / "adapter_model.safetensors") != digest(
@@ -118,4 +130,4 @@ def test_a_run_goes_on_from_an_adapter(tmp_path: Path, capfd: pytest.CaptureFixt
     )
     wrong = ["train", "recipe=arithmetic_tiny", f"model.path={first}", "model.build=null"]
     assert cli.run_command(wrong) == 2
-    assert "is an adapter; go on from it with adapter=lora" in capfd.readouterr().err
+    assert "is an adapter; continue training it with adapter=lora" in capfd.readouterr().err

@@ -13,7 +13,7 @@ import yaml
 from grpo_cli.checkpoints import manifest, paths
 from grpo_cli.config import saved_recipe
 from grpo_cli.config.contradictions import contradictions
-from grpo_cli.config.schema import Adapter, Build, Loss, Model, Optimizer, Recipe
+from grpo_cli.config.schema import Adapter, Build, Distributed, Loss, Model, Optimizer, Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.training.prepare import (
     check_adapter,
@@ -135,6 +135,30 @@ def test_a_damaged_checkpoint_is_not_trained_on(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"abd")
     with pytest.raises(UserError, match=r"is damaged \(model.safetensors: holds other bytes than"):
         check_model_path(recipe)
+
+
+def test_quantized_weights_are_not_trained_or_sharded() -> None:
+    pytest.importorskip("peft")
+    quantized = Model(path="some/model", quantization="nf4")
+    with pytest.raises(
+        UserError, match=r"nf4: quantized weights cannot be trained; .*adapter=qlora"
+    ):
+        check_adapter(Recipe(model=quantized))
+    lora = Adapter(method="lora")
+    check_adapter(Recipe(model=quantized, adapter=lora))
+    with pytest.raises(UserError, match=r"adapter.init = pissa: is made from the weights"):
+        check_adapter(Recipe(model=quantized, adapter=dataclasses.replace(lora, init="pissa")))
+    for strategy, refused in (("ddp", False), ("fsdp2", True), ("zero3", True)):
+        recipe = Recipe(model=quantized, adapter=lora, distributed=Distributed(strategy=strategy))
+        found = [text for text in contradictions(recipe, ()) if "cannot be sharded" in text]
+        assert bool(found) == refused
+
+
+def test_a_model_to_quantize_needs_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"int8: bitsandbytes is not installed here; pip install"):
+        check_model_path(Recipe(model=Model(path="some/model", quantization="int8")))
+    check_model_path(Recipe(model=Model(path="some/model")))
 
 
 def test_an_adapter_that_vllm_cannot_apply(tmp_path: Path) -> None:

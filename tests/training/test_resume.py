@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from grpo_cli.checkpoints import paths
-from grpo_cli.config.schema import Adapter, Recipe
+from grpo_cli.config import saved_recipe
+from grpo_cli.config.schema import Adapter, Model, Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.training import ending, resume
 from grpo_cli.training.run import Run
@@ -179,6 +180,31 @@ def test_the_lines_before_a_checkpoint_are_on_the_disk_before_it(
     assert "metrics.jsonl" in before_last, "the first step's line, before the second's weights"
 
 
+def test_a_resumed_run_keeps_the_quantization_of_its_base_model() -> None:
+    adapter, model = Adapter(method="lora"), Model(quantization="nf4")
+    recipe = Recipe(model=model, adapter=adapter)
+    stored = {"adapter": asdict(adapter), "model": asdict(model)}
+    resume.check_adapter(recipe, stored, Path("step-2"))
+    del stored["model"]["quantization"]  # an earlier version's
+    with pytest.raises(UserError, match=r"model.quantization = nf4: step-2 was trained with none"):
+        resume.check_adapter(recipe, stored, Path("step-2"))
+
+
+@pytest.mark.parametrize(
+    ("method", "advice"),
+    [("none", r"model\.path={0} model\.build=null"), ("lora", r"adapter\.path={0}")],
+)
+def test_another_optimizer_begins_a_run_from_the_weights(
+    tmp_path: Path, method: str, advice: str
+) -> None:
+    (tmp_path / "training").mkdir()
+    recipe = Recipe(adapter=Adapter(method=method))
+    (tmp_path / "training" / "recipe.yaml").write_text(saved_recipe.as_yaml(recipe))
+    recipe.optimizer.algorithm = "sgd"
+    with pytest.raises(UserError, match=rf"with {advice.format(tmp_path)}\.$"):
+        resume.with_stored_optimizer(recipe, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -197,5 +223,5 @@ def test_a_resumed_run_keeps_its_adapter(changed: dict[str, Any], message: str |
         return
     with pytest.raises(UserError, match=message):
         resume.check_adapter(recipe, {"adapter": asdict(before)}, Path("step-2"))
-    with pytest.raises(UserError, match="was trained with none"):  # an earlier version's
+    with pytest.raises(UserError, match=r"adapter.* was trained with none"):  # an earlier version's
         resume.check_adapter(recipe, {}, Path("step-2"))

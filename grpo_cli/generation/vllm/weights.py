@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_cli.distributed.fsdp import full_tensor
-from grpo_cli.models import adapters
+from grpo_cli.models import adapters, quantization
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Weights:
 
     Frozen parameters are included: an engine that fuses layers fills the parts that it is not sent
     with uninitialised memory. A tied head is there once, under the embedding's name. An adapter is
-    merged in, under the names of the base model.
+    merged in, quantized weights are dequantized, and the names are the base model's.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,9 +34,11 @@ class Weights:
 
     def infos(self) -> list[WeightInfo]:
         """Describes the weights that iteration yields, without gathering them."""
+        dtype = quantization.dtype_of(self.model)
         infos: dict[torch.nn.Parameter, WeightInfo] = {}
         for name, p, _ in adapters.plain_parameters(self.model):
-            infos.setdefault(p, WeightInfo(name, tuple(p.shape), p.dtype))
+            plain = quantization.plain(p, dtype)
+            infos.setdefault(p, WeightInfo(name, tuple(plain.shape), plain.dtype))
         return [*infos.values()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

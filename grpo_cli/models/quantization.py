@@ -1,0 +1,176 @@
+"""Quantized base models through bitsandbytes: 4 bits (nf4, QLoRA, arXiv 2305.14314) or 8 (int8).
+
+The linear layers except the output head hold quantized weights and dequantize them for each
+product. Embeddings, the head, norms, biases and the experts of a mixture, which are no linear
+layers in transformers, keep their dtype. The weights are not trained: an adapter is.
+
+    nf4     0.516 bytes a weight: 4 bits, a scale of 8 bits for 64 weights, and one of 32 bits for
+            256 of these (double quantization)
+    int8    1 byte a weight, and a scale of 32 bits for each output
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+
+from grpo_cli.errors import UserError
+
+if TYPE_CHECKING:
+    from grpo_cli.config.schema import Model
+
+BLOCK = 64  # weights of nf4 that share a scale
+
+
+def require(method: str) -> None:
+    """Raises a UserError if bitsandbytes, which quantizes by any method, is not installed."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"model.quantization = {method}: bitsandbytes is not installed here; "
+            "pip install 'grpo-cli[bitsandbytes]'."
+        )
+
+
+def check_stored(config: PretrainedConfig, path: str) -> None:
+    """Checks that the weights of a model's files are not quantized.
+
+    Raises:
+        UserError: they are.
+    """
+    stored: Any = getattr(config, "quantization_config", None)
+    if stored:
+        method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+        method = getattr(method, "value", method) or "an unnamed method"
+        raise UserError(
+            f"model.path = {path}: its weights are stored quantized ({method}); give the model it "
+            "was made from, with model.quantization=nf4 to quantize it when it is loaded."
+        )
+
+
+def load_options(config: Model, compute_dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the arguments with which from_pretrained quantizes a model; {} if it is not to.
+
+    Args:
+        compute_dtype: of the products with dequantized weights.
+
+    Raises:
+        UserError: bitsandbytes is not installed.
+    """
+    if config.quantization == "none":
+        return {}
+    require(config.quantization)
+    if config.quantization == "nf4":
+        settings = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=compute_dtype,
+        )
+    else:
+        settings = BitsAndBytesConfig(load_in_8bit=True)
+    return {"quantization_config": settings, "device_map": {"": "cpu"}}
+
+
+def prepare(model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
+    """Prepares a model that has just been loaded with quantized weights for training.
+
+    Its config is that of the unquantized model from here on, since weights that leave the model,
+    merged or sent to an engine, are dequantized.
+
+    Raises:
+        UserError: a layer's size does not fit the blocks of nf4.
+    """
+    import bitsandbytes
+
+    from grpo_cli.models.int8 import WeightOnlyInt8
+
+    for name, module in model.named_modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            # On a CPU bitsandbytes 0.50 gives wrong numbers where a block crosses the end of a row.
+            if module.in_features % BLOCK:
+                raise UserError(
+                    f"model.quantization = nf4: {name} has {module.in_features} inputs, which is "
+                    f"no multiple of the {BLOCK} weights of a block; use int8 or none."
+                )
+            # On a CPU with AVX512-BF16 the first forward pass without gradient would repack the
+            # weight for good: dequantizing it would give wrong numbers, and training would fail.
+            module.support_avx512bf16_for_cpu = False
+        elif isinstance(module, bitsandbytes.nn.Linear8bitLt):
+            WeightOnlyInt8.replace(module, compute_dtype)
+    del model.config.quantization_config
+    model.hf_quantizer = None  # save_pretrained would ask it for the weights
+
+
+def is_quantized(p: Tensor) -> bool:
+    """Returns whether a parameter holds a quantized weight."""
+    return type(p).__name__ in ("Params4bit", "Int8Params")
+
+
+def dequantized(p: Any) -> Tensor:
+    """Returns the weight that a quantized parameter stands for, with which its layer computes."""
+    from bitsandbytes import functional
+
+    if p.dtype == torch.int8:
+        if p.SCB.device != p.device:  # moving a model leaves the scales behind
+            p.SCB = p.SCB.to(p.device)
+        weight: Tensor = functional.int8_vectorwise_dequant(p.data, p.SCB)
+    else:
+        weight = functional.dequantize_4bit(p.data, p.quant_state)
+    return weight
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Returns the dtype of the weights that a model's quantized weights were before."""
+    dtype: torch.dtype = getattr(getattr(model, "config", None), "dtype", torch.float32)
+    return dtype
+
+
+def plain(p: Any, dtype: torch.dtype) -> Tensor:
+    """Returns a parameter, or for a quantized one a tensor of its weight's shape without storage.
+
+    Args:
+        dtype: of the tensor without storage.
+    """
+    if not is_quantized(p):
+        parameter: Tensor = p
+        return parameter
+    shape = p.shape if p.dtype == torch.int8 else p.quant_state.shape
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def numel(p: Tensor) -> int:
+    """Returns the number of weights in a parameter, of which two share a byte if it is nf4."""
+    return plain(p, torch.float32).numel()
+
+
+def stored_bytes(p: Any) -> int:
+    """Returns the bytes of a parameter, with the scales of a quantized one."""
+    if not is_quantized(p):
+        return int(p.nbytes)
+    if p.dtype == torch.int8:
+        return int(p.nbytes + p.SCB.nbytes)
+    state, total = p.quant_state, int(p.nbytes)
+    while state is not None:  # the scales, and the scales of these
+        total += state.absmax.nbytes
+        state = state.state2
+    return total
+
+
+def summary(model: nn.Module) -> str | None:
+    """Describes how a model's weights are quantized; None if they are not."""
+    parameters = [*model.parameters()]
+    inside = [p for p in parameters if is_quantized(p)]
+    if not inside:
+        return None
+    kind = "int8" if inside[0].dtype == torch.int8 else "nf4"
+    weights, size = sum(map(numel, inside)), sum(map(stored_bytes, inside))
+    others = sum(p.numel() for p in parameters if not is_quantized(p) and not p.requires_grad)
+    dtype = str(dtype_of(model)).removeprefix("torch.")
+    return (
+        f"base model: {weights / 1e6:.2f} M weights in {kind}, {size / weights:.3f} bytes each; "
+        f"{others / 1e6:.2f} M in {dtype}"
+    )

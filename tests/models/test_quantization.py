@@ -1,0 +1,276 @@
+"""Quantized base models: their weights stay, and all ways of computing give the same numbers."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from grpo_cli.checkpoints import model_folder
+from grpo_cli.config.schema import Adapter, Model
+from grpo_cli.errors import UserError
+from grpo_cli.generation.vllm.weights import Weights
+from grpo_cli.models import adapters, flops, loading, quantization
+from grpo_cli.models.policy_logprobs import ForwardMode, PolicyLogprobs
+from tests.models.families import Family
+from tests.models.test_adapters import apart, logprobs, move
+from tests.models.test_architectures import make
+from tests.models.test_policy_logprobs import gradient, make_rollouts, weighted
+
+pytest.importorskip("peft")
+pytest.importorskip("bitsandbytes")
+METHODS = pytest.mark.parametrize("method", ["nf4", "int8"])
+KINDS = pytest.mark.parametrize("kind", ["lora", "dora", "rslora"])
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    base = make(Family("qwen2", SIZES))
+    for p in base.parameters():
+        p.data *= 0.5  # log-probabilities of about -5, as a language model's
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def load(folder: Path, method: str, **more: Any) -> PreTrainedModel:
+    model, _ = loading.load(Model(quantization=method, **more), folder)
+    return model
+
+
+def adapted(folder: Path, method: str, kind: str = "lora", **more: Any) -> PreTrainedModel:
+    model = load(folder, method, **more)
+    config = adapters.config_of(Adapter(method=kind, rank=4), str(folder), None)
+    adapters.attach(model, config, 7)
+    move(model)
+    return model
+
+
+def dequantized_base(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """A plain model with the weights that the quantized ones stand for."""
+    plain = load(folder, "none")
+    state = {
+        name: quantization.dequantized(p) if quantization.is_quantized(p) else p
+        for name, p, _ in adapters.plain_parameters(model)
+    }
+    plain.load_state_dict(state, strict=False)
+    return plain.eval()
+
+
+@pytest.mark.parametrize(("method", "most"), [("nf4", 0.52), ("int8", 1.13)])
+def test_bytes_of_the_weights(folder: Path, method: str, most: float) -> None:
+    model = load(folder, method)
+    inside = [p for p in model.parameters() if quantization.is_quantized(p)]
+    weights = sum(map(quantization.numel, inside))
+    size = sum(map(quantization.stored_bytes, inside))
+    # 2 layers of q, k, v, o, gate, up, down with hidden size 64, 32 keys, 128 within.
+    assert weights == 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128)
+    assert 0.5 < size / weights < most
+    assert f"in {method}" in (quantization.summary(model) or "")
+    assert not quantization.is_quantized(model.get_output_embeddings().weight)
+    plain = load(folder, "none")
+    assert quantization.summary(plain) is None
+    assert flops.params_in_products(model) == flops.params_in_products(plain)
+
+
+@METHODS
+def test_it_is_near_the_model_that_it_was_made_from(folder: Path, method: str) -> None:
+    plain, model = load(folder, "none"), load(folder, method)
+    limit = {"nf4": 0.12, "int8": 0.01}[method]
+    for (name, p), (_, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        if quantization.is_quantized(q):
+            error = (quantization.dequantized(q) - p).norm() / p.norm()
+            assert 0 < error < limit, name
+        else:
+            assert torch.equal(p, q), name
+
+
+@METHODS
+@KINDS
+def test_packed_rows_and_their_gradients_are_those_of_padded_ones(
+    folder: Path, method: str, kind: str
+) -> None:
+    model = adapted(folder, method, kind)
+    said: list[str] = []
+    policy = PolicyLogprobs(model, say=said.append)
+    policy.check(make_rollouts(), 1.0)
+    assert (policy.mode, said) == (ForwardMode(True, True), [])
+    expected = logprobs(model)
+    slope = gradient(model, weighted(list(expected)))
+    for mode in (ForwardMode(True, True), ForwardMode(True, False), ForwardMode(False, True)):
+        found = logprobs(model, mode)
+        assert apart(found, expected) < 1e-5
+        other = gradient(model, weighted(list(found)))
+        assert (other - slope).norm() < 1e-5 * slope.norm()
+
+
+@METHODS
+@KINDS
+def test_merged_weights_are_the_adapter_on_the_dequantized_model(
+    folder: Path, method: str, kind: str
+) -> None:
+    model = adapted(folder, method, kind)
+    with torch.no_grad():
+        logprobs(model.eval())  # which must not repack the weights
+    plain = load(folder, "none").eval()
+    merged = dict(adapters.merged(model))
+    shapes = [(n, tuple(p.shape), p.dtype) for n, p in plain.named_parameters()]
+    assert [(n, tuple(t.shape), t.dtype) for n, t in merged.items()] == shapes
+    assert [(i.name, i.shape, i.dtype) for i in Weights(model).infos()] == shapes
+    unmerged = dequantized_base(model, folder)
+    if kind == "lora":  # by hand: W + alpha/r B A
+        layer = model.model.layers[0].mlp.up_proj
+        product = layer.lora_B["default"].weight @ layer.lora_A["default"].weight * (32 / 4)
+        expected = unmerged.model.layers[0].mlp.up_proj.weight + product
+        assert apart(merged["model.layers.0.mlp.up_proj.weight"], expected) < 1e-6
+    plain.load_state_dict(merged, strict=False)
+    assert apart(logprobs(plain), logprobs(model)) < 1e-5
+    adapters.attach(unmerged, copy.deepcopy(adapters.config_on(model)), 0)  # type: ignore[arg-type]
+    adapters.fill(unmerged, adapters.copied(model))
+    assert apart(logprobs(unmerged), logprobs(model)) < 1e-5
+
+
+@METHODS
+def test_training_leaves_the_weights_and_switched_off_is_the_quantized_model(
+    folder: Path, method: str
+) -> None:
+    base, model = load(folder, method).eval(), adapted(folder, method)
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert all(p.dtype == torch.float32 for p in trained)
+    optimizer = torch.optim.AdamW(trained, lr=0.1)
+    logprobs(model).sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters() if n in before)
+    with adapters.switched_off(model):
+        assert torch.equal(logprobs(model), logprobs(base))
+    assert apart(logprobs(model), logprobs(base)) > 1e-3
+
+
+@METHODS
+@pytest.mark.parametrize("half", [True, False])
+def test_the_dtype_that_it_computes_in(folder: Path, method: str, half: bool) -> None:
+    """That of mixed precision, or of the stored weights; autocast does not decide it."""
+    given = torch.bfloat16 if half else None
+    model, _ = loading.load(Model(quantization=method), folder, half_type=given)
+    dtypes = {x.compute_dtype for x in model.modules() if hasattr(x, "compute_dtype")}
+    assert dtypes == {torch.bfloat16 if half else torch.float32}
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    layer = model.model.layers[0].mlp.up_proj
+    weight = quantization.dequantized(layer.weight)
+    dtype = dtypes.pop()
+    expected = (x.to(dtype) @ weight.to(dtype).T).float()
+    assert torch.equal(layer(x), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == x.dtype
+
+
+def test_gradient_checkpointing_gives_the_same_gradient(folder: Path) -> None:
+    model = adapted(folder, "nf4")
+    slope = gradient(model, weighted(list(logprobs(model))))
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert torch.equal(gradient(model, weighted(list(logprobs(model)))), slope)
+
+
+def test_a_folder_has_no_weights_and_no_quantization(
+    folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model = adapted(folder, "nf4")
+    files = model_folder.files_of_adapter(model, tokenizer)
+    assert not any(name.endswith(".safetensors") for name in files)
+    assert b"quantization" not in model_folder.files_of(model, tokenizer)["config.json"]
+
+
+def test_experts_keep_their_dtype(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    settings = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    make(Family("qwen3_moe", settings)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model = load(tmp_path, "nf4")
+    names = {n for n, p in model.named_parameters() if quantization.is_quantized(p)}
+    assert names
+    assert all("self_attn" in name for name in names)
+    adapter = Adapter(
+        method="lora",
+        rank=2,
+        target_modules=["q_proj", "v_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    adapters.attach(model, adapters.config_of(adapter, "base", None), 0)
+    move(model)
+    plain = load(tmp_path, "none").eval()
+    plain.load_state_dict(dict(adapters.merged(model)), strict=False)
+    assert apart(logprobs(plain), logprobs(model)) < 5e-5
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "whole": (
+        {"modules_to_save": ["o_proj"]},
+        "adapter.modules_to_save: model.layers.0.self_attn.o_proj is quantized",
+    ),
+    "parameter": (
+        {"target_parameters": ["q_proj.weight"]},
+        "adapter.target_parameters: q_proj.weight is quantized",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_a_quantized_weight_cannot_be(folder: Path, name: str) -> None:
+    settings, message = BAD[name]
+    adapter = replace(Adapter(method="lora"), **settings)
+    with pytest.raises(UserError, match=message):
+        adapters.attach(load(folder, "nf4"), adapters.config_of(adapter, "base", None), 0)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal"])
+def test_initial_weights_that_are_made_from_the_models(init: str) -> None:
+    config = adapters.config_of(Adapter(method="lora", init=init), "base", None)
+    with pytest.raises(UserError, match=f"adapter.init = {init}: is made from the weights"):
+        adapters.check_init(config, f"adapter.init = {init}")
+    for fine in ("true", "gaussian"):
+        config = adapters.config_of(Adapter(method="lora", init=fine), "base", None)
+        adapters.check_init(config, "adapter.init")
+
+
+def test_a_weight_that_is_not_finite(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    for method in ("nf4", "int8"):
+        with pytest.raises(UserError, match=r"layers.1.mlp.up_proj.weight are not finite"):
+            load(folder, method)
+
+
+def test_weights_that_are_stored_quantized(folder: Path) -> None:
+    model = load(folder, "none")
+    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    model.config.save_pretrained(folder)
+    with pytest.raises(UserError, match=r"its weights are stored quantized \(gptq\); give the"):
+        loading.check_trainable(Model(), str(folder))
+    with pytest.raises(UserError, match="its weights are stored quantized"):
+        load(folder, "nf4")
+
+
+def test_rows_that_do_not_fit_the_blocks(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """bitsandbytes would compute with wrong weights, without an error."""
+    make(Family("qwen2", SIZES | {"intermediate_size": 96})).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"layers.0.mlp.down_proj has 96 inputs, which is no mult"):
+        load(tmp_path, "nf4")
+    load(tmp_path, "int8")
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'grpo-cli\[bitsandbytes\]'"):
+        quantization.require("nf4")
