@@ -19,9 +19,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_cli.algorithm.load_balancing import Routing
 from grpo_cli.distributed import fsdp
@@ -229,7 +230,7 @@ class PolicyLogprobs:
         norms = (p for p in trained if p.ndim == 1)
         first = next(of_adapter, None)
         first = next(norms, trained[0]) if first is None or not first.requires_grad else first
-        with torch.enable_grad():
+        with torch.enable_grad(), recomputing(self.model):
             logprobs, _ = self._by(mode, rollouts, temperature)
             signs = torch.arange(logprobs.numel(), device=logprobs.device) % 3 - 1
             if not logprobs.requires_grad:  # an adapter that is switched off
@@ -360,6 +361,29 @@ def cut(rollouts: Sequence[Rollout]) -> list[Rollout]:
             )
             shortened.append(Rollout(prompt, beginning, ""))
     return shortened
+
+
+@contextlib.contextmanager
+def recomputing(model: nn.Module) -> Iterator[None]:
+    """Makes gradient checkpointing work in evaluation mode, where transformers skips it.
+
+    A layer that applies dropout itself is left out, since it would do so inside.
+    """
+    layers = [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, GradientCheckpointingLayer)
+        and layer.gradient_checkpointing
+        and not layer.training
+        and not any(isinstance(v, float) and v for k, v in vars(layer).items() if "drop" in k)
+    ]
+    for layer in layers:
+        layer.training = True  # of this module alone: the modules inside stay as they are
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
 
 
 def bytes_per_token(

@@ -318,6 +318,7 @@ NO_EXPERTS = (0, 0, 0)
 KEPT_WITH_ADAPTER = {
     "float32": Kept(16, 0, 16, 8, 16, NO_EXPERTS, 4, 4, 8, adapter=28),
     "autocast": Kept(18, 0, 10, 6, 8, NO_EXPERTS, 4, 4, 8, adapter=14),
+    "autocast, bfloat16 weights": Kept(18, 0, 10, 6, 8, NO_EXPERTS, 2, 2, 4, adapter=14),
     "copied": Kept(28, 0, 12, 6, 10, NO_EXPERTS, 2, 2, 4, adapter=28),
     "bfloat16": Kept(12, 0, 8, 6, 8, NO_EXPERTS, 2, 2, 4, adapter=14),
 }
@@ -327,8 +328,10 @@ def kept_by(settings: Settings) -> Kept:
     """Returns the constants of the settings' arithmetic."""
     if settings.sharded:  # weights arrive in the type of the products
         kind = "bfloat16" if settings.compute_bytes == 2 else "float32"
-    elif settings.bf16 and settings.trained_bytes > 2:
+    elif settings.bf16 and settings.weight_bytes > 2:
         kind = "autocast"
+    elif settings.bf16 and settings.adapter_rank:
+        kind = "autocast, bfloat16 weights"
     elif settings.weight_bytes == 2:
         kind = "copied" if settings.adapter_rank else "bfloat16"
     else:

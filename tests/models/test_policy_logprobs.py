@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from grpo_cli.models import attention
 from grpo_cli.models.attention import NOT_PASSED_ON, Layout, UnsupportedModelError
+from grpo_cli.models.memory import saved_bytes
 from grpo_cli.models.packing import length, unique_tokens
 from grpo_cli.models.policy_logprobs import (
     SIMPLEST,
@@ -20,6 +21,7 @@ from grpo_cli.models.policy_logprobs import (
     bytes_per_token,
     cut,
     max_difference,
+    recomputing,
 )
 from grpo_cli.models.token_logprobs import Head
 from grpo_cli.records import Completion, Prompt, Rollout
@@ -520,6 +522,26 @@ def test_bytes_of_a_token(llama: PreTrainedModel, mode: ForwardMode) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     assert bytes_per_token(policy_logprobs, rollouts, 1.0) < found
+
+
+def test_the_check_keeps_the_inputs_of_layers_alone(llama: PreTrainedModel) -> None:
+    llama.eval()
+    policy_logprobs = by(llama, SIMPLEST)
+
+    def kept() -> int:
+        with saved_bytes(llama) as count, torch.enable_grad(), recomputing(llama):
+            logprobs, _ = policy_logprobs(make_rollouts(), 1.0)
+            assert llama.base_model.layers[0].self_attn.training is False
+            del logprobs
+        return count()
+
+    every = kept()
+    llama.gradient_checkpointing_enable({"use_reentrant": False})
+    assert kept() < every / 2
+    assert not any(module.training for module in llama.modules())
+    llama.base_model.layers[0].dropout = 0.1  # applied by the layer itself: it would be drawn
+    with recomputing(llama):
+        assert [layer.training for layer in llama.base_model.layers] == [False, True]
 
 
 def test_layouts_reach_the_model_by_way_of_its_kwargs(llama: PreTrainedModel) -> None:

@@ -297,7 +297,7 @@ def rollouts() -> list[Rollout]:
 
 
 def policy_logprobs(config: PretrainedConfig, arithmetic: str, rank: int = 0) -> PolicyLogprobs:
-    bf16 = arithmetic in ("bfloat16", "copied")
+    bf16 = arithmetic not in ("float32", "autocast")
     model = make(config, torch.bfloat16 if bf16 else torch.float32).train()
     if rank:
         adapter = Adapter(method="lora", rank=rank)
@@ -305,7 +305,7 @@ def policy_logprobs(config: PretrainedConfig, arithmetic: str, rank: int = 0) ->
         if arithmetic == "bfloat16":
             model.to(torch.bfloat16)  # as gathered weights are
     autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    if arithmetic == "autocast":
+    if arithmetic.startswith("autocast"):
         autocast = lambda: torch.autocast("cpu", dtype=torch.bfloat16)  # noqa: E731
     found = PolicyLogprobs(model, autocast=autocast)
     found.check(rollouts(), 1.0)
@@ -317,6 +317,7 @@ def policy_logprobs(config: PretrainedConfig, arithmetic: str, rank: int = 0) ->
 ARITHMETIC = {
     "float32": Settings(strategy="ddp", bf16=False),
     "autocast": Settings(strategy="ddp"),
+    "autocast, bfloat16 weights": Settings(strategy="ddp", weight_bytes=2),
     "bfloat16": Settings(strategy="fsdp2"),
     "copied": Settings(strategy="ddp", bf16=False, weight_bytes=2),
 }
@@ -336,8 +337,10 @@ def test_a_layer_keeps_what_the_tool_measures(
         config = of_kind(kind, **more, num_hidden_layers=layers)
         found = policy_logprobs(config, arithmetic, rank)
         measured.append(bytes_per_token(found, rollouts(), 1.0))
-    kept = kept_by(replace(ARITHMETIC[arithmetic], adapter_rank=rank))
-    assert kept_in_layer(Shape.of(config), kept, rank) == pytest.approx(measured[1] - measured[0])
+    settings = replace(ARITHMETIC[arithmetic], adapter_rank=rank, gradient_checkpointing=False)
+    shape, kept = Shape.of(config), kept_by(settings)
+    assert kept_in_layer(shape, kept, rank) == pytest.approx(measured[1] - measured[0])
+    assert activation_bytes(shape, settings) == pytest.approx(measured[1], rel=0.01)
 
 
 # Memory
