@@ -180,7 +180,7 @@ class Settings:
     reshard_after_forward: bool = True  # of fsdp2; zero3 always does
     weight_bytes: int = 4  # model.dtype: of weights, gradients, moments and the reference
     adapter_rank: int = 0  # adapter.rank with adapter.method=lora; 0: all weights are trained
-    quantization: str | None = None  # model.quantization
+    quantization: str = "none"  # model.quantization
     optimizer: str = "adamw"  # optimizer.algorithm
     bf16: bool = True  # mixed_precision=bf16; the same memory with fp16
     reference: bool = True
@@ -198,7 +198,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise UserError(f"strategy = {self.strategy}: one of {', '.join(STRATEGIES)}.")
-        if self.quantization is not None and (self.sharded or not self.adapter_rank):
+        if self.quantization != "none" and (self.sharded or not self.adapter_rank):
             raise UserError("quantization: needs an adapter, and strategy = ddp.")
 
     @classmethod
@@ -212,14 +212,14 @@ class Settings:
         micro_tokens = recipe.update.tokens_per_micro_batch
         if micro_tokens is None:
             raise UserError("update.tokens_per_micro_batch: null; name the number of tokens.")
-        strategy, quantized = recipe.distributed.strategy, recipe.model.quantization
+        strategy = recipe.distributed.strategy
         limit = recipe.generation.max_completion_tokens
         return cls(
             strategy="ddp" if strategy == "single" else strategy,
             reshard_after_forward=recipe.distributed.reshard_after_forward,
             weight_bytes=2 if half else 4,
             adapter_rank=0 if recipe.adapter.method == "none" else recipe.adapter.rank,
-            quantization={"none": None}.get(quantized, quantized),
+            quantization=recipe.model.quantization,
             optimizer=recipe.optimizer.algorithm,
             bf16=recipe.mixed_precision != "no",
             reference=recipe.loss.beta > 0,
@@ -467,7 +467,9 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
     else:
         copies = _copies(shape, s)
         dequantized = (
-            {"dequantized matrix": largest_matrix * s.compute_bytes} if s.quantization else {}
+            {}
+            if s.quantization == "none"
+            else {"dequantized matrix": largest_matrix * s.compute_bytes}
         )
         kept_copies = {} if s.gradient_checkpointing else copies
         moments = {
@@ -499,7 +501,7 @@ def base_bytes(shape: Shape, gpus: int, settings: Settings) -> float:
     layer, root = (
         share(tensors, gpus, settings.strategy) for tensors in (shape.layer(), shape.root())
     )
-    if settings.quantization is None:
+    if settings.quantization == "none":
         return (shape.layers * layer + root) * settings.weight_bytes
     matrices = shape.layers * count(t for t in shape.layer() if len(t) == 2)
     rest = shape.layers * layer + root - matrices  # biases, norms, embedding and head
