@@ -32,13 +32,22 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from grpo_cli.config.schema import Adapter, Distributed, Model, Recipe
+from grpo_cli.checkpoints.shards import Parts
+from grpo_cli.config.schema import Adapter, Distributed, Model, Optimizer, Recipe
 from grpo_cli.distributed import fsdp
 from grpo_cli.distributed.workers import Workers, exit_process
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.transformers import GatheringGenerator, TransformersGenerator
 from grpo_cli.generation.vllm.weights import AdapterWeights, Weights
-from grpo_cli.models import adapters, attention, loading, memory, micro_batches, tiny
+from grpo_cli.models import (
+    adapters,
+    attention,
+    loading,
+    memory,
+    micro_batches,
+    optimizers,
+    tiny,
+)
 from grpo_cli.models.packing import length
 from grpo_cli.models.policy_logprobs import ForwardMode, PolicyLogprobs, bytes_per_token
 from grpo_cli.models.token_logprobs import Head
@@ -512,7 +521,7 @@ def micro_batches_are_as_large_as_the_fullest_process_has_room_for(workers: Work
     fit = micro_batches.tokens_that_fit
     kept: list[float] = []
 
-    def fitting(model: Any, device: Any, bytes_per_token: float, **_: Any) -> int:
+    def fitting(device: Any, bytes_per_token: float, **_: Any) -> int:
         kept.append(bytes_per_token)
         return 4096 >> workers.rank
 
@@ -540,9 +549,9 @@ def room_is_left_for_what_this_process_keeps(workers: Workers) -> None:
     try:
         # So little that the whole model's would leave nothing at all.
         memory.free_memory = lambda device: 3 * own + 2048 * 10
-        to_come = memory.bytes_to_come(torch.optim.AdamW(model.parameters()))
+        to_come = memory.bytes_to_come(torch.optim.AdamW(model.parameters()), CPU)
         for state_to_come, room in ((to_come, 2048 * 10), (0.0, 3 * own + 2048 * 10)):
-            found = memory.tokens_that_fit(model, CPU, 10.0, state_to_come=state_to_come)
+            found = memory.tokens_that_fit(CPU, 10.0, state_to_come=state_to_come)
             fitting = int(memory.SHARE * room / 10)
             assert fitting > 2 * memory.SMALLEST
             assert found == min(1 << fitting.bit_length() - 1, memory.LARGEST["cpu"])
@@ -739,6 +748,109 @@ def gradients_that_overflow_on_one_process_are_skipped_on_all(workers: Workers) 
             has_moved = not all(map(torch.equal, before, after))
             found = (has_moved, math.isfinite(norm), scaler.get_scale())
             assert found == (is_taken, is_taken, 2.0**15)
+
+
+def steps_of(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, workers: Workers, number: int
+) -> None:
+    rollouts = make_rollouts()
+    own = rollouts[workers.rank :: workers.size]
+    logprobs = PolicyLogprobs(model, say=refuse)
+    for _ in range(number):
+        weighted(own, logprobs(own, 1.0)[0]).backward()
+        fsdp.norm_of(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def complete(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [fsdp.full_tensor(t.detach()).clone() for t in tensors]
+
+
+@case
+def the_host_holds_shards_and_computes_the_same(workers: Workers) -> None:
+    """With distributed.offload=all, which on a CPU takes the same paths."""
+    found = []
+    for on_host in (False, True):
+        model = fsdp.shard(make_model(), CPU, reshard_after_forward=True, on_host=on_host)
+        assert_only_shards(model)
+        config = Optimizer(learning_rate=1e-2, weight_decay=0.1)
+        optimizer = optimizers.make(config, model, offload="all" if on_host else "none")
+        steps_of(model, optimizer, workers, 3)
+        assert_only_shards(model)
+        assert fsdp.device_of(model) == CPU
+        found.append(complete(list(model.parameters())))
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() < 1e-5  # AdamW is fused on the host
+
+
+@case
+def master_weights_of_shards_are_float32(workers: Workers) -> None:
+    """On the host: as the complete model with the same master weights, except for rounding."""
+    config = Optimizer(learning_rate=1e-3)
+    model = divided(make_model().bfloat16())
+    optimizer = optimizers.make(config, model, offload="optimizer")
+    start = complete(list(model.parameters()))
+    steps_of(model, optimizer, workers, 3)
+    parts = Parts(model, optimizer)
+    masters = list(parts.trained().values())
+    assert all(isinstance(m, DTensor) and m.dtype == torch.float32 for m in masters)
+    assert all(isinstance(t, DTensor) for n, t in parts.tensors().items() if "exp_avg" in n)
+    moved = 0.0
+    for p, m, before in zip(model.parameters(), masters, start, strict=True):
+        own, master = memory.own_part(p), memory.own_part(m)
+        assert torch.equal(own, master.bfloat16())
+        if own.numel():
+            moved = max(moved, (fsdp.full_tensor(m.detach()) - before.float()).abs().max().item())
+        else:
+            fsdp.full_tensor(m.detach())
+    assert 2e-3 < moved < 4e-3  # three steps of AdamW
+
+
+@case
+def shards_are_rounded_stochastically(workers: Workers) -> None:
+    """Each process's shard by random numbers of its own, and the same the second time."""
+    config = Optimizer(algorithm="sgd", learning_rate=1.0, rounding="stochastic")
+    found = []
+    for seed in (0, 0, 1):
+        model = divided(make_model().bfloat16())
+        optimizer = optimizers.make(config, model, seed=seed)
+        weight = model.model.embed_tokens.weight
+        with torch.no_grad():
+            memory.own_part(weight).fill_(1.0)
+        for p in model.parameters():
+            p.grad = torch.full_like(p, -1 / 256)
+        optimizer.step()
+        found.append(fsdp.full_tensor(weight.detach()).clone())
+    first, again, other = found
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert {*first.flatten().tolist()} == {1.0, 1.0078125}
+    assert abs((first > 1).float().mean().item() - 0.5) < 0.05
+    rows = -(-len(first) // workers.size)
+    if workers.size > 1:
+        parts = first.split(rows)
+        assert not torch.equal(parts[0][: len(parts[1])], parts[1])
+
+
+@case
+def every_ddp_process_rounds_alike(workers: Workers) -> None:
+    replicas = copy.copy(workers)
+    replicas.runs_in_lockstep = False
+    model = make_model().bfloat16()
+    config = Optimizer(learning_rate=1e-4, rounding="stochastic")
+    optimizer = optimizers.make(config, model, seed=5)
+    rollouts = make_rollouts()
+    own = rollouts[workers.rank :: workers.size]
+    torch.manual_seed(workers.rank)
+    logprobs = PolicyLogprobs(model, say=refuse)
+    for _ in range(2):
+        weighted(own, logprobs(own, 1.0)[0]).backward()
+        replicas.sum_gradients(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    digests = workers.gather(sum(p.double().sum().item() for p in model.parameters()))
+    assert len(set(digests)) == 1
 
 
 # Generation.

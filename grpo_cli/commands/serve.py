@@ -186,6 +186,7 @@ def make_plan(settings: ServerSettings, recipe: Recipe | None, gpus: int) -> Ser
             gpus,
             recipe.model.revision,
             recipe.model.trust_remote_code,
+            head_dtype=recipe.model.head_dtype,
         )
         dtype, rank = recipe.arithmetic_dtype, settings.max_lora_rank
         if rank is None and recipe.adapter.sync == "adapter":

@@ -86,7 +86,7 @@ def _of_objective(recipe: Recipe) -> Iterator[str]:
             f"{loss.entropy_coef_min} and entropy_coef_max = {loss.entropy_coef_max}."
         )
     if recipe.model.dtype != "auto":  # which is checked once it is known
-        yield from lost_in(recipe)
+        yield from of_dtype(recipe)
 
 
 def _of_adapter(recipe: Recipe) -> Iterator[str]:
@@ -95,9 +95,14 @@ def _of_adapter(recipe: Recipe) -> Iterator[str]:
         yield "adapter.sync = adapter: there is no adapter; choose one, such as adapter=lora."
 
 
-def lost_in(recipe: Recipe) -> Iterator[str]:
-    """Yields what the data type of the weights is too coarse for."""
+def of_dtype(recipe: Recipe) -> Iterator[str]:
+    """Yields what contradicts the data type of the weights, which is known by now."""
     alpha, dtype = recipe.loss.reference_alpha, recipe.model.dtype
+    if recipe.optimizer.rounding == "stochastic" and dtype != "bfloat16":
+        yield (
+            f"optimizer.rounding = stochastic: rounds weights to bfloat16, and model.dtype = "
+            f"{dtype}; use model.dtype=bfloat16, or optimizer.rounding=nearest."
+        )
     if alpha < 1 and dtype != "float32":
         yield (
             f"loss.reference_alpha = {alpha}: small steps of a mixed reference are lost in "
@@ -212,6 +217,7 @@ def _of_training(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
             )
     if "optimizer.no_decay" in given and not recipe.optimizer.weight_decay:
         yield "optimizer.no_decay: is only read when optimizer.weight_decay is set."
+    yield from _of_offload(recipe)
     for knob, other in (
         ("warmup_ratio", "warmup_steps"),
         ("min_learning_rate_ratio", "min_learning_rate"),
@@ -222,6 +228,33 @@ def _of_training(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
         yield (
             f"update.minibatches = {recipe.update.minibatches}: must be <= prompts_per_step = "
             f"{recipe.prompts_per_step}, since a minibatch holds whole groups."
+        )
+
+
+def _of_offload(recipe: Recipe) -> Iterator[str]:
+    optimizer, distributed = recipe.optimizer, recipe.distributed
+    if distributed.offload == "all" and distributed.strategy not in ("fsdp2", "zero3"):
+        yield (
+            "distributed.offload = all: is FSDP2's offload of sharded weights, and "
+            f"distributed.strategy = {distributed.strategy}; use distributed=fsdp2, or "
+            "distributed.offload=optimizer."
+        )
+    if distributed.offload == "optimizer" and optimizer.algorithm == "paged_adamw_8bit":
+        yield (
+            "distributed.offload = optimizer: paged_adamw_8bit moves its own state between device "
+            "and host; use optimizer=adamw_8bit, or distributed.offload=none."
+        )
+    if optimizer.rounding != "stochastic":
+        return
+    if distributed.offload == "optimizer":
+        yield (
+            "optimizer.rounding = stochastic: distributed.offload = optimizer keeps a float32 copy "
+            "of the weights, from which no update is lost; use optimizer.rounding=nearest."
+        )
+    if recipe.adapter.method != "none":
+        yield (
+            "optimizer.rounding = stochastic: the weights of an adapter are in float32; use "
+            "optimizer.rounding=nearest."
         )
 
 
@@ -464,12 +497,16 @@ def notices(recipe: Recipe) -> Iterator[str]:
             f"optimizer.warmup_steps = {warmup}: the run has {recipe.steps} steps, "
             f"so that its learning rate stays below {optimizer.learning_rate:g}."
         )
-    is_coarse = recipe.model.dtype != "float32" and recipe.adapter.method == "none"
-    if is_coarse and optimizer.learning_rate < LOST_IN_BFLOAT16:
+    dtype = recipe.model.dtype
+    in_float32 = optimizer.rounding == "stochastic" or recipe.distributed.offload == "optimizer"
+    small = optimizer.learning_rate < LOST_IN_BFLOAT16
+    if dtype != "float32" and small and not in_float32 and recipe.adapter.method == "none":
+        instead = ", optimizer.rounding=stochastic" if dtype == "bfloat16" else ""
         yield (
-            f"model.dtype = {recipe.model.dtype}: updates with a learning rate of "
+            f"model.dtype = {dtype}: updates with a learning rate of "
             f"{optimizer.learning_rate:g} are smaller than the weights' precision, and most are "
-            "lost; use model.dtype=float32 with mixed_precision=bf16."
+            f"lost; use model.dtype=float32 with mixed_precision=bf16{instead} or "
+            "distributed.offload=optimizer."
         )
     differs = []  # why the sampler's probabilities are not the trainer's
     if g.top_p < 1 or g.top_k or g.min_p:

@@ -69,6 +69,13 @@ class Model:
         "quantized. Training needs an adapter with it.",
         choices=("none", "nf4", "int8"),
     )
+    head_dtype: str = knob(
+        "auto",
+        "Data type of the output head's product, from hidden states to logits, in training, "
+        "sampling and evaluation. float32: computed in float32 from the weights as they are "
+        "stored; auto: as every other layer.",
+        choices=("auto", "float32"),
+    )
     attn_implementation: str | None = knob(
         None,
         "Attention implementation as transformers names it (sdpa, eager, flash_attention_2, ...).",
@@ -1023,6 +1030,13 @@ class Optimizer:
     args: dict[str, Any] = knob(
         {}, "Further arguments of the optimizer's constructor, such as momentum of sgd and muon."
     )
+    rounding: str = knob(
+        "nearest",
+        "Rounding of the updated weights to bfloat16, with model.dtype=bfloat16. nearest: the "
+        "update is computed in bfloat16, where small updates are lost. stochastic: it is computed "
+        "in float32 and rounded up or down at random, so that small updates count on average.",
+        choices=("nearest", "stochastic"),
+    )
     learning_rate: float = knob(1e-6, "Peak learning rate.", ge=0)
     betas: list[float] = knob(
         [0.9, 0.999], "Decay rates of AdamW's two moments, also of muon's AdamW.", ge=0, lt=1
@@ -1208,6 +1222,13 @@ class Distributed:
         "Free a layer's gathered weights after its forward and gather them again in the "
         "backward; false: keep them, which is faster where memory allows.",
         read_if=("distributed.strategy", "fsdp2"),
+    )
+    offload: str = knob(
+        "none",
+        "What is kept in the host's memory in place of the device's. optimizer: a float32 copy of "
+        "the weights and the optimizer's state; the optimizer steps on the host. all: weights, "
+        "gradients and state, by FSDP2's CPU offload (distributed=fsdp2 or zero3).",
+        choices=("none", "optimizer", "all"),
     )
     stall_minutes: float = knob(
         30.0,

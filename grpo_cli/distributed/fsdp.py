@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from types import MethodType
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -40,6 +42,7 @@ def shard(
     *,
     half_type: torch.dtype | None = None,
     reshard_after_forward: bool,
+    on_host: bool = False,
 ) -> PreTrainedModel:
     """Shards a model over all processes, with the main process's weights. Collective.
 
@@ -50,12 +53,15 @@ def shard(
         half_type: dtype to gather and compute in; the shards keep the model's. None: the model's.
         reshard_after_forward: free a layer after its forward (ZeRO-3); otherwise it stays gathered
             until its backward (ZeRO-2).
+        on_host: keep shards and their gradients in the host's memory; a layer is copied to the
+            device before it is gathered.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     types = MixedPrecisionPolicy(
         param_dtype=half_type,
         reduce_dtype=None if model.dtype == torch.float64 else torch.float32,
     )
+    policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy()
     settable = model._can_set_attn_implementation()
     for layer in layers(model):
         materialize(layer, device)
@@ -65,10 +71,13 @@ def shard(
             mp_policy=types,
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=placement,
+            offload_policy=policy,
         )
     materialize(model, device)
     # Embeddings and head are used first and last: they stay gathered in between.
-    fully_shard(model, mesh=mesh, mp_policy=types, reshard_after_forward=False)
+    fully_shard(
+        model, mesh=mesh, mp_policy=types, reshard_after_forward=False, offload_policy=policy
+    )
     # transformers reads it from the source of the model's class, which FSDP has replaced.
     type(model)._can_set_attn_implementation_cached_value = settable
     for part in model.modules():
@@ -190,9 +199,23 @@ def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 def full_tensor(tensor: Tensor) -> Tensor:
     """Returns a tensor with all its elements, as DTensor.full_tensor does; others unchanged.
 
-    A collective for a sharded tensor: every process calls it.
+    A collective for a sharded tensor: every process calls it. A shard on the host is gathered on
+    the device.
     """
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    device = tensor.device_mesh.device_type
+    if tensor.device.type != device:
+        tensor = cast(DTensor, tensor.to(device))
+    return tensor.full_tensor()
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Returns the device that a model computes on; its shards may be kept on the host."""
+    first: Tensor = next(model.parameters())
+    if isinstance(first, DTensor) and first.device_mesh.device_type != first.device.type:
+        return torch.device(first.device_mesh.device_type, torch.cuda.current_device())
+    return first.device
 
 
 def zero_gradients(model: nn.Module) -> None:

@@ -72,12 +72,14 @@ class Workers:
         minutes = stall + 5 if stall else 7 * 24 * 60
         timeout = timedelta(minutes=minutes)
         use_single_threaded_gloo()
-        rejoin_after_restart("gloo" if cpu else "nccl", timeout)
+        # Norms and sums of gradients on the host are reduced there.
+        backend = "nccl" if self.config.offload != "all" or cpu else "cuda:nccl,cpu:gloo"
+        rejoin_after_restart("gloo" if cpu else backend, timeout)
         self.accelerator = Accelerator(
             cpu=cpu,
             # It refuses fp16 on a CPU, and has a loss scaler that checkpoints here do not store.
             mixed_precision="no" if mixed_precision == "fp16" else mixed_precision,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+            kwargs_handlers=[InitProcessGroupKwargs(backend, timeout=timeout)],
         )
         self.rank: int = self.accelerator.process_index
         self.size: int = self.accelerator.num_processes
@@ -89,6 +91,12 @@ class Workers:
                 f"distributed = single: torchrun has started {self.size} processes; use "
                 "distributed=ddp or distributed=fsdp2."
             )
+        if self.config.offload == "all" and self.size == 1:
+            raise UserError(
+                "distributed.offload = all: nothing is sharded in one process, so that FSDP2 "
+                "offloads nothing; start several with torchrun, or use "
+                "distributed.offload=optimizer."
+            )
         # Whether forward and backward passes are collective: equally many on every process.
         self.runs_in_lockstep = self.size > 1 and self.config.strategy in ("fsdp2", "zero3")
         half = HALF_TYPES.get(mixed_precision)
@@ -96,7 +104,7 @@ class Workers:
         self.control: Any = None  # the group for values in host memory
         if dist.is_initialized():
             _groups.append(dist.group.WORLD)
-            if dist.get_backend() == "nccl":
+            if self.device.type == "cuda":
                 self.control = dist.new_group(backend="gloo", timeout=timeout)
                 _groups.append(self.control)
 
@@ -113,7 +121,11 @@ class Workers:
         if self.runs_in_lockstep:
             again = self.config.strategy == "zero3" or self.config.reshard_after_forward
             return fsdp.shard(
-                model, self.device, half_type=self.half_type, reshard_after_forward=again
+                model,
+                self.device,
+                half_type=self.half_type,
+                reshard_after_forward=again,
+                on_host=self.config.offload == "all",
             )
         model.to(self.device)
         if self.size > 1:

@@ -26,11 +26,11 @@ SAMPLING = (  # knobs of generation that evaluation reads as training does
     "no_repeat_ngram_size", "allowed_token_ids", "bad_words",
 )  # fmt: skip
 BEARING = (
-    "seed", "mixed_precision", "model.revision", "model.dtype", "model.quantization",
-    "model.attn_implementation", "model.trust_remote_code", "model.chat_template",
-    "model.dropout", "eval.num_samples", "eval.sampling", "eval.temperature", "eval.top_p",
-    "eval.max_completion_tokens", "eval.mode",
-    "eval.metric", "eval.k", "eval.limit", "generation.engine", "generation.max_completion_tokens",
+    "seed", "mixed_precision", "model.revision", "model.dtype", "model.head_dtype",
+    "model.quantization", "model.attn_implementation", "model.trust_remote_code",
+    "model.chat_template", "model.dropout", "eval.num_samples", "eval.sampling",
+    "eval.temperature", "eval.top_p", "eval.max_completion_tokens", "eval.mode", "eval.metric",
+    "eval.k", "eval.limit", "generation.engine", "generation.max_completion_tokens",
     "generation.min_completion_tokens", *(f"generation.{name}" for name in SAMPLING),
     "generation.logit_bias.",
     "generation.vllm.regex", "generation.vllm.json_schema", "generation.vllm.dtype",
@@ -61,7 +61,9 @@ READ = (
     "generation.vllm.", "hydra.",
 )  # fmt: skip
 ALWAYS = ("resume=auto",)  # accepted, since an evaluation does so in any case
-NOT_READ = ("generation.vllm.prefetch_steps", "generation.vllm.in_flight")
+NOT_READ = (
+    "generation.vllm.prefetch_steps", "generation.vllm.in_flight", "distributed.offload",
+)  # fmt: skip
 # Read when stored completions are scored.
 READ_OF_COMPLETIONS = (
     "benchmark.", "scoring.workers", "scoring.worker_memory_gb", "scoring.modules",
@@ -199,7 +201,8 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     values["eval"]["temperature"] = recipe.evaluation_temperature
     recorded = {
         "model": (
-            "revision", "dtype", "quantization", "attn_implementation", "chat_template",
+            "revision", "dtype", "head_dtype", "quantization", "attn_implementation",
+            "chat_template",
             "chat_template_kwargs",
             *(("args",) if recipe.model.args else ()),
         ),

@@ -20,7 +20,7 @@ from grpo_cli.config import sources
 from grpo_cli.config.contradictions import OF_FILES, OF_WEIGHTS
 from grpo_cli.config.schema import Model
 from grpo_cli.errors import UserError, nearest
-from grpo_cli.models import adapters, quantization
+from grpo_cli.models import adapters, output_head, quantization
 from grpo_cli.models.families import reads_both_directions
 from grpo_cli.records import Prompt
 
@@ -293,8 +293,10 @@ def check_context(
 
 
 def prepare_for_training(model: PreTrainedModel, config: Model) -> None:
-    """Sets training mode, the recipe's dropout and gradient checkpointing."""
+    """Sets training mode, the recipe's dropout, gradient checkpointing and dtype of the head."""
     model.train()
+    if config.head_dtype == "float32":
+        output_head.use_float32(model)
     if config.dropout is not None:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
@@ -330,6 +332,8 @@ def skeleton(model: PreTrainedModel) -> PreTrainedModel:
     with torch.device("meta"):
         empty: PreTrainedModel = type(model)(copy.deepcopy(model.config))
     empty.generation_config = model.generation_config
+    if output_head.is_float32(model):
+        output_head.use_float32(empty)
     adapters.attach_like(empty, model)
     return empty.to(model.dtype).requires_grad_(False).eval()
 

@@ -115,19 +115,18 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def bytes_to_come(optimizer: torch.optim.Optimizer) -> float:
-    """Returns the bytes of the gradients and the state of an optimizer that has no state yet."""
+def bytes_to_come(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
+    """Returns the bytes that gradients and state will take on a device; there is no state yet."""
     total = 0.0
     for group in optimizer.param_groups:
-        for p in (own_part(p) for p in group["params"] if p.requires_grad):
+        on_device = (p for p in group["params"] if p.device.type == device.type)
+        for p in (own_part(p) for p in on_device if p.requires_grad):
             state = group.get("state_bytes", 2 * p.element_size())  # of a weight: two moments
             total += p.nbytes + p.numel() * state
     return total
 
 
-def tokens_that_fit(
-    model: nn.Module, device: torch.device, bytes_per_token: float, *, state_to_come: float
-) -> int:
+def tokens_that_fit(device: torch.device, bytes_per_token: float, *, state_to_come: float) -> int:
     """Tokens of a micro-batch, from free memory: a power of two, so that little noise moves it.
 
     Args:

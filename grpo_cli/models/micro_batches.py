@@ -153,9 +153,10 @@ class MicroBatcher:
 
     def _tokens_that_fit(self, rollouts: Sequence[Rollout], temperature: float) -> int:
         fitting = tokens_that_fit(
-            self.policy.model,
             self.workers.device,
             bytes_per_token(self.policy, rollouts, temperature),
-            state_to_come=0 if self.optimizer.state else bytes_to_come(self.optimizer),
+            state_to_come=0
+            if self.optimizer.state
+            else bytes_to_come(self.optimizer, self.workers.device),
         )
         return -int(self.workers.max(-fitting)) if self.workers.runs_in_lockstep else fitting

@@ -169,7 +169,8 @@ class PolicyLogprobs:
         some = cut(rollouts)
         if self.checked or len(some) < 2 or max(len(r.completion.ids) for r in some) < 2:
             return
-        devices = [self.model.device] if self.model.device.type == "cuda" else []
+        device = fsdp.device_of(self.model)
+        devices = [device] if device.type == "cuda" else []
         with inference(self.model), self.autocast(), torch.random.fork_rng(devices):
             expected = self._with_gradient(SIMPLEST, some, temperature)
             while self.modes[0] != SIMPLEST:
@@ -252,7 +253,7 @@ class PolicyLogprobs:
         entropy: bool = False,
         entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        device = self.model.device
+        device = fsdp.device_of(self.model)
         if mode.packed:
             inputs = packing.pack(rollouts, device)
         else:
@@ -452,7 +453,7 @@ def mismatch(attempt: Callable[[], object]) -> str | None:
 
 def tolerance(model: PreTrainedModel) -> tuple[float, float, float]:
     """Returns the tolerated differences for the precision that a model computes in."""
-    device = model.device.type
+    device = fsdp.device_of(model).type
     half = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if half else model.dtype
     return TOLERANCE.get(dtype, TOLERANCE_OF_HALF)

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from grpo_cli.models.families import logit_scale, logit_softcap
+from grpo_cli.models.output_head import Float32Linear
 
 CHUNK_BYTES = 64 * 2**20  # of a chunk's logits: 110 tokens of a vocabulary of 151,936
 
@@ -62,6 +63,7 @@ class Head:
     bias: Tensor | None  # [V]
     scale: float = 1.0
     softcap: float | None = None  # c in c · tanh(x / c)
+    in_float32: bool = False  # the product; otherwise in the weight's dtype, or in autocast's
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head:
@@ -72,10 +74,12 @@ class Head:
                 untrained adapter, which a comparison of numbers would not show.
         """
         layer = model.get_output_embeddings()
-        if getattr(type(layer), "forward", None) is not nn.Linear.forward:
+        in_float32 = type(layer) is Float32Linear
+        if not in_float32 and getattr(type(layer), "forward", None) is not nn.Linear.forward:
             raise TypeError(f"the output layer is a {type(layer).__name__}, not an nn.Linear")
         config = model.config.get_text_config(decoder=True)
-        return cls(layer.weight, layer.bias, logit_scale(config), logit_softcap(config))
+        scale, softcap = logit_scale(config), logit_softcap(config)
+        return cls(layer.weight, layer.bias, scale, softcap, in_float32)
 
 
 def linear_logprobs(
@@ -90,8 +94,8 @@ def linear_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes log softmax(logits / temperature) at the targets, and its entropy in nats.
 
-    The logits are computed in the weight's dtype, or in autocast's where it is on; everything else
-    in float32 or better.
+    The logits are computed in the weight's dtype, or in autocast's where it is on, unless the head
+    computes in float32; everything else in float32 or better.
 
     Args:
         hidden: [N, H], where hidden[n] predicts targets[n]. targets: [N] token ids.
@@ -110,6 +114,8 @@ def linear_logprobs(
     dtype = head.weight.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.float64:  # autocast leaves float64
         dtype = torch.get_autocast_dtype(device)
+    if head.in_float32 and dtype != torch.float64:
+        dtype = torch.float32
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     room = max(1, chunk_bytes // (head.weight.shape[0] * wide.itemsize))
     plan = _Plan(

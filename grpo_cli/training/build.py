@@ -116,7 +116,9 @@ def assemble(
         reference = Reference(make_logprobs(reference_model, recipe, workers, reporter))
     elif recipe.needs_reference:
         reference = adapter_reference(model, recipe, workers, reporter)
-    optimizer = optimizers.make(recipe.optimizer, model)
+    optimizer = optimizers.make(
+        recipe.optimizer, model, offload=recipe.distributed.offload, seed=recipe.seed
+    )
     to_solve = make_tasks(prepared, tokenizer, reporter)
     held_out = [prompt for task in to_solve for prompt in task.prompts]
     if recipe.model.path is not None and recipe.model.build is None:

@@ -404,10 +404,11 @@ def check_dtype(recipe: Recipe) -> None:
             f"model.dtype = {dtype}: mixed_precision = fp16 scales losses, and the optimizer needs "
             "gradients in float32; use model.dtype=float32, or mixed_precision=no."
         )
-    for problem in contradictions.lost_in(recipe):
+    for problem in contradictions.of_dtype(recipe):
         raise UserError(problem)
     smallest = 2.0**-24  # the smallest number of float16 above 0
-    reads_eps = recipe.optimizer.algorithm in ADAM
+    on_host = recipe.distributed.offload == "optimizer"  # where the state is in float32
+    reads_eps = recipe.optimizer.algorithm in ADAM and not on_host
     if recipe.model.dtype == "float16" and reads_eps and recipe.optimizer.eps < smallest:
         raise UserError(
             f"model.dtype = float16: optimizer.eps = {recipe.optimizer.eps:g} is 0 in it, so that "

@@ -260,9 +260,38 @@ def with_stored_optimizer(recipe: Recipe, path: Path) -> Recipe:
                 f"keeps its optimizer; begin a run from its weights with {weights}."
             )
     check_adapter(recipe, stored, path)
+    check_float32_state(recipe, stored, path)
     if now.no_decay == Optimizer().no_decay and "no_decay" in before and now.weight_decay:
         recipe = replace(recipe, optimizer=replace(now, no_decay=before["no_decay"]))
     return recipe
+
+
+def check_float32_state(recipe: Recipe, stored: Mapping[str, Any], path: Path) -> None:
+    """Checks where a resumed run keeps what 16-bit weights lack: master weights, float32 state.
+
+    Args:
+        stored: the recipe of the checkpoint `path`; earlier versions lack these knobs.
+
+    Raises:
+        UserError: the run has kept it elsewhere, or not at all.
+    """
+    if {recipe.model.dtype, stored["model"]["dtype"]} == {"float32"}:
+        return
+    offload = recipe.distributed.offload
+    offload_before = (stored.get("distributed") or {}).get("offload", "none")
+    rounding = recipe.optimizer.rounding
+    rounding_before = stored["optimizer"].get("rounding", "nearest")
+    kept = f"; a resumed run keeps it, unless its weights are float32 ({path})."
+    if (offload == "optimizer") != (offload_before == "optimizer"):
+        raise UserError(
+            f"distributed.offload = {offload}: the checkpoint was trained with "
+            f"{offload_before}{kept}"
+        )
+    if rounding != rounding_before:
+        raise UserError(
+            f"optimizer.rounding = {rounding}: the checkpoint was trained with "
+            f"{rounding_before}{kept}"
+        )
 
 
 def check_adapter(recipe: Recipe, stored: Mapping[str, Any], path: Path) -> None:

@@ -341,6 +341,10 @@ def test_what_a_recipe_says() -> None:
     assert plan.command()[-3:] == ["--revision", "abc", "--trust-remote-code"]
     assert planned(1, recipe, max_model_len=77, dtype="float32").max_model_len == 77
     assert planned(1, recipe, dtype="float32").dtype == "float32"
+    recipe.model.head_dtype = "float32"
+    assert planned(1, recipe).command()[-2:] == ["--hf-overrides", '{"head_dtype": "float32"}']
+    plan = planned(1, recipe, engine_args={"hf_overrides": {"rope_theta": 1}})
+    assert plan.command()[-1] == '{"head_dtype": "float32", "rope_theta": 1}'
     recipe.mixed_precision, recipe.eval.max_completion_tokens = "bf16", 50
     assert planned(1, recipe).dtype == "bfloat16"
     recipe.mixed_precision = "fp16"

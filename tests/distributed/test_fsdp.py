@@ -46,6 +46,6 @@ def test_a_whole_model_is_not_touched(model: PreTrainedModel) -> None:
     assert not fsdp.is_sharded(model)
     assert fsdp.within(model, lambda: "computed") == "computed"
     fsdp.offload(model)
-    weights = memory._own(model.get_input_embeddings().weight)
+    weights = memory.own_part(model.get_input_embeddings().weight)
     assert weights is model.get_input_embeddings().weight
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())

@@ -19,6 +19,9 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_cli.checkpoints import checkpointer
+from grpo_cli.config.schema import Distributed
+from grpo_cli.distributed.workers import Workers
+from grpo_cli.errors import UserError
 from tests import programs
 from tests.training.test_train import ROWS
 
@@ -340,3 +343,9 @@ async def told_to_end(completions: list[str], trainer_state: Any, **_: Any) -> l
 
 
 TOLD: list[bool] = []
+
+
+def test_offload_of_shards_takes_several_processes() -> None:
+    config = Distributed(strategy="fsdp2", offload="all")
+    with pytest.raises(UserError, match=r"offload = all: nothing is sharded in one process"):
+        Workers("cpu", config=config)

@@ -58,8 +58,7 @@ def test_tokens_are_a_power_of_two_within_bounds(
     monkeypatch: pytest.MonkeyPatch, free: int, per_token: float, expected: int
 ) -> None:
     has_free(monkeypatch, free)
-    model = nn.Linear(1, 1)
-    assert tokens_that_fit(model, CPU, per_token, state_to_come=0) == expected
+    assert tokens_that_fit(CPU, per_token, state_to_come=0) == expected
 
 
 @pytest.mark.parametrize(
@@ -69,8 +68,7 @@ def test_the_largest_is_the_devices(
     monkeypatch: pytest.MonkeyPatch, device: str, largest: int
 ) -> None:
     has_free(monkeypatch, 10**15)
-    model = nn.Linear(1, 1)
-    found = tokens_that_fit(model, torch.device(device), 4000, state_to_come=0)
+    found = tokens_that_fit(torch.device(device), 4000, state_to_come=0)
     assert found == largest
 
 
@@ -81,14 +79,14 @@ def test_an_empty_optimizer_is_still_to_take_three_times_the_weights(
     frozen = nn.Linear(1000, 1000, bias=False).requires_grad_(False)
     both = nn.Sequential(model, frozen)
     has_free(monkeypatch, 22_240_000)
-    assert tokens_that_fit(both, CPU, 4000, state_to_come=0) == 2048  # 2224
-    come = bytes_to_come(torch.optim.AdamW(both.parameters()))
+    assert tokens_that_fit(CPU, 4000, state_to_come=0) == 2048  # 2224
+    come = bytes_to_come(torch.optim.AdamW(both.parameters()), CPU)
     assert come == 12_000_000
-    assert tokens_that_fit(both, CPU, 4000, state_to_come=come) == 1024  # of 10.24 MB: 1024
+    assert tokens_that_fit(CPU, 4000, state_to_come=come) == 1024  # of 10.24 MB: 1024
     has_free(monkeypatch, 22_239_999)
-    assert tokens_that_fit(both, CPU, 4000, state_to_come=come) == 512
+    assert tokens_that_fit(CPU, 4000, state_to_come=come) == 512
     has_free(monkeypatch, 11 * MB)  # less than nothing is left
-    assert tokens_that_fit(both, CPU, 4000, state_to_come=come) == 256
+    assert tokens_that_fit(CPU, 4000, state_to_come=come) == 256
 
 
 def test_cache_tokens_are_a_power_of_two_of_what_fits(

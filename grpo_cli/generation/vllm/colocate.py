@@ -30,7 +30,7 @@ from grpo_cli.generation.vllm.requests import (
     prompt_logprobs,
     repeated,
 )
-from grpo_cli.generation.vllm.settings import contradictions_of_colocate, dtype_of
+from grpo_cli.generation.vllm.settings import contradictions_of_colocate, dtype_of, of_head
 from grpo_cli.generation.weight_check import WeightCheck
 from grpo_cli.models import memory
 from grpo_cli.random_streams import rng_state, set_rng_state
@@ -92,7 +92,7 @@ def engine_args(
         args["max_num_seqs"] = recipe.generation.max_num_seqs
     if lora_rank is not None:
         args |= {"enable_lora": True, "max_lora_rank": lora.max_rank(lora_rank), "max_loras": 1}
-    return args | vllm.engine_args
+    return args | vllm.engine_args | of_head(recipe.model.head_dtype, vllm.engine_args)
 
 
 class ColocatedGenerator(VllmGenerator):

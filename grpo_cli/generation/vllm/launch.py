@@ -31,6 +31,7 @@ from grpo_cli.config.knob import knob
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.vllm import lora, server_key
 from grpo_cli.generation.vllm.server_log import KILLED, failure, log_path, phase_in, text_of
+from grpo_cli.generation.vllm.settings import of_head
 
 MODULE = "vllm.entrypoints.openai.api_server"
 EXTENSION = "grpo_cli.generation.vllm.worker.WorkerExtension"
@@ -121,6 +122,7 @@ class ServerPlan:
     revision: str | None = None
     trust_remote_code: bool = False
     max_lora_rank: int | None = None  # None: no adapter is applied
+    head_dtype: str = "auto"  # of the output head; auto: the engine's
     key: str = field(default="", repr=False)  # that requests must carry
 
     @property
@@ -161,7 +163,7 @@ class ServerPlan:
         if self.max_lora_rank is not None:
             words += ["--enable-lora", "--max-loras", "1"]
             words += ["--max-lora-rank", str(lora.max_rank(self.max_lora_rank))]
-        return [*words, *_flags(s.engine_args)]
+        return [*words, *_flags({**s.engine_args, **of_head(self.head_dtype, s.engine_args)})]
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """Returns the server's environment: `inherited` with what the server needs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,14 @@ def structured_outputs(vllm: Vllm) -> dict[str, Any] | None:
     if not text.lstrip().startswith("{"):
         text = Path(text).expanduser().read_text(encoding="utf-8")
     return {"json": json.loads(text)}
+
+
+def of_head(head_dtype: str, engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the engine argument by which vLLM computes the output head in `head_dtype`."""
+    given = engine_args.get("hf_overrides") or {}
+    if head_dtype == "auto" or not isinstance(given, Mapping):
+        return {}
+    return {"hf_overrides": {"head_dtype": head_dtype, **given}}
 
 
 def dtype_of(recipe: Recipe) -> str:

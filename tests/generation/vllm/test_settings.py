@@ -11,7 +11,7 @@ from grpo_cli.config.parsing import parse
 from grpo_cli.config.schema import Recipe, Vllm
 from grpo_cli.errors import UserError
 from grpo_cli.generation.factory import check_settings
-from grpo_cli.generation.vllm.settings import REFUSED, dtype_of, structured_outputs
+from grpo_cli.generation.vllm.settings import REFUSED, dtype_of, of_head, structured_outputs
 from grpo_cli.training import prepare
 from tests.config.test_parsing import recipe
 
@@ -244,3 +244,19 @@ def test_an_engine_that_is_not_installed_is_said_before_anything_loads(
         prepare.check_engine(recipe)
     recipe.generation.engine = "transformers"
     prepare.check_engine(recipe)
+
+
+@pytest.mark.parametrize(
+    ("head_dtype", "given", "expected"),
+    [
+        ("auto", {}, {}),
+        ("auto", {"hf_overrides": {"a": 1}}, {}),  # as the recipe gives it
+        ("float32", {}, {"head_dtype": "float32"}),
+        ("float32", {"hf_overrides": {"a": 1}}, {"head_dtype": "float32", "a": 1}),
+        ("float32", {"hf_overrides": {"head_dtype": "model"}}, {"head_dtype": "model"}),
+    ],
+)
+def test_the_output_head_in_float32(
+    head_dtype: str, given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert of_head(head_dtype, given) == ({"hf_overrides": expected} if expected else {})

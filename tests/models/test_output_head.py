@@ -1,0 +1,149 @@
+"""The output head in float32: products, gradients, sampling."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from grpo_cli.config.schema import Model
+from grpo_cli.errors import UserError
+from grpo_cli.generation.sampling import Sampling
+from grpo_cli.generation.transformers import TransformersGenerator
+from grpo_cli.models import loading, output_head, tiny
+from grpo_cli.models.policy_logprobs import ForwardMode, PolicyLogprobs
+from grpo_cli.models.token_logprobs import Head, linear_logprobs, token_logprobs
+from grpo_cli.records import Completion, Prompt, Rollout
+from tests.conftest import BUILD
+
+HALF = torch.bfloat16
+
+
+def with_head(model: PreTrainedModel) -> PreTrainedModel:
+    model = copy.deepcopy(model).to(HALF)
+    output_head.use_float32(model)
+    return model
+
+
+def rollouts() -> list[Rollout]:
+    made = []
+    for row, prompt in enumerate(([5, 6, 7], [8, 9])):
+        for extra in (0, 2):
+            ids = [10 + row + extra, 12, 13, 14 + extra]
+            completion = Completion(ids, [0.0] * 4, "stop")
+            made.append(Rollout(Prompt(row, prompt, "", {}), completion, ""))
+    return made
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_product_is_in_float32_and_the_weight_is_not(
+    autocast: bool, model: PreTrainedModel
+) -> None:
+    wide = with_head(model)
+    layer = wide.get_output_embeddings()
+    hidden = torch.randn(4, layer.in_features).to(HALF)
+    with torch.autocast("cpu", HALF, enabled=autocast):
+        logits = layer(hidden)
+    assert logits.dtype == torch.float32
+    assert layer.weight.dtype == HALF
+    assert layer.weight is wide.get_input_embeddings().weight, "tied as before"
+    right = hidden.double() @ layer.weight.double().t()
+    assert (
+        (logits - right).abs().max() < 1e-5 < (layer.weight @ hidden.t()).t().sub(right).abs().max()
+    )
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_chunks_and_complete_logits_agree_in_value_and_gradient(autocast: bool) -> None:
+    """Both with float32 arithmetic on bfloat16 numbers."""
+    torch.manual_seed(0)
+    layer = output_head.Float32Linear(16, 50, bias=True).to(HALF)
+    hidden, targets = torch.randn(7, 16).to(HALF), torch.randint(50, (7,))
+
+    def gradients(chunked: bool) -> tuple[Tensor, list[Tensor]]:
+        h = hidden.clone().requires_grad_()
+        with torch.autocast("cpu", HALF, enabled=autocast):
+            if chunked:
+                head = Head(layer.weight, layer.bias, in_float32=True)
+                logprobs = linear_logprobs(h, head, targets, chunk_bytes=50 * 4 * 2)[0]
+            else:
+                logprobs = token_logprobs(layer(h)[None], targets[None])[0]
+        found = torch.autograd.grad(logprobs.square().sum(), [h, *layer.parameters()])
+        return logprobs.detach(), [g.float() for g in found]
+
+    (a, of_a), (b, of_b) = gradients(True), gradients(False)
+    assert (a - b).abs().max() < 1e-5
+    for x, y in zip(of_a, of_b, strict=True):  # gradients are rounded to bfloat16 in the end
+        assert (x - y).abs().max() <= 0.01 * y.abs().max()
+    narrow = linear_logprobs(hidden, Head(layer.weight, layer.bias), targets)[0]
+    assert (narrow - b).abs().max() > 1e-4
+
+
+def test_every_mode_of_the_policy_computes_it(model: PreTrainedModel) -> None:
+    wide = with_head(model)
+    policy_logprobs = PolicyLogprobs(wide, say=lambda text: pytest.fail(text))
+    policy_logprobs.check(rollouts(), 1.0)
+    assert policy_logprobs.mode == ForwardMode(packed=True, chunked=True)
+    chunked = policy_logprobs._by(policy_logprobs.mode, rollouts(), 1.0)[0]
+    whole = policy_logprobs._by(ForwardMode(packed=True, chunked=False), rollouts(), 1.0)[0]
+    assert (chunked - whole).abs().max() < 1e-5
+    plain = PolicyLogprobs(copy.deepcopy(model).to(HALF))
+    narrow = plain._by(ForwardMode(packed=True, chunked=False), rollouts(), 1.0)[0]
+    assert (narrow - whole).abs().max() > 1e-4
+
+
+def test_sampled_and_trained_log_probabilities_are_of_the_same_product(
+    model: PreTrainedModel,
+) -> None:
+    """Layers that add nothing leave the head's product as the only source of rounding."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    apart = []
+    for own in (with_head(model), copy.deepcopy(model).to(HALF)):
+        prompts = [Prompt(i, [5 + i, 6, 7], "", {}) for i in range(3)]
+        generator = TransformersGenerator(own, [], 100)
+        sampled = generator.generate(prompts, 2, Sampling(max_tokens=8), [1, 2, 3])
+        made = [Rollout(p, c, "") for p, group in zip(prompts, sampled, strict=True) for c in group]
+        trained = PolicyLogprobs(own)(made, 1.0)[0]
+        before = torch.tensor([[r.prompt.ids[-1], *r.completion.ids[:-1]] for r in made])
+        hidden = own.model.norm(own.model.embed_tokens(before)).double()
+        logits = hidden @ own.lm_head.weight.double().t()
+        right = token_logprobs(logits, torch.tensor([r.completion.ids for r in made]))
+        reported = torch.tensor([r.completion.sampling_logprobs for r in made])
+        apart.append([(found - right).abs().max().item() for found in (reported, trained)])
+    assert max(apart[0]) < 1e-5
+    assert min(apart[1]) > 1e-4
+
+
+def test_copies_keep_it(model: PreTrainedModel) -> None:
+    wide = with_head(model)
+    assert output_head.is_float32(loading.skeleton(wide))
+    assert output_head.is_float32(loading.frozen_copy(wide))
+    assert not output_head.is_float32(loading.skeleton(model))
+    assert wide.state_dict().keys() == model.state_dict().keys()
+
+
+def test_a_model_is_loaded_with_it(tmp_path: Path, model: PreTrainedModel) -> None:
+    model.save_pretrained(tmp_path)
+    tiny.make_tokenizer(BUILD, []).save_pretrained(tmp_path)
+    for value, expected in (("float32", True), ("auto", False)):
+        loaded, _ = loading.load(Model(dtype="bfloat16", head_dtype=value), tmp_path)
+        assert output_head.is_float32(loaded) == expected
+        assert loaded.dtype == HALF
+
+
+def test_another_output_layer_is_refused(model: PreTrainedModel) -> None:
+    class Scaled(nn.Linear):
+        def forward(self, hidden: Tensor) -> Any:
+            return 2 * super().forward(hidden)
+
+    model.lm_head = Scaled(32, 10)
+    with pytest.raises(UserError, match=r"head_dtype = float32: .* is a Scaled, not an nn.Linear"):
+        output_head.use_float32(model)
