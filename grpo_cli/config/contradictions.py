@@ -93,6 +93,12 @@ def _of_adapter(recipe: Recipe) -> Iterator[str]:
     has_vllm = recipe.generation.engine in ("vllm_colocate", "vllm_server")
     if recipe.adapter.sync == "adapter" and recipe.adapter.method == "none" and has_vllm:
         yield "adapter.sync = adapter: there is no adapter; choose one, such as adapter=lora."
+    if recipe.adapter.sync == "adapter" and recipe.model.quantization != "none":
+        yield (
+            f"adapter.sync = adapter: with model.quantization = {recipe.model.quantization} vLLM "
+            "would apply the adapter to weights that are not quantized; use adapter.sync=merge, "
+            "which sends merged weights."
+        )
 
 
 def of_dtype(recipe: Recipe) -> Iterator[str]:

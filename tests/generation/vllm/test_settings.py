@@ -105,6 +105,11 @@ def test_what_is_sound(changes: dict[str, Any]) -> None:
             "which are not sent again; set it to 1, or use adapter.sync=merge.",
         ),
         (
+            HERE | LORA | {"model.quantization": "nf4"},
+            "adapter.sync = adapter: with model.quantization = nf4 vLLM would apply the adapter to "
+            "weights that are not quantized; use adapter.sync=merge, which sends merged weights.",
+        ),
+        (
             HERE | LORA | {"adapter.method": "none"},
             "adapter.sync = adapter: there is no adapter; choose one, such as adapter=lora.",
         ),
