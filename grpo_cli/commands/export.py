@@ -201,9 +201,14 @@ def copy_others(files: Path, out: Path, dtype: torch.dtype | None) -> None:
     for name in sorted(names, key=lambda name: name.name in ("config.json", adapters.CONFIG)):
         data = (files / name).read_bytes()
         if dtype is not None and str(name) == "config.json":
-            config = json.loads(data) | {"dtype": str(dtype).removeprefix("torch.")}
-            data = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+            data = with_dtype(data, dtype)
         manifest.write_file(out / name, data)
+
+
+def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
+    """Returns a model's config.json with another dtype of the weights."""
+    fields = json.loads(config) | {"dtype": str(dtype).removeprefix("torch.")}
+    return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 
 class Source(Protocol):
@@ -276,11 +281,17 @@ def runs_code(path: Path, trust: bool) -> bool:
     Raises:
         UserError: it has to, and it is not trusted.
     """
-    model = provenance.read(path).get("model") or {}
-    found = bool(model.get("trust_remote_code", False))
+    found = bool(trained_model(path).get("trust_remote_code", False))
     if found and not (trust or provenance.is_own(path)):
         provenance.check(path, ["model.trust_remote_code = true"], "--trust=true")
     return found
+
+
+def trained_model(path: Path) -> dict[str, Any]:
+    """Returns the settings below `model` in the recipe of a checkpoint; {} if it stores none."""
+    if not (path / provenance.RECIPE).is_file():  # an adapter from elsewhere
+        return {}
+    return provenance.read(path).get("model") or {}
 
 
 class Merged:
@@ -294,12 +305,11 @@ class Merged:
         config = Model(dtype="auto", trust_remote_code=runs_code(path, trust), dropout=None)
         config.dtype = loading.stored_dtype(config, path)
         self.dtype = getattr(torch, config.dtype)  # of the base model's files
-        trained: dict[str, Any] = provenance.read(path).get("model") or {}
+        trained = trained_model(path)
         config.quantization = quantized or trained.get("quantization", config.quantization)
         if config.quantization != "none" and trained.get("dtype", "auto") != "auto":
             config.dtype = trained["dtype"]
         self.model, self.tokenizer = loading.load(config, path)
-        self.model.config.dtype = self.dtype
         infos = {p: name for name, p, _ in reversed([*adapters.plain_parameters(self.model)])}
         self.sizes = {name: quantization.plain(p, self.dtype) for p, name in infos.items()}
         self.names = [*self.sizes]
@@ -316,7 +326,9 @@ class Merged:
     @contextmanager
     def others(self) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="grpo-") as made:
-            for name, data in model_folder.files_of(self.model, self.tokenizer).items():
+            files = model_folder.files_of(self.model, self.tokenizer)
+            files["config.json"] = with_dtype(files["config.json"], self.dtype)
+            for name, data in files.items():
                 (Path(made) / name).parent.mkdir(parents=True, exist_ok=True)
                 (Path(made) / name).write_bytes(data)
             yield Path(made)

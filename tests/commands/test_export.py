@@ -22,8 +22,10 @@ from grpo_cli.checkpoints import manifest, model_folder, provenance
 from grpo_cli.checkpoints.checkpointer import Checkpointer, Parts
 from grpo_cli.checkpoints.paths import checkpoint_path, interrupted_path, is_model
 from grpo_cli.commands import export
+from grpo_cli.config.schema import Adapter, Model
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.models import adapters, loading
 from tests import disks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -391,3 +393,52 @@ def test_a_forged_index_of_shards_is_one_sentence(
         err = capsys.readouterr().err
         assert "the index of its shards cannot be read: " in err
         assert len(err.splitlines()) == 1
+
+
+def test_an_adapter_on_a_quantized_model_is_merged_without_quantizing(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """The sum is made in float32 from the dequantized weights; the folder has the base's dtype."""
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=300,
+    )
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    quantized = Model(dtype="float32", quantization="nf4")
+    model, _ = loading.load(quantized, base)
+    adapters.attach(model, adapters.config_of(Adapter(method="lora", rank=4), str(base), None), 0)
+    for p in adapters.tensors_of(model).values():
+        p.data += 0.01
+    expected = dict(adapters.merged(model))
+    for name, data in model_folder.files_of_adapter(model, tokenizer).items():
+        manifest.write_file(folder / name, data)
+    own = adapters.file_tensors(model, adapters.tensors_of(model))
+    model_folder.write_safetensors(folder / adapters.WEIGHTS, own)
+    manifest.write_file(
+        folder / "training" / "recipe.yaml",
+        b"model: {dtype: float32, quantization: nf4}\n",
+    )
+    export.export(folder, tmp_path / "merged", merge=True)
+    stored = load_file(tmp_path / "merged" / "model.safetensors")
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(t, expected[name].bfloat16()) for name, t in stored.items())
+    written = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert (written["dtype"], "quantization_config" in written) == ("bfloat16", False)
+    (folder / "training" / "recipe.yaml").unlink()  # an adapter from elsewhere
+    export.main([str(folder), str(tmp_path / "again"), "--merge", "--quantization=nf4"])
+    export.export(folder, tmp_path / "plain", merge=True)
+    name = "model.layers.0.mlp.up_proj.weight"
+    again, plain = (load_file(tmp_path / n / "model.safetensors") for n in ("again", "plain"))
+    assert (again[name] - expected[name]).norm() < 0.05 * expected[name].norm()
+    assert (plain[name] - expected[name]).norm() > 0.05 * expected[name].norm()
+    with pytest.raises(UserError, match="--quantization: is only read with --merge"):
+        export.main([str(folder), str(tmp_path / "out"), "--quantization=nf4"])

@@ -13,7 +13,15 @@ import yaml
 from grpo_cli.checkpoints import manifest, paths
 from grpo_cli.config import saved_recipe
 from grpo_cli.config.contradictions import contradictions
-from grpo_cli.config.schema import Adapter, Build, Distributed, Loss, Model, Optimizer, Recipe
+from grpo_cli.config.schema import (
+    Adapter,
+    Build,
+    Distributed,
+    Loss,
+    Model,
+    Optimizer,
+    Recipe,
+)
 from grpo_cli.errors import UserError
 from grpo_cli.training.prepare import (
     check_adapter,
