@@ -172,6 +172,15 @@ def test_the_dtype_that_it_computes_in(folder: Path, method: str, half: bool) ->
         assert layer(x).dtype == x.dtype
 
 
+@METHODS
+def test_the_gradient_for_the_inputs_of_a_layer(folder: Path, method: str) -> None:
+    layer = load(folder, method).model.layers[0].mlp.up_proj
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    (found,) = torch.autograd.grad(layer(x).sum(), x)
+    expected = quantization.dequantized(layer.weight).sum(0).expand(3, 64)
+    assert apart(found, expected) < 1e-5
+
+
 def test_gradient_checkpointing_gives_the_same_gradient(folder: Path) -> None:
     model = adapted(folder, "nf4")
     slope = gradient(model, weighted(list(logprobs(model))))
