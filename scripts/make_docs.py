@@ -7,7 +7,8 @@ python scripts/make_docs.py --check    only say whether it is up to date (exit c
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,33 @@ STRATEGIES = {
     "fsdp2, embedded engine": Settings(embedded=True),
 }
 
+# The models and the ways of training of the tables for one GPU and for one node.
+QWEN = {
+    "0.5B": Shape(24, 896, 14, 2, 64, 4864, 151936, qkv_bias=True, tied=True),
+    "1.5B": Shape(28, 1536, 12, 2, 128, 8960, 151936, qkv_bias=True, tied=True),
+    "3B": Shape(36, 2048, 16, 2, 128, 11008, 151936, qkv_bias=True, tied=True),
+    "7B": MODELS["Qwen2.5-7B"],
+    "14B": Shape(48, 5120, 40, 8, 128, 13824, 152064, qkv_bias=True),
+    "32B": MODELS["Qwen2.5-32B"],
+    "72B": MODELS["Qwen2.5-72B"],
+}
+CARDS = (16, 24, 48, 80)  # GB
+STEP = Settings(
+    strategy="ddp", reference=False, micro_tokens=4096, prompts=8, num_generations=8,
+    completion_tokens=1024, max_completion_tokens=1024, embedded=True,
+)  # fmt: skip
+TRAINING = {
+    "all weights": STEP,
+    "stochastic rounding": replace(STEP, weight_bytes=2, stochastic=True, optimizer="adamw_8bit"),
+    "offload": replace(STEP, weight_bytes=2, offload="optimizer"),
+    "LoRA": replace(STEP, weight_bytes=2, adapter_rank=16),
+    "QLoRA": replace(STEP, weight_bytes=2, adapter_rank=16, quantization="nf4"),
+}
+ON_A_NODE = {
+    "all weights": replace(STEP, strategy="fsdp2", embedded=False),
+    "LoRA": replace(STEP, strategy="fsdp2", embedded=False, weight_bytes=2, adapter_rank=16),
+}
+
 Field = dataclasses.Field[Any]
 
 
@@ -91,6 +119,29 @@ def memory_table() -> str:
                 line.append(shown + (f": {wall}" if wall else ""))
             lines.append(line)
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def card_tables() -> str:
+    """Returns the peak memory of a GPU by model and way of training: on one GPU, and on eight."""
+    return "\n".join(
+        f"### {title}\n\n{card_table(ways, gpus)}"
+        for title, ways, gpus in (("One GPU", TRAINING, 1), ("Eight GPUs", ON_A_NODE, 8))
+    )
+
+
+def card_table(ways: Mapping[str, Settings], gpus: int) -> str:
+    """Returns the peak memory of each of `gpus` GPUs, with the smallest card that holds it."""
+    lines = [["model", *ways], ["---"] * (1 + len(ways))]
+    for name, shape in QWEN.items():
+        peaks = [memory(shape, Cluster(gpus), settings).peak / 1e9 for settings in ways.values()]
+        lines.append([name, *map(on_card, peaks)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def on_card(peak: float) -> str:
+    """Returns a peak in GB and the smallest card for it, of whose memory 94 % are counted."""
+    card = next((card for card in CARDS if peak <= 0.94 * card), None)
+    return f"{peak:.1f}: {card} GB" if card else f"{peak:.0f}"
 
 
 def family_table() -> str:
@@ -204,7 +255,12 @@ def allowed(field: Field) -> str:
     return " ".join(part for part in (kind, limits) if part) + null
 
 
-TABLES = {"recipes.md": knob_tables, "scaling.md": memory_table, "models.md": family_table}
+TABLES = {
+    "recipes.md": knob_tables,
+    "scaling.md": memory_table,
+    "memory.md": card_tables,
+    "models.md": family_table,
+}
 
 
 if __name__ == "__main__":

@@ -33,11 +33,13 @@ from grpo_cli.config.schema import Optimizer, Recipe
 from grpo_cli.errors import UserError, listed
 from grpo_cli.models.families import num_experts
 from grpo_cli.models.flops import FORWARD_BACKWARD, forward_flops, listed_peak
+from grpo_cli.models.master_weights import CHUNK_BYTES as CHUNK_OF_WEIGHTS
 from grpo_cli.models.optimizers import state_bytes
 from grpo_cli.models.token_logprobs import CHUNK_BYTES
 
 GB = 1e9
 MIB = 2**20
+IN_PLACE = ("adamw", "adamw_8bit", "paged_adamw_8bit")  # fused: a step makes no tensors of its own
 STRATEGIES = ("ddp", "fsdp2", "zero3")
 # Bytes of a quantized weight. nf4: 4 bits, 1 byte for each block of 64 and 4 for each of 64 * 256.
 QUANTIZED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
@@ -182,6 +184,8 @@ class Settings:
     adapter_rank: int = 0  # adapter.rank with adapter.method=lora; 0: all weights are trained
     quantization: str = "none"  # model.quantization
     optimizer: str = "adamw"  # optimizer.algorithm
+    stochastic: bool = False  # optimizer.rounding=stochastic: float32 moments of bfloat16 weights
+    offload: str = "none"  # distributed.offload
     bf16: bool = True  # mixed_precision=bf16; the same memory with fp16
     reference: bool = True
     old_logprobs: bool = False  # computed: with several passes over the completions of a step
@@ -200,6 +204,8 @@ class Settings:
             raise UserError(f"strategy = {self.strategy}: one of {', '.join(STRATEGIES)}.")
         if self.quantization != "none" and (self.sharded or not self.adapter_rank):
             raise UserError("quantization: needs an adapter, and strategy = ddp.")
+        if self.offload == "all" and not self.sharded:
+            raise UserError("offload = all: needs strategy = fsdp2 or zero3.")
 
     @classmethod
     def of(cls, recipe: Recipe) -> Settings:
@@ -221,6 +227,8 @@ class Settings:
             adapter_rank=0 if recipe.adapter.method == "none" else recipe.adapter.rank,
             quantization=recipe.model.quantization,
             optimizer=recipe.optimizer.algorithm,
+            stochastic=recipe.optimizer.rounding == "stochastic",
+            offload=recipe.distributed.offload,
             bf16=recipe.mixed_precision != "no",
             reference=recipe.loss.beta > 0,
             old_logprobs=recipe.update.num_iterations > 1,
@@ -415,13 +423,18 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
     config = Optimizer(s.optimizer)
     matrices = shape.layers * count(t for t in trained_layer if len(t) == 2)
     by_muon = matrices if s.optimizer == "muon" else 0
+    moment_bytes = 4 if s.stochastic else s.trained_bytes
     moments_bytes = int(
-        by_muon * state_bytes(config, s.trained_bytes, is_muon=True)
-        + (trained - by_muon) * state_bytes(config, s.trained_bytes)
+        by_muon * state_bytes(config, moment_bytes, is_muon=True)
+        + (trained - by_muon) * state_bytes(config, moment_bytes)
     )
+    if s.offload != "none":  # to the host
+        moments_bytes = 0
+    if s.offload == "all":
+        weights = dict.fromkeys(weights, 0)
     has_copy = s.reference and not adapter
     optimizer = {"moments": moments_bytes} | ({"reference": own} if has_copy else {})
-    state = weights | {"gradients": trained_bytes} | optimizer
+    state = weights | {"gradients": 0 if s.offload == "all" else trained_bytes} | optimizer
     activations = {"activations": s.micro_tokens * activation_bytes(shape, s)}
     # A chunk of scores; in bfloat16 also their gradient, and a block of the weight's.
     chunks = CHUNK_BYTES * (2 if s.compute_bytes == 2 else 1)
@@ -471,11 +484,14 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
             if s.quantization == "none"
             else {"dequantized matrix": largest_matrix * s.compute_bytes}
         )
+        temporaries = 0 if s.optimizer in IN_PLACE or s.offload != "none" else trained_bytes
+        if s.stochastic:  # a chunk at a time: weights, gradients and temporaries in float32
+            temporaries = 3 * CHUNK_OF_WEIGHTS
         kept_copies = {} if s.gradient_checkpointing else copies
         moments = {
             "forward": state | copies | activations | scores | dequantized,
             "backward of the head": state | kept_copies | activations | head_gradient | dequantized,
-            "optimizer": state | {"AdamW's temporaries": trained_bytes},
+            "optimizer": state | {"optimizer's temporaries": temporaries},
         }
     resting = weights | optimizer
     if s.embedded:

@@ -364,10 +364,12 @@ def test_memory_by_hand() -> None:
             "logits chunk": chunk,
             "head's gradient": 160,
         },
-        "optimizer": {**state, "AdamW's temporaries": 1680},
+        "optimizer": {**state, "optimizer's temporaries": 0},
         "sending weights": {**rest, "bucket": 256 * 2**20},
     }
     muon = memory(TINY, Cluster(4), replace(ddp, optimizer="muon")).moments["forward"]
+    other = memory(TINY, Cluster(4), replace(ddp, optimizer="adafactor")).moments["optimizer"]
+    assert other["optimizer's temporaries"] == 1680
     assert muon["moments"] == 4 * 2 * 160 + 8 * (420 - 2 * 160), "layers one, the root two"
     eight = memory(TINY, Cluster(4), replace(ddp, optimizer="adamw_8bit")).moments["forward"]
     assert eight["moments"] == int(420 * (2 + 1 / 32))
@@ -422,7 +424,7 @@ def test_adapter_by_hand() -> None:
     assert memory(TINY, Cluster(4), lora).moments == {
         "forward": {**state, **used},
         "backward of the head": {**state, **used},
-        "optimizer": {**state, "AdamW's temporaries": adapter},
+        "optimizer": {**state, "optimizer's temporaries": 0},
         "sending weights": {**rest, "bucket": 256 * 2**20, "merged matrix": 32 * (2 * 4 + 4)},
     }
     assert checkpoint_bytes(TINY, lora) == 3 * adapter
@@ -453,6 +455,22 @@ def test_a_quantized_base_needs_an_adapter_and_complete_weights(wrong: dict[str,
 def test_an_adapter_of_experts_is_refused() -> None:
     with pytest.raises(UserError, match=r"^adapter_rank: adapters of models with experts"):
         memory(replace(TINY, experts=2, chosen=1), Cluster(1), replace(PLAIN, adapter_rank=4))
+
+
+def test_less_memory_for_all_weights_by_hand() -> None:
+    half = replace(PLAIN, strategy="ddp", weight_bytes=2)
+    plain = memory(TINY, Cluster(1), half).moments
+    assert plain["forward"]["moments"] == 420 * 4
+    stochastic = memory(TINY, Cluster(1), replace(half, stochastic=True)).moments
+    assert stochastic["forward"]["moments"] == 420 * 8
+    assert stochastic["optimizer"]["optimizer's temporaries"] == 3 * 64 * 2**20
+    host = memory(TINY, Cluster(1), replace(half, offload="optimizer")).moments["optimizer"]
+    parts = {"weights": 840, "gradients": 840, "moments": 0, "reference": 840}
+    assert host == parts | {"optimizer's temporaries": 0}
+    rests = memory(TINY, Cluster(2), replace(PLAIN, offload="all")).moments["forward"]
+    assert [rests[part] for part in ("weights", "gradients", "moments")] == [0, 0, 0]
+    with pytest.raises(UserError, match=r"^offload = all: needs strategy = fsdp2 or zero3\.$"):
+        replace(half, offload="all")
 
 
 def test_experts_by_hand() -> None:
