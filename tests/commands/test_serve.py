@@ -439,6 +439,7 @@ def test_a_built_model_is_that_of_training(tmp_path: Path, monkeypatch: pytest.M
         alone: Any = SimpleNamespace(
             is_main=True,
             runs_in_lockstep=False,
+            half_type=None,
             main_first=nullcontext,
             console=Console(quiet=True),
         )
