@@ -167,7 +167,7 @@ class Adapter:
     )
     sync: str = knob(
         "merge",
-        "What a weight update sends to vLLM: all weights with the adapter merged in (merge), or "
+        "Weights that an update sends to vLLM: all weights with the adapter merged in (merge), or "
         "the adapter only, which vLLM applies at every token (adapter).",
         choices=("merge", "adapter"),
         read_if=("generation.engine", "vllm_colocate", "vllm_server"),
@@ -1225,9 +1225,9 @@ class Distributed:
     )
     offload: str = knob(
         "none",
-        "What is kept in the host's memory in place of the device's. optimizer: a float32 copy of "
-        "the weights and the optimizer's state; the optimizer steps on the host. all: weights, "
-        "gradients and state, by FSDP2's CPU offload (distributed=fsdp2 or zero3).",
+        "Tensors that are kept in host memory. optimizer: a float32 copy of the weights and the "
+        "optimizer's state; the optimizer steps on the host. all: weights, gradients and state, by "
+        "FSDP2's CPU offload (distributed=fsdp2 or zero3).",
         choices=("none", "optimizer", "all"),
     )
     stall_minutes: float = knob(

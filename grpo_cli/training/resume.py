@@ -267,7 +267,7 @@ def with_stored_optimizer(recipe: Recipe, path: Path) -> Recipe:
 
 
 def check_float32_state(recipe: Recipe, stored: Mapping[str, Any], path: Path) -> None:
-    """Checks where a resumed run keeps what 16-bit weights lack: master weights, float32 state.
+    """Checks that a resumed run keeps its float32 state where the checkpoint has it.
 
     Args:
         stored: the recipe of the checkpoint `path`; earlier versions lack these knobs.
@@ -275,22 +275,23 @@ def check_float32_state(recipe: Recipe, stored: Mapping[str, Any], path: Path) -
     Raises:
         UserError: the run has kept it elsewhere, or not at all.
     """
-    if {recipe.model.dtype, stored["model"]["dtype"]} == {"float32"}:
+    dtype_before = (stored.get("model") or {}).get("dtype", recipe.model.dtype)
+    # The trained weights of an adapter are float32.
+    if recipe.adapter.method != "none" or {recipe.model.dtype, dtype_before} == {"float32"}:
         return
     offload = recipe.distributed.offload
     offload_before = (stored.get("distributed") or {}).get("offload", "none")
     rounding = recipe.optimizer.rounding
     rounding_before = stored["optimizer"].get("rounding", "nearest")
-    kept = f"; a resumed run keeps it, unless its weights are float32 ({path})."
     if (offload == "optimizer") != (offload_before == "optimizer"):
         raise UserError(
-            f"distributed.offload = {offload}: the checkpoint was trained with "
-            f"{offload_before}{kept}"
+            f"distributed.offload = {offload}: {path} was trained with {offload_before}, which "
+            f"keeps its float32 state elsewhere; set distributed.offload={offload_before}."
         )
     if rounding != rounding_before:
         raise UserError(
-            f"optimizer.rounding = {rounding}: the checkpoint was trained with "
-            f"{rounding_before}{kept}"
+            f"optimizer.rounding = {rounding}: {path} was trained with {rounding_before}, whose "
+            f"moments have another dtype; set optimizer.rounding={rounding_before}."
         )
 
 

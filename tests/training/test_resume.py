@@ -237,8 +237,8 @@ FLOAT32_STATE: list[tuple[str, dict[str, str], dict[str, str], str | None]] = [
         "bfloat16",
         {"offload": "optimizer"},
         {},
-        r"distributed\.offload = none: the checkpoint was trained with optimizer; a resumed run "
-        r"keeps it, unless its weights are float32 \(run/step-2\)\.",
+        r"distributed\.offload = none: run/step-2 was trained with optimizer, which .*; set "
+        r"distributed\.offload=optimizer\.$",
     ),
     ("float16", {}, {"offload": "optimizer"}, r"distributed\.offload = optimizer: .* with none"),
     ("bfloat16", {"rounding": "stochastic"}, {}, r"rounding = nearest: .* with stochastic"),
@@ -265,3 +265,5 @@ def test_a_resumed_run_keeps_its_float32_state(
         return
     with pytest.raises(UserError, match=message):
         resume.check_float32_state(of(now), stored, Path("run/step-2"))
+    adapted = replace(of(now), adapter=Adapter(method="lora"))  # its weights are float32
+    resume.check_float32_state(adapted, stored, Path("run/step-2"))

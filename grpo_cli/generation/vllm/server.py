@@ -139,6 +139,8 @@ class ServerGenerator(VllmGenerator):
                 link.release()
             link.close()
         self.links = {}
+        with contextlib.suppress(OSError):  # there is none, or it holds another's folder
+            self.adapter_folder.rmdir()
 
     async def _sample(self, request: Request, hand_over: OnGroup) -> None:
         """Asks the least busy server for each prompt; those of a lost server go to the others."""
