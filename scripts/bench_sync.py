@@ -6,7 +6,7 @@ For each model: colocate in this process, then one server of `grpo serve` by glo
 every sync the engine's log-probabilities of what it samples are compared with the trainer's, so
 that a sync that did nothing is not timed.
 
-With --rank the model has a LoRA adapter of that rank, and the ways are those of `adapter.sync`:
+With --rank the model has a LoRA adapter of that rank, and each value of `adapter.sync` is timed:
 merged weights (to a server by gloo), and the adapter only. The time of sampling 8 completions of 32
 tokens for each of 8 prompts is printed too: an engine that applies an adapter is slower.
 """

@@ -102,7 +102,7 @@ def _of_adapter(recipe: Recipe) -> Iterator[str]:
 
 
 def of_dtype(recipe: Recipe) -> Iterator[str]:
-    """Yields what contradicts the data type of the weights, which is known by now."""
+    """Yields contradictions with the resolved data type of the weights."""
     alpha, dtype = recipe.loss.reference_alpha, recipe.model.dtype
     if recipe.optimizer.rounding == "stochastic" and dtype != "bfloat16":
         yield (

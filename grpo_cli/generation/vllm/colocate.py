@@ -233,7 +233,7 @@ class ColocatedGenerator(VllmGenerator):
                 self.written.write(tensors)
         path = str(self.adapter_folder)
         with self.apart():
-            # Not in a request: one whose adapter fails to load makes the engine step without end,
+            # Not in a request: one whose adapter fails to load makes the engine loop forever,
             # and one with load_inplace reads the files again at each token.
             self.engine.add_lora(LoRARequest("policy", 1, path, load_inplace=True))
         self.lora_request = LoRARequest("policy", 1, path)
