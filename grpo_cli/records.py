@@ -36,6 +36,7 @@ class Prompt:
     inputs: Mapping[str, Tensor] | None = field(default=None, compare=False)
     # ^ model inputs besides the ids, such as pixel_values; passed on as they are
     prefill: str = ""  # text of the assistant at the end of a chat, which the completion continues
+    row_ids: list[int] | None = None  # tokens before an environment's first observation was added
 
     @property
     def conversation(self) -> str | Messages:
@@ -51,6 +52,29 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A span of a completion's tokens: a turn of the model, or a reply of its environment."""
+
+    start: int  # tokens [start, end) of the completion
+    end: int
+    by: Literal["model", "environment"]
+    reward: float | None = None  # that the environment gave for this turn of the model
+    seconds: float = field(default=0.0, compare=False)  # sampled or waited for
+
+
+# Reasons for which an episode ended.
+STOP_REASONS = (
+    "answered",  # the model's turn asked for nothing more
+    "env_done",  # the environment said so
+    "max_turns", "turn_tokens", "max_tokens",  # a limit: episode.*, generation.max_completion_tokens
+    "parse_error",  # more malformed calls than episode.max_parse_errors
+    "episode_seconds",  # episode.seconds
+    "env_error", "env_timeout",  # the environment failed: the rollout has no reward
+)  # fmt: skip
+ENVIRONMENT_FAILED = ("env_error", "env_timeout")
+
+
+@dataclass(frozen=True)
 class Completion:
     """The tokens that a generator returns, and how they were sampled; nothing is guessed."""
 
@@ -58,10 +82,15 @@ class Completion:
     sampling_logprobs: list[float]  # log-probability of each under the distribution sampled from
     finish_reason: Literal["stop", "length"]  # an eos was sampled, or the limit was reached
     sampled_at: int | None = None  # oldest step whose weights it comes from; None: the newest
-    is_sampled: list[bool] | None = None  # of each token; None: all. A tool's has a logprob of 0.0
+    is_sampled: list[bool] | None = None  # of each token; None: all. Others' have a logprob of 0.0
     tool_calls: int = 0  # programs that were run (`tools.py`)
     tool_errors: int = 0  # of them, those that raised or were stopped
     tool_timeouts: int = 0  # of the errors, those over their time: endless programs
+    turns: tuple[Turn, ...] = ()  # of an episode, in order, over all tokens; (): one turn
+    stop_reason: str = ""  # of STOP_REASONS, for an episode
+    messages: tuple[dict[str, Any], ...] = ()  # of an episode, behind the prompt; never re-rendered
+    env_rewards: dict[str, float] = field(default_factory=dict)  # the environment's own, by name
+    env_metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

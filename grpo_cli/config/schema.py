@@ -76,6 +76,12 @@ class Model:
         "stored; auto: as every other layer.",
         choices=("auto", "float32"),
     )
+    response_template: str = knob(
+        "auto",
+        "Format in which the model writes tool calls. auto: the tokenizer's own response template, "
+        "or the first of the others that reads a call as the chat template writes it.",
+        choices=("auto", "hermes", "qwen3_5", "llama3", "mistral"),
+    )
     attn_implementation: str | None = knob(
         None,
         "Attention implementation as transformers names it (sdpa, eager, flash_attention_2, ...).",
@@ -606,6 +612,96 @@ class Tools:
     )
     site_packages: bool = knob(
         True, "Let programs import the packages installed beside grpo, such as sympy."
+    )
+
+
+@dataclass
+class EnvironmentSettings:
+    """The environment that answers the model's turns; each rollout has one of its own."""
+
+    path: str | None = knob(None, "Class of the environment, as my_module:MyClass.")
+    args: dict[str, Any] = knob({}, "Arguments that the environment's class is called with.")
+    by_name: dict[str, str] = knob(
+        {},
+        "Several environments in one run: name and class of each. The column `environment` of a "
+        "row holds the name of its environment.",
+    )
+    openenv: str | None = knob(
+        None, "Address of an OpenEnv server, such as ws://localhost:8000, as the environment."
+    )
+    mcp: str | None = knob(
+        None,
+        "MCP server whose tools the model may call: a command that speaks MCP on its standard "
+        "input and output, or an address (http://...).",
+    )
+    isolate: bool = knob(
+        True,
+        "Run environments and tools in worker processes, which are killed past a deadline; false: "
+        "in the run's own process, without deadlines.",
+    )
+    workers: int | None = knob(
+        None, "Worker processes of environments and tools; null: one for each core.", ge=1
+    )
+    seconds: float = knob(
+        30.0, "Wall-clock limit of one reset, one step or one call of a tool.", gt=0
+    )
+    memory_gb: float | None = knob(
+        4.0, "Address space of each worker process of environments, in GB; null: no limit.", gt=0
+    )
+    retries: int = knob(
+        2,
+        "Attempts to repeat an episode in a fresh environment after its environment has failed; "
+        "then the rollout is left without a reward.",
+        ge=0,
+    )
+    max_failed_share: float = knob(
+        0.2,
+        "Largest share of a step's rollouts that may be left without a reward because their "
+        "environments failed; the run stops above it.",
+        ge=0,
+        le=1,
+    )
+
+
+@dataclass
+class EpisodeSettings:
+    """Limits and credit of episodes, in which the model and an environment take turns."""
+
+    max_turns: int | None = knob(
+        None,
+        "Largest number of turns of the model in an episode; null: as many as fit into "
+        "generation.max_completion_tokens.",
+        ge=1,
+    )
+    turn_tokens: int | None = knob(
+        None, "Length limit of one turn of the model, in tokens; null: none of its own.", ge=1
+    )
+    reply_tokens: int = knob(
+        512,
+        "Length limit of one message of an environment or a tool, in tokens; a longer text is cut "
+        "in its middle.",
+        ge=1,
+    )
+    seconds: float | None = knob(
+        None, "Wall-clock limit of the environment's part of an episode; null: none.", gt=0
+    )
+    order: str = knob(
+        "repeatable",
+        "Whether a round of sampling waits for the environments of all rollouts, so that a run "
+        "repeats to the last bit (repeatable), or goes on with those that are ready (eager).",
+        choices=("repeatable", "eager"),
+    )
+    credit: str = knob(
+        "sum",
+        "Advantage of rewards that an environment gives for turns: their sum is the rollout's "
+        "reward (sum), or each turn has the rewards from it on against the group's mean (turns).",
+        choices=("sum", "turns"),
+    )
+    max_parse_errors: int = knob(
+        2,
+        "Number of malformed tool calls of an episode that are answered with an error message; "
+        "the next one ends the episode.",
+        ge=0,
     )
 
 
@@ -1396,6 +1492,20 @@ class Recipe:
     )
     scoring: Scoring = section(Scoring, Scoring.__doc__ or "")
     generation: Generation = section(Generation, Generation.__doc__ or "")
+    tools: dict[str, str] = knob(
+        {},
+        "Tools that the model may call, by name: typed functions with docstrings, as "
+        "my_module:my_function.",
+    )
+    environment: EnvironmentSettings = section(
+        EnvironmentSettings, EnvironmentSettings.__doc__ or ""
+    )
+    episode: EpisodeSettings = section(EpisodeSettings, EpisodeSettings.__doc__ or "")
+    rollout: str | None = knob(
+        None,
+        "Function that makes the rollouts, as my_module:my_function; null: the model and its "
+        "tools or environment take turns.",
+    )
     loss: Loss = section(Loss, Loss.__doc__ or "")
     advantage: Advantage = section(Advantage, Advantage.__doc__ or "")
     optimizer: Optimizer = section(Optimizer, Optimizer.__doc__ or "")
@@ -1436,6 +1546,17 @@ class Recipe:
         return any(mode is not None and mode.tools for mode in modes)
 
     @property
+    def has_environment(self) -> bool:
+        """Whether something answers the model's turns: tools or an environment."""
+        of = self.environment
+        return bool(self.tools or of.path or of.by_name or of.openenv or of.mcp)
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether completions are episodes of several turns."""
+        return self.has_environment or self.rollout is not None
+
+    @property
     def needs_reference(self) -> bool:
         """Whether there is, or will be, a KL to a reference."""
         schedule = self.schedules.get("loss.beta")
@@ -1454,7 +1575,8 @@ def knobs(node: Any = Recipe, prefix: str = "") -> Iterator[tuple[str, dataclass
 _SECTIONS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        Build, Model, Adapter, Dataset, Scoring, Vllm, Tools, Generation, Loss, Advantage,
+        Build, Model, Adapter, Dataset, Scoring, Vllm, Tools, Generation, EnvironmentSettings,
+        EpisodeSettings, Loss, Advantage,
         Optimizer, Update, Distributed, Eval, Checkpoint, Log, Tracking, Hub,
     )
 }  # fmt: skip

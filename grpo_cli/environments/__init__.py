@@ -1,0 +1,6 @@
+"""Tools, environments and episodes: everything between a generator and a rollout of several turns.
+
+An episode is a completion in which the model and an environment take turns. `protocol.py` is what
+the author of an environment needs; docs/environments.md begins with an example. This package may
+import `generation` and everything below it.
+"""
