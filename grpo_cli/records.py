@@ -66,7 +66,8 @@ class Turn:
 STOP_REASONS = (
     "answered",  # the model's turn asked for nothing more
     "env_done",  # the environment said so
-    "max_turns", "turn_tokens", "max_tokens",  # a limit: episode.*, generation.max_completion_tokens
+    "max_turns", "turn_tokens",  # episode.*
+    "max_tokens",  # generation.max_completion_tokens
     "parse_error",  # more malformed calls than episode.max_parse_errors
     "episode_seconds",  # episode.seconds
     "env_error", "env_timeout",  # the environment failed: the rollout has no reward
@@ -91,6 +92,17 @@ class Completion:
     messages: tuple[dict[str, Any], ...] = ()  # of an episode, behind the prompt; never re-rendered
     env_rewards: dict[str, float] = field(default_factory=dict)  # the environment's own, by name
     env_metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the model has sampled: not those of tools and environments."""
+        return len(self.ids) if self.is_sampled is None else sum(self.is_sampled)
+
+    @property
+    def sampled_mask(self) -> Tensor:
+        """1 on the tokens that the model has sampled, [C] bool."""
+        sampled = [True] * len(self.ids) if self.is_sampled is None else self.is_sampled
+        return torch.tensor(sampled, dtype=torch.bool)
 
 
 @dataclass
@@ -117,12 +129,16 @@ class Rollout:
     cov_selected: Tensor | None = None  # [C] 1 on tokens chosen by their covariance
 
     @property
+    def is_scored(self) -> bool:
+        """Whether a reward function applied."""
+        return not math.isnan(self.reward)
+
+    @property
     def loss_tokens(self) -> int:
         """Completion tokens that train: sampled ones, none when no reward function applied."""
-        if self.excluded or math.isnan(self.reward):
+        if self.excluded or not self.is_scored:
             return 0
-        sampled = self.completion.is_sampled
-        return len(self.completion.ids) if sampled is None else sum(sampled)
+        return self.completion.sampled_tokens
 
     @property
     def advantages(self) -> Tensor:
@@ -149,9 +165,10 @@ class RolloutStats(NamedTuple):  # pickled three times as fast as a dataclass
     reward_parts: dict[str, float | None]
     steps: dict[str, list[float]]  # values of rewarded steps, by function
     prompt_tokens: int
-    tokens: int
+    tokens: int  # of the completion, all that are computed
     truncated: bool
     excluded: bool
+    sampled_tokens: int  # the completion's length, as metrics and advantage rules count it
 
     @classmethod
     def of(cls, r: Rollout) -> RolloutStats:
@@ -164,6 +181,7 @@ class RolloutStats(NamedTuple):  # pickled three times as fast as a dataclass
             len(r.completion.ids),
             r.completion.finish_reason == "length",
             r.excluded,
+            r.completion.sampled_tokens,
         )
 
 
@@ -244,8 +262,18 @@ def reward_tensors(step_stats: StepStats, weights: Mapping[str, float]) -> dict[
         "rewards": matrix(step_stats, lambda o: o.outcome_reward),
         "parts": torch.stack([matrix(step_stats, part(name)) for name in weights], dim=-1),
         "weights": torch.tensor(list(weights.values()), dtype=torch.float64),
-        "lengths": matrix(step_stats, lambda o: o.tokens).nan_to_num(),
+        "lengths": matrix(step_stats, lambda o: o.sampled_tokens).nan_to_num(),
     }
+
+
+def sampled_mask(rollouts: Sequence[Rollout]) -> Tensor:
+    """Returns 1 on the completion tokens that were sampled, [B, C] bool; C is the longest."""
+    lengths = torch.tensor([[len(r.completion.ids)] for r in rollouts])
+    mask = torch.arange(int(lengths.max())) < lengths
+    for row, r in zip(mask, rollouts, strict=True):
+        if r.completion.is_sampled is not None:
+            row[: len(r.completion.ids)] = r.completion.sampled_mask
+    return mask
 
 
 def dummy_rollout(*, reference: bool) -> Rollout:

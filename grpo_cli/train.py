@@ -101,7 +101,8 @@ def fill_logprobs(run: Run, step: Step, batch: StepBatch) -> StepStats:
     """
     recipe, loss = step.recipe, step.recipe.loss
     kl_in_reward = run.reference is not None and loss.kl_in == "reward"
-    rollouts = [r for g in batch.groups for r in g.rollouts if r.loss_tokens or kl_in_reward]
+    every = [r for g in batch.groups for r in g.rollouts]
+    rollouts = [r for r in every if (r.is_scored if kl_in_reward else r.loss_tokens)]
     if step.num_updates > 1 or kl_in_reward:
         with step.clock.stage("old_logprobs"):
             logprob_passes.fill_old_logprobs(run, recipe, rollouts)

@@ -8,7 +8,7 @@ As a program it is started by torchrun and writes what the processes found toget
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -168,11 +168,13 @@ def all_gradients(
     checkpointing: bool = False,
     skip_zero_advantage: bool = True,
     names: Collection[str] | None = None,
+    make: Callable[[], list[Group]] = make_groups,
 ) -> Found:
     """The gradient of the first optimizer step under each case, over all processes.
 
     Args:
         names: of the cases; None: all.
+        make: makes the groups of all processes.
     """
     torch.manual_seed(workers.rank)  # the others are given the main process's weights
     dense = prepared(tiny.make_model(BUILD, tiny.make_tokenizer(BUILD, [])), checkpointing)
@@ -210,7 +212,7 @@ def all_gradients(
         if loss.router_aux_loss_coef:
             run.router_coef = loss.router_aux_loss_coef
             run.policy_logprobs.routers = RouterRecorder(model)
-        every = make_groups()
+        every = make()
         own = [g for g in every if g.prompt_index in {mine.prompt_index for mine in groups}]
         if not loss.beta:
             for r in (r for g in own for r in g.rollouts):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_cli.records import Rollout
+from grpo_cli.records import Rollout, sampled_mask
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,8 @@ class Batch:
 def collate(rollouts: Sequence[Rollout], device: torch.device) -> Batch:
     """Pads B rollouts into a `Batch` on `device`."""
     width = max(len(r.completion.ids) for r in rollouts)
-    lengths = torch.tensor([[len(r.completion.ids) if r.loss_tokens else 0] for r in rollouts])
-    loss_mask = (torch.arange(width) < lengths).float()  # [B, C]
-    for row, r in zip(loss_mask, rollouts, strict=True):
-        if r.completion.is_sampled is not None:
-            row[: len(r.completion.ids)] *= torch.tensor(r.completion.is_sampled)
+    trains = torch.tensor([[r.loss_tokens > 0] for r in rollouts])
+    loss_mask = (sampled_mask(rollouts) & trains).float()  # [B, C]
     masked = loss_mask == 0
 
     def rows(values: Iterable[Any]) -> Tensor:

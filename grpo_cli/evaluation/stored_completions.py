@@ -419,6 +419,7 @@ def _rollout(prompt: Prompt, sample: Sample) -> Rollout:
     ids = _numbers(sample.ids)
     logprobs = _numbers(columns.get("sampling_logprobs"))
     sampled = _numbers(columns.get("sampled"))
+    counts: dict[str, Any] = {name: _count(columns.get(name)) for name in COUNTED}
     completion = Completion(
         ids=[int(i) for i in ids],
         sampling_logprobs=[float(v) for v in logprobs]
@@ -426,7 +427,7 @@ def _rollout(prompt: Prompt, sample: Sample) -> Rollout:
         else [0.0] * len(ids),
         finish_reason="length" if columns.get("finish_reason") == "length" else "stop",
         is_sampled=[bool(v) for v in sampled] if sampled and len(sampled) == len(ids) else None,
-        **{name: _count(columns.get(name)) for name in COUNTED},
+        **counts,
     )
     return Rollout(prompt, completion, sample.text)
 

@@ -67,7 +67,7 @@ class ProblemStats:
             parts={
                 name: [r.reward_parts[name] for r in rollouts] for name in rollouts[0].reward_parts
             },
-            lengths=[len(r.completion.ids) for r in rollouts if r.completion.ids],
+            lengths=[r.completion.sampled_tokens for r in rollouts if r.completion.ids],
             truncated=[r.completion.finish_reason == "length" for r in rollouts if ends_known],
             answered=answered,
             votes=None if ballot is None else [len(v) for v in ballot.votes],

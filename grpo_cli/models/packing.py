@@ -12,13 +12,15 @@ left out, so that 13 tokens take N = 10 places (padded, the three rows take 3 x 
     predictors   2  3  4  5    2  6  7    8  9             T = 9: place 2 (p2) predicts a0 and b0
     targets     a0 a1 a2 a3   b0 b1 b2   c0 c1
 
-The hidden state of p2 is computed once and used for both completions.
+The hidden state of p2 is computed once and used for both completions. If a1 came from a tool, the
+model still reads it, but nothing predicts it: place 3 and target a1 are left out, and T = 8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -31,7 +33,8 @@ from grpo_cli.records import Rollout
 class Inputs:
     """A model's inputs, and the places of its output that predict the completions.
 
-    `predictors` and `targets` list the completions one after another, T tokens in all.
+    `predictors` and `targets` list the sampled tokens of the completions one after another, T in
+    all. Tokens of tools and environments are read and not predicted: they need no logits.
     """
 
     input_ids: Tensor  # [R, W]
@@ -48,7 +51,7 @@ def pack(rollouts: Sequence[Rollout], device: torch.device) -> Inputs:
     position_ids: list[int] = []
     segments: list[tuple[int, int]] = []
     prefixes: list[Prefix] = []
-    predictors: list[list[int]] = [[] for _ in rollouts]
+    predictors: list[Sequence[int]] = [[] for _ in rollouts]
     for members in by_prompt(rollouts):
         prompt = rollouts[members[0]].prompt.ids
         start, first = len(ids), len(ids) + len(prompt)
@@ -58,7 +61,7 @@ def pack(rollouts: Sequence[Rollout], device: torch.device) -> Inputs:
         for i in members:
             fed = rollouts[i].completion.ids[:-1]
             begin = len(ids)
-            predictors[i] = [first - 1, *range(begin, begin + len(fed))]
+            predictors[i] = sampled_of([first - 1, *range(begin, begin + len(fed))], rollouts[i])
             ids += fed
             position_ids += range(len(prompt), len(prompt) + len(fed))
             if fed:
@@ -70,7 +73,7 @@ def pack(rollouts: Sequence[Rollout], device: torch.device) -> Inputs:
         position_ids=torch.tensor([position_ids], device=device),
         attention_mask=None,
         layout=Layout(segments, prefixes, device),
-        predictors=torch.tensor([p for row in predictors for p in row], device=device),
+        predictors=as_places([p for row in predictors for p in row], device),
         targets=targets(rollouts, device),
     )
 
@@ -89,31 +92,38 @@ def pad(rollouts: Sequence[Rollout], device: torch.device, *, right: bool = Fals
     predictors = [
         place
         for end, r in zip(ends, rollouts, strict=True)
-        for place in range(end - len(r.completion.ids) - 1, end - 1)
+        for place in sampled_of(range(end - len(r.completion.ids) - 1, end - 1), r)
     ]
     return Inputs(
         input_ids=ids,
         position_ids=positions(mask),
         attention_mask=mask,
         layout=None,
-        predictors=torch.tensor(predictors, device=device),
+        predictors=as_places(predictors, device),
         targets=targets(rollouts, device),
     )
 
 
 def targets(rollouts: Sequence[Rollout], device: torch.device) -> Tensor:
-    """Returns the completion tokens, one completion after another, [T]."""
-    return torch.tensor([t for r in rollouts for t in r.completion.ids], device=device)
+    """Returns the sampled completion tokens, one completion after another, [T]."""
+    return as_places([t for r in rollouts for t in sampled_of(r.completion.ids, r)], device)
 
 
 def trains(rollouts: Sequence[Rollout], device: torch.device) -> Tensor:
     """Returns 1 for each token of `targets` that trains, and 0 for the others, [T]."""
-    kept: list[bool] = []
-    for r in rollouts:
-        length = len(r.completion.ids)
-        sampled = r.completion.is_sampled or [True] * length
-        kept += [bool(s) for s in sampled] if r.loss_tokens else [False] * length
+    kept = [r.loss_tokens > 0 for r in rollouts for _ in range(r.completion.sampled_tokens)]
     return torch.tensor(kept, device=device).float()
+
+
+def sampled_of(values: Sequence[int], r: Rollout) -> Sequence[int]:
+    """Returns those of a completion's values, one for each token, whose token was sampled."""
+    sampled = r.completion.is_sampled
+    return values if sampled is None else list(compress(values, sampled))
+
+
+def as_places(values: list[int], device: torch.device) -> Tensor:
+    """Returns places or token ids as a tensor, [T]; also of none."""
+    return torch.tensor(values, dtype=torch.long, device=device)
 
 
 def by_prompt(rollouts: Sequence[Rollout]) -> list[list[int]]:

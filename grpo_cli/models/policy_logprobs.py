@@ -33,7 +33,7 @@ from grpo_cli.models.loading import inference
 from grpo_cli.models.memory import is_out_of_memory, saved_bytes
 from grpo_cli.models.routers import RouterRecorder
 from grpo_cli.models.token_logprobs import Head, linear_logprobs, token_entropy, token_logprobs
-from grpo_cli.records import Completion, Rollout
+from grpo_cli.records import Completion, Rollout, sampled_mask
 
 CHECKED_ROLLOUTS = 4  # rollouts that are also computed in the simplest mode
 CHECKED_TOKENS = 64  # tokens of a prompt, and of a completion, that this check reads
@@ -122,7 +122,7 @@ class PolicyLogprobs:
     def flops(self, rollouts: Sequence[Rollout]) -> float:
         """Returns the model FLOPs of a forward pass, each prompt once; NaN if not known."""
         tokens, pairs = packing.unique_tokens(rollouts)
-        predicted = sum(len(r.completion.ids) for r in rollouts)
+        predicted = sum(r.completion.sampled_tokens for r in rollouts)
         return forward_flops(
             self.model.config, self._num_parameters, tokens, pairs, logits=predicted
         )
@@ -156,7 +156,8 @@ class PolicyLogprobs:
 
         Returns:
             (logprobs [B, C] with gradient, entropies [B, C] or None) in float32 or better. C is the
-            length of the longest completion; places behind a shorter one are 0.
+            length of the longest completion; places behind a shorter one are 0, and so are tokens
+            that were not sampled: logits are computed only for sampled tokens.
         """
         return self._by(self.mode, rollouts, temperature, entropy, entropy_gradient)
 
@@ -280,8 +281,7 @@ class PolicyLogprobs:
             raise attention.UnsupportedModelError(attention.NOT_PASSED_ON)
         if not torch.is_grad_enabled():
             fsdp.offload(self.model)
-        lengths = torch.tensor([[len(r.completion.ids)] for r in rollouts])
-        mask = (torch.arange(int(lengths.max())) < lengths).to(device)  # [B, C]
+        mask = sampled_mask(rollouts).to(device)  # [B, C]
 
         def rows(values: Tensor) -> Tensor:  # [T] -> [B, C]
             return values.new_zeros(mask.shape).masked_scatter(mask, values)
@@ -324,7 +324,7 @@ class PolicyLogprobs:
         else:
             width = inputs.input_ids.shape[1]
             row, column = predictors // width, predictors % width
-            first = int(column.min())
+            first = int(column.min()) if len(column) else width - 1
             kept = self.model(**self._arguments(inputs), logits_to_keep=width - first).logits
             logits = kept[row, column - first]  # [T, V]
         logprobs = token_logprobs(logits, inputs.targets, temperature)
@@ -463,8 +463,7 @@ def max_difference(
     rollouts: Sequence[Rollout], expected: Tensor, actual: Tensor, model: PreTrainedModel
 ) -> str | None:
     """Returns how log-probabilities [B, C] differ beyond rounding from the expected, or None."""
-    lengths = torch.tensor([[len(r.completion.ids)] for r in rollouts])
-    mask = (torch.arange(expected.shape[1]) < lengths).to(expected.device)  # [B, C]
+    mask = sampled_mask(rollouts).to(expected.device)  # [B, C]
     apart = (actual.to(expected.device) - expected).abs()[mask].double()
     largest, mean = apart.max().item(), apart.mean().item()
     highest, highest_mean, _ = tolerance(model)

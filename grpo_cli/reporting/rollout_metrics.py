@@ -17,8 +17,8 @@ def rollout_metrics(step_stats: StepStats) -> dict[str, float]:
     """Returns the metrics of a step's rewards and lengths."""
     every = [o for position in sorted(step_stats) for o in step_stats[position]]
     rewards = matrix(step_stats, lambda o: o.reward)
-    lengths = [o.tokens for o in every]
-    ended = [o.tokens for o in every if not o.truncated] or [0]
+    lengths = [o.sampled_tokens for o in every]
+    ended = [o.sampled_tokens for o in every if not o.truncated] or [0]
     metrics = {
         "reward": mean([o.reward for o in every if not math.isnan(o.reward)]),
         "reward_std": group_std(rewards).mean().item(),

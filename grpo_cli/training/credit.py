@@ -17,15 +17,19 @@ from grpo_cli.records import Group, Rollout, RolloutStats, StepStats, reward_ten
 
 
 def subtract_kl_from_rewards(rollouts: Sequence[Rollout], estimator: str, beta: float) -> None:
-    """Subtracts β·Σ_t KL_t of the policy that sampled from each rollout's reward."""
+    """Subtracts β·Σ_t KL_t of the policy that sampled from each rollout's reward.
+
+    The sum is over the tokens that the policy has sampled.
+    """
     for r in rollouts:
         assert r.old_logprobs is not None, "computed for every rollout before"
         assert r.ref_logprobs is not None, "computed for every rollout before"
         if math.isnan(r.outcome_reward) and not math.isnan(r.reward):
             r.outcome_reward = 0.0  # only steps were rewarded
-        r.outcome_reward -= (
-            beta * ESTIMATORS[estimator](r.old_logprobs, r.ref_logprobs).sum().item()
-        )
+        kl = ESTIMATORS[estimator](r.old_logprobs, r.ref_logprobs)  # [C]
+        if r.completion.is_sampled is not None:
+            kl = kl[r.completion.sampled_mask]
+        r.outcome_reward -= beta * kl.sum().item()
 
 
 def assign_advantages(

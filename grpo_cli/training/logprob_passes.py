@@ -123,24 +123,29 @@ def select_tokens(
     rollouts = [r for _, _, r in members]
     by_entropy = config.top_entropy < 1
     found = token_stats(run, recipe, run.policy_logprobs, rollouts, entropy=by_entropy)
-    lengths = [len(stats.logprobs) for stats in found]
+    masks = [r.completion.sampled_mask for r in rollouts]  # of the tokens to select from
     if by_entropy:
-        own = flat([stats.entropies for stats in found if stats.entropies is not None])
-        every, mine = run.workers.concatenate(own)
+        entropies = [
+            s.entropies[m] for s, m in zip(found, masks, strict=True) if s.entropies is not None
+        ]
+        every, mine = run.workers.concatenate(flat(entropies))
         chosen = every >= token_selection.entropy_threshold(every, config.top_entropy)
-        for r, kept in zip(rollouts, torch.split(chosen[mine].float(), lengths), strict=True):
+        for r, kept in zip(rollouts, at_places(masks, chosen[mine].float()), strict=True):
             r.high_entropy = kept
         tokens = run.workers.sum({"tokens": chosen[mine].double().sum().item()})["tokens"]
     select = traits_of(loss_function(config)).select_tokens
     if select is not None:
-        logprobs, mine = run.workers.concatenate(flat([s.logprobs for s in found]).double())
-        advantages, _ = run.workers.concatenate(flat([r.advantages for r in rollouts]).double())
-        cov = token_selection.covariance(logprobs, advantages)
+
+        def everyones(rows: Sequence[Tensor]) -> tuple[Tensor, slice]:
+            return run.workers.concatenate(flat([v[m] for v, m in zip(rows, masks, strict=True)]))
+
+        logprobs, mine = everyones([s.logprobs for s in found])
+        advantages, _ = everyones([r.advantages for r in rollouts])
+        cov = token_selection.covariance(logprobs.double(), advantages.double())
         seeds = [derive_seed(recipe.seed, STREAM, number, g.prompt_index, j) for g, j, _ in members]
-        draws = [uniform(seed, n) for seed, n in zip(seeds, lengths, strict=True)]
-        noise, _ = run.workers.concatenate(flat(draws))
+        noise, _ = everyones([uniform(seed, len(m)) for seed, m in zip(seeds, masks, strict=True)])
         chosen = select(cov, noise, **knob_values(select, config))
-        for r, kept in zip(rollouts, torch.split(chosen[mine].float(), lengths), strict=True):
+        for r, kept in zip(rollouts, at_places(masks, chosen[mine].float()), strict=True):
             r.cov_selected = kept
     return tokens
 
@@ -172,6 +177,13 @@ def load_of_experts(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> Lo
 def flat(rows: Sequence[Tensor]) -> Tensor:
     """Concatenates rows, [N]; no rows give an empty tensor."""
     return torch.cat(list(rows)) if rows else torch.zeros(0)
+
+
+def at_places(masks: Sequence[Tensor], values: Tensor) -> list[Tensor]:
+    """Divides values [N] over the places of masks [C] that together have N ones; others are 0."""
+    parts = torch.split(values, [int(m.sum()) for m in masks])
+    empty = [values.new_zeros(len(m)) for m in masks]
+    return [e.masked_scatter(m, p) for e, m, p in zip(empty, masks, parts, strict=True)]
 
 
 def uniform(seed: int, number: int) -> Tensor:

@@ -78,4 +78,8 @@ def _plain(step_stats: StepStats) -> list[tuple[int, list[dict[str, Any]]]]:
 
 
 def _outcomes(saved: Sequence[tuple[int, list[dict[str, Any]]]]) -> StepStats:
-    return {p: [RolloutStats(**with_current_names(o)) for o in group] for p, group in saved}
+    # 0.1.0 has stored no `sampled_tokens`.
+    return {
+        p: [RolloutStats(**{"sampled_tokens": o["tokens"]} | with_current_names(o)) for o in group]
+        for p, group in saved
+    }

@@ -542,7 +542,7 @@ def test_a_knob_is_read_by_exactly_the_rules_that_take_it() -> None:
 
 
 def test_rules_ask_for_tensors_that_there_are() -> None:
-    step = {0: [RolloutStats(1.0, 1.0, {"r": 1.0}, {}, 2, 1, False, False)]}
+    step = {0: [RolloutStats(1.0, 1.0, {"r": 1.0}, {}, 2, 1, False, False, 1)]}
     offered = reward_tensors(step, {"r": 1.0})
     for function in RULES.values():
         assert set(parameters(function)[0]) <= set(offered)

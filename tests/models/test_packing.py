@@ -1,6 +1,8 @@
 """What a model is given of rollouts, by hand, and how they are split into micro-batches."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from grpo_cli.models.packing import (
     packed_micro_batches,
     pad,
     padded_micro_batches,
+    trains,
     unique_tokens,
 )
 from grpo_cli.records import Prompt, Rollout
@@ -63,6 +66,20 @@ def test_pad_by_hand() -> None:
     assert inputs.position_ids.tolist() == [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]]
     assert inputs.predictors.tolist() == [2, 3, 7, 8]
     assert inputs.targets.tolist() == [1, 2, 8, 0]
+
+
+def test_tokens_of_a_tool_are_read_and_not_predicted() -> None:
+    a, b = of_prompt(A, [1, 2, 3, 4], [5, 6, 7])
+    a.completion = replace(a.completion, is_sampled=[True, False, True, False])
+    a.reward = math.nan
+    for inputs, predictors in (
+        (pack([a, b], CPU), [2, 4, 2, 6, 7]),
+        (pad([a, b], CPU), [2, 4, 10, 11, 12]),
+    ):
+        assert inputs.predictors.tolist() == predictors
+        assert inputs.targets.tolist() == [1, 3, 5, 6, 7]
+    assert pack([a, b], CPU).input_ids.tolist() == [[10, 11, 12, 1, 2, 3, 5, 6]]
+    assert trains([a, b], CPU).tolist() == [0, 0, 1, 1, 1]
 
 
 def test_unique_tokens_by_hand() -> None:

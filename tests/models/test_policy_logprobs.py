@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from grpo_cli.models.policy_logprobs import (
     recomputing,
 )
 from grpo_cli.models.token_logprobs import Head
-from grpo_cli.records import Completion, Prompt, Rollout
+from grpo_cli.records import Completion, Prompt, Rollout, sampled_mask
 from tests.models.families import Family
 from tests.models.test_architectures import make
 
@@ -136,6 +137,31 @@ def test_every_way_gives_the_gradient_of_entropies(
     ]
     mine = gradient(llama, weighted(rows[0]) + weighted(rows[1]))
     assert (mine - expected).abs().max() < 1e-6 * expected.abs().max()
+
+
+@WAYS
+def test_tokens_that_were_not_sampled_are_left_out(
+    llama: PreTrainedModel, mode: ForwardMode
+) -> None:
+    every, rollouts = make_rollouts(), make_rollouts()
+    for i, r in enumerate(rollouts):  # one has nothing that was sampled
+        sampled = [t % 3 != 1 and i != 2 for t in range(len(r.completion.ids))]
+        r.completion = replace(r.completion, is_sampled=sampled)
+    policy_logprobs = PolicyLogprobs(llama, say=pytest.fail)
+    policy_logprobs.modes, policy_logprobs.checked = [mode], True
+    rows = []
+    llama.get_output_embeddings().register_forward_hook(lambda *a: rows.append(a[2].shape[-2]))
+    mask = sampled_mask(rollouts)
+    found = policy_logprobs(rollouts, 0.7, entropy=True)
+    expected = policy_logprobs(every, 0.7, entropy=True)
+    for own, of_every in zip(found, expected, strict=True):
+        assert own is not None
+        assert of_every is not None
+        assert torch.allclose(own, of_every * mask, atol=1e-12)
+        assert (own[~mask] == 0).all()
+    assert policy_logprobs.flops(rollouts) < policy_logprobs.flops(every)
+    if mode == PACKED:  # the other modes do not call the layer, or slice its outputs
+        assert rows == [mask.sum().item(), sum(len(r.completion.ids) for r in every)]
 
 
 @pytest.mark.parametrize("mode", [QUICK, PACKED], ids=str)

@@ -32,6 +32,7 @@ def outcome(
         tokens=tokens,
         truncated=truncated,
         excluded=masked,
+        sampled_tokens=tokens,
     )
 
 
@@ -95,7 +96,7 @@ def test_outcomes_of_groups() -> None:
     )
     r.outcome_reward, r.step_rewards = 0.5, {"c": [(0, 1.0), (1, 0.5)]}
     parts = {"a": 0.5, "b": None, "c": 3.0}
-    expected = RolloutStats(2.0, 0.5, parts, {"c": [1.0, 0.5]}, 3, 2, True, False)
+    expected = RolloutStats(2.0, 0.5, parts, {"c": [1.0, 0.5]}, 3, 2, True, False, 2)
     assert rollout_stats([make_group(7, [r])]) == [(7, [expected])]
     assert not RolloutStats.of(make_rollout()).truncated
 

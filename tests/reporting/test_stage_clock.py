@@ -34,7 +34,9 @@ def hands() -> Hands:
 
 def step(*lengths: int) -> StepStats:
     """A group of completions of these lengths; each prompt has 2 tokens."""
-    return {0: [RolloutStats(0.0, 0.0, {}, {}, 2, tokens, False, False) for tokens in lengths]}
+    return {
+        0: [RolloutStats(0.0, 0.0, {}, {}, 2, tokens, False, False, tokens) for tokens in lengths]
+    }
 
 
 def recipe(**sections: object) -> Recipe:

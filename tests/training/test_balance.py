@@ -163,7 +163,7 @@ def test_a_group_of_equals_is_work_where_it_has_a_gradient(
     bonus = SimpleNamespace(value=lambda loss: entropy_coef)
     run = SimpleNamespace(reference=None, entropy_bonus=bonus, router_coef=0.0)
     groups = [
-        [RolloutStats(value, value, {}, {}, 3, 4, False, False) for value in values]
+        [RolloutStats(value, value, {}, {}, 3, 4, False, False, 4) for value in values]
         for values in ((1.0, 1.0), (1.0, 0.0))
     ]
     assert [_work(run, recipe, group) for group in groups] == works  # type: ignore[arg-type]

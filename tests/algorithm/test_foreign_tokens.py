@@ -1,0 +1,222 @@
+"""Tokens of tools and environments are read by the model and never trained.
+
+Under every loss, with every normalisation, correction of the sampler and place of the KL: the
+gradient with respect to the logits that predict a foreign token is exactly 0, and no number that a
+sampler, an old or a reference policy may have there changes anything, to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_cli.algorithm.batch import collate
+from grpo_cli.algorithm.corrections import MODES
+from grpo_cli.algorithm.loss import Coefficients, LossOutput, grpo_loss
+from grpo_cli.algorithm.normalization import WEIGHTS
+from grpo_cli.config.schema import Advantage, Loss, Recipe, Reward
+from grpo_cli.distributed.workers import Workers
+from grpo_cli.models.token_logprobs import token_entropy, token_logprobs
+from grpo_cli.records import Group, reward_tensors, rollout_stats
+from grpo_cli.training import credit
+from tests.algorithm.test_loss import config_of, every_loss
+from tests.conftest import CPU, make_group, make_rollout
+from tests.optimizer_batch import Found, all_gradients, make_groups
+
+# 1 where the model has sampled; a completion of one turn, and one that ends in a reply.
+MASKS = ([1, 1, 0, 0, 1, 0, 1], [1, 0, 1, 1], [1, 1, 1], [1, 1, 0, 0, 0])
+VOCABULARY = 5
+RECIPE = Recipe(reward={"r": Reward("r")})
+
+
+def make_batch(foreign: float | None = None) -> list[Group]:
+    """Returns two groups of two episodes.
+
+    Args:
+        foreign: value of all log-probabilities of foreign tokens; None: random ones, as a pass over
+            complete completions would give.
+    """
+    random = torch.Generator().manual_seed(0)
+    rollouts = []
+    for i, mask in enumerate(MASKS):
+        ids = torch.randint(VOCABULARY, (len(mask),), generator=random).tolist()
+        r = make_rollout([1 + i // 2], ids, reward=float(i % 2))
+        here = torch.tensor(mask, dtype=torch.bool)
+        own = token_logprobs(make_logits()[i, : len(ids)], torch.tensor(ids)).detach().float()
+        noise = [torch.randn(len(mask), generator=random) for _ in range(3)]
+        # Of each group one is about on-policy, inside the narrowest clip.
+        values = [
+            own + s * n for s, n in zip((0.3 if i % 2 else 1e-4, 0.3, 0.1), noise, strict=True)
+        ]
+        if foreign is not None:
+            values = [v.masked_fill(~here, foreign) for v in values]
+        r.old_logprobs, r.ref_logprobs, sampling = values
+        r.completion = replace(
+            r.completion, sampling_logprobs=sampling.tolist(), is_sampled=here.tolist()
+        )
+        r.reward_parts = {"r": r.reward}
+        rollouts.append(r)
+    return [make_group(0, rollouts[:2]), make_group(1, rollouts[2:])]
+
+
+def make_logits() -> Tensor:
+    """Returns logits [B, C, V] with gradient, in float64."""
+    width = max(map(len, MASKS))
+    random = torch.Generator().manual_seed(1)
+    logits = torch.randn(len(MASKS), width, VOCABULARY, generator=random, dtype=torch.float64)
+    return logits.requires_grad_()
+
+
+def compute(loss: Loss, groups: list[Group], logits: Tensor) -> LossOutput:
+    """Computes the loss of one optimizer batch, from rewards on."""
+    recipe = replace(RECIPE, loss=loss, advantage=Advantage(rule="opo"))
+    rollouts = [r for g in groups for r in g.rollouts]
+    if loss.beta and loss.kl_in == "reward":
+        credit.subtract_kl_from_rewards(rollouts, loss.kl_estimator, loss.beta)
+    credit.assign_advantages(recipe, groups, dict(rollout_stats(groups)), 0)
+    tokens = credit.set_token_weights(recipe, groups, Workers("cpu"))
+    if not loss.beta:
+        for r in rollouts:
+            r.ref_logprobs = None
+    batch = collate(rollouts, CPU)
+    targets = torch.zeros(logits.shape[:2], dtype=torch.long)
+    for row, r in zip(targets, rollouts, strict=True):
+        row[: len(r.completion.ids)] = torch.tensor(r.completion.ids)
+    return grpo_loss(
+        loss,
+        batch,
+        token_logprobs(logits, targets),
+        token_entropy(logits),
+        Coefficients(loss.beta, loss.entropy_coef, tokens),
+    )
+
+
+KL: list[dict[str, Any]] = [
+    {},
+    {"beta": 0.1},
+    {"beta": 0.1, "kl_estimator": "k1", "kl_bias_correction": True},
+    {"beta": 0.1, "kl_in": "reward"},
+]
+BONUS: list[dict[str, Any]] = [{"entropy_coef": 0.1}, {"off_policy_mask": 0.01}]
+
+
+def configs(file: Path) -> Iterator[Loss]:
+    """Yields a loss with every normalisation, correction and place of the KL, and its bonus."""
+    for normalize, correction, kl in product(WEIGHTS, ("none", *MODES), KL):
+        of_correction = {"sampling_correction": correction}
+        if correction != "none":
+            of_correction["sampling_cap"] = 1.3  # type: ignore[assignment]
+        yield config_of(file, normalize=normalize, **of_correction, **kl)
+    for further in BONUS:
+        yield config_of(file, **further)
+
+
+@every_loss
+def test_foreign_tokens_have_no_gradient(file: Path) -> None:
+    for config in configs(file):
+        logits = make_logits()
+        compute(config, make_batch(), logits).loss.backward()
+        assert logits.grad is not None
+        for row, mask in zip(logits.grad, MASKS, strict=True):
+            here = torch.zeros(len(row), dtype=torch.bool)
+            here[: len(mask)] = torch.tensor(mask, dtype=torch.bool)
+            assert (row[~here] == 0).all(), config
+        assert logits.grad.abs().sum() > 0, config
+
+
+@every_loss
+@pytest.mark.parametrize("value", [0.0, -40.0, math.nan])
+def test_log_probabilities_of_foreign_tokens_change_nothing(file: Path, value: float) -> None:
+    for config in list(configs(file))[:: 3 if value == 0 else 11]:
+        found = []
+        for groups in (make_batch(), make_batch(value)):
+            logits = make_logits()
+            output = compute(config, groups, logits)
+            output.loss.backward()
+            assert logits.grad is not None
+            metrics = output.metrics.reduced(Workers("cpu")).figures
+            found.append((output.loss, logits.grad, metrics))
+        (loss, gradient, metrics), (own_loss, own_gradient, own_metrics) = found
+        assert torch.equal(loss, own_loss), config
+        assert torch.equal(gradient, own_gradient), config
+        assert metrics == own_metrics, config
+
+
+# With a model, token selection and the optimizer step
+
+
+def with_replies(value: float) -> list[Group]:
+    """Returns the groups of test_invariance.py; every other token from the third on is foreign."""
+    groups = make_groups()
+    for r in (r for g in groups for r in g.rollouts):
+        sampled = [t < 2 or t % 2 == 1 for t in range(len(r.completion.ids))]
+        foreign = [t for t, s in enumerate(sampled) if not s]
+        r.completion = replace(r.completion, is_sampled=sampled)
+        assert r.old_logprobs is not None
+        assert r.ref_logprobs is not None
+        for t in foreign:
+            r.old_logprobs[t] = r.ref_logprobs[t] = r.completion.sampling_logprobs[t] = value
+    return groups
+
+
+SELECTING = ("top_entropy", "clip_cov", "kl_cov", "entropy", "gspo", "k3", "router")
+
+
+def gradients(value: float, **how: Any) -> Found:
+    return all_gradients(
+        Workers("cpu"), make_groups(), 40, names=SELECTING, make=lambda: with_replies(value), **how
+    )
+
+
+def test_an_optimizer_step_depends_on_no_number_of_a_foreign_token() -> None:
+    expected, found = gradients(-5.6), gradients(0.0)
+    for name in SELECTING:
+        assert torch.equal(found[name][0], expected[name][0]), name
+        assert found[name][1] == expected[name][1], name
+
+
+def test_an_optimizer_step_with_foreign_tokens_is_the_same_in_other_modes() -> None:
+    expected, found = gradients(0.0), gradients(0.0, packed=False, chunked=False)
+    for name in SELECTING:
+        difference = (found[name][0] - expected[name][0]).abs().max() / expected[name][
+            0
+        ].abs().max()
+        assert difference < (1e-5 if name == "router" else 1e-9), name
+
+
+# Lengths
+
+
+def test_lengths_are_those_of_sampled_tokens() -> None:
+    groups = make_batch()
+    stats = dict(rollout_stats(groups))
+    assert reward_tensors(stats, {"r": 1.0})["lengths"].tolist() == [[4, 3], [3, 2]]
+    assert [o.tokens for group in stats.values() for o in group] == [7, 4, 3, 5]
+
+
+def test_a_kl_in_the_reward_is_that_of_sampled_tokens() -> None:
+    r = make_rollout(completion_ids=[7, 8, 9], reward=1.0)
+    r.completion = replace(r.completion, is_sampled=[True, False, True])
+    # Samplers report 0.0 for the reply, the reference a log-probability.
+    r.old_logprobs, r.ref_logprobs = torch.tensor([-1.0, 0.0, -2.0]), torch.tensor([-1.5, -9.0, -2])
+    credit.subtract_kl_from_rewards([r], "k1", 0.1)
+    assert r.outcome_reward == pytest.approx(1 - 0.1 * 0.5)
+
+
+def test_the_batch_is_not_a_trivial_one() -> None:
+    # Without this, the tests above could hold because nothing trains.
+    assert [r.loss_tokens for g in make_batch() for r in g.rollouts] == [4, 3, 3, 2]
+    foreign = [
+        sum(not s for s in r.completion.is_sampled or ())
+        for g in with_replies(0.0)
+        for r in g.rollouts
+    ]
+    assert sum(foreign) > 20

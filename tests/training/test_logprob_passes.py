@@ -1,0 +1,80 @@
+"""Tokens are selected among the sampled ones of an optimizer batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from grpo_cli.algorithm import token_selection
+from grpo_cli.config.schema import Loss, Recipe
+from grpo_cli.distributed.workers import Workers
+from grpo_cli.models.memory import MicroBatchBudget
+from grpo_cli.models.policy_logprobs import PolicyLogprobs
+from grpo_cli.records import Group
+from grpo_cli.training import logprob_passes
+from grpo_cli.training.run import Run
+from tests.conftest import make_group, make_rollout
+from tests.partial_run import partial_run
+
+
+def run_of(model: PreTrainedModel, loss: Loss) -> Run:
+    optimizer = torch.optim.SGD(model.parameters())
+    budget = MicroBatchBudget(1000, print)
+    recipe = Recipe(loss=loss)
+    return partial_run(Workers("cpu"), PolicyLogprobs(model), budget, optimizer, recipe=recipe)
+
+
+def episodes() -> list[Group]:
+    """Two rollouts of the same tokens: in the first one, most are a reply."""
+    random = torch.Generator().manual_seed(0)
+    rollouts = []
+    for sampled in ([True] * 3 + [False] * 12 + [True] * 2, [True] * 17):
+        ids = torch.randint(3, 200, (17,), generator=random).tolist()
+        r = make_rollout(completion_ids=ids, reward=1.0, advantage=1.0)
+        r.completion = replace(r.completion, is_sampled=sampled)
+        r.token_advantages = torch.randn(17, generator=random)
+        rollouts.append(r)
+    return [make_group(0, rollouts)]
+
+
+def test_the_tokens_of_highest_entropy_are_sampled_ones(model: PreTrainedModel) -> None:
+    run, groups = run_of(model, Loss(top_entropy=0.3)), episodes()
+    rollouts = groups[0].rollouts
+    stats = logprob_passes.token_stats(run, run.recipe, run.policy_logprobs, rollouts, entropy=True)
+    masks = [r.completion.sampled_mask for r in rollouts]
+    entropies = torch.cat([s.entropies[m] for s, m in zip(stats, masks, strict=True)])  # type: ignore[index]
+    assert len(entropies) == 22
+    threshold = token_selection.entropy_threshold(entropies, 0.3)
+    tokens = logprob_passes.select_tokens(run, run.recipe, groups, 0, 22.0)
+    for r, mask, s in zip(rollouts, masks, stats, strict=True):
+        assert s.entropies is not None
+        assert r.high_entropy is not None
+        assert r.high_entropy.bool().tolist() == ((s.entropies >= threshold) & mask).tolist()
+    assert tokens == (entropies >= threshold).sum()
+
+
+@pytest.mark.parametrize("policy", ["clip_cov", "kl_cov"])
+def test_the_tokens_of_highest_covariance_are_sampled_ones(
+    model: PreTrainedModel, policy: str
+) -> None:
+    # Log-probabilities of 0.0 and the reply's advantages would move both means.
+    run, groups = run_of(model, Loss(policy=policy, cov_share=0.5, cov_low=0.0)), episodes()
+    logprob_passes.select_tokens(run, run.recipe, groups, 0, 22.0)
+    rollouts = groups[0].rollouts
+    masks = [r.completion.sampled_mask for r in rollouts]
+    stats = logprob_passes.token_stats(run, run.recipe, run.policy_logprobs, rollouts)
+    cov = token_selection.covariance(
+        torch.cat([s.logprobs[m] for s, m in zip(stats, masks, strict=True)]).double(),
+        torch.cat([r.advantages[m] for r, m in zip(rollouts, masks, strict=True)]).double(),
+    )
+    chosen = torch.cat([r.cov_selected for r in rollouts])  # type: ignore[misc]
+    mask = torch.cat(masks)
+    assert (chosen[~mask] == 0).all()
+    if policy == "kl_cov":
+        assert chosen[mask].bool().tolist() == (cov >= cov.sort().values[-11]).tolist()
+    else:
+        assert (cov[chosen[mask].bool()] > 0).all()
+        assert chosen.sum() == min(11, int((cov > 0).sum()))
