@@ -6,7 +6,7 @@ Nothing here imports torch or transformers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.errors import UserError
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Conversation = list[dict[str, Any]]
+Schemas = Sequence[Mapping[str, Any]]  # JSON schemas of tools
 TEMPLATE_KWARGS = "chat_template_kwargs"  # the column with arguments of one row
 
 # Names of the roles in rows in ShareGPT's form, {"from": "human", "value": "1+1="}.
@@ -80,12 +81,14 @@ def render(
     messages: Conversation,
     kwargs: Mapping[str, Any],
     where: str,
+    tools: Schemas = (),
 ) -> str:
     """Returns the text that the model completes: a new answer, or the prefill at the end.
 
     Args:
         kwargs: arguments of the template, such as enable_thinking.
         where: the place of the conversation, for messages.
+        tools: JSON schemas of the tools that the model may call.
 
     Raises:
         UserError: the template cannot be parsed, or refuses the conversation.
@@ -97,6 +100,8 @@ def render(
         return str(
             tokenizer.apply_chat_template(
                 messages,
+                # Some templates write an introduction for an empty list.
+                tools=[dict(tool) for tool in tools] or None,  # type: ignore[arg-type]
                 tokenize=False,
                 add_generation_prompt=not continues,
                 continue_final_message=continues,

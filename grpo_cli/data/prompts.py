@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.config.schema import Dataset
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from grpo_cli.records import Prompt
 
+ToolsOf = Callable[[Mapping[str, Any]], conversations.Schemas]
+
 
 def make_prompts(
     rows: Rows,
@@ -29,6 +31,7 @@ def make_prompts(
     held_out: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
     may_be_empty: bool = False,
+    tools: ToolsOf | None = None,
 ) -> tuple[list[Prompt], int]:
     """Returns the prompts of all rows, and how many rows were dropped or cut as over-long.
 
@@ -37,6 +40,8 @@ def make_prompts(
         held_out: the rows are for evaluation and none is dropped or cut, since an accuracy over
             short rows only would not be the accuracy over the data.
         may_be_empty: whether all rows may be too long.
+        tools: returns the JSON schemas of the tools that the model may call in a row; None: there
+            are no tools.
 
     Raises:
         UserError: a row whose `prompt` is a list of messages without dataset.chat, messages that
@@ -44,7 +49,9 @@ def make_prompts(
             short enough.
     """
     texts = [prompt_text(row, config, rows.line(n)) for n, row in enumerate(rows.rows)]
-    every = encode(rows, texts, tokenizer, config.chat, "dataset.chat", template_kwargs or {})
+    every = encode(
+        rows, texts, tokenizer, config.chat, "dataset.chat", template_kwargs or {}, tools
+    )
     if held_out:
         return every, 0
     most = config.max_prompt_tokens
@@ -67,12 +74,14 @@ def encode(
     chat: bool,
     key: str,
     template_kwargs: Mapping[str, Any],
+    tools: ToolsOf | None = None,
 ) -> list[Prompt]:
     """Returns the prompts of rows, whose texts are strings or (with `chat`) lists of messages.
 
     Args:
         key: the key that says `chat`.
         template_kwargs: arguments of the chat template; a row's own go before them.
+        tools: returns the JSON schemas of a row's tools.
 
     Raises:
         UserError: a chat with a tokenizer that has no template, or an empty prompt.
@@ -91,6 +100,7 @@ def encode(
                 text,
                 conversations.template_kwargs(template_kwargs, row),
                 f"{rows.source}, row {rows.line(number)}",
+                tools(row) if tools else (),
             )
             for number, (row, text) in enumerate(zip(rows.rows, texts, strict=True))
         ]

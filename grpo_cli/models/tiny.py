@@ -29,8 +29,14 @@ from grpo_cli.data import conversations
 from grpo_cli.random_streams import derive_seed
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+# Tools are listed by their names and arguments, and called as Qwen2.5 does it: few tokens each.
 CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if tools %}<|im_start|>tools"
+    "{% for t in tools %} {{ t.function.name }}"
+    "({{ t.function.parameters.properties | join(', ') }}){% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ {'name': c.function.name, "
+    "'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 RECIPE_VERSION = 1  # part of the cache key: raise it when a change here changes the model
