@@ -1,0 +1,694 @@
+"""The tokens of a conversation that grows: what is sampled is kept, what is added is appended.
+
+    chat = Chat(tokenizer, eos_ids, tools)
+    chat.check()                                     # before training: UserError
+    ids = [*prompt.ids]
+    ids += sampled                                   # the model's turn, its eos included
+    message = chat.parse(sampled)                    # for the environment
+    ids += chat.reply_ids(replies, ended_by_eos=True, limit=512)
+    ids += sampled_next
+
+A conversation is never rendered again: the ids of a text that was decoded and encoded differ from
+the sampled ones, and a template may change earlier messages. The chat template is rendered once for
+each shape of a reply (its roles and names) with markers in place of the texts. The texts are
+encoded by themselves, so that no text of a tool can become a control token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from grpo_cli.data import conversations
+from grpo_cli.environments.protocol import Message
+from grpo_cli.environments.response import FORMATS, MalformedCall, ResponseParser, Schemas, names_of
+from grpo_cli.errors import TrainingError, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from grpo_cli.records import Prompt
+
+# A marker stands for the text of message N. Its middle shows what the template does to a text.
+_PROBE = "\"\\\n\t<é>'"
+_MARKER = re.compile(r"( {3})?marker(\d{1,4})begin(.{1,60}?)marker\2end( {3})?", re.DOTALL)
+_MOST_SHAPES = 1_000
+_CONTROL = {n: "\N{REPLACEMENT CHARACTER}" for n in (*range(32), 127) if chr(n) not in "\t\n\r"}
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+_ARGUMENT = ("argument_key", "argument_value")
+_REFUSALS = (ValueError, TypeError, KeyError, AttributeError)
+
+
+def _marked(number: int) -> str:
+    return f"   marker{number}begin{_PROBE}marker{number}end   "
+
+
+# What templates do to a text, by what they make of the probe.
+_CHANGES: dict[str, Callable[[str], str]] = {
+    _PROBE: lambda text: text,
+    json.dumps(_PROBE, ensure_ascii=False)[1:-1]: lambda t: json.dumps(t, ensure_ascii=False)[1:-1],
+    json.dumps(_PROBE)[1:-1]: lambda t: json.dumps(t)[1:-1],
+}
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """The place of a text in a rendered reply."""
+
+    number: int  # of the message
+    change: Callable[[str], str]  # what the template does to the text
+    strip_left: bool
+    strip_right: bool
+
+    def changed(self, text: str) -> str:
+        if self.strip_left:
+            text = text.lstrip()
+        return self.change(text.rstrip() if self.strip_right else text)
+
+
+@dataclass(frozen=True)
+class _Skeleton:
+    """A reply without its texts: ids of the template, and the gaps between them."""
+
+    end: int  # the token that ends the model's turn
+    parts: Sequence[Sequence[int] | _Gap]
+
+
+class Chat:
+    """The chat template of a tokenizer, for conversations that grow by appended tokens."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_ids: Sequence[int],
+        tools: Schemas = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+        response_template: str = "auto",
+    ) -> None:
+        """Prepares a conversation; renders nothing yet.
+
+        Args:
+            eos_ids: tokens that end a turn of the model.
+            tools: JSON schemas of the tools that the model may call.
+            template_kwargs: arguments of the chat template.
+            response_template: the format of calls, as `model.response_template` names it.
+        """
+        self.tokenizer = tokenizer
+        self.eos_ids = frozenset(eos_ids)
+        self.tools = [dict(tool) for tool in tools]
+        self.template_kwargs = dict(template_kwargs or {})
+        self.response_template = response_template
+        self._tool_names = names_of(self.tools)
+        added = {t: i for t, i in tokenizer.get_added_vocab().items() if len(t) > 1 and t.strip()}
+        self._control_ids = frozenset(added.values())
+        self._control = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))))
+        self._has_control = bool(added)
+        self._shapes: dict[tuple[Any, ...], _Skeleton] = {}
+        self._parser: ResponseParser | None = None
+        self._prefix: str | None = None
+
+    # The model's turn
+
+    def parse(self, ids: Sequence[int], prefill: str = "") -> Message:
+        """Returns a turn of the model as a message, see `ResponseParser.parse`.
+
+        Args:
+            ids: the sampled tokens, with or without the eos.
+            prefill: the text of the prompt that the turn continues.
+
+        Raises:
+            MalformedCall: the turn begins a call that cannot be read.
+        """
+        ids = list(ids)
+        while ids and ids[-1] in self.eos_ids:
+            ids.pop()
+        text = prefill + self._text(ids)
+        if self._prefix is None:
+            user = [{"role": "user", "content": "text"}]
+            self._prefix = self._render(user, generation_prompt=True)
+        return self.clean(self.parser.parse(text, self._prefix, self.tools))
+
+    def clean(self, message: Message) -> Message:
+        """Returns a message of the model without special tokens in its content."""
+        content = message["content"]
+        for token in self.tokenizer.all_special_tokens:
+            content = content.replace(token, "")
+        return {**message, "content": content}
+
+    @property
+    def parser(self) -> ResponseParser:
+        """What reads the model's turns; found once, by reading a call that the template writes."""
+        if self._parser is None:
+            self._parser = self._find_parser()
+        return self._parser
+
+    def _find_parser(self) -> ResponseParser:
+        if self.response_template != "auto":
+            return ResponseParser(FORMATS[self.response_template])
+        own = getattr(self.tokenizer, "response_template", None)
+        candidates = [ResponseParser(template=own)] if own else []
+        candidates += [ResponseParser(read) for read in FORMATS.values()]
+        if not self.tools:
+            return candidates[0] if own else ResponseParser(lambda text, names: (text, []))
+        for parser in candidates:
+            if self._reads_a_call(parser):
+                return parser
+        raise UserError(
+            "model.response_template = auto: no format reads a tool call as the chat template "
+            f"writes it (tried: {'the tokenizer`s own, ' if own else ''}{', '.join(FORMATS)}); set "
+            "it to one, or give the tokenizer a response_template."
+        )
+
+    def _reads_a_call(self, parser: ResponseParser) -> bool:
+        """Whether a parser reads a call that the template has rendered."""
+        name, arguments = min(self._tool_names), dict([_ARGUMENT])
+        begin = self._render([_user(0)], generation_prompt=True)
+        message = _assistant("", [(name, arguments)])
+        whole = self._render([_user(0), message])
+        text = self._up_to_eos(whole[len(begin) :])[0] if whole.startswith(begin) else ""
+        try:
+            found = parser.parse(text, begin, self.tools)
+        except MalformedCall:
+            return False
+        calls = [c["function"] for c in found.get("tool_calls", [])]
+        return [(c["name"], c["arguments"]) for c in calls] == [(name, arguments)]
+
+    # Replies
+
+    def reply_ids(
+        self, messages: Sequence[Message], *, ended_by_eos: bool, limit: int
+    ) -> list[int]:
+        """Returns the tokens between a turn of the model and its next turn.
+
+        Args:
+            messages: the reply, of roles tool, user or system.
+            ended_by_eos: whether the turn's last token is an eos; otherwise the end of the turn is
+                added.
+            limit: length of one message's text in tokens; a longer one is cut in its middle.
+
+        Raises:
+            TrainingError: the template cannot render such messages.
+        """
+        messages = [self._with_safe_names(m) for m in messages]
+        try:
+            skeleton = self._skeleton(messages)
+        except _Refused as error:
+            roles = ", ".join(str(m["role"]) for m in messages)
+            raise TrainingError(
+                f"the chat template cannot render a reply of the environment ({roles}): {error}"
+            ) from error
+        ids = [] if ended_by_eos else [skeleton.end]
+        return ids + self._filled(skeleton.parts, [m.get("content") for m in messages], limit)
+
+    def turn_ids(self, message: Message) -> list[int]:
+        """Returns the tokens of a turn of the model that says a message, with its eos.
+
+        Raises:
+            UserError: the template cannot render the message behind its generation prompt.
+        """
+        begin = self._render([_user(0)], generation_prompt=True)
+        whole = self._render([_user(0), message])
+        if not whole.startswith(begin):
+            raise UserError(
+                "the chat template begins a message of the assistant otherwise than the generation "
+                "prompt; set model.chat_template to another."
+            )
+        text, end = self._up_to_eos(whole[len(begin) :])
+        return [*self._encoded(text), end]
+
+    def episode_ids(
+        self, solution: Sequence[Message], limit: int = 10**6
+    ) -> tuple[list[int], list[bool]]:
+        """Returns the tokens of an episode that is given as messages, and which are the model's.
+
+        They are the tokens that an episode with these turns and replies would have.
+        """
+        ids: list[int] = []
+        is_sampled: list[bool] = []
+        reply: list[Message] = []
+        for message in solution:
+            if message["role"] != "assistant":
+                reply.append(message)
+                continue
+            if reply:
+                foreign = self.reply_ids(reply, ended_by_eos=True, limit=limit)
+                ids += foreign
+                is_sampled += [False] * len(foreign)
+                reply = []
+            turn = self.turn_ids(message)
+            ids += turn
+            is_sampled += [True] * len(turn)
+        return ids, is_sampled
+
+    def with_observation(
+        self, prompt: Prompt, observation: str | Sequence[Message], limit: int = 10**6
+    ) -> Prompt:
+        """Returns the prompt with an environment's first observation, and the old ids as `row_ids`.
+
+        Args:
+            prompt: a prompt of a chat data set.
+            observation: a text, which is appended to the last message of the user, or messages,
+                which are appended to the conversation.
+            limit: length of one text in tokens; a longer one is cut in its middle.
+        """
+        if not observation:
+            return prompt
+        assert not isinstance(prompt.text, str), "checked: environments need dataset.chat"
+        messages: list[Message] = [dict(m) for m in prompt.text]
+        if isinstance(observation, str):
+            texts: list[Any] = [observation]
+            last = max((n for n, m in enumerate(messages) if m["role"] == "user"), default=-1)
+            if last < 0:
+                messages.append({"role": "user", "content": ""})
+            gaps = {last: messages[last]["content"]}
+        else:
+            texts = [m.get("content") for m in observation]
+            gaps = dict.fromkeys(range(len(messages), len(messages) + len(texts)), "")
+            messages += [self._with_safe_names(m) for m in observation]
+
+        def filled(written: Sequence[str]) -> list[Message]:
+            conversation = [dict(m) for m in messages]
+            for (n, before), text in zip(gaps.items(), written, strict=True):
+                conversation[n]["content"] = before + text
+            return conversation
+
+        shown = [self._shortened(as_text(text), limit) for text in texts]
+        text = filled(shown)
+        rendered = self._of_row(prompt, text)
+        if self._has_control and any(self._control.search(s) for s in shown):
+            try:
+                parts = self._parts(
+                    self._of_row(prompt, filled([*map(_marked, range(len(shown)))]))
+                )
+            except _Refused as error:
+                raise TrainingError(
+                    f"the chat template cannot render an environment's first message: {error}"
+                ) from error
+            ids = self._filled(parts, shown, limit)
+        else:
+            ids = self._encoded(rendered)
+        return dataclasses.replace(prompt, ids=ids, text=text, row_ids=prompt.ids)
+
+    def _of_row(self, prompt: Prompt, messages: list[Message]) -> str:
+        if prompt.prefill:
+            messages = [*messages, {"role": "assistant", "content": prompt.prefill}]
+        kwargs = conversations.template_kwargs(self.template_kwargs, prompt.columns)
+        return conversations.render(
+            self.tokenizer, messages, kwargs, f"row {prompt.row}", self.tools
+        )
+
+    # Checks
+
+    def check(self, replies: Sequence[str] | None = None) -> None:
+        """Checks that the template and the tokenizer can carry a conversation of several turns.
+
+        Args:
+            replies: roles of the messages that the environment sends; None: "tool" and "user" with
+                tools, else "user". A template that moves the tools to the last message of the user
+                can be used where only tools reply.
+
+        Raises:
+            UserError: the template drops a part of a call or its result, changes earlier messages
+                when others follow, has another generation prompt in later turns, refuses the
+                conversation, does not end a turn with a token that ends sampling, or writes calls
+                in a format that is not known.
+        """
+        if not self.tokenizer.chat_template:
+            raise UserError(
+                "dataset.chat = true: the tokenizer has no chat template; set model.chat_template."
+            )
+        if replies is None:
+            replies = ("tool", "user") if self.tools else ("user",)
+        try:
+            for thought in ("", "<think>\nthought\n</think>\n\n"):
+                self._check_prefixes(self._example("tool" in replies, "user" in replies, thought))
+            if "tool" in replies and self.tools:
+                self._check_nothing_is_dropped()
+            for roles in self._shapes_to_check(replies):
+                self.skeleton_of(roles)
+        except _Refused as error:
+            raise UserError(f"{error}; set model.chat_template to another.") from error
+        if self.tools:
+            _ = self.parser
+
+    def _shapes_to_check(self, replies: Sequence[str]) -> list[tuple[str, ...]]:
+        single: list[tuple[str, ...]] = [(role,) for role in replies]
+        return [*single, ("tool", "tool")] if "tool" in replies else single
+
+    def skeleton_of(self, roles: Sequence[str]) -> _Skeleton:
+        """Returns the skeleton of a reply with messages of these roles."""
+        return self._skeleton([self._reply_message(role) for role in roles])
+
+    def _reply_message(self, role: str) -> Message:
+        if role != "tool":
+            return {"role": role, "content": ""}
+        name = min(self._tool_names, default="tool")
+        return {"role": "tool", "name": name, "content": ""}
+
+    def _example(self, tool: bool, user: bool, thought: str) -> list[Message]:
+        """Returns a conversation with the replies that are asked for."""
+        name = min(self._tool_names, default="tool")
+        call = [(name, dict([_ARGUMENT]))]
+        said = f"{thought}{_MARKED_TEXT}"
+        messages = [_user(0)]
+        if tool:
+            answers = [_tool(name, n) for n in range(2)]
+            messages += [_assistant(said, call), *answers, _assistant(said, call), answers[0]]
+        messages.append(_assistant(said))
+        if user:
+            messages += [_user(1), _assistant(said), _user(2), _assistant(said)]
+        return messages
+
+    def _check_prefixes(self, messages: list[Message]) -> None:
+        """Checks that each message leaves the tokens of the messages before it as they are."""
+        before: list[int] = []
+        prompt_of_first, with_prompt = "", ""
+        texts: list[str] = []  # rendered up to each message
+        for n, message in enumerate(messages):
+            where = f"message {n + 1} ({_described(messages, n)})"
+            rendered = self._render(messages[: n + 1])
+            if message["role"] == "tool" and messages[n + 1]["role"] == "tool":
+                texts.append("")  # a template may close the block of results with the last one
+                continue
+            texts.append(rendered)
+            ids = self._encoded(rendered)
+            if ids[: len(before)] != before:
+                same = [rendered.startswith(text.rstrip()) for text in texts[:n]]
+                changed = same.index(False) + 1 if False in same else n
+                raise _Refused(
+                    f"the chat template changes message {changed} "
+                    f"({_described(messages, changed - 1)}) when {where} follows; what the model "
+                    "has read and written must keep its tokens"
+                )
+            if message["role"] == "assistant":
+                if not rendered.startswith(with_prompt):
+                    raise _Refused(
+                        f"the chat template begins {where} otherwise than its generation prompt"
+                    )
+                if self._first_eos(rendered[len(with_prompt) :]) is None:
+                    raise _Refused(
+                        f"the chat template does not end {where} with a token that ends sampling "
+                        f"({self._names_of_eos()})"
+                    )
+                ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
+                before = ids[: ends[-1] + 1]
+                continue
+            with_prompt = self._render(messages[: n + 1], generation_prompt=True)
+            if not with_prompt.startswith(rendered):
+                raise _Refused(f"the chat template changes {where} with its generation prompt")
+            added = with_prompt[len(rendered) :]
+            prompt_of_first = added if n == 0 else prompt_of_first
+            if added != prompt_of_first:
+                raise _Refused(
+                    f"the generation prompt of the chat template behind {where} is {added!r:.60}, "
+                    f"and {prompt_of_first!r:.60} in the first turn"
+                )
+
+    def _check_nothing_is_dropped(self) -> None:
+        name = min(self._tool_names)
+        messages = [_user(0), _assistant("", [(name, dict([_ARGUMENT]))]), _tool(name, 1)]
+        nothing, call, result = (self._render(messages[:n]) for n in (1, 2, 3))
+        parts = {"name": name, "argument's name": _ARGUMENT[0], "argument's value": _ARGUMENT[1]}
+        for part, text in parts.items():
+            if call.count(text) <= nothing.count(text):  # the list of tools has the name, too
+                raise _Refused(f"the chat template drops the {part} of a tool call")
+        if f"{_MARKED_TEXT}1" not in result:
+            raise _Refused("the chat template drops the result of a tool call")
+
+    def _names_of_eos(self) -> str:
+        return ", ".join(map(str, self.tokenizer.convert_ids_to_tokens(sorted(self.eos_ids))))
+
+    # Rendering
+
+    def _render(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
+        import jinja2
+
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=self.tools or None,  # type: ignore[arg-type]
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
+                    **self.template_kwargs,
+                )
+            )
+        except (jinja2.TemplateError, *_REFUSALS) as error:
+            last = _described(messages, len(messages) - 1)
+            reason = str(error).split("\n")[0]
+            raise _Refused(
+                f"the chat template refuses a conversation of {len(messages)} messages that ends "
+                f"with {last}: {reason}"
+            ) from error
+
+    def _skeleton(self, messages: Sequence[Message]) -> _Skeleton:
+        shape = tuple((m["role"], m.get("name"), m.get("tool_call_id")) for m in messages)
+        if shape not in self._shapes:
+            if len(self._shapes) >= _MOST_SHAPES:
+                self._shapes.clear()
+            self._shapes[shape] = self._make_skeleton(messages)
+        return self._shapes[shape]
+
+    def _make_skeleton(self, messages: Sequence[Message]) -> _Skeleton:
+        marked = [{**m, "content": _marked(n)} for n, m in enumerate(messages)]
+        answered = [m for m in marked if m["role"] == "tool"]
+        for n, m in enumerate(answered):
+            m.setdefault("tool_call_id", f"call{n:05}")
+        calls = [(m.get("name", "tool"), dict([_ARGUMENT]), m["tool_call_id"]) for m in answered]
+        try:
+            rendered = self._render(
+                [_user(0), _assistant(_MARKED_TEXT, calls), *marked], generation_prompt=True
+            )
+        except _Refused:
+            if len(calls) < 2:
+                raise
+            rendered = self._render(  # Llama 3 renders messages with one call only
+                [_user(0), _assistant(_MARKED_TEXT, calls[:1]), *marked], generation_prompt=True
+            )
+        tail = self._after_assistant(rendered)
+        _, end = self._up_to_eos(tail)
+        end_text = str(self.tokenizer.convert_ids_to_tokens(end))
+        reply = tail[tail.index(end_text) + len(end_text) :]
+        parts = self._parts(reply, after=end)
+        gaps = {part.number for part in parts if isinstance(part, _Gap)}
+        for n, message in enumerate(messages):
+            if n not in gaps:
+                raise _Refused(
+                    f"the chat template drops the text of a message of {message['role']}"
+                )
+        return _Skeleton(end, parts)
+
+    def _after_assistant(self, rendered: str) -> str:
+        """Returns what follows the last text of the assistant in a rendered conversation."""
+        at = max(rendered.rfind(text) for text in (_MARKED_TEXT, _ARGUMENT[1]))
+        if at < 0:
+            raise _Refused("the chat template drops the messages of the assistant")
+        return rendered[at:]
+
+    def _up_to_eos(self, text: str) -> tuple[str, int]:
+        """Returns the text before the first eos, and that token."""
+        found = self._first_eos(text)
+        if found is None:
+            raise _Refused(
+                "the chat template does not end a turn of the assistant with a token that ends "
+                f"sampling ({self._names_of_eos()})"
+            )
+        at, eos = found
+        return text[:at], eos
+
+    def _first_eos(self, text: str) -> tuple[int, int] | None:
+        """Returns the place of the first eos of a text, and the token."""
+        names = {str(self.tokenizer.convert_ids_to_tokens(i)): i for i in sorted(self.eos_ids)}
+        places = [(text.find(name), eos) for name, eos in names.items() if name in text]
+        return min(places) if places else None
+
+    def _parts(self, rendered: str, after: int | None = None) -> list[Sequence[int] | _Gap]:
+        """Returns the ids of a rendered text, and the gaps of its markers.
+
+        Args:
+            after: the token before the text, if it is not the beginning.
+        """
+        parts: list[Sequence[int] | _Gap] = []
+        at = 0
+
+        def written(text: str) -> None:
+            if text:
+                is_first = not parts
+                parts.append(
+                    self._encoded(text)
+                    if is_first and after is None
+                    else self._continued(text, after if is_first else None)
+                )
+
+        for found in _MARKER.finditer(rendered):
+            written(rendered[at : found.start()])
+            left, number, probe, right = found.groups()
+            if probe not in _CHANGES:
+                raise _Refused(
+                    f"the chat template changes the text of a message ({_PROBE!r} to {probe!r})"
+                )
+            parts.append(_Gap(int(number), _CHANGES[probe], not left, not right))
+            at = found.end()
+        written(rendered[at:])
+        return parts
+
+    # Tokens
+
+    def _filled(
+        self, parts: Sequence[Sequence[int] | _Gap], contents: Sequence[Any], limit: int
+    ) -> list[int]:
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, _Gap):
+                ids += self._content_ids(contents[part.number], part, limit)
+            else:
+                ids += part
+        return ids
+
+    def _content_ids(self, content: Any, gap: _Gap, limit: int) -> list[int]:
+        """Returns the tokens of a text, at most `limit`, none of them a control token."""
+        text, left_out = _precut(as_text(content), limit)
+        ids = [*self._plain(gap.changed(text[0]))]
+        if not left_out and len(ids) <= limit:
+            return ids
+        rest = self._plain(gap.changed(text[1])) if left_out else ids
+        mark = self._plain(gap.change("\n[... a part of the text is left out ...]\n"))
+        if 2 * len(mark) > limit:
+            mark = self._plain("...")[: limit // 2]
+        most = limit - len(mark)
+        return ids[: most - most // 2] + mark + rest[len(rest) - most // 2 :]
+
+    def _shortened(self, text: str, limit: int) -> str:
+        """Returns a text of at most about `limit` tokens."""
+        parts, left_out = _precut(text, limit)
+        ids = self._plain(parts[0]) if not left_out else []
+        if not left_out and len(ids) <= limit:
+            return _cleaned(text)
+        return self._text(self._content_ids(text, _Gap(0, lambda t: t, False, False), limit))
+
+    def _plain(self, text: str) -> list[int]:
+        """Returns the tokens of a text; none of them is an added token, such as <|im_end|>.
+
+        An added token is cut behind its first character. `split_special_tokens` would leave those
+        that are not marked as special, such as <tool_call>, and sets a flag of the tokenizer that
+        other threads see.
+        """
+        pieces, begin, at = [], 0, 0
+        while self._has_control and (found := self._control.search(text, at)):
+            at = found.start() + 1
+            pieces.append(text[begin:at])
+            begin = at
+        pieces.append(text[begin:])
+        ids = [i for piece in pieces if piece for i in self._continued(piece)]
+        if self._control_ids.isdisjoint(ids):
+            return ids
+        # A normalizer has made one from other characters.
+        every = [i for character in text for i in self._continued(character)]
+        return [i for i in every if i not in self._control_ids]
+
+    def _continued(self, text: str, after: int | None = None) -> list[int]:
+        """Returns the tokens of a text that is not at the beginning.
+
+        Args:
+            after: the token before it.
+        """
+        if after is not None:
+            both = self._encoded(str(self.tokenizer.convert_ids_to_tokens(after)) + text)
+            if both[:1] == [after]:
+                return both[1:]
+        for before in ("\n", "a"):  # some tokenizers put a space before a text that begins
+            alone, both = self._encoded(before), self._encoded(before + text)
+            if both[: len(alone)] == alone:
+                return both[len(alone) :]
+        return self._encoded(text)
+
+    def _encoded(self, text: str) -> list[int]:
+        found: Any = self.tokenizer(text, add_special_tokens=False)
+        return list(found["input_ids"])
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    def _with_safe_names(self, message: Message) -> Message:
+        """Returns a message whose name and id cannot be control tokens: the model writes them."""
+        safe = dict(message)
+        for key, other in (("name", "unknown"), ("tool_call_id", "000000000")):
+            if key in safe and safe[key] not in self._tool_names:
+                text = str(safe[key])
+                safe[key] = text if _SAFE_NAME.fullmatch(text) else other
+        return safe
+
+
+class _Refused(Exception):  # noqa: N818 - becomes a UserError or a TrainingError
+    """The chat template cannot do what is asked of it."""
+
+
+_MARKED_TEXT = "markedtext"
+
+
+def _user(number: int) -> Message:
+    return {"role": "user", "content": f"{_MARKED_TEXT}{number}"}
+
+
+def _tool(name: str, number: int) -> Message:
+    return {
+        "role": "tool", "name": name, "content": f"{_MARKED_TEXT}{number}",
+        "tool_call_id": "call00000",
+    }  # fmt: skip
+
+
+def _assistant(content: str, calls: Sequence[tuple[Any, ...]] = ()) -> Message:
+    message: Message = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [
+            {
+                "type": "function",
+                "id": rest[0] if rest else "call00000",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for name, arguments, *rest in calls
+        ]
+    return message
+
+
+def _described(messages: Sequence[Message], n: int) -> str:
+    message = messages[n]
+    called = " with a tool call" if message.get("tool_calls") else ""
+    return f"{message['role']}{called}"
+
+
+def as_text(content: Any) -> str:
+    """Returns the content of a message as text: of text parts their texts, of others JSON."""
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    if isinstance(content, list) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    try:
+        return json.dumps(content, ensure_ascii=False, default=str)
+    except (ValueError, TypeError, RecursionError):
+        return f"({type(content).__name__})"
+
+
+def _precut(text: str, limit: int) -> tuple[tuple[str, str], bool]:
+    """Returns (beginning, end) of a text, and whether something between them is left out.
+
+    Texts of many characters for a token are cut before they are encoded, which takes seconds for
+    ten megabytes.
+    """
+    most = 16 * limit
+    if len(text) <= 2 * most:
+        return (_cleaned(text), ""), False
+    return (_cleaned(text[:most]), _cleaned(text[-most:])), True
+
+
+def _cleaned(text: str) -> str:
+    """Returns a text without control characters and halves of surrogate pairs."""
+    return text.encode("utf-8", "replace").decode("utf-8").translate(_CONTROL)
