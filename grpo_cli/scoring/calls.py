@@ -24,8 +24,9 @@ from typing import Any
 from grpo_cli.config.schema import Scoring
 from grpo_cli.data.rows import DATASET
 from grpo_cli.data.stored_completions import Sample
-from grpo_cli.scoring.pool import Call, CallResult, Pool, overrun
+from grpo_cli.scoring.pool import Call, CallResult, Pool
 from grpo_cli.scoring.pool_worker import answer, blame, recorders
+from grpo_cli.scoring.processes import overrun
 from grpo_cli.scoring.registry import STANDARD, RewardFunction, Signature, TrainerState
 
 CACHE_SIZE = 100_000  # results kept for completions that come again

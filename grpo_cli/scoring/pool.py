@@ -12,7 +12,6 @@ import collections
 import contextlib
 import itertools
 import os
-import signal
 import socket
 import struct
 import subprocess
@@ -23,17 +22,19 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
-from grpo_cli import IMPORT_ROOT
+from grpo_cli.scoring import processes
+from grpo_cli.scoring.processes import (
+    MAX_FAILED_STARTS,
+    RETRY_SECONDS,
+    START_SECONDS,
+    ending,
+    kill_tree,
+    overrun,
+)
 
-START_SECONDS = 120.0  # for a worker to import its functions, on a busy machine or a slow disk
 MESSAGE_SECONDS = 10  # for one message between a worker and the pool, once it has begun
-MAX_FAILED_STARTS = 3  # in a row
-RETRY_SECONDS = 0.5  # before another start
-KILL_ROUNDS = 20  # searches for a worker's children, which may start others meanwhile
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -163,19 +164,7 @@ class Pool:
         return min(self.size, len(self._queue) + sum(w.job is not None for w in self._workers))
 
     def _start_worker(self) -> _Worker:
-        ours, theirs = socket.socketpair()
-        with theirs, contextlib.ExitStack() as if_it_fails:
-            if_it_fails.callback(ours.close)
-            process = subprocess.Popen(
-                # -P: a random.py in the working folder is not Python's own.
-                [sys.executable, "-P", "-m", "grpo_cli.scoring.pool_worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,  # stdout is the run's
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the run, and a kill is for all of it
-                env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(IMPORT_ROOT)},
-            )
-            if_it_fails.pop_all()
+        process, ours = processes.start("grpo_cli.scoring.pool_worker")
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # it may stop within a message
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", MESSAGE_SECONDS, 0))
         pipe = Connection(ours.detach())
@@ -261,7 +250,7 @@ class Pool:
                 worker.process.wait(0 if worker.ready and worker.job is None else 0.5)
         kill_tree(worker.process.pid)
         status = worker.process.wait()
-        reason = reason or f"its worker process ended ({_ending(status)})"
+        reason = reason or f"its worker process ended ({ending(status)})"
         self._answer(worker, CallResult(error=reason))
         if not worker.ready and self._ended is None:
             self._could_not_start(reason)
@@ -296,42 +285,3 @@ def without_log(
 def common_length(lines: list[dict[str, Any]], known: list[dict[str, Any]]) -> int:
     """Returns the number of known lines if these are the first of `lines`, else 0."""
     return len(known) if lines[: len(known)] == known else 0
-
-
-def kill_tree(pid: int) -> None:
-    """Kills a process and all of its descendants, also those in other sessions."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGSTOP)  # it starts nothing more, and its orphans stay its children
-    for _ in range(KILL_ROUNDS):
-        below = descendants(pid)
-        for child in below:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(child, signal.SIGKILL)
-        if not below:
-            break
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def descendants(pid: int) -> list[int]:
-    """Returns the living descendants of a process from /proc; [] where there is no /proc."""
-    children: dict[int, list[int]] = collections.defaultdict(list)
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            state, parent = entry.read_text().rpartition(")")[2].split()[:2]
-            if state != "Z":
-                children[int(parent)].append(int(entry.parent.name))
-    below, new = [], [pid]
-    while new:
-        new = [child for parent in new for child in children[parent]]
-        below += new
-    return below
-
-
-def overrun(seconds: float) -> str:
-    """Returns the error of a call that was stopped at its deadline."""
-    return f"took more than {seconds:g} s and was stopped"
-
-
-def _ending(status: int) -> str:
-    return f"signal {-status}" if status < 0 else f"exit code {status}"

@@ -6,11 +6,8 @@ Imports almost nothing, so that it starts quickly.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import os
-import resource
-import signal
 import sys
 import time
 import traceback
@@ -19,19 +16,15 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from grpo_cli.scoring import processes
 from grpo_cli.scoring.pool import CallResult
-
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main() -> None:
     """Answers calls until the pool closes the pipe."""
     pipe = Connection(int(sys.argv[1]))
     parent, memory_gb, path, preload = pipe.recv()
-    _die_with(parent)
-    if memory_gb is not None:
-        _limit_memory(int(memory_gb * 2**30))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    processes.settle(parent, memory_gb)
     sys.path[:] = path
     for module in preload:
         with contextlib.suppress(Exception, SystemExit):  # the first call says what is wrong
@@ -56,24 +49,6 @@ def main() -> None:
             return
         except Exception as error:  # a value that cannot be pickled
             pipe.send((number, CallResult(error=f"it returned what cannot be sent: {error}")))
-
-
-def _limit_memory(limit: int) -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _die_with(parent: int) -> None:
-    """Makes the kernel kill this process when the process that started it ends."""
-    if sys.platform == "linux":
-        prctl = ctypes.CDLL(None).prctl
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        prctl(PR_SET_CHILD_SUBREAPER, 1)  # all that it starts remains its descendant
-    if os.getppid() != parent:  # it ended before the line above
-        os._exit(1)
 
 
 def find(path: str) -> Callable[..., Any]:

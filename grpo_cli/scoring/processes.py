@@ -1,0 +1,133 @@
+"""Worker processes that can be killed: how they start, what holds them, and how they end.
+
+`pool.Pool` and `environments.sessions` start their workers with it. A worker process imports this
+module, so it imports almost nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_cli import IMPORT_ROOT
+
+START_SECONDS = 120.0  # for a worker to import its functions, on a busy machine or a slow disk
+MAX_FAILED_STARTS = 3  # in a row
+RETRY_SECONDS = 0.5  # before another start
+KILL_ROUNDS = 20  # searches for a worker's children, which may start others meanwhile
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def start(
+    module: str, pass_fds: Sequence[int] = ()
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Starts `python -m module FD ...`, with a socket to this process as its first argument.
+
+    What it prints goes to this process's stderr. The kernel kills it when the thread that has
+    started it ends, if it calls `die_with`.
+
+    Args:
+        pass_fds: more file descriptors, which become its further arguments.
+
+    Returns:
+        (the process, this process's end of the socket).
+
+    Raises:
+        OSError: there are no more processes or descriptors.
+    """
+    ours, theirs = socket.socketpair()
+    fds = [theirs.fileno(), *pass_fds]
+    with theirs, contextlib.ExitStack() as if_it_fails:
+        if_it_fails.callback(ours.close)
+        process = subprocess.Popen(
+            # -P: a random.py in the working folder is not Python's own.
+            [sys.executable, "-P", "-m", module, *map(str, fds)],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,  # stdout is the run's
+            pass_fds=fds,
+            start_new_session=True,  # Ctrl-C is for the run, and a kill is for all of it
+            env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(IMPORT_ROOT)},
+        )
+        if_it_fails.pop_all()
+    return process, ours
+
+
+def settle(parent: int, memory_gb: float | None) -> None:
+    """Binds the process that calls it, a worker, to its parent and its memory limit.
+
+    Args:
+        memory_gb: limit of its address space; None: no limit.
+    """
+    die_with(parent)
+    if memory_gb is not None:
+        limit_memory(int(memory_gb * 2**30))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def limit_memory(limit: int) -> None:
+    """Limits the address space of this process, in bytes."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def die_with(parent: int) -> None:
+    """Makes the kernel kill this process when the process that started it ends."""
+    if sys.platform == "linux":
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # all that it starts remains its descendant
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+
+
+def kill_tree(pid: int) -> None:
+    """Kills a process and all of its descendants, also those in other sessions."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGSTOP)  # it starts nothing more, and its orphans stay its children
+    for _ in range(KILL_ROUNDS):
+        below = descendants(pid)
+        for child in below:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(child, signal.SIGKILL)
+        if not below:
+            break
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns the living descendants of a process from /proc; [] where there is no /proc."""
+    children: dict[int, list[int]] = collections.defaultdict(list)
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            state, parent = entry.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                children[int(parent)].append(int(entry.parent.name))
+    below, new = [], [pid]
+    while new:
+        new = [child for parent in new for child in children[parent]]
+        below += new
+    return below
+
+
+def overrun(seconds: float) -> str:
+    """Returns the error of a call that was stopped at its deadline."""
+    return f"took more than {seconds:g} s and was stopped"
+
+
+def ending(status: int) -> str:
+    """Returns how a process ended: `signal 9`, `exit code 0`."""
+    return f"signal {-status}" if status < 0 else f"exit code {status}"
