@@ -1,0 +1,596 @@
+"""Makes one kind of environment of what users bring: classes of several manners, and servers.
+
+A class is recognised by its methods:
+
+    manner        methods                                        the model's turn
+    ours          reset(row, seed), step(message)                a message, to `step`
+    TRL's         reset(**row), public methods, get_reward()     calls of the public methods
+    SkyRL-gym's   init(prompt), step(action)                     a text, to `step`
+
+Runs in the worker process of a session (`session_worker.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from numbers import Real
+from typing import Any, Literal, Protocol
+
+from grpo_cli.config.user_code import import_function
+from grpo_cli.environments.deadlines import Deadlines, blame, described, result_of
+from grpo_cli.environments.functions import (
+    Answer,
+    Functions,
+    Tool,
+    calls_of,
+    clean_text,
+    join,
+    load_tools,
+    make_tool,
+    name_of,
+)
+from grpo_cli.environments.protocol import Message, Observation, ToolCall
+from grpo_cli.errors import UserError, listed, nearest
+
+ROLES = ("user", "tool", "system")  # of an environment's messages
+NAME_COLUMN = "environment"  # the column that names the environment of a row
+NO_TOOLS = ("reset", "get_reward", "close")  # public methods of TRL's classes that are not tools
+Manner = Literal["ours", "trl", "skyrl"]
+
+
+class Broken(Exception):  # noqa: N818
+    """An environment did what no environment may do; the message says what."""
+
+
+class Adapted(Protocol):
+    """An environment as sessions use it. Everything else is made into one."""
+
+    is_reusable: bool  # whether the object serves another episode after this one
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """The JSON schemas of its tools, as far as they are known before `reset`."""
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Observation: ...
+
+    async def step(self, message: Message) -> Observation: ...
+
+    async def finish(self) -> Observation:
+        """Returns the rewards of the episode by name, and metrics."""
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The settings of environments that a worker needs, picklable."""
+
+    path: str | None = None
+    args: Mapping[str, Any] = field(default_factory=dict)
+    by_name: Mapping[str, str] = field(default_factory=dict)
+    openenv: str | None = None
+    mcp: str | None = None
+    tools: Mapping[str, str] = field(default_factory=dict)
+    seconds: float | None = 30.0  # deadline of each call; None: none
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is more than tools, which can be called anywhere."""
+        return bool(self.path or self.by_name or self.openenv or self.mcp)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the environments; [""] if there is only one."""
+        return list(self.by_name) or [""]
+
+
+@dataclass
+class Maker:
+    """Makes the environments of one worker; imports their classes and tools once."""
+
+    spec: Spec
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    _tools: dict[str, Tool] | None = None
+    _classes: dict[str, _Class] = field(default_factory=dict)
+
+    @property
+    def tools(self) -> dict[str, Tool]:
+        """The recipe's tools."""
+        if self._tools is None:
+            self._tools = load_tools(self.spec.tools)
+        return self._tools
+
+    def preload(self) -> None:
+        """Imports the classes and tools.
+
+        Raises:
+            UserError: one of them cannot be used.
+        """
+        _ = self.tools
+        for name in self.spec.names if self.spec.path or self.spec.by_name else ():
+            found = self._class(name)
+            if inspect.isclass(found.call) and manner_of(found.call, found.where) == "trl":
+                found.tools(found.call)
+
+    def make(
+        self, name: str, row: Mapping[str, Any], answered: Callable[[Answer], None]
+    ) -> Adapted:
+        """Returns a fresh environment.
+
+        Args:
+            name: which of `environment.by_name`; "" if there is only one.
+            row: of the episode, which SkyRL-gym's classes are constructed with.
+            answered: called with each answer of a tool.
+
+        Raises:
+            UserError: there is no such class, or it is no environment.
+        """
+        functions = Functions(self.tools, self.deadlines, answered)
+        if self.spec.openenv or self.spec.mcp:
+            raise UserError("environment.openenv and environment.mcp are not supported yet.")
+        if not self.spec.has_state:
+            return ToolsOnly(functions)
+        return self._class(name).make(row, functions)
+
+    def _class(self, name: str) -> _Class:
+        if name not in self._classes:
+            by_name = self.spec.by_name
+            if by_name and name not in by_name:
+                raise UserError(
+                    f"the column {NAME_COLUMN}: there is no environment {name!r}; "
+                    f"environment.by_name has {listed(by_name)}.{nearest(name, by_name)}"
+                )
+            key = f"environment.by_name.{name}" if by_name else "environment.path"
+            path = by_name[name] if by_name else str(self.spec.path)
+            # With several classes, args may give each its own, under its name.
+            args = self.spec.args
+            if by_name and set(args) <= set(by_name):
+                args = args.get(name) or {}
+            self._classes[name] = _Class.find(path, key, args)
+        return self._classes[name]
+
+
+@dataclass(frozen=True)
+class _Class:
+    """A user's class of environments, or a function that returns one."""
+
+    where: str  # the key and the value that name it, for messages
+    call: Callable[..., Any]
+    args: Mapping[str, Any]
+    _tools: dict[type, dict[str, Tool]] = field(default_factory=dict)
+
+    @classmethod
+    def find(cls, path: str, key: str, args: Mapping[str, Any]) -> _Class:
+        """Imports a class and checks that it can be called with the arguments.
+
+        Raises:
+            UserError: there is no such class, or it does not take the arguments.
+        """
+        where = f"{key} = {path}"
+        if ":" not in path:
+            raise UserError(f"{where}: is no class; give it as my_module:MyClass.")
+        found = cls(where, import_function(path, where), dict(args))
+        if inspect.isclass(found.call):
+            manner_of(found.call, where)
+        parameters = found.parameters
+        if parameters is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            own = [n for n in parameters if n not in ("extras",)]
+            if unknown := [name for name in args if name not in parameters]:
+                raise UserError(
+                    f"environment.args.{unknown[0]}: {path} takes no such argument; it takes "
+                    f"{listed(own)}.{nearest(unknown[0], own)}"
+                )
+        return found
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter] | None:
+        """The parameters of its constructor; None if they cannot be read."""
+        with contextlib.suppress(TypeError, ValueError):
+            return inspect.signature(self.call).parameters
+        return None
+
+    def tools(self, cls: type) -> dict[str, Tool]:
+        """Returns the tools that its public methods are, in TRL's manner."""
+        if cls not in self._tools:
+            self._tools[cls] = tools_of(cls, self.where)
+        return self._tools[cls]
+
+    def make(self, row: Mapping[str, Any], functions: Functions) -> Adapted:
+        """Returns a new object of the class as an environment."""
+        args = dict(self.args)
+        known = self.parameters or {}
+        if inspect.isclass(self.call) and manner_of(self.call, self.where) == "skyrl":
+            if "extras" in known:
+                args.setdefault("extras", dict(row))
+            if "env_config" in known and known["env_config"].default is inspect.Parameter.empty:
+                args.setdefault("env_config", {})
+        try:
+            given = self.call(**args)
+        except UserError:
+            raise
+        except Exception as error:
+            raise Broken(f"{self.where}: its constructor raised {blame(error)}") from error
+        manner = manner_of(type(given), self.where)
+        if manner == "ours":
+            return MessageEnvironment(given, functions)
+        if manner == "trl":
+            own = self.tools(type(given))
+            bound = {n: replace(t, function=getattr(given, n)) for n, t in own.items()}
+            tools = join(bound, functions.tools, self.where)
+            return TrlEnvironment(given, Functions(tools, functions.deadlines, functions.answered))
+        return SkyRlEnvironment(given, functions)
+
+
+def manner_of(cls: type, where: str) -> Manner:
+    """Returns the manner in which a class is written.
+
+    A TRL class may have a tool that is called `step`; the parameters tell it from ours.
+
+    Raises:
+        UserError: in none.
+    """
+    reset, step, init = (
+        getattr(cls, n, None) if callable(getattr(cls, n, None)) else None
+        for n in ("reset", "step", "init")
+    )
+    if reset is not None:
+        takes_message = step is not None and names_of(step)[:1] == ["message"]
+        if step is not None and (takes_message or names_of(reset)[:1] == ["row"]):
+            return "ours"
+        return "trl"
+    if init is not None and step is not None:
+        return "skyrl"
+    raise UserError(
+        f"{where}: {cls.__name__} has no method reset; an environment has reset(row, seed) and "
+        "step(message), or reset(**row) and public methods as tools (TRL), or init(prompt) and "
+        "step(action) (SkyRL-gym)."
+    )
+
+
+def names_of(function: Any) -> list[str]:
+    """Returns the names of a function's parameters, without self, *args and **kwargs."""
+    with contextlib.suppress(TypeError, ValueError):
+        found = inspect.signature(function).parameters.values()
+        named = [p.name for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        return [n for n in named if n != "self"]
+    return []
+
+
+def accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those arguments that a function has parameters for."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(given)
+    return {name: given[name] for name in names_of(function) if name in given}
+
+
+def tools_of(cls: type, where: str) -> dict[str, Tool]:
+    """Returns the tools that the public methods of a class in TRL's manner are.
+
+    They are looked up in the class: an attribute of an object may be a property with effects.
+    """
+    methods = dict(inspect.getmembers(cls, inspect.isfunction))
+    public = [n for n in methods if not n.startswith("_") and n not in NO_TOOLS]
+    return {n: make_tool(methods[n], n, f"{where}, method {n}") for n in public}
+
+
+class _Base:
+    """What all adapters share: the recipe's tools, and the final reward."""
+
+    is_reusable = False
+
+    def __init__(self, given: Any, functions: Functions) -> None:
+        self.given, self.functions = given, functions
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        return self.functions.schemas
+
+    async def finish(self) -> Observation:
+        get_reward = getattr(self.given, "get_reward", None)
+        if get_reward is None:
+            return Observation()
+        reward = await result_of(get_reward())
+        if reward is None:
+            return Observation()
+        if not isinstance(reward, Mapping):
+            reward = {type(self.given).__name__: reward}
+        return Observation(rewards={str(k): as_number(v, "get_reward") for k, v in reward.items()})
+
+    async def close(self) -> None:
+        close = getattr(self.given, "close", None)
+        if close is not None:
+            await result_of(close())
+
+    async def _with_tools(self, message: Message, step: Callable[[Message], Any]) -> Observation:
+        """Answers the calls of the recipe's tools, and gives the rest of a turn to `step`."""
+        calls = calls_of(message)
+        ours = [c for c in calls if name_of(c) in self.functions.tools]
+        if not ours:
+            return observed(await result_of(step(message)))
+        answers = await self.functions.answer(ours)
+        made = Observation([m for m, _ in answers], calls=[c for _, c in answers])
+        if len(ours) == len(calls):
+            return made
+        rest = {**message, "tool_calls": [c for c in calls if c not in ours]}
+        self.functions.deadlines.begin()
+        own = observed(await result_of(step(rest)))
+        return replace(
+            own, messages=[*made.messages, *own.messages], calls=[*made.calls, *own.calls]
+        )
+
+
+class ToolsOnly(_Base):
+    """The recipe's tools, without an environment."""
+
+    is_reusable = True
+
+    def __init__(self, functions: Functions) -> None:
+        super().__init__(None, functions)
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+        """Begins an episode."""
+        return await self.functions.reset(row, seed)
+
+    async def step(self, message: Message) -> Observation:
+        """Answers the calls of a turn."""
+        return await self.functions.step(message)
+
+    async def close(self) -> None:
+        """Does nothing."""
+
+
+class MessageEnvironment(_Base):
+    """An environment of our own protocol."""
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+        """Begins an episode."""
+        given = accepted(self.given.reset, {"row": dict(row), "seed": seed})
+        first = observed(await result_of(self.given.reset(**given)))
+        names = {name_of({"function": s.get("function", s)}) for s in first.tools}
+        if both := sorted(names & {*self.functions.tools}):
+            raise Broken(f"reset returned a tool {both[0]!r}, which `tools` has too")
+        return replace(first, tools=[*first.tools, *self.functions.schemas])
+
+    async def step(self, message: Message) -> Observation:
+        """Takes a turn of the model."""
+        return await self._with_tools(message, self.given.step)
+
+
+class TrlEnvironment(_Base):
+    """An environment in TRL's manner: its public methods are tools that the model may call."""
+
+    is_reusable = True
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+        """Begins an episode; a text that `reset` returns is added to the last user message."""
+        columns = {k: v for k, v in row.items() if k != NAME_COLUMN}
+        if "seed" in names_of(self.given.reset):
+            columns.setdefault("seed", seed)
+        missing = [
+            p.name
+            for p in inspect.signature(self.given.reset).parameters.values()
+            if p.default is p.empty
+            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+            and p.name not in columns
+        ]
+        if missing:
+            raise Broken(f"reset takes {missing[0]!r}, and the data has {listed(columns)}")
+        text = await result_of(self.given.reset(**accepted(self.given.reset, columns)))
+        if text is None:
+            return Observation(tools=self.schemas)
+        if not isinstance(text, (str, list)):
+            raise Broken(f"reset returned {kind_of(text)}, not a text, a list or None")
+        return Observation([{"role": "user", "content": text_of(text)}], tools=self.schemas)
+
+    async def step(self, message: Message) -> Observation:
+        """Answers the calls of a turn; a turn without a call ends the episode."""
+        return await self.functions.step(message)
+
+
+class SkyRlEnvironment(_Base):
+    """An environment in SkyRL-gym's manner: it takes the text of the model's turns."""
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+        """Begins an episode with the prompt of the row."""
+        prompt = row.get("prompt") or ""
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        begun = await result_of(self.given.init([dict(m) for m in prompt]))
+        messages = begun[0] if isinstance(begun, tuple) and begun else begun
+        if not isinstance(messages, list):
+            raise Broken(f"init returned {kind_of(begun)}, not (messages, info)")
+        if messages[: len(prompt)] != prompt:
+            raise Broken("init changes the prompt; it can only add messages to its end")
+        return Observation(as_messages(messages[len(prompt) :]), tools=self.schemas)
+
+    async def step(self, message: Message) -> Observation:
+        """Takes a turn of the model."""
+        return await self._with_tools(message, self._step)
+
+    async def _step(self, message: Message) -> Observation:
+        output = await result_of(self.given.step(message.get("content") or ""))
+        if not isinstance(output, Mapping):
+            raise Broken(f"step returned {kind_of(output)}, not a dict with observations")
+        return Observation(
+            messages=as_messages(output.get("observations") or ()),
+            reward=as_reward(output.get("reward")),
+            done=as_done(output.get("done", False)),
+        )
+
+    async def finish(self) -> Observation:
+        """Returns the metrics of the episode, which `get_metrics` gives."""
+        final = await super().finish()
+        get_metrics = getattr(self.given, "get_metrics", None)
+        found = await result_of(get_metrics()) if get_metrics is not None else None
+        if not isinstance(found, Mapping):
+            return final
+        numbers = {
+            str(k): float(v) for k, v in found.items() if isinstance(v, Real) and math.isfinite(v)
+        }
+        return replace(final, metrics=numbers)
+
+
+# What environments return
+
+
+def observed(value: Any) -> Observation:
+    """Returns an observation of the standard types; a dict with its fields is taken for one.
+
+    Raises:
+        Broken: it is not one; the message says what is wrong with it.
+    """
+    if isinstance(value, Mapping):
+        known = [f.name for f in fields(Observation)]
+        if unknown := [k for k in value if k not in known]:
+            raise Broken(f"it returned a dict with {unknown[0]!r}; an Observation has {known}")
+        value = Observation(**value)
+    if not isinstance(value, Observation):
+        raise Broken(f"it returned {kind_of(value)}, not an Observation")
+    return Observation(
+        messages=as_messages(value.messages),
+        reward=as_reward(value.reward),
+        done=as_done(value.done),
+        tools=as_schemas(value.tools),
+        rewards=as_numbers(value.rewards, "rewards"),
+        metrics=as_numbers(value.metrics, "metrics"),
+        calls=as_calls(value.calls),
+    )
+
+
+def as_messages(messages: Any) -> list[Message]:
+    """Returns messages with their texts cleaned.
+
+    Raises:
+        Broken: they are no messages of an environment.
+    """
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+        raise Broken(f"its messages are {kind_of(messages)}, not a list of dicts")
+    clean = []
+    for message in messages:
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            raise Broken(
+                f"one of its messages is {kind_of(message)} {described_value(message)}, not a dict "
+                "with role and content"
+            )
+        role = message["role"]
+        if role not in ROLES:
+            raise Broken(
+                f"one of its messages has the role {described_value(role)}; an environment "
+                f"speaks as {', '.join(ROLES)}, and the model as assistant"
+            )
+        kept: Message = {"role": str(role), "content": text_of(message["content"])}
+        for key in ("name", "tool_call_id"):
+            if message.get(key) is not None:
+                kept[key] = clean_text(str(message[key]), 200)
+        clean.append(kept)
+    return clean
+
+
+def text_of(content: Any) -> str:
+    """Returns the text of a message's content, which may be a list of blocks of text.
+
+    Raises:
+        Broken: it is no text.
+    """
+    if isinstance(content, list):
+        parts = []
+        for block in content:
+            if isinstance(block, Mapping) and isinstance(block.get("text"), str):
+                parts.append(block["text"])
+            elif isinstance(block, str):
+                parts.append(block)
+            else:
+                raise Broken(f"a message's content has {described_value(block)}, which is no text")
+        content = "".join(parts)
+    if not isinstance(content, str):
+        raise Broken(f"a message's content is {kind_of(content)}, not a text")
+    return clean_text(content)
+
+
+def as_schemas(tools: Any) -> list[dict[str, Any]]:
+    """Returns JSON schemas of tools: {"type": "function", "function": {"name": ...}}."""
+    if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence):
+        raise Broken(f"its tools are {kind_of(tools)}, not a list of JSON schemas")
+    for tool in tools:
+        own = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(own, Mapping) or not isinstance(own.get("name"), str):
+            raise Broken(
+                "one of its tools is no JSON schema of the form "
+                '{"type": "function", "function": {"name": ...}}'
+            )
+    return [plain(tool) for tool in tools]
+
+
+def as_calls(calls: Any) -> list[ToolCall]:
+    """Returns what became of calls of tools."""
+    if not isinstance(calls, Sequence) or not all(isinstance(c, ToolCall) for c in calls):
+        raise Broken(f"its calls are {kind_of(calls)}, not a list of ToolCall")
+    return [
+        ToolCall(clean_text(str(c.name), 200), bool(c.failed), bool(c.timed_out), float(c.seconds))
+        for c in calls
+    ]
+
+
+def as_numbers(values: Any, what: str) -> dict[str, float]:
+    """Returns numbers by name."""
+    if not isinstance(values, Mapping):
+        raise Broken(f"its {what} are {kind_of(values)}, not a dict of numbers")
+    return {str(k): as_number(v, f"{what}[{k!r}]") for k, v in values.items()}
+
+
+def as_reward(value: Any) -> float | None:
+    """Returns the reward of a turn; None where it is not known."""
+    return None if value is None else as_number(value, "reward")
+
+
+def as_number(value: Any, what: str) -> float:
+    """Returns a finite number.
+
+    Raises:
+        Broken: it is none.
+    """
+    if hasattr(value, "item") and not isinstance(value, Real):  # of torch
+        with contextlib.suppress(Exception):
+            value = value.item()
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise Broken(f"its {what} is {described_value(value)}, not a finite number")
+    return float(value)
+
+
+def as_done(value: Any) -> bool:
+    """Returns whether the episode is over."""
+    if hasattr(value, "item"):  # of numpy or torch
+        with contextlib.suppress(Exception):
+            value = value.item()
+    if isinstance(value, bool):
+        return value
+    raise Broken(f"its done is {described_value(value)}, not true or false")
+
+
+def plain(value: Any) -> Any:
+    """Returns a value of JSON's types; other objects become their text."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    return str(value)
+
+
+def kind_of(value: Any) -> str:
+    """Returns the name of a value's type, for messages."""
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def described_value(value: Any) -> str:
+    """Returns a short form of a value, whatever its __repr__ does."""
+    try:
+        return clean_text(repr(value), 200)
+    except Exception as error:
+        return f"a {type(value).__name__} ({described(error)})"

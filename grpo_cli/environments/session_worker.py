@@ -1,0 +1,389 @@
+"""Runs the environments of many sessions in one thread: of a worker process, or of the run.
+
+As a process it is started by `sessions.Sessions`: `python -m grpo_cli.environments.session_worker
+SOCKET MARK`. It takes requests and gives replies in the order in which calls end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import socket
+import struct
+import sys
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from grpo_cli.environments.adapters import Adapted, Broken, Maker, Spec
+from grpo_cli.environments.deadlines import (
+    BEAT_SECONDS,
+    Deadlines,
+    Mark,
+    Overrun,
+    Run,
+    Streams,
+    blame,
+    described,
+    overrun,
+    seed_everything,
+)
+from grpo_cli.environments.functions import Answer, calls_of
+from grpo_cli.environments.protocol import Observation
+from grpo_cli.errors import UserError
+from grpo_cli.scoring import processes
+
+HEADER = struct.Struct("!Q")  # the length of a message
+READ_BYTES = 1 << 18
+
+
+class Request(NamedTuple):
+    """A call of a session."""
+
+    number: int
+    session: int
+    kind: str  # reset, step, finish, abandon; schemas and try need no session
+    payload: Any = None
+
+
+class Reply(NamedTuple):
+    """The result of a call, or an answer of a tool on the way (`partial`)."""
+
+    number: int
+    status: str  # ok, env_error, env_timeout, mistake, partial
+    payload: Any  # Observation, schemas, text, or an answer
+
+
+class Failed(Exception):  # noqa: N818
+    """An environment failed, with the reason of its own: a server was too slow."""
+
+    def __init__(self, status: str, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(eq=False)
+class _Session:
+    name: str
+    environment: Adapted
+    streams: Streams
+
+
+@dataclass
+class Host:
+    """The sessions of one thread with an event loop.
+
+    Args:
+        reply: called with each reply, in the thread of the loop.
+    """
+
+    spec: Spec
+    deadlines: Deadlines
+    reply: Callable[[Reply], None]
+    _sessions: dict[int, _Session] = field(default_factory=dict)
+    _under_way: dict[int, tuple[Run, asyncio.Task[Any]]] = field(default_factory=dict)
+    _idle: defaultdict[str, list[_Session]] = field(default_factory=lambda: defaultdict(list))
+    _current: int = 0  # the request whose slice runs
+
+    def __post_init__(self) -> None:
+        self._maker = Maker(self.spec, self.deadlines)
+        self._closing: set[asyncio.Task[Any]] = set()
+
+    def preload(self) -> None:
+        """Imports the classes and tools, so that no call's deadline has to cover that."""
+        self._maker.preload()
+
+    def take(self, request: Request) -> None:
+        """Starts a call. It is answered with one reply, except `abandon`, which has none."""
+        if request.kind == "abandon":
+            self._abandon(request.session)
+            return
+        known = self._sessions.get(request.session)
+        streams = known.streams if known else Streams()
+        run = Run(request.number, streams, lambda: self._late(run, request))
+        task = asyncio.ensure_future(self._answer(run, request))
+        self._under_way[request.session or -request.number] = run, task
+
+    def _late(self, run: Run, request: Request) -> None:
+        """Ends a call that waits past its deadline; it may ignore its cancellation."""
+        under_way = self._under_way.pop(request.session or -request.number, None)
+        if under_way is None or under_way[0] is not run:
+            return
+        self._give_up(under_way[1], self._sessions.pop(request.session, None))
+        assert self.spec.seconds is not None
+        text = f"{request.kind} {overrun(self.spec.seconds)}"
+        self.reply(Reply(request.number, "env_timeout", text))
+
+    def _abandon(self, number: int) -> None:
+        session = self._sessions.pop(number, None)
+        if (under_way := self._under_way.pop(number, None)) is not None:
+            self._give_up(under_way[1], session)
+        elif session is not None:
+            self._release(session, is_clean=True)
+
+    def _give_up(self, task: asyncio.Task[Any], session: _Session | None) -> None:
+        """Cancels a call, and releases its environment when it has really ended."""
+        task.cancel()
+        if session is not None:
+            task.add_done_callback(lambda _: self._release(session, is_clean=False))
+
+    def _release(self, session: _Session, is_clean: bool) -> None:
+        """Keeps a session's object for another one, or closes it; nobody waits for that."""
+        if is_clean and session.environment.is_reusable:
+            self._idle[session.name].append(session)
+            return
+
+        def late() -> None:
+            task.cancel()
+
+        task = asyncio.ensure_future(self._close(Run(0, session.streams, late), session))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close(self, run: Run, session: _Session) -> None:
+        try:
+            await self.deadlines.call(run, session.environment.close())
+        except (asyncio.CancelledError, Overrun, Exception, SystemExit, KeyboardInterrupt) as error:
+            print(f"grpo: an environment's close failed: {described(error)}", file=sys.stderr)
+
+    async def _answer(self, run: Run, request: Request) -> None:
+        status, payload = "ok", None
+        try:
+            payload = await self.deadlines.call(run, self._call(run, request))
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                return  # abandoned, or answered by `_late`
+            status, payload = "env_error", f"{request.kind} raised CancelledError"
+        except Overrun as late:
+            status, payload = "env_timeout", f"{request.kind} {late}"
+        except Failed as failed:
+            status, payload = failed.status, str(failed)
+        except UserError as mistake:
+            status, payload = "mistake", str(mistake)
+        except Broken as broken:
+            status, payload = "env_error", f"{request.kind}: {broken}"
+        except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit) as error:
+            status, payload = "env_error", f"{request.kind} raised {blame(error)}"
+        under_way = self._under_way.get(request.session or -request.number)
+        if under_way is None or under_way[0] is not run:
+            return
+        del self._under_way[request.session or -request.number]
+        if (session := self._sessions.get(request.session)) is not None:
+            if status != "ok":
+                del self._sessions[request.session]
+                if status != "env_timeout":  # what hangs may hang again
+                    self._release(session, is_clean=False)
+            elif request.kind == "finish":
+                del self._sessions[request.session]
+                self._release(session, is_clean=True)
+        self.reply(Reply(request.number, status, payload))
+
+    async def _call(self, run: Run, request: Request) -> Any:
+        if request.kind == "reset":
+            name, row, seed = request.payload
+            return await self._reset(run, request.session, name, row, seed)
+        if request.kind == "step":
+            message, skip = request.payload
+            if skip:  # its first calls were answered before another worker was lost
+                message = {**message, "tool_calls": calls_of(message)[skip:]}
+            return await self._session(run, request.session).environment.step(message)
+        if request.kind == "finish":
+            return await self._session(run, request.session).environment.finish()
+        if request.kind == "schemas":
+            return await self._schemas(run, request.payload)
+        assert request.kind == "try", request.kind
+        name, row, seed = request.payload
+        session = self._make(run, name, row)
+        try:
+            seed_everything(seed)
+            return await session.environment.reset(row, seed)
+        finally:
+            await session.environment.close()
+
+    def _session(self, run: Run, number: int) -> _Session:
+        if number not in self._sessions:
+            assert not self.spec.has_state, "reset comes first"
+            self._sessions[number] = self._make(run, "", {})  # it has moved here
+        return self._sessions[number]
+
+    async def _reset(
+        self, run: Run, number: int, name: str, row: Mapping[str, Any], seed: int
+    ) -> Observation:
+        seed_everything(seed)
+        session = self._idle[name].pop() if self._idle[name] else self._make(run, name, row)
+        session.streams = run.streams
+        try:
+            first = await session.environment.reset(row, seed)
+        except BaseException:
+            self._release(session, is_clean=False)
+            raise
+        self._sessions[number] = session
+        return first
+
+    def _make(self, run: Run, name: str, row: Mapping[str, Any]) -> _Session:
+        session = _Session(name, None, run.streams)  # type: ignore[arg-type]
+        session.environment = self._maker.make(name, row, lambda answer: self._answered(answer))
+        return session
+
+    def _answered(self, answer: Answer) -> None:
+        """Passes on the answer of a tool, which outlives the worker if there is no other state."""
+        if not self.spec.has_state and (run := self.deadlines.run) is not None:
+            self.reply(Reply(run.number, "partial", answer))
+
+    async def _schemas(self, run: Run, name: str) -> list[dict[str, Any]]:
+        session = self._make(run, name, {})
+        try:
+            open_it = getattr(session.environment, "open", None)
+            if open_it is not None:  # of a server, which has to be asked
+                await open_it()
+            return [dict(schema) for schema in session.environment.schemas]
+        finally:
+            await session.environment.close()
+
+    async def close(self) -> None:
+        """Closes all environments; each has its deadline."""
+        for number in list(self._sessions):
+            self._abandon(number)
+        for idle in self._idle.values():
+            for session in idle:
+                session.environment.is_reusable = False
+                self._release(session, is_clean=False)
+        if self._closing:
+            await asyncio.wait(set(self._closing))
+
+
+# The process
+
+
+class Writer:
+    """Sends replies from a thread of its own: many at once if the main thread is busy."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._waiting: deque[Any] = deque()
+        self._bell = threading.Event()
+        threading.Thread(target=self._run, name="writer", daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        """Queues a message."""
+        self._waiting.append(message)
+        self._bell.set()
+
+    def _run(self) -> None:
+        while True:
+            self._bell.wait()
+            self._bell.clear()
+            messages = []
+            while self._waiting:  # the other thread appends
+                messages.append(self._waiting.popleft())
+            try:
+                if messages:
+                    self._connection.sendall(packed(messages))
+            except OSError:
+                os._exit(0)  # the run has ended
+
+
+def packed(message: Any) -> bytes:
+    """Returns a message as it is sent, with its length before it."""
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return HEADER.pack(len(body)) + body
+
+
+class Reader:
+    """Takes messages from the bytes that arrive."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        """Returns the messages that are complete with these bytes."""
+        self._bytes += data
+        messages = []
+        while len(self._bytes) >= HEADER.size:
+            (size,) = HEADER.unpack_from(self._bytes)
+            if len(self._bytes) < HEADER.size + size:
+                break
+            messages.append(pickle.loads(self._bytes[HEADER.size : HEADER.size + size]))
+            del self._bytes[: HEADER.size + size]
+        return messages
+
+
+def serve(connection: socket.socket, mark: Mark) -> None:
+    """Answers requests until the run closes the connection."""
+    reader = Reader()
+    own = os.getpid()
+    parent, memory_gb, path, spec = _first(connection, reader)
+    processes.settle(parent, memory_gb)
+    sys.path[:] = path
+    writer = Writer(connection)
+
+    def reply(message: Reply) -> None:
+        if os.getpid() != own:  # a child that an environment forked
+            os._exit(1)
+        writer.send(message)
+
+    host = Host(spec, Deadlines(spec.seconds, mark, interrupt=True), reply)
+    with contextlib.suppress(Exception, SystemExit):  # the first call says what is wrong
+        host.preload()
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+
+    leaving: list[asyncio.Task[None]] = []
+
+    def read() -> None:
+        if os.getpid() != own:
+            os._exit(1)
+        try:
+            data = connection.recv(READ_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            os._exit(0)
+        for requests in reader.feed(data):
+            if requests == "close":
+                leaving.append(loop.create_task(leave()))
+                return
+            for request in requests:
+                host.take(request)
+
+    async def leave() -> None:
+        await host.close()
+        os._exit(0)  # whatever threads its environments have left
+
+    def beat() -> None:
+        mark.beat()
+        loop.call_later(BEAT_SECONDS, beat)
+
+    loop.add_reader(connection, read)
+    beat()
+    writer.send("ready")
+    while True:
+        with contextlib.suppress(SystemExit, KeyboardInterrupt, Overrun):  # by a task of its own
+            loop.run_forever()
+
+
+def _first(connection: socket.socket, reader: Reader) -> tuple[int, float | None, list[str], Spec]:
+    while True:
+        data = connection.recv(READ_BYTES)
+        if not data:
+            os._exit(0)
+        for settings in reader.feed(data):
+            return settings  # type: ignore[no-any-return]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs a worker: SOCKET and MARK are file descriptors."""
+    for fd in map(int, arguments):
+        os.set_inheritable(fd, False)  # a program that it starts must not keep them open
+    serve(socket.socket(fileno=int(arguments[0])), Mark(int(arguments[1])))
+
+
+if __name__ == "__main__":
+    # By its name: what is pickled has the classes of the module, not of __main__.
+    from grpo_cli.environments import session_worker
+
+    session_worker.main(sys.argv[1:])

@@ -1,0 +1,268 @@
+"""What users bring as an environment, and what may not be one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_cli.environments.adapters import Adapted, Broken, Maker, Spec, manner_of, observed
+from grpo_cli.environments.protocol import Message, Observation, ToolCall
+from grpo_cli.errors import UserError
+from tests.environments import samples
+from tests.tables import table
+
+SAMPLES = "tests.environments.samples"
+
+
+def made(name: str = "", row: Mapping[str, Any] = {}, **settings: Any) -> Adapted:
+    return Maker(Spec(**settings)).make(name, row, lambda _: None)
+
+
+def calls(*calls: tuple[str, Any]) -> Message:
+    made = [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in calls]
+    return {"role": "assistant", "content": "", "tool_calls": made}
+
+
+def says(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def texts(observation: Observation) -> list[str]:
+    return [m["content"] for m in observation.messages]
+
+
+def names(schemas: Any) -> list[str]:
+    return [s["function"]["name"] for s in schemas]
+
+
+def test_our_own_manner_with_a_tool_of_the_recipe() -> None:
+    async def episode() -> None:
+        env = made(
+            path=f"{SAMPLES}:Guess", args={"limit": 8}, tools={"times": f"{SAMPLES}:multiply"}
+        )
+        first = await env.reset({}, seed=3)
+        assert texts(first) == ["Below 8?"]
+        assert names(first.tools) == ["times"]
+        answer = await env.step(calls(("times", {"a": 2, "b": 4})))
+        assert (texts(answer), answer.done, answer.reward) == (["8"], False, None)
+        assert [(c.name, c.failed) for c in answer.calls] == [("times", False)]
+        right = env.given.number  # type: ignore[attr-defined]
+        assert texts(await env.step(says("-1"))) == ["higher"]
+        last = await env.step(says(str(right)))
+        assert (last.reward, last.done) == (1.0, True)
+        assert (await env.finish()).rewards == {}
+
+    asyncio.run(episode())
+
+
+def test_the_calls_of_an_environments_own_tools_go_to_it_and_the_others_to_functions() -> None:
+    class Shop:
+        def reset(self, row: Any, seed: int) -> Observation:
+            return Observation()
+
+        def step(self, message: Message) -> Observation:
+            (call,) = message["tool_calls"]
+            return Observation([{"role": "tool", "name": call["function"]["name"], "content": "!"}])
+
+    samples.Shop = Shop  # type: ignore[attr-defined]
+    env = made(path=f"{SAMPLES}:Shop", tools={"times": f"{SAMPLES}:multiply"})
+    answer = asyncio.run(env.step(calls(("buy", {}), ("times", {"a": 2, "b": 4}))))
+    assert [(m["name"], m["content"]) for m in answer.messages] == [("times", "8"), ("buy", "!")]
+
+
+def test_trls_manner() -> None:
+    async def episode() -> None:
+        env = made(path=f"{SAMPLES}:Counter", tools={"times": f"{SAMPLES}:multiply"})
+        assert names(env.schemas) == ["increment", "later", "times"]
+        assert await env.reset({}, 0) == Observation(tools=env.schemas)
+        first = await env.reset({"start": 5, "environment": "counter", "other": 1}, 0)
+        assert first.messages == [{"role": "user", "content": "You are at 5."}]
+        assert env.given.columns == {"other": 1}, "without the column of names"  # type: ignore[attr-defined]
+        answer = await env.step(
+            calls(
+                ("increment", {"step": "2"}),
+                ("later", {"step": 3}),
+                ("decrement", {}),
+                ("times", {"a": 2, "b": 4}),
+            )
+        )
+        assert texts(answer)[:2] == ["7", "10"]
+        assert "there is no tool 'decrement'" in texts(answer)[2]
+        assert texts(answer)[3] == "8"
+        assert (await env.step(says("done"))).done
+        assert (await env.finish()).rewards == {"Counter": 10.0}
+        assert env.is_reusable
+
+    asyncio.run(episode())
+
+
+def test_skyrls_manner() -> None:
+    async def episode() -> None:
+        row = {"prompt": "Which?", "answer": "b"}
+        env = made(path=f"{SAMPLES}:Gym", row=row)
+        assert texts(await env.reset(row, 0)) == ["Go."]
+        wrong, right = [await env.step(says(text)) for text in ("a", "b")]
+        assert (texts(wrong), wrong.reward, wrong.done) == (["No."], 0.0, False)
+        assert (texts(right), right.reward, right.done) == ([], 1.0, True)
+        assert (await env.finish()).metrics == {"turns": 2.0}
+
+    asyncio.run(episode())
+
+
+def test_several_environments_by_name() -> None:
+    maker = Maker(
+        Spec(by_name={"g": f"{SAMPLES}:Guess", "c": f"{SAMPLES}:Counter"}, args={"g": {"limit": 2}})
+    )
+    guess, counter = (maker.make(name, {}, lambda _: None) for name in ("g", "c"))
+    assert guess.given.limit == 2  # type: ignore[attr-defined]
+    assert names(counter.schemas) == ["increment", "later"]
+    with pytest.raises(UserError, match=r"no environment 'cc'; environment\.by_name has c, g"):
+        maker.make("cc", {}, lambda _: None)
+
+
+def cls(**methods: Any) -> type:
+    return type("Made", (), methods)
+
+
+@table(
+    ("made", "manner"),
+    [
+        (cls(reset=lambda self, row, seed: 0, step=lambda self, message: 0), "ours"),
+        (cls(reset=lambda self, row: 0, step=lambda self, turn: 0), "ours"),
+        (cls(reset=lambda self: 0, step=lambda self, message: 0), "ours"),
+        (cls(reset=lambda self, **kwargs: 0), "trl"),
+        (cls(reset=lambda self, **kwargs: 0, step=lambda self, action: 0), "trl"),
+        (cls(init=lambda self, prompt: 0, step=lambda self, action: 0), "skyrl"),
+    ],
+)
+def test_manners(made: type, manner: str) -> None:
+    assert manner_of(made, "") == manner
+
+
+class NoDocstring:
+    def reset(self) -> None: ...
+
+    def go(self, where: str) -> str:
+        return where
+
+
+class TwoNames:
+    def reset(self) -> None: ...
+
+    def times(self) -> int:
+        """Has the name of a tool of the recipe."""
+        return 0
+
+
+class Raises:
+    def __init__(self) -> None:
+        raise RuntimeError("no licence")
+
+    def reset(self, row: Any) -> None: ...
+
+
+HERE = "tests.environments.test_adapters"
+
+
+@table(
+    ("settings", "says"),
+    [
+        ({"path": f"{SAMPLES}:multiply"}, "constructor raised TypeError"),
+        ({"path": f"{SAMPLES}:Path"}, "Path has no method reset; an environment has reset(row"),
+        ({"path": f"{SAMPLES}:Gues"}, "has no function 'Gues'. Did you mean Guess?"),
+        ({"path": "nowhere.envs:Guess"}, "environment.path = nowhere.envs:Guess: cannot import"),
+        ({"path": "Guess"}, "is no class; give it as my_module:MyClass."),
+        (
+            {"path": f"{SAMPLES}:Guess", "args": {"limits": 3}},
+            "environment.args.limits: tests.environments.samples:Guess takes no such argument; it "
+            "takes limit. Did you mean limit?",
+        ),
+        ({"path": f"{HERE}:Raises"}, "its constructor raised RuntimeError: no licence at "),
+        ({"path": f"{HERE}:NoDocstring"}, "method go: "),
+        ({"path": f"{HERE}:TwoNames"}, "there are two tools called 'times'"),
+    ],
+)
+def test_what_cannot_be_made(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises((UserError, Broken)) as error:
+        made(**settings, tools={"times": f"{SAMPLES}:multiply"})
+    assert says in str(error.value)
+
+
+MESSAGE = {"role": "user", "content": "hi"}
+
+
+@table(
+    ("value", "expected"),
+    [
+        (Observation([MESSAGE], 1, True), Observation([MESSAGE], 1.0, True)),
+        ({"messages": [MESSAGE], "done": True}, Observation([MESSAGE], done=True)),
+        ({"reward": np.float32(0.5)}, Observation([], 0.5)),
+        ({"reward": True}, Observation([], 1.0)),
+        ({"reward": np.array(2)}, Observation([], 2.0)),
+        ({"done": np.bool_(True)}, Observation([], done=True)),
+        ({"metrics": {"n": 1}}, Observation([], metrics={"n": 1.0})),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]},
+            Observation([{"role": "user", "content": "ab"}]),
+        ),
+        (
+            {"messages": [{"role": "tool", "content": "\ud800", "name": "n", "more": 1}]},
+            Observation([{"role": "tool", "content": "\ufffd", "name": "n"}]),
+        ),
+        (None, "it returned None, not an Observation"),
+        ("text", "it returned a str, not an Observation"),
+        ({"message": MESSAGE}, "it returned a dict with 'message'"),
+        ({"messages": MESSAGE}, "its messages are a dict, not a list of dicts"),
+        ({"messages": "hi"}, "its messages are a str, not a list of dicts"),
+        ({"messages": ["hi"]}, "one of its messages is a str 'hi', not a dict"),
+        ({"messages": [{"role": "user"}]}, "not a dict with role and content"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "has the role 'assistant'"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content is a int, not a text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "which is no text"),
+        ({"reward": "1"}, "its reward is '1', not a finite number"),
+        ({"reward": float("nan")}, "its reward is nan, not a finite number"),
+        ({"reward": float("inf")}, "its reward is inf, not a finite number"),
+        ({"rewards": {"a": None}}, "its rewards['a'] is None, not a finite number"),
+        ({"rewards": [1.0]}, "its rewards are a list, not a dict of numbers"),
+        ({"done": "no"}, "its done is 'no', not true or false"),
+        ({"tools": [{"name": "x"}]}, "one of its tools is no JSON schema of the form"),
+        ({"calls": ["x"]}, "its calls are a list, not a list of ToolCall"),
+    ],
+)
+def test_what_an_environment_may_return(value: Any, expected: Observation | str) -> None:
+    if isinstance(expected, Observation):
+        assert observed(value) == Observation(
+            **{**vars(expected), "tools": list(expected.tools), "calls": list(expected.calls)}
+        )
+        return
+    with pytest.raises(Broken) as error:
+        observed(value)
+    assert expected in str(error.value)
+
+
+def test_calls_that_an_environment_reports() -> None:
+    assert observed({"calls": [ToolCall("buy", failed=True)]}).calls == [ToolCall("buy", True)]
+
+
+@table(
+    ("row", "returned", "says"),
+    [
+        ({}, None, "reset takes 'city', and the data has none"),
+        ({"city": "Rome"}, 3, "reset returned a int, not a text, a list or None"),
+    ],
+)
+def test_a_reset_in_trls_manner_that_does_not_fit(
+    row: dict[str, Any], returned: Any, says: str
+) -> None:
+    class Town:
+        def reset(self, city: str) -> Any:
+            return returned
+
+    samples.Town = Town  # type: ignore[attr-defined]
+    with pytest.raises(Broken) as error:
+        asyncio.run(made(path=f"{SAMPLES}:Town").reset(row, 0))
+    assert says in str(error.value)

@@ -1,0 +1,316 @@
+"""Tools: what of a function the model sees, and how its calls are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+
+from grpo_cli.environments.functions import (
+    TEXT_LIMIT,
+    Functions,
+    as_text,
+    load_tools,
+    make_tool,
+)
+from grpo_cli.environments.protocol import Observation
+from grpo_cli.errors import UserError
+from tests.environments import samples
+from tests.tables import table
+
+TOOLS = {name: f"tests.environments.samples:{name}" for name in ("multiply", "wait_for", "does")}
+
+
+def message(*calls: tuple[str, Any]) -> dict[str, Any]:
+    made = [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in calls]
+    return {"role": "assistant", "content": "", "tool_calls": made}
+
+
+def step(*calls: tuple[str, Any]) -> Observation:
+    return asyncio.run(Functions(load_tools(TOOLS)).step(message(*calls)))
+
+
+def content(name: str, arguments: Any) -> str:
+    observation = step((name, arguments))
+    (answer,) = observation.messages
+    assert answer["role"] == "tool"
+    assert answer["name"] == name
+    assert not observation.done
+    text: str = answer["content"]
+    return text
+
+
+def test_the_schema_is_that_of_transformers_under_the_name_of_the_recipe() -> None:
+    tools = load_tools({"times": TOOLS["multiply"]})
+    number = {"type": "integer"}
+    assert Functions(tools).schemas == [
+        {
+            "type": "function",
+            "function": {
+                "name": "times",
+                "description": "Multiplies two numbers.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {
+                        "a": {**number, "description": "the first number."},
+                        "b": {**number, "description": "the second number."},
+                    },
+                    "required": ["a", "b"],
+                },
+                "return": number,
+            },
+        }
+    ]
+
+
+@table(
+    ("arguments", "expected"),
+    [
+        ({"a": 6, "b": 7}, "42"),
+        ({"a": "6", "b": " 7 "}, "42"),
+        ({"a": 6.0, "b": -7}, "-42"),
+        ('{"a": 6, "b": 7}', "42"),
+        ({"a": 6}, "missing argument 'b'; arguments: a, b"),
+        ({"x": 6, "a": 1, "b": 2}, "unknown argument 'x'; arguments: a, b"),
+        ({"a": 6, "b": "seven"}, "argument 'b': 'seven' is not of type 'integer'"),
+        ({"a": 6, "b": 7.5}, "argument 'b': 7.5 is not of type 'integer'"),
+        ({"a": 6, "b": True}, "argument 'b': True is not of type 'integer'"),
+        ({"a": 6, "b": None}, "argument 'b': None is not of type 'integer'"),
+        ({}, "missing argument 'a'; arguments: a, b"),
+        (None, "missing argument 'a'; arguments: a, b"),
+        ([6, 7], "the arguments must be an object, not array"),
+        ("{", "the arguments are not valid JSON: "),
+    ],
+)
+def test_arguments_are_checked_and_texts_become_numbers(arguments: Any, expected: str) -> None:
+    text = content("multiply", arguments)
+    if expected.lstrip("-").isdigit():
+        assert text == expected
+    else:
+        assert json.loads(text)["error"].startswith(expected)
+
+
+def typed(
+    kind: Literal["a", "b"] = "a",
+    count: int | None = None,
+    flag: bool = False,
+    names: list[str] | None = None,
+    share: float = 0.0,
+    either: int | str = 0,
+) -> Any:
+    """Returns its arguments.
+
+    Args:
+        kind: one.
+        count: two.
+        flag: three.
+        names: four.
+        share: five.
+        either: six.
+    """
+    return [kind, count, flag, names, share, either]
+
+
+@table(
+    ("given", "expected"),
+    [
+        ({}, ["a", None, False, None, 0.0, 0]),
+        ({"count": None, "names": None}, ["a", None, False, None, 0.0, 0]),
+        ({"count": "null"}, ["a", None, False, None, 0.0, 0]),
+        ({"count": "3", "flag": "True", "share": "1e-1"}, ["a", 3, True, None, 0.1, 0]),
+        ({"names": '["x", "y"]'}, ["a", None, False, ["x", "y"], 0.0, 0]),
+        ({"share": "nan"}, "argument 'share'"),
+        ({"share": 2}, ["a", None, False, None, 2, 0]),
+        ({"kind": "c"}, "argument 'kind': 'c' is not one of ['a', 'b']"),
+        ({"names": [1]}, "argument 'names"),
+        ({"either": "7"}, ["a", None, False, None, 0.0, "7"]),
+        ({"flag": "perhaps"}, "argument 'flag'"),
+    ],
+)
+def test_types_of_transformers_schemas(given: dict[str, Any], expected: Any) -> None:
+    tool = make_tool(typed, "typed", "tools.typed")
+    if isinstance(expected, list):
+        assert typed(**tool.arguments(given)) == expected
+        return
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        tool.arguments(given)
+
+
+def test_calls_of_a_turn_are_answered_in_their_order() -> None:
+    observation = step(
+        ("multiply", {"a": 1, "b": 2}),
+        ("wait_for", {"text": "slow", "seconds": 0.02}),
+        ("wait_for", {"text": "quick"}),
+        ("nothing", {}),
+        ("multiply", {"a": 3, "b": 4}),
+    )
+    names = ["multiply", "wait_for", "wait_for", "nothing", "multiply"]
+    assert [m["name"] for m in observation.messages] == names
+    texts = [m["content"] for m in observation.messages]
+    assert (texts[:3], texts[4]) == (["2", "slow", "quick"], "12")
+    assert "there is no tool 'nothing'; there are: does, multiply, wait_for" in texts[3]
+    assert [call.failed for call in observation.calls] == [False, False, False, True, False]
+
+
+def test_neighbouring_async_calls_run_at_the_same_time() -> None:
+    order: list[str] = []
+
+    async def note(text: str, steps: int) -> str:
+        """Notes.
+
+        Args:
+            text: a text.
+            steps: of the event loop.
+        """
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        order.append(text)
+        return text
+
+    tools = Functions({"note": make_tool(note, "note", "")})
+    calls = message(("note", {"text": "a", "steps": 5}), ("note", {"text": "b", "steps": 1}))
+    observation = asyncio.run(tools.step(calls))
+    assert order == ["b", "a"]
+    assert [m["content"] for m in observation.messages] == ["a", "b"]
+
+
+def test_a_turn_without_a_call_ends_the_episode() -> None:
+    assert step().done
+
+
+@table(
+    ("what", "expected"),
+    [
+        ("raise", '{"error": "RuntimeError: on purpose"}'),
+        ("exit", '{"error": "SystemExit: 3"}'),
+        ("interrupt", '{"error": "KeyboardInterrupt"}'),
+        ("none", "null"),
+        ("number", '{"error": "ValueError: Exceeds the limit'),
+        ("bytes", "\ufffd\ufffdabc\ufffd"),
+        ("control", "a\ufffdb\ufffd[31mc\ufffdd\n\t"),
+        ("object", '"<function fault.<locals>.<lambda> at 0x'),
+    ],
+)
+def test_whatever_a_tool_does_becomes_text(what: str, expected: str) -> None:
+    text = content("does", {"what": what})
+    assert text.startswith(expected)
+    text.encode()
+
+
+def test_of_a_long_text_the_beginning_and_the_end_are_kept() -> None:
+    text = content("does", {"what": "huge"})
+    half = "x" * (TEXT_LIMIT // 2)
+    left_out = 10_000_000 - TEXT_LIMIT
+    assert text == f"{half}\n[... {left_out} characters left out ...]\n{half}"
+
+
+@table(
+    ("result", "text"),
+    [
+        ("as it is", "as it is"),
+        (1.5, "1.5"),
+        ({"ä": [1, None]}, '{"ä": [1, null]}'),
+        ({1, 2}, "[1, 2]"),
+        (object, "\"<class 'object'>\""),
+    ],
+)
+def test_results_become_json(result: Any, text: str) -> None:
+    assert as_text(result) == text
+
+
+def no_types(a) -> str:  # type: ignore[no-untyped-def]
+    """Has an argument without a type.
+
+    Args:
+        a: an argument.
+    """
+    return str(a)
+
+
+def no_docstring(a: int) -> str:
+    return str(a)
+
+
+def no_description(a: int) -> str:
+    """Does not describe its argument."""
+    return str(a)
+
+
+def stars(*numbers: int) -> str:
+    """Takes any number.
+
+    Args:
+        numbers: some.
+    """
+    return str(numbers)
+
+
+def unknown_name(a: Nowhere) -> str:  # type: ignore[name-defined]  # noqa: F821
+    """Has a type that does not exist.
+
+    Args:
+        a: an argument.
+    """
+    return str(a)
+
+
+@table(
+    ("function", "says"),
+    [
+        (no_types, "Argument a is missing a type hint"),
+        (no_docstring, "it has no docstring; a tool needs a docstring"),
+        (no_description, "has no description for the argument 'a'"),
+        (stars, "the model cannot give the argument *numbers"),
+        (unknown_name, "name 'Nowhere' is not defined"),
+        (dict, "tools.x = here: "),
+    ],
+)
+def test_a_function_that_is_no_tool(function: Callable[..., Any], says: str) -> None:
+    with pytest.raises(UserError) as error:
+        make_tool(function, "x", "tools.x = here")
+    assert says in str(error.value)
+
+
+@table(
+    ("tools", "says"),
+    [
+        ({"x": "math"}, "tools.x: math is no function; give it as my_module:my_function."),
+        ({"x": "nowhere:f"}, "tools.x = nowhere:f: cannot import nowhere"),
+        ({"x": "tests.environments.samples:multipy"}, "Did you mean multiply?"),
+        ({"a b": TOOLS["multiply"]}, "a tool cannot be called 'a b'"),
+    ],
+)
+def test_what_cannot_be_loaded(tools: dict[str, str], says: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_tools(tools)
+    assert says in str(error.value)
+
+
+class Adder:
+    """A callable object."""
+
+    def __call__(self, a: int) -> int:
+        """Adds one.
+
+        Args:
+            a: a number.
+        """
+        return a + 1
+
+
+def test_a_callable_object_is_a_tool() -> None:
+    tool = make_tool(Adder(), "add", "")
+    observation = asyncio.run(Functions({"add": tool}).step(message(("add", {"a": 1}))))
+    assert observation.messages[0]["content"] == "2"
+
+
+def test_the_id_of_a_call_is_kept() -> None:
+    call = message(("multiply", {"a": 1, "b": 1}))
+    call["tool_calls"][0]["id"] = "c1"
+    observation = asyncio.run(Functions(load_tools(TOOLS)).step(call))
+    assert observation.messages[0]["tool_call_id"] == "c1"
+    assert samples.multiply(1, 1) == 1
