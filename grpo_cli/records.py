@@ -216,8 +216,9 @@ NOT_STORED = (
 def to_state(rollout: Rollout) -> dict[str, Any]:
     """Returns the fields of a rollout and its completion that differ from their defaults.
 
-    The prompt is left out, since what stores a rollout identifies it by other means, and so is what
-    each step computes anew.
+    The prompt is left out, since what stores a rollout identifies it by other means, except for
+    what an environment's first observation has changed in it; and so is what each step computes
+    anew.
     """
     state: dict[str, Any] = {}
     for record in (rollout.completion, rollout):
@@ -227,12 +228,21 @@ def to_state(rollout: Rollout) -> dict[str, Any]:
             is_default = value is default or (not isinstance(value, Tensor) and value == default)
             if f.name not in NOT_STORED and not is_default:
                 state[f.name] = value
+    if "turns" in state:
+        state["turns"] = [dataclasses.astuple(turn) for turn in rollout.completion.turns]
+    if rollout.prompt.row_ids is not None:
+        state["observed_prompt"] = {"ids": rollout.prompt.ids, "text": rollout.prompt.text}
     return state
 
 
 def from_state(prompt: Prompt, state: Mapping[str, Any]) -> Rollout:
     """Returns the rollout of `prompt` that `to_state` has read; also of version 0.1.0."""
     values = with_current_names(state)
+    if (observed := values.pop("observed_prompt", None)) is not None:
+        prompt = dataclasses.replace(prompt, **observed, row_ids=prompt.ids)
+    if "turns" in values:
+        values["turns"] = tuple(Turn(*turn) for turn in values["turns"])
+        values["messages"] = tuple(values.get("messages", ()))
     names = {f.name for f in dataclasses.fields(Completion)} & values.keys()
     completion = Completion(**{name: values.pop(name) for name in names})
     return Rollout(prompt, completion, **values)

@@ -64,8 +64,9 @@ def _evaluate_model(
     prompts = [prompt for task in tasks for prompt in task.prompts]
     loading.check_embeddings(model, path, prompts)
     model = workers.place(model)
+    episodes = build.make_episodes(prepared, model, tokenizer, reporter.say)
     generator = make_generator(recipe, model, tokenizer, workers, prompts, reporter.say)
-    evaluator = Evaluator(recipe.eval, workers, tokenizer, generator, tasks)
+    evaluator = Evaluator(recipe.eval, workers, tokenizer, generator, tasks, episodes)
     without_votes = [task.label for task in tasks if not task.has_votes]
     if "maj" in recipe.eval.metric and without_votes:
         reporter.say(f"note: no maj@k for {listed(without_votes)}: no final answers to vote on")
@@ -82,6 +83,8 @@ def _evaluate_model(
         results = solved(evaluator, journal, reporter, "eval")
     finally:
         generator.close()
+        if prepared.sessions is not None:
+            prepared.sessions.close()
     report = {"checkpoint_hash": identity, **settings}
     finish(prepared.folder, path, results, report, reporter, workers, recipe.overwrite)
 

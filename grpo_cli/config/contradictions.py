@@ -48,6 +48,7 @@ def contradictions(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     yield from _of_generation(recipe)
     yield from _of_model(recipe)
     yield from _of_adapter(recipe)
+    yield from _of_episodes(recipe)
     yield from _of_training(recipe, given)
     yield from _of_evaluation(recipe, given)
     yield from _of_hub(recipe, given)
@@ -192,6 +193,38 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
         )
     if dataset.chat and dataset.overlong_prompts == "cut":
         yield "dataset.overlong_prompts = cut: would cut the chat template off; use drop."
+
+
+def _of_episodes(recipe: Recipe) -> Iterator[str]:
+    environment = recipe.environment
+    ways = ("path", "by_name", "openenv", "mcp")
+    given = [f"environment.{name}" for name in ways if getattr(environment, name)]
+    if len(given) > 1:
+        yield f"{' and '.join(given)}: each names the environment; set one of them."
+    if recipe.rollout is not None and recipe.has_environment:
+        others = [*given, *(["tools"] if recipe.tools else [])]
+        yield (
+            f"rollout together with {listed(others)}: the rollout function makes complete "
+            "rollouts; set one of them."
+        )
+    if not recipe.has_environment:
+        return
+    if not recipe.dataset.chat:
+        yield (
+            "dataset.chat = false: tools and environments take turns with the model in a "
+            "conversation; set dataset.chat=true."
+        )
+    if recipe.dataset.final_assistant == "continue":
+        yield (
+            "dataset.final_assistant = continue: an episode begins with a turn of the model; use "
+            "drop or refuse."
+        )
+    turn_tokens, limit = recipe.episode.turn_tokens, recipe.generation.max_completion_tokens
+    if turn_tokens is not None and turn_tokens > limit:
+        yield (
+            f"episode.turn_tokens = {turn_tokens}: must be <= generation.max_completion_tokens = "
+            f"{limit}, the limit of all turns and replies together."
+        )
 
 
 def _of_training(recipe: Recipe, given: Collection[str]) -> Iterator[str]:

@@ -107,6 +107,7 @@ def parse(
     if not problems and recipe.epochs is None:
         problems += _step_violations(recipe)
     problems += [*_unread(recipe, given), *_unread_of_files(recipe, given)]
+    problems += _unread_of_episodes(recipe, given)
     problems += contradictions(recipe, given)
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
@@ -295,6 +296,17 @@ def unread(
     elif value != default:
         back = f"{key}={as_written(default)} takes it back."
         yield f"{key} = {as_written(value)}: is only read {when}. {back}"
+
+
+def _unread_of_episodes(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
+    """Yields messages about knobs of environments and episodes where there is nothing of either."""
+    if recipe.has_environment:
+        return
+    defaults = Recipe()
+    for key, _ in knobs():
+        if key.startswith(("environment.", "episode.", "model.response_template")):
+            when = "with tools or an environment"
+            yield from unread(recipe, key, value_at(defaults, key), given, when)
 
 
 def _unread_of_files(recipe: Recipe, given: Collection[str]) -> Iterator[str]:

@@ -12,13 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.config.schema import Eval
 from grpo_cli.distributed.workers import Workers
+from grpo_cli.environments.loop import EpisodeLoop
+from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.evaluation.benchmarks import asking
 from grpo_cli.evaluation.journal import Journal
 from grpo_cli.evaluation.majority import Ballot, answers_in_pool, count_in_pool
 from grpo_cli.evaluation.summary import METRICS, ProblemStats, rights_of, summarize
 from grpo_cli.evaluation.tasks import Task, TaskResult
 from grpo_cli.generation.base import Generator
-from grpo_cli.generation.rollouter import Rollouter
 from grpo_cli.records import Group, Prompt, Rollout
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import ScoringSession, metrics_of
@@ -37,6 +38,7 @@ class Evaluator:
     tokenizer: PreTrainedTokenizerBase | None  # None: nothing is sampled
     generator: Generator | None
     tasks: Sequence[Task]
+    episodes: EpisodeLoop | None = None  # for held-out rows of a recipe with environments
 
     @property
     def problems(self) -> int:
@@ -123,7 +125,8 @@ class Evaluator:
             progress(min(done, len(task.prompts)), "rows completed")
             session.add(rollouts)
 
-        in_rounds = task.tools is not None and workers.runs_in_lockstep  # every process's
+        turns = task.tools is not None or self.episodes is not None
+        in_rounds = turns and workers.runs_in_lockstep  # every process's
         with nullcontext() if in_rounds else interruptible():
             fresh = self._sampled(task, own, arrived) if task.stored is None else []
         with interruptible(), workers.raise_together():
@@ -148,14 +151,14 @@ class Evaluator:
     ) -> list[Group]:
         generator, tokenizer = self.generator, self.tokenizer
         assert generator is not None and tokenizer is not None, "there is a model"  # noqa: PT018
-        rollouter = Rollouter(generator, tokenizer, task.tools, self._has_round)
+        rollouter = Rollouter(
+            generator,
+            tokenizer,
+            task.tools,
+            self.workers.any_in_lockstep,
+            self.episodes if task.benchmark is None else None,
+        )
         return rollouter.rollouts(prompts, task.num_samples, task.sampling, task.seed, arrived)
-
-    def _has_round(self, has_some: bool) -> bool:
-        """Returns whether generation has another round, on this process or on any in lockstep."""
-        if self.workers.runs_in_lockstep:  # weights are gathered for each round
-            return self.workers.max(float(has_some)) > 0
-        return has_some
 
     def _score(
         self, task: Task, session: ScoringSession, groups: Sequence[Group], journal: Journal | None

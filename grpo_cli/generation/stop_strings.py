@@ -45,6 +45,23 @@ class StopStrings:
                 return False
         return False
 
+    def first_end(self, ids: Sequence[int], known: int, shortest: int) -> int | None:
+        """Returns the length at which a stop string is complete; None if none is.
+
+        Args:
+            ids: tokens that were generated in pieces, the last of them by a generator that has
+                looked for stop strings in it: a string that begins before it is found here.
+            known: tokens before the last piece.
+            shortest: smallest length.
+        """
+        across = known + self.enough if known else known
+        for end in range(max(known + 1, shortest), len(ids) + 1):
+            if end > across and end < len(ids):
+                continue
+            if self.ends(ids[:end]):
+                return end
+        return None
+
     def _tail(self, ids: Sequence[int]) -> list[int]:
         """Returns the last tokens that have text, with a character to spare."""
         tail: list[int] = []

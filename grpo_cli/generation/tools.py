@@ -275,14 +275,9 @@ class _ToolSession:
         """
         if not self.stop.stop:
             return None
-        first = max(before + 1, self.sampling.min_tokens)
-        across = before + self.stop.enough if before > d.begin else before
-        for end in range(first, len(d.ids) + 1):
-            if end > across and end < len(d.ids):
-                continue
-            if self.stop.ends(d.ids[d.begin : end]):
-                return end
-        return None
+        shortest = self.sampling.min_tokens - d.begin
+        end = self.stop.first_end(d.ids[d.begin :], before - d.begin, shortest)
+        return None if end is None else d.begin + end
 
     def _program(self, d: _Partial, before: int, eos: bool) -> tuple[int, str | None]:
         """Returns where the first program ends that was not run yet, and its source."""

@@ -25,6 +25,8 @@ from grpo_cli.config.schema import Dataset, Recipe
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.stop_signal import StopSignal, end_of_job
 from grpo_cli.distributed.workers import Workers
+from grpo_cli.environments import factory as environments
+from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks, tasks
 from grpo_cli.evaluation.evaluator import Evaluator
@@ -96,9 +98,10 @@ def assemble(
         model, tokenizer = load_policy(prepared, workers, reporter)
     stream = make_stream(prepared, tokenizer, reporter)
     prompts = list(stream.prompts)
-    if recipe.dataset.streaming:  # of the others nothing is known but their longest
-        prompts.append(Prompt.from_ids(prompts[0].ids[:1] * recipe.dataset.max_prompt_tokens))
     recipe = parsing.with_steps(recipe, len(prompts))
+    # Of streamed prompts, and of first observations, nothing is known but the limit.
+    if recipe.dataset.streaming or recipe.has_environment:
+        prompts.append(Prompt.from_ids(prompts[0].ids[:1] * recipe.dataset.max_prompt_tokens))
     reporter.progress.total = recipe.steps
     second = recipe.needs_reference and recipe.adapter.method == "none"
     reference_model = loading.frozen_copy(model) if second else None
@@ -125,12 +128,13 @@ def assemble(
         loading.check_embeddings(model, recipe.model.path, [*prompts, *held_out])
         longest, knob = recipe.generation.max_completion_tokens, "generation.max_completion_tokens"
         loading.check_context(model, recipe.model.path, prompts, longest, knob)
+    episodes = make_episodes(prepared, model, tokenizer, reporter.say)
     generator = factory.make_generator(
         recipe, model, tokenizer, workers, [*prompts, *held_out], reporter.say
     )
     evaluator = None
     if to_solve:
-        evaluator = Evaluator(recipe.eval, workers, tokenizer, generator, to_solve)
+        evaluator = Evaluator(recipe.eval, workers, tokenizer, generator, to_solve, episodes)
     scorers = [prepared.scorer, *(task.scorer for task in to_solve)]
     takes_state = any(scorer.takes("trainer_state") for scorer in scorers)
     workers.barrier()  # by now every process has found the folder free
@@ -171,7 +175,7 @@ def assemble(
         optimizer=optimizer,
         scaler=workers.grad_scaler(),
         generator=generator,
-        queue=RolloutQueue(recipe, stream, workers, generator, tokenizer),
+        queue=RolloutQueue(recipe, stream, workers, generator, tokenizer, episodes),
         scorer=prepared.scorer,
         evaluator=evaluator,
         reporter=reporter,
@@ -179,6 +183,7 @@ def assemble(
         pusher=Pusher(recipe, folder, reporter.say, workers.is_main),
         router_coef=router_coef,
         log_history=[] if takes_state else None,
+        sessions=prepared.sessions,
     )
     describe(run)
     if prepared.note is not None:
@@ -189,6 +194,30 @@ def assemble(
         run.close()
         raise
     return run
+
+
+def make_episodes(
+    prepared: Prepared,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    say: Callable[[str], None],
+) -> EpisodeLoop | None:
+    """Returns the loop that makes the recipe's episodes, None without environments.
+
+    Raises:
+        UserError: the chat template cannot carry a conversation with these tools.
+    """
+    recipe = prepared.recipe
+    eos_ids = loading.eos_ids(model.generation_config, tokenizer)
+    most = recipe.dataset.max_prompt_tokens if prepared.train else None
+    return environments.make_loop(
+        recipe,
+        prepared.sessions,
+        tokenizer,
+        {*eos_ids, *recipe.generation.stop_token_ids},
+        most,
+        say,
+    )
 
 
 def make_logprobs(
@@ -427,6 +456,7 @@ def make_stream(
 
     if parts.keys() == {""} and (stream := parts[""].stream) is not None:
         template_kwargs = recipe.model.chat_template_kwargs
+        tools = environments.tools_of(prepared.sessions)
 
         def of_block(rows: data.Rows, may_be_empty: bool) -> list[Prompt]:
             prompts, _ = data.make_prompts(
@@ -435,6 +465,7 @@ def make_stream(
                 tokenizer,
                 template_kwargs=template_kwargs,
                 may_be_empty=may_be_empty,
+                tools=tools,
             )
             return prompts
 
@@ -443,7 +474,7 @@ def make_stream(
     def prompts(name: str) -> list[Prompt]:
         key = f"dataset.mixture.{name}" if name else "dataset.train"
         part = parts[name]
-        return make_prompts(key, part.rows, part.dataset, recipe, tokenizer, reporter)
+        return make_prompts(key, part.rows, part.dataset, prepared, tokenizer, reporter)
 
     if "" in parts:
         return data.PromptStream(prompts(""), seed, shuffle)
@@ -456,7 +487,7 @@ def make_prompts(
     key: str,
     rows: data.Rows,
     dataset: Dataset,
-    recipe: Recipe,
+    prepared: Prepared,
     tokenizer: PreTrainedTokenizerBase,
     reporter: Reporter,
     *,
@@ -468,12 +499,14 @@ def make_prompts(
         key: what messages call the rows by.
         held_out: whether the rows are for evaluation, where none is too long.
     """
+    recipe = prepared.recipe
     prompts, overlong = data.make_prompts(
         rows,
         dataset,
         tokenizer,
         held_out=held_out,
         template_kwargs=recipe.model.chat_template_kwargs,
+        tools=environments.tools_of(prepared.sessions),
     )
     if overlong:
         done = "dropped" if recipe.dataset.overlong_prompts == "drop" else "cut"
@@ -501,7 +534,7 @@ def make_tasks(
                     "dataset.eval",
                     held.rows,
                     held.dataset,
-                    recipe,
+                    prepared,
                     tokenizer,
                     reporter,
                     held_out=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +19,7 @@ from grpo_cli.checkpoints import lock, lookup, manifest, paths
 from grpo_cli.config import contradictions, parsing, saved_recipe, sources
 from grpo_cli.config.schema import ADAM, Dataset, Recipe
 from grpo_cli.data.stored_completions import Sample
+from grpo_cli.environments import factory as environments
 from grpo_cli.errors import UserError, nearest
 from grpo_cli.evaluation import benchmarks
 from grpo_cli.evaluation.benchmarks import LoadedBenchmark
@@ -30,6 +31,8 @@ from grpo_cli.scoring.scorer import Scorer
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+    from grpo_cli.environments.sessions import Sessions
 
 # Keys that may differ when a finished run is resumed: its results do not depend on them.
 WITHOUT_EFFECT = (
@@ -70,6 +73,7 @@ class Prepared:
     held_out: dict[str, HeldOutRows] = field(default_factory=dict)  # by name; "": the only ones
     benchmarks: dict[str, LoadedBenchmark] = field(default_factory=dict)  # by name
     note: str | None = None  # for the user, once the run starts
+    sessions: Sessions | None = None  # opens the environments of rollouts
 
 
 def parse(cfg: DictConfig | dict[str, Any], given: Collection[str] = ()) -> Recipe:
@@ -95,7 +99,8 @@ def for_training(recipe: Recipe) -> Prepared:
     from grpo_cli.models import optimizers  # which imports torch
 
     if not recipe.reward:
-        raise UserError("reward: at least one is needed to train, such as reward=[math].")
+        named = "environment" if recipe.has_environment else "math"
+        raise UserError(f"reward: at least one is needed to train, such as reward=[{named}].")
     folder = Path(recipe.output_dir).expanduser()
     check_same_model(recipe, find_resume(recipe, folder))
     recipe = with_stored_dtype(recipe)
@@ -115,9 +120,18 @@ def for_training(recipe: Recipe) -> Prepared:
     held_out = held_out_of(recipe, eval_rows, executor)
     benches = benches_of(recipe, executor)
     check_engine(recipe)
+    sessions = environments.open_sessions(recipe, rows_of(train, held_out))
     note = check_hub(recipe)  # the last check, since it may create a repository
     recipe = with_absolute_paths(recipe)
-    return Prepared(recipe, folder, train, scorer, held_out, benches, note)
+    return Prepared(recipe, folder, train, scorer, held_out, benches, note, sessions)
+
+
+def rows_of(
+    train: Mapping[str, TrainRows], held_out: Mapping[str, HeldOutRows]
+) -> Iterator[Mapping[str, Any]]:
+    """Yields the columns of all rows, as environments are given them."""
+    for part in (*train.values(), *held_out.values()):
+        yield from map(data.other_columns, part.rows.rows)
 
 
 def check_reward_datasets(recipe: Recipe, train: Mapping[str, TrainRows]) -> None:
@@ -180,7 +194,9 @@ def for_evaluation(recipe: Recipe) -> Prepared:
     held_out = held_out_of(recipe, rows, executor)
     check_engine(recipe)
     scorer = next(iter(held_out.values())).scorer
-    return Prepared(with_absolute_paths(recipe), folder, {}, scorer, held_out)
+    sessions = environments.open_sessions(recipe, rows_of({}, held_out))
+    recipe = with_absolute_paths(recipe)
+    return Prepared(recipe, folder, {}, scorer, held_out, sessions=sessions)
 
 
 def held_out_of(

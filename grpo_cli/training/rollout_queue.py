@@ -13,8 +13,9 @@ from grpo_cli.config.schema import Recipe
 from grpo_cli.data import PromptStream
 from grpo_cli.distributed.balance import split_balanced
 from grpo_cli.distributed.workers import Workers
+from grpo_cli.environments.loop import EpisodeLoop
+from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.generation.base import Generator
-from grpo_cli.generation.rollouter import Rollouter
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Group, Prompt
 from grpo_cli.training.prefetch import Arrived, PrefetchedGroups
@@ -30,7 +31,9 @@ class RolloutQueue:
         workers: Workers,
         generator: Generator,
         tokenizer: PreTrainedTokenizerBase,
+        episodes: EpisodeLoop | None = None,
     ) -> None:
+        self.episodes = episodes
         self.recipe = recipe
         self.stream = stream
         self.workers = workers
@@ -74,7 +77,13 @@ class RolloutQueue:
             recipe: as it is at the step that trains on them.
         """
         own = self.take_prompts(number)
-        return lambda arrived: Rollouter(self.generator, self.tokenizer).rollouts(
+        rollouter = Rollouter(
+            self.generator,
+            self.tokenizer,
+            has_round=self.workers.any_in_lockstep if self.episodes is not None else bool,
+            episodes=self.episodes,
+        )
+        return lambda arrived: rollouter.rollouts(
             own,
             recipe.generation.num_generations,
             Sampling.of(recipe.generation),

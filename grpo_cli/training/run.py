@@ -17,6 +17,7 @@ from grpo_cli.checkpoints.lock import Lock
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.workers import Workers
+from grpo_cli.environments.sessions import Sessions
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.generation.base import Generator
 from grpo_cli.models.micro_batches import MicroBatcher
@@ -75,6 +76,7 @@ class Run:
     entropy_bonus: AdaptiveEntropyBonus = field(default_factory=AdaptiveEntropyBonus)
     router_coef: float = 0.0  # weight of the load-balancing loss of experts
     log_history: list[dict[str, Any]] | None = None  # as logged; None if no reward reads it
+    sessions: Sessions | None = None  # opens the environments of rollouts
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -107,5 +109,7 @@ class Run:
         self.reporter.close()
         self.generator.close()
         self.scorer.executor.close()
+        if self.sessions is not None:
+            self.sessions.close()
         if self.lock is not None:
             self.lock.release()

@@ -27,7 +27,9 @@ def sampling_fingerprint(recipe: Recipe, step: int) -> str:
     generation, vllm = at_step(recipe, step)[0].generation, recipe.generation.vllm
     sampling = Sampling.of(generation), generation.stop_token_ids
     how = (generation.engine, generation.num_generations, recipe.seed, *sampling)
-    return repr((*how, vllm.regex, vllm.json_schema, vllm.seeded))
+    others = recipe.tools, recipe.environment, recipe.episode, recipe.rollout
+    episodes = others if recipe.has_episodes else ()
+    return repr((*how, vllm.regex, vllm.json_schema, vllm.seeded, *episodes))
 
 
 def step_fingerprint(recipe: Recipe, step: int) -> str:
@@ -45,7 +47,7 @@ def to_entries(groups: Sequence[Group], fingerprint: str) -> list[dict[str, Any]
     return [
         {
             "position": g.prompt_index,
-            "prompt_ids": g.prompt.ids,
+            "prompt_ids": g.prompt.ids if g.prompt.row_ids is None else g.prompt.row_ids,
             "rewards": fingerprint,
             "rollouts": [
                 # Functions log values of any type, and a checkpoint holds plain values.
@@ -77,5 +79,5 @@ def from_entries(
         rollouts = [from_state(prompt, values) for values in entry["rollouts"]]
         for rollout in rollouts:
             rollout.extras = json.loads(rollout.extras or "{}")  # type: ignore[arg-type]
-        groups.append(Group(position, prompt, rollouts))
+        groups.append(Group(position, rollouts[0].prompt, rollouts))
     return groups

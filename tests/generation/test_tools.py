@@ -21,10 +21,10 @@ from grpo_cli import sandbox
 from grpo_cli.algorithm.batch import collate
 from grpo_cli.config.schema import Tools
 from grpo_cli.distributed import heartbeat
+from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation import tools
 from grpo_cli.generation.base import Generator, OnGroup, ignore
-from grpo_cli.generation.rollouter import Rollouter
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.stop_strings import StopStrings
 from grpo_cli.generation.tool_calls import Answer, closed_program, describe, execute

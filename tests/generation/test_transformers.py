@@ -8,12 +8,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.algorithm.batch import pad_right
+from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation import engine
 from grpo_cli.generation.base import Generator, OnGroup, ignore
 from grpo_cli.generation.decoding_state import uniforms
 from grpo_cli.generation.engine import Step
-from grpo_cli.generation.rollouter import Rollouter
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.transformers import TransformersGenerator
 from grpo_cli.models import loading

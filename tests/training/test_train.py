@@ -18,8 +18,8 @@ from grpo_cli.algorithm.loss import Coefficients, grpo_loss
 from grpo_cli.checkpoints import paths
 from grpo_cli.config import parsing, schema
 from grpo_cli.distributed.stop_signal import Interrupted
+from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.generation.rollouter import Rollouter
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.reporting.stage_clock import Clock

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.config.schema import Tools
+from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.generation.base import Generator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.tools import ToolGenerator
@@ -15,9 +16,10 @@ from grpo_cli.records import Completion, Group, Prompt, Rollout
 
 
 class Rollouter:
-    """Makes groups of rollouts, decoded and not yet scored, with one call of a generator.
+    """Makes groups of rollouts, decoded and not yet scored, with a generator.
 
-    With `tools`, the programs that completions write run between pieces of a completion.
+    With `tools`, the programs that completions write run between pieces of a completion. With
+    `episodes`, the model and environments take turns.
     """
 
     def __init__(
@@ -26,9 +28,11 @@ class Rollouter:
         tokenizer: PreTrainedTokenizerBase,
         tools: Tools | None = None,
         has_round: Callable[[bool], bool] = bool,
+        episodes: EpisodeLoop | None = None,
     ) -> None:
         """tools: limits of the programs; None: none is run. has_round: see `ToolGenerator`."""
         self.generator, self.tokenizer = generator, tokenizer
+        self.episodes, self.has_round = episodes, has_round
         if tools is not None:
             self.generator = ToolGenerator(generator, tokenizer, tools, has_round=has_round)
 
@@ -49,18 +53,24 @@ class Rollouter:
         groups: dict[int, Group] = {}
 
         def take(number: int, completions: list[Completion]) -> None:
-            prompt_index, prompt = prompts[number]
+            hand_over(number, prompts[number][1], completions)
+
+        def hand_over(number: int, prompt: Prompt, completions: list[Completion]) -> None:
+            prompt_index = prompts[number][0]
             texts = (self.tokenizer.decode(c.ids, skip_special_tokens=True) for c in completions)
             rollouts = [Rollout(prompt, c, t) for c, t in zip(completions, texts, strict=True)]
             groups[number] = Group(prompt_index, prompt, rollouts)
             arrived(rollouts)
 
-        self.generator.generate(
+        how = (
             [prompt for _, prompt in prompts],
             num_generations,
             sampling,
             [derive_seed(seed, prompt_index) for prompt_index, _ in prompts],
-            take,
         )
+        if self.episodes is None:
+            self.generator.generate(*how, take)
+        else:
+            self.episodes.sample(self.generator, *how, hand_over, self.has_round)
         assert len(groups) == len(prompts), "a generator hands over every group once"
         return [groups[number] for number in range(len(prompts))]

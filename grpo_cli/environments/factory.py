@@ -1,0 +1,106 @@
+"""From a recipe's tools and environment to the loop that makes its episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from grpo_cli.config.schema import Recipe
+from grpo_cli.environments.sessions import Sessions
+from grpo_cli.errors import UserError, listed, nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from grpo_cli.data.prompts import ToolsOf
+    from grpo_cli.environments.loop import EpisodeLoop
+
+NAME_COLUMN = "environment"  # the column with the name of a row's environment
+
+
+def open_sessions(recipe: Recipe, rows: Iterable[Mapping[str, Any]]) -> Sessions | None:
+    """Tries one environment of each kind out; returns what opens them, None without environments.
+
+    Args:
+        rows: of the data, of which the first of each environment is tried out.
+
+    Raises:
+        UserError: a tool or an environment cannot be used, or a row names one that is not there.
+    """
+    if not recipe.has_environment:
+        return None
+    sessions = Sessions(recipe.environment, recipe.tools)
+    try:
+        firsts: dict[str, Mapping[str, Any]] = {}
+        for number, row in enumerate(rows):
+            name = name_of(row, sessions)
+            if name not in sessions.spec.names:
+                known = sessions.spec.names
+                raise UserError(
+                    f"row {number}: the column {NAME_COLUMN!r} names no environment: "
+                    f"{row.get(NAME_COLUMN)!r}; environment.by_name has {listed(known)}."
+                    f"{nearest(name, known)}"
+                )
+            firsts.setdefault(name, row)
+        for name, row in firsts.items():
+            sessions.try_out(name, row)
+    except BaseException:
+        sessions.close()
+        raise
+    return sessions
+
+
+def tools_of(sessions: Sessions | None) -> ToolsOf | None:
+    """Returns the function that says which tools a row's prompt offers."""
+    if sessions is None:
+        return None
+    schemas = {name: sessions.schemas(name) for name in sessions.spec.names}
+    return lambda row: schemas[name_of(row, sessions)]
+
+
+def name_of(row: Mapping[str, Any], sessions: Sessions) -> str:
+    """Returns the name of a row's environment; "" if there is only one."""
+    return "" if sessions.spec.names == [""] else str(row.get(NAME_COLUMN))
+
+
+def make_loop(
+    recipe: Recipe,
+    sessions: Sessions | None,
+    tokenizer: PreTrainedTokenizerBase,
+    eos_ids: Iterable[int],
+    max_prompt_tokens: int | None,
+    say: Callable[[str], None],
+) -> EpisodeLoop | None:
+    """Returns the loop that makes the recipe's episodes, None without environments.
+
+    Args:
+        eos_ids: tokens that end a turn of the model.
+        max_prompt_tokens: length limit of a prompt with its first observation; None: none.
+        say: prints a line for the user.
+
+    Raises:
+        UserError: the chat template cannot carry a conversation with these tools.
+    """
+    if sessions is None:
+        return None
+    from grpo_cli.environments.chat import Chat
+    from grpo_cli.environments.loop import EpisodeLoop
+
+    dialogues = {}
+    replies = None if sessions.spec.has_state else ("tool",)
+    for name in sessions.spec.names:
+        schemas = sessions.schemas(name)
+        chat = Chat(
+            tokenizer,
+            list(eos_ids),
+            schemas,
+            recipe.model.chat_template_kwargs,
+            recipe.model.response_template,
+        )
+        chat.check(replies)
+        dialogues[name] = chat
+        tools = ", ".join(schema["function"]["name"] for schema in schemas)
+        say(f"environment {name or 'of all rows'}: {f'tools {tools}' if tools else 'no tools'}")
+    return EpisodeLoop(
+        sessions, dialogues, recipe.episode, recipe.environment.retries, max_prompt_tokens
+    )

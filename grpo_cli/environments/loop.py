@@ -1,0 +1,476 @@
+"""Samples episodes: turns of the model and replies of environments, in rounds over any generator.
+
+A round continues all episodes that are ready, each as a prompt of its own, by one turn or by a
+piece of one. Then the environments answer, and the tokens of their replies are appended. What an
+episode's tokens are drawn from depends on (its prompt's seed, its place in the group, its pieces)
+and on no other episode.
+
+Faults. An environment that fails is replaced by a fresh one with the same seed, to which the turns
+so far are replayed. If it answers as before, the episode goes on where it was; if it answers one of
+them otherwise, the episode goes on from there. After `environment.retries` failures the episode
+ends without a reward.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import queue
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_cli.config.schema import EpisodeSettings
+from grpo_cli.distributed import heartbeat
+from grpo_cli.environments.episode import (
+    EnvironmentSession,
+    Episode,
+    Exchange,
+    has_same_effect,
+)
+from grpo_cli.environments.protocol import Message, Observation
+from grpo_cli.environments.response import MalformedCall
+from grpo_cli.environments.sessions import EnvironmentFailure
+from grpo_cli.errors import TrainingError
+from grpo_cli.generation.base import Generator
+from grpo_cli.generation.sampling import Sampling
+from grpo_cli.generation.stop_strings import StopStrings
+from grpo_cli.random_streams import derive_seed
+from grpo_cli.records import Completion, Prompt
+
+PATIENCE = 0.5  # seconds that an eager round waits for environments, once it has something to do
+MOST_BYSTANDER_FAILURES = 20  # of one episode
+ENVIRONMENT = "environment"  # the column with the name of a row's environment
+
+HandOver = Callable[[int, Prompt, list[Completion]], None]
+
+
+class Dialogue(Protocol):
+    """The tokens of turns and replies, for episodes with one set of tools (`chat.Chat`)."""
+
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: Collection[int]
+    tools: Sequence[Mapping[str, Any]]
+
+    def with_observation(
+        self, prompt: Prompt, observation: str | Sequence[Message], limit: int
+    ) -> Prompt: ...
+
+    def parse(self, ids: Sequence[int]) -> Message: ...
+
+    def reply_ids(
+        self, messages: Sequence[Message], *, ended_by_eos: bool, limit: int
+    ) -> list[int]: ...
+
+
+class Environments(Protocol):
+    """Opens the environments of rollouts (`sessions.Sessions`)."""
+
+    def open(self, name: str, row: Mapping[str, Any], seed: int) -> EnvironmentSession: ...
+
+
+@dataclass
+class EpisodeLoop:
+    """Makes episodes with a generator, environments and limits."""
+
+    environments: Environments
+    dialogues: Mapping[str, Dialogue]  # by environment; "": the only one
+    settings: EpisodeSettings
+    retries: int = 2  # of an episode whose environment has failed
+    max_prompt_tokens: int | None = None  # of a prompt with its first observation
+    seconds_waited: float = 0.0  # for environments while nothing was sampled; the reader resets it
+
+    def sample(
+        self,
+        generator: Generator,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        hand_over: HandOver,
+        has_round: Callable[[bool], bool] = bool,
+    ) -> None:
+        """Samples `num_generations` episodes of each prompt.
+
+        Args:
+            seeds: one for each prompt; the environments of its group share one derived from it.
+            hand_over: called with (index of the prompt, the prompt with the first observation,
+                episodes) once a group is complete. Must be quick.
+            has_round: see `tools.ToolGenerator`.
+
+        Raises:
+            TrainingError: the environments of a group do not begin alike.
+        """
+        work = _Episodes(self, generator, prompts, num_generations, sampling, seeds, hand_over)
+        try:
+            work.begin()
+            generator.generate(
+                work.prompts, num_generations, work.piece(Episode(0, 0)), seeds, work.begun
+            )
+            while has_round(work.settle()):
+                piece, episodes = work.take_round()
+                generator.generate(
+                    [work.so_far(e) for e in episodes],
+                    1,
+                    piece,
+                    [derive_seed(seeds[e.number], e.sample, e.pieces) for e in episodes],
+                    partial(work.grown, episodes),
+                )
+        finally:
+            work.close()
+
+
+@dataclass
+class _Call:
+    """A call of an environment under way."""
+
+    episode: Episode
+    answered: Callable[[Episode, Observation, float], None]
+    begun: float
+    ended: float = math.nan
+
+
+class _Episodes:
+    """The episodes of one `sample`: those ready to grow, and those waiting for environments."""
+
+    def __init__(
+        self,
+        loop: EpisodeLoop,
+        generator: Generator,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        hand_over: HandOver,
+    ) -> None:
+        self.loop, self.settings, self.sampling = loop, loop.settings, sampling
+        self.prompts, self.seeds, self.hand_over = list(prompts), seeds, hand_over
+        is_only_one = loop.dialogues.keys() == {""}
+        self.names = ["" if is_only_one else str(p.columns.get(ENVIRONMENT)) for p in prompts]
+        self.episodes = [
+            [Episode(number, sample) for sample in range(num_generations)]
+            for number in range(len(prompts))
+        ]
+        self.ready: list[Episode] = []
+        self.answers: queue.SimpleQueue[tuple[_Call, Future[Observation]]] = queue.SimpleQueue()
+        self.num_waiting = 0  # calls of environments under way
+
+    # Rounds
+
+    def begin(self) -> None:
+        """Resets all environments and adds their first observations to the prompts."""
+        for group in self.episodes:
+            for e in group:
+                self._open(e)
+        self._wait(lambda: False)
+        for number, group in enumerate(self.episodes):
+            firsts = [e.first for e in group if e.first is not None]
+            if not firsts:
+                continue
+            for other in firsts[1:]:
+                if list(other.messages) != list(firsts[0].messages):
+                    raise TrainingError(
+                        f"the environments of one group begin differently, with "
+                        f"{_shown(firsts[0])} and {_shown(other)}: reset must depend on the row "
+                        "and the seed only."
+                    )
+            if firsts[0].messages:
+                self._add_first(number, firsts[0])
+
+    def _add_first(self, number: int, first: Observation) -> None:
+        prompt = self.prompts[number]
+        observation: str | Sequence[Message] = first.messages
+        is_text = [m["role"] for m in first.messages] == ["user"]
+        if is_text and isinstance(prompt.text, list) and prompt.text[-1]["role"] == "user":
+            observation = str(first.messages[0]["content"])  # two in a row are not for templates
+        prompt = self._dialogue(number).with_observation(
+            prompt, observation, self.settings.reply_tokens
+        )
+        most = self.loop.max_prompt_tokens
+        if most is not None and len(prompt.ids) > most:
+            for e in self.episodes[number]:
+                self._release(e)
+                e.stop_reason = "env_error"
+                e.error = (
+                    f"the first observation makes a prompt of {len(prompt.ids)} tokens, more than "
+                    f"dataset.max_prompt_tokens = {most}"
+                )
+            return
+        self.prompts[number] = prompt
+
+    def piece(self, e: Episode) -> Sampling:
+        """Returns how an episode is continued.
+
+        Engines sample one length for all prompts of a call: only lengths of turns as the settings
+        have them, and powers of two for what is left, so that episodes share rounds. No piece makes
+        prompt and completion longer than the limits allow.
+        """
+        sampling, turn_tokens = self.sampling, self.settings.turn_tokens
+        complete = min(turn_tokens or sampling.max_tokens, sampling.max_tokens)
+        left = min(sampling.max_tokens - len(e.ids), complete - (len(e.ids) - e.turn_start))
+        most = complete if left == complete else 1 << (left.bit_length() - 1)
+        shortest = min(max(sampling.min_tokens - len(e.ids), 0), most)
+        return replace(sampling, max_tokens=most, min_tokens=shortest)
+
+    def settle(self) -> bool:
+        """Takes the answers of environments; returns whether there is something to generate."""
+        end = math.inf
+
+        def is_late() -> bool:
+            nonlocal end
+            if self.ready and self.settings.order == "eager":
+                end = min(end, time.monotonic() + PATIENCE)
+            return time.monotonic() >= end
+
+        self._wait(is_late)
+        return bool(self.ready)
+
+    def _wait(self, is_late: Callable[[], bool]) -> None:
+        begun = time.monotonic()
+        while self.num_waiting and not is_late():
+            heartbeat.beat_of_main()  # prefetching runs in threads, which may wait longer
+            try:
+                call, future = self.answers.get(timeout=PATIENCE)
+            except queue.Empty:
+                continue
+            self.num_waiting -= 1
+            self._answered(call, future)
+        self.loop.seconds_waited += time.monotonic() - begun
+
+    def take_round(self) -> tuple[Sampling, list[Episode]]:
+        """Returns the most episodes that one call can continue; the others stay ready."""
+        kinds: dict[Sampling, list[Episode]] = collections.defaultdict(list)
+        self.ready.sort(key=lambda e: (e.number, e.sample))  # whichever environment was quicker
+        for e in self.ready:
+            kinds[self.piece(e)].append(e)
+        if not kinds:  # other processes have something
+            return self.piece(Episode(0, 0)), []
+        piece = max(kinds, key=lambda kind: len(kinds[kind]))
+        chosen = kinds.pop(piece)
+        self.ready = [e for others in kinds.values() for e in others]
+        return piece, chosen
+
+    def so_far(self, e: Episode) -> Prompt:
+        """Returns an episode's prompt with what has become of it so far as its end."""
+        prompt = self.prompts[e.number]
+        return replace(prompt, ids=[*prompt.ids, *e.ids])
+
+    def close(self) -> None:
+        """Releases the environments of episodes that are not complete."""
+        for group in self.episodes:
+            for e in group:
+                self._release(e)
+
+    # The model's turn
+
+    def begun(self, number: int, group: list[Completion]) -> None:
+        """Takes the first pieces of a group."""
+        for e, piece in zip(self.episodes[number], group, strict=True):
+            self._grow(e, piece)
+
+    def grown(self, episodes: Sequence[Episode], i: int, group: list[Completion]) -> None:
+        """Takes a piece of one episode."""
+        self._grow(episodes[i], group[0])
+
+    def _grow(self, e: Episode, piece: Completion) -> None:
+        before = len(e.ids)
+        e.add_piece(piece)
+        if e.stop_reason:  # its environment has failed before it began
+            self._complete(e)
+            return
+        stops_at = self._stop(e, before)
+        if stops_at is not None:
+            e.cut(stops_at)
+        if stops_at is not None or piece.finish_reason == "stop":
+            self._take_turn(e)
+        elif len(e.ids) == self.sampling.max_tokens:
+            self._cut_turn(e, "max_tokens")
+        elif len(e.ids) - e.turn_start == self.settings.turn_tokens:
+            self._cut_turn(e, "turn_tokens")
+        else:
+            self.ready.append(e)
+
+    def _stop(self, e: Episode, before: int) -> int | None:
+        """Returns where a stop string is complete that the generator could not see as a whole."""
+        begin = e.turn_start
+        if not self.sampling.stop or before == begin:
+            return None
+        stop = StopStrings(self._dialogue(e.number).tokenizer, self.sampling.stop)
+        end = stop.first_end(e.ids[begin:], before - begin, self.sampling.min_tokens - begin)
+        return None if end is None else begin + end
+
+    def _take_turn(self, e: Episode) -> None:
+        """Gives a complete turn of the model to its environment."""
+        dialogue = self._dialogue(e.number)
+        ids = e.ids[e.turn_start :]
+        try:
+            message, error = dialogue.parse(ids), None
+        except MalformedCall as malformed:
+            message, error = self._unread(e), str(malformed)
+        e.end_turn(message)
+        exchange = Exchange(message, len(e.turns) - 1, is_stepped=error is None)
+        e.exchanges.append(exchange)
+        if error is None:
+            self._advance(e)
+            return
+        e.parse_errors += 1
+        if e.parse_errors > self.settings.max_parse_errors:
+            self._end(e, "parse_error")
+            return
+        e.replayed += 1
+        role = "tool" if dialogue.tools else "user"
+        answer = {"role": role, "content": json.dumps({"error": error}, ensure_ascii=False)}
+        self._reply(e, exchange, Observation([answer]), 0.0)
+
+    def _cut_turn(self, e: Episode, reason: str) -> None:
+        """Ends an episode within a turn of the model, which no environment is given."""
+        e.end_turn(self._unread(e))
+        self._end(e, reason)
+
+    def _unread(self, e: Episode) -> Message:
+        """Returns the turn under way as a message without calls."""
+        tokenizer = self._dialogue(e.number).tokenizer
+        text = tokenizer.decode(e.ids[e.turn_start :], skip_special_tokens=True)
+        return {"role": "assistant", "content": text}
+
+    # The environment's answer
+
+    def _open(self, e: Episode) -> None:
+        """Gives an episode a fresh environment, in the state that the group begins with."""
+        seed = derive_seed(self.seeds[e.number], ENVIRONMENT)
+        row = self.prompts[e.number].columns
+        e.session = self.loop.environments.open(self.names[e.number], row, seed)
+        e.replayed = 0
+        self._call(e, e.session.reset(), self._was_reset)
+
+    def _was_reset(self, e: Episode, first: Observation, seconds: float) -> None:
+        if e.first is None:
+            e.first = first
+        elif list(e.first.messages) != list(first.messages):
+            e.failures = self.loop.retries
+            error = f"a fresh environment begins with {_shown(first)}, not {_shown(e.first)}"
+            self._failed(e, EnvironmentFailure("env_error", error))
+            return
+        self._advance(e)
+
+    def _advance(self, e: Episode) -> None:
+        """Gives the environment the next turn that it has not seen, or asks it for the rewards."""
+        assert e.session is not None, "an episode without an environment is complete"
+        while e.replayed < len(e.exchanges) and not e.exchanges[e.replayed].is_stepped:
+            e.replayed += 1
+        if e.replayed < len(e.exchanges):
+            message = e.exchanges[e.replayed].message
+            self._call(e, e.session.step(message), self._stepped)
+        elif e.stop_reason:
+            self._call(e, e.session.finish(), self._finished)
+
+    def _stepped(self, e: Episode, observation: Observation, seconds: float) -> None:
+        exchange = e.exchanges[e.replayed]
+        e.replayed += 1
+        if exchange.observation is None:
+            self._reply(e, exchange, observation, seconds)
+        elif has_same_effect(exchange.observation, observation):
+            self._advance(e)
+        else:
+            e.rewind(exchange)
+            self._reply(e, exchange, observation, seconds)
+
+    def _reply(self, e: Episode, exchange: Exchange, found: Observation, seconds: float) -> None:
+        """Appends an environment's observation, or ends the episode with it."""
+        e.observe(exchange, found)
+        e.seconds += seconds
+        dialogue, settings = self._dialogue(e.number), self.settings
+        if found.done:
+            is_answer = dialogue.tools and not (found.messages or found.calls)
+            self._end(e, "answered" if is_answer and found.reward is None else "env_done")
+        elif e.num_model_turns == settings.max_turns:
+            self._end(e, "max_turns")
+        elif settings.seconds is not None and e.seconds > settings.seconds:
+            self._end(e, "episode_seconds")
+        else:
+            ids = dialogue.reply_ids(
+                found.messages,
+                ended_by_eos=e.ids[-1] in dialogue.eos_ids,
+                limit=settings.reply_tokens,
+            )
+            if len(e.ids) + len(ids) >= self.sampling.max_tokens:  # no room for an answer
+                self._end(e, "max_tokens")
+            else:
+                e.add_reply(ids, seconds)
+                self.ready.append(e)
+
+    def _end(self, e: Episode, reason: str) -> None:
+        e.stop_reason = reason
+        self._advance(e)
+
+    def _finished(self, e: Episode, found: Observation, seconds: float) -> None:
+        e.rewards |= found.rewards
+        e.metrics |= found.metrics
+        e.session = None
+        self._complete(e)
+
+    def _complete(self, e: Episode) -> None:
+        self._release(e)
+        e.is_complete = True
+        group = self.episodes[e.number]
+        if all(other.is_complete for other in group):
+            prompt = self.prompts[e.number]
+            self.hand_over(e.number, prompt, [other.completion() for other in group])
+
+    # Calls of environments, and their failures
+
+    def _call(
+        self,
+        e: Episode,
+        future: Future[Observation],
+        answered: Callable[[Episode, Observation, float], None],
+    ) -> None:
+        call = _Call(e, answered, time.monotonic())
+        self.num_waiting += 1
+
+        def end(ended: Future[Observation]) -> None:
+            call.ended = time.monotonic()
+            self.answers.put((call, ended))
+
+        future.add_done_callback(end)
+
+    def _answered(self, call: _Call, future: Future[Observation]) -> None:
+        try:
+            observation = future.result()
+        except EnvironmentFailure as failure:
+            self._failed(call.episode, failure)
+        else:
+            call.answered(call.episode, observation, call.ended - call.begun)
+
+    def _failed(self, e: Episode, failure: EnvironmentFailure) -> None:
+        """Begins again with a fresh environment, or ends an episode without a reward."""
+        self._release(e)
+        if failure.own:
+            e.failures += 1
+        else:
+            e.bystander_failures += 1
+        if e.failures <= self.loop.retries and e.bystander_failures <= MOST_BYSTANDER_FAILURES:
+            self._open(e)
+            return
+        e.stop_reason, e.error = failure.stop_reason, str(failure)
+        if e.ids:  # else it is complete once its first piece is there
+            self._complete(e)
+
+    def _release(self, e: Episode) -> None:
+        if e.session is not None:
+            e.session.abandon()
+            e.session = None
+
+    def _dialogue(self, number: int) -> Dialogue:
+        return self.loop.dialogues[self.names[number]]
+
+
+def _shown(observation: Observation) -> str:
+    """Returns the beginning of an observation's messages, for messages."""
+    return repr([m.get("content") for m in observation.messages])[:200]
