@@ -54,9 +54,14 @@ HandOver = Callable[[int, Prompt, list[Completion]], None]
 class Dialogue(Protocol):
     """The tokens of turns and replies, for episodes with one set of tools (`chat.Chat`)."""
 
-    tokenizer: PreTrainedTokenizerBase
-    eos_ids: Collection[int]
-    tools: Sequence[Mapping[str, Any]]
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    @property
+    def eos_ids(self) -> Collection[int]: ...
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]: ...
 
     def with_observation(
         self, prompt: Prompt, observation: str | Sequence[Message], limit: int

@@ -130,8 +130,8 @@ def rows_of(
     train: Mapping[str, TrainRows], held_out: Mapping[str, HeldOutRows]
 ) -> Iterator[Mapping[str, Any]]:
     """Yields the columns of all rows, as environments are given them."""
-    for part in (*train.values(), *held_out.values()):
-        yield from map(data.other_columns, part.rows.rows)
+    for rows in (part.rows for parts in (train, held_out) for part in parts.values()):
+        yield from map(data.other_columns, rows.rows)
 
 
 def check_reward_datasets(recipe: Recipe, train: Mapping[str, TrainRows]) -> None:

@@ -29,7 +29,7 @@ class Characters:
     """A dialogue whose tokens are characters; "." ends a turn, and "[...]" is a reply."""
 
     eos_ids = (EOS,)
-    tools = ()
+    tools: Sequence[Mapping[str, Any]] = ()
 
     @property
     def tokenizer(self) -> Any:
