@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from grpo_cli.data import PromptStream
-from grpo_cli.records import NOT_STORED, Completion, Group, Prompt, Rollout
+from grpo_cli.records import NOT_STORED, Completion, Group, Prompt, Rollout, Turn
 from grpo_cli.training.stored_groups import from_entries, to_entries
 
 # What a step computes once it trains on the group: not there yet when a group is carried.
@@ -52,7 +52,21 @@ def carried_groups(stream: PromptStream) -> list[Group]:
             ),
             Rollout(
                 prompt,
-                Completion([9, 9], [-3.0, 0.0], "length", 4, [True, False], 2, 1, 1),
+                Completion(
+                    [9, 9],
+                    [-3.0, 0.0],
+                    "length",
+                    4,
+                    [True, False],
+                    2,
+                    1,
+                    1,
+                    turns=(Turn(0, 1, "model", 0.5), Turn(1, 2, "environment", None, 0.1)),
+                    stop_reason="max_turns",
+                    messages=({"role": "assistant", "content": "9"},),
+                    env_rewards={"Guess": 0.5},
+                    env_metrics={"guesses": 1.0},
+                ),
                 "cut",
                 reward_parts={"right": 0.0, "steps": 0.0},
                 step_rewards={"steps": []},
@@ -108,6 +122,19 @@ def test_everything_known_of_a_carried_rollout_is_stored() -> None:
     of_completion = {f.name for f in dataclasses.fields(Completion)}
     stored = {name for group in groups for rollout in group["rollouts"] for name in rollout}
     assert stored == (of_rollout - LATER - NOT_KEPT) | of_completion
+
+
+def test_a_first_observation_comes_back_with_its_group(tmp_path: Path) -> None:
+    stream = make_stream()
+    groups = carried_groups(stream)
+    seen = dataclasses.replace(
+        groups[0].prompt, ids=[5, 5, 6], text="seen", row_ids=groups[0].prompt.ids
+    )
+    groups[0] = Group(2, seen, [dataclasses.replace(r, prompt=seen) for r in groups[0].rollouts])
+    saved = through_a_file(to_entries(groups, REWARDS), tmp_path / "state.pt")
+    found = from_entries(saved, make_stream(), REWARDS)
+    assert [g.prompt for g in found] == [g.prompt for g in groups]
+    assert [r.prompt for r in found[0].rollouts] == [seen] * 3
 
 
 def test_a_prompt_is_found_by_its_position() -> None:
