@@ -84,7 +84,7 @@ WORKLOADS = {
         ),
         Workload("flat", (30, 130), limit=512, half_flat=True, sides=("ours", "all")),
         Workload(
-            "lora", (30, 130), limit=512, prompts=2, model="110m", lora_rank=16,
+            "lora", (30, 130), limit=512, prompts=3, model="110m", lora_rank=16,
             sides=("ours", "trl"), steps=1,
         ),
         Workload("vllm", (30, 130), limit=512, sides=("vllm", "trl_vllm", "ours")),  # tail's
