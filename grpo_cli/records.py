@@ -92,6 +92,28 @@ class Completion:
     messages: tuple[dict[str, Any], ...] = ()  # of an episode, behind the prompt; never re-rendered
     env_rewards: dict[str, float] = field(default_factory=dict)  # the environment's own, by name
     env_metrics: dict[str, float] = field(default_factory=dict)
+    env_error: str = ""  # the last error, where the environment failed (ENVIRONMENT_FAILED)
+    calls_by_tool: dict[str, list[int]] = field(default_factory=dict)
+    # ^ of an episode: [calls, failures, of these timeouts] by name; `tool_calls` ... are their sums
+    parse_errors: int = 0  # turns of the model with a malformed call
+    env_retries: int = 0  # fresh environments after one that failed
+
+    @property
+    def is_episode(self) -> bool:
+        """Whether the model has taken turns with an environment, or tried to."""
+        return bool(self.stop_reason or self.messages)
+
+    @property
+    def environment_failed(self) -> bool:
+        """Whether the environment failed, so that there is nothing to score."""
+        return self.stop_reason in ENVIRONMENT_FAILED
+
+    @property
+    def model_turns(self) -> list[tuple[int, int]]:
+        """The model's turns, as (first token, token behind the last)."""
+        if not self.turns:
+            return [(0, len(self.ids))]
+        return [(t.start, t.end) for t in self.turns if t.by == "model"]
 
     @property
     def sampled_tokens(self) -> int:
@@ -157,6 +179,39 @@ class Group:
     rollouts: list[Rollout]
 
 
+class EpisodeStats(NamedTuple):
+    """The numbers of an episode that metrics are made of."""
+
+    turns: int  # of the model
+    stop_reason: str
+    calls_by_tool: dict[str, list[int]]
+    parse_errors: int
+    env_retries: int
+    env_metrics: dict[str, float]
+    env_error: str
+
+    @property
+    def environment_failed(self) -> bool:
+        """Whether the environment failed, so that there is nothing to score."""
+        return self.stop_reason in ENVIRONMENT_FAILED
+
+    @classmethod
+    def of(cls, c: Completion) -> EpisodeStats | None:
+        """Returns the numbers of a completion; None if it is no episode."""
+        if not c.is_episode:
+            return None
+        turns = 0 if c.environment_failed and not c.turns else len(c.model_turns)
+        return cls(
+            turns,
+            c.stop_reason,
+            c.calls_by_tool,
+            c.parse_errors,
+            c.env_retries,
+            c.env_metrics,
+            c.env_error,
+        )
+
+
 class RolloutStats(NamedTuple):  # pickled three times as fast as a dataclass
     """The few numbers of a rollout that other processes need; small enough to gather."""
 
@@ -169,6 +224,7 @@ class RolloutStats(NamedTuple):  # pickled three times as fast as a dataclass
     truncated: bool
     excluded: bool
     sampled_tokens: int  # the completion's length, as metrics and advantage rules count it
+    episode: EpisodeStats | None = None
 
     @classmethod
     def of(cls, r: Rollout) -> RolloutStats:
@@ -182,6 +238,7 @@ class RolloutStats(NamedTuple):  # pickled three times as fast as a dataclass
             r.completion.finish_reason == "length",
             r.excluded,
             r.completion.sampled_tokens,
+            EpisodeStats.of(r.completion),
         )
 
 

@@ -1,10 +1,10 @@
 """The rewards that ship with grpo: one plain function a file, named like the file.
 
 A reward is called with keyword arguments, in TRL's convention: `prompts`, `completions`,
-`completion_ids`, one list per dataset column, and the recipe's own arguments for it. It returns one
-float per completion, or None where it does not apply. Parameters without a default name the dataset
-columns it needs; keyword-only parameters with a default are its arguments; `**_` says that it takes
-nothing else.
+`completion_ids`, `episodes`, one list per dataset column, and the recipe's own arguments for it.
+It returns one float per completion, or None where it does not apply. Parameters without a default
+name the dataset columns it needs; keyword-only parameters with a default are its arguments; `**_`
+says that it takes nothing else.
 
 Nothing here imports from the rest of grpo_cli except `grpo_cli.sandbox`, which needs only Python.
 """
@@ -34,6 +34,7 @@ class Traits:
     preload: tuple[str, ...] = ()
     describe: Callable[..., str] | None = None
     timeout_value: float | None = None
+    positions: str | None = None
 
 
 @overload
@@ -49,6 +50,7 @@ def reward(
     preload: Sequence[str] = (),
     describe: Callable[..., str] | None = None,
     timeout_value: float | None = None,
+    positions: str | None = None,
 ) -> Callable[[F], F]: ...
 
 
@@ -62,6 +64,7 @@ def reward(
     preload: Sequence[str] = (),
     describe: Callable[..., str] | None = None,
     timeout_value: float | None = None,
+    positions: str | None = None,
 ) -> F | Callable[[F], F]:
     """Registers a function under a short name, with the way in which it is to be called.
 
@@ -74,6 +77,8 @@ def reward(
         preload: modules that a worker imports before the clock of its first completion starts.
         describe: called with the recipe's arguments; what the log says of the reward at the start.
         timeout_value: value of a completion that overruns; None: the reward does not apply to it.
+        positions: unit in which the function counts the ends of steps, "tokens" or "characters";
+            None: as the recipe says.
     """
 
     def register(function: F) -> F:
@@ -84,7 +89,7 @@ def reward(
                 f"{path} and {known} have one name; give one another, as in @reward(name=...)"
             )
         cached = timeout is not None if cache is None else cache
-        traits = Traits(timeout, cached, tuple(preload), describe, timeout_value)
+        traits = Traits(timeout, cached, tuple(preload), describe, timeout_value, positions)
         function.reward_traits = traits  # type: ignore[attr-defined]
         return function
 

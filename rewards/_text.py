@@ -98,10 +98,13 @@ def completion_texts(completions: Completions) -> list[str]:
 
 
 def _completion_text(completion: str | list[dict[str, Any]]) -> str:
-    """Returns the completion, or the content of the last message of a chat completion."""
+    """Returns the completion, or the content of the last message of a chat completion.
+
+    An episode that ends with a message of a tool has no answer: "".
+    """
     if isinstance(completion, str):
         return completion
-    if not completion:
+    if not completion or (len(completion) > 1 and completion[-1].get("role") != "assistant"):
         return ""
     content = completion[-1].get("content")
     if isinstance(content, list):  # parts, as multimodal chat templates write them

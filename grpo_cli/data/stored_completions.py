@@ -6,6 +6,7 @@ has written keep the data set's columns in a column `columns` of their own.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from grpo_cli.data.rows import rename_columns
 from grpo_cli.errors import UserError, listed, nearest
 
 if TYPE_CHECKING:
-    from grpo_cli.records import Prompt, Rollout
+    from grpo_cli.records import Completion, Prompt, Rollout
 
 WRITTEN = ("completions.parquet", "completions.jsonl")  # in the folder of an evaluation
 
@@ -34,6 +35,8 @@ class Sample:
     ids: Sequence[int] | None  # tokens as sampled; None where a file has none
     columns: Mapping[str, Any]  # every other column
     prefill: str = ""  # of a chat: text of the assistant before the completion
+    episode: Mapping[str, Any] | None = None  # `episode_of` its completion
+    environment_failed: bool = False  # no reward applies
 
     @classmethod
     def of(cls, rollout: Rollout) -> Sample:
@@ -46,7 +49,46 @@ class Sample:
             completion.ids,
             prompt.columns,
             prompt.prefill,
+            episode_of(completion),
+            completion.environment_failed,
         )
+
+
+def episode_of(completion: Completion) -> dict[str, Any] | None:
+    """Returns an episode as reward functions see it; None for another completion."""
+    if not completion.is_episode:
+        return None
+    return {
+        "messages": list(completion.messages),
+        "turns": [dataclasses.asdict(turn) for turn in completion.turns],
+        "stop_reason": completion.stop_reason,
+        "rewards": dict(completion.env_rewards),
+        "metrics": dict(completion.env_metrics),
+    }
+
+
+# Columns of a stored episode, and what `episode_of` calls them.
+EPISODE_COLUMNS = {
+    "messages": "messages",
+    "turns": "turns",
+    "stop_reason": "stop_reason",
+    "env_rewards": "rewards",
+    "env_metrics": "metrics",
+}
+
+
+def episode_cells(completion: Completion) -> dict[str, Any]:
+    """Returns the cells of an episode in a table: JSON text, and the mask of sampled tokens."""
+    episode, cells = episode_of(completion), dict[str, Any]()
+    if completion.is_sampled is not None:
+        cells["sampled"] = completion.is_sampled
+    for column, name in EPISODE_COLUMNS.items() if episode is not None else ():
+        value = episode[name]  # type: ignore[index]
+        is_text = isinstance(value, str)
+        cells[column] = value if is_text else json.dumps(value, ensure_ascii=False, default=str)
+    if completion.env_error:
+        cells["env_error"] = completion.env_error
+    return cells
 
 
 def find(path: Path, key: str) -> Path:
@@ -110,8 +152,36 @@ def load(path: Path, columns: Mapping[str, str], key: str) -> list[Sample]:
                 f"{key} = {path}, row {number}: the completion is {text!r}; it must be text."
             )
         ids = cells.pop("completion_ids", None)
-        completions.append(Sample(number, prompt, text, ids, cells, prefill))
+        episode = _stored_episode(cells)
+        failed = episode is not None and _has_failed(episode)
+        completions.append(Sample(number, prompt, text, ids, cells, prefill, episode, failed))
     return completions
+
+
+def _stored_episode(cells: dict[str, Any]) -> dict[str, Any] | None:
+    """Takes what `episode_cells` has written out of a line's cells; None for other completions."""
+    written = [column for column in EPISODE_COLUMNS if cells.get(column) is not None]
+    if len(written) < len(EPISODE_COLUMNS):  # such as a user's own column of messages
+        return None
+    try:
+        values = {
+            c: v if c == "stop_reason" else _parsed(v) for c, v in cells.items() if c in written
+        }
+    except ValueError:
+        return None
+    for column in EPISODE_COLUMNS:
+        del cells[column]
+    return {EPISODE_COLUMNS[column]: value for column, value in values.items()}
+
+
+def _parsed(cell: Any) -> Any:
+    return json.loads(cell) if isinstance(cell, str) else cell
+
+
+def _has_failed(episode: Mapping[str, Any]) -> bool:
+    from grpo_cli.records import ENVIRONMENT_FAILED
+
+    return episode["stop_reason"] in ENVIRONMENT_FAILED
 
 
 def prompt_cell(prompt: Prompt) -> str:

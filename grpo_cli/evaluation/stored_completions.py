@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 # Columns of stored completions that are not columns of the data.
 OWN = (
-    "advantage", "benchmark", "columns", "correct", "finish_reason", "mode", "prompt_ids", "reward",
-    "row", "sample", "sampled", "sampling_logprobs", "step", "token_advantages", "tool_calls",
-    "tool_errors", "tool_timeouts",
+    "advantage", "benchmark", "columns", "correct", "env_error", "finish_reason", "mode",
+    "prompt_ids", "reward", "row", "sample", "sampled", "sampling_logprobs", "step",
+    "token_advantages", "tool_calls", "tool_errors", "tool_timeouts",
 )  # fmt: skip
 COUNTED = ("tool_calls", "tool_errors", "tool_timeouts")
 OWN_PREFIXES = ("rewards/", "extras/")
@@ -428,8 +428,24 @@ def _rollout(prompt: Prompt, sample: Sample) -> Rollout:
         finish_reason="length" if columns.get("finish_reason") == "length" else "stop",
         is_sampled=[bool(v) for v in sampled] if sampled and len(sampled) == len(ids) else None,
         **counts,
+        **_fields_of_episode(sample.episode),
     )
     return Rollout(prompt, completion, sample.text)
+
+
+def _fields_of_episode(episode: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the fields of a completion that is the stored episode."""
+    from grpo_cli.records import Turn
+
+    if episode is None:
+        return {}
+    return {
+        "messages": tuple(episode["messages"]),
+        "turns": tuple(Turn(**turn) for turn in episode["turns"]),
+        "stop_reason": episode["stop_reason"],
+        "env_rewards": episode["rewards"],
+        "env_metrics": episode["metrics"],
+    }
 
 
 def _numbers(cell: Iterable[Any] | str | None) -> list[Any]:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_cli.config.schema import Benchmark, Mode
-from grpo_cli.data.stored_completions import prompt_cell
+from grpo_cli.data.stored_completions import episode_cells, prompt_cell
 from grpo_cli.evaluation.tasks import TaskResult
 from grpo_cli.records import Group
 from grpo_cli.reporting.reporter import finite, nested, with_interval, write_parquet, write_text
@@ -127,6 +127,7 @@ def _rows(result: TaskResult, group: Group) -> Iterator[dict[str, Any]]:
             "completion_ids": completion.ids,
             "sampling_logprobs": completion.sampling_logprobs,
             "sampled": completion.is_sampled,
+            **episode_cells(completion),
         }
 
 

@@ -26,7 +26,7 @@ import grpo_cli
 from grpo_cli.checkpoints.manifest import sync, sync_folder
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.schema import Log, Recipe
-from grpo_cli.data.stored_completions import prompt_cell
+from grpo_cli.data.stored_completions import episode_cells, prompt_cell
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError
 from grpo_cli.records import Group
@@ -256,6 +256,7 @@ def completion_row(step: int, group: Group, sample: int) -> dict[str, Any]:
         "prompt_ids": np.array(group.prompt.ids, dtype=np.int64),
         "completion_ids": np.array(r.completion.ids, dtype=np.int64),
         "sampling_logprobs": np.array(r.completion.sampling_logprobs, dtype=np.float64),
+        **episode_cells(r.completion),
     }
 
 

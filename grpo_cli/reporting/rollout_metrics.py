@@ -10,7 +10,13 @@ import torch
 
 from grpo_cli.algorithm.advantages import all_equal, group_std
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.records import Rollout, StepStats, matrix
+from grpo_cli.records import (
+    STOP_REASONS,
+    Rollout,
+    RolloutStats,
+    StepStats,
+    matrix,
+)
 
 
 def rollout_metrics(step_stats: StepStats) -> dict[str, float]:
@@ -37,7 +43,41 @@ def rollout_metrics(step_stats: StepStats) -> dict[str, float]:
         metrics[f"rewards/{name}/mean"] = mean(values)
         spread = torch.tensor(values, dtype=torch.float64).std() if len(values) > 1 else 0.0
         metrics[f"rewards/{name}/std"] = float(spread)
-    return metrics
+    return metrics | episode_metrics(every)
+
+
+def episode_metrics(stats: Sequence[RolloutStats]) -> dict[str, float]:
+    """Returns the metrics of tools, turns and environments; {} if no completion is an episode."""
+    every = [o.episode for o in stats if o.episode is not None]
+    if not every:
+        return {}
+    of_tools: dict[str, list[int]] = {}
+    for e in every:
+        for name, counts in e.calls_by_tool.items():
+            known = of_tools.setdefault(name, [0, 0, 0])
+            of_tools[name] = [a + b for a, b in zip(known, counts, strict=True)]
+    calls, failures, _ = map(sum, zip([0, 0, 0], *of_tools.values(), strict=True))
+    reasons = Counter(e.stop_reason for e in every)
+    turns = [e.turns for e in every]
+    metrics = {}
+    for name in sorted({name for e in every for name in e.env_metrics}):
+        values = [e.env_metrics[name] for e in every if name in e.env_metrics]
+        metrics[f"environment/{name}"] = mean(values)
+    for name, counts in sorted(of_tools.items()):
+        for kind, count in zip(("calls", "failures", "timeouts"), counts, strict=True):
+            metrics[f"tools/{name}/{kind}"] = float(count)
+    return {
+        **metrics,
+        "tools/call_frequency": calls / len(every),
+        "tools/failure_frequency": failures / calls if calls else 0.0,
+        "tools/parse_errors": float(sum(e.parse_errors for e in every)),
+        "episode/turns/mean": mean(turns),
+        "episode/turns/max": float(max(turns)),
+        "episode/foreign_tokens": mean([o.tokens - o.sampled_tokens for o in stats if o.episode]),
+        **{f"episode/stop/{r}": reasons[r] / len(every) for r in STOP_REASONS},
+        "environment/retries": float(sum(e.env_retries for e in every)),
+        "environment/unscored": float(sum(e.environment_failed for e in every)),
+    }
 
 
 def mixture_metrics(step_stats: StepStats, dataset_of: Mapping[int, str]) -> dict[str, float]:

@@ -53,7 +53,9 @@ class BoundReward:
     datasets: tuple[str, ...] = ()  # names in the column `dataset` to which it applies; (): all
 
     def applies_to(self, sample: Sample) -> bool:
-        """Whether the function applies to the row of a sample."""
+        """Whether the function applies to a sample: to its row, and its environment worked."""
+        if sample.environment_failed:
+            return False
         return not self.datasets or sample.columns.get(DATASET) in (None, *self.datasets)
 
     def takes(self, name: str) -> bool:
@@ -67,16 +69,15 @@ class BoundReward:
         chat = isinstance(samples[0].prompt, list)
         standard: dict[str, Any] = {
             "prompts": [s.prompt for s in samples],
-            "completions": [
-                [{"role": "assistant", "content": s.prefill + s.text}] if chat else s.text
-                for s in samples
-            ],
+            "completions": [_completion(s, chat) for s in samples],
             "trainer_state": state,
             "log_metric": None,
             "log_extra": None,
         }
         if all(s.ids is not None for s in samples):
             standard["completion_ids"] = [list(s.ids or ()) for s in samples]
+        if "episodes" in self.signature.standard or any(s.episode is not None for s in samples):
+            standard["episodes"] = [s.episode for s in samples]
         arguments = {name: value for name, value in standard.items() if self.takes(name)}
         for column in samples[0].columns:
             if column not in STANDARD and self.signature.takes(column):
@@ -86,6 +87,14 @@ class BoundReward:
     def call(self, samples: Sequence[Sample], state: TrainerState) -> CallResult:
         """Calls the function in this process and waits for it."""
         return answer(self.function, self.arguments(samples, state))
+
+
+def _completion(sample: Sample, chat: bool) -> str | list[dict[str, Any]]:
+    """Returns a completion in TRL's form: text, a message, or all messages of an episode."""
+    if sample.episode is not None and sample.episode["messages"]:
+        return list(sample.episode["messages"])
+    text = sample.prefill + sample.text
+    return [{"role": "assistant", "content": text}] if chat else sample.text
 
 
 @dataclass

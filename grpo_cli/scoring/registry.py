@@ -17,7 +17,8 @@ RewardFunction = Callable[..., Sequence[float | list[tuple[int, float]] | None]]
 
 # The arguments of every function in addition to the columns (TRL's calling convention).
 STANDARD = (
-    "prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra",
+    "prompts", "completions", "completion_ids", "episodes", "trainer_state", "log_metric",
+    "log_extra",
 )  # fmt: skip
 
 

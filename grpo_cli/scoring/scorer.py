@@ -184,7 +184,7 @@ def bind_reward(
         signature=signature,
         args=arguments,
         weight=spec.weight,
-        positions=spec.positions,
+        positions=traits.positions or spec.positions,
         is_async=is_async,
         timeout=timeout,
         timeout_value=traits.timeout_value if spec.timeout_value is None else spec.timeout_value,

@@ -40,6 +40,13 @@ WITHOUT_EFFECT = (
     "scoring.",
 )  # fmt: skip
 MADE_UP = "The answer is 0."  # a completion to try rewards out on
+MADE_UP_EPISODE = {  # the same as an episode
+    "messages": [{"role": "assistant", "content": MADE_UP}],
+    "turns": [{"start": 0, "end": 1, "by": "model", "reward": 0.0, "seconds": 0.0}],
+    "stop_reason": "answered",
+    "rewards": {},
+    "metrics": {},
+}
 
 
 @dataclass(frozen=True)
@@ -245,10 +252,7 @@ def benches_of(recipe: Recipe, executor: RewardExecutor) -> dict[str, LoadedBenc
         rows = benchmarks.load(name, benchmark, recipe.eval.limit)
         rewards = benchmarks.rewards(benchmark)
         limit = recipe.eval.max_completion_tokens or benchmark.max_completion_tokens
-        run = {
-            "max_completion_tokens": limit or recipe.generation.max_completion_tokens,
-            "device": recipe.device,
-        }
+        run = values_of_run(recipe, limit or recipe.generation.max_completion_tokens)
         renaming = f"benchmark.{name}.columns"
         scorer = Scorer(rewards, rows.columns, rows.source, executor, run, renaming)
         if recipe.scoring.try_out and os.environ.get("LOCAL_RANK", "0") == "0":  # once a node
@@ -281,8 +285,21 @@ def scorer_of_training(
         judged = dataclasses.replace(recipe, reward=own)
         renaming = f"dataset.mixture.{name}.columns"
         make_scorer(judged, rows, part.dataset, limit, executor, renaming, {data.DATASET: name})
-    run = {"max_completion_tokens": limit, "device": recipe.device}
+    run = values_of_run(recipe, limit)
     return Scorer(recipe.reward, [*columns], "dataset.mixture", executor, run)
+
+
+def values_of_run(recipe: Recipe, limit: int) -> dict[str, Any]:
+    """Returns the values of a run that rewards may take as keyword-only arguments.
+
+    Args:
+        limit: longest completion, in tokens.
+    """
+    return {
+        "max_completion_tokens": limit,
+        "device": recipe.device,
+        "episode_credit": recipe.episode.credit,
+    }
 
 
 def rewards_of(recipe: Recipe, name: str) -> list[str]:
@@ -314,13 +331,15 @@ def make_scorer(
     Raises:
         UserError: a function that is not there, does not fit the data, or fails on the first row.
     """
-    run = {"max_completion_tokens": limit, "device": recipe.device}
+    run = values_of_run(recipe, limit)
     scorer = Scorer(recipe.reward, rows.columns, rows.source, executor, run, renaming)
     if recipe.scoring.try_out and os.environ.get("LOCAL_RANK", "0") == "0":  # once a node
         row, line = rows.rows[0], rows.line(0)
         prompt = data.prompt_text(row, dataset, line)
         try:
-            scorer.try_out(Sample(line, prompt, MADE_UP, (0,), {**data.other_columns(row), **more}))
+            columns = {**data.other_columns(row), **more}
+            episode = MADE_UP_EPISODE if recipe.has_episodes else None
+            scorer.try_out(Sample(line, prompt, MADE_UP, (0,), columns, episode=episode))
         except BaseException:
             executor.close()
             raise

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_cli.algorithm.loss import MeasuredUpdate
 from grpo_cli.data import PromptStream
-from grpo_cli.records import Group, RolloutStats, StepStats, with_current_names
+from grpo_cli.records import EpisodeStats, Group, RolloutStats, StepStats, with_current_names
 from grpo_cli.training.stored_groups import from_entries, to_entries
 
 
@@ -74,12 +74,19 @@ def from_state(
 
 
 def _plain(step_stats: StepStats) -> list[tuple[int, list[dict[str, Any]]]]:
-    return [(p, [o._asdict() for o in group]) for p, group in step_stats.items()]
+    return [(p, [_plain_stats(o) for o in group]) for p, group in step_stats.items()]
+
+
+def _plain_stats(stats: RolloutStats) -> dict[str, Any]:
+    episode = stats.episode
+    return {**stats._asdict(), "episode": None if episode is None else episode._asdict()}
 
 
 def _outcomes(saved: Sequence[tuple[int, list[dict[str, Any]]]]) -> StepStats:
-    # 0.1.0 has stored no `sampled_tokens`.
-    return {
-        p: [RolloutStats(**{"sampled_tokens": o["tokens"]} | with_current_names(o)) for o in group]
-        for p, group in saved
-    }
+    return {p: [_stats(o) for o in group] for p, group in saved}
+
+
+def _stats(saved: Mapping[str, Any]) -> RolloutStats:
+    values = {"sampled_tokens": saved["tokens"], **with_current_names(saved)}  # 0.1.0 has none
+    episode = values.pop("episode", None)
+    return RolloutStats(**values, episode=None if episode is None else EpisodeStats(**episode))

@@ -7,6 +7,7 @@ from torch import Tensor
 from grpo_cli.records import RolloutStats, matrix, reward_tensors, rollout_stats
 from grpo_cli.reporting.rollout_metrics import mean, rollout_metrics
 from tests.conftest import make_group, make_rollout
+from tests.episodes import make_episode
 
 NAN = math.nan
 
@@ -168,3 +169,45 @@ def test_metrics_do_not_depend_on_the_order_in_which_groups_arrive() -> None:
 def test_mean() -> None:
     assert mean([1.0, 2.0, 6.0]) == 3.0
     assert math.isnan(mean([]))
+
+
+def test_metrics_of_episodes_are_trls() -> None:
+    # G = 3: a good call, a call with a wrong argument, no call (test_grpo_trainer.py).
+    good = make_episode((None, None), calls_by_tool={"multiply": [1, 0, 0]})
+    wrong = make_episode((None, None), calls_by_tool={"multiply": [1, 1, 1]}, parse_errors=1)
+    none = make_episode((None,), stop_reason="max_turns", env_metrics={"wins": 0.5})
+    metrics = rollout_metrics(dict(rollout_stats([make_group(0, [good, wrong, none])])))
+    assert metrics["tools/call_frequency"] == pytest.approx(2 / 3)
+    assert metrics["tools/failure_frequency"] == pytest.approx(1 / 2)
+    found = {k: v for k, v in metrics.items() if k.startswith(("tools/m", "tools/p", "e"))}
+    assert {k: v for k, v in found.items() if v or "/stop/" not in k} == pytest.approx(
+        {
+            "tools/multiply/calls": 2,
+            "tools/multiply/failures": 1,
+            "tools/multiply/timeouts": 1,
+            "tools/parse_errors": 1,
+            "episode/turns/mean": 5 / 3,
+            "episode/turns/max": 2,
+            "episode/foreign_tokens": 4 / 3,
+            "episode/stop/answered": 2 / 3,
+            "episode/stop/max_turns": 1 / 3,
+            "environment/wins": 0.5,
+            "environment/retries": 0,
+            "environment/unscored": 0,
+        }
+    )
+    assert metrics["completions/max_length"] == 4, "the reply is not the model's"
+
+
+def test_episodes_without_calls_have_no_failures() -> None:
+    failed = make_episode((), stop_reason="env_timeout", messages=(), env_retries=2)
+    metrics = rollout_metrics(dict(rollout_stats([make_group(0, [failed, make_episode()])])))
+    assert metrics["tools/call_frequency"] == metrics["tools/failure_frequency"] == 0
+    assert metrics["environment/unscored"] == 1
+    assert metrics["environment/retries"] == 2
+    assert metrics["episode/turns/mean"] == 1, "no turn was taken in the other"
+
+
+def test_plain_completions_have_no_metrics_of_episodes() -> None:
+    metrics = rollout_metrics({0: [outcome(1.0), outcome(0.0)]})
+    assert not [k for k in metrics if k.startswith(("tools/", "episode/", "environment/"))]

@@ -19,6 +19,7 @@ from grpo_cli.scoring.registry import STANDARD, Signature, TrainerState, known, 
 from grpo_cli.scoring.scorer import RewardResult, Scorer
 from grpo_cli.scoring.step_rewards import token_of_character
 from tests.conftest import make_rollout
+from tests.episodes import MESSAGES, make_episode
 
 # Reward functions, found by the recipe under tests.scoring.test_scorer:NAME.
 
@@ -296,6 +297,58 @@ def test_chat_completions_come_in_trls_form() -> None:
     score([r], r="sees")
     assert SEEN[0]["prompts"] == [[{"role": "user", "content": "hi"}]]
     assert SEEN[0]["completions"] == [[{"role": "assistant", "content": "ho"}]]
+
+
+def test_an_episode_comes_with_all_its_messages() -> None:
+    SEEN.clear()
+    r = make_episode((0.5, None), env_rewards={"Guess": 1.0})
+    score([r], r="sees")
+    assert SEEN[0]["completions"] == [list(MESSAGES)]
+    assert SEEN[0]["completion_ids"] == [r.completion.ids]
+    (episode,) = SEEN[0]["episodes"]
+    assert episode["messages"] == list(MESSAGES)
+    assert [(t["start"], t["end"], t["by"], t["reward"]) for t in episode["turns"]] == [
+        (0, 2, "model", 0.5),
+        (2, 4, "environment", None),
+        (4, 6, "model", None),
+    ]
+    assert episode["stop_reason"] == "answered"
+    assert episode["rewards"] == {"Guess": 1.0}
+    score([rollout("abc")], r="sees")
+    assert "episodes" not in SEEN[1], "which **kwargs would take"
+
+
+@pytest.mark.parametrize("reason", ["env_error", "env_timeout"])
+def test_a_rollout_whose_environment_failed_is_not_scored(reason: str) -> None:
+    SEEN.clear()
+    failed, good = make_episode(stop_reason=reason, env_rewards={"Guess": 1.0}), make_episode()
+    rewards = score(
+        [failed, good],
+        r="sees",
+        size=Reward("length", args={"target": 0}),
+        own=Reward("environment"),
+    )
+    assert math.isnan(rewards[0]), "never 0.0"
+    assert failed.reward_parts == {"r": None, "size": None, "own": None}
+    assert failed.loss_tokens == 0
+    assert rewards[1] == -len("It is 42.")
+    assert [len(call["completions"]) for call in SEEN] == [1]
+    SEEN.clear()
+    assert math.isnan(score([failed], r="sees")[0])
+    assert SEEN == [], "no function is called"
+
+
+def test_the_environments_reward_is_credited_to_turns_if_the_run_says_so() -> None:
+    r = make_episode((0.5, None), env_rewards={"Guess": 1.0})
+    specs = {"own": Reward("environment", weight=2.0)}
+    Scorer(specs, (), "rows.jsonl", run={"episode_credit": "turns"}).score([r])
+    assert r.step_rewards == {"own": [(1, 1.0), (5, 2.0)]}
+    assert (r.reward, r.reward_parts) == (3.0, {"own": 1.5})
+    assert math.isnan(r.outcome_reward)
+    Scorer(specs, (), "rows.jsonl", run={"episode_credit": "sum"}).score(
+        [r := make_episode((0.5, None))]
+    )
+    assert (r.reward, r.step_rewards) == (1.0, {})
 
 
 def test_a_column_does_not_stand_in_for_what_was_sampled() -> None:

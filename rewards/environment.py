@@ -1,0 +1,65 @@
+"""Reward: what the environment of an episode has given."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_cli.rewards import reward
+from grpo_cli.rewards._text import Completions
+
+Steps = list[tuple[int, float]]
+CREDITS = ("sum", "turns")
+
+
+@reward(positions="tokens")
+def environment(
+    completions: Completions,
+    completion_ids: list[list[int]] | None = None,
+    episodes: Sequence[Mapping[str, Any] | None] | None = None,
+    *,
+    name: str | None = None,
+    episode_credit: str = "sum",
+    **_: Any,
+) -> list[float | Steps | None]:
+    """Returns the rewards that the environment gave for turns and for the whole episode, summed.
+
+    None where the environment gave none, and for a completion that is no episode.
+
+    Recipe args:
+        name: only this part of the episode's rewards, such as the name of an environment's class;
+            "turns" is the sum of the rewards of turns. null: all.
+        episode_credit: "sum", or "turns": each turn of the model has its reward, and the last one
+            also those of the episode. The run's own (episode.credit) unless it is set.
+    """
+    if episode_credit not in CREDITS:
+        raise ValueError(
+            f"environment: episode_credit is {episode_credit!r}; it must be one of "
+            f"{', '.join(CREDITS)}."
+        )
+    values: list[float | Steps | None] = []
+    for i in range(len(completions)):
+        episode = episodes[i] if episodes is not None else None
+        parts = None if episode is None else _parts(episode, name)
+        if episode is None or parts is None:
+            values.append(None)
+        elif episode_credit == "sum":
+            values.append(sum(parts))
+        else:
+            ends = [t["end"] for t in episode["turns"] if t["by"] == "model"]
+            if not ends:
+                ends = [len(completion_ids[i]) if completion_ids is not None else 1]
+            values.append(
+                [(max(0, end - 1), value) for end, value in zip(ends, parts, strict=True)]
+            )
+    return values
+
+
+def _parts(episode: Mapping[str, Any], name: str | None) -> list[float] | None:
+    """Returns the reward of each turn of the model, the episode's in the last; None without any."""
+    turns = [t["reward"] for t in episode["turns"] if t["by"] == "model"] or [None]
+    of_turns = name in (None, "turns") and any(r is not None for r in turns)
+    final = [v for key, v in episode["rewards"].items() if name in (None, key)]
+    if not (of_turns or final):
+        return None
+    parts = [float(r or 0.0) if of_turns else 0.0 for r in turns]
+    parts[-1] += sum(final)
+    return parts

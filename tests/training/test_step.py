@@ -1,0 +1,43 @@
+"""A step ends the run where too much of it failed."""
+
+from dataclasses import replace
+
+import pytest
+
+from grpo_cli.config.schema import EnvironmentSettings, Recipe
+from grpo_cli.errors import TrainingError
+from grpo_cli.records import StepStats, rollout_stats
+from grpo_cli.training.step import check_environments
+from tests.conftest import make_group
+from tests.episodes import make_episode
+
+
+def outcomes(failures: int, of: int = 8, reason: str = "env_error") -> StepStats:
+    """Two groups; some of the rollouts, in order, have an environment that failed."""
+    rollouts = [make_episode((None, None)) for _ in range(of)]
+    for i, r in enumerate(rollouts[:failures]):
+        r.completion = replace(r.completion, stop_reason=reason, env_error=f"error {i}")
+    groups = [make_group(0, rollouts[: of // 2]), make_group(1, rollouts[of // 2 :])]
+    return dict(rollout_stats(groups))
+
+
+def check(failures: int, limit: float, reason: str = "env_error") -> None:
+    recipe = Recipe(environment=EnvironmentSettings(max_failed_share=limit))
+    check_environments(recipe, outcomes(failures, reason=reason), 4)
+
+
+def test_a_share_up_to_the_limit_is_tolerated() -> None:
+    check(0, 0.0)
+    check(2, 0.25)
+    check(8, 1.0)
+
+
+def test_a_larger_share_ends_the_run_with_the_last_error() -> None:
+    said = (
+        "step 5: the environments of 3 of 8 rollouts failed, more than "
+        r"environment.max_failed_share = 0.25; the last error: error 2"
+    )
+    with pytest.raises(TrainingError, match=said):
+        check(3, 0.25)
+    with pytest.raises(TrainingError, match="1 of 8"):
+        check(1, 0.0, reason="env_timeout")
