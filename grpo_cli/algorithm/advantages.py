@@ -242,6 +242,47 @@ def process_advantages(
     return out
 
 
+def turn_advantages(
+    rewards: Sequence[Sequence[float]], *, scale: str = "group"
+) -> list[list[float]]:
+    """Advantages of the turns of a group's episodes from the rewards of their turns.
+
+        A_{i,k} = (G_{i,k} − b_k) / (s + 1e-4),  G_{i,k} = Σ_{j ≥ k} r_{i,j},  b_k = mean_i G_{i,k}
+
+    The return G from turn k on against its mean over all episodes of the group, in which an episode
+    that has ended counts with 0. This baseline of a turn depends on no episode's own number of
+    turns, except through its share 1/G, so that a longer episode is neither paid nor charged for
+    its length. `process_advantages` charges each further step the mean reward of a step
+    (https://github.com/verl-project/verl/issues/7244).
+
+    s is the largest over k of the standard deviations of G_{i,k} in the group: that of the total
+    returns, unless later returns differ more than the totals do. With scale "group" a group whose
+    total returns are all equal gives 0, as under the rules above.
+
+    Args:
+        rewards: of each turn of each episode; episodes may differ in their number of turns.
+        scale: "group", or "none": s + 1e-4 is 1.
+
+    Returns:
+        A of each turn of each episode.
+    """
+    assert scale in ("group", "none"), f"unknown scale {scale!r}"
+    most = max(map(len, rewards), default=0)
+    if most == 0:
+        return [[] for _ in rewards]
+    table = torch.zeros(len(rewards), most, dtype=torch.float64)  # [G, K]
+    for row, own in zip(table, rewards, strict=True):
+        row[: len(own)] = torch.tensor(own, dtype=torch.float64)
+    returns = table.flip(-1).cumsum(-1).flip(-1)  # [G, K], 0 behind an episode's last turn
+    # Compared exactly, as in `_finished`: rounding is no signal.
+    centred = (returns - returns.mean(0)).masked_fill(all_equal(returns.T), 0.0)
+    if scale == "group":
+        centred = centred / (group_std(returns.T).max() + EPS)
+        if all_equal(returns[None, :, 0]).item():
+            centred = torch.zeros_like(centred)
+    return [row[: len(own)].tolist() for row, own in zip(centred, rewards, strict=True)]
+
+
 def group_mean(rewards: Tensor) -> Tensor:
     """Mean of each group, [P, G] -> [P, 1]; NaN for a group without rewards."""
     return rewards.nanmean(-1, keepdim=True)

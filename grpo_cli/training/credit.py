@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from grpo_cli.algorithm import normalization
-from grpo_cli.algorithm.advantages import process_advantages
+from grpo_cli.algorithm.advantages import process_advantages, turn_advantages
 from grpo_cli.algorithm.kl import ESTIMATORS
-from grpo_cli.algorithm.objective import loss_function, rule_function
-from grpo_cli.algorithm.variants import apply, traits_of
+from grpo_cli.algorithm.objective import rule_function
+from grpo_cli.algorithm.variants import apply
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError
 from grpo_cli.records import Group, Rollout, RolloutStats, StepStats, reward_tensors
+from grpo_cli.training.episode_credit import one_gradient, rewards_of_turns
 
 
 def subtract_kl_from_rewards(rollouts: Sequence[Rollout], estimator: str, beta: float) -> None:
@@ -69,25 +70,50 @@ def rule_advantages(recipe: Recipe, step_stats: StepStats) -> dict[int, list[flo
 
 
 def credit_steps(recipe: Recipe, group: Group) -> None:
-    """Adds the advantages of rewarded steps to those of a group's completions.
+    """Adds the advantages of rewarded steps and turns to those of a group's completions.
 
     Raises:
         TrainingError: the loss gives all tokens of a completion one gradient.
     """
-    loss = recipe.loss
-    one_gradient = traits_of(loss_function(loss)).one_gradient_per_completion
-    if one_gradient or loss.ratio_level == "sequence":
-        name = f"policy = {loss.policy}" if one_gradient else "ratio_level = sequence"
+    if (name := one_gradient(recipe.loss)) is not None:
         raise TrainingError(
             f"loss.{name}: gives all tokens of a completion one gradient, but a reward function "
             "rewards steps; use loss=gspo_token or another loss."
         )
     scale = "none" if recipe.advantage.scale == "none" else "group"
-    steps = [[s for of in r.step_rewards.values() for s in of] for r in group.rollouts]
+    of_turns = rewards_of_turns(recipe)
+    steps = [
+        [s for name, of in r.step_rewards.items() if name not in of_turns for s in of]
+        for r in group.rollouts
+    ]
     lengths = [len(r.completion.ids) for r in group.rollouts]
     found = process_advantages(steps, lengths, scale=scale)
     for r, own in zip(group.rollouts, found, strict=True):
         r.token_advantages = own + r.advantage
+    if of_turns:
+        credit_turns(group, of_turns, scale)
+
+
+def credit_turns(group: Group, names: Collection[str], scale: str) -> None:
+    """Adds the advantages of turns to the tokens of these turns.
+
+    Args:
+        names: of the reward functions whose steps are turns.
+        scale: as for `turn_advantages`.
+    """
+    rollouts = [r for r in group.rollouts if r.step_rewards.keys() & {*names}]
+    rewards = [
+        turn_rewards([[v for _, v in r.step_rewards.get(n, ())] for n in names]) for r in rollouts
+    ]
+    for r, own in zip(rollouts, turn_advantages(rewards, scale=scale), strict=True):
+        assert r.token_advantages is not None, "set before"
+        for (start, end), value in zip(r.completion.model_turns, own, strict=True):
+            r.token_advantages[start:end] += value
+
+
+def turn_rewards(parts: Sequence[Sequence[float]]) -> list[float]:
+    """Returns the sum of several functions' rewards for each turn; [] parts have none."""
+    return [sum(values) for values in zip(*filter(None, parts), strict=True)]
 
 
 def has_signal(recipe: Recipe, group: Sequence[RolloutStats]) -> bool:
@@ -96,8 +122,16 @@ def has_signal(recipe: Recipe, group: Sequence[RolloutStats]) -> bool:
     Raises:
         ValueError: the rule does not take such rewards.
     """
-    steps = {value for o in group for of in o.steps.values() for value in of}
+    of_turns = rewards_of_turns(recipe)
+    steps = {v for o in group for name, of in o.steps.items() if name not in of_turns for v in of}
     if len(steps) > 1 and not all(o.excluded for o in group):
+        return True
+    trained = [o for o in group if o.steps.keys() & {*of_turns}]
+    turns = turn_advantages(
+        [turn_rewards([o.steps.get(name, []) for name in of_turns]) for o in trained],
+        scale="none" if recipe.advantage.scale == "none" else "group",
+    )
+    if any(any(own) and not o.excluded for own, o in zip(turns, trained, strict=True)):
         return True
     (advantages,) = rule_advantages(recipe, {0: list(group)}).values()
     return any(a != 0 and not o.excluded for a, o in zip(advantages, group, strict=True))

@@ -104,10 +104,12 @@ def for_training(recipe: Recipe) -> Prepared:
         UserError: the folder holds another run; the data, a reward or the model is not there.
     """
     from grpo_cli.models import optimizers  # which imports torch
+    from grpo_cli.training.episode_credit import check_episode_credit
 
     if not recipe.reward:
         named = "environment" if recipe.has_environment else "math"
         raise UserError(f"reward: at least one is needed to train, such as reward=[{named}].")
+    check_episode_credit(recipe)
     folder = Path(recipe.output_dir).expanduser()
     check_same_model(recipe, find_resume(recipe, folder))
     recipe = with_stored_dtype(recipe)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import comb, sqrt
@@ -32,6 +33,7 @@ from grpo_cli.algorithm.advantages import (
     process_advantages,
     reinforce_pp,
     rloo,
+    turn_advantages,
 )
 from grpo_cli.algorithm.variants import apply, knobs_read, parameters
 from grpo_cli.config.schema import Advantage
@@ -603,6 +605,97 @@ def test_process_advantages_of_completions_without_steps() -> None:
     out = process_advantages([[], []], [3, 1])
     assert [row.tolist() for row in out] == [[0.0, 0.0, 0.0], [0.0]]
     assert process_advantages([], []) == []
+
+
+# Turns of episodes.
+
+
+def test_turn_advantages_by_hand() -> None:
+    # Returns from each turn on: 3, 2 | 0 | 3, 3, 1. With 0 behind the last turn the means are
+    # 2, 5/3, 1/3; the standard deviations sqrt(3), sqrt(7/3), sqrt(1/3), the first the largest.
+    rewards = [[1.0, 2.0], [0.0], [0.0, 2.0, 1.0]]
+    plain = [[1, 1 / 3], [-2], [1, 4 / 3, 2 / 3]]
+    for scale, s in (("none", 1.0), ("group", 3**0.5 + 1e-4)):
+        for own, literal in zip(turn_advantages(rewards, scale=scale), plain, strict=True):
+            assert own == pytest.approx([a / s for a in literal])
+
+
+def test_turn_advantages_of_single_turns_are_those_of_the_group() -> None:
+    rewards = [1.0, 0.0, 0.25, 3.0]
+    (expected,) = group_relative(torch.tensor([rewards]).double(), scale="group").tolist()
+    assert [a for (a,) in turn_advantages([[r] for r in rewards])] == pytest.approx(expected)
+
+
+def test_turn_advantages_stay_bounded_where_later_turns_differ_more_than_the_totals() -> None:
+    # Totals 1 and 1.001, whose standard deviation would make advantages of 700.
+    out = turn_advantages([[1.0, 0.0], [0.0, 1.001]])
+    assert max(abs(a) for own in out for a in own) < 1
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 0.0, 1e6])
+def test_episodes_of_equal_returns_carry_no_signal(value: float) -> None:
+    for size in range(1, 30):
+        assert turn_advantages([[value]] * size) == [[0.0]] * size
+        assert turn_advantages([[value, value]] * size, scale="none") == [[0.0, 0.0]] * size
+    # As under every rule, also where one takes more turns.
+    assert turn_advantages([[0.0, 1.0], [1.0]]) == [[0.0, 0.0], [0.0]]
+
+
+def test_turn_advantages_of_nothing() -> None:
+    assert turn_advantages([]) == []
+    assert turn_advantages([[], []]) == [[], []]
+    assert turn_advantages([[], [1.0]]) == [[], [0.5 / (0.5**0.5 + 1e-4)]]
+
+
+MOST_TURNS, STAYS = 4, 0.5
+
+
+def estimated_gradient(
+    advantages: Callable[[list[list[float]]], list[list[float]]], reward: str
+) -> tuple[float, float]:
+    """(mean, standard error) of a policy gradient, of episodes of one to four turns.
+
+    After each turn the policy goes on with probability sigmoid(θ) = 1/2. Gradients are with respect
+    to θ; that of the log-probability of going on is 1/2, of ending −1/2.
+
+    Args:
+        reward: "each turn" gives 1 in each turn, "at the end" 1 in the last; both with noise.
+    """
+    draw, found = random.Random(0), []
+    for _ in range(1500):
+        rewards, scores = [], []
+        for _ in range(4):
+            goes_on = [draw.random() < STAYS for _ in range(MOST_TURNS)]
+            turns = next((k + 1 for k, on in enumerate(goes_on) if not on), MOST_TURNS)
+            own = [float(reward == "each turn")] * (turns - 1) + [1.0]
+            rewards.append([r + draw.gauss(0, 0.1) for r in own])
+            scores.append([on - STAYS for on in goes_on[:turns]])
+        weighed = zip(advantages(rewards), scores, strict=True)
+        found.append(sum(a * s for own, of in weighed for a, s in zip(own, of, strict=True)) / 4)
+    return statistics.mean(found), statistics.stdev(found) / len(found) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("reward", "truth"),
+    [
+        ("each turn", 2.75 / 4),  # E[turns] = 1 + p + p² + p³, and dp/dθ = p (1 − p)
+        ("at the end", 0.0),  # however long it takes
+    ],
+)
+def test_turn_advantages_neither_pay_nor_charge_for_turns(reward: str, truth: float) -> None:
+    mean, error = estimated_gradient(lambda r: turn_advantages(r, scale="none"), reward)
+    # A group of 4 has 3/4 of the gradient: each episode is a part of its own baseline.
+    assert abs(mean - 0.75 * truth) < 3 * error
+    assert error < 0.03
+
+    def pooled(rewards: list[list[float]]) -> list[list[float]]:
+        steps = [list(enumerate(own)) for own in rewards]
+        lengths = [len(own) for own in rewards]
+        return [own.tolist() for own in process_advantages(steps, lengths, scale="none")]
+
+    # The mean over all steps of the group is a charge for each of them (verl#7244).
+    mean, error = estimated_gradient(pooled, reward)
+    assert mean < 0.75 * truth - 10 * error
 
 
 # Helpers.

@@ -6,12 +6,19 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_cli.config.schema import Advantage, Loss, Recipe, Reward
+from grpo_cli.config.schema import (
+    Advantage,
+    Loss,
+    Recipe,
+    Reward,
+)
 from grpo_cli.errors import TrainingError
-from grpo_cli.records import RolloutStats
+from grpo_cli.records import Rollout, RolloutStats, rollout_stats
 from grpo_cli.training import credit
 from tests.conftest import make_group, make_rollout
+from tests.episodes import make_episode
 from tests.reporting.test_rollout_metrics import outcome
+from tests.training.test_episode_credit import by_turns
 
 NAN = math.nan
 
@@ -106,3 +113,60 @@ def test_steps_are_scaled_as_the_rule_is(scale: str, expected: float) -> None:
         r.step_rewards = {"s": [(0, value)]}
     credit.credit_steps(Recipe(advantage=Advantage(scale=scale)), make_group(0, rollouts))
     assert rollouts[0].advantages.tolist() == pytest.approx([expected, 0.0])
+
+
+# Rewards of turns
+
+
+def turns_of_a_group() -> list[Rollout]:
+    """Rewards of turns, with weights: 2, 0 | 0 | not scored; replies of two tokens."""
+    found = [make_episode((1.0, None)), make_episode((0.0,)), make_episode((None,))]
+    found[0].step_rewards = {"own": [(1, 2.0), (5, 0.0)]}
+    found[1].step_rewards = {"own": [(1, 0.0)]}
+    for r, style in zip(found, (1.0, 0.0, NAN), strict=True):
+        r.outcome_reward, r.reward_parts = style, {"own": 0.0, "style": style}
+        r.reward = style + sum(v for _, v in r.step_rewards.get("own", ()))
+    return found
+
+
+def test_the_advantages_of_turns_are_on_their_tokens() -> None:
+    rollouts = turns_of_a_group()
+    recipe, group = by_turns(), make_group(0, rollouts)
+    credit.assign_advantages(recipe, [group], dict(rollout_stats([group])), 0)
+    # The rule gives ±0.5 for the style. Returns: 2 and 0 at the first turn, 0 and 0 at the second;
+    # the reply (tokens 2 and 3) has no turn's advantage, and does not train.
+    assert rollouts[0].advantages.tolist() == [1.5, 1.5, 0.5, 0.5, 0.5, 0.5]
+    assert rollouts[1].advantages.tolist() == [-1.5, -1.5]
+    assert rollouts[2].advantages.tolist() == [0.0, 0.0], "no part of the baseline"
+    rewards = dict(rollout_stats([group]))
+    assert credit.has_signal(recipe, rewards[0])
+
+
+def test_steps_of_other_functions_are_normalised_as_ever() -> None:
+    rollouts = turns_of_a_group()[:2]
+    rollouts[0].step_rewards["prm"] = [(3, 1.0)]
+    rollouts[1].step_rewards["prm"] = [(1, 0.0)]
+    group = make_group(0, rollouts)
+    credit.credit_steps(by_turns(), group)
+    assert rollouts[0].advantages.tolist() == [1.5, 1.5, 0.5, 0.5, 0.0, 0.0]
+    assert rollouts[1].advantages.tolist() == [-1.5, -1.5]
+
+
+def test_several_rewards_of_environments_add_up_turn_by_turn() -> None:
+    assert credit.turn_rewards([[1.0, 2.0], [0.5, 0.0]]) == [1.5, 2.0]
+    assert credit.turn_rewards([[1.0, 2.0], []]) == [1.0, 2.0]
+    assert credit.turn_rewards([[], []]) == []
+
+
+def test_equal_returns_of_turns_are_no_signal() -> None:
+    recipe = by_turns()
+    recipe.advantage.scale = "group"
+
+    def episode(*values: float) -> RolloutStats:
+        return outcome(sum(values), rest=NAN, steps={"own": list(values)}, own=0.0, style=None)
+
+    assert not credit.has_signal(recipe, [episode(0.0, 1.0), episode(1.0)])
+    assert not credit.has_signal(recipe, [episode(0.5, 0.5), episode(0.5, 0.5)])
+    assert credit.has_signal(recipe, [episode(0.0, 1.0), episode(0.0)])
+    recipe.episode.credit = "sum"  # then they are steps, which differ
+    assert credit.has_signal(recipe, [episode(0.0, 1.0), episode(1.0)])

@@ -1,0 +1,58 @@
+"""Decides which rewards are credited to the turns of an episode, and checks that a loss can do it.
+
+Imports no model, since a recipe is checked before one is loaded.
+"""
+
+from __future__ import annotations
+
+from grpo_cli.algorithm.objective import loss_function
+from grpo_cli.algorithm.variants import traits_of
+from grpo_cli.config.schema import Loss, Recipe
+from grpo_cli.errors import UserError
+from grpo_cli.scoring.registry import full_name
+
+ENVIRONMENT = "environment"  # the reward that an environment gives
+
+
+def rewards_of_turns(recipe: Recipe) -> list[str]:
+    """Returns the names of the rewards that are credited to turns (`episode.credit=turns`)."""
+    return environment_rewards(recipe) if recipe.episode.credit == "turns" else []
+
+
+def environment_rewards(recipe: Recipe) -> list[str]:
+    """Returns the names of the rewards that an environment gives."""
+    own = full_name(ENVIRONMENT)
+    return [name for name, reward in recipe.reward.items() if full_name(reward.function) == own]
+
+
+def one_gradient(loss: Loss) -> str | None:
+    """Returns the setting that gives all tokens of a completion one gradient, or None."""
+    if traits_of(loss_function(loss)).one_gradient_per_completion:
+        return f"policy = {loss.policy}"
+    return "ratio_level = sequence" if loss.ratio_level == "sequence" else None
+
+
+def check_episode_credit(recipe: Recipe) -> None:
+    """Checks that the rewards of environments and their credit go together with the rest.
+
+    Raises:
+        UserError: they do not.
+    """
+    given = environment_rewards(recipe)
+    if given and not recipe.has_episodes:
+        raise UserError(
+            f"reward.{given[0]}: is what an environment gives, and there is none; set "
+            "environment.path, environment.openenv, tools or rollout, or drop the reward."
+        )
+    if recipe.episode.credit != "turns":
+        return
+    if not given:
+        raise UserError(
+            "episode.credit = turns: is only read with a reward for turns, that of the "
+            f"environment; add reward={ENVIRONMENT}, or use episode.credit=sum."
+        )
+    if (name := one_gradient(recipe.loss)) is not None:
+        raise UserError(
+            f"episode.credit = turns: with loss.{name} all tokens of a completion have one "
+            "gradient; use loss=gspo_token or another loss, or episode.credit=sum."
+        )
