@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -125,6 +125,17 @@ class Completion:
         """1 on the tokens that the model has sampled, [C] bool."""
         sampled = [True] * len(self.ids) if self.is_sampled is None else self.is_sampled
         return torch.tensor(sampled, dtype=torch.bool)
+
+
+def counts_by_tool(calls: Iterable[Any]) -> dict[str, list[int]]:
+    """Returns `Completion.calls_by_tool` of calls with `name`, `failed` and `timed_out`."""
+    counts: dict[str, list[int]] = {}
+    for call in calls:
+        known = counts.setdefault(call.name, [0, 0, 0])
+        counts[call.name] = [
+            known[0] + 1, known[1] + call.failed, known[2] + call.timed_out,
+        ]  # fmt: skip
+    return counts
 
 
 @dataclass

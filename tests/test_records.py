@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from grpo_cli.algorithm.batch import collate, pad_right
+from grpo_cli.environments.protocol import ToolCall
 from grpo_cli.models.packing import pad_left, positions
 from grpo_cli.random_streams import derive_seed
-from grpo_cli.records import dummy_rollout
+from grpo_cli.records import counts_by_tool, dummy_rollout
 from tests.conftest import CPU, make_rollout
 
 
@@ -129,3 +130,9 @@ def test_derive_seed_tells_paths_apart() -> None:
     assert derive_seed(1, 23) != derive_seed(12, 3)
     assert all(0 <= s < 2**63 for s in seeds)
     assert max(seeds) > 2**62
+
+
+def test_calls_are_counted_by_tool() -> None:
+    calls = [ToolCall("add"), ToolCall("add", failed=True), ToolCall("sub", True, timed_out=True)]
+    assert counts_by_tool(calls) == {"add": [2, 1, 0], "sub": [1, 1, 1]}
+    assert counts_by_tool([]) == {}
