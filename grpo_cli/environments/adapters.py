@@ -7,6 +7,9 @@ A class is recognised by its methods:
     TRL's         reset(**row), public methods, get_reward()     calls of the public methods
     SkyRL-gym's   init(prompt), step(action)                     a text, to `step`
 
+A message of `reset` with `"append": True` is to be added to the last user message, as TRL does with
+the text of `reset`; other messages follow the prompt.
+
 Runs in the worker process of a session (`session_worker.py`).
 """
 
@@ -385,7 +388,8 @@ class TrlEnvironment(_Base):
             return Observation(tools=self.schemas)
         if not isinstance(text, (str, list)):
             raise Broken(f"reset returned {kind_of(text)}, not a text, a list or None")
-        return Observation([{"role": "user", "content": text_of(text)}], tools=self.schemas)
+        first = {"role": "user", "content": text_of(text), "append": True}
+        return Observation([first], tools=self.schemas)
 
     async def step(self, message: Message) -> Observation:
         """Answers the calls of a turn; a turn without a call ends the episode."""
@@ -487,6 +491,8 @@ def as_messages(messages: Any) -> list[Message]:
         for key in ("name", "tool_call_id"):
             if message.get(key) is not None:
                 kept[key] = clean_text(str(message[key]), 200)
+        if message.get("append") is True:
+            kept["append"] = True
         clean.append(kept)
     return clean
 

@@ -128,8 +128,15 @@ class Host:
     def _give_up(self, task: asyncio.Task[Any], session: _Session | None) -> None:
         """Cancels a call, and releases its environment when it has really ended."""
         task.cancel()
-        if session is not None:
-            task.add_done_callback(lambda _: self._release(session, is_clean=False))
+        if session is None:
+            return
+
+        def ended(_: Any) -> None:
+            self._closing.discard(task)
+            self._release(session, is_clean=False)
+
+        self._closing.add(task)
+        task.add_done_callback(ended)
 
     def _release(self, session: _Session, is_clean: bool) -> None:
         """Keeps a session's object for another one, or closes it; nobody waits for that."""
@@ -252,7 +259,7 @@ class Host:
             for session in idle:
                 session.environment.is_reusable = False
                 self._release(session, is_clean=False)
-        if self._closing:
+        while self._closing:
             await asyncio.wait(set(self._closing))
 
 

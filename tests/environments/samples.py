@@ -240,3 +240,37 @@ class Waits:
 
     async def get_reward(self) -> float:
         return 0.5
+
+
+class Numbered:
+    """Says at reset which object it is."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Numbered.made += 1
+        self.number = Numbered.made
+
+    def reset(self) -> str:
+        return str(self.number)
+
+
+class Closes:
+    """Writes a file when it is closed."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def reset(self, row: dict[str, Any], seed: int) -> Observation:
+        self.file = self.folder / str(row["n"])
+        return Observation()
+
+    def step(self, message: Message) -> Observation:
+        return Observation()
+
+    def close(self) -> None:
+        self.file.write_text("")
+
+
+def gone_wrong(a: int) -> int:
+    return a

@@ -80,7 +80,7 @@ def test_trls_manner() -> None:
         assert names(env.schemas) == ["increment", "later", "times"]
         assert await env.reset({}, 0) == Observation(tools=env.schemas)
         first = await env.reset({"start": 5, "environment": "counter", "other": 1}, 0)
-        assert first.messages == [{"role": "user", "content": "You are at 5."}]
+        assert first.messages == [{"role": "user", "content": "You are at 5.", "append": True}]
         assert env.given.columns == {"other": 1}, "without the column of names"  # type: ignore[attr-defined]
         answer = await env.step(
             calls(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +15,9 @@ import pytest
 from grpo_cli.config.schema import EnvironmentSettings
 from grpo_cli.environments.protocol import Message, Observation
 from grpo_cli.environments.sessions import EnvironmentFailure, Session, Sessions
+from grpo_cli.errors import UserError
+from grpo_cli.scoring import processes
+from tests.scoring.test_pool import gone
 
 pytestmark = pytest.mark.programs
 
@@ -76,3 +84,366 @@ def test_an_episode(start: Open, isolate: bool) -> None:
     again = sessions.open("", {}, seed=7)
     again.reset().result(PATIENCE)
     assert again.step(says(str(right))).result(PATIENCE).done, "the same seed, the same number"
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_tools_without_an_environment(start: Open, isolate: bool) -> None:
+    sessions = start(tools={"times": "multiply", "wait": "wait_for"}, isolate=isolate)
+    assert [s["function"]["name"] for s in sessions.schemas()] == ["times", "wait"]
+    session = begin(sessions)
+    answer = session.step(calls(("wait", {"text": "a"}), ("times", {"a": 2, "b": "3"})))
+    assert texts(answer.result(PATIENCE)) == ["a", "6"]
+    assert session.step(says("It is 6.")).result(PATIENCE).done
+    assert session.finish().result(PATIENCE) == Observation()
+
+
+def test_many_sessions_share_a_few_workers_and_keep_their_states(start: Open) -> None:
+    sessions = start("Counter", workers=2)
+    opened = [sessions.open("", {"start": n}, n) for n in range(40)]
+    for first in [session.reset() for session in opened]:
+        first.result(PATIENCE)
+    for _ in range(3):
+        for step in [s.step(calls(("increment", {"step": 100}))) for s in opened]:
+            step.result(PATIENCE)
+    rewards = [s.finish().result(PATIENCE).rewards["Counter"] for s in opened]
+    assert rewards == [300.0 + n for n in range(40)]
+
+
+def test_an_object_in_trls_manner_serves_the_next_episode_too(start: Open) -> None:
+    sessions = start("Faulty")  # of our own manner: a new object for each
+    assert begin(sessions).finish().result(PATIENCE).rewards == {"Faulty": 1.0}
+    sessions = start("Numbered")
+    first, second = [sessions.open("", {}, 0) for _ in range(2)]
+    numbers = [texts(s.reset().result(PATIENCE)) for s in (first, second)]
+    assert numbers == [["1"], ["2"]]
+    second.finish().result(PATIENCE)
+    third = sessions.open("", {}, 0)
+    assert texts(third.reset().result(PATIENCE)) == ["2"]
+
+
+def test_global_random_numbers_are_each_sessions_own(start: Open) -> None:
+    """However the sessions of a worker take turns."""
+
+    def draws(session: Session) -> str:
+        return texts(session.step(says("")).result(PATIENCE))[0]
+
+    sessions = start("Draws")
+    one = sessions.open("", {}, 7)
+    alone = [texts(one.reset().result(PATIENCE))[0], draws(one), draws(one)]
+    a, b = sessions.open("", {}, 7), sessions.open("", {}, 7)
+    mixed = [texts(s.reset().result(PATIENCE))[0] for s in (a, b)]
+    assert mixed == [alone[0]] * 2
+    assert [draws(a), draws(b), draws(b), draws(a)] == [alone[1]] * 2 + [alone[2]] * 2
+    assert texts(sessions.open("", {}, 8).reset().result(PATIENCE)) != alone[:1]
+
+
+# Faults. `in` is the method that does `what`.
+
+
+@pytest.mark.parametrize("where", ["reset", "step", "get_reward"])
+@pytest.mark.parametrize(
+    ("what", "stop_reason", "says"),
+    [
+        ("hang", "env_timeout", "took more than 1 s and was stopped"),
+        ("deaf", "env_timeout", "took more than 1 s and was stopped"),
+        ("raise", "env_error", "raised RuntimeError: on purpose at "),
+        ("exit", "env_error", "raised SystemExit: 3 at "),
+        ("die", "env_error", "its worker process ended (signal 9)"),
+        ("recursion", "env_error", "raised RecursionError: "),
+    ],
+)
+def test_a_fault_fails_its_session_only(
+    start: Open, where: str, what: str, stop_reason: str, says: str
+) -> None:
+    sessions = start("Faulty", seconds=SECONDS)
+    failure = failed(fails_in(sessions, where, what))
+    assert failure.stop_reason == stop_reason
+    assert failure.own
+    assert str(failure).startswith(where.replace("get_reward", "finish"))
+    assert says in str(failure)
+    assert begin(sessions).finish().result(PATIENCE).rewards == {"Faulty": 1.0}
+
+
+def fails_in(sessions: Sessions, where: str, what: str, **row: Any) -> Any:
+    session = sessions.open("", {"in": where, "what": what, **row}, 0)
+    call = session.reset()
+    if where != "reset":
+        call.result(PATIENCE)
+        call = session.step(says(""))
+    if where == "get_reward":
+        call.result(PATIENCE)
+        call = session.finish()
+    return call
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("stop", "took more than 1 s and was stopped"),
+        ("sleep", "took more than 1 s and was stopped"),
+        ("leave", "its worker process ended (exit code 0)"),
+        ("memory", "raised MemoryError"),
+        ("interrupt", "raised KeyboardInterrupt"),
+        ("bytes", "a message's content is a bytes, not a text"),
+        ("object", "a message's content is a function, not a text"),
+    ],
+)
+def test_more_faults_in_a_step(start: Open, what: str, says: str) -> None:
+    sessions = start("Faulty", seconds=SECONDS)
+    failure = failed(fails_in(sessions, "step", what))
+    assert failure.own
+    assert says in str(failure)
+    begin(sessions)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("hang", "took more than 1 s and was stopped"),
+        ("raise", "its constructor raised RuntimeError: on purpose at "),
+        ("die", "its worker process ended (signal 9)"),
+    ],
+)
+def test_a_constructor_that_fails(start: Open, what: str, says: str) -> None:
+    sessions = start("Faulty", args={"init": what}, seconds=SECONDS)
+    assert says in str(failed(sessions.open("", {}, 0).reset()))
+    with pytest.raises(UserError) as error:
+        sessions.try_out("", {})
+    assert str(error.value).startswith(f"the environment {SAMPLES}:Faulty cannot be used: ")
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (None, "step: it returned None, not an Observation"),
+        ({"reward": float("nan")}, "step: its reward is nan, not a finite number"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "has the role 'assistant'"),
+    ],
+)
+def test_a_wrong_type(start: Open, returned: Any, says: str) -> None:
+    sessions = start("Faulty")
+    assert says in str(failed(fails_in(sessions, "step", "", returns=returned)))
+
+
+@pytest.mark.parametrize("reward", [float("inf"), "1", [1.0]])
+def test_a_reward_that_is_no_number(start: Open, reward: Any) -> None:
+    session = begin(start("Faulty"), {"reward": reward})
+    assert "its get_reward is " in str(failed(session.finish()))
+
+
+def test_a_reward_that_is_not_there(start: Open) -> None:
+    session = begin(start("Faulty"), {"reward": None})
+    assert session.finish().result(PATIENCE).rewards == {}
+
+
+@pytest.mark.parametrize(("what", "length"), [("huge", 100_039), ("control", 13)])
+def test_texts_that_no_template_should_see(start: Open, what: str, length: int) -> None:
+    session = begin(start("Faulty"), {"in": "step", "what": what})
+    (text,) = texts(session.step(says("")).result(PATIENCE))
+    assert len(text) == length
+    assert text.encode()
+
+
+def test_a_row_that_cannot_travel(start: Open) -> None:
+    sessions = start("Faulty")
+    other = sessions.open("", {}, 0)
+    first = sessions.open("", {"f": lambda: 0}, 0).reset()
+    second = other.reset()
+    assert "cannot be sent" in str(failed(first))
+    second.result(PATIENCE)
+
+
+def test_the_children_of_a_killed_worker_end_with_it(start: Open, tmp_path: Path) -> None:
+    sessions = start("Faulty", seconds=SECONDS)
+    pids = tmp_path / "pids"
+    assert failed(fails_in(sessions, "step", f"children {pids}")).stop_reason == "env_timeout"
+    assert gone(*map(int, pids.read_text().split()))
+
+
+def test_a_forked_child_does_not_answer_and_ends_with_its_worker(start: Open) -> None:
+    session = begin(start("Faulty"), {"in": "step", "what": "fork"})
+    parent = int(texts(session.step(says("")).result(PATIENCE))[0])
+    assert parent != os.getpid()
+    os.kill(parent, signal.SIGKILL)
+    assert "signal 9" in str(failed(session.step(says(""))))
+
+
+def test_what_an_environment_prints_is_not_the_output_of_the_run(
+    start: Open, capfd: pytest.CaptureFixture[str]
+) -> None:
+    session = begin(start("Faulty"), {"in": "step", "what": "print"})
+    session.step(says("")).result(PATIENCE)
+    session._home.close()
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "printed by an environment" in err
+
+
+@pytest.mark.smoke
+def test_a_worker_that_is_killed_takes_its_sessions_with_it_and_says_whose_fault_it_was(
+    start: Open,
+) -> None:
+    sessions = start("Faulty", seconds=SECONDS)
+    guilty, waiting, idle = [begin(sessions, {"in": "step", "what": w}) for w in ("deaf", "", "")]
+    late = guilty.step(says(""))
+    queued = waiting.step(says(""))
+    begun = sessions.open("", {}, 0)  # whose reset has not begun
+    reset = begun.reset()
+    assert failed(late).own
+    assert not failed(queued).own
+    assert reset.result(PATIENCE).messages, "it moved to another worker"
+    assert begun.step(says("")).result(PATIENCE).messages
+    bystander = failed(idle.step(says("")))
+    assert not bystander.own
+    assert str(bystander).startswith("another environment in the same worker process failed: ")
+
+
+def test_a_worker_that_is_killed_from_outside_between_calls(start: Open) -> None:
+    sessions = start("Faulty")
+    session = begin(sessions)
+    pid = int(texts(session.step(says("")).result(PATIENCE))[0])
+    os.kill(pid, signal.SIGKILL)
+    assert "signal 9" in str(failed(session.step(says(""))))
+    assert begin(sessions).finish().result(PATIENCE).rewards == {"Faulty": 1.0}
+
+
+def test_a_tool_that_ends_its_worker_is_answered_with_an_error(start: Open) -> None:
+    sessions = start(tools={"does": "does", "times": "multiply"}, seconds=SECONDS)
+    session, other = begin(sessions), begin(sessions)
+    times = ("times", {"a": 2, "b": 3})
+    turn = calls(times, ("does", {"what": "deaf"}), ("does", {"what": "die"}), times)
+    answer = session.step(turn)
+    also = other.step(calls(times))
+    observation = answer.result(PATIENCE)
+    assert texts(observation) == [
+        "6",
+        '{"error": "took more than 1 s and was stopped"}',
+        '{"error": "its worker process ended (signal 9)"}',
+        "6",
+    ]
+    assert [(c.failed, c.timed_out) for c in observation.calls] == [
+        (False, False), (True, True), (True, False), (False, False),
+    ]  # fmt: skip
+    assert texts(also.result(PATIENCE)) == ["6"], "nothing of the other session was lost"
+    assert texts(other.step(calls(times)).result(PATIENCE)) == ["6"]
+
+
+def test_each_tool_of_a_turn_has_its_own_deadline(start: Open) -> None:
+    sessions = start(tools={"wait": "wait_for", "does": "does"}, seconds=SECONDS)
+    slow = ("wait", {"text": "there", "seconds": 0.6})
+    nothing = ("does", {"what": ""})
+    turn = calls(slow, nothing, slow, ("wait", {"text": "", "seconds": 60}), nothing, slow)
+    observation = begin(sessions).step(turn).result(PATIENCE)
+    assert [c.timed_out for c in observation.calls] == [False, False, False, True, False, False]
+
+
+def test_async_environments_of_one_worker_wait_at_the_same_time(start: Open) -> None:
+    sessions = start("Waits")
+    opened = [begin(sessions, {"seconds": 0.3}) for _ in range(20)]
+    steps = [session.step(says("")) for session in opened]
+    assert max(s.result(PATIENCE).metrics["most"] for s in steps) == 20.0
+    assert opened[0].finish().result(PATIENCE).rewards == {"Waits": 0.5}
+
+
+def test_an_async_call_past_its_deadline_fails_alone(start: Open) -> None:
+    sessions = start("Waits", seconds=SECONDS)
+    slow, quick = begin(sessions, {"seconds": 60.0}), begin(sessions, {"seconds": 0.1})
+    late, other = slow.step(says("")), quick.step(says(""))
+    assert other.result(PATIENCE).metrics
+    assert failed(late).stop_reason == "env_timeout"
+    assert failed(late).own
+    assert quick.step(says("")).result(PATIENCE).metrics, "the worker lives"
+
+
+def test_the_time_in_which_others_hold_the_thread_does_not_count(start: Open) -> None:
+    sessions = start("Waits", seconds=1.5)
+    waits = begin(sessions, {"seconds": 1.0})
+    blocks = begin(sessions, {"seconds": 1.0})
+    step = waits.step(says(""))
+    blocked = [blocks.step(says("block"))]
+    blocked[0].result(PATIENCE)
+    assert step.result(PATIENCE).metrics
+
+
+def test_an_abandoned_session_gives_no_answer_and_no_trouble(start: Open) -> None:
+    sessions = start("Waits")
+    session = begin(sessions, {"seconds": 60.0})
+    step = session.step(says(""))
+    session.abandon()
+    assert not failed(step).own
+    assert not failed(session.step(says(""))).own
+    begin(sessions, {"seconds": 0.0})
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_closing_ends_calls_under_way(start: Open, isolate: bool) -> None:
+    sessions = start("Waits", isolate=isolate)
+    session = begin(sessions, {"seconds": 60.0})
+    step = session.step(says(""))
+    sessions.close()
+    assert "closed" in str(failed(step))
+    assert "closed" in str(failed(session.step(says(""))))
+    assert "closed" in str(failed(sessions.open("", {}, 0).reset()))
+
+
+def test_workers_close_their_environments_at_the_end(start: Open, tmp_path: Path) -> None:
+    sessions = start("Closes", args={"folder": str(tmp_path)})
+    opened = [sessions.open("", {"n": n}, 0) for n in range(3)]
+    for session in opened:
+        session.reset().result(PATIENCE)
+    opened[0].finish().result(PATIENCE)
+    opened[1].abandon()
+    sessions.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "2"]
+
+
+def test_workers_that_cannot_start(start: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(processes, "RETRY_SECONDS", 0.0)
+    assert "no worker process could be started" in str(
+        failed(start("Guess").open("", {}, 0).reset())
+    )
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    failure = failed(start("Guess").open("", {}, 0).reset())
+    assert "no worker process could be started: its worker process ended" in str(failure)
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+@pytest.mark.parametrize(
+    ("name", "row", "says"),
+    [
+        ("Guess", {}, None),
+        ("Counter", {"start": 3}, None),
+        ("Nothing", {}, "has no function 'Nothing'"),
+        ("Path", {}, "Path has no method reset"),
+        ("Faulty", {"in": "reset", "what": "raise"}, "try raised RuntimeError: on purpose at "),
+        ("Faulty", {"in": "reset", "returns": 3}, "it returned a int, not an Observation"),
+    ],
+)
+def test_an_environment_is_tried_out(
+    start: Open, name: str, row: dict[str, Any], says: str | None, isolate: bool
+) -> None:
+    sessions = start(name, isolate=isolate)
+    if says is None:
+        assert len(texts(sessions.try_out("", row))) == 1
+        return
+    with pytest.raises(UserError) as error:
+        sessions.try_out("", row)
+    assert says in str(error.value)
+
+
+def test_tools_that_are_no_tools_are_a_mistake(start: Open) -> None:
+    with pytest.raises(UserError, match="it has no docstring"):
+        start(tools={"fault": "gone_wrong"}).schemas()
+
+
+def test_in_this_process_the_runs_random_numbers_stay(start: Open) -> None:
+    random.seed(1)
+    expected = [random.random() for _ in range(3)]
+    random.seed(1)
+    seen = [random.random()]
+    session = begin(start("Draws", isolate=False))
+    seen.append(random.random())
+    session.step(says("")).result(PATIENCE)
+    assert [*seen, random.random()] == expected
