@@ -99,6 +99,7 @@ class Maker:
     deadlines: Deadlines = field(default_factory=Deadlines)
     _tools: dict[str, Tool] | None = None
     _classes: dict[str, _Class] = field(default_factory=dict)
+    _shared: dict[str, Any] = field(default_factory=dict)  # by the rollouts of this worker
 
     @property
     def tools(self) -> dict[str, Tool]:
@@ -133,8 +134,16 @@ class Maker:
             UserError: there is no such class, or it is no environment.
         """
         functions = Functions(self.tools, self.deadlines, answered)
-        if self.spec.openenv or self.spec.mcp:
-            raise UserError("environment.openenv and environment.mcp are not supported yet.")
+        if self.spec.openenv:
+            from grpo_cli.environments.openenv import OpenEnv
+
+            args = accepted_args(OpenEnv.__init__, self.spec.args, "environment.openenv")
+            return OpenEnv(self.spec.openenv, functions, self._shared, **args)
+        if self.spec.mcp:
+            from grpo_cli.environments.mcp import McpTools
+
+            args = accepted_args(McpTools.__init__, self.spec.args, "environment.mcp")
+            return McpTools(self.spec.mcp, functions, self._shared, **args)
         if not self.spec.has_state:
             return ToolsOnly(functions)
         return self._class(name).make(row, functions)
@@ -281,6 +290,42 @@ def tools_of(cls: type, where: str) -> dict[str, Tool]:
     return {n: make_tool(methods[n], n, f"{where}, method {n}") for n in public}
 
 
+async def with_tools(
+    functions: Functions, message: Message, step: Callable[[Message], Any]
+) -> Observation:
+    """Answers the calls of the recipe's tools, and gives the rest of a turn to `step`."""
+    calls = calls_of(message)
+    ours = [c for c in calls if name_of(c) in functions.tools]
+    if not ours:
+        return observed(await result_of(step(message)))
+    answers = await functions.answer(ours)
+    made = Observation([m for m, _ in answers], calls=[c for _, c in answers])
+    if len(ours) == len(calls):
+        return made
+    rest = {**message, "tool_calls": [c for c in calls if c not in ours]}
+    functions.deadlines.begin()
+    own = observed(await result_of(step(rest)))
+    return replace(own, messages=[*made.messages, *own.messages], calls=[*made.calls, *own.calls])
+
+
+def accepted_args(
+    call: Callable[..., Any], args: Mapping[str, Any], where: str
+) -> Mapping[str, Any]:
+    """Returns the arguments if all are keyword-only parameters of a function.
+
+    Raises:
+        UserError: one is not.
+    """
+    parameters = inspect.signature(call).parameters.values()
+    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    if unknown := [name for name in args if name not in known]:
+        raise UserError(
+            f"environment.args.{unknown[0]}: {where} has no such argument; it has {listed(known)}."
+            f"{nearest(unknown[0], known)}"
+        )
+    return args
+
+
 class _Base:
     """What all adapters share: the recipe's tools, and the final reward."""
 
@@ -308,23 +353,6 @@ class _Base:
         close = getattr(self.given, "close", None)
         if close is not None:
             await result_of(close())
-
-    async def _with_tools(self, message: Message, step: Callable[[Message], Any]) -> Observation:
-        """Answers the calls of the recipe's tools, and gives the rest of a turn to `step`."""
-        calls = calls_of(message)
-        ours = [c for c in calls if name_of(c) in self.functions.tools]
-        if not ours:
-            return observed(await result_of(step(message)))
-        answers = await self.functions.answer(ours)
-        made = Observation([m for m, _ in answers], calls=[c for _, c in answers])
-        if len(ours) == len(calls):
-            return made
-        rest = {**message, "tool_calls": [c for c in calls if c not in ours]}
-        self.functions.deadlines.begin()
-        own = observed(await result_of(step(rest)))
-        return replace(
-            own, messages=[*made.messages, *own.messages], calls=[*made.calls, *own.calls]
-        )
 
 
 class ToolsOnly(_Base):
@@ -361,7 +389,7 @@ class MessageEnvironment(_Base):
 
     async def step(self, message: Message) -> Observation:
         """Takes a turn of the model."""
-        return await self._with_tools(message, self.given.step)
+        return await with_tools(self.functions, message, self.given.step)
 
 
 class TrlEnvironment(_Base):
@@ -414,7 +442,7 @@ class SkyRlEnvironment(_Base):
 
     async def step(self, message: Message) -> Observation:
         """Takes a turn of the model."""
-        return await self._with_tools(message, self._step)
+        return await with_tools(self.functions, message, self._step)
 
     async def _step(self, message: Message) -> Observation:
         output = await result_of(self.given.step(message.get("content") or ""))

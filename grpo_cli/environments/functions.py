@@ -14,6 +14,7 @@ that raises are answered with the text `{"error": "..."}`, so that the model can
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import itertools
 import json
@@ -37,6 +38,22 @@ UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 Answer = tuple[Message, ToolCall]  # the message for the model, and what became of the call
 
 
+class ToolError(Exception):
+    """A tool says that its call was wrong; the message is for the model, as it is."""
+
+
+class Failed(Exception):  # noqa: N818
+    """The environment behind a tool has failed: it is not the model's fault.
+
+    Args:
+        status: "env_error" or "env_timeout".
+    """
+
+    def __init__(self, status: str, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
 @dataclass(frozen=True)
 class Tool:
     """A function that the model may call by name."""
@@ -44,6 +61,9 @@ class Tool:
     name: str
     function: Callable[..., Any]
     schema: Mapping[str, Any]  # as chat templates take it: {"type": "function", "function": {...}}
+    in_order: bool = (
+        False  # whether an async function is called one call after another, all the same
+    )
 
     def __post_init__(self) -> None:
         import jsonschema
@@ -56,6 +76,8 @@ class Tool:
     @property
     def is_async(self) -> bool:
         """Whether its calls are awaited, several at the same time."""
+        if self.in_order:
+            return False
         call = getattr(self.function, "__call__", None)  # noqa: B004 - an object with async call
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
@@ -83,7 +105,9 @@ class Tool:
             raise ValueError(f"missing argument {missing[0]!r}; arguments: {listed(known)}")
         if unknown and not parameters.get("additionalProperties", not known and self.takes_any):
             raise ValueError(f"unknown argument {unknown[0]!r}; arguments: {listed(known)}")
-        wrong = next(self._validator.iter_errors(arguments), None)  # type: ignore[attr-defined]
+        wrong = None
+        with contextlib.suppress(Exception):  # a server's schema may be none: it checks by itself
+            wrong = next(self._validator.iter_errors(arguments), None)  # type: ignore[attr-defined]
         if wrong is not None:
             at = ".".join(map(str, wrong.absolute_path))
             raise ValueError(f"argument {at!r}: {shortened(wrong.message, 500)}")
@@ -179,6 +203,10 @@ class Functions:
             return as_text(result), False, False
         except Overrun as late:
             return failure(str(late)), True, True
+        except Failed:
+            raise
+        except ToolError as error:
+            return failure(str(error)), True, False
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise  # the episode was given up
@@ -267,11 +295,15 @@ def join(tools: Mapping[str, Tool], others: Mapping[str, Tool], where: str) -> d
 
 
 def served_tool(
-    name: str, description: str | None, parameters: Mapping[str, Any], call: Callable[..., Any]
+    name: str,
+    description: str | None,
+    parameters: Mapping[str, Any],
+    call: Callable[..., Any],
+    in_order: bool = False,
 ) -> Tool:
     """Returns a tool that a server has described with a JSON schema of its arguments."""
     own = {"name": name, "description": description or "", "parameters": dict(parameters)}
-    return Tool(name, call, {"type": "function", "function": own})
+    return Tool(name, call, {"type": "function", "function": own}, in_order)
 
 
 def calls_of(message: Message) -> list[Mapping[str, Any]]:

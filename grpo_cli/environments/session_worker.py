@@ -32,7 +32,7 @@ from grpo_cli.environments.deadlines import (
     overrun,
     seed_everything,
 )
-from grpo_cli.environments.functions import Answer, calls_of
+from grpo_cli.environments.functions import Answer, Failed, calls_of
 from grpo_cli.environments.protocol import Observation
 from grpo_cli.errors import UserError
 from grpo_cli.scoring import processes
@@ -56,14 +56,6 @@ class Reply(NamedTuple):
     number: int
     status: str  # ok, env_error, env_timeout, mistake, partial
     payload: Any  # Observation, schemas, text, or an answer
-
-
-class Failed(Exception):  # noqa: N818
-    """An environment failed, with the reason of its own: a server was too slow."""
-
-    def __init__(self, status: str, text: str) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 @dataclass(eq=False)
