@@ -44,6 +44,7 @@ grpo: train language models with GRPO
   grpo train [recipe=NAME] [key=value ...]   train a model; the default recipe is arithmetic_tiny
   grpo eval CHECKPOINT [key=value ...]       evaluate a checkpoint, or any model on benchmark=NAME
   grpo score reward=NAME input=FILE          try reward functions on stored completions
+  grpo show RUN [--step=N]                   print a run's completions, turn by turn
   grpo serve model=PATH ...                  start a vLLM server that training can sample from
   grpo slurm recipe=NAME nodes=N ...         write (and submit) a SLURM batch script for a recipe
   grpo preflight                             check that the nodes of a job can train together
@@ -180,6 +181,13 @@ def score(argv: list[str]) -> None:
     score.main(argv)
 
 
+def show(argv: list[str]) -> None:
+    """`grpo show RUN`: prints the completions that a run has stored, turn by turn."""
+    from grpo_cli.commands import show
+
+    show.main(argv)
+
+
 def serve(argv: list[str]) -> None:
     """`grpo serve`: starts vLLM's server with a model or with the model of a recipe."""
     from grpo_cli.commands import serve
@@ -247,6 +255,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
     "eval": evaluate,
     "score": score,
+    "show": show,
     "serve": serve,
     "slurm": slurm,
     "preflight": preflight,

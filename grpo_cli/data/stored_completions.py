@@ -117,6 +117,11 @@ def find(path: Path, key: str) -> Path:
     )
 
 
+def steps_stored(run: Path) -> list[int]:
+    """Returns the steps whose completions a run has stored, in order."""
+    return sorted(_step(path) for path in run.glob("completions/step-*.parquet"))
+
+
 def _step(path: Path) -> int:
     number = re.match(r"step-(\d+)", path.name)
     return int(number[1]) if number else -1

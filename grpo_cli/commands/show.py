@@ -1,0 +1,97 @@
+"""`grpo show RUN`: prints stored completions turn by turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from grpo_cli.config.knob import knob
+from grpo_cli.config.words import described, option, parse, split, without_dashes
+from grpo_cli.data import stored_completions
+from grpo_cli.errors import UserError
+
+USAGE = """\
+grpo show RUN [--step=N] [--number=K] [--row=N]
+
+Prints completions that a run or an evaluation has stored, turn by turn: the messages of the model,
+of tools and of environments (dimmed), the reward at each turn, and why the episode ended.
+
+  RUN                      Folder of a run, a checkpoint or an evaluation, or a file of completions.
+"""
+
+
+@dataclass
+class Settings:
+    """The options of `grpo show`."""
+
+    step: int | None = knob(
+        None, "Step of the run; null: the newest whose completions are stored.", ge=1
+    )
+    number: int = knob(3, "Number of completions to print, from the first.", ge=1)
+    row: int | None = knob(
+        None, "Row of the data set, from 0, whose completions to print; null: of all rows.", ge=0
+    )
+
+
+def main(argv: list[str]) -> None:
+    """Checks the command line and prints the completions.
+
+    Raises:
+        UserError: a mistake on the command line; there are no such completions.
+    """
+    if not argv or {"-h", "--help"} & {*argv}:
+        print(USAGE + described(Settings, dashes=True), end="")
+        return
+    given, settings = parse_words(argv)
+    path = find(Path(given).expanduser(), settings.step)
+    samples = stored_completions.load(path, {}, "RUN")
+    if settings.row is not None:
+        rows = [s.columns.get("row") for s in samples]
+        samples = [s for s, row in zip(samples, rows, strict=True) if row == settings.row]
+        if not samples:
+            raise UserError(f"--row = {settings.row}: {path} holds no completions of this row.")
+    from grpo_cli.reporting.trajectories import trajectory
+
+    console = Console(highlight=False)
+    shown = samples[: settings.number]
+    for sample in shown:
+        console.print(trajectory(sample), soft_wrap=True)
+    console.print(
+        f"{len(shown)} of {len(samples)} completions in {path}", soft_wrap=True, markup=False
+    )
+
+
+def parse_words(argv: Sequence[str]) -> tuple[str, Settings]:
+    """Returns the run and the options of the command line."""
+    own, rest = split(Settings, without_dashes(Settings, argv, "grpo show"))
+    settings = parse(Settings, own, option)
+    if len(rest) != 1:
+        raise UserError(
+            f"grpo show: give one run, such as outputs/NAME; got {' '.join(rest) or 'nothing'}."
+        )
+    return rest[0], settings
+
+
+def find(path: Path, step: int | None) -> Path:
+    """Returns the file of completions of a run, or of one of its steps.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not path.exists():
+        raise UserError(f"RUN = {path}: there is no such folder or file.")
+    if step is None:
+        return stored_completions.find(path, "RUN")
+    file = path / "completions" / f"step-{step}.parquet"
+    if file.is_file():
+        return file
+    there = stored_completions.steps_stored(path)
+    if not there:
+        raise UserError(f"--step = {step}: {path} is no run with stored completions.")
+    raise UserError(
+        f"--step = {step}: {path} has no completions of this step; it has those of the steps "
+        f"{', '.join(map(str, there))} (log.completions_every)."
+    )

@@ -1,0 +1,142 @@
+"""Prints completions turn by turn: who said what, the reward at each turn, and why it ended.
+
+What the model has not sampled is dimmed: the prompt, and the replies of tools and environments.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.rule import Rule
+from rich.text import Text
+
+from grpo_cli.config.interpolation import masked
+from grpo_cli.data.stored_completions import Sample
+
+COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+# A tool may return control sequences of a terminal. Line breaks and tabs stay.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def trajectory(sample: Sample) -> Group:
+    """Returns a stored completion as something that rich prints."""
+    parts: list[Rule | Text] = [Rule(Text(_head(sample), style="bold"), align="left")]
+    parts += [_message(m, foreign=True) for m in _prompt(sample)]
+    episode = sample.episode
+    if episode is None or not episode["messages"]:
+        own = {"role": "assistant", "content": sample.prefill + sample.text}
+        parts.append(_message(own, foreign=False))
+    else:
+        parts += _turns(episode)
+    parts += [Text(line, style="bold") for line in _foot(sample)]
+    return Group(*parts)
+
+
+def _turns(episode: Mapping[str, Any]) -> Iterator[Text]:
+    """Yields the messages of an episode, each turn of the model with its number and reward."""
+    turns = [turn for turn in episode["turns"] if turn["by"] == "model"]
+    number = 0
+    for message in episode["messages"]:
+        if message.get("role") != "assistant":
+            yield _message(message, foreign=True)
+            continue
+        turn = turns[number] if number < len(turns) else None
+        number += 1
+        yield _message(message, foreign=False, title=f"assistant, turn {number}")
+        if turn is not None and turn["reward"] is not None:
+            yield Text(f"  reward of the turn: {turn['reward']:g}", style="bold blue")
+
+
+def _message(message: Mapping[str, Any], *, foreign: bool, title: str | None = None) -> Text:
+    role = str(message.get("role", ""))
+    name = f" {message['name']}" if message.get("name") else ""
+    text = Text(f"{printable(title or role + name)}: ", style=f"bold {COLOURS.get(role, 'white')}")
+    said = [printable(_content(message))] if _content(message) else []
+    said += [f"→ {printable(call)}" for call in _calls(message)]
+    text.append("\n".join(said), style="dim not bold default" if foreign else "not bold default")
+    return text
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """Returns the text of a message; of a list of parts, theirs."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)
+
+
+def _calls(message: Mapping[str, Any]) -> Iterator[str]:
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, Mapping):
+            pairs = (f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())
+            arguments = ", ".join(pairs)
+        yield f"{function.get('name')}({arguments})"
+
+
+def _prompt(sample: Sample) -> Sequence[Mapping[str, Any]]:
+    if isinstance(sample.prompt, str):
+        return [{"role": "prompt", "content": sample.prompt}]
+    messages: list[Mapping[str, Any]] = list(sample.prompt)
+    return messages
+
+
+def _head(sample: Sample) -> str:
+    """Returns which completion it is, with its reward and the reason why it ended."""
+    columns = sample.columns
+    named = [
+        f"{name} {columns[name]}" for name in ("step", "row", "sample") if _is_number(columns, name)
+    ]
+    reward = columns.get("reward")
+    named.append(
+        "no reward"
+        if reward is None
+        else f"reward {reward:g}"
+        if _is_number(columns, "reward")
+        else ""
+    )
+    if _is_number(columns, "advantage"):
+        named.append(f"advantage {columns['advantage']:.3g}")
+    ended = sample.episode["stop_reason"] if sample.episode else columns.get("finish_reason")
+    if ended:
+        named.append(f"ended: {printable(str(ended))}")
+    return " · ".join(filter(None, named))
+
+
+def _foot(sample: Sample) -> Iterator[str]:
+    """Yields what is known of the complete episode."""
+    episode, columns = sample.episode, sample.columns
+    parts = {k.removeprefix("rewards/"): v for k, v in columns.items() if k.startswith("rewards/")}
+    if parts:
+        said = (f"{name} {'none' if v is None else f'{v:g}'}" for name, v in parts.items())
+        yield "rewards: " + ", ".join(map(printable, said))
+    if episode is None:
+        return
+    for title, values in (
+        ("of the environment", episode["rewards"]),
+        ("metrics", episode["metrics"]),
+    ):
+        if values:
+            said = (f"{name} {value:g}" for name, value in values.items())
+            yield f"{title}: " + ", ".join(map(printable, said))
+    if columns.get("env_error"):
+        yield f"the environment failed: {printable(str(columns['env_error']))}"
+    turns, sampled = episode["turns"], columns.get("sampled")
+    own = sum(turn["by"] == "model" for turn in turns)
+    tokens = len(sample.ids or ())
+    foreign = 0 if sampled is None else sum(not s for s in sampled)
+    yield f"turns of the model: {own}; tokens: {tokens - foreign} sampled, {foreign} of replies"
+
+
+def _is_number(columns: Mapping[str, Any], name: str) -> bool:
+    return isinstance(columns.get(name), (int, float))
+
+
+def printable(text: str) -> str:
+    """Returns text without secrets, and with control characters as they are escaped in Python."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", masked(text))

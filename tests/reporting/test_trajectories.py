@@ -1,0 +1,96 @@
+"""A trajectory on the terminal: every message with its role, rewards at turns, replies dimmed."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from grpo_cli.data.stored_completions import Sample
+from grpo_cli.records import Rollout
+from grpo_cli.reporting.trajectories import printable, trajectory
+from tests.conftest import make_rollout
+from tests.episodes import make_episode
+
+
+def shown(r: Rollout, color: bool = False, **columns: Any) -> str:
+    console = Console(width=100, force_terminal=color, color_system="standard" if color else None)
+    sample = replace(Sample.of(r), columns=columns)
+    with console.capture() as capture:
+        console.print(trajectory(sample), soft_wrap=True)
+    return capture.get()
+
+
+def test_an_episode_turn_by_turn() -> None:
+    r = make_episode((0.5, None), env_rewards={"Guess": 1.0}, env_metrics={"wins": 1.0})
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 times 7?"}]
+    r.prompt = replace(r.prompt, text=chat)  # type: ignore[arg-type]
+    sampled = r.completion.is_sampled
+    cells = {"step": 3, "row": 5, "sample": 1, "reward": 1.5, "advantage": -0.25}
+    lines = shown(r, **cells, sampled=sampled, **{"rewards/env": 1.5, "rewards/style": None})
+    head, *rest = [line.rstrip() for line in lines.splitlines()]
+    assert head.startswith(
+        "step 3 · row 5 · sample 1 · reward 1.5 · advantage -0.25 · ended: answered"
+    )
+    assert rest == [
+        "system: Be brief.",
+        "user: 6 times 7?",
+        "assistant, turn 1: → multiply(a=6, b=7)",
+        "  reward of the turn: 0.5",
+        "tool multiply: 42",
+        "assistant, turn 2: It is 42.",
+        "rewards: env 1.5, style none",
+        "of the environment: Guess 1",
+        "metrics: wins 1",
+        "turns of the model: 2; tokens: 4 sampled, 2 of replies",
+    ]
+
+
+def test_replies_are_dimmed_and_turns_of_the_model_are_not() -> None:
+    lines = shown(make_episode((None, None)), color=True).splitlines()
+    (reply,) = [line for line in lines if "42" in line and "tool" in line]
+    (answer,) = [line for line in lines if "It is 42." in line]
+    assert "\x1b[2" in reply
+    assert "\x1b[2" not in answer
+
+
+def test_a_plain_completion() -> None:
+    lines = shown(make_rollout(prompt="2+2=", text="4"), finish_reason="stop").splitlines()
+    assert lines[0].startswith("no reward · ended: stop")
+    assert lines[1:] == ["prompt: 2+2=", "assistant: 4"]
+
+
+def test_an_environment_that_failed() -> None:
+    r = make_episode((None,), stop_reason="env_error", messages=())
+    lines = shown(r, reward=None, env_error="connection lost")
+    assert "no reward · ended: env_error" in lines
+    assert "the environment failed: connection lost" in lines
+    assert "assistant: decoded" in lines
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\x1b[2J gone", r"\x1b[2J gone"),
+        ("a\rb\x07\x9b", r"a\x0db\x07\x9b"),
+        ("two\nlines [bold]é", "two\nlines [bold]é"),
+    ],
+)
+def test_a_tool_does_not_reach_the_terminal(text: str, expected: str) -> None:
+    assert printable(text) == expected
+    messages = ({"role": "tool", "name": text, "content": text},)
+    assert expected in shown(make_episode((None,), messages=messages))
+
+
+def test_messages_of_other_forms() -> None:
+    messages = (
+        {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "image"}]},
+        {"role": "user", "content": None},
+        {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{}"}]},
+    )
+    lines = shown(make_episode((None, None), messages=messages)).splitlines()
+    assert [line.rstrip() for line in lines[2:5]] == [
+        "assistant, turn 1: a",
+        "user:",
+        "assistant, turn 2: → f({})",
+    ]
