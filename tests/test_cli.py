@@ -298,7 +298,7 @@ MISTAKES = {
         "evaluate",
         [
             "grpo evaluate: there is no such command",
-            "eval, export, preflight, recipes, rewards, score, serve, slurm, train",
+            "eval, export, preflight, recipes, rewards, score, serve, show, slurm, train",
         ],
     ),
 }
