@@ -22,11 +22,13 @@ def environment(
 ) -> list[float | Steps | None]:
     """Returns the rewards that the environment gave for turns and for the whole episode, summed.
 
-    None where the environment gave none, and for a completion that is no episode.
+    0.0 where it gave none, as an environment does that pays only for success; None for a completion
+    that is no episode.
 
     Recipe args:
-        name: only this part of the episode's rewards, such as the name of an environment's class;
-            "turns" is the sum of the rewards of turns. null: all.
+        name: only this part of the episode's rewards, such as the name of an environment's class,
+            and None for an episode without it; "turns" is the sum of the rewards of turns. null:
+            all.
         episode_credit: "sum", or "turns": each turn of the model has its reward, and the last one
             also those of the episode. The run's own (episode.credit) unless it is set.
     """
@@ -55,11 +57,9 @@ def environment(
 
 def _parts(episode: Mapping[str, Any], name: str | None) -> list[float] | None:
     """Returns the reward of each turn of the model, the episode's in the last; None without any."""
-    turns = [t["reward"] for t in episode["turns"] if t["by"] == "model"] or [None]
-    of_turns = name in (None, "turns") and any(r is not None for r in turns)
-    final = [v for key, v in episode["rewards"].items() if name in (None, key)]
-    if not (of_turns or final):
+    if name not in (None, "turns", *episode["rewards"]):
         return None
-    parts = [float(r or 0.0) if of_turns else 0.0 for r in turns]
-    parts[-1] += sum(final)
+    turns = [t["reward"] for t in episode["turns"] if t["by"] == "model"] or [None]
+    parts = [float(r or 0.0) if name in (None, "turns") else 0.0 for r in turns]
+    parts[-1] += sum(v for key, v in episode["rewards"].items() if name in (None, key))
     return parts

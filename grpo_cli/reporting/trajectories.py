@@ -31,13 +31,17 @@ def trajectory(sample: Sample) -> Group:
         own = {"role": "assistant", "content": sample.prefill + sample.text}
         parts.append(_message(own, foreign=False))
     else:
-        parts += _turns(episode)
+        parts += _turns(episode, sample.columns.get("token_advantages"))
     parts += [Text(line, style="bold") for line in _foot(sample)]
     return Group(*parts)
 
 
-def _turns(episode: Mapping[str, Any]) -> Iterator[Text]:
-    """Yields the messages of an episode, each turn of the model with its number and reward."""
+def _turns(episode: Mapping[str, Any], advantages: Sequence[float] | None) -> Iterator[Text]:
+    """Yields the messages of an episode, each turn of the model with its number and reward.
+
+    Args:
+        advantages: of each token, where turns or steps have advantages of their own.
+    """
     turns = [turn for turn in episode["turns"] if turn["by"] == "model"]
     number = 0
     for message in episode["messages"]:
@@ -47,8 +51,13 @@ def _turns(episode: Mapping[str, Any]) -> Iterator[Text]:
         turn = turns[number] if number < len(turns) else None
         number += 1
         yield _message(message, foreign=False, title=f"assistant, turn {number}")
+        said = []
         if turn is not None and turn["reward"] is not None:
-            yield Text(f"  reward of the turn: {turn['reward']:g}", style="bold blue")
+            said.append(f"reward of the turn: {turn['reward']:g}")
+        if turn is not None and advantages is not None and turn["start"] < len(advantages):
+            said.append(f"advantage: {advantages[turn['start']]:.3g}")
+        if said:
+            yield Text("  " + ", ".join(said), style="bold blue")
 
 
 def _message(message: Mapping[str, Any], *, foreign: bool, title: str | None = None) -> Text:

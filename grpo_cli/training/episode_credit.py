@@ -38,11 +38,12 @@ def check_episode_credit(recipe: Recipe) -> None:
     Raises:
         UserError: they do not.
     """
-    given = environment_rewards(recipe)
-    if given and not recipe.has_episodes:
+    given, of = environment_rewards(recipe), recipe.environment
+    if given and not (of.path or of.by_name or of.openenv or recipe.rollout):
+        there = "tools give none" if recipe.has_environment else "there is none"
         raise UserError(
-            f"reward.{given[0]}: is what an environment gives, and there is none; set "
-            "environment.path, environment.openenv, tools or rollout, or drop the reward."
+            f"reward.{given[0]}: is what an environment gives, and {there}; set environment.path, "
+            "environment.openenv or rollout, or use another reward, such as reward=[exact_match]."
         )
     if recipe.episode.credit != "turns":
         return

@@ -26,7 +26,8 @@ def test_an_episode_turn_by_turn() -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 times 7?"}]
     r.prompt = replace(r.prompt, text=chat)  # type: ignore[arg-type]
     sampled = r.completion.is_sampled
-    cells = {"step": 3, "row": 5, "sample": 1, "reward": 1.5, "advantage": -0.25}
+    cells: dict[str, Any] = {"step": 3, "row": 5, "sample": 1, "reward": 1.5, "advantage": -0.25}
+    cells["token_advantages"] = [1.5, 1.5, 0.0, 0.0, -0.25, -0.25]
     lines = shown(r, **cells, sampled=sampled, **{"rewards/env": 1.5, "rewards/style": None})
     head, *rest = [line.rstrip() for line in lines.splitlines()]
     assert head.startswith(
@@ -36,9 +37,10 @@ def test_an_episode_turn_by_turn() -> None:
         "system: Be brief.",
         "user: 6 times 7?",
         "assistant, turn 1: → multiply(a=6, b=7)",
-        "  reward of the turn: 0.5",
+        "  reward of the turn: 0.5, advantage: 1.5",
         "tool multiply: 42",
         "assistant, turn 2: It is 42.",
+        "  advantage: -0.25",
         "rewards: env 1.5, style none",
         "of the environment: Guess 1",
         "metrics: wins 1",

@@ -24,14 +24,14 @@ def value(
 @table(
     ("turns", "final", "name", "expected"),
     [
-        ((None, None), {}, None, None),
+        ((None, None), {}, None, 0.0),
         ((0.0, None), {}, None, 0.0),
         ((1.0, None, 0.5), {}, None, 1.5),
         ((None, None), {"Guess": 1.0}, None, 1.0),
         ((0.5, None), {"Guess": 1.0, "style": -0.25}, None, 1.25),
         ((0.5, None), {"Guess": 1.0, "style": -0.25}, "Guess", 1.0),
         ((0.5, None), {"Guess": 1.0}, "turns", 0.5),
-        ((None, None), {"Guess": 1.0}, "turns", None),
+        ((None, None), {"Guess": 1.0}, "turns", 0.0),
         ((0.5, None), {"Guess": 1.0}, "Other", None),
     ],
 )
@@ -53,7 +53,8 @@ def test_with_credit_for_turns_each_has_its_reward_and_the_last_the_episodes() -
         (1, 1.0),
         (5, 2.0),
     ]
-    assert value((None, None), episode_credit="turns") is None
+    assert value((None, None), episode_credit="turns") == [(1, 0.0), (5, 0.0)]
+    assert value((1.0, None), name="Guess", episode_credit="turns") is None
 
 
 def test_a_completion_that_is_no_episode_has_none() -> None:

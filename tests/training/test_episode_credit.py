@@ -39,3 +39,8 @@ def test_credit_for_turns_is_checked_before_a_run() -> None:
     plain = Recipe(reward={"own": Reward("grpo_cli.rewards.environment:environment")})
     with pytest.raises(UserError, match=r"reward.own: is what an environment gives, and there is"):
         check_episode_credit(plain)
+    plain.tools = {"add": "m:add"}
+    with pytest.raises(UserError, match="and tools give none; set "):
+        check_episode_credit(plain)
+    plain.environment.openenv = "ws://localhost:1"
+    check_episode_credit(plain)
