@@ -35,7 +35,6 @@ from grpo_cli.algorithm.loss import (
 from grpo_cli.config.schedules import learning_rate
 from grpo_cli.distributed.fsdp import norm_of, zero_gradients
 from grpo_cli.distributed.stop_signal import Interrupted
-from grpo_cli.models.flops import FORWARD_BACKWARD
 from grpo_cli.records import Group, Rollout, StepStats
 from grpo_cli.training import ending, evaluation, logprob_passes, resume
 from grpo_cli.training.balance import minibatch_of
@@ -182,9 +181,7 @@ def accumulate(run: Run, step: Step, groups: Sequence[Group], update: int) -> Lo
     with_gradient, entropy_only = split_by_gradient(run, step, rollouts, coefficients)
     run.micro_batches.calibrate(rollouts or entropy_only, step.recipe.generation.temperature)
     flops = run.policy_logprobs.flops
-    step.clock.count(
-        "forward_backward", FORWARD_BACKWARD * flops(with_gradient) + flops(entropy_only)
-    )
+    step.clock.count("forward_backward", flops(with_gradient, backward=True) + flops(entropy_only))
     if coefficients.router:  # experts are counted over all processes before the first backward
         load = logprob_passes.load_of_experts(run, step.recipe, with_gradient)
         coefficients = replace(coefficients, load=load)

@@ -9,7 +9,8 @@ product, L layers and H heads of size Q, a forward pass over `tokens` takes
     2 · N · tokens + 4 · L · H · Q · attended
 
 where `attended` is the number of (query, key) pairs: n(n + 1)/2 for a sequence of n tokens. A
-backward pass takes twice as much: one product for the inputs' gradient, one for the weights'.
+backward pass takes twice as much: one product for the inputs' gradient, one for the weights', which
+a frozen weight does not have.
 
 For a model whose cost this formula does not describe there is no number, rather than a wrong one.
 """
@@ -33,12 +34,29 @@ from grpo_cli.models.families import UNCOUNTED_PARTS, num_experts
 FORWARD_BACKWARD = 3.0  # times the forward pass, where every weight has a gradient
 
 
-def params_in_products(model: PreTrainedModel) -> int | None:
+def passes(num_parameters: int | None, num_trained: int | None) -> float:
+    """Returns the FLOPs of a forward and a backward pass, in forward passes.
+
+    Exact where all weights have a gradient (3). With an adapter on a frozen model it is just over
+    2, and leaves out attention's products of two activations, which are few.
+
+    Args:
+        num_parameters, num_trained: as `params_in_products` counts them.
+    """
+    if not num_parameters or num_trained is None:
+        return FORWARD_BACKWARD
+    return FORWARD_BACKWARD - 1 + num_trained / num_parameters
+
+
+def params_in_products(model: PreTrainedModel, *, trained: bool = False) -> int | None:
     """Counts the parameters that a token is multiplied with; None for a model with unknown parts.
 
     A weight that is both embedding and output head counts once, as the head; looking up an
     embedding is no product. Only the experts that a token is routed to count. The model must not be
     wrapped for several processes.
+
+    Args:
+        trained: count only parameters that have a gradient.
     """
     config = model.config.get_text_config()
     experts = num_experts(config)
@@ -49,6 +67,8 @@ def params_in_products(model: PreTrainedModel) -> int | None:
         for name, weight in module.named_parameters(recurse=False):
             if weight.ndim < 2 or name.endswith("bias") or isinstance(module, nn.Embedding):
                 continue  # norms, biases and look-ups multiply no matrix
+            if trained and not weight.requires_grad:
+                continue
             linear = isinstance(module, (nn.Linear, Conv1D))
             if in_expert and (linear or weight.shape[0] == experts):
                 routed += quantization.numel(weight)

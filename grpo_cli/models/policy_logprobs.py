@@ -28,7 +28,7 @@ from grpo_cli.algorithm.load_balancing import Routing
 from grpo_cli.distributed import fsdp
 from grpo_cli.models import attention, packing
 from grpo_cli.models.families import RECURRENT, is_recurrent, without_router_logits
-from grpo_cli.models.flops import forward_flops, params_in_products
+from grpo_cli.models.flops import forward_flops, params_in_products, passes
 from grpo_cli.models.loading import inference
 from grpo_cli.models.memory import is_out_of_memory, saved_bytes
 from grpo_cli.models.routers import RouterRecorder
@@ -119,17 +119,25 @@ class PolicyLogprobs:
             return packing.unique_tokens(rollouts)[0]
         return sum(map(packing.length, rollouts))
 
-    def flops(self, rollouts: Sequence[Rollout]) -> float:
-        """Returns the model FLOPs of a forward pass, each prompt once; NaN if not known."""
+    def flops(self, rollouts: Sequence[Rollout], *, backward: bool = False) -> float:
+        """Returns the model FLOPs of a forward pass, each prompt once; NaN if not known.
+
+        Args:
+            backward: also count the backward pass.
+        """
         tokens, pairs = packing.unique_tokens(rollouts)
         predicted = sum(r.completion.sampled_tokens for r in rollouts)
-        return forward_flops(
-            self.model.config, self._num_parameters, tokens, pairs, logits=predicted
-        )
+        number = self._num_parameters
+        forward = forward_flops(self.model.config, number, tokens, pairs, logits=predicted)
+        return forward * passes(number, self._num_trained) if backward else forward
 
     @cached_property
     def _num_parameters(self) -> int | None:
         return params_in_products(self.model)
+
+    @cached_property
+    def _num_trained(self) -> int | None:
+        return params_in_products(self.model, trained=True)
 
     def micro_batches(
         self, rollouts: Sequence[Rollout], max_tokens: int

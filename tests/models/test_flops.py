@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from grpo_cli.models import flops
+from grpo_cli.config.schema import Adapter
+from grpo_cli.models import adapters, flops
 from grpo_cli.models.flops import (
     forward_flops,
     listed_peak,
@@ -96,6 +97,26 @@ def test_torch_counts_the_same(name: str, more: dict[str, Any], logits: int | No
     with FlopCounterMode(display=False) as counter:
         forward().sum().backward()
     assert counter.get_total_flops() == flops.FORWARD_BACKWARD * expected
+
+
+def test_frozen_weights_have_no_gradient() -> None:
+    """Under an adapter. Torch counts attention's products of two activations three times."""
+    model = make("Qwen2", num_hidden_layers=6)
+    pytest.importorskip("peft")
+    adapters.attach(model, adapters.config_of(Adapter(method="lora", rank=1), "base", None), 7)
+    number = params_in_products(model)
+    trained = params_in_products(model, trained=True)
+    assert number is not None
+    assert trained is not None
+    # In each layer, rank 1: queries and outputs, keys and values, three of the feed-forward part.
+    assert trained == 6 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))
+    assert flops.passes(number, trained) == 2 + trained / number
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(20).view(1, 20), use_cache=False).logits.sum().backward()
+    expected = forward_flops(model.config, number, 20, 400) * flops.passes(number, trained)
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.05)
+    assert flops.passes(number, number) == flops.FORWARD_BACKWARD
+    assert flops.passes(None, None) == flops.FORWARD_BACKWARD  # of a NaN
 
 
 def test_experts_by_hand() -> None:
