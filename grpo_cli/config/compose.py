@@ -49,7 +49,8 @@ OPEN_KEYS = (
     "dataset.held_out.", "dataset.held_out=", "dataset.mixture.", "dataset.mixture=",
     "schedules.", "schedules=", "loss.args.", "advantage.args.", "optimizer.args.",
     "model.chat_template_kwargs.", "model.args.", "model.args=",
-    "generation.logit_bias.", "generation.logit_bias=",
+    "generation.logit_bias.", "generation.logit_bias=", "tools.", "tools=",
+    "environment.args.", "environment.args=", "environment.by_name.", "environment.by_name=",
 )  # fmt: skip
 # What a user meant who gives a group something that is none of its choices.
 INSTEAD_OF_A_CHOICE = {

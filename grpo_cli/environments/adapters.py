@@ -327,7 +327,7 @@ def accepted_args(
 
 
 class _Base:
-    """What all adapters share: the recipe's tools, and the final reward."""
+    """The part that all adapters share: the recipe's tools, and the final reward."""
 
     is_reusable = False
 

@@ -156,7 +156,7 @@ def _text(result: Mapping[str, Any]) -> str:
 
 
 class _Transport(Protocol):
-    """How messages travel."""
+    """Carries messages to a server and back."""
 
     name: str
 

@@ -118,11 +118,11 @@ class OpenEnv:
         given = {"seed": seed, **{c: row[c] for c in self.columns if c in row}}
         if self.has_tools:
             await self.open()
-        elif self.action is None:
+        data = await self._until_free({"type": "reset", "data": given})
+        if self.action is None and not self.has_tools:
             if "action" not in self._shared:
                 self._shared["action"] = await self._only_text_field()
             self.action = self._shared["action"]
-        data = await self._until_free({"type": "reset", "data": given})
         first = self._observed(data)
         return replace(first, reward=None, tools=self.schemas)
 
@@ -199,7 +199,7 @@ class OpenEnv:
             )
         else:
             own = {k: v for k, v in shown.items() if k not in ("reward", "done", "metadata")}
-            texts = [v for v in own.values() if isinstance(v, str) and v]
+            texts = [v for v in own.values() if isinstance(v, str)]
             text = texts[0] if len(texts) == 1 else as_text(own) if own else ""
         return Observation(
             [{"role": "user", "content": as_text(text)}] if text else [],

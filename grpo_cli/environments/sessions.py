@@ -222,7 +222,7 @@ class _Call:
 
 
 class _Home(Protocol):
-    """Where sessions run."""
+    """Runs sessions."""
 
     def submit(self, call: _Call) -> None:
         """Queues a call; its future always ends. Safe in every thread."""

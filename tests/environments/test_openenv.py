@@ -118,7 +118,7 @@ class Server:
             socket.transport.abort()
             return False
         if said == "sleep":
-            await asyncio.sleep(3600)
+            await socket.wait_closed()
         if said == "garbage":
             await socket.send("no JSON")
             return True
@@ -131,7 +131,7 @@ class Server:
         if said == "nan":
             return await self._observe(socket, {}, float("nan"))
         if said == "7":
-            return await self._observe(socket, {"hint": "", "board": [7]}, 1.0, True)
+            return await self._observe(socket, {"hint": ""}, 1.0, True)
         return await self._observe(socket, {"hint": "No.", "board": [1, 2]}, 0.0)
 
     async def _observe(
@@ -198,7 +198,7 @@ def test_an_episode(server: Server, opened: list[Sessions], isolate: bool) -> No
     wrong = session.step(says("5")).result(PATIENCE)
     assert (texts(wrong), wrong.reward, wrong.done) == (["No."], 0.0, False)
     right = session.step(says("7")).result(PATIENCE)
-    assert (texts(right), right.reward, right.done) == (['{"hint": "", "board": [7]}'], 1.0, True)
+    assert (texts(right), right.reward, right.done) == ([], 1.0, True)
     assert session.finish().result(PATIENCE).rewards == {}
 
 
