@@ -261,7 +261,9 @@ class Dataset:
         read_if=("dataset.chat",),
     )
     solution: str | None = knob(
-        None, "Template of a worked solution, used only for the warm-up of a built model."
+        None,
+        "Template of a worked solution, used only for the warm-up of a built model. If it names a "
+        "column that holds messages, they are an episode whose assistant's turns are trained.",
     )
     max_prompt_tokens: int = knob(512, "Length limit of a training prompt, in tokens.", ge=1)
     overlong_prompts: str = knob(

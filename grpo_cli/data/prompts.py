@@ -284,8 +284,27 @@ def epoch_order(seed: int | str, epoch: int, size: int, shuffle: bool) -> list[i
     return order
 
 
-def solution_pairs(rows: Rows, config: Dataset) -> Iterator[tuple[Any, str]]:
-    """Yields (prompt text, worked solution) of each row, for the warm-up of a built model."""
+def solution_pairs(rows: Rows, config: Dataset) -> Iterator[tuple[Any, Any]]:
+    """Yields (prompt text, worked solution) of each row, for the warm-up of a built model.
+
+    A solution is a text, or the messages of an episode where dataset.solution names a column that
+    holds messages.
+
+    Raises:
+        UserError: messages that are no conversation of a chat data set, or do not end with the
+            assistant.
+    """
     assert config.solution is not None, "checked when the recipe was parsed"
+    column = only_field(config.solution)
     for number, row in enumerate(rows.rows):
-        yield prompt_text(row, config, rows.line(number)), config.solution.format_map(row)
+        line = rows.line(number)
+        solution: Any = config.solution.format_map(row)
+        if column is not None and isinstance(row[column], list):
+            where = f"{rows.source}, row {line}, {column}"
+            solution = conversations.normalized(row[column], where)
+            if not config.chat or solution[-1]["role"] != "assistant":
+                raise UserError(
+                    f"dataset.solution: {where}: messages are the rest of a conversation: they "
+                    "need dataset.chat=true and must end with the assistant's."
+                )
+        yield prompt_text(row, config, line), solution

@@ -13,8 +13,10 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -40,13 +42,26 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 RECIPE_VERSION = 1  # part of the cache key: raise it when a change here changes the model
+IGNORED = -100  # label of a token that is not trained
 AVERAGED = 10  # steps whose mean loss is compared with the target
 
-Pairs = Sequence[tuple[object, str]]  # (prompt as text or messages, worked solution)
+Pairs = Sequence[tuple[object, object]]  # (prompt, worked solution), each as text or messages
 Report = Callable[[int, float], None]  # (step, loss)
+# Returns the tokens of a solution that is given as messages, and which are the model's own.
+EpisodeIds = Callable[[Sequence[Any]], tuple[list[int], list[bool]]]
 
 
-def build(config: Build, pairs: Pairs, seed: int, report: Report) -> Path:
+@dataclass(frozen=True)
+class Episodes:
+    """Says how episodes are written, for warm-ups with solutions of several turns."""
+
+    tools: conversations.Schemas  # that prompts list
+    encoder: Callable[[PreTrainedTokenizerBase], EpisodeIds]
+
+
+def build(
+    config: Build, pairs: Pairs, seed: int, report: Report, episodes: Episodes | None = None
+) -> Path:
     """Builds the warmed-up model, or finds it in the cache by the hash of its ingredients.
 
     Args:
@@ -54,6 +69,7 @@ def build(config: Build, pairs: Pairs, seed: int, report: Report) -> Path:
         pairs: (prompt, solution) of every training row.
         seed: of the weights and of the order of the rows.
         report: called after each supervised step.
+        episodes: says how episodes are written; needed where solutions are messages.
 
     Returns:
         The model's folder.
@@ -66,6 +82,8 @@ def build(config: Build, pairs: Pairs, seed: int, report: Report) -> Path:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+    if episodes is not None and episodes.tools:
+        facts["tools"] = json.dumps(list(episodes.tools))
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_dir() / "tiny" / key
     if (folder / "config.json").is_file():
@@ -75,7 +93,7 @@ def build(config: Build, pairs: Pairs, seed: int, report: Report) -> Path:
         tokenizer = tokenizer_of(config, pairs)
         model = make_model(config, tokenizer)
         if config.warmup_steps:
-            warm_up(model, tokenizer, config, pairs, seed, report)
+            warm_up(model, tokenizer, config, pairs, seed, report, episodes)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
@@ -144,14 +162,17 @@ def warm_up(
     pairs: Pairs,
     seed: int,
     report: Report,
+    episodes: Episodes | None = None,
 ) -> None:
     """Trains the next token of `prompt + solution + eos`, with the loss on the solution only.
+
+    Of a solution that is an episode, the loss is on the model's own turns, each with its eos.
 
     Ends early once the loss, averaged over the last `AVERAGED` steps, is at the target: the number
     of steps that a small model needs varies by half between seeds, its ability at a loss does not.
     """
-    rows = [_encode(tokenizer, prompt, solution) for prompt, solution in pairs]
-    rows = [(p, s) for p, s in rows if len(p) + len(s) <= config.max_position_embeddings]
+    every = _encoded(tokenizer, pairs, episodes)
+    rows = [r for r in every if len(r[0]) + len(r[1]) <= config.max_position_embeddings]
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=config.warmup_learning_rate,
@@ -164,10 +185,12 @@ def warm_up(
         for group in optimizer.param_groups:
             group["lr"] = config.warmup_learning_rate * _triangle(step, config.warmup_steps)
         batch = chooser.choices(rows, k=config.warmup_batch)
-        ids = pad_right([torch.tensor(p + s) for p, s in batch], max(len(p + s) for p, s in batch))
-        labels = torch.full_like(ids, -100)
-        for i, (p, s) in enumerate(batch):
-            labels[i, len(p) : len(p) + len(s)] = torch.tensor(s)
+        longest = max(len(p + s) for p, s, _ in batch)
+        ids = pad_right([torch.tensor(p + s) for p, s, _ in batch], longest)
+        labels = torch.full_like(ids, IGNORED)
+        for i, (p, s, own) in enumerate(batch):
+            kept = [token if is_own else IGNORED for token, is_own in zip(s, own, strict=True)]
+            labels[i, len(p) : len(p) + len(s)] = torch.tensor(kept)
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
@@ -188,19 +211,41 @@ def _triangle(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
-def _texts(pair: tuple[object, str]) -> list[str]:
+def _texts(pair: tuple[object, object]) -> list[str]:
     prompt, solution = pair
     parts = [m["content"] for m in prompt] if isinstance(prompt, list) else [str(prompt)]
-    return [*parts, solution]
-
-
-def _encode(
-    tokenizer: PreTrainedTokenizerBase, prompt: object, solution: str
-) -> tuple[list[int], list[int]]:
-    if isinstance(prompt, list):
-        prompt = conversations.render(tokenizer, prompt, {}, "the warm-up")
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    return ids, [
-        *tokenizer(solution, add_special_tokens=False)["input_ids"],
-        tokenizer.eos_token_id,
+    if not isinstance(solution, list):
+        return [*parts, str(solution)]
+    # The markup of an episode takes more tokens than its contents.
+    return [
+        *parts,
+        *(text for m in solution for text in (m["role"], m["content"], *map(_call, _calls(m)))),
     ]
+
+
+def _calls(message: Mapping[str, Any]) -> list[Any]:
+    return list(message.get("tool_calls") or [])
+
+
+def _call(call: Mapping[str, Any]) -> str:
+    """Returns a call as `CHAT_TEMPLATE` writes it."""
+    function = {key: call["function"][key] for key in ("name", "arguments")}
+    return f"<tool_call>{json.dumps(function, ensure_ascii=False)}</tool_call>"
+
+
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, pairs: Pairs, episodes: Episodes | None
+) -> Iterator[tuple[list[int], list[int], list[bool]]]:
+    """Yields the tokens of each prompt, those of its solution, and which of them train."""
+    tools: conversations.Schemas = episodes.tools if episodes is not None else ()
+    episode_ids = episodes.encoder(tokenizer) if episodes is not None else None
+    for prompt, solution in pairs:
+        if isinstance(prompt, list):
+            prompt = conversations.render(tokenizer, prompt, {}, "the warm-up", tools)
+        ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if isinstance(solution, list):
+            assert episode_ids is not None, "checked when the recipe was parsed"
+            yield ids, *episode_ids(solution)
+        else:
+            own = tokenizer(solution, add_special_tokens=False)["input_ids"]
+            yield ids, [*own, tokenizer.eos_token_id], [True] * (len(own) + 1)

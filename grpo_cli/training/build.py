@@ -26,6 +26,8 @@ from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.stop_signal import StopSignal, end_of_job
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments import factory as environments
+from grpo_cli.environments.chat import Chat
+from grpo_cli.environments.functions import load_tools
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks, tasks
@@ -429,7 +431,8 @@ def build_model(recipe: Recipe, train: Iterable[TrainRows], console: Console) ->
     """
     build, generation = recipe.model.build, recipe.generation
     assert build is not None
-    pairs: list[tuple[Any, str]] = []
+    episodes = _episodes(recipe) if recipe.has_environment else None
+    pairs: list[tuple[Any, Any]] = []
     for part in train if build.warmup_steps else ():
         pairs += data.solution_pairs(part.rows, part.dataset)
     if factory.names_tokens(generation):
@@ -442,9 +445,20 @@ def build_model(recipe: Recipe, train: Iterable[TrainRows], console: Console) ->
         pairs,
         recipe.seed,
         lambda step, loss: bar.update(step, f"supervised loss {loss:.3f}"),
+        episodes,
     )
     bar.close()
     return path
+
+
+def _episodes(recipe: Recipe) -> tiny.Episodes:
+    """Returns how the solutions that are episodes are written for the recipe's tools."""
+    tools = [tool.schema for tool in load_tools(recipe.tools).values()]
+
+    def encoder(tokenizer: PreTrainedTokenizerBase) -> tiny.EpisodeIds:
+        return Chat(tokenizer, [tokenizer.eos_token_id], tools).episode_ids
+
+    return tiny.Episodes(tools, encoder)
 
 
 def make_stream(

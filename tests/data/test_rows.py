@@ -1,4 +1,5 @@
 import csv
+import dataclasses
 import gzip
 import json
 import logging
@@ -564,6 +565,42 @@ def test_solution_pairs() -> None:
     settings = Dataset(prompt="{question}", solution="{work} #### {answer}")
     given = rows({"question": "1+1=", "work": "one more", "answer": 2})
     assert list(solution_pairs(given, settings)) == [("1+1=", "one more #### 2")]
+
+
+def test_a_solution_may_be_the_rest_of_a_conversation() -> None:
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]},
+        {"role": "tool", "content": "2", "tool_calls": None},
+        {"role": "assistant", "content": "2"},
+    ]
+    given = rows({"question": "1+1=", "episode": messages})
+    settings = Dataset(prompt="{question}", solution="{episode}", chat=True)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    ((prompt, solution),) = solution_pairs(given, settings)
+    assert prompt == [{"role": "user", "content": "1+1="}]
+    assert solution == [call, {"role": "tool", "content": "2"}, messages[2]]
+    for wrong, chat in ((messages, False), (messages[:2], True)):
+        with pytest.raises(UserError, match=r"dataset\.solution: .*row 0, episode: messages are"):
+            list(
+                solution_pairs(
+                    rows({"question": "1+1=", "episode": wrong}),
+                    dataclasses.replace(settings, chat=chat),
+                )
+            )
+
+
+def test_prompts_list_the_tools_of_their_row(tokenizer: PreTrainedTokenizerFast) -> None:
+    given = rows({"question": "1", "kind": "a"}, {"question": "2", "kind": "b"})
+    settings = Dataset(prompt="{question}", chat=True)
+    schema = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"properties": {"x": {}}}},
+    }
+    prompts, _ = make_prompts(
+        given, settings, tokenizer, tools=lambda row: [schema] if row["kind"] == "a" else []
+    )
+    shown = [tokenizer.decode(p.ids).split("<|im_start|>user")[0] for p in prompts]
+    assert shown == ["<|im_start|>tools f(x)<|im_end|>\n", ""]
 
 
 # The order of prompts.

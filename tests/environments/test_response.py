@@ -201,7 +201,8 @@ def test_a_call_follows_a_thought() -> None:
 PIECES = [
     "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", ">",
     '{"name": "f", ', '"arguments": {', "}", "{", "[", "]", '"', "\\", "[TOOL_CALLS]", "[ARGS]",
-    ",", "<|python_tag|>", "<think>", "</think>", "é", "\ud83d", "\x00", "1", "e9", " ", "\n", "NaN",
+    "<|python_tag|>", "<think>", "</think>", "é", "\ud83d", "\x00", "1", "e9", " ", "\n", "NaN",
+    ",",
 ]  # fmt: skip
 
 

@@ -1,0 +1,114 @@
+"""The warm-up of a built model on solutions that are episodes of several turns."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from grpo_cli.data import conversations
+from grpo_cli.environments.chat import Chat
+from grpo_cli.models import tiny
+from tests.conftest import BUILD
+from tests.environments.templates import MULTIPLY
+
+USER = [{"role": "user", "content": "6x7"}]
+CALL = {"type": "function", "function": {"name": "multiply", "arguments": {"a": 6, "b": 7}}}
+EPISODE = [
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "multiply", "content": "42"},
+    {"role": "assistant", "content": "42"},
+]
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def encoder(tokenizer: PreTrainedTokenizerBase) -> tiny.EpisodeIds:
+    return Chat(tokenizer, [tokenizer.eos_token_id], [MULTIPLY]).episode_ids
+
+
+EPISODES = tiny.Episodes([MULTIPLY], encoder)
+
+
+def test_a_solution_is_written_as_an_episode_would_be() -> None:
+    tokenizer = tiny.make_tokenizer(BUILD, [])
+    ((prompt, ids, is_trained),) = tiny._encoded(tokenizer, [(USER, EPISODE)], EPISODES)
+    assert tokenizer.decode(prompt) == (
+        "<|im_start|>tools multiply(a, b, note)<|im_end|>\n"
+        "<|im_start|>user\n6x7<|im_end|>\n<|im_start|>assistant\n"
+    )
+    own = [i for i, is_own in zip(ids, is_trained, strict=True) if is_own]
+    foreign = [i for i, is_own in zip(ids, is_trained, strict=True) if not is_own]
+    call = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call><|im_end|>'
+    assert tokenizer.decode(own) == f"{call}42<|im_end|>"
+    assert tokenizer.decode(foreign) == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_text_is_written_as_it_was() -> None:
+    tokenizer = tiny.make_tokenizer(BUILD, [])
+    ((prompt, ids, is_trained),) = tiny._encoded(tokenizer, [("6x7=", "42")], None)
+    assert tokenizer.decode(prompt) == "6x7="
+    assert tokenizer.decode(ids) == "42<|im_end|>"
+    assert is_trained == [True] * 3
+
+
+def test_foreign_tokens_do_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The labels of the tool's tokens reach the loss as ignored, those of the turns do not."""
+    seen: list[list[int]] = []
+    cross_entropy = torch.nn.functional.cross_entropy
+
+    def spy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        seen.append(labels.tolist())
+        return cross_entropy(logits, labels)
+
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", spy)
+    config = replace(BUILD, warmup_steps=1, warmup_batch=1, max_position_embeddings=512)
+    tokenizer = tiny.make_tokenizer(config, [])
+    pairs: list[Any] = [(USER, EPISODE)]
+    model = tiny.make_model(config, tokenizer)
+    tiny.warm_up(model, tokenizer, config, pairs, 0, lambda step, loss: None, EPISODES)
+    ((prompt, ids, is_trained),) = tiny._encoded(tokenizer, pairs, EPISODES)
+    expected = [tiny.IGNORED] * (len(prompt) - 1)
+    expected += [i if own else tiny.IGNORED for i, own in zip(ids, is_trained, strict=True)]
+    assert seen == [expected]
+    assert False in is_trained
+
+
+def test_merges_are_learnt_from_the_markup_of_episodes() -> None:
+    config = replace(BUILD, merges=200)
+    tokenizer = tiny.tokenizer_of(config, [(USER, EPISODE)] * 3)
+    call = tokenizer("<tool_call>" + '{"name": "multiply", "arguments": {"a": 12')["input_ids"]
+    assert len(call) == 7, tokenizer.convert_ids_to_tokens(call)  # digits never merge
+    assert len(tokenizer("<|im_start|>assistant\n")["input_ids"]) == 3
+
+
+def test_the_cache_tells_tools_apart_and_keeps_models_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPO_CACHE", str(tmp_path))
+
+    def built(pairs: list[Any], episodes: tiny.Episodes | None) -> str:
+        return tiny.build(BUILD, pairs, 0, lambda step, loss: None, episodes).name
+
+    without = built([("a", "b")], None)
+    assert without == built([("a", "b")], tiny.Episodes([], encoder))
+    assert without != built([("a", "b")], EPISODES)
+    assert without != built([(USER, EPISODE)], EPISODES)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        USER,
+        [{"role": "system", "content": "s"}, *USER, {"role": "assistant", "content": "42"}, *USER],
+    ],
+)
+def test_without_tools_the_template_renders_what_it_always_has(messages: list[Any]) -> None:
+    tokenizer = tiny.make_tokenizer(BUILD, [])
+    rendered = conversations.render(tokenizer, messages, {}, "here")
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    assert rendered == conversations.render(tokenizer, messages, {}, "here")
