@@ -60,8 +60,8 @@ class FakeVllm:
         **state: Any,
     ) -> None:
         self.state = {
-            "model": "some/model", "config": config, "dtype": "float32", "max_model_len": 64,
-            "quantization": None, "logprobs_mode": "processed_logprobs", "transfer": "gloo",
+            "model": "some/model", "revision": None, "config": config, "dtype": "float32",
+            "max_model_len": 64, "quantization": None, "logprobs_mode": "processed_logprobs", "transfer": "gloo",
             "max_lora_rank": None, "has_own_weights": True,
         } | state  # fmt: skip
         self.workers = workers

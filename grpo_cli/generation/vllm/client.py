@@ -53,6 +53,8 @@ class Server:
     transfer: str = ""
     max_lora_rank: int | None = None  # of adapters that it applies; None: it applies none
     has_own_weights: bool = True  # and not weights that a run has sent
+    model: str = ""  # folder or hub name that it was started with
+    revision: str | None = None
     adapter: str | None = None  # whose completions and scores it is asked for; None: the model's
 
     def __post_init__(self) -> None:
@@ -160,6 +162,7 @@ class Server:
         self.dtype, self.transfer = state["dtype"], state["transfer"] or ""
         self.max_model_len = int(state["max_model_len"])
         self.max_lora_rank, self.has_own_weights = state["max_lora_rank"], state["has_own_weights"]
+        self.model, self.revision = state["model"], state.get("revision")
         if other := differences(architecture, state["config"]):
             raise UserError(
                 f"generation.vllm.servers: {self.url} serves another model than the policy, "

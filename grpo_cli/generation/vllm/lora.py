@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_cli.errors import UserError
@@ -23,6 +24,21 @@ def check(config: LoraConfig) -> None:
     """
     if reason := next(_reasons(config), None):
         raise UserError(f"adapter.sync = adapter: {reason}; {OTHER_WAY}.")
+
+
+def are_different(own: tuple[str, str | None], served: tuple[str, str | None]) -> bool:
+    """Returns whether two models are known to be different, by (folder or hub name, revision).
+
+    A folder and a hub name may hold the same weights, and so may a folder on another machine: then
+    only the check of weights can tell.
+    """
+    local = [Path(name).is_dir() for name, _ in (own, served)]
+    if all(local):
+        return not Path(own[0]).samefile(served[0])
+    if any(local) or any(Path(name).is_absolute() for name, _ in (own, served)):
+        return False
+    (name, revision), (other, others) = own, served
+    return (name, revision or "main") != (other, others or "main")
 
 
 def _reasons(config: LoraConfig) -> Iterator[str]:
