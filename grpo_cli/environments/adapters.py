@@ -7,8 +7,8 @@ A class is recognised by its methods:
     TRL's         reset(**row), public methods, get_reward()     calls of the public methods
     SkyRL-gym's   init(prompt), step(action)                     a text, to `step`
 
-A message of `reset` with `"append": True` is to be added to the last user message, as TRL does with
-the text of `reset`; other messages follow the prompt.
+A text that TRL's `reset` returns is a message of the user. The loop adds a single such message to
+the last user message of the prompt, as TRL does.
 
 Runs in the worker process of a session (`session_worker.py`).
 """
@@ -376,16 +376,25 @@ class ToolsOnly(_Base):
 
 
 class MessageEnvironment(_Base):
-    """An environment of our own protocol."""
+    """An environment of our own protocol; an attribute `tools` has the schemas of its tools."""
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """The JSON schemas of its tools and the recipe's."""
+        own = as_schemas(getattr(self.given, "tools", ()))
+        names = {schema["function"]["name"] for schema in own}
+        if both := sorted(names & {*self.functions.tools}):
+            raise UserError(
+                f"{type(self.given).__name__}: there are two tools called {both[0]!r}, one of the "
+                "environment and one in `tools`; give the one in `tools` another name."
+            )
+        return [*own, *self.functions.schemas]
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Begins an episode."""
         given = accepted(self.given.reset, {"row": dict(row), "seed": seed})
         first = observed(await result_of(self.given.reset(**given)))
-        names = {name_of({"function": s.get("function", s)}) for s in first.tools}
-        if both := sorted(names & {*self.functions.tools}):
-            raise Broken(f"reset returned a tool {both[0]!r}, which `tools` has too")
-        return replace(first, tools=[*first.tools, *self.functions.schemas])
+        return first if first.tools else replace(first, tools=self.schemas)
 
     async def step(self, message: Message) -> Observation:
         """Takes a turn of the model."""
@@ -416,8 +425,7 @@ class TrlEnvironment(_Base):
             return Observation(tools=self.schemas)
         if not isinstance(text, (str, list)):
             raise Broken(f"reset returned {kind_of(text)}, not a text, a list or None")
-        first = {"role": "user", "content": text_of(text), "append": True}
-        return Observation([first], tools=self.schemas)
+        return Observation([{"role": "user", "content": text_of(text)}], tools=self.schemas)
 
     async def step(self, message: Message) -> Observation:
         """Answers the calls of a turn; a turn without a call ends the episode."""
@@ -519,8 +527,6 @@ def as_messages(messages: Any) -> list[Message]:
         for key in ("name", "tool_call_id"):
             if message.get(key) is not None:
                 kept[key] = clean_text(str(message[key]), 200)
-        if message.get("append") is True:
-            kept["append"] = True
         clean.append(kept)
     return clean
 

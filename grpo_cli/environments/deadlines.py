@@ -19,7 +19,6 @@ import inspect
 import mmap
 import random
 import signal
-import struct
 import sys
 import threading
 import time
@@ -46,27 +45,27 @@ class Mark:
     SIZE = 24
 
     def __init__(self, fd: int) -> None:
-        self._memory = mmap.mmap(fd, self.SIZE)
+        shared = memoryview(mmap.mmap(fd, self.SIZE))
+        # An assignment to a view is one store. struct writes zeros first, which the reader may see.
+        self._number, self._times = shared[:8].cast("q"), shared[8:].cast("d")
 
     def hold(self, number: int, until: float) -> None:
-        """Notes the call that begins a slice."""
-        struct.pack_into("d", self._memory, 8, until)
-        struct.pack_into("q", self._memory, 0, number)
+        """Notes the call that begins a slice, or that has more time from now on."""
+        self._times[0] = until  # first: a number is never seen beside the time of another
+        self._number[0] = number
 
     def release(self) -> None:
         """Notes that no call has the thread."""
-        struct.pack_into("q", self._memory, 0, 0)
+        self._number[0] = 0
 
     def beat(self) -> None:
         """Notes that the event loop runs."""
-        struct.pack_into("d", self._memory, 16, time.monotonic())
+        self._times[1] = time.monotonic()
 
     def read(self) -> tuple[int, float, float]:
-        """Returns the three numbers, as they were at one moment."""
-        while True:
-            numbers: tuple[int, float, float] = struct.unpack_from("qdd", self._memory)
-            if struct.unpack_from("qd", self._memory) == numbers[:2]:
-                return numbers
+        """Returns the three numbers; the time is that of the call, or of one after it."""
+        number = self._number[0]
+        return number, self._times[0], self._times[1]
 
 
 @dataclass(eq=False)

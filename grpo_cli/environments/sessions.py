@@ -591,7 +591,11 @@ class _Workers:
         number, until, beat = worker.mark.read()
         assert self.spec.seconds is not None
         patience = self.spec.seconds + GRACE + 4 * BEAT_SECONDS
-        if (number and now > until) or (not number and now - max(beat, worker.asked) > patience):
+        is_late = now > until if number else now - max(beat, worker.asked) > patience
+        if is_late and number:  # stores of another process may be seen in another order
+            time.sleep(0.001)
+            is_late = worker.mark.read()[:2] == (number, until)
+        if is_late:
             self._lost(worker, late=True)
         elif worker.process.poll() is not None:  # a child of it may keep the socket open
             self._lost(worker)

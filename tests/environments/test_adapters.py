@@ -61,6 +61,8 @@ def test_our_own_manner_with_a_tool_of_the_recipe() -> None:
 
 def test_the_calls_of_an_environments_own_tools_go_to_it_and_the_others_to_functions() -> None:
     class Shop:
+        tools = ({"type": "function", "function": {"name": "buy"}},)
+
         def reset(self, row: Any, seed: int) -> Observation:
             return Observation()
 
@@ -70,6 +72,7 @@ def test_the_calls_of_an_environments_own_tools_go_to_it_and_the_others_to_funct
 
     samples.Shop = Shop  # type: ignore[attr-defined]
     env = made(path=f"{SAMPLES}:Shop", tools={"times": f"{SAMPLES}:multiply"})
+    assert names(env.schemas) == ["buy", "times"]
     answer = asyncio.run(env.step(calls(("buy", {}), ("times", {"a": 2, "b": 4}))))
     assert [(m["name"], m["content"]) for m in answer.messages] == [("times", "8"), ("buy", "!")]
 
@@ -80,7 +83,7 @@ def test_trls_manner() -> None:
         assert names(env.schemas) == ["increment", "later", "times"]
         assert await env.reset({}, 0) == Observation(tools=env.schemas)
         first = await env.reset({"start": 5, "environment": "counter", "other": 1}, 0)
-        assert first.messages == [{"role": "user", "content": "You are at 5.", "append": True}]
+        assert first.messages == [{"role": "user", "content": "You are at 5."}]
         assert env.given.columns == {"other": 1}, "without the column of names"  # type: ignore[attr-defined]
         answer = await env.step(
             calls(
@@ -156,6 +159,16 @@ class TwoNames:
     def times(self) -> int:
         """Has the name of a tool of the recipe."""
         return 0
+
+
+class Buys:
+    tools = ({"type": "function", "function": {"name": "times"}},)
+
+    def reset(self, row: Any) -> Observation:
+        return Observation()
+
+    def step(self, message: Message) -> Observation:
+        return Observation()
 
 
 class Raises:
@@ -242,6 +255,12 @@ def test_what_an_environment_may_return(value: Any, expected: Observation | str)
     with pytest.raises(Broken) as error:
         observed(value)
     assert expected in str(error.value)
+
+
+def test_a_tool_of_an_environment_with_the_name_of_one_of_the_recipe() -> None:
+    env = made(path=f"{HERE}:Buys", tools={"times": f"{SAMPLES}:multiply"})
+    with pytest.raises(UserError, match="there are two tools called 'times'"):
+        _ = env.schemas
 
 
 def test_calls_that_an_environment_reports() -> None:

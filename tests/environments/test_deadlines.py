@@ -1,0 +1,156 @@
+"""Deadlines and random streams of calls that share a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_cli.environments.deadlines import (
+    GRACE,
+    Deadlines,
+    Mark,
+    Overrun,
+    Run,
+    Streams,
+    contained,
+    seed_everything,
+)
+
+
+@pytest.fixture
+def mark() -> Mark:
+    with tempfile.TemporaryFile() as shared:
+        shared.truncate(Mark.SIZE)
+        return Mark(shared.fileno())
+
+
+def run(number: int = 1, streams: Streams | None = None) -> Run:
+    return Run(number, streams or Streams(), lambda: None)
+
+
+def call(deadlines: Deadlines, coroutine: Coroutine[Any, Any, Any], number: int = 1) -> Any:
+    return asyncio.run(deadlines.call(run(number), coroutine))
+
+
+def test_the_mark_says_which_call_holds_the_thread_and_until_when(mark: Mark) -> None:
+    deadlines = Deadlines(10.0, mark)
+    seen = []
+
+    async def looks() -> str:
+        seen.append(mark.read())
+        await asyncio.sleep(0)
+        seen.append(mark.read())
+        return "result"
+
+    begun = time.monotonic()
+    assert call(deadlines, looks(), 5) == "result"
+    assert [number for number, *_ in seen] == [5, 5]
+    assert all(begun + 10 <= until - GRACE <= time.monotonic() + 10 for _, until, _ in seen)
+    assert mark.read()[0] == 0
+    mark.beat()
+    assert begun <= mark.read()[2] <= time.monotonic()
+
+
+def test_between_its_slices_a_call_does_not_hold_the_thread(mark: Mark) -> None:
+    deadlines = Deadlines(10.0, mark)
+    seen = []
+
+    async def waits() -> None:
+        await asyncio.sleep(0.01)
+
+    async def look() -> None:
+        await asyncio.sleep(0)
+        seen.append(mark.read()[0])
+
+    async def both() -> None:
+        await asyncio.gather(deadlines.call(run(3), waits()), look())
+
+    asyncio.run(both())
+    assert seen == [0]
+
+
+def test_a_call_may_wait_for_a_part_of_itself_until_the_deadline() -> None:
+    async def waits(seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return "there"
+
+    deadlines = Deadlines(0.05)
+
+    async def tries() -> list[Any]:
+        found: list[Any] = []
+        for seconds in (0.0, 60.0, 0.0):
+            deadlines.begin()
+            try:
+                found.append(await deadlines.within(waits(seconds)))
+            except Overrun as late:
+                found.append(str(late))
+        return found
+
+    assert call(deadlines, tries()) == ["there", "took more than 0.05 s and was stopped", "there"]
+
+
+def test_the_time_of_other_calls_does_not_count() -> None:
+    deadlines = Deadlines(10.0)
+    own, other = run(), run()
+    own.start = other.start = deadlines._now(own)
+    other.busy = 4.0
+    deadlines._busy = 4.0
+    assert deadlines._left(own) == pytest.approx(14.0, abs=0.5)
+    assert deadlines._left(other) == pytest.approx(10.0, abs=0.5)
+
+
+def test_a_call_that_waits_too_long_is_told() -> None:
+    deadlines = Deadlines(0.02)
+    told = asyncio.Event()
+
+    async def tries() -> None:
+        late = Run(1, Streams(), told.set)
+        task = asyncio.ensure_future(deadlines.call(late, asyncio.sleep(60)))
+        await told.wait()
+        task.cancel()
+
+    asyncio.run(tries())
+
+
+def test_random_streams_belong_to_sessions_and_the_thread_keeps_its_own() -> None:
+    deadlines = Deadlines()
+    one, two = Streams(), Streams()
+
+    async def seeds(seed: int) -> None:
+        seed_everything(seed)
+
+    async def draws() -> tuple[float, float]:
+        return random.random(), float(np.random.rand())
+
+    async def tries() -> list[Any]:
+        found = []
+        for streams, coroutine in (
+            (one, seeds(1)), (two, seeds(1)), (one, draws()), (two, draws()), (two, draws()),
+            (one, draws()),
+        ):  # fmt: skip
+            found.append(await deadlines.call(run(1, streams), coroutine))
+        return found[2:]
+
+    random.seed(0)
+    expected = [random.random() for _ in range(2)]
+    random.seed(0)
+    a, b, c, d = asyncio.run(tries())
+    assert a == b
+    assert c == d
+    assert a != c
+    assert [random.random() for _ in range(2)] == expected
+
+
+def test_a_coroutine_that_exits_raises_an_error_instead() -> None:
+    async def leaves() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        asyncio.run(contained(leaves()))
