@@ -61,8 +61,8 @@ class FakeVllm:
     ) -> None:
         self.state = {
             "model": "some/model", "revision": None, "config": config, "dtype": "float32",
-            "max_model_len": 64, "quantization": None, "logprobs_mode": "processed_logprobs", "transfer": "gloo",
-            "max_lora_rank": None, "has_own_weights": True,
+            "max_model_len": 64, "quantization": None, "logprobs_mode": "processed_logprobs",
+            "transfer": "gloo", "max_lora_rank": None, "has_own_weights": True,
         } | state  # fmt: skip
         self.workers = workers
         self.first = {n: w.detach().clone() for n, w in (weights or {}).items()}  # to start with

@@ -24,7 +24,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def trajectory(sample: Sample) -> Group:
     """Returns a stored completion as something that rich prints."""
-    parts: list[Rule | Text] = [Rule(Text(_head(sample), style="bold"), align="left")]
+    parts: list[Rule | Text] = [Rule(), Text(_head(sample), style="bold")]
     parts += [_message(m, foreign=True) for m in _prompt(sample)]
     episode = sample.episode
     if episode is None or not episode["messages"]:
