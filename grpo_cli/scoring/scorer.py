@@ -439,6 +439,12 @@ class ScoringSession:
     ) -> RewardResult:
         try:
             if isinstance(value, (list, tuple)):
+                if sample.episode is not None and reward.positions == "characters":
+                    raise ValueError(
+                        "steps by characters, which are not defined for an episode of several "
+                        "messages; return places in completion_ids, with "
+                        f"reward.{reward.name}.positions=tokens"
+                    )
                 size = len(sample.prefill + sample.text)
                 if reward.positions == "tokens":
                     size = len(sample.ids or ())

@@ -351,6 +351,15 @@ def test_the_environments_reward_is_credited_to_turns_if_the_run_says_so() -> No
     assert (r.reward, r.step_rewards) == (1.0, {})
 
 
+def test_steps_of_an_episode_are_counted_in_tokens() -> None:
+    RETURNED[:] = [[[(1, 0.5)]]]
+    r = make_episode()
+    score([r], r=Reward("tests.scoring.test_scorer:returns", positions="tokens"))
+    assert r.step_rewards == {"r": [(1, 0.5)]}
+    with pytest.raises(TrainingError, match=r"by characters.*reward\.r\.positions=tokens"):
+        score([r], r="returns")
+
+
 def test_a_column_does_not_stand_in_for_what_was_sampled() -> None:
     SEEN.clear()
     taken: dict[str, Any] = dict.fromkeys(STANDARD, "column")
