@@ -34,6 +34,8 @@ class ProblemStats:
     calls: list[int]  # programs run, [n]
     failed_calls: list[int]
     late_calls: list[int]  # of the failed ones, those that ran out of time
+    turns: list[int]  # of the model, in each completion that is an episode
+    unscored: int  # episodes whose environment failed; they count as wrong
 
     @classmethod
     def of(
@@ -76,6 +78,8 @@ class ProblemStats:
             calls=[r.completion.tool_calls for r in rollouts],
             failed_calls=[r.completion.tool_errors for r in rollouts],
             late_calls=[r.completion.tool_timeouts for r in rollouts],
+            turns=[len(r.completion.model_turns) for r in rollouts if r.completion.is_episode],
+            unscored=sum(r.completion.environment_failed for r in rollouts),
         )
 
     @property
@@ -150,6 +154,9 @@ def summarize(problems: Sequence[ProblemStats], config: Eval, n: int) -> dict[st
         metrics["tool_calls"] = calls / completions
         metrics["tool_errors"] = sum(sum(p.failed_calls) for p in problems) / calls
         metrics["tool_timeouts"] = sum(sum(p.late_calls) for p in problems) / calls
+    if any(p.turns for p in problems):
+        metrics["turns"] = mean([float(v) for p in problems for v in p.turns])
+        metrics["unscored"] = float(sum(p.unscored for p in problems))
     for column in dict.fromkeys(c for p in problems for c in p.breakdown):
         for value in sorted({p.breakdown[column] for p in problems if column in p.breakdown}):
             among = [p for p in problems if p.breakdown.get(column) == value]

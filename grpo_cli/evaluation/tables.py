@@ -134,7 +134,7 @@ def _rows(result: TaskResult, group: Group) -> Iterator[dict[str, Any]]:
 # Numbers of a task that the terminal shows, if the task has them.
 SHOWN = (
     "reward", "mean_length", "clipped_ratio", "no_answer",
-    "tool_calls", "tool_errors", "tool_timeouts",
+    "tool_calls", "tool_errors", "tool_timeouts", "turns", "unscored",
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from grpo_cli.records import Completion, Prompt
 from grpo_cli.reporting.reporter import nested
 from grpo_cli.scoring.scorer import Scorer
 from tests.conftest import make_group, make_rollout
+from tests.episodes import make_episode
 
 
 def rollout(correct: float | None, *, tokens: int = 2, **settings: Any) -> Any:
@@ -53,6 +54,16 @@ def test_summarize_single_completions() -> None:
             "rewards/right/mean": 0.5,
         }
     )
+
+
+def test_summarize_episodes() -> None:
+    good, failed = make_episode((None, None)), make_episode((None,), stop_reason="env_error")
+    good.reward_parts, failed.reward_parts = {"r": 1.0}, {"r": None}
+    good.reward, failed.reward = 1.0, math.nan
+    metrics = numbers([[good], [failed]], right="r")
+    assert metrics["accuracy"] == 0.5
+    assert metrics["reward"] == 1.0
+    assert (metrics["turns"], metrics["unscored"]) == (1.5, 1)
 
 
 def test_summarize_several_completions_and_rewards() -> None:
