@@ -1,9 +1,12 @@
 """Credit for turns needs a reward for turns and a loss that can tell them apart."""
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_cli import train
 from grpo_cli.config.schema import (
     Advantage,
     EnvironmentSettings,
@@ -12,8 +15,13 @@ from grpo_cli.config.schema import (
     Recipe,
     Reward,
 )
+from grpo_cli.environments.protocol import Observation
 from grpo_cli.errors import UserError
+from grpo_cli.reporting.stage_clock import Clock
+from grpo_cli.training.collect import collect
 from grpo_cli.training.episode_credit import check_episode_credit
+from tests.conftest import CPU
+from tests.training.test_train import built, metrics
 
 
 def by_turns(**loss: Any) -> Recipe:
@@ -44,3 +52,70 @@ def test_credit_for_turns_is_checked_before_a_run() -> None:
         check_episode_credit(plain)
     plain.environment.openenv = "ws://localhost:1"
     check_episode_credit(plain)
+
+
+# A run
+
+
+class Flaky:
+    """Pays for each turn by its length; in a third of the groups it breaks at the second turn."""
+
+    def reset(self, row: Any, seed: int) -> Observation:
+        self.turns, self.breaks = 0, seed % 3 == 0
+        return Observation([{"role": "user", "content": "Go on."}])
+
+    def step(self, message: Any) -> Observation:
+        self.turns += 1
+        if self.breaks and self.turns == 2:
+            raise RuntimeError("the server is gone")
+        reply = [{"role": "user", "content": "More."}]
+        return Observation(reply, reward=len(message["content"]) % 4 / 4, done=self.turns == 3)
+
+
+@pytest.mark.runs
+def test_a_run_trains_on_turns_and_not_on_what_failed(tmp_path: Path) -> None:
+    live = built(
+        tmp_path,
+        steps=2,
+        prompts_per_step=12,
+        dataset__chat=True,
+        dataset__eval=None,
+        dataset__max_prompt_tokens=64,
+        model__build__max_position_embeddings=512,
+        environment={
+            "path": f"{__name__}:Flaky",
+            "isolate": False,
+            "retries": 0,
+            "max_failed_share": 0.9,
+        },
+        episode={"credit": "turns", "turn_tokens": 8},
+        generation__max_completion_tokens=128,
+        generation__logit_bias={2: 3.0},  # so that most turns end
+        reward={"own": {"function": "environment"}},
+        loss__beta=0.05,
+        loss__kl_in="reward",
+    )
+    batch = collect(live, live.recipe, Clock(CPU))
+    groups = batch.groups
+    train.assign_advantages(live.recipe, groups, batch.step_stats, 0)
+    rollouts = [r for g in groups for r in g.rollouts]
+    failed = [r for r in rollouts if r.completion.environment_failed]
+    assert 0 < len(failed) < len(rollouts)
+    for r in failed:
+        assert math.isnan(r.reward)
+        assert r.reward_parts == {"own": None}
+        assert not r.advantages.any()
+        assert r.loss_tokens == 0
+    several = [r for r in rollouts if len({round(float(a), 5) for a in r.advantages}) > 1]
+    assert several, "turns of one episode have advantages of their own"
+    for r in several:
+        for start, end in r.completion.model_turns:
+            assert len(set(r.advantages[start:end].tolist())) == 1
+    train.train(live)
+    live.close()
+    for line in metrics(live):
+        assert line["environment/unscored"] == line["rewards_none"] > 0
+        assert line["episode/turns/max"] > 1
+        assert line["episode/foreign_tokens"] > 0
+        assert math.isfinite(line["loss"])
+        assert math.isfinite(line["grad_norm"])
