@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Any, Literal, Protocol
 
-from grpo_cli.config.user_code import import_function
+from grpo_cli.config.user_code import import_module
 from grpo_cli.environments.deadlines import Deadlines, blame, described, result_of
 from grpo_cli.environments.functions import (
     Answer,
@@ -185,7 +185,12 @@ class _Class:
         where = f"{key} = {path}"
         if ":" not in path:
             raise UserError(f"{where}: is no class; give it as my_module:MyClass.")
-        found = cls(where, import_function(path, where), dict(args))
+        module_name, _, name = path.partition(":")
+        module = import_module(module_name, where)
+        if not callable(given := getattr(module, name, None)):
+            there = [n for n, v in vars(module).items() if inspect.isclass(v) and n[0] != "_"]
+            raise UserError(f"{where}: {module_name} has no class {name!r}.{nearest(name, there)}")
+        found = cls(where, given, dict(args))
         if inspect.isclass(found.call):
             manner_of(found.call, where)
         parameters = found.parameters

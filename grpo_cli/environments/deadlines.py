@@ -70,23 +70,32 @@ class Mark:
 
 @dataclass(eq=False)
 class Streams:
-    """The states of Python's and numpy's random numbers that belong to one session."""
+    """The states of Python's and numpy's global random numbers that belong to one session."""
 
     python: Any = None
-    numpy: Any = None
+    numpy: Any = None  # a bit generator
 
     def save(self) -> None:
         """Takes the present states."""
         self.python = random.getstate()
         if (module := _numpy_random()) is not None:
-            self.numpy = module.get_state()
+            self.numpy = module.get_bit_generator()
 
     def restore(self) -> None:
         """Makes the states that were taken the present ones."""
         if self.python is not None:
             random.setstate(self.python)
-        if self.numpy is not None and (module := _numpy_random()) is not None:
-            module.set_state(self.numpy)
+        self.restore_numpy()
+
+    def restore_numpy(self) -> None:
+        """Makes numpy's state the present one, without a normal number that it has kept back.
+
+        A slice begins without one whether or not another session had a slice in between.
+        """
+        if (module := _numpy_random()) is not None:
+            if self.numpy is None:
+                self.numpy = module.MT19937(0)
+            module.set_bit_generator(self.numpy)
 
 
 def _numpy_random() -> Any:
@@ -203,6 +212,8 @@ class Deadlines:
             (self._owner or self._outside).save()
             run.streams.restore()
             self._owner = run.streams
+        else:
+            run.streams.restore_numpy()
         self.run, self._sliced = run, time.monotonic()
         self._arm(run)
 

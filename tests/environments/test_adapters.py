@@ -186,7 +186,7 @@ HERE = "tests.environments.test_adapters"
     [
         ({"path": f"{SAMPLES}:multiply"}, "constructor raised TypeError"),
         ({"path": f"{SAMPLES}:Path"}, "Path has no method reset; an environment has reset(row"),
-        ({"path": f"{SAMPLES}:Gues"}, "has no function 'Gues'. Did you mean Guess?"),
+        ({"path": f"{SAMPLES}:Gues"}, "has no class 'Gues'. Did you mean Guess?"),
         ({"path": "nowhere.envs:Guess"}, "environment.path = nowhere.envs:Guess: cannot import"),
         ({"path": "Guess"}, "is no class; give it as my_module:MyClass."),
         (

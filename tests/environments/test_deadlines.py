@@ -126,8 +126,8 @@ def test_random_streams_belong_to_sessions_and_the_thread_keeps_its_own() -> Non
     async def seeds(seed: int) -> None:
         seed_everything(seed)
 
-    async def draws() -> tuple[float, float]:
-        return random.random(), float(np.random.rand())
+    async def draws() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(np.random.randn())
 
     async def tries() -> list[Any]:
         found = []

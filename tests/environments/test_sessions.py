@@ -415,7 +415,7 @@ def test_workers_that_cannot_start(start: Open, monkeypatch: pytest.MonkeyPatch)
     [
         ("Guess", {}, None),
         ("Counter", {"start": 3}, None),
-        ("Nothing", {}, "has no function 'Nothing'"),
+        ("Nothing", {}, "has no class 'Nothing'"),
         ("Path", {}, "Path has no method reset"),
         ("Faulty", {"in": "reset", "what": "raise"}, "try raised RuntimeError: on purpose at "),
         ("Faulty", {"in": "reset", "returns": 3}, "it returned a int, not an Observation"),
