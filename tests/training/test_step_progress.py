@@ -25,6 +25,8 @@ from grpo_cli.records import (
 from grpo_cli.training.collect import use_samplers_logprobs
 from grpo_cli.training.credit import subtract_kl_from_rewards
 from grpo_cli.training.step_progress import StepBatch, StepProgress, from_state
+from tests.conftest import make_group, make_rollout
+from tests.episodes import make_episode
 
 HOW = "of this recipe"
 # What a resumed step computes anew before it goes on with its updates.
@@ -278,3 +280,25 @@ def test_a_process_with_no_group_of_the_step_can_go_on() -> None:
     step_stats: StepStats = make_work(make_stream()).collected.step_stats
     assert same(found.collected.step_stats, step_stats)
     assert all(isinstance(o, RolloutStats) for group in step_stats.values() for o in group)
+
+
+def test_the_numbers_of_episodes_are_kept() -> None:
+    episode = make_episode(
+        (None, None),
+        calls_by_tool={"add": [2, 1, 0]},
+        env_metrics={"wins": 1.0},
+        env_error="lost",
+        env_retries=1,
+    )
+    stats: StepStats = dict(rollout_stats([make_group(4, [episode, make_rollout()])]))
+    shared, _ = through_a_file((StepProgress(StepBatch([], stats, stats)).shared(), []))
+    found = from_state(shared, [], make_stream(), HOW)
+    assert found is not None
+    assert same(found.collected.sampled, stats)
+    assert found.collected.step_stats[4][0].episode is not None
+    for entry in shared["sampled"]:  # as a version before episodes has stored them
+        for values in entry[1]:
+            del values["episode"], values["sampled_tokens"]
+    found = from_state(shared, [], make_stream(), HOW)
+    assert found is not None
+    assert [o.sampled_tokens for o in found.collected.sampled[4]] == [6, 2]
