@@ -120,6 +120,12 @@ class Maker:
             if inspect.isclass(found.call) and manner_of(found.call, found.where) == "trl":
                 found.tools(found.call)
 
+    async def close(self) -> None:
+        """Ends the connections that rollouts share."""
+        for shared in list(self._shared.values()):
+            if hasattr(shared, "close"):
+                await shared.close()
+
     def make(
         self, name: str, row: Mapping[str, Any], answered: Callable[[Answer], None]
     ) -> Adapted:

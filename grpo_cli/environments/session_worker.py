@@ -94,6 +94,10 @@ class Host:
         if request.kind == "abandon":
             self._abandon(request.session)
             return
+        if request.session in self._under_way:
+            text = f"{request.kind}: the session's call before has not ended"
+            self.reply(Reply(request.number, "env_error", text))
+            return
         known = self._sessions.get(request.session)
         streams = known.streams if known else Streams()
         run = Run(request.number, streams, lambda: self._late(run, request))
@@ -253,6 +257,7 @@ class Host:
                 self._release(session, is_clean=False)
         while self._closing:
             await asyncio.wait(set(self._closing))
+        await self._maker.close()
 
 
 # The process

@@ -103,6 +103,23 @@ def test_trls_manner() -> None:
     asyncio.run(episode())
 
 
+def test_trls_numbers() -> None:
+    """TRL's own test: a good call, a call of an unknown tool and no call."""
+
+    async def episode(message: Message) -> tuple[float, Observation]:
+        env = made(path=f"{SAMPLES}:Counter")
+        await env.reset({}, 0)
+        answer = await env.step(message)
+        return (await env.finish()).rewards["Counter"], answer
+
+    turns = [calls(("increment", {"step": 1})), calls(("decrement", {"step": 1})), says("none")]
+    counters, observations = zip(*(asyncio.run(episode(turn)) for turn in turns), strict=True)
+    assert counters == (1.0, 0.0, 0.0)
+    made_calls = [call for observation in observations for call in observation.calls]
+    assert (len(made_calls), sum(call.failed for call in made_calls)) == (2, 1)
+    assert [observation.done for observation in observations] == [False, False, True]
+
+
 def test_skyrls_manner() -> None:
     async def episode() -> None:
         row = {"prompt": "Which?", "answer": "b"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from grpo_cli.environments.protocol import Message, Observation
 from grpo_cli.environments.sessions import EnvironmentFailure, Session, Sessions
 from grpo_cli.errors import UserError
 from grpo_cli.scoring import processes
+from tests.programs import ROOT
 from tests.scoring.test_pool import gone
 
 pytestmark = pytest.mark.programs
@@ -364,6 +366,53 @@ def test_the_time_in_which_others_hold_the_thread_does_not_count(start: Open) ->
     blocked = [blocks.step(says("block"))]
     blocked[0].result(PATIENCE)
     assert step.result(PATIENCE).metrics
+
+
+def test_whatever_many_environments_do_every_call_ends_and_nothing_is_left(start: Open) -> None:
+    draw = random.Random(0)
+    faults = ["hang", "deaf", "die", "leave", "exit", "raise", "memory", "stop", "fork", "", "", ""]
+    sessions = start("Faulty", workers=3, seconds=0.5)
+    rows = [
+        {"in": draw.choice(["reset", "step", "get_reward"]), "what": draw.choice(faults)}
+        for _ in range(40)
+    ]
+    opened = [sessions.open("", row, n) for n, row in enumerate(rows)]
+    resets = [session.reset() for session in opened]
+    begun = [s for s, r in zip(opened, resets, strict=True) if r.exception(PATIENCE) is None]
+    steps = [session.step(says("")) for session in begun]
+    made = [s for s, r in zip(begun, steps, strict=True) if r.exception(PATIENCE) is None]
+    ends = [session.finish() for session in made]
+    failures = [f for call in (*resets, *steps, *ends) if (f := call.exception(PATIENCE))]
+    assert all(isinstance(f, EnvironmentFailure) for f in failures)
+    harmless = sum(not row["what"] for row in rows)
+    assert len(rows) - harmless <= len(failures) + sum(row["what"] == "fork" for row in rows)
+    assert begin(sessions).finish().result(PATIENCE).rewards == {"Faulty": 1.0}
+    sessions.close()
+    assert processes.descendants(os.getpid()) == []
+
+
+def test_workers_end_with_the_run() -> None:
+    program = (
+        "import os\n"
+        "from grpo_cli.config.schema import EnvironmentSettings\n"
+        "from grpo_cli.environments.sessions import Sessions\n"
+        f"sessions = Sessions(EnvironmentSettings(path='{SAMPLES}:Faulty', workers=1))\n"
+        "session = sessions.open('', {}, 0)\n"
+        "print(session.reset().result().messages[0]['content'], flush=True)\n"
+        "os._exit(1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert gone(int(done.stdout)), done.stderr
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_call_before_the_end_of_another_fails_and_both_end(start: Open, isolate: bool) -> None:
+    session = begin(start("Waits", isolate=isolate), {"seconds": 0.2})
+    first, second = session.step(says("")), session.step(says(""))
+    assert "has not ended" in str(failed(second))
+    assert first.result(PATIENCE).metrics
 
 
 def test_an_abandoned_session_gives_no_answer_and_no_trouble(start: Open) -> None:
