@@ -195,6 +195,8 @@ class EpisodeStats(NamedTuple):
 
     turns: int  # of the model
     stop_reason: str
+    tool_calls: int
+    tool_errors: int
     calls_by_tool: dict[str, list[int]]
     parse_errors: int
     env_retries: int
@@ -215,6 +217,8 @@ class EpisodeStats(NamedTuple):
         return cls(
             turns,
             c.stop_reason,
+            c.tool_calls,
+            c.tool_errors,
             c.calls_by_tool,
             c.parse_errors,
             c.env_retries,

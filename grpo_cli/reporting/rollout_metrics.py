@@ -56,7 +56,7 @@ def episode_metrics(stats: Sequence[RolloutStats]) -> dict[str, float]:
         for name, counts in e.calls_by_tool.items():
             known = of_tools.setdefault(name, [0, 0, 0])
             of_tools[name] = [a + b for a, b in zip(known, counts, strict=True)]
-    calls, failures, _ = map(sum, zip([0, 0, 0], *of_tools.values(), strict=True))
+    calls, failures = sum(e.tool_calls for e in every), sum(e.tool_errors for e in every)
     reasons = Counter(e.stop_reason for e in every)
     turns = [e.turns for e in every]
     metrics = {}

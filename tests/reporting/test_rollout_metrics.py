@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -173,8 +174,10 @@ def test_mean() -> None:
 
 def test_metrics_of_episodes_are_trls() -> None:
     # G = 3: a good call, a call with a wrong argument, no call (test_grpo_trainer.py).
-    good = make_episode((None, None), calls_by_tool={"multiply": [1, 0, 0]})
-    wrong = make_episode((None, None), calls_by_tool={"multiply": [1, 1, 1]}, parse_errors=1)
+    called: dict[str, Any] = {"tool_calls": 1, "calls_by_tool": {"multiply": [1, 0, 0]}}
+    good = make_episode((None, None), **called)
+    called = {"tool_calls": 1, "tool_errors": 1, "calls_by_tool": {"multiply": [1, 1, 1]}}
+    wrong = make_episode((None, None), parse_errors=1, **called)
     none = make_episode((None,), stop_reason="max_turns", env_metrics={"wins": 0.5})
     metrics = rollout_metrics(dict(rollout_stats([make_group(0, [good, wrong, none])])))
     assert metrics["tools/call_frequency"] == pytest.approx(2 / 3)
