@@ -41,6 +41,10 @@ HEADER = struct.Struct("!Q")  # the length of a message
 READ_BYTES = 1 << 18
 
 
+# What of the user's a call of a session calls, for messages.
+CALLED = {"finish": "get_reward", "try": "reset", "schemas": "its constructor"}
+
+
 class Request(NamedTuple):
     """A call of a session."""
 
@@ -48,6 +52,11 @@ class Request(NamedTuple):
     session: int
     kind: str  # reset, step, finish, abandon; schemas and try need no session
     payload: Any = None
+
+    @property
+    def called(self) -> str:
+        """The method of the environment, for messages."""
+        return CALLED.get(self.kind, self.kind)
 
 
 class Reply(NamedTuple):
@@ -111,7 +120,7 @@ class Host:
             return
         self._give_up(under_way[1], self._sessions.pop(request.session, None))
         assert self.spec.seconds is not None
-        text = f"{request.kind} {overrun(self.spec.seconds)}"
+        text = f"{request.called} {overrun(self.spec.seconds)}"
         self.reply(Reply(request.number, "env_timeout", text))
 
     def _abandon(self, number: int) -> None:
@@ -160,17 +169,17 @@ class Host:
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 return  # abandoned, or answered by `_late`
-            status, payload = "env_error", f"{request.kind} raised CancelledError"
+            status, payload = "env_error", f"{request.called} raised CancelledError"
         except Overrun as late:
-            status, payload = "env_timeout", f"{request.kind} {late}"
+            status, payload = "env_timeout", f"{request.called} {late}"
         except Failed as failed:
             status, payload = failed.status, str(failed)
         except UserError as mistake:
             status, payload = "mistake", str(mistake)
         except Broken as broken:
-            status, payload = "env_error", f"{request.kind}: {broken}"
+            status, payload = "env_error", f"{request.called}: {broken}"
         except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit) as error:
-            status, payload = "env_error", f"{request.kind} raised {blame(error)}"
+            status, payload = "env_error", f"{request.called} raised {blame(error)}"
         under_way = self._under_way.get(request.session or -request.number)
         if under_way is None or under_way[0] is not run:
             return

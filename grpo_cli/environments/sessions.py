@@ -671,7 +671,7 @@ class _Workers:
             self._queue(call)
         elif is_suspect or self._begins_anew(call):
             stop_reason = "env_timeout" if late else "env_error"
-            call.fail(EnvironmentFailure(stop_reason, f"{call.kind}: {text}"))
+            call.fail(EnvironmentFailure(stop_reason, f"{call.request().called}: {text}"))
         else:
             call.fail(_bystander(text))
 
