@@ -301,7 +301,8 @@ def to_state(rollout: Rollout) -> dict[str, Any]:
             if f.name not in NOT_STORED and not is_default:
                 state[f.name] = value
     if "turns" in state:
-        state["turns"] = [dataclasses.astuple(turn) for turn in rollout.completion.turns]
+        # Without their seconds: a resumed run stores what the run stores that was not stopped.
+        state["turns"] = [(t.start, t.end, t.by, t.reward) for t in rollout.completion.turns]
     if rollout.prompt.row_ids is not None:
         state["observed_prompt"] = {"ids": rollout.prompt.ids, "text": rollout.prompt.text}
     return state

@@ -52,6 +52,21 @@ def noisy(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
     return rewards
 
 
+class Talks:
+    """An environment of three turns, whose replies and rewards depend on its seed."""
+
+    def reset(self, row: dict[str, Any], seed: int) -> dict[str, Any]:
+        self.random, self.turns = random.Random(seed), 0
+        return {"messages": [{"role": "user", "content": f" {self.random.randrange(9)}"}]}
+
+    def step(self, message: dict[str, Any]) -> dict[str, Any]:
+        self.turns += 1
+        if self.turns == 3:
+            return {"reward": float(len(message["content"]) % 2), "done": True}
+        text = f"again {self.random.randrange(100)}"
+        return {"messages": [{"role": "user", "content": text}], "reward": 0.1}
+
+
 def evens(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
     """As `tests.training.test_train.evens`, without that file's imports."""
     _is_scoring()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
-from grpo_cli.records import Completion, Turn
+from grpo_cli.records import Completion, Turn, counts_by_tool
 
 # Reasons after which `finish_reason` is length: a limit has cut the episode.
 CUT = ("max_turns", "turn_tokens", "max_tokens")
@@ -74,6 +74,7 @@ class Episode:
     first: Observation | None = None  # of `reset`
     exchanges: list[Exchange] = field(default_factory=list)
     replayed: int = 0  # exchanges that the present environment has seen
+    opened: int = 0  # environments
     failures: int = 0  # of its environments
     bystander_failures: int = 0  # of environments in the same worker, which took its own with them
     is_complete: bool = False
@@ -171,6 +172,10 @@ class Episode:
             messages=tuple(self.messages),
             env_rewards=dict(self.rewards),
             env_metrics=dict(self.metrics),
+            env_error=self.error,
+            calls_by_tool=counts_by_tool(self.calls),
+            parse_errors=self.parse_errors,
+            env_retries=max(0, self.opened - 1),
         )
 
 

@@ -191,9 +191,12 @@ class _Episodes:
     def _add_first(self, number: int, first: Observation) -> None:
         prompt = self.prompts[number]
         observation: str | Sequence[Message] = first.messages
-        is_text = [m["role"] for m in first.messages] == ["user"]
-        if is_text and isinstance(prompt.text, list) and prompt.text[-1]["role"] == "user":
-            observation = str(first.messages[0]["content"])  # two in a row are not for templates
+        if [m["role"] for m in first.messages] == ["user"]:
+            (message,) = first.messages
+            # Many templates refuse two messages of the user in a row.
+            follows = isinstance(prompt.text, list) and prompt.text[-1]["role"] == "user"
+            if follows or message.get("append"):
+                observation = str(message["content"])
         prompt = self._dialogue(number).with_observation(
             prompt, observation, self.settings.reply_tokens
         )
@@ -352,6 +355,7 @@ class _Episodes:
         row = self.prompts[e.number].columns
         e.session = self.loop.environments.open(self.names[e.number], row, seed)
         e.replayed = 0
+        e.opened += 1
         self._call(e, e.session.reset(), self._was_reset)
 
     def _was_reset(self, e: Episode, first: Observation, seconds: float) -> None:
