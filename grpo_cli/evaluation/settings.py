@@ -42,6 +42,13 @@ BEARING_OF_ROWS = (
     "dataset.system", "dataset.chat", "dataset.eval_limit", "dataset.final_assistant", "reward.",
     "eval.accuracy",
 )  # fmt: skip
+# Episodes of held-out rows depend also on:
+BEARING_OF_EPISODES = (
+    "tools", "tools.", "environment.path", "environment.args", "environment.args.",
+    "environment.by_name", "environment.by_name.", "environment.openenv", "environment.mcp",
+    "episode.max_turns", "episode.turn_tokens", "episode.reply_tokens", "episode.seconds",
+    "episode.max_parse_errors", "model.response_template",
+)  # fmt: skip
 # Rows that were taken off the training rows depend also on:
 BEARING_OF_SPLIT = (
     "dataset.test_split_size", "dataset.test_split_seed", "dataset.train", "dataset.train_split",
@@ -54,7 +61,10 @@ BEARING_OF_SAMPLING = (
     "generation.temperature", "generation.top_p", "generation.top_k", "generation.min_p",
 )  # fmt: skip
 # Also read:
-READ_OF_ROWS = (*BEARING_OF_ROWS, *BEARING_OF_SPLIT, "dataset.held_out.", "dataset")
+READ_OF_ROWS = (
+    *BEARING_OF_ROWS, *BEARING_OF_SPLIT, *BEARING_OF_EPISODES, "dataset.held_out.", "dataset",
+    "environment.", "episode.",
+)  # fmt: skip
 READ = (
     *BEARING, *READ_OF_ROWS, "recipe", "device", "output_dir", "overwrite", "model.path",
     "scoring.", "distributed.", "benchmark.", "generation", "generation.max_num_seqs",
@@ -224,6 +234,7 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     if not recipe.benchmark:
         keys += BEARING_OF_ROWS
         keys += (BEARING_OF_SPLIT if splits else ()) + (BEARING_OF_SETS if sets else ())
+        keys += BEARING_OF_EPISODES if recipe.has_environment else ()
     bearing = {key: value_at(values, key) for key, _ in knobs() if is_among(key, keys)}
     if recipe.benchmark:
         defaults = bearing_of(Benchmark())
