@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import string
 import subprocess
 import sys
 import time
@@ -20,9 +21,12 @@ import psutil
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_cli.config.schema import Recipe, Reward
+from grpo_cli.config.schema import EnvironmentSettings, EpisodeSettings, Recipe, Reward
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.generation.base import EngineSetup
+from grpo_cli.environments.chat import Chat
+from grpo_cli.environments.loop import EpisodeLoop
+from grpo_cli.environments.sessions import Sessions
+from grpo_cli.generation.base import EngineSetup, Generator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.vllm import server_key
 from grpo_cli.models import adapters
@@ -120,13 +124,41 @@ def difference(
         for p, group in zip(prompts, groups, strict=True)
         for c in group
     ]
+    return difference_of(model, rollouts, temperature)
+
+
+def difference_of(
+    model: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float = 1.0
+) -> float:
+    """The same, over the tokens that were sampled."""
     with inference(model):
         found, _ = PolicyLogprobs(model, packed=False, chunked=False)(rollouts, temperature)
     gaps = [
-        (torch.tensor(r.completion.sampling_logprobs) - row[: len(r.completion.ids)]).abs()
+        (torch.tensor(r.completion.sampling_logprobs) - row[: len(r.completion.ids)]).abs()[
+            r.completion.sampled_mask
+        ]
         for r, row in zip(rollouts, found, strict=True)
     ]
     return torch.cat(gaps).mean().item()
+
+
+def played(generator: Generator, tokenizer: PreTrainedTokenizerFast) -> list[Rollout]:
+    """Episodes of three turns and more of a random policy, whose turns end at any letter."""
+    settings = EnvironmentSettings(path="tests.kill_harness:Talks", isolate=False)
+    sampling = Sampling(90, stop=tuple(string.ascii_letters + string.digits))
+    prompts = [
+        Prompt(n, ids, [{"role": "user", "content": tokenizer.decode(ids)}], {})
+        for n, ids in enumerate(PROMPTS)
+    ]
+    found: list[Rollout] = []
+
+    def hand_over(number: int, prompt: Prompt, group: list[Completion]) -> None:
+        found.extend(Rollout(prompt, c, "") for c in group)
+
+    with contextlib.closing(Sessions(settings)) as sessions:
+        loop = EpisodeLoop(sessions, {"": Chat(tokenizer, [2])}, EpisodeSettings())
+        loop.sample(generator, prompts, 2, sampling, SEEDS, hand_over)
+    return found
 
 
 @dataclass

@@ -26,9 +26,11 @@ from tests.vllm_engines import (
     SAMPLING,
     SEEDS,
     difference,
+    difference_of,
     grpo_train,
     make_model,
     move,
+    played,
     recipe_for,
     run_metrics,
     save_model,
@@ -261,6 +263,16 @@ def test_programs_are_run_between_two_calls_of_the_engine(
         assert c.is_sampled is not None
         of_tool = [i for i, is_sampled in zip(c.ids, c.is_sampled, strict=True) if not is_sampled]
         assert tokenizer.decode(of_tool) == shown
+
+
+def test_log_probabilities_of_episodes(
+    engine: ColocatedGenerator, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rollouts = played(engine, tokenizer)
+    turns = [len(r.completion.model_turns) for r in rollouts]
+    assert max(turns) == 3
+    assert sum(turns) > 2 * len(turns)
+    assert difference_of(policy, rollouts) < 1e-3
 
 
 def test_a_head_that_stays_behind_is_found(

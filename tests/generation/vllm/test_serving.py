@@ -30,10 +30,12 @@ from tests.vllm_engines import (
     SEEDS,
     Serving,
     difference,
+    difference_of,
     free_port,
     grpo_train,
     make_model,
     move,
+    played,
     recipe_for,
     run_metrics,
     save_model,
@@ -122,6 +124,9 @@ def test_never_stale(
         assert difference(before, groups) > 0.05
         assert metrics["weights/check_difference"] < 1e-4
         assert all(c.sampled_at == step for group in groups for c in group)
+    rollouts = played(generator, tokenizer)
+    assert max(len(r.completion.model_turns) for r in rollouts) == 3
+    assert difference_of(policy, rollouts) < 1e-3
     generator.close()
 
 
