@@ -33,9 +33,21 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from grpo_cli.checkpoints.shards import Parts
-from grpo_cli.config.schema import Adapter, Distributed, Model, Optimizer, Recipe
+from grpo_cli.config.schema import (
+    Adapter,
+    Distributed,
+    EnvironmentSettings,
+    EpisodeSettings,
+    Model,
+    Optimizer,
+    Recipe,
+)
 from grpo_cli.distributed import fsdp
 from grpo_cli.distributed.workers import Workers, exit_process
+from grpo_cli.environments.chat import Chat
+from grpo_cli.environments.loop import EpisodeLoop
+from grpo_cli.environments.sessions import Sessions
+from grpo_cli.generation.base import Generator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.transformers import GatheringGenerator, TransformersGenerator
 from grpo_cli.generation.vllm.weights import AdapterWeights, Weights
@@ -892,6 +904,39 @@ def what_is_sampled_is_the_whole_models(workers: Workers) -> None:
             assert ours.update_weights(model, step + 1) == {}
             assert ours.policy is not model, "the skeleton decodes, and never the shards"
         assert not numbers or ids[0] != ids[1], "the weights have moved and nothing else"
+
+
+@case
+def episodes_take_as_many_rounds_as_the_longest_of_any_process(workers: Workers) -> None:
+    """By each process of its own prompts, of which it may have none."""
+    plain = make_model(4)
+    numbers = [[0, 1, 4], [2], []][workers.rank]
+    prompts = [Prompt(n, PROMPTS[n], [{"role": "user", "content": "?"}], {}) for n in numbers]
+    eos_ids = [2, *MANY_EOS]  # the template's own, too
+    chat = Chat(TOKENIZER, eos_ids)
+    settings = EnvironmentSettings(path="tests.kill_harness:Talks", isolate=False)
+
+    def sampled(generator: Generator, has_round: Callable[[bool], bool]) -> list[list[Completion]]:
+        found: dict[int, list[Completion]] = {}
+        with contextlib.closing(Sessions(settings)) as sessions:
+            EpisodeLoop(sessions, {"": chat}, EpisodeSettings()).sample(
+                generator,
+                prompts,
+                2,
+                Sampling(max_tokens=100),
+                [SEEDS[n] for n in numbers],
+                lambda n, prompt, group: found.update({n: group}),
+                has_round,
+            )
+        return [found[n] for n in range(len(numbers))]
+
+    ours = GatheringGenerator(divided(plain), torch.float32, eos_ids, 100, say=refuse)
+    theirs = TransformersGenerator(copy.deepcopy(plain), eos_ids, 100, say=refuse)
+    found, expected = sampled(ours, workers.any_in_lockstep), sampled(theirs, bool)
+    for group, other in zip(found, expected, strict=True):
+        assert all(map(same, group, other))
+        assert [c.is_sampled for c in group] == [c.is_sampled for c in other]
+        assert all(len(c.turns) > 2 for c in group)
 
 
 @case

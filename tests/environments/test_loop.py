@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -11,8 +12,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from grpo_cli.config.schema import EpisodeSettings
+from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.environments.response import MalformedCall
@@ -350,6 +353,68 @@ def test_a_worker_that_dies_takes_no_retry_of_its_other_episodes() -> None:
     scene = Scene(reply_with([]), session=Bystander)
     ((c,),), _ = run(scene, lambda so_far: "x.", retries=0)
     assert c.stop_reason == "env_done"
+
+
+class Random(Generator):
+    """Draws tokens at random, and keeps each piece by the tokens that it continues."""
+
+    def __init__(self, size: int, eos: int) -> None:
+        self.size, self.eos = size, eos
+        self.drawn: dict[tuple[int, ...], list[list[int]]] = {}
+
+    def sample(self, request: Request, hand_over: OnGroup) -> None:
+        for number, (prompt, seed) in enumerate(zip(request.prompts, request.seeds, strict=True)):
+            group = []
+            for sample in range(request.num_generations):
+                rng = random.Random(f"{seed}/{sample}")
+                ids: list[int] = []
+                while len(ids) < request.sampling.max_tokens and self.eos not in ids[-1:]:
+                    ids.append(self.eos if rng.random() < 0.15 else rng.randrange(self.size))
+                self.drawn.setdefault(tuple(prompt.ids), []).append(ids)
+                reason: Any = "stop" if ids[-1] == self.eos else "length"
+                group.append(Completion(ids, [-1.0] * len(ids), reason))
+            hand_over(number, group)
+
+
+def test_what_is_trained_is_what_was_sampled(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Over 1,000 episodes each token is one that was drawn, or one of a reply that was appended."""
+    eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    generator, chat = Random(len(tokenizer), eos), Chat(tokenizer, [eos])
+    appended: list[list[int]] = []
+    reply_ids = chat.reply_ids
+    chat.reply_ids = lambda *args, **kwargs: (  # type: ignore[method-assign]
+        appended.append(reply_ids(*args, **kwargs)) or appended[-1]
+    )
+    words = random.Random(5)
+
+    def step(turn: int, message: Message) -> Observation:
+        text = "".join(words.choice("aé中<|im_end|>\n 7") for _ in range(words.randrange(12)))
+        return Observation([{"role": "user", "content": text}], done=words.random() < 0.3)
+
+    prompts = [
+        Prompt(n, [n], [{"role": "user", "content": str(n)}], {}) for n in range(250)
+    ]  # fmt: skip
+    found: list[tuple[Prompt, Completion]] = []
+    EpisodeLoop(
+        Scene(step), {"": chat}, EpisodeSettings(turn_tokens=20, max_turns=6)
+    ).sample(
+        generator, prompts, 4, Sampling(max_tokens=120), range(250),
+        lambda n, prompt, group: found.extend((prompt, c) for c in group),
+    )  # fmt: skip
+    assert len(found) == 1000
+    foreign = 0
+    for prompt, c in found:
+        for turn in c.turns:
+            ids = c.ids[turn.start : turn.end]
+            if turn.by == "environment":
+                assert ids in appended
+                foreign += len(ids)
+                continue
+            while ids:  # in pieces
+                before = tuple(prompt.ids + c.ids[: turn.end - len(ids)])
+                (piece,) = [p for p in generator.drawn[before] if ids[: len(p)] == p][:1]
+                ids = ids[len(piece) :]
+    assert foreign > 1000
 
 
 def test_rounds_are_the_same_whichever_environment_is_quicker() -> None:
