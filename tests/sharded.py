@@ -925,7 +925,7 @@ def episodes_take_as_many_rounds_as_the_longest_of_any_process(workers: Workers)
                 2,
                 Sampling(max_tokens=100),
                 [SEEDS[n] for n in numbers],
-                lambda n, prompt, group: found.update({n: group}),
+                lambda n, prompts, group: found.update({n: group}),
                 has_round,
             )
         return [found[n] for n in range(len(numbers))]

@@ -152,8 +152,8 @@ def played(generator: Generator, tokenizer: PreTrainedTokenizerFast) -> list[Rol
     ]
     found: list[Rollout] = []
 
-    def hand_over(number: int, prompt: Prompt, group: list[Completion]) -> None:
-        found.extend(Rollout(prompt, c, "") for c in group)
+    def hand_over(number: int, prompts: Sequence[Prompt], group: list[Completion]) -> None:
+        found.extend(Rollout(p, c, "") for p, c in zip(prompts, group, strict=True))
 
     with contextlib.closing(Sessions(settings)) as sessions:
         loop = EpisodeLoop(sessions, {"": Chat(tokenizer, [2])}, EpisodeSettings())

@@ -219,8 +219,9 @@ def key_of(recipe: Recipe, tasks: Sequence[Task], identity: str) -> str:
     generation, precision = dataclasses.asdict(recipe.generation), recipe.mixed_precision
     parts: list[Any] = [identity, generation, precision, recipe.model.dtype]
     parts += [recipe.model.args] if recipe.model.args else []
-    if recipe.has_environment and not recipe.benchmark:
-        parts += [recipe.tools, *map(dataclasses.asdict, (recipe.environment, recipe.episode))]
+    if recipe.has_episodes and not recipe.benchmark:
+        parts += [recipe.tools, recipe.rollout]
+        parts += [dataclasses.asdict(recipe.environment), dataclasses.asdict(recipe.episode)]
     for task in tasks:
         terms = [(t.path, dict(t.args), t.weight) for t in task.scorer.rewards.values()]
         parts.append([task.label, task.seed, task.num_samples, repr(task.sampling), terms])

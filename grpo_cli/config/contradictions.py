@@ -201,10 +201,9 @@ def _of_episodes(recipe: Recipe) -> Iterator[str]:
     given = [f"environment.{name}" for name in ways if getattr(environment, name)]
     if len(given) > 1:
         yield f"{' and '.join(given)}: each names the environment; set one of them."
-    if recipe.rollout is not None and recipe.has_environment:
-        others = [*given, *(["tools"] if recipe.tools else [])]
+    if recipe.rollout is not None and given:
         yield (
-            f"rollout together with {listed(others)}: the rollout function makes complete "
+            f"rollout together with {listed(given)}: the rollout function makes complete "
             "rollouts; set one of them."
         )
     if not recipe.has_environment:

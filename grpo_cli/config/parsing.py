@@ -300,7 +300,7 @@ def unread(
 
 def _unread_of_episodes(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     """Yields messages about knobs of environments and episodes where there is nothing of either."""
-    if recipe.has_environment:
+    if recipe.has_episodes:
         return
     defaults = Recipe()
     for key, _ in knobs():

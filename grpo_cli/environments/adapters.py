@@ -225,6 +225,10 @@ class _Class:
     def make(self, row: Mapping[str, Any], functions: Functions) -> Adapted:
         """Returns a new object of the class as an environment."""
         args = dict(self.args)
+        if inspect.iscoroutinefunction(self.call):
+            from grpo_cli.environments.rollout_function import RolloutFunction
+
+            return RolloutFunction(self.call, args, functions)
         known = self.parameters or {}
         if inspect.isclass(self.call) and manner_of(self.call, self.where) == "skyrl":
             if "extras" in known:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.config.schema import Recipe
+from grpo_cli.config.user_code import import_function
 from grpo_cli.environments.sessions import Sessions
 from grpo_cli.errors import UserError, listed, nearest
 
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
 
     from grpo_cli.data.prompts import ToolsOf
     from grpo_cli.environments.loop import EpisodeLoop
+    from grpo_cli.environments.trl_rollouts import TrlRollouts
 
 NAME_COLUMN = "environment"  # the column with the name of a row's environment
 
@@ -27,9 +31,20 @@ def open_sessions(recipe: Recipe, rows: Iterable[Mapping[str, Any]]) -> Sessions
     Raises:
         UserError: a tool or an environment cannot be used, or a row names one that is not there.
     """
-    if not recipe.has_environment:
+    environment = recipe.environment
+    if recipe.rollout is not None:
+        function = rollout_function(recipe)
+        if not inspect.iscoroutinefunction(function):
+            check_trl_rollout(recipe, function)
+            return None
+        if not recipe.dataset.chat:
+            raise UserError(
+                f"rollout = {recipe.rollout}: leads a conversation; set dataset.chat=true."
+            )
+        environment = dataclasses.replace(environment, path=recipe.rollout)
+    elif not recipe.has_environment:
         return None
-    sessions = Sessions(recipe.environment, recipe.tools)
+    sessions = Sessions(environment, recipe.tools)
     try:
         firsts: dict[str, Mapping[str, Any]] = {}
         for number, row in enumerate(rows):
@@ -52,6 +67,42 @@ def open_sessions(recipe: Recipe, rows: Iterable[Mapping[str, Any]]) -> Sessions
     return sessions
 
 
+def rollout_function(recipe: Recipe) -> Callable[..., Any]:
+    """Returns the function that `rollout` names.
+
+    Raises:
+        UserError: there is no such function.
+    """
+    path = str(recipe.rollout)
+    if ":" not in path:
+        raise UserError(f"rollout = {path}: is no function; give it as my_module:my_function.")
+    return import_function(path, f"rollout = {path}")
+
+
+def check_trl_rollout(recipe: Recipe, function: Callable[..., Any]) -> None:
+    """Raises a UserError if a function in TRL's form cannot make the recipe's rollouts."""
+    key = f"rollout = {recipe.rollout}"
+    try:
+        inspect.signature(function).bind([], None)
+    except TypeError:
+        raise UserError(
+            f"{key}: must take (prompts, trainer), or be a coroutine function (async def) that "
+            "takes a conversation."
+        ) from None
+    if recipe.tools:
+        raise UserError(
+            f"{key} together with tools: only a coroutine function (async def) calls the recipe's "
+            "tools; remove one of them."
+        )
+    sharded = recipe.distributed.strategy in ("fsdp2", "zero3")
+    if sharded and recipe.generation.engine == "transformers":
+        raise UserError(
+            f"{key} with distributed = {recipe.distributed.strategy}: the engine transformers "
+            "samples on all processes together, and the function does not; use vLLM "
+            "(generation=vllm_colocate), or a coroutine function."
+        )
+
+
 def tools_of(sessions: Sessions | None) -> ToolsOf | None:
     """Returns the function that says which tools a row's prompt offers."""
     if sessions is None:
@@ -72,8 +123,8 @@ def make_loop(
     eos_ids: Iterable[int],
     max_prompt_tokens: int | None,
     say: Callable[[str], None],
-) -> EpisodeLoop | None:
-    """Returns the loop that makes the recipe's episodes, None without environments.
+) -> EpisodeLoop | TrlRollouts | None:
+    """Returns what makes the recipe's episodes, None without environments.
 
     Args:
         eos_ids: tokens that end a turn of the model.
@@ -83,10 +134,20 @@ def make_loop(
     Raises:
         UserError: the chat template cannot carry a conversation with these tools.
     """
-    if sessions is None:
+    if sessions is None and recipe.rollout is None:
         return None
     from grpo_cli.environments.chat import Chat
     from grpo_cli.environments.loop import EpisodeLoop
+    from grpo_cli.environments.trl_rollouts import TrlRollouts
+
+    if sessions is None:
+        return TrlRollouts(
+            str(recipe.rollout),
+            rollout_function(recipe),
+            tokenizer,
+            frozenset(eos_ids),
+            recipe.model.chat_template_kwargs,
+        )
 
     dialogues = {}
     replies = None if sessions.spec.has_state else ("tool",)

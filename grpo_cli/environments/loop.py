@@ -48,7 +48,7 @@ PATIENCE = 0.5  # seconds that an eager round waits for environments, once it ha
 MOST_BYSTANDER_FAILURES = 20  # of one episode
 ENVIRONMENT = "environment"  # the column with the name of a row's environment
 
-HandOver = Callable[[int, Prompt, list[Completion]], None]
+HandOver = Callable[[int, Sequence[Prompt], list[Completion]], None]
 
 
 class Dialogue(Protocol):
@@ -105,8 +105,8 @@ class EpisodeLoop:
 
         Args:
             seeds: one for each prompt; the environments of its group share one derived from it.
-            hand_over: called with (index of the prompt, the prompt with the first observation,
-                episodes) once a group is complete. Must be quick.
+            hand_over: called with (index of the prompt, the prompt of each episode, with the first
+                observation, the episodes) once a group is complete. Must be quick.
             has_round: see `tools.ToolGenerator`.
 
         Raises:
@@ -429,8 +429,8 @@ class _Episodes:
         e.is_complete = True
         group = self.episodes[e.number]
         if all(other.is_complete for other in group):
-            prompt = self.prompts[e.number]
-            self.hand_over(e.number, prompt, [other.completion() for other in group])
+            prompts = [self.prompts[e.number]] * len(group)
+            self.hand_over(e.number, prompts, [other.completion() for other in group])
 
     # Calls of environments, and their failures
 

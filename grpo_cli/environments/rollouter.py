@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.config.schema import Tools
 from grpo_cli.environments.loop import EpisodeLoop
+from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.generation.base import Generator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.tools import ToolGenerator
@@ -19,7 +20,7 @@ class Rollouter:
     """Makes groups of rollouts, decoded and not yet scored, with a generator.
 
     With `tools`, the programs that completions write run between pieces of a completion. With
-    `episodes`, the model and environments take turns.
+    `episodes`, the model and environments take turns, or a rollout function makes the rollouts.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class Rollouter:
         tokenizer: PreTrainedTokenizerBase,
         tools: Tools | None = None,
         has_round: Callable[[bool], bool] = bool,
-        episodes: EpisodeLoop | None = None,
+        episodes: EpisodeLoop | TrlRollouts | None = None,
     ) -> None:
         """tools: limits of the programs; None: none is run. has_round: see `ToolGenerator`."""
         self.generator, self.tokenizer = generator, tokenizer
@@ -53,13 +54,15 @@ class Rollouter:
         groups: dict[int, Group] = {}
 
         def take(number: int, completions: list[Completion]) -> None:
-            hand_over(number, prompts[number][1], completions)
+            hand_over(number, [prompts[number][1]] * len(completions), completions)
 
-        def hand_over(number: int, prompt: Prompt, completions: list[Completion]) -> None:
+        def hand_over(number: int, own: Sequence[Prompt], completions: list[Completion]) -> None:
             prompt_index = prompts[number][0]
             texts = (self.tokenizer.decode(c.ids, skip_special_tokens=True) for c in completions)
-            rollouts = [Rollout(prompt, c, t) for c, t in zip(completions, texts, strict=True)]
-            groups[number] = Group(prompt_index, prompt, rollouts)
+            rollouts = [
+                Rollout(prompt, c, t) for prompt, c, t in zip(own, completions, texts, strict=True)
+            ]
+            groups[number] = Group(prompt_index, own[0], rollouts)
             arrived(rollouts)
 
         how = (

@@ -14,6 +14,7 @@ from grpo_cli.config.schema import Eval
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.rollouter import Rollouter
+from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.evaluation.benchmarks import asking
 from grpo_cli.evaluation.journal import Journal
 from grpo_cli.evaluation.majority import Ballot, answers_in_pool, count_in_pool
@@ -38,7 +39,7 @@ class Evaluator:
     tokenizer: PreTrainedTokenizerBase | None  # None: nothing is sampled
     generator: Generator | None
     tasks: Sequence[Task]
-    episodes: EpisodeLoop | None = None  # for held-out rows of a recipe with environments
+    episodes: EpisodeLoop | TrlRollouts | None = None  # for held-out rows
 
     @property
     def problems(self) -> int:

@@ -44,7 +44,7 @@ BEARING_OF_ROWS = (
 )  # fmt: skip
 # Episodes of held-out rows depend also on:
 BEARING_OF_EPISODES = (
-    "tools", "tools.", "environment.path", "environment.args", "environment.args.",
+    "rollout", "tools", "tools.", "environment.path", "environment.args", "environment.args.",
     "environment.by_name", "environment.by_name.", "environment.openenv", "environment.mcp",
     "episode.max_turns", "episode.turn_tokens", "episode.reply_tokens", "episode.seconds",
     "episode.max_parse_errors", "model.response_template",
@@ -234,7 +234,7 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     if not recipe.benchmark:
         keys += BEARING_OF_ROWS
         keys += (BEARING_OF_SPLIT if splits else ()) + (BEARING_OF_SETS if sets else ())
-        keys += BEARING_OF_EPISODES if recipe.has_environment else ()
+        keys += BEARING_OF_EPISODES if recipe.has_episodes else ()
     bearing = {key: value_at(values, key) for key, _ in knobs() if is_among(key, keys)}
     if recipe.benchmark:
         defaults = bearing_of(Benchmark())

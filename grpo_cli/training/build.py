@@ -29,6 +29,7 @@ from grpo_cli.environments import factory as environments
 from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.functions import load_tools
 from grpo_cli.environments.loop import EpisodeLoop
+from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks, tasks
 from grpo_cli.evaluation.evaluator import Evaluator
@@ -102,7 +103,7 @@ def assemble(
     prompts = list(stream.prompts)
     recipe = parsing.with_steps(recipe, len(prompts))
     # Of streamed prompts, and of first observations, nothing is known but the limit.
-    if recipe.dataset.streaming or recipe.has_environment:
+    if recipe.dataset.streaming or recipe.has_episodes:
         prompts.append(Prompt.from_ids(prompts[0].ids[:1] * recipe.dataset.max_prompt_tokens))
     reporter.progress.total = recipe.steps
     second = recipe.needs_reference and recipe.adapter.method == "none"
@@ -203,8 +204,8 @@ def make_episodes(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     say: Callable[[str], None],
-) -> EpisodeLoop | None:
-    """Returns the loop that makes the recipe's episodes, None without environments.
+) -> EpisodeLoop | TrlRollouts | None:
+    """Returns what makes the recipe's episodes, None without environments.
 
     Raises:
         UserError: the chat template cannot carry a conversation with these tools.

@@ -15,6 +15,7 @@ from grpo_cli.distributed.balance import split_balanced
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.rollouter import Rollouter
+from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.generation.base import Generator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Group, Prompt
@@ -31,7 +32,7 @@ class RolloutQueue:
         workers: Workers,
         generator: Generator,
         tokenizer: PreTrainedTokenizerBase,
-        episodes: EpisodeLoop | None = None,
+        episodes: EpisodeLoop | TrlRollouts | None = None,
     ) -> None:
         self.episodes = episodes
         self.recipe = recipe

@@ -155,7 +155,7 @@ def run(
         num_generations,
         Sampling(max_tokens=max_tokens),
         [7 + n for n in range(len(prompts))],
-        lambda number, prompt, group: found.update({number: group}),
+        lambda number, prompts, group: found.update({number: group}),
     )
     return [found[n] for n in range(len(prompts))], generator
 
@@ -382,9 +382,12 @@ def test_what_is_trained_is_what_was_sampled(tokenizer: PreTrainedTokenizerFast)
     generator, chat = Random(len(tokenizer), eos), Chat(tokenizer, [eos])
     appended: list[list[int]] = []
     reply_ids = chat.reply_ids
-    chat.reply_ids = lambda *args, **kwargs: (  # type: ignore[method-assign]
-        appended.append(reply_ids(*args, **kwargs)) or appended[-1]
-    )
+
+    def noted(*args: Any, **kwargs: Any) -> list[int]:
+        appended.append(reply_ids(*args, **kwargs))
+        return appended[-1]
+
+    chat.reply_ids = noted  # type: ignore[method-assign]
     words = random.Random(5)
 
     def step(turn: int, message: Message) -> Observation:
@@ -399,7 +402,7 @@ def test_what_is_trained_is_what_was_sampled(tokenizer: PreTrainedTokenizerFast)
         Scene(step), {"": chat}, EpisodeSettings(turn_tokens=20, max_turns=6)
     ).sample(
         generator, prompts, 4, Sampling(max_tokens=120), range(250),
-        lambda n, prompt, group: found.extend((prompt, c) for c in group),
+        lambda n, prompts, group: found.extend(zip(prompts, group, strict=True)),
     )  # fmt: skip
     assert len(found) == 1000
     foreign = 0

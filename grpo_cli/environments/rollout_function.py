@@ -1,0 +1,149 @@
+"""Rollout functions in the native form: a coroutine that leads a conversation with the model.
+
+    async def tool_loop(conversation):
+        while True:
+            message = await conversation.turn()
+            if not message.get("tool_calls"):
+                return
+            conversation.append(await conversation.call_tools(message))
+
+The function handles messages only; tokens, masks and log-probabilities are the loop's. It runs
+where environments run: in a worker process, with a deadline for what it does between two turns, and
+again from its begin if the worker is lost. So it must depend on its row, its seed and the model's
+turns only.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from grpo_cli.environments.adapters import Broken, _Base, as_messages, as_number
+from grpo_cli.environments.functions import Functions, calls_of
+from grpo_cli.environments.protocol import Message, Observation, ToolCall
+
+_TURN = object()  # what a conversation yields where it waits for the model
+
+
+class Conversation:
+    """A conversation with the model, as a rollout function leads it."""
+
+    def __init__(self, row: Mapping[str, Any], seed: int, functions: Functions) -> None:
+        self.row = row  # the columns of the data set's row
+        self.seed = seed  # the same for all rollouts of a group
+        self._functions = functions
+        self._messages: list[Message] = []
+        self._calls: list[ToolCall] = []
+        self._reward: float | None = None
+        self.rewards: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
+
+    async def turn(self) -> Message:
+        """Lets the model take a turn; returns its message.
+
+        Returns:
+            {"role": "assistant", "content": str, "tool_calls": [...]}; `tool_calls` only if the
+            model has called tools.
+        """
+        message: Message = await _ask()
+        return message
+
+    def append(self, messages: Message | Sequence[Message]) -> None:
+        """Adds messages of the user, of tools or of the system, before the model's next turn."""
+        self._messages += as_messages([messages] if isinstance(messages, Mapping) else messages)
+
+    async def call_tools(self, message: Message) -> list[Message]:
+        """Calls the tools of the recipe as a message asks; returns their answers in order."""
+        answers = await self._functions.answer(calls_of(message))
+        self._calls += [call for _, call in answers]
+        return [answer for answer, _ in answers]
+
+    def reward(self, value: float, name: str | None = None) -> None:
+        """Rewards the model's last turn, or with a name the episode."""
+        number = as_number(value, "conversation.reward")
+        if name is None:
+            self._reward = (self._reward or 0.0) + number
+        else:
+            self.rewards[name] = number
+
+    def metric(self, name: str, value: float) -> None:
+        """Logs a number of the episode."""
+        self.metrics[name] = as_number(value, "conversation.metric")
+
+    def _taken(self, *, done: bool) -> Observation:
+        """Returns what has happened since the model's last turn."""
+        found = Observation(
+            self._messages,
+            self._reward,
+            done,
+            rewards=dict(self.rewards),
+            metrics=dict(self.metrics),
+            calls=self._calls,
+        )
+        self._messages, self._calls, self._reward = [], [], None
+        return found
+
+
+class RolloutFunction(_Base):
+    """A rollout function as an environment: it runs until it waits for the model."""
+
+    def __init__(
+        self, function: Callable[..., Any], args: Mapping[str, Any], functions: Functions
+    ) -> None:
+        super().__init__(function, functions)
+        self.args = args
+        self._conversation: Conversation | None = None
+        self._coroutine: Coroutine[Any, Any, Any] | None = None
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+        """Begins the function; the messages before the first turn are added to the prompt."""
+        self._conversation = Conversation(row, seed, self.functions)
+        self._coroutine = self.given(self._conversation, **self.args)
+        if await _advance(self._coroutine, None):
+            raise Broken("the rollout function returned before the model took a turn")
+        return self._conversation._taken(done=False)
+
+    async def step(self, message: Message) -> Observation:
+        """Gives the function the model's turn."""
+        assert self._coroutine is not None, "reset comes first"
+        assert self._conversation is not None, "reset comes first"
+        done = await _advance(self._coroutine, message)
+        return self._conversation._taken(done=done)
+
+    async def finish(self) -> Observation:
+        return Observation()
+
+    async def close(self) -> None:
+        if self._coroutine is not None:
+            self._coroutine.close()
+
+
+@types.coroutine
+def _ask() -> Generator[Any, Any, Message]:
+    message: Message = yield _TURN
+    return message
+
+
+@types.coroutine
+def _advance(coroutine: Coroutine[Any, Any, Any], sent: Any) -> Generator[Any, Any, bool]:
+    """Runs a coroutine until it asks for a turn; returns whether it has ended instead.
+
+    Everything else that it awaits is passed on to the event loop, so that it runs within the call
+    of the session, and under its deadline.
+    """
+    resume = partial(coroutine.send, sent)
+    while True:
+        try:
+            awaited = resume()
+        except StopIteration:
+            return True
+        if awaited is _TURN:
+            return False
+        try:
+            answer = yield awaited
+        except BaseException as error:
+            resume = partial(coroutine.throw, error)
+        else:
+            resume = partial(coroutine.send, answer)

@@ -1,0 +1,197 @@
+"""Rollout functions in TRL's form: a function of prompts that returns token ids.
+
+    def rollout(prompts, trainer):
+        outputs = trainer.generate(prompts)
+        keys = "prompt_ids", "completion_ids", "logprobs"
+        return {key: [output[key] for output in outputs] for key in keys}
+
+It runs in the training process, with this process's prompts, each `num_generations` times in a row;
+the result at an index belongs to the prompt at this index. What it returns is checked row by row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_cli.data import conversations
+from grpo_cli.environments.loop import HandOver
+from grpo_cli.errors import TrainingError
+from grpo_cli.generation.base import Generator
+from grpo_cli.generation.sampling import Sampling
+from grpo_cli.random_streams import derive_seed
+from grpo_cli.records import Completion, Prompt
+from grpo_cli.scoring.pool_worker import blame
+
+REQUIRED = ("completion_ids", "logprobs", "prompt_ids")
+MASK = "env_mask"  # 1 on tokens of the model, 0 on others
+
+
+class RolloutTrainer:
+    """The part of a trainer that rollout functions use."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        tokenizer: PreTrainedTokenizerBase,
+        num_generations: int,
+        sampling: Sampling,
+        seed: int,
+        template_kwargs: Mapping[str, Any],
+    ) -> None:
+        self.processing_class = self.tokenizer = tokenizer
+        self.num_generations = num_generations
+        self.max_completion_length = sampling.max_tokens
+        self._generator, self._sampling, self._seed = generator, sampling, seed
+        self._template_kwargs = template_kwargs
+        self._calls = 0
+
+    def generate(self, prompts: Sequence[Any], **sampling: Any) -> list[dict[str, Any]]:
+        """Samples a completion of each prompt.
+
+        Args:
+            prompts: texts, lists of messages, or lists of token ids.
+            sampling: fields of `Sampling` that differ from the recipe's, such as max_tokens.
+
+        Returns:
+            For each prompt {"prompt_ids", "completion_ids", "logprobs", "text"}.
+        """
+        encoded = [self._encoded(prompt) for prompt in prompts]
+        seeds = [derive_seed(self._seed, self._calls, n) for n in range(len(encoded))]
+        self._calls += 1
+        groups = self._generator.generate(
+            [Prompt.from_ids(ids) for ids in encoded],
+            1,
+            dataclasses.replace(self._sampling, **sampling),
+            seeds,
+        )
+        return [
+            {
+                "prompt_ids": ids,
+                "completion_ids": c.ids,
+                "logprobs": c.sampling_logprobs,
+                "text": self.tokenizer.decode(c.ids, skip_special_tokens=True),
+            }
+            for ids, (c,) in zip(encoded, groups, strict=True)
+        ]
+
+    def _encoded(self, prompt: Any) -> list[int]:
+        is_chat = conversations.is_conversation(prompt)
+        if not isinstance(prompt, str) and not is_chat:
+            return list(prompt)
+        text = prompt
+        if is_chat:
+            text = conversations.render(
+                self.tokenizer, prompt, self._template_kwargs, "the rollout function"
+            )
+        return list(self.tokenizer(text, add_special_tokens=not is_chat)["input_ids"])
+
+
+@dataclass
+class TrlRollouts:
+    """Makes rollouts with a function in TRL's form; stands where `EpisodeLoop` stands."""
+
+    path: str  # for messages
+    function: Callable[..., Any]
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: Collection[int]
+    template_kwargs: Mapping[str, Any]
+    seconds_waited: float = 0.0
+
+    def sample(
+        self,
+        generator: Generator,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        hand_over: HandOver,
+        has_round: Callable[[bool], bool] = bool,
+    ) -> None:
+        """Calls the function once for all prompts.
+
+        Raises:
+            TrainingError: it raised, or returned what is no rollout of each prompt.
+        """
+        if not prompts:
+            return
+        repeated = [prompt for prompt in prompts for _ in range(num_generations)]
+        trainer = RolloutTrainer(
+            generator, self.tokenizer, num_generations, sampling,
+            derive_seed(*seeds), self.template_kwargs,
+        )  # fmt: skip
+        try:
+            found = self.function([p.conversation for p in repeated], trainer)
+        except Exception as error:
+            raise TrainingError(f"rollout = {self.path} raised {blame(error)}") from error
+        columns = self._columns(found, len(repeated))
+        rows = [
+            self._rollout(prompt, {key: values[n] for key, values in columns.items()}, n)
+            for n, prompt in enumerate(repeated)
+        ]
+        for number in range(len(prompts)):
+            group = rows[number * num_generations : (number + 1) * num_generations]
+            hand_over(number, [p for p, _ in group], [completion for _, completion in group])
+
+    def _columns(self, found: Any, number: int) -> dict[str, Sequence[Any]]:
+        """Returns the entries of the function's result as lists with a value for each rollout."""
+        if not isinstance(found, Mapping):
+            raise self._error(f"returned {type(found).__name__}; it must return a dict")
+        if missing := [key for key in REQUIRED if key not in found]:
+            raise self._error(f"must return the keys {', '.join(REQUIRED)}; it lacks {missing}")
+        columns = {}
+        for key, values in found.items():
+            is_list = isinstance(values, (list, tuple))
+            if not is_list and key in (*REQUIRED, MASK):
+                raise self._error(f"returned {type(values).__name__} as {key}; must be a list")
+            if is_list and len(values) != number:
+                raise self._error(
+                    f"returned {len(values)} values of {key} for {number} prompts; each prompt "
+                    "comes num_generations times, and needs one result each time"
+                )
+            columns[str(key)] = values if is_list else [values] * number
+        return columns
+
+    def _rollout(self, prompt: Prompt, row: dict[str, Any], n: int) -> tuple[Prompt, Completion]:
+        prompt_ids = self._ids(row.pop("prompt_ids"), "prompt_ids", n)
+        ids = self._ids(row.pop("completion_ids"), "completion_ids", n)
+        logprobs = row.pop("logprobs")
+        mask = row.pop(MASK, None)
+        if len(logprobs) != len(ids) or not all(map(_is_logprob, logprobs)):
+            raise self._error(
+                f"row {n}: logprobs must hold a finite number <= 0 for each of {len(ids)} tokens"
+            )
+        if mask is not None and (len(mask) != len(ids) or not {*mask} <= {0, 1}):
+            raise self._error(f"row {n}: {MASK} must hold 0 or 1 for each of {len(ids)} tokens")
+        sampled = [True] * len(ids) if mask is None else [bool(m) for m in mask]
+        completion = Completion(
+            ids,
+            [float(p) if own else 0.0 for p, own in zip(logprobs, sampled, strict=True)],
+            "stop" if ids[-1] in self.eos_ids else "length",
+            is_sampled=None if all(sampled) else sampled,
+        )
+        changed = dataclasses.replace(
+            prompt, ids=prompt_ids, columns={**prompt.columns, **row}, row_ids=prompt.ids
+        )
+        return changed, completion
+
+    def _ids(self, ids: Any, key: str, n: int) -> list[int]:
+        found = ids.tolist() if hasattr(ids, "tolist") else ids
+        is_list = isinstance(found, (list, tuple)) and bool(found)
+        size = len(self.tokenizer)
+        if not is_list or not all(type(i) is int and 0 <= i < size for i in found):
+            raise self._error(f"row {n}: {key} must be a list of token ids from 0 to {size - 1}")
+        return list(found)
+
+    def _error(self, problem: str) -> TrainingError:
+        return TrainingError(f"rollout = {self.path}: {problem}.")
+
+
+def _is_logprob(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value <= 1e-4

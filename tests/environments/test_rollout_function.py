@@ -1,0 +1,124 @@
+"""Tests rollout functions that are coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from grpo_cli.config.schema import EnvironmentSettings
+from grpo_cli.environments.protocol import Message, Observation
+from grpo_cli.environments.rollout_function import Conversation
+from grpo_cli.environments.sessions import EnvironmentFailure, Session, Sessions
+
+
+def double(x: int) -> int:
+    """Doubles a number.
+
+    Args:
+        x: the number.
+    """
+    return 2 * x
+
+
+async def tool_loop(conversation: Conversation) -> None:
+    """The loop of tools, as docs/environments.md has it."""
+    while True:
+        message = await conversation.turn()
+        if not message.get("tool_calls"):
+            return
+        conversation.append(await conversation.call_tools(message))
+
+
+async def haggle(conversation: Conversation, steps: int = 2) -> None:
+    conversation.append({"role": "user", "content": f"{conversation.row['item']}?"})
+    for price in range(steps):
+        message = await conversation.turn()
+        await asyncio.sleep(0.001)
+        conversation.reward(len(message["content"]))
+        conversation.append({"role": "user", "content": f"{price + conversation.seed}"})
+    await conversation.turn()
+    conversation.reward(0.5, "deal")
+    conversation.metric("rounds", steps)
+
+
+async def silent(conversation: Conversation) -> None: ...
+
+
+async def says_as_assistant(conversation: Conversation) -> None:
+    conversation.append({"role": "assistant", "content": "I am the model"})
+    await conversation.turn()
+
+
+async def raises_later(conversation: Conversation) -> None:
+    await conversation.turn()
+    raise RuntimeError("no more")
+
+
+@contextlib.contextmanager
+def opened(name: str, **args: Any) -> Iterator[Session]:
+    path = f"tests.environments.test_rollout_function:{name}"
+    settings = EnvironmentSettings(path=path, args=args, isolate=False)
+    tools = {"double": "tests.environments.test_rollout_function:double"}
+    with contextlib.closing(Sessions(settings, tools)) as sessions:
+        yield sessions.open("", {"item": "a rug"}, 7)
+
+
+def said(text: str, *calls: int) -> Message:
+    functions = [{"function": {"name": "double", "arguments": {"x": x}}} for x in calls]
+    return {"role": "assistant", "content": text} | ({"tool_calls": functions} if calls else {})
+
+
+def test_a_function_leads_the_conversation() -> None:
+    with opened("haggle", steps=2) as session:
+        first = session.reset().result(10)
+        assert [m["content"] for m in first.messages] == ["a rug?"]
+        second = session.step(said("abc")).result(10)
+        assert ([m["content"] for m in second.messages], second.reward) == (["7"], 3.0)
+        third = session.step(said("de")).result(10)
+        assert ([m["content"] for m in third.messages], third.reward) == (["8"], 2.0)
+        last = session.step(said("f")).result(10)
+        assert last.done
+        assert (last.reward, dict(last.rewards)) == (None, {"deal": 0.5})
+        assert dict(last.metrics) == {"rounds": 2.0}
+
+
+def test_the_built_in_loop_of_tools_can_be_written_with_it() -> None:
+    turns = [said("first", 3, 4), said("", 10), said("done")]
+    found: list[list[Observation]] = []
+    tools = {"double": "tests.environments.test_rollout_function:double"}
+    for settings in (
+        EnvironmentSettings(isolate=False),
+        EnvironmentSettings(
+            path="tests.environments.test_rollout_function:tool_loop", isolate=False
+        ),
+    ):
+        with contextlib.closing(Sessions(settings, tools)) as sessions:
+            session = sessions.open("", {}, 0)
+            session.reset().result(10)
+            found.append([session.step(turn).result(10) for turn in turns])
+    ours, theirs = found
+    assert [[m["content"] for m in o.messages] for o in ours] == [["6", "8"], ["20"], []]
+    for a, b in zip(ours, theirs, strict=True):
+        assert (list(a.messages), a.done) == (list(b.messages), b.done)
+        assert [(c.name, c.failed) for c in a.calls] == [(c.name, c.failed) for c in b.calls]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("silent", "returned before the model took a turn"),
+        ("says_as_assistant", "assistant"),
+        ("raises_later", "RuntimeError: no more"),
+    ],
+)
+def test_a_function_that_fails_is_a_failed_environment(name: str, problem: str) -> None:
+    def play(session: Session) -> None:
+        session.reset().result(10)
+        session.step(said("hi")).result(10)
+
+    with opened(name) as session, pytest.raises(EnvironmentFailure, match=problem):
+        play(session)

@@ -1,0 +1,107 @@
+"""Tests rollout functions in TRL's form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from grpo_cli.environments.trl_rollouts import TrlRollouts
+from grpo_cli.errors import TrainingError
+from grpo_cli.generation.base import Generator, OnGroup, Request
+from grpo_cli.generation.sampling import Sampling
+from grpo_cli.records import Completion, Prompt
+
+
+class Echo(Generator):
+    """Answers a prompt with its ids and an eos; notes the requests."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+    def sample(self, request: Request, hand_over: OnGroup) -> None:
+        self.requests.append(request)
+        for number, prompt in enumerate(request.prompts):
+            ids = [*prompt.ids, 2]
+            hand_over(number, [Completion(ids, [-0.5] * len(ids), "stop")])
+
+
+def sampled(
+    tokenizer: PreTrainedTokenizerFast, function: Callable[..., Any]
+) -> tuple[list[tuple[Prompt, Completion]], Echo]:
+    generator, found = Echo(), list[tuple[Prompt, Completion]]()
+    prompts = [Prompt(n, [50 + n], f"{n}", {"answer": n}) for n in range(2)]
+    TrlRollouts("mine:function", function, tokenizer, {2}, {}).sample(
+        generator, prompts, 2, Sampling(max_tokens=8), [4, 5],
+        lambda n, own, group: found.extend(zip(own, group, strict=True)),
+    )  # fmt: skip
+    return found, generator
+
+
+def rows(number: int, **more: Any) -> dict[str, Any]:
+    return {
+        "prompt_ids": [[5, 6]] * number,
+        "completion_ids": [[7, 8, 2]] * number,
+        "logprobs": [[-0.1, -0.2, -0.3]] * number,
+        **more,
+    }
+
+
+def test_what_it_returns_is_the_rollouts(tokenizer: PreTrainedTokenizerFast) -> None:
+    def function(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        assert prompts == ["0", "0", "1", "1"], "each prompt as often as its group is large"
+        assert (trainer.num_generations, trainer.max_completion_length) == (2, 8)
+        return rows(4, env_mask=[[1, 0, 1]] * 4, score=[0.0, 0.1, 0.2, 0.3], level="hard")
+
+    found, _ = sampled(tokenizer, function)
+    for n, (prompt, completion) in enumerate(found):
+        assert (prompt.ids, prompt.row_ids, prompt.row) == ([5, 6], [50 + n // 2], n // 2)
+        assert prompt.columns == {"answer": n // 2, "score": n / 10, "level": "hard"}
+        assert completion.is_sampled == [True, False, True]
+        assert completion.sampling_logprobs == [-0.1, 0.0, -0.3]
+        assert completion.finish_reason == "stop"
+
+
+def test_it_may_sample_with_the_runs_generator(tokenizer: PreTrainedTokenizerFast) -> None:
+    def function(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        first = trainer.generate(prompts)
+        again = trainer.generate([o["prompt_ids"] for o in first], max_tokens=3)
+        assert [o["completion_ids"] for o in again] == [o["completion_ids"] for o in first]
+        return {k: [o[k] for o in first] for k in ("prompt_ids", "completion_ids", "logprobs")}
+
+    found, generator = sampled(tokenizer, function)
+    assert [c.is_sampled for _, c in found] == [None] * 4
+    first, again = generator.requests
+    assert len({*first.seeds, *again.seeds}) == 8
+    assert (first.sampling.max_tokens, again.sampling.max_tokens) == (8, 3)
+
+
+@pytest.mark.parametrize(
+    ("result", "problem"),
+    [
+        (None, "returned NoneType; it must return a dict"),
+        ({"prompt_ids": []}, r"lacks \['completion_ids', 'logprobs'\]"),
+        (rows(2), "2 values of prompt_ids for 4 prompts"),
+        (rows(4) | {"logprobs": [[-0.1, -0.2]] * 4}, "row 0: logprobs must hold .* 3 tokens"),
+        (rows(4) | {"logprobs": [[-0.1, -0.2, math.nan]] * 4}, "row 0: logprobs must hold"),
+        (rows(4) | {"logprobs": [[-0.1, -0.2, 0.7]] * 4}, "row 0: logprobs must hold"),
+        (rows(4, env_mask=[[1, 1]] * 4), "row 0: env_mask must hold 0 or 1 for each of 3 tokens"),
+        (rows(4, env_mask=[[1, 1, 2]] * 4), "row 0: env_mask must hold 0 or 1"),
+        (rows(4) | {"completion_ids": [[7, 8, 2]] * 3 + [[]]}, "row 3: completion_ids must be"),
+        (rows(4) | {"completion_ids": [[7, 8, 9999]] * 4}, "row 0: completion_ids must be .* 258"),
+        (rows(4) | {"prompt_ids": "ids"}, "returned str as prompt_ids; must be a list"),
+    ],
+)
+def test_rows_that_are_no_rollouts_are_named(
+    tokenizer: PreTrainedTokenizerFast, result: Any, problem: str
+) -> None:
+    with pytest.raises(TrainingError, match=f"rollout = mine:function: .*{problem}"):
+        sampled(tokenizer, lambda prompts, trainer: result)
+
+
+def test_a_function_that_raises_ends_the_run(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(TrainingError, match="mine:function raised ZeroDivisionError"):
+        sampled(tokenizer, lambda prompts, trainer: 1 / 0)
