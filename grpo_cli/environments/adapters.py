@@ -233,8 +233,10 @@ class _Class:
         if inspect.isclass(self.call) and manner_of(self.call, self.where) == "skyrl":
             if "extras" in known:
                 args.setdefault("extras", dict(row))
-            if "env_config" in known and known["env_config"].default is inspect.Parameter.empty:
-                args.setdefault("env_config", {})
+            if "env_config" in known:  # whose entries its classes read as attributes
+                from omegaconf import OmegaConf
+
+                args["env_config"] = OmegaConf.create(dict(args.get("env_config") or {}))
         try:
             given = self.call(**args)
         except UserError:

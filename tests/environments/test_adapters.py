@@ -123,10 +123,10 @@ def test_trls_numbers() -> None:
 def test_skyrls_manner() -> None:
     async def episode() -> None:
         row = {"prompt": "Which?", "answer": "b"}
-        env = made(path=f"{SAMPLES}:Gym", row=row)
+        env = made(path=f"{SAMPLES}:Gym", args={"env_config": {"refusal": "Nope."}}, row=row)
         assert texts(await env.reset(row, 0)) == ["Go."]
         wrong, right = [await env.step(says(text)) for text in ("a", "b")]
-        assert (texts(wrong), wrong.reward, wrong.done) == (["No."], 0.0, False)
+        assert (texts(wrong), wrong.reward, wrong.done) == (["Nope."], 0.0, False)
         assert (texts(right), right.reward, right.done) == ([], 1.0, True)
         assert (await env.finish()).metrics == {"turns": 2.0}
 
