@@ -141,7 +141,7 @@ class Chat:
 
     @property
     def parser(self) -> ResponseParser:
-        """The parser of the model's turns, chosen once by reading a call that the template writes."""
+        """The parser of the model's turns, chosen by a call that the template writes."""
         if self._parser is None:
             self._parser = self._find_parser()
         return self._parser

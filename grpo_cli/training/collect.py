@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from grpo_cli.algorithm.loss import every_rollout_has_gradient
+from grpo_cli.config.interpolation import masked
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError
@@ -35,7 +36,8 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
     """Samples and scores the groups of a step, and divides them over the processes.
 
     Raises:
-        TrainingError: a reward function failed, or gave what the advantage rule does not take.
+        TrainingError: a reward function failed, or gave what the advantage rule does not take, or
+            too many environments failed.
         Interrupted: the run has to end first.
     """
     dynamic = recipe.generation.dynamic_sampling
@@ -191,9 +193,29 @@ def _sample(
     for group in groups:
         for r in group.rollouts:
             r.excluded = recipe.loss.mask_truncated and r.completion.finish_reason == "length"
-    return groups, gathered(run.workers, groups)
+    step_stats = gathered(run.workers, groups)
+    check_environments(recipe, step_stats, run.state.step)
+    return groups, step_stats
 
 
 def gathered(workers: Workers, groups: Sequence[Group]) -> StepStats:
     """Returns the outcomes of every process's groups, on every process."""
     return {p: o for part in workers.gather(rollout_stats(groups)) for p, o in part}
+
+
+def check_environments(recipe: Recipe, sampled: StepStats, step: int) -> None:
+    """Raises a TrainingError if too many of a step's environments failed.
+
+    Args:
+        sampled: the outcomes of rollouts that were sampled together, over all processes.
+        step: counted from 0.
+    """
+    rollouts = [o for group in sampled.values() for o in group]
+    failed = [o.episode for o in rollouts if o.episode and o.episode.environment_failed]
+    limit = recipe.environment.max_failed_share
+    if failed and len(failed) > limit * len(rollouts):
+        raise TrainingError(
+            f"step {step + 1}: the environments of {len(failed)} of {len(rollouts)} rollouts "
+            f"failed, more than environment.max_failed_share = {limit:g}; the last error: "
+            f"{masked(failed[-1].env_error) or failed[-1].stop_reason}"
+        )

@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 from grpo_cli.algorithm.loss import STALENESS, Mean, MeasuredUpdate, logged
 from grpo_cli.algorithm.metric_sums import ReducedMetrics
 from grpo_cli.checkpoints import paths
-from grpo_cli.config.interpolation import masked
 from grpo_cli.config.schedules import at_step
 from grpo_cli.config.schema import Generation, Recipe
 from grpo_cli.data import DATASET
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, listed
 from grpo_cli.models.flops import peak_flops
-from grpo_cli.records import StepStats
 from grpo_cli.reporting.reporter import metrics_line, rows_of_all
 from grpo_cli.reporting.rollout_metrics import mixture_metrics, rollout_metrics
 from grpo_cli.reporting.stage_clock import Clock, possible_stages
@@ -60,12 +58,7 @@ class Step:
         return self.run.recovery.progress
 
     def keep(self, batch: StepBatch) -> StepBatch:
-        """Keeps the step's rollouts: an interrupted step continues with them.
-
-        Raises:
-            TrainingError: too many environments failed.
-        """
-        check_environments(self.recipe, batch.sampled, self.number)
+        """Keeps the step's rollouts: an interrupted step continues with them."""
         self.batch, self.run.recovery.progress = batch, StepProgress(batch)
         self.run.recovery.mark()
         return batch
@@ -207,24 +200,6 @@ def make_clock(run: Run) -> Clock:
     stages = possible_stages(run.recipe, run.reference is not None, run.workers.size)
     dtype = run.workers.half_type or run.policy.dtype
     return Clock(run.workers.device, stages, peak_flops(run.workers.device, dtype))
-
-
-def check_environments(recipe: Recipe, sampled: StepStats, step: int) -> None:
-    """Raises a TrainingError if too many of a step's environments failed.
-
-    Args:
-        sampled: the outcomes of all rollouts of the step, over all processes.
-        step: counted from 0.
-    """
-    rollouts = [o for group in sampled.values() for o in group]
-    failed = [o.episode for o in rollouts if o.episode and o.episode.environment_failed]
-    limit = recipe.environment.max_failed_share
-    if failed and len(failed) > limit * len(rollouts):
-        raise TrainingError(
-            f"step {step + 1}: the environments of {len(failed)} of {len(rollouts)} rollouts "
-            f"failed, more than environment.max_failed_share = {limit:g}; the last error: "
-            f"{masked(failed[-1].env_error) or failed[-1].stop_reason}"
-        )
 
 
 def check_sampler(config: Generation, gap: float, step: int) -> None:

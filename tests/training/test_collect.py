@@ -7,7 +7,7 @@ import pytest
 from grpo_cli.config.schema import EnvironmentSettings, Recipe
 from grpo_cli.errors import TrainingError
 from grpo_cli.records import StepStats, rollout_stats
-from grpo_cli.training.step import check_environments
+from grpo_cli.training.collect import check_environments
 from tests.conftest import make_group
 from tests.episodes import make_episode
 
