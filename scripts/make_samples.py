@@ -38,6 +38,8 @@ BENCHMARKS = {
     ),
 }  # fmt: skip
 ARITHMETIC_SEED = 0
+CALCULATOR_SEED, CALLED = 0, 0.3  # share of the warm-up's episodes that call the tool
+GUESS_SEED = 0
 
 Row = dict[str, Any]
 
@@ -58,6 +60,11 @@ def main() -> None:
     write("gsm8k_test.jsonl", keep(spread(gsm8k_test, 200), gsm8k_fields))
     write("arithmetic_train.jsonl", arithmetic[:1400])
     write("arithmetic_test.jsonl", arithmetic[1400:])
+    calculations = products()
+    write("calculator_train.jsonl.gz", calculations[:2000])
+    write("calculator_test.jsonl", keep(calculations[2000:2200], ("question", "answer")))
+    write("guess_train.jsonl.gz", games(4000))
+    write("guess_test.jsonl", [{"id": 4000 + n} for n in range(256)])
     for name, (file, count, fields) in BENCHMARKS.items():
         rows = read(data / file)
         if name == "mbpp":  # the split that papers report
@@ -78,6 +85,54 @@ def sums(below: int) -> list[Row]:
         for b in range(below)
     ]
     random.Random(ARITHMETIC_SEED).shuffle(rows)
+    return rows
+
+
+def products() -> list[Row]:
+    """Every product of two-digit numbers, in an order that looks random, with an episode each.
+
+    Three episodes in ten call the tool `multiply` and repeat its result; the others answer at once,
+    which a small model cannot learn to do right.
+    """
+    rng = random.Random(CALCULATOR_SEED)
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    rng.shuffle(pairs)
+    rows = []
+    for a, b in pairs:
+        answer = {"role": "assistant", "content": str(a * b)}
+        function = {"name": "multiply", "arguments": {"a": a, "b": b}}
+        call = {"type": "function", "function": function}
+        called = [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": "multiply", "content": str(a * b)},
+            answer,
+        ]
+        episode = called if rng.random() < CALLED else [answer]
+        rows.append({"question": f"{a}*{b}=", "answer": str(a * b), "episode": episode})
+    return rows
+
+
+def games(count: int) -> list[Row]:
+    """Games of guessing a number from 0 to 31 in five turns, played without a strategy.
+
+    Every guess has two digits and is drawn from the numbers that the replies have left. The numbers
+    to be found have nothing to do with those that a run draws.
+    """
+    rng = random.Random(GUESS_SEED)
+    rows = []
+    for n in range(count):
+        number, low, high = rng.randrange(32), 0, 31
+        episode: list[Row] = []
+        for _ in range(5):
+            guess = rng.randint(low, high)
+            episode.append({"role": "assistant", "content": f"{guess:02}"})
+            if guess == number:
+                break
+            episode.append({"role": "user", "content": "higher" if guess < number else "lower"})
+            low, high = (guess + 1, high) if guess < number else (low, guess - 1)
+        if episode[-1]["role"] == "user":
+            episode.pop()
+        rows.append({"id": n, "episode": episode})
     return rows
 
 

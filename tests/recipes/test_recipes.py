@@ -55,6 +55,7 @@ def tree_of(path: Path) -> dict[str, Any]:
 
 def test_the_promised_recipes_are_there() -> None:
     promised = "arithmetic_tiny gsm8k_tiny gsm8k_qwen math_qwen tldr_qwen deepseekmath"
+    promised += " calculator"
     assert set(promised.split()) <= set(RECIPES)
 
 
@@ -119,11 +120,13 @@ def test_each_policy_and_rule_has_a_file() -> None:
 
 
 def test_recipes_that_need_no_network_find_their_data(composed: Composed) -> None:
-    for name in ("arithmetic_tiny", "gsm8k_tiny"):
+    for name in ("arithmetic_tiny", "gsm8k_tiny", "calculator"):
         recipe = composed(f"recipe={name}")
         train, held_out = (data.load_rows(recipe.dataset, split) for split in ("train", "eval"))
-        questions = {row["question"] for row in train.rows}
-        assert not questions & {row["question"] for row in held_out.rows}, "held-out rows leak"
+        key = "question"
+        questions = {row[key] for row in train.rows}
+        assert len(questions) == len(train.rows)
+        assert not questions & {row[key] for row in held_out.rows}, "held-out rows leak"
 
 
 def test_command_line_beats_the_recipe_and_groups_can_be_switched(composed: Composed) -> None:

@@ -1,0 +1,94 @@
+"""The tools and the environment of the shipped recipes."""
+
+import random
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+
+from grpo_cli.environments.examples import GuessNumber, multiply, multiply_wrongly
+from tests.tables import table
+
+
+def test_the_tools() -> None:
+    assert multiply(12, 34) == 408
+    for a, b in [(12, 34), (10, 10), (99, 99)]:
+        assert 1 <= multiply_wrongly(a, b) - a * b < 100
+        assert multiply_wrongly(a, b) == multiply_wrongly(a, b)
+
+
+def play(guess: Callable[[int, int], str], number: int, turns: int = 5) -> tuple[float, list[str]]:
+    """Plays a game with a strategy over what is left; returns the reward and the replies."""
+    game = GuessNumber(turns=turns)
+    assert not game.reset({"id": 1}, 0).messages
+    game.number = number
+    low, high = 0, 31
+    replies: list[str] = []
+    for _ in range(turns):
+        text = guess(low, high)
+        observation = game.step({"role": "assistant", "content": text})
+        if observation.done:
+            return game.get_reward(), replies
+        (message,) = observation.messages
+        assert message["role"] == "user"
+        replies.append(str(message["content"]))
+        if replies[-1] == "higher":
+            low = int(text) + 1
+        elif replies[-1] == "lower":
+            high = int(text) - 1
+    pytest.fail("the game does not end")
+
+
+def test_halving_finds_31_of_32_numbers() -> None:
+    rewards = [play(lambda low, high: str((low + high) // 2), number)[0] for number in range(32)]
+    assert sum(rewards) / 32 == pytest.approx(0.969, abs=5e-4)
+
+
+def found_by_chance(left: int, turns: int) -> Fraction:
+    """The chance to find one of `left` numbers by guesses at random among those that are left."""
+    if turns == 0 or left == 0:
+        return Fraction(0)
+    found = Fraction(1, left)
+    for n in range(left):  # numbers that are left on one side of the guess
+        found += Fraction(2 * n, left) * found_by_chance(n, turns - 1) / left
+    return found
+
+
+def test_the_baselines_of_the_docstring() -> None:
+    assert float(found_by_chance(32, 5)) == pytest.approx(0.533, abs=5e-4)
+    blind = 1 - (31 / 32) ** 5
+    assert blind == pytest.approx(0.147, abs=5e-4)
+    rng = random.Random(0)
+    games = [play(lambda a, b: str(rng.randint(a, b)), rng.randrange(32))[0] for _ in range(4000)]
+    assert sum(games) / 4000 == pytest.approx(0.533, abs=0.03)
+
+
+@table(
+    ("guesses", "number", "reward", "replies"),
+    [
+        (["7"], 7, 1.0, []),
+        (["3", " 7\n"], 7, 1.0, ["higher"]),
+        (["3", "9", "7"], 7, 1.0, ["higher", "lower"]),
+        (["x", "", "-7", "\u0667", "7"], 7, 1.0, ["number?"] * 4),
+        (["9" * 5000, "7.0", "1", "2", "3"], 7, 0.0, ["number?", "number?", "higher", "higher"]),
+    ],
+)
+def test_games(guesses: list[str], number: int, reward: float, replies: list[str]) -> None:
+    turns = iter(guesses)
+    assert play(lambda low, high: next(turns), number) == (reward, replies)
+
+
+def test_the_seed_alone_says_the_number() -> None:
+    def number(row: int, seed: int) -> int:
+        game = GuessNumber()
+        game.reset({"id": row}, seed)
+        return game.number
+
+    assert {number(row, 5) for row in range(20)} == {number(0, 5)}
+    assert {number(0, seed) for seed in range(500)} == set(range(32))
+
+
+def test_a_game_that_was_not_played_has_a_reward() -> None:
+    game = GuessNumber()
+    game.reset({}, 3)
+    assert game.get_reward() == 0.0
