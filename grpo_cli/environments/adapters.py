@@ -168,7 +168,7 @@ class Maker:
             args = self.spec.args
             if by_name and set(args) <= set(by_name):
                 args = args.get(name) or {}
-            self._classes[name] = _Class.find(path, key, args)
+            self._classes[name] = _Class.find(path, key, args, bool(by_name))
         return self._classes[name]
 
 
@@ -179,10 +179,11 @@ class _Class:
     where: str  # the key and the value that name it, for messages
     call: Callable[..., Any]
     args: Mapping[str, Any]
+    is_chosen: bool = False  # whether a column of the row chooses it
     _tools: dict[type, dict[str, Tool]] = field(default_factory=dict)
 
     @classmethod
-    def find(cls, path: str, key: str, args: Mapping[str, Any]) -> _Class:
+    def find(cls, path: str, key: str, args: Mapping[str, Any], is_chosen: bool = False) -> _Class:
         """Imports a class and checks that it can be called with the arguments.
 
         Raises:
@@ -196,7 +197,7 @@ class _Class:
         if not callable(given := getattr(module, name, None)):
             there = [n for n, v in vars(module).items() if inspect.isclass(v) and n[0] != "_"]
             raise UserError(f"{where}: {module_name} has no class {name!r}.{nearest(name, there)}")
-        found = cls(where, given, dict(args))
+        found = cls(where, given, dict(args), is_chosen)
         if inspect.isclass(found.call):
             manner_of(found.call, where)
         parameters = found.parameters
@@ -250,7 +251,8 @@ class _Class:
             own = self.tools(type(given))
             bound = {n: replace(t, function=getattr(given, n)) for n, t in own.items()}
             tools = join(bound, functions.tools, self.where)
-            return TrlEnvironment(given, Functions(tools, functions.deadlines, functions.answered))
+            own_functions = Functions(tools, functions.deadlines, functions.answered)
+            return TrlEnvironment(given, own_functions, self.is_chosen)
         return SkyRlEnvironment(given, functions)
 
 
@@ -423,9 +425,14 @@ class TrlEnvironment(_Base):
 
     is_reusable = True
 
+    def __init__(self, given: Any, functions: Functions, is_chosen: bool) -> None:
+        """is_chosen: whether a column of the row names it, which `reset` does not get."""
+        super().__init__(given, functions)
+        self.is_chosen = is_chosen
+
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Begins an episode; a text that `reset` returns is added to the last user message."""
-        columns = {k: v for k, v in row.items() if k != NAME_COLUMN}
+        columns = {k: v for k, v in row.items() if not (self.is_chosen and k == NAME_COLUMN)}
         if "seed" in names_of(self.given.reset):
             columns.setdefault("seed", seed)
         missing = [

@@ -82,9 +82,9 @@ def test_trls_manner() -> None:
         env = made(path=f"{SAMPLES}:Counter", tools={"times": f"{SAMPLES}:multiply"})
         assert names(env.schemas) == ["increment", "later", "times"]
         assert await env.reset({}, 0) == Observation(tools=env.schemas)
-        first = await env.reset({"start": 5, "environment": "counter", "other": 1}, 0)
+        first = await env.reset({"start": 5, "other": 1}, 0)
         assert first.messages == [{"role": "user", "content": "You are at 5."}]
-        assert env.given.columns == {"other": 1}, "without the column of names"  # type: ignore[attr-defined]
+        assert env.given.columns == {"other": 1}  # type: ignore[attr-defined]
         answer = await env.step(
             calls(
                 ("increment", {"step": "2"}),
@@ -140,6 +140,8 @@ def test_several_environments_by_name() -> None:
     guess, counter = (maker.make(name, {}, lambda _: None) for name in ("g", "c"))
     assert guess.given.limit == 2  # type: ignore[attr-defined]
     assert names(counter.schemas) == ["increment", "later"]
+    asyncio.run(counter.reset({"environment": "c", "other": 1}, 0))
+    assert counter.given.columns == {"other": 1}, "without the name"  # type: ignore[attr-defined]
     with pytest.raises(UserError, match=r"no environment 'cc'; environment\.by_name has c, g"):
         maker.make("cc", {}, lambda _: None)
 
