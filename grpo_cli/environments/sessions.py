@@ -322,6 +322,7 @@ class _Workers:
         self._workers: list[_Worker] = []
         self._ended: str | None = None
         self._failed_starts = 0  # in a row
+        self._has_worked = False  # whether a call has succeeded
         self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
         self._ring.setblocking(False)
@@ -458,6 +459,12 @@ class _Workers:
         self._failed_starts = 0
         return found
 
+    def _start_all(self) -> None:
+        """Starts the other workers: the first one has worked, and the model is still loading."""
+        with contextlib.suppress(OSError):  # those that there are suffice
+            while len(self._workers) < self.size:
+                self._workers.append(self._start())
+
     def _start(self) -> _Worker:
         with tempfile.TemporaryFile() as shared:
             shared.truncate(Mark.SIZE)
@@ -574,6 +581,9 @@ class _Workers:
             call.answers.append(reply.payload)
             return
         del worker.calls[reply.number]
+        if reply.status == "ok" and not self._has_worked:
+            self._has_worked = True
+            self._start_all()
         if call.session is not None and (reply.status != "ok" or call.kind == "finish"):
             worker.sessions.discard(call.session)
         call.take(reply)
