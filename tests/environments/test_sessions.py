@@ -332,8 +332,8 @@ def test_a_tool_that_ends_its_worker_is_answered_with_an_error(start: Open) -> N
 
 
 def test_each_tool_of_a_turn_has_its_own_deadline(start: Open) -> None:
-    sessions = start(tools={"wait": "wait_for", "does": "does"}, seconds=SECONDS)
-    slow = ("wait", {"text": "there", "seconds": 0.6})
+    sessions = start(tools={"wait": "wait_for", "does": "does"}, seconds=2.0)
+    slow = ("wait", {"text": "there", "seconds": 1.1})
     nothing = ("does", {"what": ""})
     turn = calls(slow, nothing, slow, ("wait", {"text": "", "seconds": 60}), nothing, slow)
     observation = begin(sessions).step(turn).result(PATIENCE)
@@ -359,13 +359,13 @@ def test_an_async_call_past_its_deadline_fails_alone(start: Open) -> None:
 
 
 def test_the_time_in_which_others_hold_the_thread_does_not_count(start: Open) -> None:
-    sessions = start("Waits", seconds=1.5)
-    waits = begin(sessions, {"seconds": 1.0})
-    blocks = begin(sessions, {"seconds": 1.0})
+    sessions = start("Waits", seconds=3.0)
+    waits = begin(sessions, {"seconds": 0.1})
+    blocks = [begin(sessions, {"seconds": 2.0}) for _ in range(2)]
     step = waits.step(says(""))
-    blocked = [blocks.step(says("block"))]
-    blocked[0].result(PATIENCE)
-    assert step.result(PATIENCE).metrics
+    blocked = [session.step(says("block")) for session in blocks]
+    assert step.result(PATIENCE).metrics, "after four seconds in which it could not go on"
+    assert [call.exception(PATIENCE) for call in blocked] == [None, None]
 
 
 def test_whatever_many_environments_do_every_call_ends_and_nothing_is_left(start: Open) -> None:
