@@ -107,6 +107,9 @@ class Chat:
         self._control_ids = frozenset(added.values())
         self._control = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))))
         self._has_control = bool(added)
+        # `all_special_tokens` lacks those without a role of their own, such as <|im_start|>.
+        marked = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+        self._special = {*marked, *tokenizer.all_special_tokens}
         self._shapes: dict[tuple[Any, ...], _Skeleton] = {}
         self._parser: ResponseParser | None = None
         self._prefix: str | None = None
@@ -135,7 +138,7 @@ class Chat:
     def clean(self, message: Message) -> Message:
         """Returns a message of the model without special tokens in its content."""
         content = message["content"]
-        for token in self.tokenizer.all_special_tokens:
+        for token in self._special:
             content = content.replace(token, "")
         return {**message, "content": content}
 

@@ -217,6 +217,26 @@ def test_random_conversations_are_what_the_template_renders(make: Make, family: 
         assert ids == whole
 
 
+@table(
+    ("family", "text", "expected"),
+    [
+        ("tiny", "  6 \n", "  6 \n"),  # as it is
+        ("gemma", "  6 \n", "6"),  # trimmed by the template
+        ("llama3", "  6 \n", '"  6 \\n"'),  # written as JSON
+    ],
+)
+def test_a_text_is_changed_as_the_template_changes_it(
+    make: Make, family: str, text: str, expected: str
+) -> None:
+    role = "user" if family == "gemma" else "tool"
+    chat = make(family, tools=[] if family == "gemma" else [MULTIPLY])
+    shown, plain = (
+        decoded(chat, chat.reply_ids([{**result(t), "role": role}], ended_by_eos=True, limit=99))
+        for t in (text, "@")
+    )
+    assert shown == plain.replace('"@"' if family == "llama3" else "@", expected)
+
+
 def test_two_results_are_one_reply(make: Make) -> None:
     chat = make("qwen2_5")
     ids = chat.reply_ids([result("6"), result("8")], ended_by_eos=True, limit=9)
@@ -341,6 +361,15 @@ def test_many_ids_of_calls_do_not_fill_the_memory(
         )
         assert f'"call_id": "a{n:08}"' in text
         assert len(chat._shapes) <= 3
+
+
+def test_a_message_of_the_model_has_no_special_tokens(make: Make) -> None:
+    chat = make("tiny")
+    assert chat.parse(chat._encoded("4<|im_start|>2<|endoftext|><|im_end|>"))["content"] == "42"
+    assert chat.parse(chat._encoded("42<|im_end|><|im_end|>")) == {
+        "role": "assistant",
+        "content": "42",
+    }
 
 
 # Episodes that are given as messages.

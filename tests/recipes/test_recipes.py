@@ -55,7 +55,7 @@ def tree_of(path: Path) -> dict[str, Any]:
 
 def test_the_promised_recipes_are_there() -> None:
     promised = "arithmetic_tiny gsm8k_tiny gsm8k_qwen math_qwen tldr_qwen deepseekmath"
-    promised += " calculator"
+    promised += " calculator guess_number"
     assert set(promised.split()) <= set(RECIPES)
 
 
@@ -120,10 +120,10 @@ def test_each_policy_and_rule_has_a_file() -> None:
 
 
 def test_recipes_that_need_no_network_find_their_data(composed: Composed) -> None:
-    for name in ("arithmetic_tiny", "gsm8k_tiny", "calculator"):
+    for name in ("arithmetic_tiny", "gsm8k_tiny", "calculator", "guess_number"):
         recipe = composed(f"recipe={name}")
         train, held_out = (data.load_rows(recipe.dataset, split) for split in ("train", "eval"))
-        key = "question"
+        key = "id" if name == "guess_number" else "question"
         questions = {row[key] for row in train.rows}
         assert len(questions) == len(train.rows)
         assert not questions & {row[key] for row in held_out.rows}, "held-out rows leak"
