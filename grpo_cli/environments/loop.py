@@ -155,6 +155,7 @@ class _Episodes:
         hand_over: HandOver,
     ) -> None:
         self.loop, self.settings, self.sampling = loop, loop.settings, sampling
+        self.first_prompts = prompts  # without first observations
         self.prompts, self.seeds, self.hand_over = list(prompts), seeds, hand_over
         is_only_one = loop.dialogues.keys() == {""}
         self.names = ["" if is_only_one else str(p.columns.get(ENVIRONMENT)) for p in prompts]
@@ -352,7 +353,8 @@ class _Episodes:
     def _open(self, e: Episode) -> None:
         """Gives an episode a fresh environment, in the state that the group begins with."""
         seed = derive_seed(self.seeds[e.number], ENVIRONMENT)
-        row = self.prompts[e.number].columns
+        prompt = self.first_prompts[e.number]
+        row = {**prompt.columns, "prompt": prompt.text}
         e.session = self.loop.environments.open(self.names[e.number], row, seed)
         e.replayed = 0
         e.opened += 1

@@ -138,9 +138,12 @@ def for_training(recipe: Recipe) -> Prepared:
 def rows_of(
     train: Mapping[str, TrainRows], held_out: Mapping[str, HeldOutRows]
 ) -> Iterator[Mapping[str, Any]]:
-    """Yields the columns of all rows, as environments are given them."""
-    for rows in (part.rows for parts in (train, held_out) for part in parts.values()):
-        yield from map(data.other_columns, rows.rows)
+    """Yields the columns and the prompt of all rows, as environments are given them."""
+    for parts in (train, held_out):
+        for part in parts.values():
+            for number, row in enumerate(part.rows.rows):
+                prompt = data.prompt_text(row, part.dataset, part.rows.line(number))
+                yield {**data.other_columns(row), "prompt": prompt}
 
 
 def check_reward_datasets(recipe: Recipe, train: Mapping[str, TrainRows]) -> None:

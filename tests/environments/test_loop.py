@@ -277,7 +277,7 @@ def test_the_row_names_its_environment() -> None:
     prompts = [prompt_of("P", environment="one"), prompt_of("Q", environment="two", level=3)]
     run(scene, lambda so_far: "x.", prompts=prompts)
     assert [name for name, _, _ in scene.opened] == ["one", "two"]
-    assert scene.opened[1][1]["level"] == 3
+    assert scene.opened[1][1] == {"environment": "two", "level": 3, "prompt": "Q"}
 
 
 def test_a_failed_environment_is_replaced_and_replayed() -> None:
