@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.data import conversations
 from grpo_cli.environments.loop import HandOver
-from grpo_cli.errors import TrainingError
+from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import Generator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.random_streams import derive_seed
@@ -127,6 +127,8 @@ class TrlRollouts:
         )  # fmt: skip
         try:
             found = self.function([p.conversation for p in repeated], trainer)
+        except (TrainingError, UserError):  # the generator's own, which says what to do
+            raise
         except Exception as error:
             raise TrainingError(f"rollout = {self.path} raised {blame(error)}") from error
         columns = self._columns(found, len(repeated))

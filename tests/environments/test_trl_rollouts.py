@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from grpo_cli.environments.trl_rollouts import TrlRollouts
-from grpo_cli.errors import TrainingError
+from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import Generator, OnGroup, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Completion, Prompt
@@ -105,3 +105,17 @@ def test_rows_that_are_no_rollouts_are_named(
 def test_a_function_that_raises_ends_the_run(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(TrainingError, match="mine:function raised ZeroDivisionError"):
         sampled(tokenizer, lambda prompts, trainer: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    "error", [TrainingError("the server is gone"), UserError("no such server")]
+)
+def test_errors_of_the_generator_pass_through_it(
+    tokenizer: PreTrainedTokenizerFast, error: Exception
+) -> None:
+    def function(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        sampled(tokenizer, function)
+    assert raised.value is error
