@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -126,7 +127,7 @@ class Evaluator:
             progress(min(done, len(task.prompts)), "rows completed")
             session.add(rollouts)
 
-        turns = task.tools is not None or self.episodes is not None
+        turns = task.tools is not None or self._episodes_of(task) is not None
         in_rounds = turns and workers.runs_in_lockstep  # every process's
         with nullcontext() if in_rounds else interruptible():
             fresh = self._sampled(task, own, arrived) if task.stored is None else []
@@ -157,9 +158,15 @@ class Evaluator:
             tokenizer,
             task.tools,
             self.workers.any_in_lockstep,
-            self.episodes if task.benchmark is None else None,
+            self._episodes_of(task),
         )
         return rollouter.rollouts(prompts, task.num_samples, task.sampling, task.seed, arrived)
+
+    def _episodes_of(self, task: Task) -> EpisodeLoop | TrlRollouts | None:
+        """Returns what makes a task's episodes; a copy, since training reads how long it waited."""
+        if self.episodes is None or task.benchmark is not None:
+            return None
+        return dataclasses.replace(self.episodes)
 
     def _score(
         self, task: Task, session: ScoringSession, groups: Sequence[Group], journal: Journal | None
