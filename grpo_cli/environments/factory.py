@@ -48,15 +48,7 @@ def open_sessions(recipe: Recipe, rows: Iterable[Mapping[str, Any]]) -> Sessions
     try:
         firsts: dict[str, Mapping[str, Any]] = {}
         for number, row in enumerate(rows):
-            name = name_of(row, sessions)
-            if name not in sessions.spec.names:
-                known = sessions.spec.names
-                raise UserError(
-                    f"row {number}: the column {NAME_COLUMN!r} names no environment: "
-                    f"{row.get(NAME_COLUMN)!r}; environment.by_name has {listed(known)}."
-                    f"{nearest(name, known)}"
-                )
-            firsts.setdefault(name, row)
+            firsts.setdefault(known_name(row, sessions, f"row {number}: "), row)
             if sessions.spec.names == [""]:
                 break
         for name, row in firsts.items():
@@ -108,12 +100,28 @@ def tools_of(sessions: Sessions | None) -> ToolsOf | None:
     if sessions is None:
         return None
     schemas = {name: sessions.schemas(name) for name in sessions.spec.names}
-    return lambda row: schemas[name_of(row, sessions)]
+    return lambda row: schemas[known_name(row, sessions)]  # of a stream, rows come later
 
 
 def name_of(row: Mapping[str, Any], sessions: Sessions) -> str:
     """Returns the name of a row's environment; "" if there is only one."""
     return "" if sessions.spec.names == [""] else str(row.get(NAME_COLUMN))
+
+
+def known_name(row: Mapping[str, Any], sessions: Sessions, where: str = "") -> str:
+    """Returns the name of a row's environment.
+
+    Raises:
+        UserError: there is no environment of this name.
+    """
+    name, known = name_of(row, sessions), sessions.spec.names
+    if name not in known:
+        raise UserError(
+            f"{where}the column {NAME_COLUMN!r} names no environment: "
+            f"{row.get(NAME_COLUMN)!r}; environment.by_name has {listed(known)}."
+            f"{nearest(name, known)}"
+        )
+    return name
 
 
 def make_loop(
