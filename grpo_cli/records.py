@@ -14,6 +14,7 @@ model may well sample its own pad token.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class Prompt:
     # ^ model inputs besides the ids, such as pixel_values; passed on as they are
     prefill: str = ""  # text of the assistant at the end of a chat, which the completion continues
     row_ids: list[int] | None = None  # tokens before an environment's first observation was added
+    added: dict[str, Any] = field(default_factory=dict)  # columns that a rollout function added
 
     @property
     def conversation(self) -> str | Messages:
@@ -305,6 +307,8 @@ def to_state(rollout: Rollout) -> dict[str, Any]:
         state["turns"] = [(t.start, t.end, t.by, t.reward) for t in rollout.completion.turns]
     if rollout.prompt.row_ids is not None:
         state["observed_prompt"] = {"ids": rollout.prompt.ids, "text": rollout.prompt.text}
+    if rollout.prompt.added:  # values of any type, and a checkpoint holds plain values
+        state["observed_prompt"]["added"] = json.dumps(rollout.prompt.added, default=str)
     return state
 
 
@@ -312,7 +316,15 @@ def from_state(prompt: Prompt, state: Mapping[str, Any]) -> Rollout:
     """Returns the rollout of `prompt` that `to_state` has read; also of version 0.1.0."""
     values = with_current_names(state)
     if (observed := values.pop("observed_prompt", None)) is not None:
-        prompt = dataclasses.replace(prompt, **observed, row_ids=prompt.ids)
+        added = json.loads(observed.get("added", "{}"))
+        prompt = dataclasses.replace(
+            prompt,
+            ids=observed["ids"],
+            text=observed["text"],
+            columns={**prompt.columns, **added},
+            row_ids=prompt.ids,
+            added=added,
+        )
     if "turns" in values:
         values["turns"] = tuple(Turn(*turn) for turn in values["turns"])
         values["messages"] = tuple(values.get("messages", ()))

@@ -65,6 +65,7 @@ def _evaluate_model(
     loading.check_embeddings(model, path, prompts)
     model = workers.place(model)
     episodes = build.make_episodes(prepared, model, tokenizer, reporter.say)
+    prompts = [*build.with_room_for_observations(recipe, model, prompts)]
     generator = make_generator(recipe, model, tokenizer, workers, prompts, reporter.say)
     evaluator = Evaluator(recipe.eval, workers, tokenizer, generator, tasks, episodes)
     without_votes = [task.label for task in tasks if not task.has_votes]

@@ -206,9 +206,9 @@ def _of_episodes(recipe: Recipe) -> Iterator[str]:
             f"rollout together with {listed(given)}: the rollout function makes complete "
             "rollouts; set one of them."
         )
-    if not recipe.has_environment:
+    if not recipe.has_episodes:
         return
-    if not recipe.dataset.chat:
+    if recipe.has_environment and not recipe.dataset.chat:
         yield (
             "dataset.chat = false: tools and environments take turns with the model in a "
             "conversation; set dataset.chat=true."

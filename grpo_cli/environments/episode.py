@@ -19,7 +19,7 @@ from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.records import Completion, Turn, counts_by_tool
 
 # Reasons after which `finish_reason` is length: a limit has cut the episode.
-CUT = ("max_turns", "turn_tokens", "max_tokens")
+CUT = ("max_turns", "turn_tokens", "max_tokens", "episode_seconds")
 
 
 class EnvironmentSession(Protocol):

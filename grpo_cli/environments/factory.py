@@ -173,5 +173,10 @@ def make_loop(
         tools = ", ".join(schema["function"]["name"] for schema in schemas)
         say(f"environment {name or 'of all rows'}: {f'tools {tools}' if tools else 'no tools'}")
     return EpisodeLoop(
-        sessions, dialogues, recipe.episode, recipe.environment.retries, max_prompt_tokens
+        sessions,
+        dialogues,
+        recipe.episode,
+        recipe.environment.retries,
+        max_prompt_tokens,
+        recipe.environment.max_failed_share,
     )

@@ -45,6 +45,7 @@ from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Completion, Prompt
 
 PATIENCE = 0.5  # seconds that an eager round waits for environments, once it has something to do
+MOST_FAILED = 16  # episodes of a call before their share counts
 MOST_BYSTANDER_FAILURES = 20  # of one episode
 ENVIRONMENT = "environment"  # the column with the name of a row's environment
 
@@ -89,6 +90,7 @@ class EpisodeLoop:
     settings: EpisodeSettings
     retries: int = 2  # of an episode whose environment has failed
     max_prompt_tokens: int | None = None  # of a prompt with its first observation
+    max_failed_share: float = 1.0  # of the episodes of a call; many more are not waited for
     seconds_waited: float = 0.0  # for environments while nothing was sampled; the reader resets it
 
     def sample(
@@ -110,7 +112,7 @@ class EpisodeLoop:
             has_round: see `tools.ToolGenerator`.
 
         Raises:
-            TrainingError: the environments of a group do not begin alike.
+            TrainingError: the environments of a group do not begin alike, or too many failed.
         """
         work = _Episodes(self, generator, prompts, num_generations, sampling, seeds, hand_over)
         try:
@@ -166,6 +168,7 @@ class _Episodes:
         self.ready: list[Episode] = []
         self.answers: queue.SimpleQueue[tuple[_Call, Future[Observation]]] = queue.SimpleQueue()
         self.num_waiting = 0  # calls of environments under way
+        self.num_failed = 0  # episodes without a reward
 
     # Rounds
 
@@ -470,6 +473,14 @@ class _Episodes:
             self._open(e)
             return
         e.stop_reason, e.error = failure.stop_reason, str(failure)
+        self.num_failed += 1
+        total = sum(map(len, self.episodes))
+        if self.num_failed > max(MOST_FAILED, self.loop.max_failed_share * total):
+            raise TrainingError(
+                f"the environments of {self.num_failed} of {total} rollouts failed, more than "
+                f"environment.max_failed_share = {self.loop.max_failed_share:g}; the last error: "
+                f"{e.error}"
+            )
         if e.ids:  # else it is complete once its first piece is there
             self._complete(e)
 

@@ -178,7 +178,11 @@ class TrlRollouts:
             is_sampled=None if all(sampled) else sampled,
         )
         changed = dataclasses.replace(
-            prompt, ids=prompt_ids, columns={**prompt.columns, **row}, row_ids=prompt.ids
+            prompt,
+            ids=prompt_ids,
+            columns={**prompt.columns, **row},
+            row_ids=prompt.ids,
+            added=row,
         )
         return changed, completion
 

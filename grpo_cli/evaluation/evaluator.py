@@ -16,6 +16,7 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.environments.trl_rollouts import TrlRollouts
+from grpo_cli.errors import TrainingError
 from grpo_cli.evaluation.benchmarks import asking
 from grpo_cli.evaluation.journal import Journal
 from grpo_cli.evaluation.majority import Ballot, answers_in_pool, count_in_pool
@@ -143,7 +144,21 @@ class Evaluator:
             if not key.startswith("time/")
         }
         everyones = [f for part in workers.gather(facts) for f in part]
+        self._check_environments(task, sum(f.unscored for f in everyones), groups)
         return summarize(everyones, self.config, task.num_samples) | of_rewards, groups
+
+    def _check_environments(self, task: Task, failed: int, groups: Sequence[Group]) -> None:
+        """Raises a TrainingError if too many environments failed, whose episodes count as wrong."""
+        episodes, total = self._episodes_of(task), len(task.prompts) * task.num_samples
+        if not isinstance(episodes, EpisodeLoop) or failed <= episodes.max_failed_share * total:
+            return
+        errors = [r.completion.env_error for g in groups for r in g.rollouts]
+        last = next(filter(None, reversed(errors)), "of another process")
+        raise TrainingError(
+            f"evaluation of {task.label}: the environments of {failed} of {total} episodes failed, "
+            f"more than environment.max_failed_share = {episodes.max_failed_share:g}; the last "
+            f"error: {last}"
+        )
 
     def _sampled(
         self,
@@ -166,7 +181,9 @@ class Evaluator:
         """Returns what makes a task's episodes; a copy, since training reads how long it waited."""
         if self.episodes is None or task.benchmark is not None:
             return None
-        return dataclasses.replace(self.episodes)
+        if isinstance(self.episodes, TrlRollouts):
+            return dataclasses.replace(self.episodes)
+        return dataclasses.replace(self.episodes, max_prompt_tokens=None)  # none is too long here
 
     def _score(
         self, task: Task, session: ScoringSession, groups: Sequence[Group], journal: Journal | None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
@@ -132,8 +133,9 @@ def assemble(
         longest, knob = recipe.generation.max_completion_tokens, "generation.max_completion_tokens"
         loading.check_context(model, recipe.model.path, prompts, longest, knob)
     episodes = make_episodes(prepared, model, tokenizer, reporter.say)
+    longest_prompts = [*prompts, *with_room_for_observations(recipe, model, held_out)]
     generator = factory.make_generator(
-        recipe, model, tokenizer, workers, [*prompts, *held_out], reporter.say
+        recipe, model, tokenizer, workers, longest_prompts, reporter.say
     )
     evaluator = None
     if to_solve:
@@ -197,6 +199,19 @@ def assemble(
         run.close()
         raise
     return run
+
+
+def with_room_for_observations(
+    recipe: Recipe, model: PreTrainedModel, prompts: Sequence[Prompt]
+) -> Sequence[Prompt]:
+    """Returns held-out prompts and one as long as the longest with a first observation may be."""
+    if not prompts or not recipe.has_episodes:
+        return prompts
+    own = max(len(p.ids) for p in prompts)
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    room = (context or math.inf) - recipe.longest_completion - own
+    longest = own + int(max(0, min(recipe.episode.reply_tokens, room)))
+    return [*prompts, Prompt.from_ids(prompts[0].ids[:1] * longest)]
 
 
 def make_episodes(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -177,7 +178,10 @@ def _sample(
     """
     session = run.scorer.begin(run.trainer_state())
     sessions.append(session)
-    with clock.stage("generate"), run.interrupts.interruptible():
+    # Processes in lockstep take rounds of episodes together: one that left would leave the others.
+    in_rounds = run.queue.episodes is not None and run.workers.runs_in_lockstep
+    leaving = nullcontext() if in_rounds else run.interrupts.interruptible()
+    with clock.stage("generate"), leaving:
         sampling = run.queue.sample(recipe, number) if batch is None else batch.take
         groups = sampling(session.add)  # scoring begins while others are still being sampled
     rollouts = [r for g in groups for r in g.rollouts]

@@ -29,6 +29,7 @@ BUILT: dict[str, Any] = {
     "dataset.max_prompt_tokens": 8,
     "generation.max_completion_tokens": 8,
 }
+TALKS: dict[str, Any] = {"environment.path": "my:Environment", "dataset.chat": True}
 KNOBS = dict(knobs())
 DEFAULTS = Recipe()
 
@@ -418,6 +419,35 @@ PLAIN_REINFORCE_PP = {"advantage.rule": "reinforce_pp", "advantage.baseline": "n
             "generation.logit_bias: 7 is not in generation.allowed_token_ids, so that it is never "
             "sampled; allow it, or drop it.",
         ),
+        (
+            {"tools.add": "my:add"},
+            "dataset.chat = false: tools and environments take turns with the model in a "
+            "conversation; set dataset.chat=true.",
+        ),
+        (
+            {**TALKS, "environment.mcp": "server"},
+            "environment.path and environment.mcp: each names the environment; set one of them.",
+        ),
+        (
+            {**TALKS, "rollout": "my:function"},
+            "rollout together with environment.path: the rollout function makes complete "
+            "rollouts; set one of them.",
+        ),
+        (
+            {**TALKS, "dataset.final_assistant": "continue"},
+            "dataset.final_assistant = continue: an episode begins with a turn of the model; use "
+            "drop or refuse.",
+        ),
+        (
+            {**TALKS, "episode.turn_tokens": 9, "generation.max_completion_tokens": 8},
+            "episode.turn_tokens = 9: must be <= generation.max_completion_tokens = 8, the limit "
+            "of all turns and replies together.",
+        ),
+        (
+            {"episode.max_turns": 3},
+            "episode.max_turns = 3: is only read with tools or an environment. "
+            "episode.max_turns=null takes it back.",
+        ),
     ],
     ids=lambda v: str(v)[:60] if isinstance(v, dict) else "",
 )
@@ -454,6 +484,8 @@ def test_a_contradiction(changes: dict[str, Any], expected: str) -> None:
         {"generation.min_completion_tokens": 8, "generation.max_completion_tokens": 8},
         {"generation.min_completion_tokens": 8, "eval.max_completion_tokens": 8},
         {"generation.stop": ["\n\n", " "]},
+        {**TALKS, "tools.add": "my:add", "episode.max_turns": 3},
+        {"rollout": "my:function", "episode.max_turns": 3},
     ],
     ids=str,
 )

@@ -143,9 +143,10 @@ def run(
     generator = Scripted(answer)
     retries = settings.pop("retries", 2)
     most = settings.pop("max_prompt_tokens", None)
+    share = settings.pop("max_failed_share", 1.0)
     names = {p.columns.get("environment", "") for p in prompts} or {""}
     loop = EpisodeLoop(
-        scene, dict.fromkeys(names, Characters()), EpisodeSettings(**settings), retries, most
+        scene, dict.fromkeys(names, Characters()), EpisodeSettings(**settings), retries, most, share
     )
     prompts = prompts or [prompt_of("Q")]
     found: dict[int, list[Completion]] = {}
@@ -219,7 +220,7 @@ def test_limits_cut_an_episode(settings: dict[str, Any], expected: str, reason: 
     scene = Scene(reply_with(["a", "b", "c"]))
     ((c,),), _ = run(scene, next_digit, **settings)
     assert (text(c), c.stop_reason) == (expected, reason)
-    assert c.finish_reason == ("stop" if reason == "episode_seconds" else "length")
+    assert c.finish_reason == "length"
     steps = sum(call.endswith("step") for call in scene.log)
     assert steps == expected.count("."), "a turn that a limit has cut is not given to it"
     assert scene.log[-1] == "0 finish", "its state is graded anyway"
@@ -324,6 +325,13 @@ def test_an_episode_is_given_up_after_its_retries() -> None:
     assert (text(c), c.stop_reason, c.env_rewards) == ("0.", "env_error", {})
     assert (c.env_error, c.env_retries) == ("it broke", 2)
     assert len(scene.opened) == 3
+
+
+def test_a_broken_environment_ends_the_run_before_all_have_failed() -> None:
+    scene = Scene(reply_with([]), faults=dict.fromkeys(range(1000), ("step", 0)))
+    prompts = [prompt_of("Q") for _ in range(50)]
+    with pytest.raises(TrainingError, match=r"21 of 100 rollouts failed.* = 0.2; .*: it broke"):
+        run(scene, next_digit, prompts=prompts, num_generations=2, retries=0, max_failed_share=0.2)
 
 
 def test_one_of_a_group_that_cannot_begin_leaves_the_others() -> None:

@@ -132,7 +132,12 @@ def test_a_first_observation_comes_back_with_its_group(tmp_path: Path) -> None:
     stream = make_stream()
     groups = carried_groups(stream)
     seen = dataclasses.replace(
-        groups[0].prompt, ids=[5, 5, 6], text="seen", row_ids=groups[0].prompt.ids
+        groups[0].prompt,
+        ids=[5, 5, 6],
+        text="seen",
+        row_ids=groups[0].prompt.ids,
+        columns={**groups[0].prompt.columns, "score": 0.5},
+        added={"score": 0.5},
     )
     groups[0] = Group(2, seen, [dataclasses.replace(r, prompt=seen) for r in groups[0].rollouts])
     saved = through_a_file(to_entries(groups, REWARDS), tmp_path / "state.pt")

@@ -65,6 +65,12 @@ def contradictions_of_colocate(recipe: Recipe) -> Iterator[str]:
             f"generation.vllm.tensor_parallel = {vllm.tensor_parallel}; set it to 1, or "
             "use generation=vllm_server."
         )
+    if recipe.has_episodes and vllm.tensor_parallel > 1:
+        yield (
+            f"generation.vllm.tensor_parallel = {vllm.tensor_parallel}: the processes of one "
+            "engine cannot take turns with tools, environments or rollout functions; set it to 1, "
+            "or use generation=vllm_server."
+        )
     if vllm.sleep == 2 and recipe.adapter.sync == "adapter":
         yield (
             "adapter.sync = adapter: generation.vllm.sleep = 2 frees the base model's weights, "
