@@ -179,6 +179,7 @@ def test_a_stored_chat_is_scored_as_in_training(tmp_path: Path) -> None:
     path = tmp_path / "completions.parquet"
     write_parquet(path, [{"prompt": prompt_cell(prompt), "completion": "2", "columns": "{}"}])
     (sample,) = load(path, {}, "input")
-    rollout = SimpleNamespace(prompt=prompt, completion=SimpleNamespace(ids=None), text="2")
+    completion = SimpleNamespace(ids=None, is_episode=False)
+    rollout = SimpleNamespace(prompt=prompt, completion=completion, text="2")
     assert sample == Sample.of(rollout)  # type: ignore[arg-type]
     assert sample.prefill == "The sum is "
