@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from grpo_cli.data import Rows, load_rows, make_prompts, prompt_text
 from grpo_cli.data.conversations import normalized, template_kwargs
 from grpo_cli.data.stored_completions import Sample, load, prompt_cell
 from grpo_cli.errors import UserError
-from grpo_cli.records import Prompt
+from grpo_cli.records import Completion, Prompt, Rollout
 from grpo_cli.reporting.reporter import write_parquet
 
 USER = {"role": "user", "content": "1+1="}
@@ -179,7 +178,6 @@ def test_a_stored_chat_is_scored_as_in_training(tmp_path: Path) -> None:
     path = tmp_path / "completions.parquet"
     write_parquet(path, [{"prompt": prompt_cell(prompt), "completion": "2", "columns": "{}"}])
     (sample,) = load(path, {}, "input")
-    completion = SimpleNamespace(ids=None, is_episode=False)
-    rollout = SimpleNamespace(prompt=prompt, completion=completion, text="2")
-    assert sample == Sample.of(rollout)  # type: ignore[arg-type]
+    completion = Completion(None, [], "stop")  # type: ignore[arg-type]  # as the file has none
+    assert sample == Sample.of(Rollout(prompt, completion, "2"))
     assert sample.prefill == "The sum is "
