@@ -12,7 +12,8 @@ the result at an index belongs to the prompt at this index. What it returns is c
 from __future__ import annotations
 
 import dataclasses
-import math
+import inspect
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.data import conversations
+from grpo_cli.environments.functions import clean_text
 from grpo_cli.environments.loop import HandOver
-from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.errors import TrainingError, UserError, listed, nearest
 from grpo_cli.generation.base import Generator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.random_streams import derive_seed
@@ -29,6 +31,7 @@ from grpo_cli.records import Completion, Prompt
 from grpo_cli.scoring.pool_worker import blame
 
 REQUIRED = ("completion_ids", "logprobs", "prompt_ids")
+TEXT_LIMIT = 2000  # characters of an exception
 MASK = "env_mask"  # 1 on tokens of the model, 0 on others
 
 
@@ -60,7 +63,16 @@ class RolloutTrainer:
 
         Returns:
             For each prompt {"prompt_ids", "completion_ids", "logprobs", "text"}.
+
+        Raises:
+            TrainingError: `Sampling` has no such field.
         """
+        known = [field.name for field in dataclasses.fields(Sampling)]
+        if unknown := [name for name in sampling if name not in known]:
+            raise TrainingError(
+                f"trainer.generate of a rollout function has no argument {unknown[0]!r}; it has "
+                f"{listed(known)}.{nearest(unknown[0], known)}"
+            )
         encoded = [self._encoded(prompt) for prompt in prompts]
         seeds = [derive_seed(self._seed, self._calls, n) for n in range(len(encoded))]
         self._calls += 1
@@ -103,6 +115,13 @@ class TrlRollouts:
     template_kwargs: Mapping[str, Any]
     seconds_waited: float = 0.0
 
+    def __post_init__(self) -> None:
+        if inspect.isclass(self.function):
+            raise UserError(
+                f"rollout = {self.path}: is a class; give a function of (prompts, trainer), or an "
+                "object that is called like one."
+            )
+
     def sample(
         self,
         generator: Generator,
@@ -130,10 +149,11 @@ class TrlRollouts:
         except (TrainingError, UserError):  # the generator's own, which says what to do
             raise
         except Exception as error:
-            raise TrainingError(f"rollout = {self.path} raised {blame(error)}") from error
+            text = clean_text(blame(error), TEXT_LIMIT)
+            raise TrainingError(f"rollout = {self.path} raised {text}") from error
         columns = self._columns(found, len(repeated))
         rows = [
-            self._rollout(prompt, {key: values[n] for key, values in columns.items()}, n)
+            self._rollout(prompt, {k: v[n] for k, v in columns.items()}, n, sampling.max_tokens)
             for n, prompt in enumerate(repeated)
         ]
         for number in range(len(prompts)):
@@ -147,7 +167,8 @@ class TrlRollouts:
         if missing := [key for key in REQUIRED if key not in found]:
             raise self._error(f"must return the keys {', '.join(REQUIRED)}; it lacks {missing}")
         columns = {}
-        for key, values in found.items():
+        for key, given in found.items():
+            values = _builtin(given)
             is_list = isinstance(values, (list, tuple))
             if not is_list and key in (*REQUIRED, MASK):
                 raise self._error(f"returned {type(values).__name__} as {key}; must be a list")
@@ -159,18 +180,26 @@ class TrlRollouts:
             columns[str(key)] = values if is_list else [values] * number
         return columns
 
-    def _rollout(self, prompt: Prompt, row: dict[str, Any], n: int) -> tuple[Prompt, Completion]:
+    def _rollout(
+        self, prompt: Prompt, row: dict[str, Any], n: int, max_tokens: int
+    ) -> tuple[Prompt, Completion]:
         prompt_ids = self._ids(row.pop("prompt_ids"), "prompt_ids", n)
         ids = self._ids(row.pop("completion_ids"), "completion_ids", n)
-        logprobs = row.pop("logprobs")
-        mask = row.pop(MASK, None)
-        if len(logprobs) != len(ids) or not all(map(_is_logprob, logprobs)):
+        if len(ids) > max_tokens:
+            raise self._error(
+                f"row {n}: completion_ids has {len(ids)} tokens, more than "
+                f"generation.max_completion_tokens = {max_tokens}"
+            )
+        logprobs = _values(row.pop("logprobs"), len(ids), _is_logprob)
+        if logprobs is None:
             raise self._error(
                 f"row {n}: logprobs must hold a finite number <= 0 for each of {len(ids)} tokens"
             )
-        if mask is not None and (len(mask) != len(ids) or not {*mask} <= {0, 1}):
+        given = row.pop(MASK, None)
+        mask = [1] * len(ids) if given is None else _values(given, len(ids), _is_flag)
+        if mask is None:
             raise self._error(f"row {n}: {MASK} must hold 0 or 1 for each of {len(ids)} tokens")
-        sampled = [True] * len(ids) if mask is None else [bool(m) for m in mask]
+        sampled = [bool(m) for m in mask]
         completion = Completion(
             ids,
             [float(p) if own else 0.0 for p, own in zip(logprobs, sampled, strict=True)],
@@ -187,17 +216,35 @@ class TrlRollouts:
         return changed, completion
 
     def _ids(self, ids: Any, key: str, n: int) -> list[int]:
-        found = ids.tolist() if hasattr(ids, "tolist") else ids
-        is_list = isinstance(found, (list, tuple)) and bool(found)
         size = len(self.tokenizer)
-        if not is_list or not all(type(i) is int and 0 <= i < size for i in found):
+        found = _values(ids, None, lambda i: type(i) is int and 0 <= i < size)
+        if not found:
             raise self._error(f"row {n}: {key} must be a list of token ids from 0 to {size - 1}")
-        return list(found)
+        return found
 
     def _error(self, problem: str) -> TrainingError:
         return TrainingError(f"rollout = {self.path}: {problem}.")
 
 
+def _builtin(value: Any) -> Any:
+    """Converts arrays, tensors and their scalars to lists and numbers."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _values(given: Any, number: int | None, is_right: Callable[[Any], bool]) -> list[Any] | None:
+    """Returns a list of right values; None if it is none, or has another number of them."""
+    values = _builtin(given)
+    if not isinstance(values, (list, tuple)) or number not in (None, len(values)):
+        return None
+    found = [_builtin(value) for value in values]
+    return found if all(map(is_right, found)) else None
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) and value in (0, 1)
+
+
 def _is_logprob(value: Any) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value <= 1e-4
+    # The bounds exclude nan, both infinities and an int too large for a float.
+    return is_number and -sys.float_info.max <= value <= 1e-4

@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from grpo_cli.environments.trl_rollouts import TrlRollouts
@@ -92,6 +94,15 @@ def test_it_may_sample_with_the_runs_generator(tokenizer: PreTrainedTokenizerFas
         (rows(4, env_mask=[[1, 1, 2]] * 4), "row 0: env_mask must hold 0 or 1"),
         (rows(4) | {"completion_ids": [[7, 8, 2]] * 3 + [[]]}, "row 3: completion_ids must be"),
         (rows(4) | {"completion_ids": [[7, 8, 9999]] * 4}, "row 0: completion_ids must be .* 258"),
+        (rows(4) | {"logprobs": [[None] * 3] * 4}, "row 0: logprobs must hold"),
+        (rows(4) | {"logprobs": [[-0.1, -0.2, -(10**400)]] * 4}, "row 0: logprobs must hold"),
+        (rows(4) | {"logprobs": [-0.1] * 4}, "row 0: logprobs must hold"),
+        (rows(4, env_mask=[1] * 4), "row 0: env_mask must hold 0 or 1"),
+        (rows(4, env_mask=[[[], 1, 1]] * 4), "row 0: env_mask must hold 0 or 1"),
+        (
+            rows(4) | {"completion_ids": [[7] * 9] * 4, "logprobs": [[-0.1] * 9] * 4},
+            "row 0: completion_ids has 9 tokens, more than generation.max_completion_tokens = 8",
+        ),
         (rows(4) | {"prompt_ids": "ids"}, "returned str as prompt_ids; must be a list"),
     ],
 )
@@ -119,3 +130,47 @@ def test_errors_of_the_generator_pass_through_it(
     with pytest.raises(type(error)) as raised:
         sampled(tokenizer, function)
     assert raised.value is error
+
+
+def test_arrays_tensors_and_their_scalars_are_taken(tokenizer: PreTrainedTokenizerFast) -> None:
+    result = {
+        "prompt_ids": np.array([[5, 6]] * 4),
+        "completion_ids": [torch.tensor([7, 8, 2])] * 4,
+        "logprobs": [[np.float32(-0.5), torch.tensor(-0.25), -1]] * 4,
+        "env_mask": [np.array([True, False, True])] * 4,
+    }
+    found, _ = sampled(tokenizer, lambda prompts, trainer: result)
+    for prompt, completion in found:
+        assert (prompt.ids, completion.ids) == ([5, 6], [7, 8, 2])
+        assert all(type(i) is int for i in [*prompt.ids, *completion.ids])
+        assert completion.sampling_logprobs == [-0.5, 0.0, -1.0]
+        assert completion.is_sampled == [True, False, True]
+
+
+def test_an_argument_that_sampling_has_not_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(TrainingError, match="no argument 'max_token'; it has .*max_tokens"):
+        sampled(tokenizer, lambda prompts, trainer: trainer.generate(prompts, max_token=3))
+
+
+def test_an_object_that_is_called_is_a_rollout_and_a_class_is_none(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    class Rollout:
+        def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+            return rows(len(prompts))
+
+    assert len(sampled(tokenizer, Rollout())[0]) == 4
+    with pytest.raises(UserError, match="rollout = mine:function: is a class"):
+        sampled(tokenizer, Rollout)
+
+
+def test_the_text_of_an_exception_is_shortened_and_cleaned(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    def function(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        raise ValueError("\x1b" + "x" * 9000)
+
+    with pytest.raises(TrainingError) as raised:
+        sampled(tokenizer, function)
+    assert len(str(raised.value)) < 2200
+    assert "\x1b" not in str(raised.value)
