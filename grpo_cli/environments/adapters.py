@@ -120,6 +120,16 @@ class Maker:
             if inspect.isclass(found.call) and manner_of(found.call, found.where) == "trl":
                 found.tools(found.call)
 
+    def has_own_schemas(self, name: str) -> bool:
+        """Whether an environment may have tools of its own.
+
+        SkyRL-gym's classes have none, and their constructors need a row.
+        """
+        if not (self.spec.path or self.spec.by_name):
+            return True
+        found = self._class(name)
+        return not (inspect.isclass(found.call) and manner_of(found.call, found.where) == "skyrl")
+
     async def close(self) -> None:
         """Ends the connections that rollouts share."""
         for shared in list(self._shared.values()):
@@ -164,12 +174,33 @@ class Maker:
                 )
             key = f"environment.by_name.{name}" if by_name else "environment.path"
             path = by_name[name] if by_name else str(self.spec.path)
-            # With several classes, args may give each its own, under its name.
-            args = self.spec.args
-            if by_name and set(args) <= set(by_name):
-                args = args.get(name) or {}
-            self._classes[name] = _Class.find(path, key, args, bool(by_name))
+            self._classes[name] = _Class.find(path, key, self._args(name), bool(by_name))
         return self._classes[name]
+
+    def _args(self, name: str) -> Mapping[str, Any]:
+        """Returns a class's arguments: of several classes each may have its own, by its name."""
+        args, by_name = self.spec.args, self.spec.by_name
+        unknown = [n for n in args if n not in by_name]
+        mappings = [n for n, value in args.items() if isinstance(value, Mapping)]
+        if not by_name:
+            return args
+        if unknown:
+            named = [n for n in mappings if n in by_name]
+            misspelt = [n for n in mappings if n in unknown and nearest(n, by_name)]
+            if not named and not misspelt:
+                return args  # of all classes
+            wrong = (misspelt or unknown)[0]
+            raise UserError(
+                f"environment.args.{wrong}: there is no environment {wrong!r}; "
+                f"environment.by_name has {listed(by_name)}.{nearest(wrong, by_name)}"
+            )
+        own = args.get(name)
+        if own is not None and not isinstance(own, Mapping):
+            raise UserError(
+                f"environment.args.{name}: {described_value(own)} is no mapping; give the "
+                f"arguments of the environment {name!r} by name."
+            )
+        return own or {}
 
 
 @dataclass(frozen=True)
@@ -208,6 +239,14 @@ class _Class:
                     f"environment.args.{unknown[0]}: {path} takes no such argument; it takes "
                     f"{listed(own)}.{nearest(unknown[0], own)}"
                 )
+        if inspect.iscoroutinefunction(given):
+            try:
+                inspect.signature(given).bind(None, **args)
+            except TypeError as error:
+                raise UserError(
+                    f"{where}: a rollout function must take a conversation, and nothing else that "
+                    f"environment.args does not give ({error})."
+                ) from error
         return found
 
     @property
@@ -413,6 +452,9 @@ class MessageEnvironment(_Base):
         """Begins an episode."""
         given = accepted(self.given.reset, {"row": dict(row), "seed": seed})
         first = observed(await result_of(self.given.reset(**given)))
+        if first.done or first.reward is not None:
+            wrong = "done=True" if first.done else f"the reward {first.reward:g}"
+            raise Broken(f"it returned {wrong}, and the model has taken no turn yet")
         return first if first.tools else replace(first, tools=self.schemas)
 
     async def step(self, message: Message) -> Observation:
@@ -494,7 +536,7 @@ class SkyRlEnvironment(_Base):
         if not isinstance(found, Mapping):
             return final
         numbers = {
-            str(k): float(v) for k, v in found.items() if isinstance(v, Real) and math.isfinite(v)
+            str(k): float(v) for k, v in found.items() if isinstance(v, Real) and is_finite(v)
         }
         return replace(final, metrics=numbers)
 
@@ -577,7 +619,11 @@ def text_of(content: Any) -> str:
 
 
 def as_schemas(tools: Any) -> list[dict[str, Any]]:
-    """Returns JSON schemas of tools: {"type": "function", "function": {"name": ...}}."""
+    """Returns JSON schemas of tools: {"type": "function", "function": {"name": ...}}.
+
+    Raises:
+        Broken: they are none.
+    """
     if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence):
         raise Broken(f"its tools are {kind_of(tools)}, not a list of JSON schemas")
     for tool in tools:
@@ -586,6 +632,11 @@ def as_schemas(tools: Any) -> list[dict[str, Any]]:
             raise Broken(
                 "one of its tools is no JSON schema of the form "
                 '{"type": "function", "function": {"name": ...}}'
+            )
+        if not isinstance(own.get("parameters"), Mapping):
+            raise Broken(
+                f"its tool {clean_text(own['name'], 200)!r} has no parameters; give the JSON "
+                'schema of its arguments, {"type": "object", "properties": {...}}'
             )
     return [plain(tool) for tool in tools]
 
@@ -621,9 +672,17 @@ def as_number(value: Any, what: str) -> float:
     if hasattr(value, "item") and not isinstance(value, Real):  # of torch
         with contextlib.suppress(Exception):
             value = value.item()
-    if not isinstance(value, Real) or not math.isfinite(value):
+    if not isinstance(value, Real) or not is_finite(value):
         raise Broken(f"its {what} is {described_value(value)}, not a finite number")
     return float(value)
+
+
+def is_finite(value: Real) -> bool:
+    """Returns whether a number is finite as a float, for which an int may be too large."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def as_done(value: Any) -> bool:

@@ -37,6 +37,7 @@ class Conversation:
         self._messages: list[Message] = []
         self._calls: list[ToolCall] = []
         self._reward: float | None = None
+        self._has_begun = False  # whether the model has taken a turn
         self.rewards: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
 
@@ -48,6 +49,7 @@ class Conversation:
             model has called tools.
         """
         message: Message = await _ask()
+        self._has_begun = True
         return message
 
     def append(self, messages: Message | Sequence[Message]) -> None:
@@ -64,6 +66,11 @@ class Conversation:
         """Rewards the model's last turn, or with a name the episode."""
         number = as_number(value, "conversation.reward")
         if name is None:
+            if not self._has_begun:
+                raise Broken(
+                    "conversation.reward was called before the model's first turn, which it would "
+                    "reward; give it a name to reward the episode"
+                )
             self._reward = (self._reward or 0.0) + number
         else:
             self.rewards[name] = number

@@ -177,7 +177,9 @@ class Host:
         except UserError as mistake:
             status, payload = "mistake", str(mistake)
         except Broken as broken:
-            status, payload = "env_error", f"{request.called}: {broken}"
+            # The text says by itself what is wrong with a class or with its tools.
+            before = "" if request.kind == "schemas" else f"{request.called}: "
+            status, payload = "env_error", f"{before}{broken}"
         except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit) as error:
             status, payload = "env_error", f"{request.called} raised {blame(error)}"
         under_way = self._under_way.get(request.session or -request.number)
@@ -214,7 +216,7 @@ class Host:
             seed_everything(seed)
             return await session.environment.reset(row, seed)
         finally:
-            await session.environment.close()
+            self._release(session, is_clean=False)
 
     def _session(self, run: Run, number: int) -> _Session:
         if number not in self._sessions:
@@ -247,6 +249,8 @@ class Host:
             self.reply(Reply(run.number, "partial", answer))
 
     async def _schemas(self, run: Run, name: str) -> list[dict[str, Any]]:
+        if not self._maker.has_own_schemas(name):
+            return [dict(tool.schema) for tool in self._maker.tools.values()]
         session = self._make(run, name, {})
         try:
             open_it = getattr(session.environment, "open", None)
@@ -254,7 +258,7 @@ class Host:
                 await open_it()
             return [dict(schema) for schema in session.environment.schemas]
         finally:
-            await session.environment.close()
+            self._release(session, is_clean=False)
 
     async def close(self) -> None:
         """Closes all environments; each has its deadline."""

@@ -34,7 +34,14 @@ from typing import Any, Protocol
 from grpo_cli.config.schema import EnvironmentSettings
 from grpo_cli.environments.adapters import Spec
 from grpo_cli.environments.deadlines import BEAT_SECONDS, GRACE, Deadlines, Mark, overrun
-from grpo_cli.environments.functions import Answer, calls_of, failure, name_of, shortened
+from grpo_cli.environments.functions import (
+    Answer,
+    calls_of,
+    clean_text,
+    failure,
+    name_of,
+    shortened,
+)
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.environments.session_worker import (
     READ_BYTES,
@@ -50,6 +57,7 @@ from grpo_cli.scoring.calls import own_cores
 
 CHECK_SECONDS = 1.0  # between looks at a worker that computes nothing of ours
 CLOSE_SECONDS = 2.0  # for workers to close their environments at the end
+TEXT_LIMIT = 2000  # characters of a failure
 MAX_MOVES = 3  # of a call to another worker, each after the loss of one
 
 
@@ -62,7 +70,7 @@ class EnvironmentFailure(Exception):  # noqa: N818
     """
 
     def __init__(self, stop_reason: str, text: str, own: bool = True) -> None:
-        super().__init__(text)
+        super().__init__(clean_text(text, TEXT_LIMIT))
         self.stop_reason, self.own = stop_reason, own
 
 
@@ -150,8 +158,10 @@ class Sessions:
     def try_out(self, name: str, row: Mapping[str, Any], seed: int = 0) -> Observation:
         """Makes, resets and closes an environment; returns its first observation.
 
+        An error of `close` is only printed, as in a run.
+
         Raises:
-            UserError: one of the three fails.
+            UserError: one of the others fails.
         """
         return self._ask("try", (name, dict(row), seed))  # type: ignore[no-any-return]
 

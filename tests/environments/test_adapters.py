@@ -61,7 +61,7 @@ def test_our_own_manner_with_a_tool_of_the_recipe() -> None:
 
 def test_the_calls_of_an_environments_own_tools_go_to_it_and_the_others_to_functions() -> None:
     class Shop:
-        tools = ({"type": "function", "function": {"name": "buy"}},)
+        tools = ({"type": "function", "function": {"name": "buy", "parameters": {}}},)
 
         def reset(self, row: Any, seed: int) -> Observation:
             return Observation()
@@ -181,7 +181,7 @@ class TwoNames:
 
 
 class Buys:
-    tools = ({"type": "function", "function": {"name": "times"}},)
+    tools = ({"type": "function", "function": {"name": "times", "parameters": {}}},)
 
     def reset(self, row: Any) -> Observation:
         return Observation()
@@ -304,3 +304,48 @@ def test_a_reset_in_trls_manner_that_does_not_fit(
     with pytest.raises(Broken) as error:
         asyncio.run(made(path=f"{SAMPLES}:Town").reset(row, 0))
     assert says in str(error.value)
+
+
+def test_a_tool_without_parameters_is_named() -> None:
+    tool = {"type": "function", "function": {"name": "buy"}}
+    with pytest.raises(Broken, match="its tool 'buy' has no parameters"):
+        observed(Observation(tools=[tool]))
+
+
+def test_a_reward_too_large_for_a_float_is_not_finite() -> None:
+    with pytest.raises(Broken, match="0, not a finite number"):
+        observed(Observation(reward=10**400))
+
+
+class BeginsAtItsEnd:
+    def __init__(self, **returned: Any) -> None:
+        self.returned = returned
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+        return Observation(**self.returned)
+
+    def step(self, message: Message) -> Observation:
+        return Observation(done=True)
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [({"done": True}, "it returned done=True"), ({"reward": 0.0}, "it returned the reward 0")],
+)
+def test_a_reset_neither_ends_nor_rewards(returned: dict[str, Any], problem: str) -> None:
+    env = made(path=f"{HERE}:BeginsAtItsEnd", args=returned)
+    with pytest.raises(Broken, match=f"{problem}, and the model has taken no turn yet"):
+        asyncio.run(env.reset({}, 0))
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        ({"guess": 3}, "environment.args.guess: 3 is no mapping"),
+        ({"gues": {"limit": 3}}, "environment.args.gues: there is no environment .*guess"),
+        ({"guess": {}, "zzz": {}}, "environment.args.zzz: there is no environment 'zzz'"),
+    ],
+)
+def test_arguments_by_the_name_of_an_environment(args: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        made("guess", by_name={"guess": f"{SAMPLES}:Guess"}, args=args)

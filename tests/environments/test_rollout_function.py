@@ -13,6 +13,7 @@ from grpo_cli.config.schema import EnvironmentSettings
 from grpo_cli.environments.protocol import Message, Observation
 from grpo_cli.environments.rollout_function import Conversation
 from grpo_cli.environments.sessions import EnvironmentFailure, Session, Sessions
+from grpo_cli.errors import UserError
 
 
 def double(x: int) -> int:
@@ -122,3 +123,33 @@ def test_a_function_that_fails_is_a_failed_environment(name: str, problem: str) 
 
     with opened(name) as session, pytest.raises(EnvironmentFailure, match=problem):
         play(session)
+
+
+async def takes_nothing() -> None: ...
+
+
+async def takes_two(conversation: Conversation, other: int) -> None: ...
+
+
+@pytest.mark.parametrize("name", ["takes_nothing", "takes_two"])
+def test_a_function_that_takes_no_conversation_is_a_mistake(name: str) -> None:
+    path = f"tests.environments.test_rollout_function:{name}"
+    settings = EnvironmentSettings(path=path, isolate=False)
+    with (
+        contextlib.closing(Sessions(settings)) as sessions,
+        pytest.raises(UserError, match=f"{name}: a rollout function must take a conversation"),
+    ):
+        sessions.try_out("", {})
+
+
+async def rewards_at_once(conversation: Conversation) -> None:
+    conversation.reward(1.0)
+    await conversation.turn()
+
+
+def test_a_reward_before_the_first_turn_is_a_failure() -> None:
+    with (
+        opened("rewards_at_once") as session,
+        pytest.raises(EnvironmentFailure, match="reward was called before the model's first turn"),
+    ):
+        session.reset().result(10)

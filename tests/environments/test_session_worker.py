@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from grpo_cli.environments.adapters import Spec
 from grpo_cli.environments.deadlines import Deadlines
 from grpo_cli.environments.protocol import Observation
@@ -88,3 +90,54 @@ def test_answers_of_a_turn_are_passed_on_and_those_before_are_skipped() -> None:
     assert (first.status, first.payload[0]["content"]) == ("partial", "5")
     assert isinstance(last.payload, Observation)
     assert [m["content"] for m in last.payload.messages] == ["5", "6"]
+
+
+class NeedsItsRow:
+    """In SkyRL-gym's manner."""
+
+    def __init__(self, extras: dict[str, Any]) -> None:
+        self.target = extras["reward_spec"]["target"]
+
+    def init(self, prompt: list[Any]) -> Any: ...
+
+    def step(self, action: str) -> Any: ...
+
+
+def test_the_schemas_of_a_class_whose_constructor_reads_the_row() -> None:
+    spec = Spec(path=f"{__name__}:NeedsItsRow", tools=TOOLS.tools)
+    (reply,) = answers(spec, Request(1, 0, "schemas", ""))
+    assert reply.status == "ok"
+    assert [schema["function"]["name"] for schema in reply.payload] == ["times"]
+
+
+class Raises:
+    def __init__(self) -> None:
+        raise RuntimeError("no licence")
+
+    def reset(self, row: Any) -> None: ...
+
+
+def test_a_constructor_is_blamed_once() -> None:
+    (reply,) = answers(Spec(path=f"{__name__}:Raises"), Request(1, 0, "schemas", ""))
+    assert reply.payload.count("its constructor") == 1
+
+
+class ClosesBadly:
+    def reset(self, row: Any, seed: int) -> Observation:
+        return Observation()
+
+    def step(self, message: Any) -> Observation:
+        return Observation(done=True)
+
+    def close(self) -> None:
+        raise RuntimeError("never opened")
+
+
+def test_an_error_of_close_is_only_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    replies = answers(
+        Spec(path=f"{__name__}:ClosesBadly"),
+        Request(1, 0, "schemas", ""),
+        Request(2, 0, "try", ("", {}, 0)),
+    )
+    assert [r.status for r in replies] == ["ok", "ok"]
+    assert capsys.readouterr().err.count("never opened") == 2

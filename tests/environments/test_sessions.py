@@ -496,3 +496,9 @@ def test_in_this_process_the_runs_random_numbers_stay(start: Open) -> None:
     seen.append(random.random())
     session.step(says("")).result(PATIENCE)
     assert [*seen, random.random()] == expected
+
+
+def test_the_text_of_a_failure_is_shortened_and_cleaned() -> None:
+    text = str(EnvironmentFailure("env_error", "\x1b" + "x" * 9000))
+    assert len(text) < 2200
+    assert "\x1b" not in text

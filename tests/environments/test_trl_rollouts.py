@@ -148,7 +148,7 @@ def test_arrays_tensors_and_their_scalars_are_taken(tokenizer: PreTrainedTokeniz
 
 
 def test_an_argument_that_sampling_has_not_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(TrainingError, match="no argument 'max_token'; it has .*max_tokens"):
+    with pytest.raises(TrainingError, match=r"no argument 'max_token'; it has .*max_tokens"):
         sampled(tokenizer, lambda prompts, trainer: trainer.generate(prompts, max_token=3))
 
 
