@@ -259,7 +259,8 @@ def test_command_line_on_a_cpu(model: Path) -> None:
     words += ["--worker-extension-cls", "grpo_cli.generation.vllm.worker.WorkerExtension"]
     words += ["--middleware", "grpo_cli.generation.vllm.server_key.KeyMiddleware"]
     words += ["--weight-transfer-config", '{"backend": "gloo"}', "--disable-uvicorn-access-log"]
-    words += ["--kv-cache-memory-bytes", "1073741824", "--enforce-eager"]
+    words += ["--kv-cache-memory-bytes", "1073741824", "--no-enable-chunked-prefill"]
+    words += ["--enforce-eager"]
     words += ["--max-num-seqs", "512", "--a"]
     assert plan.command() == words
 

@@ -88,6 +88,8 @@ def engine_args(
         args["kv_cache_memory_bytes"] = int(vllm.kv_cache_gb * GIB)
     elif on_cpu:
         args["kv_cache_memory_bytes"] = CPU_KV_CACHE
+    if on_cpu:  # after a part of a prompt vLLM turns seeded random streams back: GPUs' only
+        args["enable_chunked_prefill"] = False
     if recipe.generation.max_num_seqs is not None:
         args["max_num_seqs"] = recipe.generation.max_num_seqs
     if lora_rank is not None:

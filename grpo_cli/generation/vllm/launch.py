@@ -154,6 +154,8 @@ class ServerPlan:
         gib = 1.0 if s.kv_cache_gb is None and on_cpu else s.kv_cache_gb
         if gib is not None:
             words += ["--kv-cache-memory-bytes", str(int(gib * GIB))]
+        if on_cpu:  # see `colocate.engine_args`
+            words += ["--no-enable-chunked-prefill"]
         if on_cpu if s.eager is None else s.eager:
             words += ["--enforce-eager"]
         if self.revision is not None:

@@ -265,6 +265,15 @@ def test_programs_are_run_between_two_calls_of_the_engine(
         assert tokenizer.decode(of_tool) == shown
 
 
+def test_more_prompt_tokens_than_fit_into_one_step(
+    engine: ColocatedGenerator, policy: PreTrainedModel
+) -> None:
+    """vLLM turns a seeded random stream back after a part of a prompt, which a CPU's cannot."""
+    prompts = [[70 + (i * j) % 60 for i in range(100)] for j in range(60)]
+    groups = engine.generate(as_prompts(prompts), 1, SAMPLING, range(60))
+    assert difference(policy, groups, prompts=prompts) < 1e-3
+
+
 def test_log_probabilities_of_episodes(
     engine: ColocatedGenerator, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
