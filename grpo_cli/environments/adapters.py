@@ -541,7 +541,7 @@ class SkyRlEnvironment(_Base):
         return replace(final, metrics=numbers)
 
 
-# What environments return
+# Checks of the values that environments return
 
 
 def observed(value: Any) -> Observation:

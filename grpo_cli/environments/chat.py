@@ -47,7 +47,7 @@ def _marked(number: int) -> str:
     return f"   marker{number}begin{_PROBE}marker{number}end   "
 
 
-# What templates do to a text, by what they make of the probe.
+# The changes that templates make to a text, by their effect on the probe.
 _CHANGES: dict[str, Callable[[str], str]] = {
     _PROBE: lambda text: text,
     json.dumps(_PROBE, ensure_ascii=False)[1:-1]: lambda t: json.dumps(t, ensure_ascii=False)[1:-1],

@@ -151,7 +151,7 @@ class Deadlines:
             assert threading.current_thread() is threading.main_thread(), "signals come there"
             signal.signal(signal.SIGALRM, self._interrupt)
 
-    # What a call does with its own deadline
+    # For a call, about its own deadline
 
     def begin(self, slack: float = 0.0) -> None:
         """Gives the present call its full time from now on: a tool of a turn begins.
@@ -183,7 +183,7 @@ class Deadlines:
         """Returns a coroutine for a task of its own that counts as a part of the present call."""
         return coroutine if self.run is None else self._drive(self.run, coroutine)
 
-    # What the host of sessions does
+    # For the host of sessions
 
     async def call(self, run: Run, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Runs a call; its deadline counts from now."""

@@ -35,9 +35,9 @@ def multiply_wrongly(a: int, b: int) -> int:
 class GuessNumber:
     """A number from 0 to `below` - 1 is to be found; each guess is answered with higher or lower.
 
-    The reward is 1 for a number that is found within `turns` guesses, else 0. Of the numbers below
-    32, blind guesses find 0.147 in five turns, random guesses among the numbers that are left
-    0.533, and halving the numbers that are left 0.969.
+    The reward is 1 for a number that is found within `turns` guesses, else 0. With numbers below
+    32 and five turns, blind guesses find 0.147 of them, random guesses among the numbers that are
+    left 0.533, and halving the numbers that are left 0.969.
     """
 
     def __init__(self, below: int = 32, turns: int = 5) -> None:

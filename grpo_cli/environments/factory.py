@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_cli.config.schema import Recipe
 from grpo_cli.config.user_code import import_function
+from grpo_cli.environments.adapters import NAME_COLUMN
 from grpo_cli.environments.sessions import Sessions
 from grpo_cli.errors import UserError, listed, nearest
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from grpo_cli.data.prompts import ToolsOf
     from grpo_cli.environments.loop import EpisodeLoop
     from grpo_cli.environments.trl_rollouts import TrlRollouts
-
-NAME_COLUMN = "environment"  # the column with the name of a row's environment
 
 
 def open_sessions(recipe: Recipe, rows: Iterable[Mapping[str, Any]]) -> Sessions | None:

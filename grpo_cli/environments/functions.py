@@ -324,8 +324,8 @@ def failure(text: str) -> str:
 def as_text(result: Any) -> str:
     """Returns a tool's result as text: a string as it is, anything else as JSON.
 
-    A result that JSON does not know becomes `str(result)`, and bytes are read as UTF-8. Of a long
-    text the first and the last characters are kept, TEXT_LIMIT in all.
+    A result that JSON does not know becomes `str(result)`, and bytes are read as UTF-8. A long
+    text keeps its first and last characters, TEXT_LIMIT in all.
     """
     if isinstance(result, (bytes, bytearray, memoryview)):
         result = bytes(result[: 4 * TEXT_LIMIT]).decode("utf-8", "replace")

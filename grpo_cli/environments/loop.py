@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.config.schema import EpisodeSettings
 from grpo_cli.distributed import heartbeat
+from grpo_cli.environments.adapters import NAME_COLUMN
 from grpo_cli.environments.episode import (
     EnvironmentSession,
     Episode,
@@ -47,7 +48,6 @@ from grpo_cli.records import Completion, Prompt
 PATIENCE = 0.5  # seconds that an eager round waits for environments, once it has something to do
 MOST_FAILED = 16  # episodes of a call before their share counts
 MOST_BYSTANDER_FAILURES = 20  # of one episode
-ENVIRONMENT = "environment"  # the column with the name of a row's environment
 
 HandOver = Callable[[int, Sequence[Prompt], list[Completion]], None]
 
@@ -160,7 +160,7 @@ class _Episodes:
         self.first_prompts = prompts  # without first observations
         self.prompts, self.seeds, self.hand_over = list(prompts), seeds, hand_over
         is_only_one = loop.dialogues.keys() == {""}
-        self.names = ["" if is_only_one else str(p.columns.get(ENVIRONMENT)) for p in prompts]
+        self.names = ["" if is_only_one else str(p.columns.get(NAME_COLUMN)) for p in prompts]
         self.episodes = [
             [Episode(number, sample) for sample in range(num_generations)]
             for number in range(len(prompts))
@@ -355,7 +355,7 @@ class _Episodes:
 
     def _open(self, e: Episode) -> None:
         """Gives an episode a fresh environment, in the state that the group begins with."""
-        seed = derive_seed(self.seeds[e.number], ENVIRONMENT)
+        seed = derive_seed(self.seeds[e.number], "environment")
         prompt = self.first_prompts[e.number]
         row = {**prompt.columns, "prompt": prompt.text}
         e.session = self.loop.environments.open(self.names[e.number], row, seed)

@@ -41,7 +41,7 @@ HEADER = struct.Struct("!Q")  # the length of a message
 READ_BYTES = 1 << 18
 
 
-# What of the user's a call of a session calls, for messages.
+# The user's code that each kind of call runs, for messages.
 CALLED = {"finish": "get_reward", "try": "reset", "schemas": "its constructor"}
 
 

@@ -532,7 +532,7 @@ class _Workers:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.outgoing else 0)
         self._selector.modify(worker.connection, events, worker)
 
-    # What comes back
+    # Replies
 
     def _wait(self) -> None:
         """Waits for replies, calls, or the next moment at which a worker must be looked at."""
