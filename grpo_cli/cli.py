@@ -154,7 +154,7 @@ def train(argv: list[str]) -> None:
         try:
             live = train.run_recipe(prepared, ["grpo", "train", *argv])
         except StoppedWhileStarting as early:
-            prepared.scorer.executor.close()
+            prepared.close()
             raise Stopped(
                 early.signal, str(early), requeued=train.ask_for_requeue(early.signal)
             ) from early

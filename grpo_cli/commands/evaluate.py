@@ -191,7 +191,7 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool = False) ->
         try:
             evaluation_run.evaluate_model(prepared, path, settings(recipe))
         finally:
-            prepared.scorer.executor.close()
+            prepared.close()
 
     compose_and_call(overrides, task, default)
 

@@ -84,8 +84,6 @@ def _evaluate_model(
         results = solved(evaluator, journal, reporter, "eval")
     finally:
         generator.close()
-        if prepared.sessions is not None:
-            prepared.sessions.close()
     report = {"checkpoint_hash": identity, **settings}
     finish(prepared.folder, path, results, report, reporter, workers, recipe.overwrite)
 

@@ -273,7 +273,7 @@ def check(settings: Settings, recipe: Recipe) -> None:
         )
     serve.parse_words([f"{name}={value}" for name, value in settings.serve.items()])
     if settings.check:
-        prepare.for_training(recipe).scorer.executor.close()
+        prepare.for_training(recipe).close()
 
 
 def script(settings: Settings, words: Sequence[str], place: Place, command: str) -> str:

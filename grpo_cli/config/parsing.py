@@ -107,7 +107,8 @@ def parse(
     if not problems and recipe.epochs is None:
         problems += _step_violations(recipe)
     problems += [*_unread(recipe, given), *_unread_of_files(recipe, given)]
-    problems += _unread_of_episodes(recipe, given)
+    if not recipe.has_episodes:
+        problems += unread_of_episodes(recipe, given, "with tools or an environment")
     problems += contradictions(recipe, given)
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
@@ -298,14 +299,15 @@ def unread(
         yield f"{key} = {as_written(value)}: is only read {when}. {back}"
 
 
-def _unread_of_episodes(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
-    """Yields messages about knobs of environments and episodes where there is nothing of either."""
-    if recipe.has_episodes:
-        return
+def unread_of_episodes(recipe: Recipe, given: Collection[str], when: str) -> Iterator[str]:
+    """Yields messages about knobs of environments and episodes where nothing reads them.
+
+    Args:
+        when: see `unread`.
+    """
     defaults = Recipe()
     for key, _ in knobs():
         if key.startswith(("environment.", "episode.", "model.response_template")):
-            when = "with tools or an environment"
             yield from unread(recipe, key, value_at(defaults, key), given, when)
 
 

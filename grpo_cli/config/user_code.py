@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -45,3 +46,11 @@ def import_function(path: str, where: str) -> Callable[..., Any]:
             f"{where}: {module_name} has no function {attribute!r}.{nearest(attribute, there)}"
         )
     return function  # type: ignore[no-any-return]
+
+
+def is_coroutine_function(function: Any) -> bool:
+    """Returns whether a call gives a coroutine: of a function, or of an object's `__call__`."""
+    if inspect.isclass(function):  # a call gives an object
+        return False
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)

@@ -35,6 +35,14 @@ class Rows:
         """Returns the line of the source, counted from 0, that a row is."""
         return row if self.lines is None else self.lines[row]
 
+    def column(self, name: str) -> Sequence[Any]:
+        """Returns the values of a column without reading the others; None where it is missing."""
+        if isinstance(self.rows, list):
+            return [row.get(name) for row in self.rows]
+        if name not in self.columns:
+            return [None] * len(self.rows)
+        return self.rows[name]  # type: ignore[call-overload, no-any-return]
+
 
 def load_rows(config: Dataset, split: str) -> Rows:
     """Returns the rows of `dataset.train` or `dataset.eval`, checked against the templates.

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Any, Literal, Protocol
 
-from grpo_cli.config.user_code import import_module
+from grpo_cli.config.user_code import import_module, is_coroutine_function
 from grpo_cli.environments.deadlines import Deadlines, blame, described, result_of
 from grpo_cli.environments.functions import (
     Answer,
@@ -42,6 +42,7 @@ from grpo_cli.errors import UserError, listed, nearest
 ROLES = ("user", "tool", "system")  # of an environment's messages
 NAME_COLUMN = "environment"  # the column that names the environment of a row
 NO_TOOLS = ("reset", "get_reward", "close")  # public methods of TRL's classes that are not tools
+NO_TURN_YET = "and the model has taken no turn yet"
 Manner = Literal["ours", "trl", "skyrl"]
 
 
@@ -123,12 +124,9 @@ class Maker:
     def has_own_schemas(self, name: str) -> bool:
         """Whether an environment may have tools of its own.
 
-        SkyRL-gym's classes have none, and their constructors need a row.
+        SkyRL-gym's have none, and need a row to be made.
         """
-        if not (self.spec.path or self.spec.by_name):
-            return True
-        found = self._class(name)
-        return not (inspect.isclass(found.call) and manner_of(found.call, found.where) == "skyrl")
+        return not (self.spec.path or self.spec.by_name) or not self._class(name).takes_row
 
     async def close(self) -> None:
         """Ends the connections that rollouts share."""
@@ -239,7 +237,7 @@ class _Class:
                     f"environment.args.{unknown[0]}: {path} takes no such argument; it takes "
                     f"{listed(own)}.{nearest(unknown[0], own)}"
                 )
-        if inspect.iscoroutinefunction(given):
+        if is_coroutine_function(given):
             try:
                 inspect.signature(given).bind(None, **args)
             except TypeError as error:
@@ -256,6 +254,13 @@ class _Class:
             return inspect.signature(self.call).parameters
         return None
 
+    @property
+    def takes_row(self) -> bool:
+        """Whether it makes environments in SkyRL-gym's manner, from a row."""
+        if inspect.isclass(self.call):
+            return manner_of(self.call, self.where) == "skyrl"
+        return "extras" in (self.parameters or {})
+
     def tools(self, cls: type) -> dict[str, Tool]:
         """Returns the tools that its public methods are, in TRL's manner."""
         if cls not in self._tools:
@@ -265,12 +270,12 @@ class _Class:
     def make(self, row: Mapping[str, Any], functions: Functions) -> Adapted:
         """Returns a new object of the class as an environment."""
         args = dict(self.args)
-        if inspect.iscoroutinefunction(self.call):
+        if is_coroutine_function(self.call):
             from grpo_cli.environments.rollout_function import RolloutFunction
 
             return RolloutFunction(self.call, args, functions)
         known = self.parameters or {}
-        if inspect.isclass(self.call) and manner_of(self.call, self.where) == "skyrl":
+        if self.takes_row:
             if "extras" in known:
                 args.setdefault("extras", dict(row))
             if "env_config" in known:  # whose entries its classes read as attributes
@@ -284,6 +289,11 @@ class _Class:
         except Exception as error:
             raise Broken(f"{self.where}: its constructor raised {blame(error)}") from error
         manner = manner_of(type(given), self.where)
+        if self.takes_row and manner != "skyrl":
+            raise UserError(
+                f"{self.where}: takes extras, the row, as environments of SkyRL-gym do, and "
+                f"returns a {type(given).__name__}, whose reset gets the row; leave extras out."
+            )
         if manner == "ours":
             return MessageEnvironment(given, functions)
         if manner == "trl":
@@ -342,8 +352,9 @@ def tools_of(cls: type, where: str) -> dict[str, Tool]:
     """Returns the tools that the public methods of a class in TRL's manner are.
 
     They are looked up in the class: an attribute of an object may be a property with effects.
+    Class methods and static methods count, too.
     """
-    methods = dict(inspect.getmembers(cls, inspect.isfunction))
+    methods = dict(inspect.getmembers(cls, lambda m: inspect.isfunction(m) or inspect.ismethod(m)))
     public = [n for n in methods if not n.startswith("_") and n not in NO_TOOLS]
     return {n: make_tool(methods[n], n, f"{where}, method {n}") for n in public}
 
@@ -452,9 +463,9 @@ class MessageEnvironment(_Base):
         """Begins an episode."""
         given = accepted(self.given.reset, {"row": dict(row), "seed": seed})
         first = observed(await result_of(self.given.reset(**given)))
-        if first.done or first.reward is not None:
-            wrong = "done=True" if first.done else f"the reward {first.reward:g}"
-            raise Broken(f"it returned {wrong}, and the model has taken no turn yet")
+        check_not_done(first)
+        if first.reward is not None:
+            raise Broken(f"it returned the reward {first.reward:g}, {NO_TURN_YET}")
         return first if first.tools else replace(first, tools=self.schemas)
 
     async def step(self, message: Message) -> Observation:
@@ -683,6 +694,12 @@ def is_finite(value: Real) -> bool:
         return math.isfinite(value)
     except OverflowError:
         return False
+
+
+def check_not_done(first: Observation) -> None:
+    """Raises `Broken` if an episode is over with its first observation."""
+    if first.done:
+        raise Broken(f"it returned done=True, {NO_TURN_YET}")
 
 
 def as_done(value: Any) -> bool:

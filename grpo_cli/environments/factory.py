@@ -7,8 +7,10 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from grpo_cli.config.schema import Recipe
-from grpo_cli.config.user_code import import_function
+from grpo_cli import data
+from grpo_cli.config import parsing
+from grpo_cli.config.schema import Dataset, Recipe
+from grpo_cli.config.user_code import import_function, is_coroutine_function
 from grpo_cli.environments.adapters import NAME_COLUMN
 from grpo_cli.environments.sessions import Sessions
 from grpo_cli.errors import UserError, listed, nearest
@@ -21,11 +23,12 @@ if TYPE_CHECKING:
     from grpo_cli.environments.trl_rollouts import TrlRollouts
 
 
-def open_sessions(recipe: Recipe, rows: Iterable[Mapping[str, Any]]) -> Sessions | None:
+def open_sessions(recipe: Recipe, parts: Iterable[tuple[data.Rows, Dataset]]) -> Sessions | None:
     """Tries one environment of each kind out; returns what opens them, None without environments.
 
     Args:
-        rows: of the data, of which the first of each environment is tried out.
+        parts: rows of the data and how they become prompts; the first row of each environment is
+            tried out.
 
     Raises:
         UserError: a tool or an environment cannot be used, or a row names one that is not there.
@@ -33,7 +36,7 @@ def open_sessions(recipe: Recipe, rows: Iterable[Mapping[str, Any]]) -> Sessions
     environment = recipe.environment
     if recipe.rollout is not None:
         function = rollout_function(recipe)
-        if not inspect.iscoroutinefunction(function):
+        if not is_coroutine_function(function):
             check_trl_rollout(recipe, function)
             return None
         if not recipe.dataset.chat:
@@ -45,17 +48,33 @@ def open_sessions(recipe: Recipe, rows: Iterable[Mapping[str, Any]]) -> Sessions
         return None
     sessions = Sessions(environment, recipe.tools)
     try:
-        firsts: dict[str, Mapping[str, Any]] = {}
-        for number, row in enumerate(rows):
-            firsts.setdefault(known_name(row, sessions, f"row {number}: "), row)
-            if sessions.spec.names == [""]:
-                break
-        for name, row in firsts.items():
+        for name, row in first_rows(sessions, parts).items():
             sessions.try_out(name, row)
     except BaseException:
         sessions.close()
         raise
     return sessions
+
+
+def first_rows(
+    sessions: Sessions, parts: Iterable[tuple[data.Rows, Dataset]]
+) -> dict[str, dict[str, Any]]:
+    """Returns the first row of each environment, as it is given to it: with its prompt.
+
+    Raises:
+        UserError: a row names an environment that is not there, or has no prompt.
+    """
+    firsts: dict[str, dict[str, Any]] = {}
+    is_only_one = sessions.spec.names == [""]
+    for rows, dataset in parts:
+        for number, value in enumerate([""] if is_only_one else rows.column(NAME_COLUMN)):
+            if str(value) in firsts:
+                continue
+            line, row = rows.line(number), rows.rows[number]
+            name = known_name(row, sessions, f"{rows.source}, row {line}: ")
+            prompt = data.prompt_text(row, dataset, line)
+            firsts[name] = {**data.other_columns(row), "prompt": prompt}
+    return firsts
 
 
 def rollout_function(recipe: Recipe) -> Callable[..., Any]:
@@ -73,6 +92,11 @@ def rollout_function(recipe: Recipe) -> Callable[..., Any]:
 def check_trl_rollout(recipe: Recipe, function: Callable[..., Any]) -> None:
     """Raises a UserError if a function in TRL's form cannot make the recipe's rollouts."""
     key = f"rollout = {recipe.rollout}"
+    if inspect.isclass(function):
+        raise UserError(
+            f"{key}: is a class; give a function of (prompts, trainer), or an object that is "
+            "called like one."
+        )
     try:
         inspect.signature(function).bind([], None)
     except TypeError:
@@ -85,6 +109,9 @@ def check_trl_rollout(recipe: Recipe, function: Callable[..., Any]) -> None:
             f"{key} together with tools: only a coroutine function (async def) calls the recipe's "
             "tools; remove one of them."
         )
+    when = f"with a coroutine function (async def), and {key} is none"
+    for problem in parsing.unread_of_episodes(recipe, (), when):
+        raise UserError(problem)
     sharded = recipe.distributed.strategy in ("fsdp2", "zero3")
     if sharded and recipe.generation.engine == "transformers":
         raise UserError(
@@ -154,6 +181,7 @@ def make_loop(
             tokenizer,
             frozenset(eos_ids),
             recipe.model.chat_template_kwargs,
+            max_prompt_tokens,
         )
 
     dialogues = {}

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_cli.config.user_code import import_function
+from grpo_cli.config.user_code import import_function, is_coroutine_function
 from grpo_cli.environments.deadlines import Deadlines, Overrun, described
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.errors import UserError, listed
@@ -76,10 +76,7 @@ class Tool:
     @property
     def is_async(self) -> bool:
         """Whether its calls are awaited, several at the same time."""
-        if self.in_order:
-            return False
-        call = getattr(self.function, "__call__", None)  # noqa: B004 - an object with async call
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
+        return not self.in_order and is_coroutine_function(self.function)
 
     def arguments(self, given: Any) -> dict[str, Any]:
         """Returns the arguments of a call, with texts converted to the types of the schema.

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from grpo_cli.environments.adapters import Broken, as_done, as_reward, with_tools
+from grpo_cli.environments.adapters import Broken, as_done, as_reward, check_not_done, with_tools
 from grpo_cli.environments.deadlines import described
 from grpo_cli.environments.functions import (
     Failed,
@@ -124,6 +124,7 @@ class OpenEnv:
                 self._shared["action"] = await self._only_text_field()
             self.action = self._shared["action"]
         first = self._observed(data)
+        check_not_done(first)
         return replace(first, reward=None, tools=self.schemas)
 
     async def step(self, message: Message) -> Observation:

@@ -58,6 +58,11 @@ class Conversation:
 
     async def call_tools(self, message: Message) -> list[Message]:
         """Calls the tools of the recipe as a message asks; returns their answers in order."""
+        if not self._has_begun:
+            raise Broken(
+                "conversation.call_tools was called before the model's first turn; what the model "
+                "has not asked for is no call of a tool: call the function itself"
+            )
         answers = await self._functions.answer(calls_of(message))
         self._calls += [call for _, call in answers]
         return [answer for answer, _ in answers]

@@ -267,22 +267,25 @@ class _Thread:
             self._loop.call_soon_threadsafe(self._take, call)
 
     def _take(self, call: _Call) -> None:
-        if call.session is not None and call.session.failure is not None:
-            call.fail(call.session.failure)
-            return
+        session = call.session
         call.number = next(self._numbers)
         if call.kind == "abandon":
-            self._forget(call)
+            assert session is not None
+            self._abandon(session, call)
+        elif session is not None and session.failure is not None:
+            call.fail(session.failure)
+            return
         else:
             self._calls[call.number] = call
         self._host.take(call.request())
 
-    def _forget(self, abandoned: _Call) -> None:
-        for number, call in list(self._calls.items()):
-            if call.session is abandoned.session:
+    def _abandon(self, session: Session, call: _Call) -> None:
+        session.failure = session.failure or _abandoned()
+        for number, sent in list(self._calls.items()):
+            if sent.session is session:
                 del self._calls[number]
-                call.fail(_abandoned())
-        abandoned.future.set_result(None)
+                sent.fail(session.failure)
+        call.future.set_result(None)
 
     def _reply(self, reply: Reply) -> None:
         if reply.status != "partial" and reply.number in self._calls:

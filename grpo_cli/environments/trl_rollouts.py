@@ -12,7 +12,6 @@ the result at an index belongs to the prompt at this index. What it returns is c
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,14 +112,8 @@ class TrlRollouts:
     tokenizer: PreTrainedTokenizerBase
     eos_ids: Collection[int]
     template_kwargs: Mapping[str, Any]
+    max_prompt_tokens: int | None = None  # of a prompt that the function returns
     seconds_waited: float = 0.0
-
-    def __post_init__(self) -> None:
-        if inspect.isclass(self.function):
-            raise UserError(
-                f"rollout = {self.path}: is a class; give a function of (prompts, trainer), or an "
-                "object that is called like one."
-            )
 
     def sample(
         self,
@@ -184,6 +177,11 @@ class TrlRollouts:
         self, prompt: Prompt, row: dict[str, Any], n: int, max_tokens: int
     ) -> tuple[Prompt, Completion]:
         prompt_ids = self._ids(row.pop("prompt_ids"), "prompt_ids", n)
+        if self.max_prompt_tokens is not None and len(prompt_ids) > self.max_prompt_tokens:
+            raise self._error(
+                f"row {n}: prompt_ids has {len(prompt_ids)} tokens, more than "
+                f"dataset.max_prompt_tokens = {self.max_prompt_tokens}"
+            )
         ids = self._ids(row.pop("completion_ids"), "completion_ids", n)
         if len(ids) > max_tokens:
             raise self._error(

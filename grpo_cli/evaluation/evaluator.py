@@ -181,8 +181,6 @@ class Evaluator:
         """Returns what makes a task's episodes; a copy, since training reads how long it waited."""
         if self.episodes is None or task.benchmark is not None:
             return None
-        if isinstance(self.episodes, TrlRollouts):
-            return dataclasses.replace(self.episodes)
         return dataclasses.replace(self.episodes, max_prompt_tokens=None)  # none is too long here
 
     def _score(

@@ -79,6 +79,7 @@ def build(
     except BaseException:
         if lock is not None:
             lock.release()
+        prepared.close()
         raise
 
 

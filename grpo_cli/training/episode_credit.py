@@ -8,6 +8,8 @@ from __future__ import annotations
 from grpo_cli.algorithm.objective import loss_function
 from grpo_cli.algorithm.variants import traits_of
 from grpo_cli.config.schema import Loss, Recipe
+from grpo_cli.config.user_code import is_coroutine_function
+from grpo_cli.environments.factory import rollout_function
 from grpo_cli.errors import UserError
 from grpo_cli.scoring.registry import full_name
 
@@ -44,6 +46,13 @@ def check_episode_credit(recipe: Recipe) -> None:
         raise UserError(
             f"reward.{given[0]}: is what an environment gives, and {there}; set environment.path, "
             "environment.openenv or rollout, or use another reward, such as reward=[exact_match]."
+        )
+    path = recipe.rollout
+    if given and path is not None and not is_coroutine_function(rollout_function(recipe)):
+        raise UserError(
+            f"reward.{given[0]}: is what an environment gives, and rollout = {path}, which is no "
+            "coroutine function (async def), gives none; return rewards under a key such as score, "
+            "and use a reward function that takes the column score."
         )
     if recipe.episode.credit != "turns":
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -82,6 +82,12 @@ class Prepared:
     note: str | None = None  # for the user, once the run starts
     sessions: Sessions | None = None  # opens the environments of rollouts
 
+    def close(self) -> None:
+        """Ends the processes of rewards and environments; a second call does nothing."""
+        self.scorer.executor.close()
+        if self.sessions is not None:
+            self.sessions.close()
+
 
 def parse(cfg: DictConfig | dict[str, Any], given: Collection[str] = ()) -> Recipe:
     """Returns the checked recipe of a training run: the config's checks, and the loss's and rule's.
@@ -129,21 +135,23 @@ def for_training(recipe: Recipe) -> Prepared:
     held_out = held_out_of(recipe, eval_rows, executor)
     benches = benches_of(recipe, executor)
     check_engine(recipe)
-    sessions = environments.open_sessions(recipe, rows_of(train, held_out))
-    note = check_hub(recipe)  # the last check, since it may create a repository
+    sessions = environments.open_sessions(recipe, parts_of(train, held_out))
+    try:
+        note = check_hub(recipe)  # the last check, since it may create a repository
+    except BaseException:
+        if sessions is not None:
+            sessions.close()
+        raise
     recipe = with_absolute_paths(recipe)
     return Prepared(recipe, folder, train, scorer, held_out, benches, note, sessions)
 
 
-def rows_of(
+def parts_of(
     train: Mapping[str, TrainRows], held_out: Mapping[str, HeldOutRows]
-) -> Iterator[Mapping[str, Any]]:
-    """Yields the columns and the prompt of all rows, as environments are given them."""
-    for parts in (train, held_out):
-        for part in parts.values():
-            for number, row in enumerate(part.rows.rows):
-                prompt = data.prompt_text(row, part.dataset, part.rows.line(number))
-                yield {**data.other_columns(row), "prompt": prompt}
+) -> list[tuple[data.Rows, Dataset]]:
+    """Returns all rows, and how they become prompts."""
+    every: list[TrainRows | HeldOutRows] = [*train.values(), *held_out.values()]
+    return [(part.rows, part.dataset) for part in every]
 
 
 def check_reward_datasets(recipe: Recipe, train: Mapping[str, TrainRows]) -> None:
@@ -206,7 +214,7 @@ def for_evaluation(recipe: Recipe) -> Prepared:
     held_out = held_out_of(recipe, rows, executor)
     check_engine(recipe)
     scorer = next(iter(held_out.values())).scorer
-    sessions = environments.open_sessions(recipe, rows_of({}, held_out))
+    sessions = environments.open_sessions(recipe, parts_of({}, held_out))
     recipe = with_absolute_paths(recipe)
     return Prepared(recipe, folder, {}, scorer, held_out, sessions=sessions)
 

@@ -133,6 +133,57 @@ def test_skyrls_manner() -> None:
     asyncio.run(episode())
 
 
+def make_gym(extras: Any, env_config: Any = None) -> Any:
+    return samples.Gym(env_config, extras)
+
+
+def make_shop(extras: Any) -> Any:
+    return samples.Counter()
+
+
+def test_a_function_that_makes_skyrls_environments_gets_the_row() -> None:
+    maker = Maker(Spec(path=f"{HERE}:make_gym"))
+    assert not maker.has_own_schemas("")
+    row = {"prompt": "Which?", "answer": "b"}
+    env = maker.make("", row, lambda _: None)
+    asyncio.run(env.reset(row, 0))
+    assert asyncio.run(env.step(says("b"))).reward == 1.0
+    with pytest.raises(UserError, match=r"make_shop: takes extras.*returns a Counter"):
+        made(path=f"{HERE}:make_shop")
+
+
+class Library:
+    shelf = "A"
+
+    def reset(self) -> None: ...
+
+    @classmethod
+    def find(cls, title: str) -> str:
+        """Finds a book.
+
+        Args:
+            title: of the book.
+        """
+        return f"{title} in {cls.shelf}"
+
+    @staticmethod
+    def spell(word: str) -> str:
+        """Spells a word.
+
+        Args:
+            word: the word.
+        """
+        return "-".join(word)
+
+
+def test_class_methods_and_static_methods_are_tools() -> None:
+    env = made(path=f"{HERE}:Library")
+    assert names(env.schemas) == ["find", "spell"]
+    assert list(env.schemas[0]["function"]["parameters"]["properties"]) == ["title"]
+    answer = asyncio.run(env.step(calls(("find", {"title": "Emma"}), ("spell", {"word": "so"}))))
+    assert texts(answer) == ["Emma in A", "s-o"]
+
+
 def test_several_environments_by_name() -> None:
     maker = Maker(
         Spec(by_name={"g": f"{SAMPLES}:Guess", "c": f"{SAMPLES}:Counter"}, args={"g": {"limit": 2}})

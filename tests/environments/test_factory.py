@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from grpo_cli.environments.factory import known_name, tools_of
+from grpo_cli import data
+from grpo_cli.config.schema import Dataset, EnvironmentSettings, EpisodeSettings, Recipe
+from grpo_cli.environments.factory import check_trl_rollout, first_rows, known_name, tools_of
 from grpo_cli.errors import UserError
 
 
@@ -27,3 +31,51 @@ def test_a_row_is_named_where_its_number_is_known() -> None:
     sessions: Any = SimpleNamespace(spec=SimpleNamespace(names=["maze", "words"]))
     with pytest.raises(UserError, match=r"row 3: the column .* names no environment: None"):
         known_name({}, sessions, "row 3: ")
+
+
+def test_only_the_first_row_of_each_environment_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"question": str(n), "environment": "ab"[n % 2]}) for n in range(9)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    config = Dataset(train=str(path), prompt="{question}?")
+    rows, read = data.load_rows(config, "train"), list[int]()
+    whole = data.prompt_text
+    monkeypatch.setattr(data, "prompt_text", lambda *args: read.append(args[2]) or whole(*args))
+    sessions: Any = SimpleNamespace(spec=SimpleNamespace(names=["a", "b"]))
+    parts = [
+        (rows, config),
+        (data.Rows("more", [], [{"question": "9", "environment": "b"}]), config),
+    ]
+    firsts = first_rows(sessions, parts)
+    assert {name: row["prompt"] for name, row in firsts.items()} == {"a": "0?", "b": "1?"}
+    assert read == [0, 1]
+    with pytest.raises(UserError, match=r"more, row 0: the column .* names no environment: None"):
+        first_rows(sessions, [(rows, config), (data.Rows("more", [], [{"question": "9"}]), config)])
+    sessions.spec.names = [""]
+    assert first_rows(sessions, parts)[""]["prompt"] == "0?"
+
+
+def two_lists(prompts: Any, trainer: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"episode": EpisodeSettings(max_turns=3)},
+            r"^episode\.max_turns = 3: is only read with a ",
+        ),
+        ({"environment": EnvironmentSettings(retries=1)}, r"environment\.retries=2 takes it back"),
+        ({"tools": {"add": "m:add"}}, "together with tools"),
+    ],
+)
+def test_what_a_rollout_function_in_trls_form_leaves_unread_is_refused(
+    changes: dict[str, Any], problem: str
+) -> None:
+    check_trl_rollout(Recipe(rollout="m:two_lists"), two_lists)
+    with pytest.raises(UserError, match=problem):
+        check_trl_rollout(Recipe(rollout="m:two_lists", **changes), two_lists)
+    with pytest.raises(UserError, match="rollout = m:Path: is a class"):
+        check_trl_rollout(Recipe(rollout="m:Path"), Path)

@@ -105,6 +105,8 @@ class Server:
             return False
         if message["type"] == "reset":
             self.resets.append(data)
+            if data["seed"] == 404:
+                return await self._observe(socket, {"hint": "No game."}, done=True)
             return await self._observe(socket, {"hint": "Guess."})
         if data.get("type") == "list_tools":
             return await self._observe(socket, {"tools": [TOOL]})
@@ -332,3 +334,10 @@ def test_bad_settings(opened: list[Sessions], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "websockets", None)
     with pytest.raises(UserError, match=r"pip install 'grpo-cli\[openenv\]'"):
         OpenEnv("ws://localhost", Functions({}), {})
+
+
+def test_an_episode_that_is_over_at_its_beginning_is_a_failure(
+    opened: list[Sessions], server: Server
+) -> None:
+    session = start(opened, server).open("", {}, 404)
+    assert "returned done=True, and the model has taken no turn" in str(failed(session.reset()))

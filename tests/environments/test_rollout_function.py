@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_cli.config.schema import EnvironmentSettings
+from grpo_cli.config.user_code import is_coroutine_function
 from grpo_cli.environments.protocol import Message, Observation
 from grpo_cli.environments.rollout_function import Conversation
 from grpo_cli.environments.sessions import EnvironmentFailure, Session, Sessions
@@ -147,9 +148,31 @@ async def rewards_at_once(conversation: Conversation) -> None:
     await conversation.turn()
 
 
-def test_a_reward_before_the_first_turn_is_a_failure() -> None:
-    with (
-        opened("rewards_at_once") as session,
-        pytest.raises(EnvironmentFailure, match="reward was called before the model's first turn"),
-    ):
+async def calls_at_once(conversation: Conversation) -> None:
+    await conversation.call_tools(said("", 3))
+    await conversation.turn()
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("rewards_at_once", "reward"), ("calls_at_once", "call_tools")]
+)
+def test_nothing_is_rewarded_or_called_before_the_first_turn(name: str, method: str) -> None:
+    problem = f"conversation.{method} was called before the model's first turn"
+    with opened(name) as session, pytest.raises(EnvironmentFailure, match=problem):
         session.reset().result(10)
+
+
+class Haggler:
+    async def __call__(self, conversation: Conversation) -> None:
+        await haggle(conversation, steps=1)
+
+
+haggler = Haggler()
+
+
+def test_an_object_with_an_async_call_leads_a_conversation() -> None:
+    assert is_coroutine_function(haggler)
+    assert not is_coroutine_function(Haggler), "whose call gives an object"
+    with opened("haggler") as session:
+        assert session.reset().result(10).messages == [{"role": "user", "content": "a rug?"}]
+        assert session.step(said("four")).result(10).reward == 4.0

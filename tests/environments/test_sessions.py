@@ -415,14 +415,28 @@ def test_a_call_before_the_end_of_another_fails_and_both_end(start: Open, isolat
     assert first.result(PATIENCE).metrics
 
 
-def test_an_abandoned_session_gives_no_answer_and_no_trouble(start: Open) -> None:
-    sessions = start("Waits")
+@pytest.mark.parametrize("isolate", [True, False])
+def test_an_abandoned_session_gives_no_answer_and_no_trouble(start: Open, isolate: bool) -> None:
+    sessions = start("Waits", isolate=isolate)
     session = begin(sessions, {"seconds": 60.0})
     step = session.step(says(""))
     session.abandon()
     assert not failed(step).own
     assert not failed(session.step(says(""))).own
+    idle = begin(sessions, {"seconds": 0.0})
+    idle.abandon()
+    assert not failed(idle.step(says(""))).own
     begin(sessions, {"seconds": 0.0})
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_session_is_abandoned_after_its_deadline(start: Open, isolate: bool) -> None:
+    sessions = start("Waits", isolate=isolate, seconds=SECONDS)
+    session = begin(sessions, {"seconds": 60.0})
+    assert failed(session.step(says(""))).stop_reason == "env_timeout"
+    session.abandon()
+    assert failed(session.step(says(""))).stop_reason == "env_timeout"
+    assert begin(sessions, {"seconds": 0.0}).step(says("")).result(PATIENCE).metrics
 
 
 @pytest.mark.parametrize("isolate", [True, False])

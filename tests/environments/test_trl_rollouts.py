@@ -32,11 +32,11 @@ class Echo(Generator):
 
 
 def sampled(
-    tokenizer: PreTrainedTokenizerFast, function: Callable[..., Any]
+    tokenizer: PreTrainedTokenizerFast, function: Callable[..., Any], most: int | None = None
 ) -> tuple[list[tuple[Prompt, Completion]], Echo]:
     generator, found = Echo(), list[tuple[Prompt, Completion]]()
     prompts = [Prompt(n, [50 + n], f"{n}", {"answer": n}) for n in range(2)]
-    TrlRollouts("mine:function", function, tokenizer, {2}, {}).sample(
+    TrlRollouts("mine:function", function, tokenizer, {2}, {}, most).sample(
         generator, prompts, 2, Sampling(max_tokens=8), [4, 5],
         lambda n, own, group: found.extend(zip(own, group, strict=True)),
     )  # fmt: skip
@@ -152,16 +152,18 @@ def test_an_argument_that_sampling_has_not_is_named(tokenizer: PreTrainedTokeniz
         sampled(tokenizer, lambda prompts, trainer: trainer.generate(prompts, max_token=3))
 
 
-def test_an_object_that_is_called_is_a_rollout_and_a_class_is_none(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_an_object_that_is_called_is_a_rollout(tokenizer: PreTrainedTokenizerFast) -> None:
     class Rollout:
         def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
             return rows(len(prompts))
 
     assert len(sampled(tokenizer, Rollout())[0]) == 4
-    with pytest.raises(UserError, match="rollout = mine:function: is a class"):
-        sampled(tokenizer, Rollout)
+
+
+def test_a_prompt_that_is_too_long_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert sampled(tokenizer, lambda prompts, trainer: rows(4), 2)
+    with pytest.raises(TrainingError, match=r"row 0: prompt_ids has 2 .*max_prompt_tokens = 1\."):
+        sampled(tokenizer, lambda prompts, trainer: rows(4), 1)
 
 
 def test_the_text_of_an_exception_is_shortened_and_cleaned(

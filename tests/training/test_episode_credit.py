@@ -52,6 +52,17 @@ def test_credit_for_turns_is_checked_before_a_run() -> None:
         check_episode_credit(plain)
     plain.environment.openenv = "ws://localhost:1"
     check_episode_credit(plain)
+    rollout = Recipe(reward=plain.reward, rollout=f"{__name__}:leads")
+    check_episode_credit(rollout)
+    rollout.rollout = f"{__name__}:returns_tokens"
+    with pytest.raises(UserError, match=r"reward.own: .* rollout = .* gives none; return"):
+        check_episode_credit(rollout)
+
+
+async def leads(conversation: Any) -> None: ...
+
+
+def returns_tokens(prompts: Any, trainer: Any) -> None: ...
 
 
 # A run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from grpo_cli.config.schema import (
     Recipe,
 )
 from grpo_cli.errors import UserError
+from grpo_cli.training import build, prepare
 from grpo_cli.training.prepare import (
     check_adapter,
     check_dtype,
@@ -31,6 +33,7 @@ from grpo_cli.training.prepare import (
     find_resume,
     with_stored_dtype,
 )
+from tests.training.test_train import recipe as small_recipe
 
 
 def stored_run(folder: Path, build: Build) -> list[Path]:
@@ -195,3 +198,23 @@ def test_an_adapter_that_vllm_cannot_apply(tmp_path: Path) -> None:
             continue
         with pytest.raises(UserError, match=rf"{reason}.*; use adapter\.sync=merge"):
             check_adapter(recipe)
+
+
+@pytest.mark.parametrize("place", ["check_hub", "assemble"])
+def test_environments_are_closed_when_a_run_does_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    closed = []
+
+    class Opened:
+        def close(self) -> None:
+            closed.append(self)
+
+    def refuse(*_: Any) -> None:
+        raise UserError("no")
+
+    monkeypatch.setattr(prepare.environments, "open_sessions", lambda *_: Opened())
+    monkeypatch.setattr(prepare if place == "check_hub" else build, place, refuse)
+    with pytest.raises(UserError, match="no"):
+        build.build(prepare.for_training(small_recipe(tmp_path)), ["grpo", "train"])
+    assert len(closed) == 1
