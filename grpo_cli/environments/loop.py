@@ -1,9 +1,9 @@
-"""Samples episodes: turns of the model and replies of environments, in rounds over any generator.
+"""Samples episodes: turns of the model and replies of environments, over any generator.
 
-A round continues all episodes that are ready, each as a prompt of its own, by one turn or by a
-piece of one. Then the environments answer, and the tokens of their replies are appended. What an
-episode's tokens are drawn from depends on (its prompt's seed, its place in the group, its pieces)
-and on no other episode.
+An episode that is ready is continued as a prompt of its own, by one turn or by a piece of one. Then
+its environment answers, and the tokens of the reply are appended. What an episode's tokens are
+drawn from depends on (its prompt's seed, its place in the group, its pieces) and on no other
+episode. Which episodes are sampled together is the engine's choice: see `Generator.converse`.
 
 Faults. An environment that fails is replaced by a fresh one with the same seed, to which the turns
 so far are replayed. If it answers as before, the episode goes on where it was; if it answers one of
@@ -14,6 +14,7 @@ ends without a reward.
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import math
 import queue
@@ -39,13 +40,13 @@ from grpo_cli.environments.protocol import Message, Observation
 from grpo_cli.environments.response import MalformedCall
 from grpo_cli.environments.sessions import EnvironmentFailure
 from grpo_cli.errors import TrainingError
-from grpo_cli.generation.base import Generator
+from grpo_cli.generation.base import Generator, Request, Work
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.stop_strings import StopStrings
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Completion, Prompt
 
-PATIENCE = 0.5  # seconds that an eager round waits for environments, once it has something to do
+BEAT_SECONDS = 0.5
 MOST_FAILED = 16  # episodes of a call before their share counts
 MOST_BYSTANDER_FAILURES = 20  # of one episode
 
@@ -101,15 +102,13 @@ class EpisodeLoop:
         sampling: Sampling,
         seeds: Sequence[int],
         hand_over: HandOver,
-        has_round: Callable[[bool], bool] = bool,
     ) -> None:
-        """Samples `num_generations` episodes of each prompt.
+        """Samples `num_generations` episodes of each prompt. Every process calls it.
 
         Args:
             seeds: one for each prompt; the environments of its group share one derived from it.
             hand_over: called with (index of the prompt, the prompt of each episode, with the first
                 observation, the episodes) once a group is complete. Must be quick.
-            has_round: see `tools.ToolGenerator`.
 
         Raises:
             TrainingError: the environments of a group do not begin alike, or too many failed.
@@ -117,18 +116,7 @@ class EpisodeLoop:
         work = _Episodes(self, generator, prompts, num_generations, sampling, seeds, hand_over)
         try:
             work.begin()
-            generator.generate(
-                work.prompts, num_generations, work.piece(Episode(0, 0)), seeds, work.begun
-            )
-            while has_round(work.settle()):
-                piece, episodes = work.take_round()
-                generator.generate(
-                    [work.so_far(e) for e in episodes],
-                    1,
-                    piece,
-                    [derive_seed(seeds[e.number], e.sample, e.pieces) for e in episodes],
-                    partial(work.grown, episodes),
-                )
+            generator.converse(work.first_request(), work.begun, work)
         finally:
             work.close()
 
@@ -144,7 +132,7 @@ class _Call:
 
 
 class _Episodes:
-    """The episodes of one `sample`: those ready to grow, and those waiting for environments."""
+    """The episodes of one `sample`, and the feed of what follows: `generation.base.Feed`."""
 
     def __init__(
         self,
@@ -159,6 +147,10 @@ class _Episodes:
         self.loop, self.settings, self.sampling = loop, loop.settings, sampling
         self.first_prompts = prompts  # without first observations
         self.prompts, self.seeds, self.hand_over = list(prompts), seeds, hand_over
+        self.num_generations, self.is_repeatable = num_generations, loop.settings.order != "eager"
+        tokenizer = next(iter(loop.dialogues.values())).tokenizer
+        self.stop = StopStrings(tokenizer, sampling.stop)
+        self.call_when_ready: Callable[[], None] | None = None
         is_only_one = loop.dialogues.keys() == {""}
         self.names = ["" if is_only_one else str(p.columns.get(NAME_COLUMN)) for p in prompts]
         self.episodes = [
@@ -170,14 +162,22 @@ class _Episodes:
         self.num_waiting = 0  # calls of environments under way
         self.num_failed = 0  # episodes without a reward
 
-    # Rounds
+    @property
+    def seconds_waited(self) -> float:
+        return self.loop.seconds_waited
+
+    @seconds_waited.setter
+    def seconds_waited(self, seconds: float) -> None:
+        self.loop.seconds_waited = seconds
+
+    # The first turn
 
     def begin(self) -> None:
         """Resets all environments and adds their first observations to the prompts."""
         for group in self.episodes:
             for e in group:
                 self._open(e)
-        self._wait(lambda: False)
+        self.wait(math.inf)
         for number, group in enumerate(self.episodes):
             firsts = [e.first for e in group if e.first is not None]
             if not firsts:
@@ -216,57 +216,102 @@ class _Episodes:
             return
         self.prompts[number] = prompt
 
-    def piece(self, e: Episode) -> Sampling:
+    def first_request(self) -> Request:
+        """Returns the request for the first turns, or the first pieces of them."""
+        return Request(
+            self.prompts,
+            self.num_generations,
+            self.piece(Episode(0, 0)),
+            self.seeds,
+            range(len(self.prompts) * self.num_generations),
+        )
+
+    # What follows
+
+    def piece(self, e: Episode, *, exact: bool = False) -> Sampling:
         """Returns how an episode is continued.
 
-        Engines sample one length for all prompts of a call: only lengths of turns as the settings
-        have them, and powers of two for what is left, so that episodes share rounds. No piece makes
-        prompt and completion longer than the limits allow.
+        Engines sample one length for all prompts of a request. If it is not exact it is therefore
+        that of a turn, or for what is left of one a power of two. No piece makes prompt and
+        completion longer than the limits allow.
         """
         sampling, turn_tokens = self.sampling, self.settings.turn_tokens
         complete = min(turn_tokens or sampling.max_tokens, sampling.max_tokens)
         left = min(sampling.max_tokens - len(e.ids), complete - (len(e.ids) - e.turn_start))
-        most = complete if left == complete else 1 << (left.bit_length() - 1)
+        most = left if exact or left == complete else 1 << (left.bit_length() - 1)
         shortest = min(max(sampling.min_tokens - len(e.ids), 0), most)
         return replace(sampling, max_tokens=most, min_tokens=shortest)
 
-    def settle(self) -> bool:
-        """Takes the answers of environments; returns whether there is something to generate."""
-        end = math.inf
+    def take(self, *, exact: bool = False) -> list[Work]:
+        self._collect()
+        kinds = self._kinds(exact)
+        self.ready = []
+        return [self._work(piece, episodes) for piece, episodes in kinds.items()]
 
-        def is_late() -> bool:
-            nonlocal end
-            if self.ready and self.settings.order == "eager":
-                end = min(end, time.monotonic() + PATIENCE)
-            return time.monotonic() >= end
-
-        self._wait(is_late)
-        return bool(self.ready)
-
-    def _wait(self, is_late: Callable[[], bool]) -> None:
-        begun = time.monotonic()
-        while self.num_waiting and not is_late():
-            heartbeat.beat_of_main()  # prefetching runs in threads, which may wait longer
-            try:
-                call, future = self.answers.get(timeout=PATIENCE)
-            except queue.Empty:
-                continue
-            self.num_waiting -= 1
-            self._answered(call, future)
-        self.loop.seconds_waited += time.monotonic() - begun
-
-    def take_round(self) -> tuple[Sampling, list[Episode]]:
-        """Returns the most episodes that one call can continue; the others stay ready."""
-        kinds: dict[Sampling, list[Episode]] = collections.defaultdict(list)
-        self.ready.sort(key=lambda e: (e.number, e.sample))  # whichever environment was quicker
-        for e in self.ready:
-            kinds[self.piece(e)].append(e)
+    def take_round(self) -> Work:
+        kinds = self._kinds(exact=False)
         if not kinds:  # other processes have something
-            return self.piece(Episode(0, 0)), []
+            return self._work(self.piece(Episode(0, 0)), [])
         piece = max(kinds, key=lambda kind: len(kinds[kind]))
         chosen = kinds.pop(piece)
         self.ready = [e for others in kinds.values() for e in others]
-        return piece, chosen
+        return self._work(piece, chosen)
+
+    def _kinds(self, exact: bool) -> dict[Sampling, list[Episode]]:
+        """Returns the episodes that are ready by how they are continued."""
+        kinds: dict[Sampling, list[Episode]] = collections.defaultdict(list)
+        self.ready.sort(key=lambda e: (e.number, e.sample))  # whichever environment was quicker
+        for e in self.ready:
+            kinds[self.piece(e, exact=exact)].append(e)
+        return kinds
+
+    def _work(self, piece: Sampling, episodes: Sequence[Episode]) -> Work:
+        request = Request(
+            [self.so_far(e) for e in episodes],
+            1,
+            piece,
+            [derive_seed(self.seeds[e.number], e.sample, e.pieces) for e in episodes],
+            [self._conversation(e) for e in episodes],
+        )
+        return request, partial(self.grown, episodes)
+
+    def wait(self, patience: float) -> bool:
+        """Takes the answers of environments; returns whether there is something to sample."""
+        begun, end = time.monotonic(), math.inf
+        while self.num_waiting:
+            if self.ready and not self.is_repeatable:
+                end = min(end, time.monotonic() + patience)
+            if time.monotonic() >= end:
+                break
+            heartbeat.beat_of_main()  # prefetching runs in threads, which may wait longer
+            left = max(0.0, min(end - time.monotonic(), BEAT_SECONDS))
+            with contextlib.suppress(queue.Empty):
+                self._take_answer(*self.answers.get(timeout=left))
+        self.seconds_waited += time.monotonic() - begun
+        return bool(self.ready)
+
+    def _collect(self) -> None:
+        """Takes the answers that are there."""
+        with contextlib.suppress(queue.Empty):
+            while self.num_waiting:
+                self._take_answer(*self.answers.get_nowait())
+
+    def _take_answer(self, call: _Call, future: Future[Observation]) -> None:
+        self.num_waiting -= 1
+        self._answered(call, future)
+
+    def is_waiting(self) -> bool:
+        return bool(self.num_waiting or self.ready)
+
+    def is_open(self, conversation: int) -> bool:
+        number, sample = divmod(conversation, self.num_generations)
+        return not self.episodes[number][sample].is_complete
+
+    def notify(self, call: Callable[[], None]) -> None:
+        self.call_when_ready = call
+
+    def _conversation(self, e: Episode) -> int:
+        return e.number * self.num_generations + e.sample
 
     def so_far(self, e: Episode) -> Prompt:
         """Returns an episode's prompt with what has become of it so far as its end."""
@@ -313,8 +358,8 @@ class _Episodes:
         begin = e.turn_start
         if not self.sampling.stop or before == begin:
             return None
-        stop = StopStrings(self._dialogue(e.number).tokenizer, self.sampling.stop)
-        end = stop.first_end(e.ids[begin:], before - begin, self.sampling.min_tokens - begin)
+        shortest = self.sampling.min_tokens - begin
+        end = self.stop.first_end(e.ids[begin:], before - begin, shortest)
         return None if end is None else begin + end
 
     def _take_turn(self, e: Episode) -> None:
@@ -451,6 +496,8 @@ class _Episodes:
         def end(ended: Future[Observation]) -> None:
             call.ended = time.monotonic()
             self.answers.put((call, ended))
+            if self.call_when_ready is not None:
+                self.call_when_ready()
 
         future.add_done_callback(end)
 

@@ -33,7 +33,7 @@ class Rollouter:
     ) -> None:
         """tools: limits of the programs; None: none is run. has_round: see `ToolGenerator`."""
         self.generator, self.tokenizer = generator, tokenizer
-        self.episodes, self.has_round = episodes, has_round
+        self.episodes = episodes
         if tools is not None:
             self.generator = ToolGenerator(generator, tokenizer, tools, has_round=has_round)
 
@@ -74,6 +74,6 @@ class Rollouter:
         if self.episodes is None:
             self.generator.generate(*how, take)
         else:
-            self.episodes.sample(self.generator, *how, hand_over, self.has_round)
+            self.episodes.sample(self.generator, *how, hand_over)
         assert len(groups) == len(prompts), "a generator hands over every group once"
         return [groups[number] for number in range(len(prompts))]

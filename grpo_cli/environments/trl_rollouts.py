@@ -123,7 +123,6 @@ class TrlRollouts:
         sampling: Sampling,
         seeds: Sequence[int],
         hand_over: HandOver,
-        has_round: Callable[[bool], bool] = bool,
     ) -> None:
         """Calls the function once for all prompts.
 

@@ -5,15 +5,15 @@ Two prompts with two completions each:
     generator.generate([prompt_a, prompt_b], 2, Sampling(max_tokens=16), seeds=[11, 12])
     # -> [[completion 0 of a, completion 1 of a], [completion 0 of b, completion 1 of b]]
 
-`factory.py` lists the engines. `rollouter.py` makes groups of rollouts from completions. A new
-engine is a subclass with `make` and `sample`, in a file of its own.
+`factory.py` lists the engines. A new engine is a subclass with `make` and `sample`, in a file of its
+own. `converse` is for episodes; an engine overrides it to sample some turns while others wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -56,6 +56,53 @@ class Request:
     num_generations: int
     sampling: Sampling
     seeds: Sequence[int]  # one for each prompt
+    # A number for each of the completions, the same for all that continue one another; engines may
+    # keep what they have computed of a conversation. Empty: nothing follows.
+    conversations: Sequence[int] = ()
+
+
+Work = tuple[Request, OnGroup]  # a request, and what its completions are handed to
+
+
+class Feed(Protocol):
+    """Requests that follow from completions, as an episode's next turn follows from the last.
+
+    All methods are called in the thread that samples.
+    """
+
+    is_repeatable: bool  # whether no request may depend on how quick anything was
+    seconds_waited: float  # while nothing was sampled; engines that wait by themselves add to it
+
+    def take(self, *, exact: bool = False) -> list[Work]:
+        """Returns all requests that are ready, without waiting.
+
+        Args:
+            exact: ask for the exact number of tokens that are left. Else lengths are rounded down,
+                so that more conversations share a request; the rest is asked for again.
+        """
+
+    def take_round(self) -> Work:
+        """Returns one request for as many conversations as possible; the others stay ready."""
+
+    def wait(self, patience: float) -> bool:
+        """Waits for requests; returns whether any is ready, false once nothing can follow.
+
+        Args:
+            patience: seconds that it waits for others once one is ready. If requests are to be
+                repeatable it waits for all.
+        """
+
+    def is_waiting(self) -> bool:
+        """Returns whether requests may follow that nothing sampled now leads to."""
+
+    def is_open(self, conversation: int) -> bool:
+        """Returns whether a conversation may go on."""
+
+    def notify(self, call: Callable[[], None]) -> None:
+        """Has `call` called, in any thread, when a request may have become ready."""
+
+
+PATIENCE = 0.5  # seconds that a round waits for others, once it has something to sample
 
 
 class Generator:
@@ -122,6 +169,25 @@ class Generator:
     def sample(self, request: Request, hand_over: OnGroup) -> None:
         """Samples what is asked for; calls `hand_over` once for each prompt, see `generate`."""
         raise NotImplementedError(f"{type(self).__name__} has neither `sample` nor `generate`")
+
+    def converse(self, request: Request, hand_over: OnGroup, feed: Feed) -> None:
+        """Samples a request, and all requests that follow from its completions.
+
+        Here in rounds. Engines that can sample one request while others wait do so, unless the feed
+        is to be repeatable. Every process calls it, also without prompts.
+        """
+        self.refuse_inputs(request.prompts)
+        self.sample(request, hand_over)
+        while self.has_round(feed.wait(PATIENCE)):
+            self.sample(*feed.take_round())
+
+    def has_round(self, has_own: bool) -> bool:
+        """Returns whether this process has to sample, be it without prompts.
+
+        Args:
+            has_own: whether it has prompts.
+        """
+        return has_own
 
     def update_weights(self, policy: PreTrainedModel, step: int) -> dict[str, float]:
         """Samples from `policy`, as it is after `step` steps, from now on.

@@ -36,8 +36,12 @@ class CachedDecoder:
     max_rows: int  # decoded at the same time; a group is never split, and may be larger
 
     @torch.no_grad()
-    def decode(self, state: DecodingState) -> None:
+    def decode(self, states: Sequence[DecodingState]) -> None:
         """Decodes every row from its prompt to its last token."""
+        for state in states:
+            self._decode(state)
+
+    def _decode(self, state: DecodingState) -> None:
         at_once = max(1, self.max_rows // state.num_generations)
         # Prompts of like length go together, so that little is padded.
         order = sorted(range(len(state.prompts)), key=lambda i: len(state.prompts[i]))
@@ -105,8 +109,12 @@ class UncachedDecoder:
     max_rows: int  # decoded at the same time
 
     @torch.no_grad()
-    def decode(self, state: DecodingState) -> None:
+    def decode(self, states: Sequence[DecodingState]) -> None:
         """Decodes every row from its prompt to its last token."""
+        for state in states:
+            self._decode(state)
+
+    def _decode(self, state: DecodingState) -> None:
         repeat = state.num_generations
         order = sorted(range(len(state.prompts)), key=lambda i: len(state.prompts[i]))
         waiting = [n * repeat + j for n in order for j in range(repeat)]
@@ -119,8 +127,7 @@ class UncachedDecoder:
     def _logits(self, state: DecodingState, rows: Sequence[int]) -> Tensor:
         """Returns the logits of each row's next token, [B, V]."""
         ids, mask = pad_right(
-            [[*state.prompts[row // state.num_generations], *state.tokens[row]] for row in rows],
-            self.model.device,
+            [state.ids(row) for row in rows], self.model.device
         )
         logits: Tensor = self.model(
             input_ids=ids,

@@ -40,6 +40,7 @@ class DecodingState:
         self.num_generations = num_generations = request.num_generations
         self.sampling = sampling = request.sampling
         self.seeds = request.seeds
+        self.conversations = request.conversations
         self.eos_ids = list(eos_ids)
         self.on_group = on_group
         self.stop = None
@@ -58,6 +59,20 @@ class DecodingState:
         self.seen: dict[int, Tensor] = {}
         self.counts: dict[int, Tensor] = {}
         self.ngrams: dict[int, Ngrams] = {}
+
+    @property
+    def num_rows(self) -> int:
+        """Number of completions, complete or not."""
+        return len(self.tokens)
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest prompt with the longest completion."""
+        return max(map(len, self.prompts)) + self.sampling.max_tokens
+
+    def ids(self, row: int) -> list[int]:
+        """Returns a row's prompt and what was drawn of its completion."""
+        return [*self.prompts[row // self.num_generations], *self.tokens[row]]
 
     def next(self, rows: Sequence[int], logits: Tensor) -> tuple[Tensor, list[bool]]:
         """Draws a token for each of these rows; hands over the groups that it completes.

@@ -22,12 +22,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from grpo_cli.generation.decoding_state import DecodingState, check_logits
+from grpo_cli.generation.kept_caches import Continuation, KeptCache, KeptCaches
 from grpo_cli.models.attention import (
     NOT_PASSED_ON,
     Layout,
@@ -50,6 +53,7 @@ class Prefill:
 
     def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         self.lengths = [len(p) for p in prompts]
+        self.known = [0] * len(prompts)  # tokens of each that are not computed
         ends = torch.tensor(self.lengths).cumsum(0).tolist()
         self.starts = [end - length for end, length in zip(ends, self.lengths, strict=True)]
         self.layout = Layout(list(zip(self.starts, ends, strict=True)), [], device)
@@ -87,11 +91,12 @@ class DecodeBatch:
     """Holds rows that began together, with their caches; all are at the same token."""
 
     def __init__(
-        self, prefill: Prefill, numbers: Sequence[int], num_generations: int, max_tokens: int
+        self, prefill: Prefill | Continuation, numbers: Sequence[int], state: DecodingState
     ) -> None:
-        """numbers: of the prompts in `prefill`; each gets `num_generations` rows."""
-        self.num_generations = num_generations
-        self.max_tokens = max_tokens
+        """numbers: of the prompts in `prefill`; each gets `state.num_generations` rows."""
+        self.state = state
+        self.num_generations = num_generations = state.num_generations
+        self.max_tokens = max_tokens = state.sampling.max_tokens
         self.groups = list(numbers)  # prompts whose keys and values are held, in their order
         self.prompt_lengths = dict(zip(numbers, prefill.lengths, strict=True))
         self.prompt_keys, self.prompt_values = (
@@ -108,7 +113,10 @@ class DecodeBatch:
         self.keys, self.values = (
             self.prompt_keys.new_empty(layers, len(self.rows), heads, room, dim) for _ in range(2)
         )
-        self._arrange()
+        if isinstance(prefill, Continuation):
+            self._part_prompts()  # no two rows have the same
+        if not self.before:
+            self._arrange()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -194,6 +202,20 @@ class DecodeBatch:
             of_prompt, lse_of_prompt = of_prompt[self.places], lse_of_prompt[self.places]
         return merge(out, lse, of_prompt, lse_of_prompt)[0].reshape(size, -1, dim)
 
+    def cache_of(self, i: int) -> KeptCache:
+        """Returns the cache of row i: of its prompt and its tokens except the one just drawn."""
+        row, parts = self.rows[i], []
+        for own, prompt in ((self.keys, self.prompt_keys), (self.values, self.prompt_values)):
+            cache = own[:, i, :, : self.before + self.length]
+            mask = None if self.mask is None else self.mask[i, 0, 0, : cache.shape[2]]
+            if not self.before:
+                slot = self.groups.index(row // self.num_generations)
+                cache = torch.cat([prompt[:, slot], cache], dim=2)
+                if self.prompt_mask is not None:
+                    mask = pad(self.prompt_mask[slot, 0, 0], (0, self.length))
+            parts.append(cache.clone() if mask is None else cache[:, :, mask == 0])
+        return KeptCache(self.state.ids(row)[:-1], *parts)
+
     def take(self, tokens: Tensor, ended: Sequence[bool]) -> None:
         """Takes each row's next token, and takes out the rows that ended with it."""
         self.tokens = tokens
@@ -264,85 +286,145 @@ class Step:
         return torch.cat([c.attend(layer, q, k, v, scale) for c, q, k, v in parts])
 
 
+Waiting = tuple[DecodingState, int]  # a prompt that is not begun: its number in its request
+
+
 @dataclass(frozen=True)
 class Engine:
     """Decodes with a model that takes `attending` (`attention.install`)."""
 
     model: PreTrainedModel
-    max_rows: int  # decoded at the same time; a group is never split, and may be larger
+    max_rows: int  # decoded or kept at the same time; a group is never split, and may be larger
+    caches: KeptCaches | None = None  # of conversations that go on; None: none does
 
     @torch.no_grad()
-    def decode(self, state: DecodingState) -> None:
-        """Decodes every row from its prompt to its last token."""
-        prompts = state.prompts
-        # Prompts of like length go together, so that little is padded.
-        waiting = deque(sorted(range(len(prompts)), key=lambda i: len(prompts[i])))
-        batches: list[DecodeBatch] = []
-        while waiting or batches:
-            free = self.max_rows - sum(map(len, batches))
-            numbers: list[int] = []
-            if waiting and (not batches or free >= max(REFILL * self.max_rows, 1)):
-                numbers = self._admitted(waiting, free, state)
-            if numbers:
-                batches.append(self._begin(numbers, state))
-            else:
-                self._step(state, batches)
-            batches = [batch for batch in batches if batch.rows]
+    def decode(
+        self,
+        states: Sequence[DecodingState],
+        arrived: Callable[[], Sequence[DecodingState]] = list,
+    ) -> None:
+        """Decodes every row from its prompt to its last token.
 
-    def _admitted(self, waiting: deque[int], free: int, state: DecodingState) -> list[int]:
+        Args:
+            arrived: asked before each token, returns more that is to be decoded.
+        """
+        waiting: deque[Waiting] = deque()
+        batches: list[DecodeBatch] = []
+        while True:
+            for state in states:
+                # Prompts of like length go together, so that little is padded.
+                numbers = range(len(state.prompts))
+                order = sorted(numbers, key=lambda i, s=state: len(s.prompts[i]))  # type: ignore[misc]
+                waiting.extend((state, n) for n in order)
+            if not (waiting or batches):
+                return
+            free = self.max_rows - sum(map(len, batches))
+            begun: list[Waiting] = []
+            if waiting and (not batches or free >= max(REFILL * self.max_rows, 1)):
+                begun = self._admitted(waiting, free)
+            if begun:
+                batches += self._begin(begun[0][0], [number for _, number in begun])
+            else:
+                self._step(batches)
+            batches = [batch for batch in batches if batch.rows]
+            states = arrived()
+
+    def _admitted(self, waiting: deque[Waiting], free: int) -> list[Waiting]:
         """Takes the prompts that begin together; at least one if nothing else is decoded."""
-        numbers: list[int] = []
+        state = waiting[0][0]
+        admitted: list[Waiting] = []
         tokens = 0
-        while waiting:
-            tokens += len(state.prompts[waiting[0]])
-            rows = (len(numbers) + 1) * state.num_generations
-            if numbers and (rows > free or tokens > PREFILL):
+        while waiting and waiting[0][0] is state:
+            tokens += len(state.prompts[waiting[0][1]])
+            rows = (len(admitted) + 1) * state.num_generations
+            if admitted and (rows > free or tokens > PREFILL):
                 break
             if rows > free and free < self.max_rows:
                 break
-            numbers.append(waiting.popleft())
-        return numbers
+            admitted.append(waiting.popleft())
+        return admitted
 
-    def _begin(self, numbers: list[int], state: DecodingState) -> DecodeBatch:
+    def _begin(self, state: DecodingState, numbers: list[int]) -> list[DecodeBatch]:
         """Computes prompts and draws the first token of each of their rows."""
-        device = self.model.device
-        prompts = [state.prompts[n] for n in numbers]
-        prefill = Prefill(prompts, device)
-        ends = [a + n for a, n in zip(prefill.starts, prefill.lengths, strict=True)]
+        kept: dict[int, KeptCache] = {}
+        if self.caches is not None and state.num_generations == 1:
+            found = {n: self.caches.take(state.conversations[n], state.prompts[n]) for n in numbers}
+            kept = {n: cache for n, cache in found.items() if cache is not None}
+        batches = []
+        if new := [n for n in numbers if n not in kept]:
+            prompts = [state.prompts[n] for n in new]
+            batches.append(self._prefill(state, new, prompts, Prefill(prompts, self.model.device)))
+        if kept:
+            prompts = [state.prompts[n] for n in kept]
+            continuation = Continuation(prompts, list(kept.values()), self.model.device)
+            kept_numbers = list(kept)
+            kept.clear()  # the copies in the batch are enough
+            batches.append(self._prefill(state, kept_numbers, prompts, continuation))
+        return batches
+
+    def _prefill(
+        self,
+        state: DecodingState,
+        numbers: list[int],
+        prompts: Sequence[Sequence[int]],
+        prefill: Prefill | Continuation,
+    ) -> DecodeBatch:
+        """Computes what is not kept of prompts, and draws the first token of their rows."""
+        known, device = prefill.known, self.model.device
+        own = [len(p) - k for p, k in zip(prompts, known, strict=True)]
+        ends = [start + n for start, n in zip(prefill.starts, own, strict=True)]
         logits = self._forward(
-            [t for p in prompts for t in p],
-            [i for p in prompts for i in range(len(p))],
+            [t for p, k in zip(prompts, known, strict=True) for t in p[k:]],
+            [i for p, k in zip(prompts, known, strict=True) for i in range(k, len(p))],
             prefill,
             torch.tensor(ends, device=device) - 1,
         )
         if not prefill.keys:
             raise UnsupportedModelError(NOT_PASSED_ON)
         check_logits(logits)
-        batch = DecodeBatch(prefill, numbers, state.num_generations, state.sampling.max_tokens)
+        batch = DecodeBatch(prefill, numbers, state)
         logits = logits.repeat_interleave(state.num_generations, 0)
-        batch.take(*state.next(batch.rows, logits))
+        self._take(batch, *state.next(batch.rows, logits), active=len(batch))
         return batch
 
-    def _step(self, state: DecodingState, batches: list[DecodeBatch]) -> None:
+    def _step(self, batches: list[DecodeBatch]) -> None:
         """Draws one more token of every row."""
         for batch in batches:
             batch.make_room()
-        rows = [row for batch in batches for row in batch.rows]
         positions = [p for batch in batches for p in batch.positions()]
         ids = torch.cat([batch.tokens for batch in batches])
-        drawn, ended = state.next(rows, self._forward(ids, positions, Step(batches), None))
+        logits = self._forward(ids, positions, Step(batches), None)
         start = 0
-        for batch in batches:
-            own = slice(start, start + len(batch))
-            start += len(batch)
-            batch.length += 1
-            batch.take(drawn[own], ended[own])
+        for state, group in groupby(batches, key=lambda batch: batch.state):
+            together = list(group)
+            rows = [row for batch in together for row in batch.rows]
+            of_state = slice(start, start + len(rows))
+            start += len(rows)
+            drawn, ended = state.next(rows, logits[of_state])
+            first = 0
+            for batch in together:
+                own = slice(first, first + len(batch))
+                first += len(batch)
+                batch.length += 1
+                self._take(batch, drawn[own], ended[own], active=len(positions))
+
+    def _take(
+        self, batch: DecodeBatch, tokens: Tensor, ended: Sequence[bool], *, active: int
+    ) -> None:
+        """Takes the next tokens of a batch; keeps the caches of rows that have ended."""
+        if self.caches is not None:
+            gone = [i for i, has_ended in enumerate(ended) if has_ended]
+            for i in gone:
+                conversation = batch.state.conversations[batch.rows[i]]
+                most = self.max_rows - active + len(gone)
+                self.caches.keep(conversation, batch.cache_of(i), most)
+        batch.take(tokens, ended)
 
     def _forward(
         self,
         ids: Sequence[int] | Tensor,
         positions: Sequence[int],
-        attending: Prefill | Step,
+        attending: Prefill | Continuation | Step,
         keep: Tensor | None,
     ) -> Tensor:
         """Returns the logits of N tokens in one packed row, [N, V]; or of the tokens in `keep`."""

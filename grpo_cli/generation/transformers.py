@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,10 +14,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo_cli.algorithm.batch import pad_right
 from grpo_cli.distributed import fsdp
 from grpo_cli.errors import TrainingError
-from grpo_cli.generation.base import EngineSetup, Generator, OnGroup, Request
+from grpo_cli.generation.base import (
+    PATIENCE,
+    EngineSetup,
+    Feed,
+    Generator,
+    OnGroup,
+    Request,
+    Work,
+)
 from grpo_cli.generation.cached_decoding import CachedDecoder, UncachedDecoder
 from grpo_cli.generation.decoding_state import DecodingState
 from grpo_cli.generation.engine import Engine
+from grpo_cli.generation.kept_caches import KeptCaches
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models import attention, loading, memory
 from grpo_cli.models.families import RECURRENT, is_recurrent
@@ -27,6 +36,41 @@ from grpo_cli.records import Completion, Prompt, Rollout
 
 Decoder = type[Engine] | type[CachedDecoder] | type[UncachedDecoder]
 STORED: dict[Decoder, str] = {CachedDecoder: "plain", UncachedDecoder: "uncached"}
+
+
+@dataclass(eq=False)
+class _Unfinished:
+    """A request, and which of its prompts have no completions yet."""
+
+    request: Request
+    hand_over: OnGroup
+    missing: list[int]
+    is_handing_over: bool = False
+
+    @classmethod
+    def of(cls, request: Request, hand_over: OnGroup) -> _Unfinished:
+        """Returns a request of which nothing is done."""
+        return cls(request, hand_over, list(range(len(request.prompts))))
+
+    def state(
+        self, eos_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None
+    ) -> DecodingState:
+        """Returns the state in which the prompts that are missing begin."""
+        request, numbers, per_prompt = self.request, list(self.missing), self.request.num_generations
+        own = [n * per_prompt + j for n in numbers for j in range(per_prompt)]
+        rest = replace(
+            request,
+            prompts=[request.prompts[n] for n in numbers],
+            seeds=[request.seeds[n] for n in numbers],
+            conversations=[request.conversations[r] for r in own] if request.conversations else (),
+        )
+        return DecodingState(rest, eos_ids, tokenizer, partial(self._take, numbers))
+
+    def _take(self, numbers: list[int], k: int, completions: list[Completion]) -> None:
+        self.missing.remove(numbers[k])
+        self.is_handing_over = True
+        self.hand_over(numbers[k], completions)
+        self.is_handing_over = False
 
 
 @dataclass(eq=False)
@@ -61,18 +105,24 @@ class TransformersGenerator(Generator):
         return TransformersGenerator(model, *how)
 
     def sample(self, request: Request, hand_over: OnGroup) -> None:
-        missing = list(range(len(request.prompts)))
-        if not missing:  # more processes than prompts
-            return
-        handing_over = False
+        with self._inference():
+            self._finish([_Unfinished.of(request, hand_over)])
 
-        def take(numbers: list[int], k: int, completions: list[Completion]) -> None:
-            nonlocal handing_over
-            missing.remove(numbers[k])
-            handing_over = True
-            hand_over(numbers[k], completions)
-            handing_over = False
+    def converse(self, request: Request, hand_over: OnGroup, feed: Feed) -> None:
+        """Samples in rounds, or all that is ready together, and keeps what waits in its caches."""
+        self.refuse_inputs(request.prompts)
+        caches = KeptCaches()
+        more = None if feed.is_repeatable else feed.take
+        with self._inference():
+            works = [(request, hand_over)]
+            while works:
+                self._finish([_Unfinished.of(*work) for work in works], caches, more)
+                works = feed.take() if feed.wait(PATIENCE) else []
+                caches.keep_only(feed.is_open)
 
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        """Lets the policy decode."""
         # One autocast around all steps: it keeps its copies of the weights until it is left.
         # Layers compiled for training would be compiled again for every size of a cache.
         with (
@@ -80,32 +130,54 @@ class TransformersGenerator(Generator):
             self.autocast(),
             torch.compiler.set_stance("force_eager"),
         ):
-            if self.decoder is None:
-                self._choose_decoder(request.prompts)
-            while missing:
-                assert self.decoder is not None
-                rest = replace(
-                    request,
-                    prompts=[request.prompts[n] for n in missing],
-                    seeds=[request.seeds[n] for n in missing],
-                )
-                take_missing = partial(take, list(missing))
-                state = DecodingState(rest, self.eos_ids, self.tokenizer, take_missing)
-                longest = max(map(len, state.prompts)) + request.sampling.max_tokens
-                rows = self._rows(len(missing) * request.num_generations, longest)
-                failed = None
-                try:
-                    self.decoder(self.policy, rows).decode(state)
-                except attention.UnsupportedModelError as error:  # longer than what was checked
-                    self.fall_back(str(error))
-                except (RuntimeError, MemoryError) as error:
-                    if handing_over or not memory.is_out_of_memory(error):
-                        raise
-                    failed = (str(error).strip() or type(error).__name__).splitlines()[0]
-                if failed is not None:  # here the frames that held memory are gone
-                    del state
-                    memory.release()
-                    self._halve(rows, request.num_generations, longest, failed)
+            yield
+
+    def _finish(
+        self,
+        works: list[_Unfinished],
+        caches: KeptCaches | None = None,
+        more: Callable[[], list[Work]] | None = None,
+    ) -> None:
+        """Decodes until all requests are done; out of memory, again with fewer rows at a time.
+
+        Args:
+            caches: of conversations that go on.
+            more: returns requests that are to be decoded together with these.
+        """
+
+        def arrived() -> list[DecodingState]:
+            new = [_Unfinished.of(*work) for work in more()] if more is not None else []
+            works.extend(new)
+            return [work.state(self.eos_ids, self.tokenizer) for work in new]
+
+        works = [work for work in works if work.missing]  # more processes than prompts
+        if works and self.decoder is None:
+            self._choose_decoder(works[0].request.prompts)
+        while works:
+            assert self.decoder is not None
+            states = [work.state(self.eos_ids, self.tokenizer) for work in works]
+            longest = max(s.longest for s in states)
+            rows = self._rows(sum(s.num_rows for s in states), longest)
+            failed = None
+            try:
+                if self.decoder is Engine:
+                    Engine(self.policy, rows, caches).decode(states, arrived)
+                else:
+                    for state in states:
+                        self.decoder(self.policy, rows).decode([state])
+            except attention.UnsupportedModelError as error:  # longer than what was checked
+                self.fall_back(str(error))
+            except (RuntimeError, MemoryError) as error:
+                if any(work.is_handing_over for work in works) or not memory.is_out_of_memory(error):
+                    raise
+                failed = (str(error).strip() or type(error).__name__).splitlines()[0]
+            works = [work for work in works if work.missing]
+            if failed is not None:  # here the frames that held memory are gone
+                del states
+                if caches is not None:
+                    caches.clear()
+                memory.release()
+                self._halve(rows, works[0].request.num_generations, longest, failed)
 
     def update_weights(self, policy: PreTrainedModel, step: int) -> dict[str, float]:
         self.policy = policy
@@ -178,7 +250,7 @@ class TransformersGenerator(Generator):
         groups: dict[int, list[Completion]] = {}
         request = Request(begun, 2, Sampling(max_tokens=tokens), [0, 1])
         state = DecodingState(request, [], None, groups.__setitem__)
-        why = mismatch(lambda: decoder(self.policy, 4).decode(state))
+        why = mismatch(lambda: decoder(self.policy, 4).decode([state]))
         if why is not None:
             return why
         rollouts = [Rollout(p, c, "") for n, p in enumerate(begun) for c in groups[n]]
@@ -201,10 +273,13 @@ class GatheringGenerator(TransformersGenerator):
         super().__init__(loading.skeleton(sharded), *settings, **how)
         self.sharded, self.dtype = sharded, dtype
 
-    def sample(self, request: Request, hand_over: OnGroup) -> None:
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        """Gathers the weights, which all processes do together, and gives them back."""
         fsdp.fill(self.policy, self.sharded, self.dtype)
         try:
-            super().sample(request, hand_over)
+            with super()._inference():
+                yield
         finally:
             fsdp.empty(self.policy)
 

@@ -81,7 +81,6 @@ class RolloutQueue:
         rollouter = Rollouter(
             self.generator,
             self.tokenizer,
-            has_round=self.workers.any_in_lockstep if self.episodes is not None else bool,
             episodes=self.episodes,
         )
         return lambda arrived: rollouter.rollouts(

@@ -1,0 +1,141 @@
+"""Tests that conversations go on from what the embedded engine has kept of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from grpo_cli.generation import engine, kept_caches
+from grpo_cli.generation.base import Generator
+from grpo_cli.generation.kept_caches import KeptCache, KeptCaches
+from grpo_cli.generation.sampling import Sampling
+from grpo_cli.generation.transformers import TransformersGenerator
+from tests.conversations import Conversations
+
+PROMPTS = [[40, 41, 42, 43, 44, 45, 46], [50], [60, 61, 62], [70, 71, 72, 73], [80, 81, 80, 81]]
+MANY_EOS = list(range(200, 259))  # completions end after a few tokens
+SAMPLING = Sampling(max_tokens=12)
+
+
+def sampler(model: PreTrainedModel, max_rows: int = 100) -> TransformersGenerator:
+    return TransformersGenerator(model, MANY_EOS, max_rows)
+
+
+def conversations(**how: Any) -> Conversations:
+    return Conversations(PROMPTS, 3, SAMPLING, 4, **how)
+
+
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the tokens of prompts that are computed, at each beginning."""
+    found: list[int] = []
+    forward = engine.Engine._forward
+
+    def counting(self: Any, ids: Any, positions: Any, attending: Any, keep: Any) -> Any:
+        if keep is not None:
+            found.append(len(ids))
+        return forward(self, ids, positions, attending, keep)
+
+    monkeypatch.setattr(engine.Engine, "_forward", counting)
+    return found
+
+
+def worst(model: PreTrainedModel, feed: Conversations) -> float:
+    """The largest difference of the engine's log-probabilities from the model's own."""
+    differences = []
+    for ids, sampled in zip(feed.ids, feed.sampled, strict=True):
+        with torch.no_grad():
+            logprobs = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+        differences += [abs(logprobs[at - 1, ids[at]].item() - lp) for at, lp in sampled]
+    return max(differences)
+
+
+def same(a: Conversations, b: Conversations) -> bool:
+    close = [
+        x == pytest.approx(y, abs=1e-4)
+        for x, y in zip(sum(a.sampled, []), sum(b.sampled, []), strict=True)
+    ]
+    return a.ids == b.ids and all(close)
+
+
+def test_what_is_kept_is_not_computed_again(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler(model).generate([], 1, SAMPLING, [])
+    plain, kept = conversations(), conversations()
+    Generator.converse(generator := sampler(model), plain.first, plain.begun, plain)
+    counts = computed(monkeypatch)
+    kept.run(generator)
+    assert same(plain, kept)
+    assert worst(model, kept) < 1e-4
+    # The prompts once, then each reply and the token before it, which was drawn and not computed.
+    replies = sum(map(len, kept.ids)) - 3 * sum(map(len, PROMPTS)) - sum(map(len, kept.sampled))
+    assert sum(counts) == sum(map(len, PROMPTS)) + replies + 3 * len(kept.ids)
+
+
+@pytest.mark.parametrize("max_rows", [1, 4, 7])
+def test_conversations_given_up_are_computed_again(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, max_rows: int
+) -> None:
+    plain, kept = conversations(), conversations()
+    plain.run(sampler(model))
+    most = 0
+    keep = KeptCaches.keep
+
+    def noting(self: KeptCaches, *args: Any) -> None:
+        nonlocal most
+        keep(self, *args)
+        most = max(most, len(self))
+
+    monkeypatch.setattr(KeptCaches, "keep", noting)
+    kept.run(sampler(model, max_rows))
+    assert same(plain, kept)
+    assert most <= max_rows
+
+
+def test_one_conversation_does_not_wait_for_another(model: PreTrainedModel) -> None:
+    slow = conversations(is_repeatable=False, delay=lambda n: 0.5 * (n == 4))
+    slow.run(sampler(model))
+    plain = conversations()
+    plain.run(sampler(model))
+    assert same(slow, plain)
+    second_turn = slow.log.index(("asked", 4))
+    assert slow.log.index(("asked", 5), slow.log.index(("asked", 5)) + 1) < second_turn
+
+
+def test_nothing_is_kept_of_other_tokens() -> None:
+    keys = torch.arange(4.0).view(1, 1, 4, 1)
+    cache = KeptCache([1, 2, 3, 4], keys, -keys)
+    beginning = cache.beginning([1, 2, 9, 4, 5])
+    assert beginning is not None
+    assert (list(beginning.ids), beginning.keys.flatten().tolist()) == ([1, 2], [0.0, 1.0])
+    assert cache.beginning([9, 2]) is None
+    same_prompt = cache.beginning([1, 2, 3, 4])
+    assert same_prompt is not None, "the last token's logits are asked for"
+    assert same_prompt.values.flatten().tolist() == [0.0, -1.0, -2.0]
+
+
+def test_out_of_memory_in_the_middle_changes_nothing(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, kept = conversations(), conversations()
+    plain.run(sampler(model))
+    attend, calls = kept_caches.Continuation.attend, 0
+
+    def failing(self: Any, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise torch.OutOfMemoryError("no room")
+        return attend(self, *args)
+
+    monkeypatch.setattr(kept_caches.Continuation, "attend", failing)
+    said: Sequence[str] = []
+    generator = sampler(model)
+    generator.say = said.append  # type: ignore[attr-defined]
+    kept.run(generator)
+    assert "out of memory" in said[0]
+    assert same(plain, kept)
