@@ -32,7 +32,12 @@ class Conversations:
         delay: Callable[[int], float] = lambda conversation: 0.0,
     ) -> None:
         """delay: seconds that a conversation's replies take."""
-        self.is_repeatable, self.turns, self.delay, self.sampling = is_repeatable, turns, delay, sampling
+        self.is_repeatable, self.turns, self.delay, self.sampling = (
+            is_repeatable,
+            turns,
+            delay,
+            sampling,
+        )
         self.size, self.num_generations = len(prompts) * num_generations, num_generations
         self.seeds = [11 + n for n in range(len(prompts))]
         self.first = Request(

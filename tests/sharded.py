@@ -916,7 +916,7 @@ def episodes_take_as_many_rounds_as_the_longest_of_any_process(workers: Workers)
     chat = Chat(TOKENIZER, eos_ids)
     settings = EnvironmentSettings(path="tests.kill_harness:Talks", isolate=False)
 
-    def sampled(generator: Generator, has_round: Callable[[bool], bool]) -> list[list[Completion]]:
+    def sampled(generator: Generator) -> list[list[Completion]]:
         found: dict[int, list[Completion]] = {}
         with contextlib.closing(Sessions(settings)) as sessions:
             EpisodeLoop(sessions, {"": chat}, EpisodeSettings()).sample(
@@ -926,13 +926,12 @@ def episodes_take_as_many_rounds_as_the_longest_of_any_process(workers: Workers)
                 Sampling(max_tokens=100),
                 [SEEDS[n] for n in numbers],
                 lambda n, prompts, group: found.update({n: group}),
-                has_round,
             )
         return [found[n] for n in range(len(numbers))]
 
     ours = GatheringGenerator(divided(plain), torch.float32, eos_ids, 100, say=refuse)
     theirs = TransformersGenerator(copy.deepcopy(plain), eos_ids, 100, say=refuse)
-    found, expected = sampled(ours, workers.any_in_lockstep), sampled(theirs, bool)
+    found, expected = sampled(ours), sampled(theirs)
     for group, other in zip(found, expected, strict=True):
         assert all(map(same, group, other))
         assert [c.is_sampled for c in group] == [c.is_sampled for c in other]

@@ -142,7 +142,9 @@ def difference_of(
     return torch.cat(gaps).mean().item()
 
 
-def played(generator: Generator, tokenizer: PreTrainedTokenizerFast) -> list[Rollout]:
+def played(
+    generator: Generator, tokenizer: PreTrainedTokenizerFast, order: str = "auto"
+) -> list[Rollout]:
     """Episodes of three turns and more of a random policy, whose turns end at any letter."""
     settings = EnvironmentSettings(path="tests.kill_harness:Talks", isolate=False)
     sampling = Sampling(90, stop=tuple(string.ascii_letters + string.digits))
@@ -156,7 +158,7 @@ def played(generator: Generator, tokenizer: PreTrainedTokenizerFast) -> list[Rol
         found.extend(Rollout(p, c, "") for p, c in zip(prompts, group, strict=True))
 
     with contextlib.closing(Sessions(settings)) as sessions:
-        loop = EpisodeLoop(sessions, {"": Chat(tokenizer, [2])}, EpisodeSettings())
+        loop = EpisodeLoop(sessions, {"": Chat(tokenizer, [2])}, EpisodeSettings(order=order))
         loop.sample(generator, prompts, 2, sampling, SEEDS, hand_over)
     return found
 

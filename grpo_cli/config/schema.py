@@ -688,10 +688,11 @@ class EpisodeSettings:
         None, "Wall-clock limit of the environment's part of an episode; null: none.", gt=0
     )
     order: str = knob(
-        "repeatable",
-        "Whether a round of sampling waits for the environments of all rollouts, so that a run "
-        "repeats to the last bit (repeatable), or goes on with those that are ready (eager).",
-        choices=("repeatable", "eager"),
+        "auto",
+        "Whether the next turns are sampled together, once all environments have answered, so that "
+        "a run repeats to the last bit (repeatable), or each as soon as its own has (eager); auto: "
+        "eager with vLLM servers, which repeat nothing, else repeatable.",
+        choices=("auto", "repeatable", "eager"),
     )
     credit: str = knob(
         "sum",

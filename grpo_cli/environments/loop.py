@@ -147,7 +147,9 @@ class _Episodes:
         self.loop, self.settings, self.sampling = loop, loop.settings, sampling
         self.first_prompts = prompts  # without first observations
         self.prompts, self.seeds, self.hand_over = list(prompts), seeds, hand_over
-        self.num_generations, self.is_repeatable = num_generations, loop.settings.order != "eager"
+        self.num_generations = num_generations
+        order = loop.settings.order
+        self.is_repeatable = order == "repeatable" or (order == "auto" and generator.is_repeatable)
         tokenizer = next(iter(loop.dialogues.values())).tokenizer
         self.stop = StopStrings(tokenizer, sampling.stop)
         self.call_when_ready: Callable[[], None] | None = None

@@ -5,8 +5,8 @@ Two prompts with two completions each:
     generator.generate([prompt_a, prompt_b], 2, Sampling(max_tokens=16), seeds=[11, 12])
     # -> [[completion 0 of a, completion 1 of a], [completion 0 of b, completion 1 of b]]
 
-`factory.py` lists the engines. A new engine is a subclass with `make` and `sample`, in a file of its
-own. `converse` is for episodes; an engine overrides it to sample some turns while others wait.
+`factory.py` lists the engines. A new engine is a subclass with `make` and `sample`, in a file of
+its own. `converse` is for episodes: an engine overrides it to sample some turns while others wait.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ class Generator:
 
     samples_from_policy = False  # whether it computes with the policy's own module
     computes_here = False  # on this process's device, so that its FLOPs are the device's
+    is_repeatable = True  # whether what shares a batch is the run's own choice
     accepts_inputs = False  # whether it reads `Prompt.inputs`
     prefetch_steps = 0  # steps whose completions are sampled while an earlier step is trained on
     cache_tokens: int | None = None  # measured size of its caches: other batches round differently

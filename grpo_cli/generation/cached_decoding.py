@@ -126,9 +126,7 @@ class UncachedDecoder:
 
     def _logits(self, state: DecodingState, rows: Sequence[int]) -> Tensor:
         """Returns the logits of each row's next token, [B, V]."""
-        ids, mask = pad_right(
-            [state.ids(row) for row in rows], self.model.device
-        )
+        ids, mask = pad_right([state.ids(row) for row in rows], self.model.device)
         logits: Tensor = self.model(
             input_ids=ids,
             attention_mask=mask,

@@ -1,7 +1,7 @@
 """Keys and values of conversations that wait for a reply, so that they are not computed again.
 
-    row ends        its tokens and their keys and values are kept under its conversation's number
-    reply is there  the prompt is the same tokens and some more; only those are computed
+row ends        its tokens and their keys and values are kept under its conversation's number
+reply is there  the prompt is the same tokens and some more; only those are computed
 """
 
 from __future__ import annotations

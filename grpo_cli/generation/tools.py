@@ -124,7 +124,7 @@ class ToolGenerator(Generator):
         self.inner, self.tokenizer, self.tools = inner, tokenizer, tools
         self.accepts_inputs = inner.accepts_inputs
         self.threads = threads or min(own_cores(), MOST_THREADS)
-        self.has_round = has_round
+        self.any_has_round = has_round
         self.fence = StopStrings(tokenizer, [FENCE])
 
     def sample(self, request: Request, hand_over: OnGroup) -> None:
@@ -139,7 +139,7 @@ class ToolGenerator(Generator):
         piece = work.next_piece(0, 0)
         try:
             self.inner.generate(prompts, request.num_generations, piece, seeds, work.begun)
-            while self.has_round(work.settle()):
+            while self.any_has_round(work.settle()):
                 piece, partials = work.take_round()
                 self.inner.generate(
                     [_continued(prompts[d.number], d.ids) for d in partials],

@@ -56,7 +56,11 @@ class _Unfinished:
         self, eos_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None
     ) -> DecodingState:
         """Returns the state in which the prompts that are missing begin."""
-        request, numbers, per_prompt = self.request, list(self.missing), self.request.num_generations
+        request, numbers, per_prompt = (
+            self.request,
+            list(self.missing),
+            self.request.num_generations,
+        )
         own = [n * per_prompt + j for n in numbers for j in range(per_prompt)]
         rest = replace(
             request,
@@ -168,7 +172,9 @@ class TransformersGenerator(Generator):
             except attention.UnsupportedModelError as error:  # longer than what was checked
                 self.fall_back(str(error))
             except (RuntimeError, MemoryError) as error:
-                if any(work.is_handing_over for work in works) or not memory.is_out_of_memory(error):
+                if any(work.is_handing_over for work in works) or not memory.is_out_of_memory(
+                    error
+                ):
                     raise
                 failed = (str(error).strip() or type(error).__name__).splitlines()[0]
             works = [work for work in works if work.missing]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.generation.base import EngineSetup, OnGroup, Request
+from grpo_cli.generation.base import EngineSetup, Feed, OnGroup, Request, Work
 from grpo_cli.generation.vllm import lora
 from grpo_cli.generation.vllm.adapter_folder import AdapterFolder
 from grpo_cli.generation.vllm.base import VllmGenerator
@@ -158,23 +159,62 @@ class ColocatedGenerator(VllmGenerator):
         self.written: AdapterFolder | None = None  # by the main process
 
     def sample(self, request: Request, hand_over: OnGroup) -> None:
-        pairs = zip([p.ids for p in request.prompts], request.seeds, strict=True)
-        everyones, first = self._of_engine(list(pairs))
-        own = range(first, first + len(request.prompts))
-        if not everyones:
+        self._sample([(request, hand_over)])
+
+    def converse(self, request: Request, hand_over: OnGroup, feed: Feed) -> None:
+        """Adds what the feed has ready to what is sampled already, if it need not be repeatable.
+
+        Processes that share an engine go on in rounds, since they take all its steps together.
+        """
+        if feed.is_repeatable or self.config.tensor_parallel > 1:
+            super().converse(request, hand_over, feed)
             return
-        self._check_lengths(max(len(ids) for ids, _ in everyones), request.sampling.max_tokens)
+        self.refuse_inputs(request.prompts)
+        works = [(request, hand_over)]
+        while works:
+            self._sample(works, lambda: feed.take(exact=True))
+            works = feed.take(exact=True) if feed.wait(patience=0.0) else []
+
+    def has_round(self, has_own: bool) -> bool:
+        if self.config.tensor_parallel == 1:
+            return has_own
+        return self.workers.max(float(has_own)) > 0
+
+    def _sample(self, works: Sequence[Work], more: Callable[[], Sequence[Work]] = list) -> None:
+        """Samples requests and what `more` returns after each step of the engine."""
+        numbers, asked = itertools.count(), dict[int, tuple[OnGroup | None, int, int]]()
+
+        def ask(works: Sequence[Work]) -> None:
+            for request, hand_over in works:
+                pairs = zip(
+                    [p.ids for p in request.prompts],
+                    [self.params(request, seed) for seed in request.seeds],
+                    strict=True,
+                )
+                everyones, first = self._of_engine(list(pairs))
+                if not everyones:
+                    continue
+                longest = max(len(ids) for ids, _ in everyones)
+                self._check_lengths(longest, request.sampling.max_tokens)
+                inputs = self._rendered([ids for ids, _ in everyones])
+                for i, (_, params) in enumerate(everyones):
+                    is_own = first <= i < first + len(request.prompts)  # not another process's
+                    number = next(numbers)
+                    asked[number] = (
+                        hand_over if is_own else None, i - first, request.num_generations
+                    )  # fmt: skip
+                    self._add_request(number, inputs[i], _typed(params))
+
         self._wake_up()
         with self.apart():
-            inputs = self._rendered([ids for ids, _ in everyones])
-            for number, (_, seed) in enumerate(everyones):
-                params = _typed(self.params(request, seed))
-                self._add_request(number, inputs[number], params)
-            for number, output in self._finished():
-                if number not in own:  # another process's, of the same engine
-                    continue
-                group = [self._completion(c) for c in sorted(output.outputs, key=lambda c: c.index)]
-                hand_over(number - first, repeated(group, request.num_generations))
+            ask(works)
+            for number, output in self._finished(lambda: ask(more())):
+                hand_over, i, num_generations = asked.pop(number)
+                if hand_over is not None:
+                    group = [
+                        self._completion(c) for c in sorted(output.outputs, key=lambda c: c.index)
+                    ]
+                    hand_over(i, repeated(group, num_generations))
 
     def _check_lengths(self, longest_prompt: int, max_tokens: int) -> None:
         whose = "generation.vllm.max_model_len"
@@ -283,8 +323,11 @@ class ColocatedGenerator(VllmGenerator):
         found = self.llm.renderer.render_cmpl([{"prompt_token_ids": list(ids)} for ids in prompts])
         return list(found)
 
-    def _finished(self) -> Iterator[tuple[int, Any]]:
+    def _finished(self, then: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Any]]:
         """Yields (number, output) of each request when it is done.
+
+        Args:
+            then: called after each step; may add requests.
 
         Raises:
             Interrupt: the run has to end; unfinished requests end with the engine.
@@ -297,11 +340,12 @@ class ColocatedGenerator(VllmGenerator):
             for output in self.engine.step():
                 if output.finished:
                     yield int(output.request_id), output
+            then()
 
     def _of_engine(
-        self, own: list[tuple[Sequence[int], int]]
-    ) -> tuple[list[tuple[Sequence[int], int]], int]:
-        """Returns (prompts and seeds of the engine's processes, where this one's begin)."""
+        self, own: list[tuple[Sequence[int], dict[str, Any]]]
+    ) -> tuple[list[tuple[Sequence[int], dict[str, Any]]], int]:
+        """Returns (prompts and parameters of the engine's processes, where this one's begin)."""
         size = self.config.tensor_parallel
         if size == 1:
             return own, 0

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import httpx2
 from transformers import PreTrainedModel
@@ -20,7 +22,7 @@ from transformers import PreTrainedModel
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.generation.base import EngineSetup, OnGroup, Request
+from grpo_cli.generation.base import EngineSetup, Feed, OnGroup, Request
 from grpo_cli.generation.vllm import lora, weight_transfer
 from grpo_cli.generation.vllm.adapter_folder import AdapterFolder
 from grpo_cli.generation.vllm.base import VllmGenerator
@@ -49,10 +51,15 @@ class Load:
         self.requests: Counter[str] = Counter()
         self.lock = threading.Lock()  # batches that are begun ahead are sampled in threads
 
-    def take(self, live: Sequence[Server], rows: int) -> Server | None:
-        """Returns the least busy server and counts a request of `rows`; None if all are full."""
+    def take(self, live: Sequence[Server], rows: int, home: str | None = None) -> Server | None:
+        """Returns a server and counts a request of `rows`; None if it is full.
+
+        Args:
+            home: address of the server to take if it is live; else the least busy is taken.
+        """
         with self.lock:
-            server = min(live, key=lambda s: self.rows[s.url])
+            least_busy = min(live, key=lambda s: self.rows[s.url])
+            server = next((s for s in live if s.url == home), least_busy)
             busy = self.rows[server.url]
             full = self.requests[server.url] >= SOCKETS or (busy and busy + rows > self.most_rows)
             if full:
@@ -68,8 +75,35 @@ class Load:
             self.requests[server.url] -= 1
 
 
+@dataclass(eq=False)
+class _Ask:
+    """A prompt that servers are asked to complete."""
+
+    request: Request
+    number: int  # of the prompt in the request
+    hand_over: OnGroup
+    is_again: bool = False  # whether a server has failed with it
+
+    @property
+    def rows(self) -> int:
+        """Number of completions."""
+        return self.request.num_generations
+
+    @property
+    def conversations(self) -> Sequence[int]:
+        """The conversations of its completions; none if nothing follows."""
+        first = self.number * self.rows
+        return self.request.conversations[first : first + self.rows]
+
+    def home(self, homes: Mapping[int, str]) -> str | None:
+        """Returns the address of the server that has what came before; None if none has."""
+        return next((homes[c] for c in self.conversations if c in homes), None)
+
+
 class ServerGenerator(VllmGenerator):
     """Samples from servers that `grpo serve` has started."""
+
+    is_repeatable = False
 
     @classmethod
     def contradictions(cls, recipe: Recipe) -> Iterator[str]:
@@ -114,13 +148,25 @@ class ServerGenerator(VllmGenerator):
         self.why_lost: dict[str, str] = {}  # by address, of those that are not among them
 
     def sample(self, request: Request, hand_over: OnGroup) -> None:
-        if not request.prompts:
-            return
+        if request.prompts:
+            asyncio.run(self._sample(request, hand_over))
+
+    def converse(self, request: Request, hand_over: OnGroup, feed: Feed) -> None:
+        """Asks for each conversation's next turn as soon as the feed has it, unless in rounds.
+
+        A conversation stays on its server, which has its keys and values.
+        """
+        if feed.is_repeatable:
+            super().converse(request, hand_over, feed)
+        elif request.prompts:
+            self.refuse_inputs(request.prompts)
+            asyncio.run(self._sample(request, hand_over, feed))
+
+    def _check_length(self, request: Request) -> None:
         shortest = min((s.max_model_len for s in self._live()), default=self.longest)
         longest = max(len(p.ids) for p in request.prompts)
         whose = "the servers (max_model_len)"
         check_lengths(longest, request.sampling.max_tokens, shortest, whose)
-        asyncio.run(self._sample(request, hand_over))
 
     def update_weights(self, policy: PreTrainedModel, step: int) -> dict[str, float]:
         metrics = super().update_weights(policy, step)
@@ -147,26 +193,39 @@ class ServerGenerator(VllmGenerator):
         with contextlib.suppress(OSError):  # there is none, or it holds another's folder
             self.adapter_folder.rmdir()
 
-    async def _sample(self, request: Request, hand_over: OnGroup) -> None:
-        """Asks the least busy server for each prompt; those of a lost server go to the others."""
-        rows, oldest = request.num_generations, self.step
-        waiting = deque(range(len(request.prompts)))
-        tasks: dict[asyncio.Task[list[Completion]], tuple[Server, int]] = {}
+    async def _sample(self, request: Request, hand_over: OnGroup, feed: Feed | None = None) -> None:
+        """Asks the least busy server for each prompt; those of a lost server go to the others.
+
+        Args:
+            feed: has more requests while these are sampled.
+        """
+        oldest = self.step
+        waiting: deque[_Ask] = deque()
+        tasks: dict[asyncio.Task[list[Completion]], tuple[Server, _Ask]] = {}
         watches: dict[str, asyncio.Task[ServerLost]] = {}  # by address
-        retried: set[int] = set()
+        homes: dict[int, str] = {}  # by conversation, the address of its server
+        news, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def steps(version: str) -> int:
             found = self.versions.get(version, -1)
             return found if found >= oldest else -1
 
-        async def ask(server: Server, number: int) -> list[Completion]:
+        def take(request: Request, hand_over: OnGroup) -> None:
+            self._check_length(request)
+            waiting.extend(_Ask(request, n, hand_over) for n in range(len(request.prompts)))
+
+        def notice() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(news.set)
+
+        async def ask(server: Server, a: _Ask) -> list[Completion]:
             if server.url not in watches or watches[server.url].done():
                 watches[server.url] = asyncio.create_task(self._watch(server, client))
             answer = asyncio.create_task(
                 server.generate(
                     client,
-                    request.prompts[number].ids,
-                    self.params(request, request.seeds[number]),
+                    a.request.prompts[a.number].ids,
+                    self.params(a.request, a.request.seeds[a.number]),
                     f"{self.run}:{self.step}",
                     steps,
                     self.config.request_timeout,
@@ -180,39 +239,59 @@ class ServerGenerator(VllmGenerator):
                 return answer.result()
             finally:
                 answer.cancel()
-                self.in_flight.give_back(server, rows)
+                self.in_flight.give_back(server, a.rows)
+
+        async def wait() -> None:
+            """Waits for an answer, for the feed, or a moment."""
+            begun, nothing_asked = time.monotonic(), not tasks
+            noticed = asyncio.create_task(news.wait())
+            # Others of this process may have all there is of the servers.
+            moment = SOON if waiting and nothing_asked else BEAT
+            await asyncio.wait(
+                [*tasks, noticed], timeout=moment, return_when=asyncio.FIRST_COMPLETED
+            )
+            noticed.cancel()
+            if feed is not None and nothing_asked and not waiting:
+                feed.seconds_waited += time.monotonic() - begun
 
         # A connection for each request: servers close those that they keep when they please.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx2.Timeout(None, connect=QUICK)
         async with httpx2.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client:
             try:
-                while waiting or tasks:
+                take(request, hand_over)
+                if feed is not None:
+                    feed.notify(notice)
+                while waiting or tasks or (feed is not None and feed.is_waiting()):
                     heartbeat.beat_of_main()
+                    if feed is not None:
+                        news.clear()
+                        for work in feed.take(exact=True):
+                            take(*work)
                     live = self._live()
                     if not live:
                         raise TrainingError(self._all_lost(), alone=True)
-                    while waiting and (server := self.in_flight.take(live, rows)):
-                        number = waiting.popleft()
-                        tasks[asyncio.create_task(ask(server, number))] = server, number
-                    if not tasks:  # others of this process have all there is of the servers
-                        await asyncio.sleep(SOON)
-                        continue
-                    done, _ = await asyncio.wait(
-                        tasks, timeout=BEAT, return_when=asyncio.FIRST_COMPLETED
-                    )
-                    for task in done:
-                        server, number = tasks.pop(task)
+                    while waiting and (
+                        server := self.in_flight.take(live, waiting[0].rows, waiting[0].home(homes))
+                    ):
+                        a = waiting.popleft()
+                        homes |= dict.fromkeys(a.conversations, server.url)
+                        tasks[asyncio.create_task(ask(server, a))] = server, a
+                    await wait()
+                    for task in [t for t in tasks if t.done()]:
+                        server, a = tasks.pop(task)
                         try:
                             group = task.result()
                         except ServerLost as error:
-                            waiting.appendleft(number)
-                            if not error.is_passing or number in retried:
+                            waiting.appendleft(a)
+                            if not error.is_passing or a.is_again:
                                 self._lose(server, str(error))
-                            retried.add(number)
+                            a.is_again = True
                             continue
-                        hand_over(number, repeated(group, rows))
+                        a.hand_over(a.number, repeated(group, a.rows))
             finally:
+                if feed is not None:
+                    feed.notify(lambda: None)
                 left = [*tasks, *watches.values()]
                 for one in left:
                     one.cancel()

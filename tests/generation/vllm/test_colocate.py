@@ -274,10 +274,14 @@ def test_more_prompt_tokens_than_fit_into_one_step(
     assert difference(policy, groups, prompts=prompts) < 1e-3
 
 
+@pytest.mark.parametrize("order", ["repeatable", "eager"])
 def test_log_probabilities_of_episodes(
-    engine: ColocatedGenerator, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+    engine: ColocatedGenerator,
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    order: str,
 ) -> None:
-    rollouts = played(engine, tokenizer)
+    rollouts = played(engine, tokenizer, order)
     turns = [len(r.completion.model_turns) for r in rollouts]
     assert max(turns) == 3
     assert sum(turns) > 2 * len(turns)

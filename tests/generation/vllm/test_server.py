@@ -32,6 +32,7 @@ from grpo_cli.generation.weight_check import WeightCheck
 from grpo_cli.models import adapters
 from grpo_cli.records import Completion, Prompt
 from tests.conftest import as_prompts
+from tests.conversations import Conversations
 from tests.fake_vllm import (
     EOS,
     GENERATE,
@@ -169,6 +170,55 @@ def test_all_batches_of_a_process_count_for_a_servers_load() -> None:
     many = Load(most_rows=10**6)
     taken = [many.take([a], 1) for _ in range(server.SOCKETS + 1)]
     assert taken == [a] * server.SOCKETS + [None]
+
+
+def conversations(**how: Any) -> Conversations:
+    return Conversations(PROMPTS, 3, SAMPLING, 3, **how)
+
+
+def with_weights(
+    fakes: list[FakeVllm], model: PreTrainedModel, say: Callable[[str], None] = print
+) -> ServerGenerator:
+    generator = generator_for(fakes, model, say=say)
+    generator.update_weights(model, 0)
+    return generator
+
+
+def test_conversations_stay_on_their_server_and_wait_for_no_other(
+    fakes: list[FakeVllm], model: PreTrainedModel
+) -> None:
+    generator, in_rounds = with_weights(fakes, model), conversations()
+    in_rounds.run(generator)
+    for fake in fakes:
+        fake.asked.clear()
+    slow = conversations(is_repeatable=False, delay=lambda n: 0.4 * (n == 4))
+    slow.run(generator)
+    assert slow.ids == in_rounds.ids
+    others = [i for i, (what, n) in enumerate(slow.log) if what == "asked" and n != 4]
+    assert max(others) < slow.log.index(("asked", 4)), "all others were through"
+    assert slow.seconds_waited > 0.3
+    homes = [{tuple(body["token_ids"][:3]) for body in fake.asked} for fake in fakes]
+    assert homes[0].isdisjoint(homes[1])
+    assert len(homes[0]) == len(homes[1]) == 6
+    generator.close()
+
+
+@pytest.mark.programs
+def test_conversations_of_a_server_that_is_lost_go_on_with_the_others(
+    fakes: list[FakeVllm], model: PreTrainedModel
+) -> None:
+    said: list[str] = []
+    generator, plain, feed = (
+        with_weights(fakes, model, said.append),
+        conversations(),
+        conversations(is_repeatable=False),
+    )
+    plain.run(generator)
+    fakes[0].faults[GENERATE] = fakes[0].after(20, fakes[0].die)
+    feed.run(generator)
+    assert feed.ids == plain.ids
+    assert [line.split(": ")[1] for line in said] == [f"server {fakes[0].url}"]
+    generator.close()
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_never_stale(
         assert difference(before, groups) > 0.05
         assert metrics["weights/check_difference"] < 1e-4
         assert all(c.sampled_at == step for group in groups for c in group)
-    rollouts = played(generator, tokenizer)
+    rollouts = played(generator, tokenizer)  # each goes on as soon as its environment has answered
     assert max(len(r.completion.model_turns) for r in rollouts) == 3
     assert difference_of(policy, rollouts) < 1e-3
     generator.close()
