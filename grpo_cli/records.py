@@ -204,6 +204,7 @@ class EpisodeStats(NamedTuple):
     env_retries: int
     env_metrics: dict[str, float]
     env_error: str
+    reward_names: Sequence[str] = ()  # of the environment's rewards of the whole episode
 
     @property
     def environment_failed(self) -> bool:
@@ -226,6 +227,7 @@ class EpisodeStats(NamedTuple):
             c.env_retries,
             c.env_metrics,
             c.env_error,
+            [*c.env_rewards],
         )
 
 

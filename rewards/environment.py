@@ -26,9 +26,9 @@ def environment(
     that is no episode.
 
     Recipe args:
-        name: only this part of the episode's rewards, such as the name of an environment's class,
-            and None for an episode without it; "turns" is the sum of the rewards of turns. null:
-            all.
+        name: "turns": only the sum of the rewards of turns. Another name: only the episode's reward
+            of this name, such as the name of an environment's class, and None for an episode
+            without it. null: all.
         episode_credit: "sum", or "turns": each turn of the model has its reward, and the last one
             also those of the episode. The run's own (episode.credit) unless it is set.
     """

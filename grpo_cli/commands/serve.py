@@ -264,10 +264,16 @@ def build_model(recipe: Recipe) -> Path:
     """Builds the model of the recipe, in the cache where training also finds it."""
     from rich.console import Console
 
+    from grpo_cli.environments.factory import open_sessions
     from grpo_cli.training import build, prepare
 
     train, _ = prepare.train_rows_of(recipe)
-    return build.build_model(recipe, train.values(), Console())
+    sessions = open_sessions(recipe, prepare.parts_of(train, {}))
+    try:
+        return build.build_model(recipe, train, sessions, Console())
+    finally:
+        if sessions is not None:
+            sessions.close()
 
 
 def count_gpus() -> int:

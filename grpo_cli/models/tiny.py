@@ -55,8 +55,9 @@ EpisodeIds = Callable[[Sequence[Any]], tuple[list[int], list[bool]]]
 class Episodes:
     """Says how episodes are written, for warm-ups with solutions of several turns."""
 
-    tools: conversations.Schemas  # that prompts list
-    encoder: Callable[[PreTrainedTokenizerBase], EpisodeIds]
+    tools: Mapping[str, conversations.Schemas]  # that prompts list, by environment
+    encoder: Callable[[PreTrainedTokenizerBase, conversations.Schemas], EpisodeIds]
+    names: Sequence[str] = ()  # the environment of each pair; (): there is only one, ""
 
 
 def build(
@@ -82,8 +83,9 @@ def build(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    if episodes is not None and episodes.tools:
-        facts["tools"] = json.dumps(list(episodes.tools))
+    if episodes is not None and any(episodes.tools.values()):
+        by_name = {name: list(tools) for name, tools in episodes.tools.items()}
+        facts["tools"] = json.dumps([by_name, episodes.names] if episodes.names else by_name[""])
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_dir() / "tiny" / key
     if (folder / "config.json").is_file():
@@ -237,15 +239,18 @@ def _encoded(
     tokenizer: PreTrainedTokenizerBase, pairs: Pairs, episodes: Episodes | None
 ) -> Iterator[tuple[list[int], list[int], list[bool]]]:
     """Yields the tokens of each prompt, those of its solution, and which of them train."""
-    tools: conversations.Schemas = episodes.tools if episodes is not None else ()
-    episode_ids = episodes.encoder(tokenizer) if episodes is not None else None
-    for prompt, solution in pairs:
+    tools_of = episodes.tools if episodes is not None else {"": ()}
+    names = (episodes.names if episodes is not None else ()) or [""] * len(pairs)
+    encoders: dict[str, EpisodeIds] = {}
+    if episodes is not None:
+        encoders = {n: episodes.encoder(tokenizer, tools) for n, tools in tools_of.items()}
+    for (prompt, solution), name in zip(pairs, names, strict=True):
+        tools = tools_of[name]
         if isinstance(prompt, list):
             prompt = conversations.render(tokenizer, prompt, {}, "the warm-up", tools)
         ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         if isinstance(solution, list):
-            assert episode_ids is not None, "checked when the recipe was parsed"
-            yield ids, *episode_ids(solution)
+            yield ids, *encoders[name](solution)
         else:
             own = tokenizer(solution, add_special_tokens=False)["input_ids"]
             yield ids, [*own, tokenizer.eos_token_id], [True] * (len(own) + 1)

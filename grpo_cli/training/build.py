@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
@@ -23,13 +23,15 @@ from grpo_cli.checkpoints.lock import Lock, note_torchruns, torchrun
 from grpo_cli.config import contradictions, parsing, saved_recipe, sources
 from grpo_cli.config.interpolation import as_text
 from grpo_cli.config.schema import Dataset, Recipe
+from grpo_cli.data.conversations import Schemas
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.stop_signal import StopSignal, end_of_job
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments import factory as environments
+from grpo_cli.environments.adapters import NAME_COLUMN
 from grpo_cli.environments.chat import Chat
-from grpo_cli.environments.functions import load_tools
 from grpo_cli.environments.loop import EpisodeLoop
+from grpo_cli.environments.sessions import Sessions
 from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks, tasks
@@ -390,7 +392,7 @@ def load_policy(
         check_tokens(recipe, path)
     else:
         with workers.main_first():  # the others find what the main process has made
-            path = str(build_model(recipe, prepared.train.values(), reporter.console))
+            path = str(build_model(recipe, prepared.train, prepared.sessions, reporter.console))
     if prepared.train:
         loading.check_trainable(recipe.model, path)
     model, tokenizer = loading.load(recipe.model, path, weights=whole, half_type=workers.half_type)
@@ -437,20 +439,22 @@ def check_tokens(recipe: Recipe, path: str) -> None:
         factory.check_tokens(generation, size, eos_ids, tokenizer)
 
 
-def build_model(recipe: Recipe, train: Iterable[TrainRows], console: Console) -> Path:
-    """The model that the recipe builds, made now unless it is in the cache.
+def build_model(
+    recipe: Recipe, train: Mapping[str, TrainRows], sessions: Sessions | None, console: Console
+) -> Path:
+    """Returns the model that the recipe builds, made now unless it is in the cache.
 
     Args:
         train: data sets whose solutions the model is warmed up with.
+        sessions: of the recipe's environments, whose tools the prompts list.
 
     Raises:
         UserError: see `factory.check_tokens`.
     """
     build, generation = recipe.model.build, recipe.generation
     assert build is not None
-    episodes = _episodes(recipe) if recipe.has_environment else None
     pairs: list[tuple[Any, Any]] = []
-    for part in train if build.warmup_steps else ():
+    for part in train.values() if build.warmup_steps else ():
         pairs += data.solution_pairs(part.rows, part.dataset)
     if factory.names_tokens(generation):
         tokenizer = tiny.tokenizer_of(build, pairs)
@@ -462,20 +466,25 @@ def build_model(recipe: Recipe, train: Iterable[TrainRows], console: Console) ->
         pairs,
         recipe.seed,
         lambda step, loss: bar.update(step, f"supervised loss {loss:.3f}"),
-        episodes,
+        _episodes(train, sessions) if pairs else None,
     )
     bar.close()
     return path
 
 
-def _episodes(recipe: Recipe) -> tiny.Episodes:
-    """Returns how the solutions that are episodes are written for the recipe's tools."""
-    tools = [tool.schema for tool in load_tools(recipe.tools).values()]
+def _episodes(train: Mapping[str, TrainRows], sessions: Sessions | None) -> tiny.Episodes:
+    """Returns how the solutions that are episodes are written, with the tools of each row."""
 
-    def encoder(tokenizer: PreTrainedTokenizerBase) -> tiny.EpisodeIds:
+    def encoder(tokenizer: PreTrainedTokenizerBase, tools: Schemas) -> tiny.EpisodeIds:
         return Chat(tokenizer, [tokenizer.eos_token_id], tools).episode_ids
 
-    return tiny.Episodes(tools, encoder)
+    if sessions is None:
+        return tiny.Episodes({"": ()}, encoder)
+    tools = {name: sessions.schemas(name) for name in sessions.spec.names}
+    names = []
+    for part in train.values() if sessions.spec.by_name else ():
+        names += [str(name) for name in part.rows.column(NAME_COLUMN)]
+    return tiny.Episodes(tools, encoder, names)
 
 
 def make_stream(

@@ -18,13 +18,14 @@ from grpo_cli.algorithm.loss import every_rollout_has_gradient
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.errors import TrainingError
+from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.records import Group, Rollout, RolloutStats, StepStats, rollout_stats
 from grpo_cli.reporting.rollout_metrics import mean, staleness_metrics
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.scoring.scorer import ScoringSession, metrics_of
 from grpo_cli.training.balance import minibatch_of, moves
 from grpo_cli.training.credit import has_signal
+from grpo_cli.training.episode_credit import unknown_reward_names
 from grpo_cli.training.logprob_passes import fill_old_logprobs
 from grpo_cli.training.prefetch import PrefetchedGroups
 from grpo_cli.training.run import Run
@@ -39,6 +40,7 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
     Raises:
         TrainingError: a reward function failed, or gave what the advantage rule does not take, or
             too many environments failed.
+        UserError: the environment gives no reward of the name that a reward asks for.
         Interrupted: the run has to end first.
     """
     dynamic = recipe.generation.dynamic_sampling
@@ -199,7 +201,21 @@ def _sample(
             r.excluded = recipe.loss.mask_truncated and r.completion.finish_reason == "length"
     step_stats = gathered(run.workers, groups)
     check_environments(recipe, step_stats, run.state.step)
+    if run.state.step == 0:
+        check_reward_names(run, recipe, step_stats)
     return groups, step_stats
+
+
+def check_reward_names(run: Run, recipe: Recipe, sampled: StepStats) -> None:
+    """Raises a UserError if a reward asks for a name that no environment's rewards have.
+
+    Other rows may have environments that were not sampled yet: then it is only said.
+    """
+    may_come = recipe.environment.by_name or any(r.datasets for r in recipe.reward.values())
+    for problem in unknown_reward_names(recipe, sampled):
+        if not may_come:
+            raise UserError(problem)
+        run.reporter.say(f"note: {problem}")
 
 
 def gathered(workers: Workers, groups: Sequence[Group]) -> StepStats:

@@ -5,12 +5,15 @@ Imports no model, since a recipe is checked before one is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from grpo_cli.algorithm.objective import loss_function
 from grpo_cli.algorithm.variants import traits_of
 from grpo_cli.config.schema import Loss, Recipe
 from grpo_cli.config.user_code import is_coroutine_function
 from grpo_cli.environments.factory import rollout_function
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, listed, nearest
+from grpo_cli.records import StepStats
 from grpo_cli.scoring.registry import full_name
 
 ENVIRONMENT = "environment"  # the reward that an environment gives
@@ -25,6 +28,23 @@ def environment_rewards(recipe: Recipe) -> list[str]:
     """Returns the names of the rewards that an environment gives."""
     own = full_name(ENVIRONMENT)
     return [name for name, reward in recipe.reward.items() if full_name(reward.function) == own]
+
+
+def unknown_reward_names(recipe: Recipe, sampled: StepStats) -> Iterator[str]:
+    """Yields that a reward wants a part of the environment's rewards that no rollout has.
+
+    Args:
+        sampled: of the first step.
+    """
+    episodes = [o.episode for group in sampled.values() for o in group if o.episode is not None]
+    there = sorted({name for episode in episodes for name in episode.reward_names})
+    for key in environment_rewards(recipe) if there else ():
+        name = recipe.reward[key].args.get("name")
+        if name not in (None, "turns", *there):
+            yield (
+                f"reward.{key}.args.name = {name!r}: no rollout of the first step has such a "
+                f"reward of its environment; there are {listed(there)}.{nearest(name, there)}"
+            )
 
 
 def one_gradient(loss: Loss) -> str | None:

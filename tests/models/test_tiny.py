@@ -27,11 +27,11 @@ PLAIN_TEMPLATE = (
 )
 
 
-def encoder(tokenizer: PreTrainedTokenizerBase) -> tiny.EpisodeIds:
-    return Chat(tokenizer, [tokenizer.eos_token_id], [MULTIPLY]).episode_ids
+def encoder(tokenizer: PreTrainedTokenizerBase, tools: conversations.Schemas) -> tiny.EpisodeIds:
+    return Chat(tokenizer, [tokenizer.eos_token_id], tools).episode_ids
 
 
-EPISODES = tiny.Episodes([MULTIPLY], encoder)
+EPISODES = tiny.Episodes({"": [MULTIPLY]}, encoder)
 
 
 def test_a_solution_is_written_as_an_episode_would_be() -> None:
@@ -46,6 +46,15 @@ def test_a_solution_is_written_as_an_episode_would_be() -> None:
     call = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call><|im_end|>'
     assert tokenizer.decode(own) == f"{call}42<|im_end|>"
     assert tokenizer.decode(foreign) == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_prompt_lists_the_tools_of_its_environment() -> None:
+    tokenizer = tiny.make_tokenizer(BUILD, [])
+    pairs: list[Any] = [(USER, EPISODE[2:]), (USER, EPISODE)]
+    episodes = tiny.Episodes({"a": [MULTIPLY], "b": []}, encoder, ["b", "a"])
+    (plain, *_), (with_tools, *_) = tiny._encoded(tokenizer, pairs, episodes)
+    assert "multiply" not in tokenizer.decode(plain)
+    assert "multiply(a, b, note)" in tokenizer.decode(with_tools)
 
 
 def test_a_text_is_written_as_it_was() -> None:
@@ -95,7 +104,7 @@ def test_the_cache_tells_tools_apart_and_keeps_models_without(
         return tiny.build(BUILD, pairs, 0, lambda step, loss: None, episodes).name
 
     without = built([("a", "b")], None)
-    assert without == built([("a", "b")], tiny.Episodes([], encoder))
+    assert without == built([("a", "b")], tiny.Episodes({"": []}, encoder))
     assert without != built([("a", "b")], EPISODES)
     assert without != built([(USER, EPISODE)], EPISODES)
 

@@ -1,13 +1,15 @@
 """A step ends the run where too much of it failed."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from grpo_cli.config.schema import EnvironmentSettings, Recipe
-from grpo_cli.errors import TrainingError
+from grpo_cli.config.schema import EnvironmentSettings, Recipe, Reward
+from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.records import StepStats, rollout_stats
-from grpo_cli.training.collect import check_environments
+from grpo_cli.training.collect import check_environments, check_reward_names
 from tests.conftest import make_group
 from tests.episodes import make_episode
 
@@ -41,3 +43,24 @@ def test_a_larger_share_ends_the_run_with_the_last_error() -> None:
         check(3, 0.25)
     with pytest.raises(TrainingError, match="1 of 8"):
         check(1, 0.0, reason="env_timeout")
+
+
+def test_a_reward_of_a_name_that_no_environment_gives() -> None:
+    rollouts = [make_episode(env_rewards=r) for r in ({}, {"Guess": 1.0, "style": 0.5})]
+    sampled = dict(rollout_stats([make_group(0, rollouts)]))
+    said: list[str] = []
+    run: Any = SimpleNamespace(reporter=SimpleNamespace(say=said.append))
+
+    def recipe(name: str | None, **environment: Any) -> Recipe:
+        reward = {"own": Reward("environment", args={"name": name} if name else {})}
+        return Recipe(reward=reward, environment=EnvironmentSettings(**environment))
+
+    for name in (None, "turns", "style"):
+        check_reward_names(run, recipe(name), sampled)
+    problem = r"^reward\.own\.args\.name = 'Gues': no rollout .* there are Guess, style\. Did you"
+    with pytest.raises(UserError, match=problem):
+        check_reward_names(run, recipe("Gues"), sampled)
+    check_reward_names(run, recipe("Gues"), dict(rollout_stats([make_group(0, rollouts[:1])])))
+    assert not said
+    check_reward_names(run, recipe("Shop", by_name={"g": "m:Guess", "s": "m:Shop"}), sampled)
+    assert said[0].startswith("note: reward.own.args.name = 'Shop': no rollout of the first step")

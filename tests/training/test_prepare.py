@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -18,11 +19,13 @@ from grpo_cli.config.schema import (
     Adapter,
     Build,
     Distributed,
+    EnvironmentSettings,
     Loss,
     Model,
     Optimizer,
     Recipe,
 )
+from grpo_cli.environments.sessions import Sessions
 from grpo_cli.errors import UserError
 from grpo_cli.training import build, prepare
 from grpo_cli.training.prepare import (
@@ -218,3 +221,12 @@ def test_environments_are_closed_when_a_run_does_not_begin(
     with pytest.raises(UserError, match="no"):
         build.build(prepare.for_training(small_recipe(tmp_path)), ["grpo", "train"])
     assert len(closed) == 1
+
+
+def test_the_warm_up_lists_the_tools_of_a_class() -> None:
+    """As training does; without environments, a solution of messages has no tools."""
+    settings = EnvironmentSettings(path="tests.environments.samples:Counter", isolate=False)
+    with contextlib.closing(Sessions(settings)) as sessions:
+        (tools,) = build._episodes({}, sessions).tools.values()
+    assert [tool["function"]["name"] for tool in tools] == ["increment", "later"]
+    assert build._episodes({}, None).tools == {"": ()}

@@ -286,6 +286,7 @@ def test_the_numbers_of_episodes_are_kept() -> None:
     episode = make_episode(
         (None, None),
         calls_by_tool={"add": [2, 1, 0]},
+        env_rewards={"Guess": 1.0},
         env_metrics={"wins": 1.0},
         env_error="lost",
         env_retries=1,
