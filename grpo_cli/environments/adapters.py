@@ -31,7 +31,6 @@ from grpo_cli.environments.functions import (
     Tool,
     calls_of,
     clean_text,
-    join,
     load_tools,
     make_tool,
     name_of,
@@ -299,9 +298,7 @@ class _Class:
         if manner == "trl":
             own = self.tools(type(given))
             bound = {n: replace(t, function=getattr(given, n)) for n, t in own.items()}
-            tools = join(bound, functions.tools, self.where)
-            own_functions = Functions(tools, functions.deadlines, functions.answered)
-            return TrlEnvironment(given, own_functions, self.is_chosen)
+            return TrlEnvironment(given, functions.joined(bound, self.where), self.is_chosen)
         return SkyRlEnvironment(given, functions)
 
 
@@ -422,6 +419,19 @@ class _Base:
         close = getattr(self.given, "close", None)
         if close is not None:
             await result_of(close())
+
+
+class Served(_Base):
+    """The part that environments on servers share: the server's tools, beside the recipe's."""
+
+    def __init__(self, functions: Functions, where: str) -> None:
+        """where: the key that names the server, for messages."""
+        super().__init__(None, functions)
+        self._of_recipe, self._where = functions, where
+
+    def take_tools(self, own: Mapping[str, Tool]) -> None:
+        """Offers the server's tools, too."""
+        self.functions = self._of_recipe.joined(own, self._where)
 
 
 class ToolsOnly(_Base):

@@ -140,6 +140,22 @@ class Functions:
         """The JSON schemas of the tools, in their order."""
         return [tool.schema for tool in self.tools.values()]
 
+    def joined(self, own: Mapping[str, Tool], where: str) -> Functions:
+        """Returns the tools of an environment and these ones.
+
+        Args:
+            where: the key that names the environment, for messages.
+
+        Raises:
+            UserError: two have one name.
+        """
+        if both := sorted({*own} & {*self.tools}):
+            raise UserError(
+                f"{where}: there are two tools called {both[0]!r}, one of the environment and one "
+                "in `tools`; give the one in `tools` another name."
+            )
+        return Functions({**own, **self.tools}, self.deadlines, self.answered)
+
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Begins an episode, which needs nothing."""
         return Observation(tools=self.schemas)
@@ -275,20 +291,6 @@ def make_tool(function: Callable[..., Any], name: str, where: str) -> Tool:
 def _callable_with_name(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns what transformers can read: of an object that is called, its method."""
     return function if inspect.isroutine(function) else function.__call__  # type: ignore[no-any-return, operator]
-
-
-def join(tools: Mapping[str, Tool], others: Mapping[str, Tool], where: str) -> dict[str, Tool]:
-    """Returns the tools of both.
-
-    Raises:
-        UserError: two have one name.
-    """
-    if both := sorted({*tools} & {*others}):
-        raise UserError(
-            f"{where}: there are two tools called {both[0]!r}, one of the environment and one in "
-            "`tools`; give the one in `tools` another name."
-        )
-    return {**tools, **others}
 
 
 def served_tool(

@@ -18,11 +18,11 @@ import itertools
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from grpo_cli import __version__
-from grpo_cli.environments.adapters import Broken
+from grpo_cli.environments.adapters import Broken, Served
 from grpo_cli.environments.deadlines import described
 from grpo_cli.environments.functions import (
     Failed,
@@ -31,7 +31,6 @@ from grpo_cli.environments.functions import (
     ToolError,
     as_text,
     clean_text,
-    join,
     served_tool,
 )
 from grpo_cli.environments.protocol import Message, Observation
@@ -45,7 +44,7 @@ CLOSE_SECONDS = 1.0  # for a server to end after its input has
 METHOD_NOT_FOUND = -32601
 
 
-class McpTools:
+class McpTools(Served):
     """The tools of an MCP server, and those of the recipe.
 
     Args:
@@ -70,16 +69,11 @@ class McpTools:
         env: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.functions = self._given = functions
+        super().__init__(functions, "environment.mcp")
         self._shared = {} if per_rollout else shared
         self._is_own = per_rollout
         self.is_reusable = not per_rollout
         self._server, self._env, self._headers = server, dict(env or {}), dict(headers or {})
-
-    @property
-    def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """The JSON schemas of the server's tools and the recipe's."""
-        return self.functions.schemas
 
     async def open(self) -> None:
         """Connects and asks for the tools, unless another rollout has."""
@@ -90,8 +84,7 @@ class McpTools:
             own[name] = served_tool(
                 name, tool.get("description"), tool.get("inputSchema") or {}, self._caller(name)
             )
-        both = join(own, self._given.tools, "environment.mcp")
-        self.functions = Functions(both, self._given.deadlines, self._given.answered)
+        self.take_tools(own)
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Begins an episode."""
@@ -101,10 +94,6 @@ class McpTools:
     async def step(self, message: Message) -> Observation:
         """Answers the calls of a turn; a turn without a call ends the episode."""
         return await self.functions.step(message)
-
-    async def finish(self) -> Observation:
-        """Returns nothing: MCP servers give no rewards."""
-        return Observation()
 
     async def close(self) -> None:
         """Ends a connection of this rollout's own."""
@@ -118,7 +107,7 @@ class McpTools:
             if known is None or known.error is not None:
                 transport: _Transport
                 if self._server.startswith(("http://", "https://")):
-                    transport = _Http(self._server, self._headers, self._given.deadlines.seconds)
+                    transport = _Http(self._server, self._headers, self.functions.deadlines.seconds)
                 else:
                     transport = _Process(self._server, self._env)
                 known = _Connection(transport)

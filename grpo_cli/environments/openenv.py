@@ -22,7 +22,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from grpo_cli.environments.adapters import Broken, as_done, as_reward, check_not_done, with_tools
+from grpo_cli.environments.adapters import (
+    Broken,
+    Served,
+    as_done,
+    as_reward,
+    check_not_done,
+    with_tools,
+)
 from grpo_cli.environments.deadlines import described
 from grpo_cli.environments.functions import (
     Failed,
@@ -31,7 +38,6 @@ from grpo_cli.environments.functions import (
     ToolError,
     as_text,
     failure,
-    join,
     served_tool,
 )
 from grpo_cli.environments.protocol import Message, Observation
@@ -48,7 +54,7 @@ SHARE_OF_DEADLINE = 0.9  # of a reset, in which a free session is waited for
 TEXT = "{text}"  # stands for the text of the model's turn
 
 
-class OpenEnv:
+class OpenEnv(Served):
     """A session of an OpenEnv server.
 
     Args:
@@ -62,8 +68,6 @@ class OpenEnv:
         columns: columns of the row that `reset` is given.
         tools: whether the model calls the server's tools (an MCP environment of OpenEnv).
     """
-
-    is_reusable = False
 
     def __init__(
         self,
@@ -87,8 +91,8 @@ class OpenEnv:
             raise UserError(
                 f"environment.openenv: {address} is no address; give it as ws://host:port."
             )
+        super().__init__(functions, "environment.openenv")
         self.address = address
-        self.functions = self._given = functions
         self.action = None if action == TEXT else action
         self.observation, self.columns, self.has_tools = observation, columns, tools
         self._shared = shared
@@ -96,11 +100,6 @@ class OpenEnv:
         self._is_out_of_step = False  # an answer may still come for a request that was given up
         self._reward: float | None = None  # of the calls of a turn
         self._is_done = False
-
-    @property
-    def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """The JSON schemas of the server's tools and the recipe's."""
-        return self.functions.schemas
 
     @property
     def url(self) -> str:
@@ -134,10 +133,6 @@ class OpenEnv:
         self._reward, self._is_done = None, False
         answered = await self.functions.step(message)
         return replace(answered, reward=self._reward, done=answered.done or self._is_done)
-
-    async def finish(self) -> Observation:
-        """Returns nothing: the server has given its rewards with each turn."""
-        return Observation()
 
     async def close(self) -> None:
         """Ends the session of the server."""
@@ -222,8 +217,7 @@ class OpenEnv:
             raise Broken(
                 f"the server's list of tools cannot be read ({described(error)})"
             ) from error
-        tools_of_both = join(own, self._given.tools, "environment.openenv")
-        self.functions = Functions(tools_of_both, self._given.deadlines, self._given.answered)
+        self.take_tools(own)
 
     def _caller(self, name: str) -> Any:
         async def call(**arguments: Any) -> Any:
