@@ -333,60 +333,39 @@ class _Workers:
         self._inbox: collections.deque[_Call] = collections.deque()
         self._numbers = itertools.count(1)
         self._workers: list[_Worker] = []
-        self._ended: str | None = None
         self._failed_starts = 0  # in a row
         self._has_worked = False  # whether a call has succeeded
-        self._bell, self._ring = socket.socketpair()
-        self._bell.setblocking(False)
-        self._ring.setblocking(False)
-        self._lock = threading.Lock()
+        broken = "the thread of the environments broke"
+        self._watch = processes.Watch("environments", self._turn, self._leave, broken)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._bell, selectors.EVENT_READ, None)
-        self._thread = threading.Thread(target=self._look_after, name="environments", daemon=True)
-        self._thread.start()
+        self._selector.register(self._watch.bell, selectors.EVENT_READ, None)
+        self._watch.start()
 
     def submit(self, call: _Call) -> None:
-        with self._lock:
-            if self._ended is None:
+        with self._watch.lock:
+            if self._watch.ended is None:
                 is_first = not self._inbox
                 self._inbox.append(call)
             else:
-                call.fail(_closed(self._ended))
+                call.fail(_closed(self._watch.ended))
                 return
         if is_first:
-            self._wake()
+            self._watch.wake()
 
     def close(self) -> None:
-        self._end("the environments were closed")
-        self._thread.join(timeout=CLOSE_SECONDS + 10)
+        self._watch.end("the environments were closed")
+        self._watch.join(CLOSE_SECONDS + 10)
 
-    def _end(self, reason: str) -> None:
-        with self._lock:
-            self._ended = self._ended or reason
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: the thread wakes anyway; closed: it has ended
-            self._ring.send(b".")
-
-    def _look_after(self) -> None:
-        """Runs in the thread, which starts the workers: the kernel kills them with it."""
-        try:
-            while self._ended is None:
-                self._take_calls()
-                for worker in list(self._workers):
-                    self._send(worker)
-                self._wait()
-                for worker in list(self._workers):
-                    self._check(worker)
-        except BaseException as error:  # a bug here: waiting callers must get an answer
-            self._end(f"the thread of the environments broke: {type(error).__name__}: {error}")
-            raise
-        finally:
-            self._leave()
+    def _turn(self) -> None:
+        self._take_calls()
+        for worker in list(self._workers):
+            self._send(worker)
+        self._wait()
+        for worker in list(self._workers):
+            self._check(worker)
 
     def _leave(self) -> None:
-        reason = self._ended or ""
+        reason = self._watch.ended or ""
         idle = [w for w in self._workers if w.ready and not w.calls]
         for worker in idle:
             with contextlib.suppress(OSError):
@@ -399,18 +378,17 @@ class _Workers:
             self._kill(worker)
             for call in [*worker.calls.values(), *worker.queue]:
                 call.fail(_closed(reason))
-        with self._lock:
+        with self._watch.lock:
             left, self._inbox = self._inbox, collections.deque()
         for call in left:
             call.fail(_closed(reason))
         self._selector.close()
-        self._bell.close()
 
     # Calls on their way to workers
 
     def _take_calls(self) -> None:
         while True:
-            with self._lock:
+            with self._watch.lock:
                 if not self._inbox:
                     return
                 calls, self._inbox = self._inbox, collections.deque()
@@ -539,13 +517,12 @@ class _Workers:
 
     def _wait(self) -> None:
         """Waits for replies, calls, or the next moment at which a worker must be looked at."""
-        with self._lock:
+        with self._watch.lock:
             if self._inbox:
                 return
         for key, events in self._selector.select(self._patience()):
             if key.data is None:
-                with contextlib.suppress(BlockingIOError):
-                    self._bell.recv(4096)
+                self._watch.quiet()
                 continue
             worker: _Worker = key.data
             if events & selectors.EVENT_WRITE:

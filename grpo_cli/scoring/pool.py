@@ -16,7 +16,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -29,6 +28,7 @@ from grpo_cli.scoring.processes import (
     MAX_FAILED_STARTS,
     RETRY_SECONDS,
     START_SECONDS,
+    Watch,
     ending,
     kill_tree,
     overrun,
@@ -90,64 +90,44 @@ class Pool:
         default_factory=collections.deque
     )
     _workers: list[_Worker] = field(default_factory=list)
-    _ended: str | None = None  # why the pool has ended
     _failed_starts: int = 0  # in a row
 
     def __post_init__(self) -> None:
-        self._bell, self._ring = socket.socketpair()
-        self._bell.setblocking(False)
-        self._ring.setblocking(False)
-        self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._thread = threading.Thread(target=self._look_after, name="reward-pool", daemon=True)
-        self._thread.start()
+        self._watch = Watch("reward-pool", self._turn, self._leave, "the pool of workers broke")
+        self._watch.start()
 
     def submit(self, call: Call) -> Future[CallResult]:
         """Queues a call. Its future always ends, with a `CallResult`."""
         future: Future[CallResult] = Future()
-        with self._lock:
-            if self._ended is None:
+        with self._watch.lock:
+            if self._watch.ended is None:
                 self._queue.append((call, future))
             else:
-                future.set_result(CallResult(error=self._ended))
-        self._wake()
+                future.set_result(CallResult(error=self._watch.ended))
+        self._watch.wake()
         return future
 
     def close(self) -> None:
         """Kills the workers; calls under way end with an error."""
-        self._end("the pool was closed")
-        self._thread.join(timeout=10)
+        self._watch.end("the pool was closed")
+        self._watch.join(10)
 
-    def _end(self, reason: str) -> None:
-        with self._lock:
-            self._ended = self._ended or reason
-        self._wake()
+    def _turn(self) -> None:
+        self._start_workers()
+        self._send_calls()
+        self._wait()
+        for worker in list(self._workers):
+            if worker.is_busy and worker.deadline < time.monotonic():
+                self._overrun(worker)
 
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: the thread wakes anyway; closed: it has ended
-            self._ring.send(b".")
-
-    def _look_after(self) -> None:
-        """Runs in the pool's thread, which starts the workers: the kernel kills them with it."""
-        try:
-            while self._ended is None:
-                self._start_workers()
-                self._send_calls()
-                self._wait()
-                for worker in list(self._workers):
-                    if worker.is_busy and worker.deadline < time.monotonic():
-                        self._overrun(worker)
-        except BaseException as error:  # a bug here: waiting callers must get an answer
-            self._end(f"the pool of workers broke: {type(error).__name__}: {error}")
-            raise
-        finally:
-            for worker in list(self._workers):
-                self._dismiss(worker, self._ended)
-            with self._lock:
-                left, self._queue = self._queue, collections.deque()
-            for _, future in left:
-                future.set_result(CallResult(error=self._ended))
-            self._bell.close()
+    def _leave(self) -> None:
+        for worker in list(self._workers):
+            self._dismiss(worker, self._watch.ended)
+        with self._watch.lock:
+            left, self._queue = self._queue, collections.deque()
+        for _, future in left:
+            future.set_result(CallResult(error=self._watch.ended))
 
     def _start_workers(self) -> None:
         """Starts as many workers as there are calls, up to `size`."""
@@ -177,7 +157,7 @@ class Pool:
         for worker in self._workers:
             if not worker.ready or worker.job is not None:
                 continue
-            with self._lock:
+            with self._watch.lock:
                 if not self._queue:
                     return
                 call, future = self._queue.popleft()
@@ -199,12 +179,11 @@ class Pool:
         deadlines = [w.deadline for w in self._workers if w.is_busy]
         patience = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
         pipes: dict[Any, _Worker] = {w.pipe: w for w in self._workers}
-        for one in wait([*pipes, self._bell], patience):
-            if one is not self._bell:
+        for one in wait([*pipes, self._watch.bell], patience):
+            if one is self._watch.bell:
+                self._watch.quiet()
+            else:
                 self._receive(pipes[one])
-                continue
-            with contextlib.suppress(BlockingIOError):
-                self._bell.recv(4096)
 
     def _receive(self, worker: _Worker) -> None:
         try:
@@ -252,7 +231,7 @@ class Pool:
         status = worker.process.wait()
         reason = reason or f"its worker process ended ({ending(status)})"
         self._answer(worker, CallResult(error=reason))
-        if not worker.ready and self._ended is None:
+        if not worker.ready and self._watch.ended is None:
             self._could_not_start(reason)
 
     def _could_not_start(self, reason: str) -> None:
@@ -261,7 +240,7 @@ class Pool:
         if self._failed_starts < MAX_FAILED_STARTS:
             return
         self._failed_starts = 0
-        with self._lock:
+        with self._watch.lock:
             jobs, self._queue = list(self._queue), collections.deque()
         for _, future in jobs:
             future.set_result(CallResult(error=f"no worker process could be started: {reason}"))

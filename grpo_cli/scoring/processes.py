@@ -15,7 +15,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from grpo_cli import IMPORT_ROOT
@@ -26,6 +27,63 @@ RETRY_SECONDS = 0.5  # before another start
 KILL_ROUNDS = 20  # searches for a worker's children, which may start others meanwhile
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class Watch:
+    """A thread that starts workers and looks after them: the kernel kills them with it.
+
+    Args:
+        name: of the thread.
+        turn: called until the end: takes calls, waits for `bell` and replies, ends late workers.
+        leave: called at the end, whatever happened; waiting callers must get an answer.
+        broken: begins the reason of the end if `turn` raises, which is a bug.
+    """
+
+    def __init__(
+        self, name: str, turn: Callable[[], None], leave: Callable[[], None], broken: str
+    ) -> None:
+        self.lock = threading.Lock()  # of `ended`, and of what callers hand over
+        self.ended: str | None = None  # why
+        self.bell, self._ring = socket.socketpair()
+        self.bell.setblocking(False)
+        self._ring.setblocking(False)
+        self._turn, self._leave, self._broken = turn, leave, broken
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Rings the bell, for which a turn waits. Safe in every thread."""
+        with contextlib.suppress(OSError):  # full: the thread wakes anyway; closed: it has ended
+            self._ring.send(b".")
+
+    def quiet(self) -> None:
+        """Ends the ringing of the bell."""
+        with contextlib.suppress(BlockingIOError):
+            self.bell.recv(4096)
+
+    def end(self, reason: str) -> None:
+        """Lets the turn under way be the last one."""
+        with self.lock:
+            self.ended = self.ended or reason
+        self.wake()
+
+    def join(self, seconds: float) -> None:
+        """Waits for the end of the thread."""
+        self._thread.join(timeout=seconds)
+
+    def _run(self) -> None:
+        try:
+            while self.ended is None:
+                self._turn()
+        except BaseException as error:
+            self.end(f"{self._broken}: {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._leave()
+            self.bell.close()
 
 
 def start(
