@@ -907,7 +907,7 @@ def what_is_sampled_is_the_whole_models(workers: Workers) -> None:
 
 
 @case
-def episodes_take_as_many_rounds_as_the_longest_of_any_process(workers: Workers) -> None:
+def episodes_of_a_sharded_policy_are_those_of_a_whole_one(workers: Workers) -> None:
     """By each process of its own prompts, of which it may have none."""
     plain = make_model(4)
     numbers = [[0, 1, 4], [2], []][workers.rank]

@@ -14,7 +14,7 @@ OF_GATHERING = [
     "every_weight_passes_whole_on_every_process",
     "servers_get_the_whole_weights",
     "what_is_sampled_is_the_whole_models",
-    "episodes_take_as_many_rounds_as_the_longest_of_any_process",
+    "episodes_of_a_sharded_policy_are_those_of_a_whole_one",
     "nothing_is_left_of_sampling_that_failed",
 ]
 
