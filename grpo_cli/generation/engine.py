@@ -26,14 +26,13 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from grpo_cli.generation.decoding_state import DecodingState, check_logits
-from grpo_cli.generation.kept_caches import Continuation, KeptCache, KeptCaches
+from grpo_cli.generation.kept_caches import KeptCache, KeptCaches
+from grpo_cli.generation.prefill import Continuation, Prefill
 from grpo_cli.models.attention import (
     NOT_PASSED_ON,
-    Layout,
     UnsupportedModelError,
     flash,
     merge,
@@ -46,45 +45,6 @@ ROOM = 64  # tokens that a batch's cache begins with; it doubles when it is full
 REFILL = 0.5  # share of the rows that have to be free for the next prompts to come in
 # Bytes, in a layer, that a step may read twice to spare itself the merging of two attentions.
 WORTH = 2**20
-
-
-class Prefill:
-    """Computes the attention of prompts to themselves, and keeps their keys and values."""
-
-    def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
-        self.lengths = [len(p) for p in prompts]
-        self.known = [0] * len(prompts)  # tokens of each that are not computed
-        ends = torch.tensor(self.lengths).cumsum(0).tolist()
-        self.starts = [end - length for end, length in zip(ends, self.lengths, strict=True)]
-        self.layout = Layout(list(zip(self.starts, ends, strict=True)), [], device)
-        self.longest = self.layout.longest
-        self.keys: list[Tensor] = []  # of each layer, [N, Hkv, D]
-        self.values: list[Tensor] = []
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        assert layer == len(self.keys), "layers come one after another, each once"
-        self.keys.append(key)
-        self.values.append(value)
-        return self.layout.attend(layer, query, key, value, scale)
-
-    def padded(self, layers: list[Tensor]) -> Tensor:
-        """Returns keys or values of all layers, a row for each prompt: [L, prompts, Hkv, P, D]."""
-        device = layers[0].device
-        columns = torch.arange(max(self.lengths), device=device)
-        starts, lengths = (
-            torch.tensor(t, device=device)[:, None] for t in (self.starts, self.lengths)
-        )
-        index = starts + torch.minimum(columns, lengths - 1)  # [prompts, P]
-        return torch.stack([t[index].transpose(1, 2) for t in layers])
-
-    def mask(self, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """Returns the bias that hides the padding of `padded`, [prompts, 1, 1, P], or None."""
-        if min(self.lengths) == max(self.lengths):
-            return None
-        columns = torch.arange(max(self.lengths), device=device)
-        hidden = columns >= torch.tensor(self.lengths, device=device)[:, None]
-        bias = torch.zeros(hidden.shape, dtype=dtype, device=device)
-        return bias.masked_fill(hidden, -torch.inf)[:, None, None]
 
 
 class DecodeBatch:
@@ -204,17 +164,16 @@ class DecodeBatch:
 
     def cache_of(self, i: int) -> KeptCache:
         """Returns the cache of row i: of its prompt and its tokens except the one just drawn."""
-        row, parts = self.rows[i], []
-        for own, prompt in ((self.keys, self.prompt_keys), (self.values, self.prompt_values)):
-            cache = own[:, i, :, : self.before + self.length]
-            mask = None if self.mask is None else self.mask[i, 0, 0, : cache.shape[2]]
-            if not self.before:
-                slot = self.groups.index(row // self.num_generations)
-                cache = torch.cat([prompt[:, slot], cache], dim=2)
-                if self.prompt_mask is not None:
-                    mask = pad(self.prompt_mask[slot, 0, 0], (0, self.length))
-            parts.append(cache.clone() if mask is None else cache[:, :, mask == 0])
-        return KeptCache(self.state.ids(row)[:-1], *parts)
+        number = self.rows[i] // self.num_generations
+        slot = 0 if self.before else self.groups.index(number)
+        parts = []
+        for own, prompts in ((self.keys, self.prompt_keys), (self.values, self.prompt_values)):
+            prompt = own[:, i] if self.before else prompts[:, slot]
+            begin, end = self.before, self.before + self.length
+            parts.append(
+                torch.cat([prompt[:, :, : self.prompt_lengths[number]], own[:, i, :, begin:end]], 2)
+            )
+        return KeptCache(self.state.ids(self.rows[i])[:-1], *parts)
 
     def take(self, tokens: Tensor, ended: Sequence[bool]) -> None:
         """Takes each row's next token, and takes out the rows that ended with it."""

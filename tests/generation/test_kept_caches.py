@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from grpo_cli.generation import engine, kept_caches
+from grpo_cli.generation import engine, prefill
 from grpo_cli.generation.base import Generator
 from grpo_cli.generation.kept_caches import KeptCache, KeptCaches
 from grpo_cli.generation.sampling import Sampling
@@ -120,7 +120,7 @@ def test_out_of_memory_in_the_middle_changes_nothing(
 ) -> None:
     plain, kept = conversations(), conversations()
     plain.run(sampler(model))
-    attend, calls = kept_caches.Continuation.attend, 0
+    attend, calls = prefill.Continuation.attend, 0
 
     def failing(self: Any, *args: Any) -> Any:
         nonlocal calls
@@ -129,7 +129,7 @@ def test_out_of_memory_in_the_middle_changes_nothing(
             raise torch.OutOfMemoryError("no room")
         return attend(self, *args)
 
-    monkeypatch.setattr(kept_caches.Continuation, "attend", failing)
+    monkeypatch.setattr(prefill.Continuation, "attend", failing)
     said: Sequence[str] = []
     generator = sampler(model)
     generator.say = said.append  # type: ignore[attr-defined]

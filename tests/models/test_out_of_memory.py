@@ -17,7 +17,8 @@ from grpo_cli.checkpoints import checkpointer, paths
 from grpo_cli.config.schema import Loss
 from grpo_cli.distributed.workers import Workers, exit_process
 from grpo_cli.errors import TrainingError
-from grpo_cli.generation.engine import Prefill, Step
+from grpo_cli.generation.engine import Step
+from grpo_cli.generation.prefill import Prefill
 from grpo_cli.generation.transformers import TransformersGenerator
 from grpo_cli.models.attention import Layout
 from grpo_cli.models.memory import MicroBatchBudget
