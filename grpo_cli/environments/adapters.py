@@ -413,7 +413,9 @@ class _Base:
             return Observation()
         if not isinstance(reward, Mapping):
             reward = {type(self.given).__name__: reward}
-        return Observation(rewards={str(k): as_number(v, "get_reward") for k, v in reward.items()})
+        return Observation(
+            rewards={str(k): as_number(v, f"reward {k!r}") for k, v in reward.items()}
+        )
 
     async def close(self) -> None:
         close = getattr(self.given, "close", None)
@@ -506,12 +508,12 @@ class TrlEnvironment(_Base):
             and p.name not in columns
         ]
         if missing:
-            raise Broken(f"reset takes {missing[0]!r}, and the data has {listed(columns)}")
+            raise Broken(f"it takes {missing[0]!r}, and the data has {listed(columns)}")
         text = await result_of(self.given.reset(**accepted(self.given.reset, columns)))
         if text is None:
             return Observation(tools=self.schemas)
         if not isinstance(text, (str, list)):
-            raise Broken(f"reset returned {kind_of(text)}, not a text, a list or None")
+            raise Broken(f"it returned {kind_of(text)}, not a text, a list or None")
         return Observation([{"role": "user", "content": text_of(text)}], tools=self.schemas)
 
     async def step(self, message: Message) -> Observation:

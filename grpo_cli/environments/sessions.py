@@ -131,6 +131,8 @@ class Sessions:
             seconds=settings.seconds,
         )
         self._numbers = itertools.count(1)
+        # Without isolation nobody else notes that a call hangs; imports have no deadline.
+        self._patience = None if settings.isolate else processes.START_SECONDS + settings.seconds
         self._home: _Home = (
             _Workers(self.spec, settings.workers or own_cores(), settings.memory_gb)
             if settings.isolate
@@ -168,13 +170,18 @@ class Sessions:
     def _ask(self, kind: str, payload: Any) -> Any:
         call = _Call(kind, None, payload)
         self._home.submit(call)
+        what = self.spec.path or self.spec.openenv or self.spec.mcp or "tools"
+        name = payload if isinstance(payload, str) else payload[0]
+        what = self.spec.by_name.get(name, what)
         try:
-            return call.future.result()
+            return call.future.result(self._patience)
         except EnvironmentFailure as failed:
-            what = self.spec.path or self.spec.openenv or self.spec.mcp or "tools"
-            name = payload if isinstance(payload, str) else payload[0]
-            what = self.spec.by_name.get(name, what)
             raise UserError(f"the environment {what} cannot be used: {failed}.") from failed
+        except TimeoutError as late:
+            raise UserError(
+                f"the environment {what} cannot be used: {call.request().called} has not ended in "
+                f"{self._patience:g} s, and with environment.isolate = false nothing ends it."
+            ) from late
 
     def close(self) -> None:
         """Ends all sessions; calls under way fail."""

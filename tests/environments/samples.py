@@ -53,6 +53,8 @@ def fault(what: str) -> Any:
     if what == "hang":
         while True:
             pass
+    if what == "doze":
+        time.sleep(2)
     if what == "sleep":
         time.sleep(3600)
     if what == "deaf":  # no exception ends it

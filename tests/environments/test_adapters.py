@@ -340,8 +340,8 @@ def test_calls_that_an_environment_reports() -> None:
 @table(
     ("row", "returned", "says"),
     [
-        ({}, None, "reset takes 'city', and the data has none"),
-        ({"city": "Rome"}, 3, "reset returned a int, not a text, a list or None"),
+        ({}, None, "it takes 'city', and the data has none"),
+        ({"city": "Rome"}, 3, "it returned a int, not a text, a list or None"),
     ],
 )
 def test_a_reset_in_trls_manner_that_does_not_fit(

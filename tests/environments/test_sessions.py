@@ -231,7 +231,7 @@ def test_a_wrong_type(start: Open, returned: Any, says: str) -> None:
 @pytest.mark.parametrize("reward", [float("inf"), "1", [1.0]])
 def test_a_reward_that_is_no_number(start: Open, reward: Any) -> None:
     session = begin(start("Faulty"), {"reward": reward})
-    assert "its get_reward is " in str(failed(session.finish()))
+    assert "get_reward: its reward " in str(failed(session.finish()))
 
 
 def test_a_reward_that_is_not_there(start: Open) -> None:
@@ -427,6 +427,15 @@ def test_an_abandoned_session_gives_no_answer_and_no_trouble(start: Open, isolat
     idle.abandon()
     assert not failed(idle.step(says(""))).own
     begin(sessions, {"seconds": 0.0})
+
+
+def test_an_environment_that_hangs_in_the_runs_process_is_no_environment(
+    start: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "START_SECONDS", 0.0)
+    sessions = start("Faulty", isolate=False, seconds=0.1)
+    with pytest.raises(UserError, match=r"Faulty cannot be used: reset has not ended in 0\.1 s"):
+        sessions.try_out("", {"in": "reset", "what": "doze"})
 
 
 @pytest.mark.parametrize("isolate", [True, False])
