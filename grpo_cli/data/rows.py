@@ -41,7 +41,7 @@ class Rows:
             return [row.get(name) for row in self.rows]
         if name not in self.columns:
             return [None] * len(self.rows)
-        return self.rows[name]  # type: ignore[call-overload, no-any-return]
+        return self.rows[name][:]  # type: ignore[call-overload, no-any-return]
 
 
 def load_rows(config: Dataset, split: str) -> Rows:
