@@ -252,8 +252,6 @@ class _Episodes:
 
     def take_round(self) -> Work:
         kinds = self._kinds(exact=False)
-        if not kinds:  # other processes have something
-            return self._work(self.piece(Episode(0, 0)), [])
         piece = max(kinds, key=lambda kind: len(kinds[kind]))
         chosen = kinds.pop(piece)
         self.ready = [e for others in kinds.values() for e in others]

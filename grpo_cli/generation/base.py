@@ -179,16 +179,8 @@ class Generator:
         """
         self.refuse_inputs(request.prompts)
         self.sample(request, hand_over)
-        while self.has_round(feed.wait(PATIENCE)):
+        while feed.wait(PATIENCE):
             self.sample(*feed.take_round())
-
-    def has_round(self, has_own: bool) -> bool:
-        """Returns whether this process has to sample, be it without prompts.
-
-        Args:
-            has_own: whether it has prompts.
-        """
-        return has_own
 
     def update_weights(self, policy: PreTrainedModel, step: int) -> dict[str, float]:
         """Samples from `policy`, as it is after `step` steps, from now on.

@@ -265,10 +265,11 @@ class Engine:
         """Decodes every row from its prompt to its last token.
 
         Args:
-            arrived: asked before each token, returns more that is to be decoded.
+            arrived: returns more that is to be decoded; asked when there is room.
         """
         waiting: deque[Waiting] = deque()
         batches: list[DecodeBatch] = []
+        steps = 0  # since it was asked
         while True:
             for state in states:
                 # Prompts of like length go together, so that little is padded.
@@ -278,15 +279,19 @@ class Engine:
             if not (waiting or batches):
                 return
             free = self.max_rows - sum(map(len, batches))
+            has_room = not batches or free >= max(REFILL * self.max_rows, 1)
             begun: list[Waiting] = []
-            if waiting and (not batches or free >= max(REFILL * self.max_rows, 1)):
+            if waiting and has_room:
                 begun = self._admitted(waiting, free)
             if begun:
                 batches += self._begin(begun[0][0], [number for _, number in begun])
             else:
                 self._step(batches)
             batches = [batch for batch in batches if batch.rows]
-            states = arrived()
+            states, steps = [], steps + 1
+            # Not after each token, since many small batches are slow.
+            if has_room and not waiting and steps > len(batches):
+                states, steps = arrived(), 0
 
     def _admitted(self, waiting: deque[Waiting], free: int) -> list[Waiting]:
         """Takes the prompts that begin together; at least one if nothing else is decoded."""

@@ -37,6 +37,7 @@ class KeptCache:
 class KeptCaches:
     """The caches of conversations by their numbers, those kept longest first."""
 
+    num_conversations: int  # kept and under way, at most
     caches: dict[int, KeptCache] = field(default_factory=dict)
 
     def __len__(self) -> int:

@@ -115,13 +115,14 @@ class TransformersGenerator(Generator):
     def converse(self, request: Request, hand_over: OnGroup, feed: Feed) -> None:
         """Samples in rounds, or all that is ready together, and keeps what waits in its caches."""
         self.refuse_inputs(request.prompts)
-        caches = KeptCaches()
+        caches = KeptCaches(len(request.prompts) * request.num_generations)
         more = None if feed.is_repeatable else feed.take
         with self._inference():
             works = [(request, hand_over)]
             while works:
                 self._finish([_Unfinished.of(*work) for work in works], caches, more)
-                works = feed.take() if feed.wait(PATIENCE) else []
+                joins = more is not None and self.decoder is Engine
+                works = feed.take() if feed.wait(0.0 if joins else PATIENCE) else []
                 caches.keep_only(feed.is_open)
 
     @contextmanager
@@ -161,7 +162,10 @@ class TransformersGenerator(Generator):
             assert self.decoder is not None
             states = [work.state(self.eos_ids, self.tokenizer) for work in works]
             longest = max(s.longest for s in states)
-            rows = self._rows(sum(s.num_rows for s in states), longest)
+            wanted = sum(s.num_rows for s in states)
+            if caches is not None:  # others may join them, or wait meanwhile
+                wanted = max(wanted, caches.num_conversations)
+            rows = self._rows(wanted, longest)
             failed = None
             try:
                 if self.decoder is Engine:

@@ -164,9 +164,9 @@ class ColocatedGenerator(VllmGenerator):
     def converse(self, request: Request, hand_over: OnGroup, feed: Feed) -> None:
         """Adds what the feed has ready to what is sampled already, if it need not be repeatable.
 
-        Processes that share an engine go on in rounds, since they take all its steps together.
+        Only for engines of one process: `contradictions` refuses episodes with others.
         """
-        if feed.is_repeatable or self.config.tensor_parallel > 1:
+        if feed.is_repeatable:
             super().converse(request, hand_over, feed)
             return
         self.refuse_inputs(request.prompts)
@@ -174,11 +174,6 @@ class ColocatedGenerator(VllmGenerator):
         while works:
             self._sample(works, lambda: feed.take(exact=True))
             works = feed.take(exact=True) if feed.wait(patience=0.0) else []
-
-    def has_round(self, has_own: bool) -> bool:
-        if self.config.tensor_parallel == 1:
-            return has_own
-        return self.workers.max(float(has_own)) > 0
 
     def _sample(self, works: Sequence[Work], more: Callable[[], Sequence[Work]] = list) -> None:
         """Samples requests and what `more` returns after each step of the engine."""
