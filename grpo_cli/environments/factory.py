@@ -206,4 +206,5 @@ def make_loop(
         recipe.environment.retries,
         max_prompt_tokens,
         recipe.environment.max_failed_share,
+        say,
     )

@@ -49,6 +49,7 @@ from grpo_cli.records import Completion, Prompt
 BEAT_SECONDS = 0.5
 MOST_FAILED = 16  # episodes of a call before their share counts
 MOST_BYSTANDER_FAILURES = 20  # of one episode
+FAILURES_SAID = 3  # of environments, after which the user is told
 
 HandOver = Callable[[int, Sequence[Prompt], list[Completion]], None]
 
@@ -92,6 +93,8 @@ class EpisodeLoop:
     retries: int = 2  # of an episode whose environment has failed
     max_prompt_tokens: int | None = None  # of a prompt with its first observation
     max_failed_share: float = 1.0  # of the episodes of a call; many more are not waited for
+    say: Callable[[str], None] = lambda line: None  # prints a line for the user
+    num_failures: int = 0  # of environments, in the whole run
     seconds_waited: float = 0.0  # for environments while nothing was sampled; the reader resets it
 
     def sample(
@@ -514,6 +517,13 @@ class _Episodes:
         self._release(e)
         if failure.own:
             e.failures += 1
+            self.loop.num_failures += 1
+            if self.loop.num_failures == FAILURES_SAID:
+                name = self.names[e.number]
+                self.loop.say(
+                    f"note: environments{f' {name}' if name else ''} have failed "
+                    f"{FAILURES_SAID} times and are replaced; the last error: {failure}"
+                )
         else:
             e.bystander_failures += 1
         if e.failures <= self.loop.retries and e.bystander_failures <= MOST_BYSTANDER_FAILURES:

@@ -144,9 +144,16 @@ def run(
     retries = settings.pop("retries", 2)
     most = settings.pop("max_prompt_tokens", None)
     share = settings.pop("max_failed_share", 1.0)
+    say = settings.pop("say", print)
     names = {p.columns.get("environment", "") for p in prompts} or {""}
     loop = EpisodeLoop(
-        scene, dict.fromkeys(names, Characters()), EpisodeSettings(**settings), retries, most, share
+        scene,
+        dict.fromkeys(names, Characters()),
+        EpisodeSettings(**settings),
+        retries,
+        most,
+        share,
+        say,
     )
     prompts = prompts or [prompt_of("Q")]
     found: dict[int, list[Completion]] = {}
@@ -279,6 +286,15 @@ def test_the_row_names_its_environment() -> None:
     run(scene, lambda so_far: "x.", prompts=prompts)
     assert [name for name, _, _ in scene.opened] == ["one", "two"]
     assert scene.opened[1][1] == {"environment": "two", "level": 3, "prompt": "Q"}
+
+
+def test_environments_that_fail_are_said_once() -> None:
+    said: list[str] = []
+    scene = Scene(faults=dict.fromkeys(range(9), ("reset", 0)))
+    run(scene, lambda so_far: "yes.", num_generations=4, say=said.append)
+    assert said == [
+        "note: environments have failed 3 times and are replaced; the last error: it broke"
+    ]
 
 
 def test_a_failed_environment_is_replaced_and_replayed() -> None:
