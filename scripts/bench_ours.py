@@ -22,8 +22,9 @@ from omegaconf import DictConfig
 
 from grpo_cli import train
 from grpo_cli.config import compose, parsing
+from grpo_cli.generation.base import OnGroup, Request, Work
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.records import Prompt
+from grpo_cli.records import Completion, Prompt
 from grpo_cli.reporting import stage_clock
 from grpo_cli.training import build, prepare
 from grpo_cli.training.run import Run
@@ -46,8 +47,38 @@ class Watched:
         )
         return groups
 
+    def converse(self, request: Request, hand_over: OnGroup, feed: Any) -> None:
+        self.probe.steps.append(Step())
+        self.probe.sampled([p.ids for p in request.prompts], [[] for _ in request.prompts])
+
+        def first(number: int, group: list[Completion]) -> None:
+            self.probe.steps[-1].lengths[number][1].extend(len(c.ids) for c in group)
+            hand_over(number, group)
+
+        self.inner.converse(request, first, Followed(feed, self.probe))
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+class Followed:
+    """A feed whose completions the probe is told."""
+
+    def __init__(self, feed: Any, probe: Probe) -> None:
+        self.feed, self.probe = feed, probe
+
+    def take(self, **how: Any) -> list[Work]:
+        return [self.noted(*work) for work in self.feed.take(**how)]
+
+    def noted(self, request: Request, hand_over: OnGroup) -> Work:
+        def take(number: int, group: list[Completion]) -> None:
+            self.probe.followed([len(c.ids) for c in group])
+            hand_over(number, group)
+
+        return request, take
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.feed, name)
 
 
 def main() -> None:

@@ -78,6 +78,10 @@ class Probe:
         step.prompts = hashlib.sha256(ids.encode()).hexdigest()[:16]
         step.lengths = [(len(p), list(c)) for p, c in zip(prompts, completions, strict=True)]
 
+    def followed(self, lengths: Sequence[int]) -> None:
+        """Notes the lengths of completions that go on from earlier ones of the step."""
+        self.steps[-1].lengths.append((0, list(lengths)))
+
     def write(self, output: str, **more: Any) -> None:
         """Writes what was collected to `result.json`."""
         found = {"steps": [asdict(step) for step in self.steps], **more}

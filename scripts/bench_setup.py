@@ -6,11 +6,14 @@ Nothing is downloaded. A token is a character, so a prompt of N tokens is a text
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import hashlib
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import yaml
 
 WARM_UP = 1  # steps at the beginning of each process that do not count
 LORA_ALPHA = 32
+TOOL = "grpo_cli.environments.examples:multiply"
 FIRST_CHARACTER = 4  # ids below: pad, eos, and the two of a chat template
 
 # Arguments of Qwen2Config. `eos` is how many words there are for one that ends a completion: with
@@ -67,6 +71,7 @@ class Workload:
     model: str = "small"
     half_flat: bool = False  # every second prompt's rewards are all equal
     entropy: bool = False  # measured in every step; TRL measures it always
+    tools: bool = False  # the model, prompts and tool of the recipe `calculator`
     lora_rank: int = 0  # of an adapter on all linear layers of the decoder; 0: all weights train
     sides: tuple[str, ...] = ("ours", "trl", "generate")
     steps: int = 3  # counted, in each round
@@ -86,6 +91,10 @@ WORKLOADS = {
         Workload(
             "lora", (30, 130), limit=512, prompts=3, model="110m", lora_rank=16,
             sides=("ours", "trl"), steps=1,
+        ),
+        Workload(
+            "tools", (0, 0), limit=96, prompts=64, generations=4, model="calculator", tools=True,
+            sides=("ours", "trl"),
         ),
         Workload("vllm", (30, 130), limit=512, sides=("vllm", "trl_vllm", "ours")),  # tail's
     )
@@ -127,11 +136,14 @@ class Job:
         return [json.loads(line) for line in lines]
 
 
-def reward(completions: Sequence[str], flat: Sequence[bool], **ignored: Any) -> list[float]:
-    """1.0 for three completions in ten, by a hash of their text; 0.0 where the prompt is flat."""
+def reward(completions: Sequence[Any], flat: Sequence[bool], **ignored: Any) -> list[float]:
+    """1.0 for three completions in ten, by a hash of their text; 0.0 where the prompt is flat.
+
+    completions: texts, or lists of messages.
+    """
+    texts = [c if isinstance(c, str) else str(c[-1]["content"]) for c in completions]
     return [
-        float(not is_flat and is_lucky(text))
-        for text, is_flat in zip(completions, flat, strict=True)
+        float(not is_flat and is_lucky(text)) for text, is_flat in zip(texts, flat, strict=True)
     ]
 
 
@@ -164,11 +176,34 @@ def make_folder(folder: Path, workload: Workload, steps: int) -> None:
 
     transformers.utils.logging.disable_progress_bar()
     folder.mkdir(parents=True)
+    if workload.tools:
+        make_calculator(folder, steps * workload.prompts)
+        return
     rows = make_prompts(steps * workload.prompts, workload.prompt_tokens, workload.half_flat)
     lines = (json.dumps(row) + "\n" for row in rows)
     (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
     make_tokenizer(MODELS[workload.model]["vocab_size"]).save_pretrained(folder / "model")
     make_model(workload.model).save_pretrained(folder / "model")
+
+
+def make_calculator(folder: Path, count: int) -> None:
+    """Writes the model of the recipe `calculator`, which calls its tool at times, and prompts."""
+    from grpo_cli.commands.serve import build_model
+    from grpo_cli.config import compose, parsing
+
+    def build(cfg: Any) -> None:
+        recipe = parsing.parse(cfg, compose.given_keys(cfg))
+        shutil.copytree(build_model(recipe), folder / "model")
+
+    compose.compose_and_call(["recipe=calculator"], build)
+    packed = resources.files("grpo_cli") / "samples" / "calculator_train.jsonl.gz"
+    rows = [json.loads(line) for line in gzip.decompress(packed.read_bytes()).splitlines()]
+    chats = [
+        {"prompt": [{"role": "user", "content": row["question"]}], "flat": False}
+        for row in rows[:count]
+    ]
+    lines = (json.dumps(row) + "\n" for row in chats)
+    (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def make_model(name: str) -> Any:
@@ -234,11 +269,14 @@ def make_recipe(job: Job) -> tuple[dict[str, Any], list[str]]:
         "log.plots": False,
     }
     wanted |= {"generation.min_completion_tokens": w.min_tokens} if w.min_tokens else {}
+    wanted |= {"tools.multiply": TOOL, "dataset.chat": True} if w.tools else {}
     wanted |= {"log.entropy_every": 1} if w.entropy else {}
     wanted |= {"adapter.rank": w.lora_rank, "adapter.alpha": LORA_ALPHA} if w.lora_rank else {}
     wanted |= OURS[job.side]
     known = {key for key, _ in knobs()}
-    absent = [key for key in wanted if key not in known and not key.startswith("reward.")]
+    absent = [
+        key for key in wanted if key not in known and not key.startswith(("reward.", "tools."))
+    ]
     recipe: dict[str, Any] = {"defaults": [
         "schema", {"generation": "transformers"}, {"loss": "dapo"}, {"advantage": "group"},
         {"optimizer": "adamw"}, {"tracking": "none"}, "_self_",

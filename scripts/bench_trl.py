@@ -3,8 +3,8 @@
 TRL runs with its defaults, one optimizer step a batch. Where it is open what belongs to a stage, it
 is left out: a step is `training_step`, clipping and `optimizer.step`, without loading rows, zeroing
 gradients, schedule and logging; generation is `_generate_single_turn`, without tokenizing and
-decoding; the update is the step without `_prepare_inputs`, which holds generation, rewards and
-all that lies between them.
+decoding, and with tools `_tool_call_loop`; the update is the step without `_prepare_inputs`, which
+holds generation, rewards and all that lies between them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from bench_probe import Probe, Step, check_meter
 from bench_setup import LORA_ALPHA, Job, reward
+
+from grpo_cli.environments.examples import multiply
 
 
 def main() -> None:
@@ -54,7 +56,20 @@ def run_trl(job: Job, probe: Probe) -> None:
                 self.after_inputs.enter_context(probe.peak(self.model))
             return inputs
 
+        is_in_tools = False
+
+        def _tool_call_loop(self, *given: Any, **named: Any) -> Any:
+            self.is_in_tools = True
+            with probe.stage("generate"):
+                found = super()._tool_call_loop(*given, **named)
+            self.is_in_tools = False
+            return found
+
         def _generate_single_turn(self, prompt_ids: Any, *given: Any, **named: Any) -> Any:
+            if self.is_in_tools:
+                found = super()._generate_single_turn(prompt_ids, *given, **named)
+                probe.followed([len(c) for c in found[0]])
+                return found
             with probe.stage("generate"):
                 completions, logprobs = super()._generate_single_turn(prompt_ids, *given, **named)
             size = job.workload.generations
@@ -78,6 +93,9 @@ def run_trl(job: Job, probe: Probe) -> None:
             self.open.close()
 
     w = job.workload
+    tools: dict[str, Any] = {}
+    if w.tools:
+        tools = {"tools": [multiply], "processing_class": calling_tokenizer(job.model)}
     adapter = None
     if w.lora_rank:
         from peft import LoraConfig
@@ -114,10 +132,33 @@ def run_trl(job: Job, probe: Probe) -> None:
         train_dataset=Dataset.from_list(job.rows()),
         callbacks=[OptimizerStep()],
         peft_config=adapter,
+        **tools,
     )
     trainer.train()
     for step in probe.steps:
         step.seconds["update"] = step.seconds["step"] - step.seconds["inputs"]
+
+
+def calling_tokenizer(model: str) -> Any:
+    """Returns the tokenizer with a description of its chat template's tool calls, for TRL."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open": "<tool_call>",
+                "close_pattern": r"</tool_call>\s*",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+        },
+    }
+    return tokenizer
 
 
 def let_trl_use_vllm() -> None:

@@ -94,6 +94,8 @@ def test_reward_is_drawn_from_the_text() -> None:
     assert rewards == bench_setup.reward(texts, [False] * 2000)
     assert sum(rewards) / 2000 == pytest.approx(0.3, abs=0.04)
     assert bench_setup.reward(texts, [True] * 2000) == [0.0] * 2000
+    messages = [[{"content": "call"}, {"content": text}] for text in texts]
+    assert bench_setup.reward(messages, [False] * 2000) == rewards
 
 
 def test_sides_must_have_the_same_prompts() -> None:
@@ -111,6 +113,8 @@ def test_a_job_comes_back_from_its_file_and_makes_a_recipe(tmp_path: Path) -> No
     recipe, _ = bench_setup.make_recipe(job)
     assert recipe["prompts_per_step"] == 2
     assert recipe["generation"]["max_completion_tokens"] == 24
+    recipe, absent = bench_setup.make_recipe(replace(job, workload=WORKLOADS["tools"]))
+    assert (recipe["tools"], absent) == ({"multiply": bench_setup.TOOL}, [])
 
 
 def test_meter_sees_what_is_freed_again() -> None:
