@@ -86,7 +86,7 @@ class Completion:
     finish_reason: Literal["stop", "length"]  # an eos was sampled, or the limit was reached
     sampled_at: int | None = None  # oldest step whose weights it comes from; None: the newest
     is_sampled: list[bool] | None = None  # of each token; None: all. Others' have a logprob of 0.0
-    tool_calls: int = 0  # programs that were run (`tools.py`)
+    tool_calls: int = 0  # programs that were run, or tools called
     tool_errors: int = 0  # of them, those that raised or were stopped
     tool_timeouts: int = 0  # of the errors, those over their time: endless programs
     turns: tuple[Turn, ...] = ()  # of an episode, in order, over all tokens; (): one turn

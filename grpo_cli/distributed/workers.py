@@ -188,10 +188,6 @@ class Workers:
         """Returns the largest of the processes' values."""
         return self.maxima({"value": value})["value"]
 
-    def any_in_lockstep(self, value: bool) -> bool:
-        """Returns a flag of this process; where all run in lockstep, whether any has it."""
-        return self.max(float(value)) > 0 if self.runs_in_lockstep else value
-
     def maxima(self, values: dict[str, float]) -> dict[str, float]:
         """Returns the largest value by key over processes; every process passes the same keys."""
         if self.size == 1 or not values:

@@ -114,6 +114,29 @@ class Chat:
         self._parser: ResponseParser | None = None
         self._prefix: str | None = None
 
+    # The hooks of `loop.Dialogue` that other dialogues need: here a turn ends where sampling stops
+
+    is_one_text = False
+    piece_tokens = None
+
+    def stops(self, num_calls: int) -> tuple[str, ...]:
+        """Returns no texts."""
+        return ()
+
+    def turn_end(
+        self, ids: Sequence[int], before: int, num_calls: int, *, has_stopped: bool
+    ) -> int | None:
+        """Returns the end of a piece that has stopped."""
+        return len(ids) if has_stopped else None
+
+    def read(self, ids: Sequence[int], num_calls: int, *, at_stop_string: bool) -> Message:
+        """Returns a turn of the model as a message, whatever has ended it; see `parse`."""
+        return self.parse(ids)
+
+    def reply_to(self, turn: Sequence[int], messages: Sequence[Message], limit: int) -> list[int]:
+        """Returns the tokens between a turn of the model and its next turn; see `reply_ids`."""
+        return self.reply_ids(messages, ended_by_eos=turn[-1] in self.eos_ids, limit=limit)
+
     # The model's turn
 
     def parse(self, ids: Sequence[int], prefill: str = "") -> Message:

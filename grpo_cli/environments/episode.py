@@ -55,6 +55,7 @@ class Episode:
 
     number: int  # of its prompt
     sample: int  # its place in the group
+    is_one_text: bool = False  # see `loop.Dialogue`
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     is_sampled: list[bool] = field(default_factory=list)
@@ -169,7 +170,7 @@ class Episode:
             tool_timeouts=sum(call.timed_out for call in self.calls),
             turns=tuple(self.turns),
             stop_reason=self.stop_reason,
-            messages=tuple(self.messages),
+            messages=() if self.is_one_text else tuple(self.messages),
             env_rewards=dict(self.rewards),
             env_metrics=dict(self.metrics),
             env_error=self.error,

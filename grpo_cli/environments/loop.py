@@ -19,7 +19,7 @@ import json
 import math
 import queue
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,26 +55,64 @@ HandOver = Callable[[int, Sequence[Prompt], list[Completion]], None]
 
 
 class Dialogue(Protocol):
-    """The tokens of turns and replies, for episodes with one set of tools (`chat.Chat`)."""
+    """The tokens of turns and replies, for episodes with one set of tools.
+
+    `chat.Chat` has them from a chat template, `programs.ProgramDialogue` from fenced blocks. All
+    dialogues of a loop are of one kind.
+    """
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
 
     @property
-    def eos_ids(self) -> Collection[int]: ...
+    def tools(self) -> Sequence[Mapping[str, Any]]: ...
 
     @property
-    def tools(self) -> Sequence[Mapping[str, Any]]: ...
+    def is_one_text(self) -> bool:
+        """Whether turns and replies are one text, which rewards read as a whole.
+
+        An episode then has no messages, and a reply that is longer than what is left of it is cut
+        there, and not left out.
+        """
+
+    @property
+    def piece_tokens(self) -> int | None:
+        """Most tokens of a piece, where a turn can end that no stop string sees; None: a turn's."""
 
     def with_observation(
         self, prompt: Prompt, observation: str | Sequence[Message], limit: int
     ) -> Prompt: ...
 
-    def parse(self, ids: Sequence[int]) -> Message: ...
+    def stops(self, num_calls: int) -> tuple[str, ...]:
+        """Returns texts at which a piece ends, apart from the stop strings of the sampling.
 
-    def reply_ids(
-        self, messages: Sequence[Message], *, ended_by_eos: bool, limit: int
-    ) -> list[int]: ...
+        Args:
+            num_calls: calls of tools in the episode so far, here and below.
+        """
+
+    def turn_end(
+        self, ids: Sequence[int], before: int, num_calls: int, *, has_stopped: bool
+    ) -> int | None:
+        """Returns the length of a turn that has ended; None if it goes on. The rest is dropped.
+
+        Args:
+            ids: the tokens of the turn under way, the last piece included.
+            before: the tokens of earlier pieces among them.
+            has_stopped: whether the piece has ended with an eos or one of `stops`.
+        """
+
+    def read(self, ids: Sequence[int], num_calls: int, *, at_stop_string: bool) -> Message:
+        """Returns a complete turn as a message.
+
+        Args:
+            at_stop_string: whether it ended at a stop string of the sampling.
+
+        Raises:
+            MalformedCall: the turn begins a call that cannot be read.
+        """
+
+    def reply_to(self, turn: Sequence[int], messages: Sequence[Message], limit: int) -> list[int]:
+        """Returns the tokens between a turn of the model, which is given, and its next turn."""
 
 
 class Environments(Protocol):
@@ -153,13 +191,16 @@ class _Episodes:
         self.num_generations = num_generations
         order = loop.settings.order
         self.is_repeatable = order == "repeatable" or (order == "auto" and generator.is_repeatable)
-        tokenizer = next(iter(loop.dialogues.values())).tokenizer
-        self.stop = StopStrings(tokenizer, sampling.stop)
+        self.any_dialogue = next(iter(loop.dialogues.values()))
+        self.stop = StopStrings(self.any_dialogue.tokenizer, sampling.stop)
         self.call_when_ready: Callable[[], None] | None = None
         is_only_one = loop.dialogues.keys() == {""}
         self.names = ["" if is_only_one else str(p.columns.get(NAME_COLUMN)) for p in prompts]
         self.episodes = [
-            [Episode(number, sample) for sample in range(num_generations)]
+            [
+                Episode(number, sample, is_one_text=self.any_dialogue.is_one_text)
+                for sample in range(num_generations)
+            ]
             for number in range(len(prompts))
         ]
         self.ready: list[Episode] = []
@@ -237,15 +278,20 @@ class _Episodes:
         """Returns how an episode is continued.
 
         Engines sample one length for all prompts of a request. If it is not exact it is therefore
-        that of a turn, or for what is left of one a power of two. No piece makes prompt and
-        completion longer than the limits allow.
+        that of a turn, or for what is left of one a power of two, as pieces shorter than a turn
+        always are. No piece makes prompt and completion longer than the limits allow.
         """
         sampling, turn_tokens = self.sampling, self.settings.turn_tokens
         complete = min(turn_tokens or sampling.max_tokens, sampling.max_tokens)
         left = min(sampling.max_tokens - len(e.ids), complete - (len(e.ids) - e.turn_start))
-        most = left if exact or left == complete else 1 << (left.bit_length() - 1)
+        piece_tokens = self.any_dialogue.piece_tokens
+        if piece_tokens is not None:
+            most = 1 << (min(left, piece_tokens).bit_length() - 1)
+        else:
+            most = left if exact or left == complete else 1 << (left.bit_length() - 1)
         shortest = min(max(sampling.min_tokens - len(e.ids), 0), most)
-        return replace(sampling, max_tokens=most, min_tokens=shortest)
+        stop = (*sampling.stop, *self.any_dialogue.stops(len(e.calls)))
+        return replace(sampling, max_tokens=most, min_tokens=shortest, stop=stop)
 
     def take(self, *, exact: bool = False) -> list[Work]:
         self._collect()
@@ -345,10 +391,17 @@ class _Episodes:
             self._complete(e)
             return
         stops_at = self._stop(e, before)
-        if stops_at is not None:
-            e.cut(stops_at)
-        if stops_at is not None or piece.finish_reason == "stop":
+        has_stopped = piece.finish_reason == "stop" and stops_at != len(e.ids)
+        begin = e.turn_start
+        turn_length = self._dialogue(e.number).turn_end(
+            e.ids[begin:], before - begin, len(e.calls), has_stopped=has_stopped
+        )
+        if turn_length is not None and (stops_at is None or begin + turn_length < stops_at):
+            e.cut(begin + turn_length)
             self._take_turn(e)
+        elif stops_at is not None:
+            e.cut(stops_at)
+            self._take_turn(e, at_stop_string=True)
         elif len(e.ids) == self.sampling.max_tokens:
             self._cut_turn(e, "max_tokens")
         elif len(e.ids) - e.turn_start == self.settings.turn_tokens:
@@ -357,23 +410,32 @@ class _Episodes:
             self.ready.append(e)
 
     def _stop(self, e: Episode, before: int) -> int | None:
-        """Returns where a stop string is complete that the generator could not see as a whole."""
+        """Returns where a stop string is complete; None if none is.
+
+        If a piece is a turn's first, and can stop at nothing else, the generator has seen it all.
+        """
         begin = e.turn_start
-        if not self.sampling.stop or before == begin:
+        is_seen = before == begin and not self._dialogue(e.number).stops(len(e.calls))
+        if not self.sampling.stop or is_seen:
             return None
         shortest = self.sampling.min_tokens - begin
         end = self.stop.first_end(e.ids[begin:], before - begin, shortest)
         return None if end is None else begin + end
 
-    def _take_turn(self, e: Episode) -> None:
+    def _take_turn(self, e: Episode, *, at_stop_string: bool = False) -> None:
         """Gives a complete turn of the model to its environment."""
         dialogue = self._dialogue(e.number)
         ids = e.ids[e.turn_start :]
         try:
-            message, error = dialogue.parse(ids), None
+            message = dialogue.read(ids, len(e.calls), at_stop_string=at_stop_string)
+            error = None
         except MalformedCall as malformed:
             message, error = self._unread(e), str(malformed)
         e.end_turn(message)
+        is_full = len(e.ids) == self.sampling.max_tokens
+        if is_full and dialogue.is_one_text and message.get("tool_calls"):
+            self._end(e, "max_tokens")  # no room for what its calls return
+            return
         exchange = Exchange(message, len(e.turns) - 1, is_stepped=error is None)
         e.exchanges.append(exchange)
         if error is None:
@@ -456,16 +518,17 @@ class _Episodes:
         elif settings.seconds is not None and e.seconds > settings.seconds:
             self._end(e, "episode_seconds")
         else:
-            ids = dialogue.reply_ids(
-                found.messages,
-                ended_by_eos=e.ids[-1] in dialogue.eos_ids,
-                limit=settings.reply_tokens,
+            turn = e.turns[exchange.turn]
+            ids = dialogue.reply_to(
+                e.ids[turn.start : turn.end], found.messages, settings.reply_tokens
             )
-            if len(e.ids) + len(ids) >= self.sampling.max_tokens:  # no room for an answer
-                self._end(e, "max_tokens")
-            else:
-                e.add_reply(ids, seconds)
+            left = self.sampling.max_tokens - len(e.ids)
+            if len(ids) < left or dialogue.is_one_text:
+                e.add_reply(ids[:left], seconds)
+            if len(ids) < left:
                 self.ready.append(e)
+            else:  # no room for an answer
+                self._end(e, "max_tokens")
 
     def _end(self, e: Episode, reason: str) -> None:
         e.stop_reason = reason

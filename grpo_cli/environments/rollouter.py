@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_cli.config.schema import Tools
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.generation.base import Generator
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.generation.tools import ToolGenerator
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Completion, Group, Prompt, Rollout
 
@@ -19,23 +17,18 @@ from grpo_cli.records import Completion, Group, Prompt, Rollout
 class Rollouter:
     """Makes groups of rollouts, decoded and not yet scored, with a generator.
 
-    With `tools`, the programs that completions write run between pieces of a completion. With
-    `episodes`, the model and environments take turns, or a rollout function makes the rollouts.
+    With `episodes`, the model and environments, or the programs that it writes, take turns, or a
+    rollout function makes the rollouts.
     """
 
     def __init__(
         self,
         generator: Generator,
         tokenizer: PreTrainedTokenizerBase,
-        tools: Tools | None = None,
-        has_round: Callable[[bool], bool] = bool,
         episodes: EpisodeLoop | TrlRollouts | None = None,
     ) -> None:
-        """tools: limits of the programs; None: none is run. has_round: see `ToolGenerator`."""
         self.generator, self.tokenizer = generator, tokenizer
         self.episodes = episodes
-        if tools is not None:
-            self.generator = ToolGenerator(generator, tokenizer, tools, has_round=has_round)
 
     def rollouts(
         self,

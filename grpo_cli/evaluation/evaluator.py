@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_cli.config.schema import Eval
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.loop import EpisodeLoop
+from grpo_cli.environments.programs import program_loop
 from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.errors import TrainingError
@@ -128,8 +129,8 @@ class Evaluator:
             progress(min(done, len(task.prompts)), "rows completed")
             session.add(rollouts)
 
-        turns = task.tools is not None or self._episodes_of(task) is not None
-        in_rounds = turns and workers.runs_in_lockstep  # every process's
+        # Episodes go on in rounds of all processes.
+        in_rounds = workers.runs_in_lockstep and self._episodes_of(task) is not None
         with nullcontext() if in_rounds else interruptible():
             fresh = self._sampled(task, own, arrived) if task.stored is None else []
         with interruptible(), workers.raise_together():
@@ -168,17 +169,14 @@ class Evaluator:
     ) -> list[Group]:
         generator, tokenizer = self.generator, self.tokenizer
         assert generator is not None and tokenizer is not None, "there is a model"  # noqa: PT018
-        rollouter = Rollouter(
-            generator,
-            tokenizer,
-            task.tools,
-            self.workers.any_in_lockstep,
-            self._episodes_of(task),
-        )
+        rollouter = Rollouter(generator, tokenizer, self._episodes_of(task))
         return rollouter.rollouts(prompts, task.num_samples, task.sampling, task.seed, arrived)
 
     def _episodes_of(self, task: Task) -> EpisodeLoop | TrlRollouts | None:
         """Returns what makes a task's episodes; a copy, since training reads how long it waited."""
+        if task.tools is not None:
+            assert self.tokenizer is not None, "programs are run where something is sampled"
+            return program_loop(self.tokenizer, task.tools)
         if self.episodes is None or task.benchmark is not None:
             return None
         return dataclasses.replace(self.episodes, max_prompt_tokens=None)  # none is too long here

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.config.schema import Benchmark, Recipe, Tools
+from grpo_cli.environments.program_calls import describe
 from grpo_cli.evaluation import benchmarks
 from grpo_cli.evaluation.stored_completions import StoredGroups
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.generation.tool_calls import describe
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Group, Prompt
 from grpo_cli.rewards import has_votes

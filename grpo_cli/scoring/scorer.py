@@ -439,7 +439,7 @@ class ScoringSession:
     ) -> RewardResult:
         try:
             if isinstance(value, (list, tuple)):
-                if sample.episode is not None and reward.positions == "characters":
+                if (sample.episode or {}).get("messages") and reward.positions == "characters":
                     raise ValueError(
                         "steps by characters, which are not defined for an episode of several "
                         "messages; return places in completion_ids, with "

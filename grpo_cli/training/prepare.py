@@ -256,9 +256,9 @@ def benches_of(recipe: Recipe, executor: RewardExecutor) -> dict[str, LoadedBenc
         UserError: their data or their reward is not there, or no sandbox for programs.
     """
     if recipe.runs_programs:
-        from grpo_cli.generation import tool_calls
+        from grpo_cli.environments import program_calls
 
-        tool_calls.describe(recipe.generation.tools)
+        program_calls.describe(recipe.generation.tools)
     registry.import_modules(recipe.scoring.modules, "scoring.modules")
     benches = {}
     for name, benchmark in recipe.benchmark.items():

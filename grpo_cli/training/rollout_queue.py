@@ -78,11 +78,7 @@ class RolloutQueue:
             recipe: as it is at the step that trains on them.
         """
         own = self.take_prompts(number)
-        rollouter = Rollouter(
-            self.generator,
-            self.tokenizer,
-            episodes=self.episodes,
-        )
+        rollouter = Rollouter(self.generator, self.tokenizer, self.episodes)
         return lambda arrived: rollouter.rollouts(
             own,
             recipe.generation.num_generations,

@@ -6,7 +6,7 @@ import random
 import re
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks, tables
 from grpo_cli.evaluation.estimates import estimate
 from grpo_cli.evaluation.tasks import Task, TaskResult
-from grpo_cli.generation.base import Generator, OnGroup, ignore
+from grpo_cli.generation.base import Generator, OnGroup, Request
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.records import Completion, Prompt
+from grpo_cli.records import Completion
 from tests import programs
 
 SHARDED = "distributed=fsdp2"
@@ -43,16 +43,9 @@ class Answers(Generator):
         self.tokenizer, self.table = tokenizer, table
         self.asked: list[tuple[str, int]] = []  # (question, completions)
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        num_generations: int,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        on_group: OnGroup = ignore,
-    ) -> list[list[Completion]]:
-        groups = []
-        for number, prompt in enumerate(prompts):
+    def sample(self, request: Request, hand_over: OnGroup) -> None:
+        num_generations, sampling = request.num_generations, request.sampling
+        for number, prompt in enumerate(request.prompts):
             question, _, begun = self.tokenizer.decode(prompt.ids).partition("|")
             said = OUTPUT.sub("", begun)  # without what the tool has said
             if not said:
@@ -60,9 +53,7 @@ class Answers(Generator):
             texts = self.table[question][:num_generations]
             if said:
                 texts = [t for t in self.table[question] if t.startswith(said)][:1]
-            groups.append([self._one(t[len(said) :], sampling) for t in texts])
-            on_group(number, groups[-1])
-        return groups
+            hand_over(number, [self._one(t[len(said) :], sampling) for t in texts])
 
     def _one(self, text: str, sampling: Sampling) -> Completion:
         stops = [text.index(s) + len(s) for s in sampling.stop if s in text]
@@ -180,6 +171,9 @@ def test_every_cell_of_the_table(
     assert row["correct"] is True
     assert len(row["sampled"]) == len(row["completion_ids"])
     assert row["sampled"].count(False) == len("```output\n0.5\n```\n"), "a token a byte"
+    assert [turn["by"] for turn in json.loads(row["turns"])] == ["model", "environment", "model"]
+    assert (row["stop_reason"], row["messages"]) == ("answered", "[]")
+    assert tir["turns"] == 9 / 6
     (late,) = (r for r in stored if (r["row"], r["mode"]) == (5, "tir"))
     assert "TimeoutError" in late["completion"]
     out = capsys.readouterr().out

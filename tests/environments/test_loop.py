@@ -31,8 +31,9 @@ EOS = ord(".")
 class Characters:
     """A dialogue whose tokens are characters; "." ends a turn, and "[...]" is a reply."""
 
-    eos_ids = (EOS,)
     tools: Sequence[Mapping[str, Any]] = ()
+    is_one_text = False
+    piece_tokens = None
 
     @property
     def tokenizer(self) -> Any:
@@ -44,17 +45,23 @@ class Characters:
         added = [ord(c) for m in cast(Any, observation) for c in m["content"]]
         return dataclasses.replace(prompt, ids=[*prompt.ids, *added], row_ids=prompt.ids)
 
-    def parse(self, ids: Sequence[int]) -> Message:
+    def stops(self, num_calls: int) -> tuple[str, ...]:
+        return ()
+
+    def turn_end(
+        self, ids: Sequence[int], before: int, num_calls: int, *, has_stopped: bool
+    ) -> int | None:
+        return len(ids) if has_stopped else None
+
+    def read(self, ids: Sequence[int], num_calls: int, *, at_stop_string: bool) -> Message:
         text = "".join(map(chr, ids)).rstrip(".")
         if text.startswith("!"):
             raise MalformedCall("no such call")
         return {"role": "assistant", "content": text}
 
-    def reply_ids(
-        self, messages: Sequence[Message], *, ended_by_eos: bool, limit: int
-    ) -> list[int]:
+    def reply_to(self, turn: Sequence[int], messages: Sequence[Message], limit: int) -> list[int]:
         text = "".join(m["content"][:limit] for m in messages)
-        return [ord(c) for c in ("" if ended_by_eos else ".") + f"[{text}]"]
+        return [ord(c) for c in ("" if turn[-1] == EOS else ".") + f"[{text}]"]
 
 
 class Scripted(Generator):

@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.config.schema import Tools
+from grpo_cli.environments.programs import program_loop
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import Generator, OnGroup, Request
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.generation.tools import ToolGenerator
 from grpo_cli.generation.transformers import TransformersGenerator
 from grpo_cli.records import Completion, Prompt
 
@@ -55,7 +55,8 @@ def test_an_engine_that_reads_ids_only_refuses_other_inputs(model: PreTrainedMod
 
 def test_inputs_reach_the_engine_as_they_are(tokenizer: PreTrainedTokenizerFast) -> None:
     inner = Notes()
-    tools = ToolGenerator(inner, tokenizer, Tools())
-    assert tools.accepts_inputs
-    tools.generate([PROMPT], 1, Sampling(4), [0])
-    assert inner.prompts[0].inputs is PROMPT.inputs
+    inner.generate([PROMPT], 1, Sampling(4), [0])
+    program_loop(tokenizer, Tools()).sample(
+        inner, [PROMPT], 1, Sampling(4), [0], lambda number, prompts, completions: None
+    )
+    assert [prompt.inputs is PROMPT.inputs for prompt in inner.prompts] == [True, True]

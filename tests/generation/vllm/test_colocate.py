@@ -16,10 +16,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.config.schema import Tools, Vllm
+from grpo_cli.environments.programs import program_loop
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.forbidden import bad_word_ids, completing
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.generation.tools import ToolGenerator
 from tests.vllm_engines import (
     LONG,
     PROMPTS,
@@ -43,6 +43,7 @@ pytest.importorskip("vllm")
 
 from grpo_cli.generation.vllm import colocate, worker  # noqa: E402
 from grpo_cli.generation.vllm.colocate import ColocatedGenerator  # noqa: E402
+from grpo_cli.records import Completion  # noqa: E402
 from tests.conftest import as_prompts  # noqa: E402
 from tests.generation.test_sampling import log_distribution  # noqa: E402
 
@@ -253,10 +254,18 @@ def test_programs_are_run_between_two_calls_of_the_engine(
     written = "```python\nprint(6 * 7)\n```\n"
     monkeypatch.setattr(engine, "structured", {"regex": re.escape(written)})
     tools = Tools(max_calls=1, seconds=20.0)
-    generator = ToolGenerator(engine, tokenizer, tools)
-    groups = generator.generate(as_prompts(PROMPTS[:3]), 2, Sampling(100), SEEDS[:3])
+    loop, groups = program_loop(tokenizer, tools), dict[int, list[Completion]]()
+    loop.sample(
+        engine,
+        as_prompts(PROMPTS[:3]),
+        2,
+        Sampling(100),
+        SEEDS[:3],
+        lambda number, prompts, completions: groups.update({number: completions}),
+    )
+    assert sorted(groups) == [0, 1, 2]
     shown = "```output\n42\n```\n"
-    for c in (c for g in groups for c in g):
+    for c in (c for g in groups.values() for c in g):
         text = tokenizer.decode(c.ids, skip_special_tokens=True)
         assert text == written + shown + written, "after the last call it goes on to its end"
         assert (c.tool_calls, c.tool_errors, c.finish_reason) == (1, 0, "stop")

@@ -1,4 +1,4 @@
-"""One call of a tool: finds the program in a text, runs it in the sandbox, returns its output.
+"""One program of a completion: finds it in a text, runs it in the sandbox, returns its output.
 
 execute(["x = 6", "print(x * 7)"], tools).text  # -> "42"
 """
@@ -16,8 +16,8 @@ from pathlib import Path
 
 from grpo_cli import sandbox
 from grpo_cli.config.schema import Tools
+from grpo_cli.environments import program_runner
 from grpo_cli.errors import UserError
-from grpo_cli.generation import tool_runner
 
 _PYTHON = ("python", "py", "python3")
 _FENCE_LINE = re.compile(r"([ \t]*+)(`{3,}+)[ \t]*+([^`\s]*+)[^`]*+")  # possessive: linear time
@@ -103,7 +103,7 @@ def _shortened(text: str, most: int) -> str:
 
 @functools.cache
 def _runner() -> str:
-    return Path(tool_runner.__file__).read_text(encoding="utf-8")
+    return Path(program_runner.__file__).read_text(encoding="utf-8")
 
 
 def closed_program(text: str, at_end: bool = False) -> str | None:

@@ -21,14 +21,14 @@ from grpo_cli import sandbox
 from grpo_cli.algorithm.batch import collate
 from grpo_cli.config.schema import Tools
 from grpo_cli.distributed import heartbeat
+from grpo_cli.environments import loop, programs
+from grpo_cli.environments.program_calls import Answer, closed_program, describe, execute
 from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.generation import tools
-from grpo_cli.generation.base import Generator, OnGroup, ignore
+from grpo_cli.generation import base
+from grpo_cli.generation.base import Generator, OnGroup, Request, ignore
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.stop_strings import StopStrings
-from grpo_cli.generation.tool_calls import Answer, closed_program, describe, execute
-from grpo_cli.generation.tools import ToolGenerator
 from grpo_cli.generation.transformers import TransformersGenerator
 from grpo_cli.models import tiny
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
@@ -65,23 +65,14 @@ class Scripted(Generator):
         self.rounds: list[tuple[list[str], Sampling, list[int]]] = []
         self.step: int | None = 3  # whose weights it samples with
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        num_generations: int,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        on_group: OnGroup = ignore,
-    ) -> list[list[Completion]]:
-        texts = [self.tokenizer.decode(p.ids) for p in prompts]
-        self.rounds.append((texts, sampling, list(seeds)))
-        groups = []
-        for number, (text, seed) in enumerate(zip(texts, seeds, strict=True)):
+    def sample(self, request: Request, hand_over: OnGroup) -> None:
+        texts = [self.tokenizer.decode(p.ids) for p in request.prompts]
+        self.rounds.append((texts, request.sampling, list(request.seeds)))
+        for number, (text, seed) in enumerate(zip(texts, request.seeds, strict=True)):
             prompt, _, begun = text.partition("|")
-            own = [derive_seed(seed, j) for j in range(num_generations)]
-            groups.append([self._one(self.says(prompt, begun, s), sampling) for s in own])
-            on_group(number, groups[-1])
-        return groups
+            own = [derive_seed(seed, j) for j in range(request.num_generations)]
+            says = [self.says(prompt, begun, s) for s in own]
+            hand_over(number, [self._one(text, request.sampling) for text in says])
 
     def _one(self, text: str, sampling: Sampling) -> Completion:
         ids: list[int] = []
@@ -114,13 +105,40 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return ids
 
 
+def sample(
+    generator: Generator,
+    tokenizer: PreTrainedTokenizerFast,
+    settings: Tools,
+    prompts: Sequence[Sequence[int]],
+    num_generations: int,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    *,
+    threads: int | None = None,
+    on_group: OnGroup = ignore,
+) -> list[list[Completion]]:
+    """Completions of each prompt. The seconds that programs took are left out of their turns."""
+    groups: dict[int, list[Completion]] = {}
+
+    def hand_over(number: int, own: Sequence[Prompt], completions: list[Completion]) -> None:
+        groups[number] = [
+            replace(c, turns=tuple(replace(t, seconds=0.0) for t in c.turns)) for c in completions
+        ]
+        on_group(number, completions)
+
+    programs.program_loop(tokenizer, settings, order="eager", threads=threads).sample(
+        generator, as_prompts(prompts), num_generations, sampling, seeds, hand_over
+    )
+    return [groups[number] for number in range(len(prompts))]
+
+
 def complete(
     inner: Scripted, settings: Tools = QUICK, sampling: Sampling | None = None
 ) -> Completion:
     """One completion of the prompt "q|"."""
-    generator = ToolGenerator(inner, inner.tokenizer, settings)
     prompt = encode(inner.tokenizer, "q|")
-    ((c,),) = generator.generate(as_prompts([prompt]), 1, sampling or Sampling(2000), [1])
+    how = (settings, [prompt], 1, sampling or Sampling(2000), [1])
+    ((c,),) = sample(inner, inner.tokenizer, *how)
     assert len(c.ids) == len(c.sampling_logprobs)
     assert c.is_sampled is None or len(c.is_sampled) == len(c.ids)
     mask = c.is_sampled or [True] * len(c.ids)
@@ -299,6 +317,11 @@ def test_a_program_is_run_and_its_output_appended(tokenizer: PreTrainedTokenizer
     c = complete(inner)
     assert parts_of(c, tokenizer) == parts
     assert (c.finish_reason, c.tool_calls, c.tool_errors, c.tool_timeouts) == ("stop", 1, 0, 0)
+    assert (c.stop_reason, c.calls_by_tool) == ("answered", {"python": [1, 0, 0]})
+    ends = [len(encode(tokenizer, "".join(parts[:n]))) for n in range(4)]
+    assert [(t.start, t.end) for t in c.turns] == [*zip(ends, ends[1:], strict=False)]
+    assert [t.by for t in c.turns] == ["model", "environment", "model"]
+    assert c.messages == (), "rewards read one text"
     (first, _, _), (second, _, _) = inner.rounds
     assert first == ["q|"]
     assert second == ["q|" + "".join(parts[:2])]
@@ -413,6 +436,7 @@ def test_the_tools_tokens_are_part_of_the_budget(
     mask = [begun > i or i >= with_output for i in range(len(c.ids))]
     assert (c.is_sampled or [True] * len(c.ids)) == mask
     assert c.tool_calls == (left > 0), "no room, no call"
+    assert c.stop_reason == {"length": "max_tokens", "stop": "answered"}[c.finish_reason]
 
 
 @pytest.mark.parametrize("piece", [1, 2, 4, 8, 16, 32])
@@ -420,7 +444,7 @@ def test_pieces_do_not_show(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
     parts = ["```text\n```\n" + program("x = 1\nx"), out("1"), program("x"), out("1"), "so" + END]
-    monkeypatch.setattr(tools, "PIECE", piece)
+    monkeypatch.setattr(programs, "PIECE", piece)
     inner = scripted(tokenizer, "".join(parts))
     c = complete(inner)
     assert parts_of(c, tokenizer) == parts
@@ -452,7 +476,7 @@ def test_stop_strings_of_the_user_end_a_completion(
     says: str,
     expected: list[str],
 ) -> None:
-    monkeypatch.setattr(tools, "PIECE", piece)
+    monkeypatch.setattr(programs, "PIECE", piece)
     c = complete(scripted(tokenizer, says), sampling=Sampling(500, stop=(stop,)))
     assert parts_of(c, tokenizer) == expected
     assert c.finish_reason == "stop"
@@ -476,7 +500,7 @@ def test_pieces_and_prompts_are_never_longer_than_the_whole(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # vLLM refuses prompts that with `max_tokens` are longer than the longest sequence.
-    monkeypatch.setattr(tools, "PIECE", 32)
+    monkeypatch.setattr(programs, "PIECE", 32)
     inner = scripted(tokenizer, program("x = 5\nx") + out("5") + "a" * 500)
     c = complete(inner, sampling=Sampling(117, min_tokens=90))
     assert (len(c.ids), c.finish_reason) == (117, "length")
@@ -503,8 +527,8 @@ def test_a_completion_is_as_old_as_its_oldest_piece(
         return transcript[len(begun) :]
 
     inner.says = says
-    generator = ToolGenerator(inner, tokenizer, QUICK)
-    ((c,),) = generator.generate(as_prompts([encode(tokenizer, "q|")]), 1, Sampling(99), [1])
+    prompts = [encode(tokenizer, "q|")]
+    ((c,),) = sample(inner, tokenizer, QUICK, prompts, 1, Sampling(99), [1])
     assert c.sampled_at == oldest
 
 
@@ -529,18 +553,16 @@ def babble(
     threads: int = 3,
     num_generations: int = 3,
 ) -> dict[int, list[Completion]]:
-    generator = ToolGenerator(babbler(tokenizer), tokenizer, Tools(max_calls=3), threads=threads)
-    seen: dict[int, list[Completion]] = {}
-    prompts = [encode(tokenizer, f"{n}|") for n in order]
-    seeds = [derive_seed(5, n) for n in order]
-    found = generator.generate(
-        as_prompts(prompts),
+    found = sample(
+        babbler(tokenizer),
+        tokenizer,
+        Tools(max_calls=3),
+        [encode(tokenizer, f"{n}|") for n in order],
         num_generations,
         Sampling(200),
-        seeds,
-        lambda n, group: seen.update({n: group}),
+        [derive_seed(5, n) for n in order],
+        threads=threads,
     )
-    assert [seen[i] for i in range(len(order))] == found
     return dict(zip(order, found, strict=True))
 
 
@@ -549,7 +571,7 @@ def babble(
 def test_neither_the_batch_nor_time_has_a_say(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:
-    monkeypatch.setattr(tools, "PIECE", 32)
+    monkeypatch.setattr(programs, "PIECE", 32)
     clock = random.Random(variant)
 
     def quick(blocks: Sequence[str], settings: Tools) -> Answer:
@@ -559,14 +581,14 @@ def test_neither_the_batch_nor_time_has_a_say(
         time.sleep(clock.choice([0.0, 0.001, 0.02]))
         return quick(blocks, settings)
 
-    monkeypatch.setattr(tools, "execute", quick)
+    monkeypatch.setattr(programs, "execute", quick)
     expected = babble(tokenizer)
     assert sum(c.tool_calls for g in expected.values() for c in g) > 8
     assert {c.finish_reason for g in expected.values() for c in g} == {"stop", "length"}
     assert len({tuple(c.ids) for g in expected.values() for c in g}) > 12
     if variant in ("slow", "jumbled"):
-        monkeypatch.setattr(tools, "execute", late)
-        monkeypatch.setattr(tools, "PATIENCE", 0.5 if variant == "slow" else 0.0)
+        monkeypatch.setattr(programs, "execute", late)
+        monkeypatch.setattr(base, "PATIENCE", 0.5 if variant == "slow" else 0.0)
     order = {"reversed": range(5, -1, -1), "few": [4, 1]}.get(variant, range(6))
     found = babble(tokenizer, list(order), threads=1 if variant == "one thread" else 3)
     assert found == {n: expected[n] for n in order}
@@ -575,7 +597,7 @@ def test_neither_the_batch_nor_time_has_a_say(
 def test_completion_j_does_not_depend_on_how_many_there_are(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tools, "execute", lambda blocks, settings: Answer("1"))
+    monkeypatch.setattr(programs, "execute", lambda blocks, settings: Answer("1"))
     three, two = babble(tokenizer), babble(tokenizer, num_generations=2)
     assert {n: g[:2] for n, g in three.items()} == two
 
@@ -583,12 +605,11 @@ def test_completion_j_does_not_depend_on_how_many_there_are(
 def test_seeds_of_rounds(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tools, "execute", lambda blocks, settings: Answer("1"))
+    monkeypatch.setattr(programs, "execute", lambda blocks, settings: Answer("1"))
     whole = program("1") + out("1") + program("2") + out("1") + END
     inner = scripted(tokenizer, whole)
-    generator = ToolGenerator(inner, tokenizer, QUICK)
     prompts = [encode(tokenizer, "a|"), encode(tokenizer, "b|")]
-    generator.generate(as_prompts(prompts), 2, Sampling(500), [11, 12])
+    sample(inner, tokenizer, QUICK, prompts, 2, Sampling(500), [11, 12])
     assert inner.rounds[0][2] == [11, 12]
     assert inner.rounds[0][1].max_tokens == 256
     drawn = [seed for _, _, seeds in inner.rounds[1:] for seed in seeds]
@@ -599,7 +620,7 @@ def test_seeds_of_rounds(
 def test_others_are_generated_while_a_program_runs(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tools, "PATIENCE", 0.0)
+    monkeypatch.setattr(base, "PATIENCE", 0.0)
     arrived: list[int] = []
     others_are_there = threading.Event()
 
@@ -617,31 +638,29 @@ def test_others_are_generated_while_a_program_runs(
         whole = program("slow" if prompt == "0" else prompt) + out("1") + prompt + END
         return whole[len(begun) :]
 
-    monkeypatch.setattr(tools, "execute", waits)
-    generator = ToolGenerator(Scripted(tokenizer, says), tokenizer, QUICK, threads=2)
-    prompts = [encode(tokenizer, f"{n}|") for n in range(3)]
-    generator.generate(as_prompts(prompts), 1, Sampling(500), [1, 2, 3], on_group)
+    monkeypatch.setattr(programs, "execute", waits)
+    inner, prompts = Scripted(tokenizer, says), [encode(tokenizer, f"{n}|") for n in range(3)]
+    how = (QUICK, prompts, 1, Sampling(500), [1, 2, 3])
+    sample(inner, tokenizer, *how, threads=2, on_group=on_group)
     assert arrived[-1] == 0
     assert sorted(arrived) == [0, 1, 2]
 
 
 def test_nothing_to_do(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert (
-        ToolGenerator(babbler(tokenizer), tokenizer, QUICK).generate([], 2, Sampling(9), []) == []
-    )
+    assert sample(babbler(tokenizer), tokenizer, QUICK, [], 2, Sampling(9), []) == []
 
 
 def test_processes_that_call_the_inner_generator_together_have_as_many_rounds(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tools, "execute", lambda blocks, settings: Answer("1"))
+    monkeypatch.setattr(programs, "execute", lambda blocks, settings: Answer("1"))
     long = "".join(program("1") + out("1") for _ in range(3)) + END
     meet, both = threading.Barrier(2, timeout=30), [False, False]
     rounds = {}
 
     def process(rank: int, transcript: str) -> None:
-        def has_round(has_some: bool) -> bool:
-            both[rank] = has_some
+        def has_round(has_own: bool) -> bool:
+            both[rank] = has_own
             meet.wait()
             answer = any(both)
             meet.wait()
@@ -649,8 +668,8 @@ def test_processes_that_call_the_inner_generator_together_have_as_many_rounds(
 
         own = copy.deepcopy(tokenizer)  # a call that splits special tokens is seen by other threads
         inner = scripted(own, transcript)
-        generator = ToolGenerator(inner, own, QUICK, has_round=has_round)
-        generator.generate(as_prompts([encode(own, "q|")]), 1, Sampling(500), [rank])
+        inner.has_round = has_round  # type: ignore[method-assign]
+        sample(inner, own, QUICK, [encode(own, "q|")], 1, Sampling(500), [rank])
         rounds[rank] = [len(texts) for texts, _, _ in inner.rounds]
 
     threads = [
@@ -690,16 +709,15 @@ def test_generation_can_be_left_while_programs_run(
         assert go_on.wait(30)
         return Answer("1")
 
-    monkeypatch.setattr(tools, "execute", waits)
-    monkeypatch.setattr(tools, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(programs, "execute", waits)
+    monkeypatch.setattr(loop, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(heartbeat, "leave", begun.is_set)
     inner = scripted(tokenizer, program("1") + END)
-    generator = ToolGenerator(inner, tokenizer, QUICK, threads=1)
     prompts = [encode(tokenizer, "a|"), encode(tokenizer, "b|")]
     with pytest.raises(heartbeat.Interrupt):
-        generator.generate(as_prompts(prompts), 1, Sampling(500), [1, 2])
+        sample(inner, tokenizer, QUICK, prompts, 1, Sampling(500), [1, 2], threads=1)
     go_on.set()
-    for thread in [t for t in threading.enumerate() if t.name.startswith("tool")]:
+    for thread in [t for t in threading.enumerate() if t.name.startswith("program")]:
         thread.join(30)
     assert ran == ["1\n"], "the other one was not begun"
 
@@ -709,7 +727,7 @@ def test_only_the_main_threads_silence_is_a_stall(
 ) -> None:
     beats: list[str] = []
     monkeypatch.setattr(heartbeat, "beat", lambda: beats.append("beat"))
-    monkeypatch.setattr(tools, "execute", lambda blocks, settings: Answer("1"))
+    monkeypatch.setattr(programs, "execute", lambda blocks, settings: Answer("1"))
     inner = scripted(tokenizer, program("1") + out("1") + END)
     ahead = threading.Thread(target=complete, args=(inner,))
     ahead.start()
@@ -756,10 +774,9 @@ def test_with_the_embedded_engine(
 ) -> None:
     eos = [tokenizer.eos_token_id]
     inner = TransformersGenerator(trained, eos, tokenizer=tokenizer, say=pytest.fail)
-    generator = ToolGenerator(inner, tokenizer, QUICK)
     prompt = Prompt(0, encode(tokenizer, "6*7?"), "6*7?", {})
     arrived: list[list[Rollout]] = []
-    (group,) = Rollouter(generator, tokenizer).rollouts(
+    (group,) = Rollouter(inner, tokenizer, programs.program_loop(tokenizer, QUICK)).rollouts(
         [(3, prompt)], 2, Sampling(70, temperature=0), 1, arrived.append
     )
     assert arrived == [group.rollouts]
@@ -785,11 +802,10 @@ def test_drawn_with_the_embedded_engine_whatever_shares_the_rounds(
         inner = TransformersGenerator(
             trained, [tokenizer.eos_token_id], rows, tokenizer=tokenizer, say=pytest.fail
         )
-        generator = ToolGenerator(inner, tokenizer, QUICK)
         prompts = [encode(tokenizer, ("6*7?", "6*7?", "6")[n]) for n in order]
-        found = generator.generate(
-            as_prompts(prompts), 3, Sampling(60, temperature=0.9), [derive_seed(n) for n in order]
-        )
+        seeds = [derive_seed(n) for n in order]
+        how = (QUICK, prompts, 3, Sampling(60, temperature=0.9), seeds)
+        found = sample(inner, tokenizer, *how)
         return dict(zip(order, found, strict=True))
 
     together, alone = completions([0, 1, 2], 100), completions([1], 1)

@@ -1,9 +1,9 @@
 """The half of a tool call inside the sandbox: runs the blocks of a solution, shows the last one's.
 
-`tools.py` has the sandbox run this file's text as a program. It reads from stdin, as JSON, a token
-and the blocks, and runs them one after another in one namespace. What all but the last print goes
-nowhere. What the last prints goes to stdout, and behind it, between two tokens, how it ended: "ok",
-or "error" or "memory" with the last line of a traceback below.
+`program_calls.py` has the sandbox run this file's text as a program. It reads from stdin, as JSON,
+a token and the blocks, and runs them one after another in one namespace. What all but the last
+print goes nowhere. What the last prints goes to stdout, and behind it, between two tokens, how it
+ended: "ok", or "error" or "memory" with the last line of a traceback below.
 
 Blocks are untrusted and share this interpreter: what is used after one has run is bound before. It
 imports little, since each call waits for it, and nothing of the project.
