@@ -360,6 +360,12 @@ def test_steps_of_an_episode_are_counted_in_tokens() -> None:
         score([r], r="returns")
 
 
+def test_an_episode_of_one_text_is_scored_as_this_text() -> None:
+    SEEN.clear()
+    score([make_episode(messages=())], r="sees")
+    assert [call["completions"] for call in SEEN] == [["decoded"]]
+
+
 def test_a_column_does_not_stand_in_for_what_was_sampled() -> None:
     SEEN.clear()
     taken: dict[str, Any] = dict.fromkeys(STANDARD, "column")
