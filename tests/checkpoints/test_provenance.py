@@ -55,7 +55,7 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
     def note(recipe: Recipe) -> Any:
         found.append(recipe)
         executor = SimpleNamespace(close=lambda: None)
-        return SimpleNamespace(scorer=SimpleNamespace(executor=executor))
+        return SimpleNamespace(scorer=SimpleNamespace(executor=executor), close=lambda: None)
 
     monkeypatch.setattr(prepare, "for_evaluation", note)
     monkeypatch.setattr(evaluation_run, "evaluate_model", lambda *_: None)
