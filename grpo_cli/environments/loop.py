@@ -133,7 +133,18 @@ class EpisodeLoop:
     max_failed_share: float = 1.0  # of the episodes of a call; many more are not waited for
     say: Callable[[str], None] = lambda line: None  # prints a line for the user
     num_failures: int = 0  # of environments, in the whole run
-    seconds_waited: float = 0.0  # for environments while nothing was sampled; the reader resets it
+    seconds_waited: float = 0.0  # for environments while nothing was sampled
+    environment_seconds: float = 0.0  # of all calls
+    num_episodes: int = 0
+
+    def take_times(self) -> dict[str, float]:
+        """Returns metrics of what was sampled since this was last called."""
+        times = {
+            "time/waiting": self.seconds_waited,
+            "time/environment": self.environment_seconds / max(self.num_episodes, 1),
+        }
+        self.seconds_waited, self.environment_seconds, self.num_episodes = 0.0, 0.0, 0
+        return times
 
     def sample(
         self,
@@ -154,6 +165,7 @@ class EpisodeLoop:
         Raises:
             TrainingError: the environments of a group do not begin alike, or too many failed.
         """
+        self.num_episodes += len(prompts) * num_generations
         work = _Episodes(self, generator, prompts, num_generations, sampling, seeds, hand_over)
         try:
             work.begin()
@@ -568,6 +580,7 @@ class _Episodes:
         future.add_done_callback(end)
 
     def _answered(self, call: _Call, future: Future[Observation]) -> None:
+        self.loop.environment_seconds += call.ended - call.begun
         try:
             observation = future.result()
         except EnvironmentFailure as failure:

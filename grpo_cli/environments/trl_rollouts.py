@@ -115,6 +115,12 @@ class TrlRollouts:
     max_prompt_tokens: int | None = None  # of a prompt that the function returns
     seconds_waited: float = 0.0
 
+    def take_times(self) -> dict[str, float]:
+        """Returns metrics of what was sampled since this was last called."""
+        times = {"time/waiting": self.seconds_waited}
+        self.seconds_waited = 0.0
+        return times
+
     def sample(
         self,
         generator: Generator,

@@ -46,8 +46,7 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
     dynamic = recipe.generation.dynamic_sampling
     collected = (collect_informative if dynamic else collect_next)(run, recipe, clock)
     if (episodes := run.queue.episodes) is not None:
-        collected.metrics["time/waiting"] = episodes.seconds_waited
-        episodes.seconds_waited = 0.0
+        collected.metrics |= episodes.take_times()
     streams = recipe.dataset.streaming  # of which rows do not come again soon
     for prompt_index, group in sorted(collected.sampled.items()) if not streams else ():
         row = run.queue.stream.prompt_at(prompt_index).row

@@ -295,6 +295,23 @@ def test_the_row_names_its_environment() -> None:
     assert scene.opened[1][1] == {"environment": "two", "level": 3, "prompt": "Q"}
 
 
+def test_times_of_a_step() -> None:
+    class Slow(Session):
+        def step(self, message: Message) -> Future[Observation]:
+            late: Future[Observation] = Future()
+            threading.Timer(0.1, lambda: late.set_result(Observation(done=True))).start()
+            return late
+
+    loop = EpisodeLoop(Scene(session=Slow), {"": Characters()}, EpisodeSettings())
+    prompts = [prompt_of("P"), prompt_of("Q")]
+    generator = Scripted(lambda so_far: "yes.")
+    loop.sample(generator, prompts, 1, Sampling(9), [1, 2], lambda *_: None)
+    times = loop.take_times()
+    assert times["time/environment"] > 0.1, "of each rollout, though they ran together"
+    assert 0.1 < times["time/waiting"] < times["time/environment"] * 2
+    assert loop.take_times() == {"time/waiting": 0.0, "time/environment": 0.0}
+
+
 def test_environments_that_fail_are_said_once() -> None:
     said: list[str] = []
     scene = Scene(faults=dict.fromkeys(range(9), ("reset", 0)))
