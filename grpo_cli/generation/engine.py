@@ -253,7 +253,7 @@ class Engine:
     """Decodes with a model that takes `attending` (`attention.install`)."""
 
     model: PreTrainedModel
-    max_rows: int  # decoded or kept at the same time; a group is never split, and may be larger
+    max_rows: int  # decoded at the same time; a group is never split, and may be larger
     caches: KeptCaches | None = None  # of conversations that go on; None: none does
 
     @torch.no_grad()
@@ -380,8 +380,7 @@ class Engine:
             gone = [i for i, has_ended in enumerate(ended) if has_ended]
             for i in gone:
                 conversation = batch.state.conversations[batch.rows[i]]
-                most = self.max_rows - active + len(gone)
-                self.caches.keep(conversation, batch.cache_of(i), most)
+                self.caches.keep(conversation, batch.cache_of(i), active - len(gone))
         batch.take(tokens, ended)
 
     def _forward(

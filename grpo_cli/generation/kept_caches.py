@@ -38,13 +38,15 @@ class KeptCaches:
     """The caches of conversations by their numbers, those kept longest first."""
 
     num_conversations: int  # kept and under way, at most
+    most: int = 0  # of the longest, kept and under way, that there is memory for
     caches: dict[int, KeptCache] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.caches)
 
-    def keep(self, conversation: int, cache: KeptCache, most: int) -> None:
-        """Keeps a cache; gives up those kept longest if there are more than `most`."""
+    def keep(self, conversation: int, cache: KeptCache, under_way: int) -> None:
+        """Keeps a cache; gives up those kept longest if there is no memory for all."""
+        most = self.most - under_way
         self.caches.pop(conversation, None)
         if most > 0:
             self.caches[conversation] = cache

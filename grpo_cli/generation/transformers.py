@@ -165,6 +165,7 @@ class TransformersGenerator(Generator):
             wanted = sum(s.num_rows for s in states)
             if caches is not None:  # others may join them, or wait meanwhile
                 wanted = max(wanted, caches.num_conversations)
+                caches.most = self._rows_in_memory(longest)
             rows = self._rows(wanted, longest)
             failed = None
             try:
@@ -197,9 +198,13 @@ class TransformersGenerator(Generator):
         """Returns how many completions of up to `longest` tokens are decoded at the same time."""
         if self.max_rows is not None:
             return min(wanted, self.max_rows)
+        return min(wanted, self._rows_in_memory(longest), memory.most_rows(self.policy))
+
+    def _rows_in_memory(self, longest: int) -> int:
+        """Returns how many caches of `longest` tokens there is memory for."""
         if self.cache_tokens is None:
             self.cache_tokens = memory.cache_tokens_that_fit(self.policy)
-        return min(wanted, max(self.cache_tokens // longest, 1), memory.most_rows(self.policy))
+        return max(self.cache_tokens // longest, 1)
 
     def _halve(self, rows: int, num_generations: int, longest: int, reason: str) -> None:
         """Halves the number of rows after `rows` did not fit into memory."""
@@ -211,9 +216,8 @@ class TransformersGenerator(Generator):
                 alone=True,
             )
         fewer = max(rows // 2, num_generations)
-        if self.max_rows is None:
-            self.cache_tokens = fewer * longest
-        else:
+        self.cache_tokens = fewer * longest
+        if self.max_rows is not None:
             self.max_rows = fewer
         self.say(
             f"note: out of memory: {fewer} completions at a time from now on; unfinished "

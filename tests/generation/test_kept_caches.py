@@ -73,24 +73,26 @@ def test_what_is_kept_is_not_computed_again(
     assert sum(counts) == sum(map(len, PROMPTS)) + replies + 3 * len(kept.ids)
 
 
-@pytest.mark.parametrize("max_rows", [1, 4, 7])
+@pytest.mark.parametrize("most", [1, 4, 7])
 def test_conversations_given_up_are_computed_again(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, max_rows: int
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     plain, kept = conversations(), conversations()
     plain.run(sampler(model))
-    most = 0
+    held = []
     keep = KeptCaches.keep
 
     def noting(self: KeptCaches, *args: Any) -> None:
-        nonlocal most
         keep(self, *args)
-        most = max(most, len(self))
+        held.append(len(self))
 
     monkeypatch.setattr(KeptCaches, "keep", noting)
-    kept.run(sampler(model, max_rows))
+    generator = sampler(model, 3)
+    longest = max(map(len, PROMPTS)) + SAMPLING.max_tokens
+    generator.cache_tokens = most * longest
+    kept.run(generator)
     assert same(plain, kept)
-    assert most <= max_rows
+    assert max(held) <= most
 
 
 def test_one_conversation_does_not_wait_for_another(model: PreTrainedModel) -> None:
