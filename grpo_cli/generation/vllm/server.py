@@ -52,21 +52,22 @@ class Load:
         self.lock = threading.Lock()  # batches that are begun ahead are sampled in threads
 
     def take(self, live: Sequence[Server], rows: int, home: str | None = None) -> Server | None:
-        """Returns a server and counts a request of `rows`; None if it is full.
+        """Returns a server and counts a request of `rows`; None if all are full.
 
         Args:
-            home: address of the server to take if it is live; else the least busy is taken.
+            home: address of the server to take if it has room; else the least busy is taken.
         """
         with self.lock:
-            least_busy = min(live, key=lambda s: self.rows[s.url])
-            server = next((s for s in live if s.url == home), least_busy)
-            busy = self.rows[server.url]
-            full = self.requests[server.url] >= SOCKETS or (busy and busy + rows > self.most_rows)
-            if full:
-                return None
-            self.rows[server.url] += rows
-            self.requests[server.url] += 1
+            order = sorted(live, key=lambda s: (s.url != home, self.rows[s.url]))
+            server = next((s for s in order if self._has_room(s, rows)), None)
+            if server is not None:
+                self.rows[server.url] += rows
+                self.requests[server.url] += 1
             return server
+
+    def _has_room(self, server: Server, rows: int) -> bool:
+        busy = self.rows[server.url]
+        return self.requests[server.url] < SOCKETS and not (busy and busy + rows > self.most_rows)
 
     def give_back(self, server: Server, rows: int) -> None:
         """Counts a request as done."""

@@ -167,6 +167,8 @@ def test_all_batches_of_a_process_count_for_a_servers_load() -> None:
     assert load.take([a, b], 4) is b
     assert load.take([a, b], 1) is None
     assert Load(most_rows=8).take([a], 9) is a, "a group that is larger goes alone"
+    homes = Load(most_rows=8)
+    assert [homes.take([a, b], 4, b.url) for _ in range(3)] == [b, b, a], "b is full"
     many = Load(most_rows=10**6)
     taken = [many.take([a], 1) for _ in range(server.SOCKETS + 1)]
     assert taken == [a] * server.SOCKETS + [None]
