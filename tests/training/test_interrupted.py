@@ -158,6 +158,7 @@ def test_a_save_under_way_takes_of_the_time_that_is_left(
     assert heard == [pytest.approx(told, abs=1)]
 
 
+@pytest.mark.runs
 def test_a_run_goes_on_in_the_plainer_way_it_had_to_take(tmp_path: Path) -> None:
     changes = {"loss__beta": 0.05, "loss__reference_every": 1, "checkpoint__every": 1, "steps": 3}
     straight = built(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
