@@ -18,12 +18,16 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-Messages = list[dict[str, str]]
+if TYPE_CHECKING:
+    from grpo_cli.images import StoredImage
+    from grpo_cli.models.vision import VisionProcessor
+
+Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,9 @@ class Prompt:
     ids: list[int]  # prompt tokens, template and chat markup included
     text: str | Messages  # what reward functions receive as `prompts`
     columns: dict[str, Any]  # every other column of the row
-    inputs: Mapping[str, Tensor] | None = field(default=None, compare=False)
-    # ^ model inputs besides the ids, such as pixel_values; passed on as they are
+    images: tuple[StoredImage, ...] = field(default=(), compare=False)  # in the order of `ids`
+    vision: VisionProcessor | None = field(default=None, compare=False, repr=False)
+    # ^ makes the model's inputs of the images; None without images
     prefill: str = ""  # text of the assistant at the end of a chat, which the completion continues
     row_ids: list[int] | None = None  # tokens before an environment's first observation was added
     added: dict[str, Any] = field(default_factory=dict)  # columns that a rollout function added

@@ -6,7 +6,8 @@ import torch
 
 from grpo_cli.algorithm.batch import collate, pad_right
 from grpo_cli.environments.protocol import ToolCall
-from grpo_cli.models.packing import pad_left, positions
+from grpo_cli.models.packing import pad_left
+from grpo_cli.models.vision import positions
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import counts_by_tool, dummy_rollout
 from tests.conftest import CPU, make_rollout

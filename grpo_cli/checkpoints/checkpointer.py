@@ -30,10 +30,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from grpo_cli.checkpoints import manifest, model_folder, provenance, shards
 from grpo_cli.checkpoints.manifest import Entry
+from grpo_cli.checkpoints.model_folder import Processing
 from grpo_cli.checkpoints.paths import (
     REPLACED,
     TRAINING,
@@ -119,7 +120,7 @@ class Checkpointer:
         parts: Parts,
         state: dict[str, Any],
         recipe_yaml: str,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Processing,
         *,
         with_model: bool,
         card: str = "",
@@ -186,7 +187,7 @@ class Checkpointer:
         parts: Parts,
         state: dict[str, Any],
         recipe_yaml: str,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Processing,
         card: str,
     ) -> None:
         """Copies what the checkpoint needs, so that training can continue."""
@@ -207,7 +208,7 @@ class Checkpointer:
         if card:
             job.small[prefix + manifest.CARD] = card.encode()
 
-    def files_of(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    def files_of(self, model: nn.Module, tokenizer: Processing) -> dict[str, bytes]:
         """Returns the files of config and tokenizer, which never change: they are made once."""
         if self.files is None or self.files[0] is not model or self.files[1] is not tokenizer:
             assert isinstance(model, PreTrainedModel), "only a PreTrainedModel can be loaded again"

@@ -13,10 +13,11 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 from transformers.modeling_utils import str_to_torch_dtype
@@ -28,10 +29,18 @@ from grpo_cli.models import adapters
 FILE_BYTES = 5 * 10**9  # of a file of weights at most, except for a larger tensor
 INDEX = "model.safetensors.index.json"
 
+
+class Processing(Protocol):
+    """A tokenizer, or a processor of images with its tokenizer."""
+
+    def save_pretrained(self, folder: str | Path) -> object:
+        """Writes its files into a folder."""
+
+
 DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # torch's to safetensors'
 
 
-def files_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, bytes]:
+def files_of(model: PreTrainedModel, tokenizer: Processing | None) -> dict[str, bytes]:
     """Returns a model folder's files except the weights, by path: config, tokenizer, code."""
     with tempfile.TemporaryDirectory(prefix="grpo-") as made:
         folder = Path(made)
@@ -42,9 +51,7 @@ def files_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) 
         return {name: p.read_bytes() for p, name in files.items() if p.is_file()}
 
 
-def files_of_adapter(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
-) -> dict[str, bytes]:
+def files_of_adapter(model: PreTrainedModel, tokenizer: Processing | None) -> dict[str, bytes]:
     """Returns the files of an adapter's folder except the weights, by path."""
     files = files_of(model, tokenizer)
     own = {"config.json", "generation_config.json"}

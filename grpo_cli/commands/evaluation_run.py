@@ -59,8 +59,8 @@ def _evaluate_model(
     recipe = prepared.recipe
     reporter = Reporter(recipe, prepared.folder, workers.is_main)
     with workers.raise_together():
-        model, tokenizer = build.load_policy(prepared, workers, reporter)
-        tasks = build.make_tasks(prepared, tokenizer, reporter)
+        model, tokenizer, vision = build.load_policy(prepared, workers, reporter)
+        tasks = build.make_tasks(prepared, tokenizer, vision, reporter)
     prompts = [prompt for task in tasks for prompt in task.prompts]
     loading.check_embeddings(model, path, prompts)
     model = workers.place(model)

@@ -272,6 +272,18 @@ class Dataset:
         "left end.",
         choices=("drop", "cut"),
     )
+    max_pixels: int | None = knob(
+        1_048_576,
+        "Pixels of an image at most; a larger image is resized, its sides in the same ratio. null: "
+        "no image is resized. The tokens of an image grow with its pixels in most models.",
+        ge=1,
+    )
+    bad_images: str = knob(
+        "stop",
+        "Treatment of a row with an image that cannot be read: stop with an error, or drop the "
+        "row.",
+        choices=("stop", "drop"),
+    )
     shuffle: bool = knob(
         True, "Shuffle the rows in each epoch, as a function of (seed, epoch) only."
     )

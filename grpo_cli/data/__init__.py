@@ -7,6 +7,7 @@ Start with `rows.load_rows` (local data, which `files` reads, or a hub name to r
 
 from grpo_cli.data.prompts import (
     MixtureStream,
+    OnBadImage,
     PromptStream,
     make_prompts,
     mixed,
@@ -20,6 +21,7 @@ from grpo_cli.data.streaming import RowStream, StreamedPrompts, open_stream
 __all__ = [
     "DATASET",
     "MixtureStream",
+    "OnBadImage",
     "PromptStream",
     "RowStream",
     "Rows",

@@ -18,6 +18,8 @@ Conversation = list[dict[str, Any]]
 Schemas = Sequence[Mapping[str, Any]]  # JSON schemas of tools
 TEMPLATE_KWARGS = "chat_template_kwargs"  # the column with arguments of one row
 
+PICTURES = ("image", "path", "bytes")  # keys of an image block that hold its picture
+
 # Names of the roles in rows in ShareGPT's form, {"from": "human", "value": "1+1="}.
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
@@ -27,24 +29,27 @@ def is_conversation(value: object) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
-def normalized(messages: Any, where: str) -> Conversation:
+def normalized(messages: Any, where: str, column: str | None = None) -> Conversation:
     """Returns messages with a role and a text as content each, in new dicts.
 
     ShareGPT's form is converted, text parts of a content are joined, and keys without a value,
-    which a table fills in where other rows have them, are left out.
+    which a table fills in where other rows have them, are left out. A content with images stays a
+    list of blocks, {"type": "text", "text": ...} and {"type": "image"}; a block that holds a
+    picture has "keys" in its place, the way to the picture in the row.
 
     Args:
+        column: that holds the messages; None: they must not have images.
         where: the place of the conversation, for messages: "rows.jsonl, row 3".
 
     Raises:
-        UserError: a message without a role or content, or with content that is not text.
+        UserError: a message without a role or content, or with content of another kind.
     """
     if not is_conversation(messages):
         raise UserError(f"{where}: holds {messages!r:.80}; a conversation is a list of messages.")
-    return [_message(m, f"{where}, message {n}") for n, m in enumerate(messages)]
+    return [_message(m, f"{where}, message {n}", column, n) for n, m in enumerate(messages)]
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def _message(message: Any, where: str, column: str | None, number: int) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise UserError(f"{where}: is {message!r:.80}; it must have a role and content.")
     found = {key: value for key, value in message.items() if value is not None}
@@ -61,6 +66,9 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         content = ""
     if isinstance(content, list) and all(_is_text_part(part) for part in content):
         content = "".join(part["text"] for part in content)
+    elif isinstance(content, list) and column is not None and all(map(_is_part, content)):
+        way = (column, number, "content")
+        return found | {"content": [_block(p, where, (*way, i)) for i, p in enumerate(content)]}
     if not isinstance(content, str):
         reason = "has no content" if content is None else f"has the content {content!r:.80}"
         raise UserError(f"{where}: {reason}; the model takes text.")
@@ -69,6 +77,24 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 def _is_text_part(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "text" and "text" in part
+
+
+def _is_part(part: Any) -> bool:
+    return _is_text_part(part) or (
+        isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+    )
+
+
+def _block(part: Mapping[str, Any], where: str, way: tuple[str | int, ...]) -> dict[str, Any]:
+    """Returns a block of a content with images; `way` leads to it in the row."""
+    if part["type"] == "text":
+        return {"type": "text", "text": part["text"]}
+    if part["type"] == "image_url" or part.get("url"):
+        raise UserError(
+            f"{where}: names an image by a URL; store the image in the data, as bytes or a path."
+        )
+    name = next((name for name in PICTURES if part.get(name) not in (None, "")), None)
+    return {"type": "image"} if name is None else {"type": "image", "keys": (*way, name)}
 
 
 def prefill_of(messages: Conversation) -> str:

@@ -427,3 +427,16 @@ def csv_rows(path: Path, key: str) -> Iterator[dict[str, str]]:
         raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
     if number < 0:
         raise UserError(f"{key} = {path}: the data set is empty.")
+
+
+def undecoded(table: Any) -> Any:
+    """Returns a table of `datasets` whose images stay encoded: they are decoded when needed."""
+    import datasets
+
+    for name, feature in table.features.items():
+        inner = getattr(feature, "feature", None)  # of a list
+        if isinstance(feature, datasets.Image):
+            table = table.cast_column(name, datasets.Image(decode=False))
+        elif isinstance(inner, datasets.Image):
+            table = table.cast_column(name, type(feature)(datasets.Image(decode=False)))
+    return table

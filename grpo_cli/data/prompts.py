@@ -11,15 +11,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.config.schema import Dataset
-from grpo_cli.data import conversations
+from grpo_cli.data import conversations, images
+from grpo_cli.data.images import ImageRow
 from grpo_cli.data.rows import DATASET, Rows, only_field
 from grpo_cli.errors import UserError
+from grpo_cli.images import ImageError
+from grpo_cli.images import require as require_pillow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from grpo_cli.models.vision import VisionProcessor
     from grpo_cli.records import Prompt
 
+OnBadImage = Callable[[str], None]
 ToolsOf = Callable[[Mapping[str, Any]], conversations.Schemas]
 
 
@@ -32,8 +37,12 @@ def make_prompts(
     template_kwargs: Mapping[str, Any] | None = None,
     may_be_empty: bool = False,
     tools: ToolsOf | None = None,
+    vision: VisionProcessor | None = None,
+    on_bad_image: OnBadImage | None = None,
 ) -> tuple[list[Prompt], int]:
     """Returns the prompts of all rows, and how many rows were dropped or cut as over-long.
+
+    A prompt with images that is too long is always dropped: a part of an image is no image.
 
     Args:
         template_kwargs: arguments of the chat template.
@@ -42,6 +51,9 @@ def make_prompts(
         may_be_empty: whether all rows may be too long.
         tools: returns the JSON schemas of the tools that the model may call in a row; None: there
             are no tools.
+        vision: the model's processor; None: it reads text only.
+        on_bad_image: called for each row that is dropped because an image cannot be read; None:
+            such a row is an error.
 
     Raises:
         UserError: a row whose `prompt` is a list of messages without dataset.chat, messages that
@@ -49,8 +61,18 @@ def make_prompts(
             short enough.
     """
     texts = [prompt_text(row, config, rows.line(n)) for n, row in enumerate(rows.rows)]
+    found = images_of(rows, texts, config.max_pixels, vision)
     every = encode(
-        rows, texts, tokenizer, config.chat, "dataset.chat", template_kwargs or {}, tools
+        rows,
+        texts,
+        tokenizer,
+        config.chat,
+        "dataset.chat",
+        template_kwargs or {},
+        tools,
+        images=found,
+        vision=vision,
+        on_bad_image=on_bad_image,
     )
     if held_out:
         return every, 0
@@ -58,7 +80,8 @@ def make_prompts(
     prompts = [p for p in every if len(p.ids) <= most]
     overlong = len(every) - len(prompts)
     if config.overlong_prompts == "cut":
-        return [dataclasses.replace(p, ids=p.ids[-most:]) for p in every], overlong
+        kept = [p for p in every if len(p.ids) <= most or not p.images]
+        return [dataclasses.replace(p, ids=p.ids[-most:]) for p in kept], overlong
     if not prompts and not may_be_empty:
         raise UserError(
             f"dataset.max_prompt_tokens = {most}: every prompt of {rows.source} is longer (the "
@@ -75,19 +98,28 @@ def encode(
     key: str,
     template_kwargs: Mapping[str, Any],
     tools: ToolsOf | None = None,
+    *,
+    images: Sequence[ImageRow | None] = (),
+    vision: VisionProcessor | None = None,
+    on_bad_image: OnBadImage | None = None,
 ) -> list[Prompt]:
     """Returns the prompts of rows, whose texts are strings or (with `chat`) lists of messages.
 
     Args:
+        images: the messages and images of each row that has some; (): no row has.
+        vision, on_bad_image: see `make_prompts`.
         key: the key that says `chat`.
         template_kwargs: arguments of the chat template; a row's own go before them.
         tools: returns the JSON schemas of a row's tools.
 
     Raises:
-        UserError: a chat with a tokenizer that has no template, or an empty prompt.
+        UserError: a chat with a tokenizer that has no template, an empty prompt, or an image that
+            cannot be read.
     """
     from grpo_cli.records import Prompt
 
+    found = images or [None] * len(texts)
+    texts = [text if own is None else own.messages for text, own in zip(texts, found, strict=True)]
     if chat:
         if not tokenizer.chat_template:
             raise UserError(
@@ -97,7 +129,7 @@ def encode(
         rendered = [
             conversations.render(
                 tokenizer,
-                text,
+                text if vision is None else vision.as_template_takes(text),
                 conversations.template_kwargs(template_kwargs, row),
                 f"{rows.source}, row {rows.line(number)}",
                 tools(row) if tools else (),
@@ -107,20 +139,65 @@ def encode(
     # A chat template writes its own special tokens; a plain prompt gets the tokenizer's.
     encoded = tokenizer(rendered if chat else texts, add_special_tokens=not chat)["input_ids"]
     prompts = []
-    for number, (row, text, ids) in enumerate(zip(rows.rows, texts, encoded, strict=True)):
+    every = zip(rows.rows, texts, encoded, found, strict=True)
+    for number, (row, text, ids, own) in enumerate(every):
         if not ids:
             raise UserError(f"{rows.source}, row {rows.line(number)}: the prompt is empty.")
+        columns = other_columns(row)
+        if own is not None:
+            assert vision is not None
+            columns |= own.columns
+            try:
+                ids = vision.ids(rendered[number], own.images)
+            except ImageError as error:
+                if on_bad_image is None:
+                    raise UserError(f"{error} (dataset.bad_images=drop drops the row).") from error
+                on_bad_image(str(error))
+                continue
+            except ValueError as error:
+                place = f"{rows.source}, row {rows.line(number)}"
+                raise UserError(
+                    f"{place}: the chat template does not print every image: {error}."
+                ) from error
         prefill = conversations.prefill_of(text) if chat else ""
         prompts.append(
             Prompt(
                 row=rows.line(number),
                 ids=list(ids),
                 text=text[:-1] if prefill else text,
-                columns=other_columns(row),
+                columns=columns,
                 prefill=prefill,
+                images=own.images if own is not None else (),
+                vision=vision if own is not None else None,
             )
         )
     return prompts
+
+
+def images_of(
+    rows: Rows, texts: Sequence[Any], max_pixels: int | None, vision: VisionProcessor | None
+) -> list[ImageRow | None]:
+    """Returns the messages and images of each row, None for a row without images.
+
+    Raises:
+        UserError: rows with images, and a model that reads text only; see also `images.of_row`.
+    """
+    found: list[ImageRow | None] = []
+    for number, (row, text) in enumerate(zip(rows.rows, texts, strict=True)):
+        if not images.has_images(row, text):
+            found.append(None)
+            continue
+        if vision is None:
+            name = images.column_of(row)
+            where = f"the column {name!r}" if name else "the messages"
+            other = f", or rename the column (dataset.columns.unused={name})" if name else ""
+            raise UserError(
+                f"{rows.source}, row {rows.line(number)}: has images in {where}, and the model "
+                f"reads text only; choose a vision-language model{other}."
+            )
+        require_pillow()
+        found.append(images.of_row(rows, number, row, text, max_pixels))
+    return found
 
 
 def other_columns(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +220,7 @@ def prompt_text(row: dict[str, Any], config: Dataset, number: int) -> Any:
                 f"dataset.chat = false: row {number} holds a list of messages; "
                 "set dataset.chat=true."
             )
-        messages = _conversation(row[name], config, number)
+        messages = _conversation(row[name], config, number, name)
     else:
         text = config.prompt.format_map(row)
         if not config.chat:
@@ -161,8 +238,10 @@ def prompt_text(row: dict[str, Any], config: Dataset, number: int) -> Any:
     return messages
 
 
-def _conversation(cell: Any, config: Dataset, number: int) -> conversations.Conversation:
-    messages = conversations.normalized(cell, f"row {number}")
+def _conversation(
+    cell: Any, config: Dataset, number: int, column: str
+) -> conversations.Conversation:
+    messages = conversations.normalized(cell, f"row {number}", column)
     if messages[-1]["role"] != "assistant" or config.final_assistant == "continue":
         return messages
     if config.final_assistant == "refuse":

@@ -136,8 +136,8 @@ def load_table(source: str, subset: str | None, split: str, key: str) -> Any:
     except ModuleNotFoundError as error:
         raise UserError(f"{key} = {source}: there is no such package ({error}).") from error
     if path is None:
-        return load_hub(source, subset, split, key)
-    return load_local(path, subset, split, key)
+        return files.undecoded(load_hub(source, subset, split, key))
+    return files.undecoded(load_local(path, subset, split, key))
 
 
 def first_rows(table: Any, limits: Sequence[int | None], source: str, key: str) -> Any:

@@ -24,7 +24,7 @@ from grpo_cli import data
 from grpo_cli.config.schema import Benchmark, Reward
 from grpo_cli.config.sources import is_local
 from grpo_cli.data import rows as tables
-from grpo_cli.data.prompts import encode
+from grpo_cli.data.prompts import encode, images_of
 from grpo_cli.errors import UserError, listed, nearest
 from grpo_cli.rewards import has_votes
 from grpo_cli.scoring import registry
@@ -32,6 +32,7 @@ from grpo_cli.scoring import registry
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from grpo_cli.models.vision import VisionProcessor
     from grpo_cli.records import Prompt
     from grpo_cli.scoring.scorer import Scorer
 
@@ -310,11 +311,15 @@ def make_prompts(
     rows: data.Rows,
     tokenizer: PreTrainedTokenizerBase,
     template_kwargs: Mapping[str, Any] | None = None,
+    vision: VisionProcessor | None = None,
+    max_pixels: int | None = None,
 ) -> list[Prompt]:
     """Returns the prompts of all rows in a mode; none is dropped or cut, however long.
 
     Args:
         template_kwargs: arguments of the chat template.
+        vision: the model's processor; None: it reads text only.
+        max_pixels: of an image; a larger one is resized.
 
     Raises:
         UserError: a row that does not fit it, too few examples, a chat with
@@ -337,7 +342,17 @@ def make_prompts(
                 f"benchmark.{name}.modes.{mode}.prompt: row {number} of {rows.source} does not fit "
                 f"the template: {type(error).__name__}: {error}"
             ) from error
-    return encode(rows, texts, tokenizer, chat, f"benchmark.{name}.chat", template_kwargs or {})
+    images = images_of(rows, texts, max_pixels, vision)
+    return encode(
+        rows,
+        texts,
+        tokenizer,
+        chat,
+        f"benchmark.{name}.chat",
+        template_kwargs or {},
+        images=images,
+        vision=vision,
+    )
 
 
 def rewards(config: Benchmark) -> dict[str, Reward]:

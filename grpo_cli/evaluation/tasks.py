@@ -14,6 +14,7 @@ from grpo_cli.environments.program_calls import describe
 from grpo_cli.evaluation import benchmarks
 from grpo_cli.evaluation.stored_completions import StoredGroups
 from grpo_cli.generation.sampling import Sampling
+from grpo_cli.models.vision import VisionProcessor
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Group, Prompt
 from grpo_cli.rewards import has_votes
@@ -131,6 +132,7 @@ def of_benchmarks(
     recipe: Recipe,
     loaded: Mapping[str, benchmarks.LoadedBenchmark],
     tokenizer: PreTrainedTokenizerBase,
+    vision: VisionProcessor | None = None,
 ) -> list[Task]:
     """Returns a task for each benchmark of the recipe in each mode.
 
@@ -146,7 +148,14 @@ def of_benchmarks(
                     name=name,
                     mode=mode,
                     prompts=benchmarks.make_prompts(
-                        name, benchmark, mode, bench.rows, tokenizer, template_kwargs
+                        name,
+                        benchmark,
+                        mode,
+                        bench.rows,
+                        tokenizer,
+                        template_kwargs,
+                        vision,
+                        recipe.dataset.max_pixels,
                     ),
                     scorer=bench.scorer,
                     right=next(iter(bench.scorer.rewards)),

@@ -114,7 +114,7 @@ class Generator:
     samples_from_policy = False  # whether it computes with the policy's own module
     computes_here = False  # on this process's device, so that its FLOPs are the device's
     is_repeatable = True  # whether what shares a batch is the run's own choice
-    accepts_inputs = False  # whether it reads `Prompt.inputs`
+    accepts_images = False  # whether it reads `Prompt.images`
     prefetch_steps = 0  # steps whose completions are sampled while an earlier step is trained on
     cache_tokens: int | None = None  # measured size of its caches: other batches round differently
 
@@ -155,9 +155,9 @@ class Generator:
                 completions of the prompt are there, while others are still sampled. Must be quick.
 
         Raises:
-            TrainingError: it cannot sample, or a prompt has inputs that it cannot take.
+            TrainingError: it cannot sample, or a prompt has images that it cannot take.
         """
-        self.refuse_inputs(prompts)
+        self.refuse_images(prompts)
         groups: dict[int, list[Completion]] = {}
 
         def hand_over(number: int, completions: list[Completion]) -> None:
@@ -177,7 +177,7 @@ class Generator:
         Here in rounds. Engines that can sample one request while others wait do so, unless the feed
         is to be repeatable. Every process calls it, also without prompts.
         """
-        self.refuse_inputs(request.prompts)
+        self.refuse_images(request.prompts)
         self.sample(request, hand_over)
         while feed.wait(PATIENCE):
             self.sample(*feed.take_round())
@@ -205,15 +205,14 @@ class Generator:
     def close(self) -> None:
         """Ends processes and frees memory."""
 
-    def refuse_inputs(self, prompts: Sequence[Prompt]) -> None:
-        """Raises a TrainingError if a prompt has inputs and this engine reads token ids only."""
-        if self.accepts_inputs:
+    def refuse_images(self, prompts: Sequence[Prompt]) -> None:
+        """Raises a TrainingError if a prompt has images and this engine reads token ids only."""
+        if self.accepts_images:
             return
         for prompt in prompts:
-            if prompt.inputs:
+            if prompt.images:
                 raise TrainingError(
-                    f"the prompt of row {prompt.row} has the model inputs "
-                    f"{', '.join(prompt.inputs)}; {type(self).__name__} takes token ids only. "
-                    "Choose another engine (generation=...), or drop these inputs.",
+                    f"the prompt of row {prompt.row} has images; {type(self).__name__} takes "
+                    "token ids only. Choose another engine (generation=...).",
                     alone=True,
                 )

@@ -12,7 +12,7 @@ caches are joined:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import groupby
@@ -24,8 +24,10 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
 from grpo_cli.generation.decoding_state import DecodingState, check_logits
+from grpo_cli.models import vision
 from grpo_cli.models.families import is_recurrent, without_router_logits
-from grpo_cli.models.packing import pad_left, pad_right, positions
+from grpo_cli.models.packing import pad_left, pad_right
+from grpo_cli.records import Prompt
 
 
 @dataclass(frozen=True)
@@ -51,21 +53,22 @@ class CachedDecoder:
     def _batch(self, state: DecodingState, numbers: Sequence[int]) -> None:
         """numbers: of the prompts, in the order of their lengths."""
         repeat = state.num_generations
-        prompts = [state.prompts[n] for n in numbers]
+        prompts = [state.sources[n] for n in numbers]
         together = [prompts]
         if is_recurrent(self.model):
-            together = [list(same) for _, same in groupby(prompts, key=len)]
+            together = [list(same) for _, same in groupby(prompts, key=lambda p: len(p.ids))]
         begun = [self._prefill(some) for some in together]
         logits = torch.cat([part for part, _ in begun])
         check_logits(logits)
         cache = join([part for _, part in begun])
-        mask = pad_left(prompts, self.model.device)[1]
+        mask = pad_left([p.ids for p in prompts], self.model.device)[1]
+        after = [vision.positions_of(self.model, p)[1] for p in prompts]
         rows = [n * repeat + j for n in numbers for j in range(repeat)]
+        next_position = torch.tensor(after, device=mask.device)  # [B]
         if repeat > 1:
             index = torch.arange(len(numbers), device=mask.device).repeat_interleave(repeat)
             cache.reorder_cache(index)
-            logits, mask = logits[index], mask[index]
-        next_position = mask.sum(-1)  # [B]
+            logits, mask, next_position = logits[index], mask[index], next_position[index]
         while True:
             tokens, ended = state.next(rows, logits)
             keep = [i for i, has_ended in enumerate(ended) if not has_ended]
@@ -77,17 +80,19 @@ class CachedDecoder:
                 rows = [rows[i] for i in keep]
                 tokens, mask, next_position = tokens[index], mask[index], next_position[index]
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
-            logits = self._forward(tokens[:, None], mask, next_position[:, None], cache)
+            position_ids = {"position_ids": next_position[:, None]}
+            logits = self._forward(tokens[:, None], mask, cache, position_ids)
             next_position = next_position + 1
 
-    def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, DynamicCache]:
+    def _prefill(self, prompts: Sequence[Prompt]) -> tuple[Tensor, DynamicCache]:
         """Returns the logits of the prompts' next tokens, [B, V], and their cache."""
-        ids, mask = pad_left(prompts, self.model.device)
+        ids, mask = pad_left([p.ids for p in prompts], self.model.device)
         cache = DynamicCache(config=self.model.config)
-        return self._forward(ids, mask, positions(mask), cache), cache
+        arguments = vision.padded_arguments(prompts, ids, mask, self.model)
+        return self._forward(ids, mask, cache, arguments), cache
 
     def _forward(
-        self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: DynamicCache
+        self, ids: Tensor, mask: Tensor, cache: DynamicCache, arguments: Mapping[str, Any]
     ) -> Tensor:
         """Returns the logits of each row's next token, [B, V]."""
         if "cache_params" in signature(self.model.forward).parameters:  # no attention at all
@@ -96,7 +101,7 @@ class CachedDecoder:
             past = {"past_key_values": cache, "attention_mask": mask}
         past |= without_router_logits(self.model)
         logits: Tensor = self.model(
-            input_ids=ids, position_ids=position_ids, use_cache=True, logits_to_keep=1, **past
+            input_ids=ids, use_cache=True, logits_to_keep=1, **arguments, **past
         ).logits
         return logits[:, -1]
 
@@ -127,11 +132,12 @@ class UncachedDecoder:
     def _logits(self, state: DecodingState, rows: Sequence[int]) -> Tensor:
         """Returns the logits of each row's next token, [B, V]."""
         ids, mask = pad_right([state.ids(row) for row in rows], self.model.device)
+        prompts = [state.sources[row // state.num_generations] for row in rows]
         logits: Tensor = self.model(
             input_ids=ids,
             attention_mask=mask,
-            position_ids=positions(mask),
             use_cache=False,
+            **vision.padded_arguments(prompts, ids, mask, self.model),
             **without_router_logits(self.model),
         ).logits
         logits = logits[torch.arange(len(rows), device=ids.device), mask.sum(-1) - 1]

@@ -37,6 +37,7 @@ class DecodingState:
             on_group: called with a prompt's number and completions once all of them are complete.
         """
         self.prompts = [prompt.ids for prompt in request.prompts]
+        self.sources = request.prompts  # with their images
         self.num_generations = num_generations = request.num_generations
         self.sampling = sampling = request.sampling
         self.seeds = request.seeds

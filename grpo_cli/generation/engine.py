@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from grpo_cli.generation.decoding_state import DecodingState, check_logits
 from grpo_cli.generation.kept_caches import KeptCache, KeptCaches
 from grpo_cli.generation.prefill import Continuation, Prefill
+from grpo_cli.models import vision
 from grpo_cli.models.attention import (
     NOT_PASSED_ON,
     UnsupportedModelError,
@@ -38,7 +39,8 @@ from grpo_cli.models.attention import (
     merge,
     no_mask,
 )
-from grpo_cli.models.families import without_router_logits
+from grpo_cli.models.families import image_tokens, without_router_logits
+from grpo_cli.records import Prompt
 
 PREFILL = 8192  # prompt tokens computed at once
 ROOM = 64  # tokens that a batch's cache begins with; it doubles when it is full
@@ -59,6 +61,7 @@ class DecodeBatch:
         self.max_tokens = max_tokens = state.sampling.max_tokens
         self.groups = list(numbers)  # prompts whose keys and values are held, in their order
         self.prompt_lengths = dict(zip(numbers, prefill.lengths, strict=True))
+        self.first_positions = dict(zip(numbers, prefill.after, strict=True))  # of completions
         self.prompt_keys, self.prompt_values = (
             prefill.padded(layers) for layers in (prefill.keys, prefill.values)
         )
@@ -83,7 +86,13 @@ class DecodeBatch:
 
     def positions(self) -> list[int]:
         """Returns the position of each row's next token."""
-        return [self.prompt_lengths[r // self.num_generations] + self.length for r in self.rows]
+        return [self.first_positions[r // self.num_generations] + self.length for r in self.rows]
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens that the next token of a row sees, itself included, at most."""
+        most = max(self.prompt_lengths[r // self.num_generations] for r in self.rows)
+        return most + self.length + 1
 
     def make_room(self) -> None:
         """Makes space in the cache for one more token of each row."""
@@ -234,7 +243,7 @@ class Step:
     def __init__(self, batches: Sequence[DecodeBatch]) -> None:
         self.batches = batches
         self.sizes = [len(c) for c in batches]
-        self.longest = max(max(c.positions()) + 1 for c in batches)
+        self.longest = max(c.longest for c in batches)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if len(self.batches) == 1:
@@ -313,35 +322,59 @@ class Engine:
         kept: dict[int, KeptCache] = {}
         if self.caches is not None and state.num_generations == 1:
             found = {n: self.caches.take(state.conversations[n], state.prompts[n]) for n in numbers}
-            kept = {n: cache for n, cache in found.items() if cache is not None}
+            kept = {
+                n: cache
+                for n, cache in found.items()
+                if cache is not None and not self._has_image(state.sources[n], len(cache.ids))
+            }
         batches = []
         if new := [n for n in numbers if n not in kept]:
-            prompts = [state.prompts[n] for n in new]
-            batches.append(self._prefill(state, new, prompts, Prefill(prompts, self.model.device)))
+            prompts = [state.sources[n] for n in new]
+            prefill = Prefill([p.ids for p in prompts], self.model.device)
+            batches.append(self._prefill(state, new, prompts, prefill))
         if kept:
-            prompts = [state.prompts[n] for n in kept]
-            continuation = Continuation(prompts, list(kept.values()), self.model.device)
+            prompts = [state.sources[n] for n in kept]
+            ids = [p.ids for p in prompts]
+            continuation = Continuation(ids, list(kept.values()), self.model.device)
             kept_numbers = list(kept)
             kept.clear()  # the copies in the batch are enough
             batches.append(self._prefill(state, kept_numbers, prompts, continuation))
         return batches
 
+    def _has_image(self, prompt: Prompt, known: int) -> bool:
+        """Whether tokens of an image lie behind the first `known` tokens of a prompt."""
+        tokens = {*image_tokens(self.model.config)} if prompt.images else set()
+        return not tokens.isdisjoint(prompt.ids[known:])
+
     def _prefill(
         self,
         state: DecodingState,
         numbers: list[int],
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         prefill: Prefill | Continuation,
     ) -> DecodeBatch:
         """Computes what is not kept of prompts, and draws the first token of their rows."""
         known, device = prefill.known, self.model.device
-        own = [len(p) - k for p, k in zip(prompts, known, strict=True)]
+        own = [len(p.ids) - k for p, k in zip(prompts, known, strict=True)]
         ends = [start + n for start, n in zip(prefill.starts, own, strict=True)]
+        positions = vision.PositionIds()
+        prefill.after = [
+            positions.add_prompt(p, self.model, k) for p, k in zip(prompts, known, strict=True)
+        ]
+        ids = [t for p, k in zip(prompts, known, strict=True) for t in p.ids[k:]]
+        input_ids = torch.tensor([ids], device=device)
         logits = self._forward(
-            [t for p, k in zip(prompts, known, strict=True) for t in p[k:]],
-            [i for p, k in zip(prompts, known, strict=True) for i in range(k, len(p))],
+            input_ids,
+            positions.tensor(device),
             prefill,
-            torch.tensor(ends, device=device) - 1,
+            logits_to_keep=torch.tensor(ends, device=device) - 1,
+            # Tokens that are kept hold the images of their prompts.
+            **vision.image_arguments(
+                [p for p, k in zip(prompts, known, strict=True) if not k],
+                input_ids,
+                self.model,
+                packed=True,
+            ),
         )
         if not prefill.keys:
             raise UnsupportedModelError(NOT_PASSED_ON)
@@ -357,7 +390,8 @@ class Engine:
             batch.make_room()
         positions = [p for batch in batches for p in batch.positions()]
         ids = torch.cat([batch.tokens for batch in batches])
-        logits = self._forward(ids, positions, Step(batches), None)
+        at = torch.tensor([positions], device=ids.device)
+        logits = self._forward(ids[None], at, Step(batches))
         start = 0
         for state, group in groupby(batches, key=lambda batch: batch.state):
             together = list(group)
@@ -385,20 +419,23 @@ class Engine:
 
     def _forward(
         self,
-        ids: Sequence[int] | Tensor,
-        positions: Sequence[int],
+        ids: Tensor,
+        positions: Tensor,
         attending: Prefill | Continuation | Step,
-        keep: Tensor | None,
+        **arguments: Tensor,
     ) -> Tensor:
-        """Returns the logits of N tokens in one packed row, [N, V]; or of the tokens in `keep`."""
-        device = self.model.device
+        """Returns the logits of N tokens in one packed row, [N, V]; or of `logits_to_keep`.
+
+        Args:
+            ids: [1, N]. positions: [1, N], or [3, 1, N] with M-RoPE.
+        """
         logits: Tensor = self.model(
-            input_ids=torch.as_tensor(ids, device=device)[None],
-            position_ids=torch.tensor([positions], device=device),
-            attention_mask=no_mask(device),
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=no_mask(ids.device),
             use_cache=False,
             attending=attending,
             **without_router_logits(self.model),
-            **({} if keep is None else {"logits_to_keep": keep}),
+            **arguments,
         ).logits
         return logits[0]

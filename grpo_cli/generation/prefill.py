@@ -18,6 +18,7 @@ class Prefill:
     def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         self.lengths = [len(p) for p in prompts]
         self.known = [0] * len(prompts)  # tokens of each that are not computed
+        self.after = self.lengths  # position of the token behind each
         ends = torch.tensor(self.lengths).cumsum(0).tolist()
         self.starts = [end - length for end, length in zip(ends, self.lengths, strict=True)]
         self.layout = Layout(list(zip(self.starts, ends, strict=True)), [], device)
@@ -68,6 +69,7 @@ class Continuation:
         self.lengths = [len(p) for p in prompts]
         self.longest = max(self.lengths)
         self.known = [len(cache.ids) for cache in kept]
+        self.after = self.lengths
         self.own = [n - k for n, k in zip(self.lengths, self.known, strict=True)]
         ends = torch.tensor(self.own).cumsum(0).tolist()
         self.starts = [end - n for end, n in zip(ends, self.own, strict=True)]

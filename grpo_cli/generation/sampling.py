@@ -42,6 +42,7 @@ class Sampling:
     no_repeat_ngram_size: int = 0  # likewise
     min_tokens: int = 0  # no eos before; likewise
     stop: tuple[str, ...] = ()  # texts that end a completion (stop_strings.py)
+    never: tuple[int, ...] = ()  # ids of tokens that stand for images
 
     @property
     def is_unfiltered(self) -> bool:
@@ -69,7 +70,7 @@ class Sampling:
 
     def bias(self, size: int, device: torch.device) -> Tensor | None:
         """Returns what is added to the logits of every row, [V]; None if nothing is."""
-        if not (self.logit_bias or self.allowed_token_ids):
+        if not (self.logit_bias or self.allowed_token_ids or self.never):
             return None
         bias = torch.zeros(size, device=device)
         for token, added in self.logit_bias:
@@ -78,6 +79,7 @@ class Sampling:
             others = torch.ones(size, dtype=torch.bool, device=device)
             others[list(self.allowed_token_ids)] = False
             bias[others] = -torch.inf
+        bias[[token for token in self.never if token < size]] = -torch.inf
         return bias
 
 

@@ -29,7 +29,7 @@ from grpo_cli.generation.engine import Engine
 from grpo_cli.generation.kept_caches import KeptCaches
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models import attention, loading, memory
-from grpo_cli.models.families import RECURRENT, is_recurrent
+from grpo_cli.models.families import RECURRENT, image_tokens, is_recurrent
 from grpo_cli.models.loading import inference
 from grpo_cli.models.policy_logprobs import CHECKED_TOKENS, PolicyLogprobs, max_difference, mismatch
 from grpo_cli.records import Completion, Prompt, Rollout
@@ -53,9 +53,16 @@ class _Unfinished:
         return cls(request, hand_over, list(range(len(request.prompts))))
 
     def state(
-        self, eos_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None
+        self,
+        eos_ids: Sequence[int],
+        tokenizer: PreTrainedTokenizerBase | None,
+        never: tuple[int, ...] = (),
     ) -> DecodingState:
-        """Returns the state in which the prompts that are missing begin."""
+        """Returns the state in which the prompts that are missing begin.
+
+        Args:
+            never: tokens that must not be sampled.
+        """
         request, numbers, per_prompt = (
             self.request,
             list(self.missing),
@@ -66,6 +73,7 @@ class _Unfinished:
             request,
             prompts=[request.prompts[n] for n in numbers],
             seeds=[request.seeds[n] for n in numbers],
+            sampling=replace(request.sampling, never=never),
             conversations=[request.conversations[r] for r in own] if request.conversations else (),
         )
         return DecodingState(rest, eos_ids, tokenizer, partial(self._take, numbers))
@@ -88,6 +96,7 @@ class TransformersGenerator(Generator):
 
     samples_from_policy = True
     computes_here = True
+    accepts_images = True
 
     policy: PreTrainedModel
     eos_ids: Sequence[int]
@@ -114,7 +123,7 @@ class TransformersGenerator(Generator):
 
     def converse(self, request: Request, hand_over: OnGroup, feed: Feed) -> None:
         """Samples in rounds, or all that is ready together, and keeps what waits in its caches."""
-        self.refuse_inputs(request.prompts)
+        self.refuse_images(request.prompts)
         caches = KeptCaches(len(request.prompts) * request.num_generations)
         more = None if feed.is_repeatable else feed.take
         with self._inference():
@@ -153,14 +162,16 @@ class TransformersGenerator(Generator):
         def arrived() -> list[DecodingState]:
             new = [_Unfinished.of(*work) for work in more()] if more is not None else []
             works.extend(new)
-            return [work.state(self.eos_ids, self.tokenizer) for work in new]
+            return [work.state(self.eos_ids, self.tokenizer, never) for work in new]
+
+        never = image_tokens(self.policy.config)
 
         works = [work for work in works if work.missing]  # more processes than prompts
         if works and self.decoder is None:
             self._choose_decoder(works[0].request.prompts)
         while works:
             assert self.decoder is not None
-            states = [work.state(self.eos_ids, self.tokenizer) for work in works]
+            states = [work.state(self.eos_ids, self.tokenizer, never) for work in works]
             longest = max(s.longest for s in states)
             wanted = sum(s.num_rows for s in states)
             if caches is not None:  # others may join them, or wait meanwhile
@@ -260,7 +271,8 @@ class TransformersGenerator(Generator):
 
     def _mismatch(self, decoder: Decoder, prompts: Sequence[Prompt], tokens: int = 4) -> str | None:
         """Returns why a decoder cannot be used; None if its log-probabilities are the model's."""
-        begun = [Prompt.from_ids(p.ids[-CHECKED_TOKENS:]) for p in prompts[:2]]
+        some = sorted(prompts, key=lambda p: not p.images)[:2]
+        begun = [p if p.images else Prompt.from_ids(p.ids[-CHECKED_TOKENS:]) for p in some]
         groups: dict[int, list[Completion]] = {}
         request = Request(begun, 2, Sampling(max_tokens=tokens), [0, 1])
         state = DecodingState(request, [], None, groups.__setitem__)

@@ -136,7 +136,7 @@ def narrowest_window(model: nn.Module) -> float:
 
 def name_of(model: PreTrainedModel) -> str:
     """Returns the name of the attention implementation that a model uses."""
-    return str(model.config._attn_implementation)
+    return str(model.config.get_text_config(decoder=True)._attn_implementation)
 
 
 def install(model: PreTrainedModel) -> bool:
@@ -151,7 +151,10 @@ def install(model: PreTrainedModel) -> bool:
         return False
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    model.set_attn_implementation(NAME)
+    # Of the decoder alone: the layers of a vision tower have no number, and see all of an image.
+    text = model.config.get_text_config(decoder=True)
+    part = next((n for n in model.config.sub_configs if getattr(model.config, n, None) is text), "")
+    model.set_attn_implementation({part: NAME} if part else NAME)
     return True
 
 

@@ -35,6 +35,11 @@ RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mam
 # Decoders whose configs have BERT's is_decoder=false all the same.
 DECODERS = ("gpt_neox", "gpt_neox_japanese")
 
+# Tokens in whose place the features of an image or a video stand.
+IMAGE_TOKENS = (
+    "image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id",
+)  # fmt: skip
+
 NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # Parts whose FLOPs the formula in flops.py does not count: latent attention, shared keys and
 # values, cross-attention.
@@ -85,6 +90,15 @@ def is_recurrent(model: PreTrainedModel) -> bool:
         or not RECURRENT_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ())
         or any(isinstance(m, nn.Conv1d) and m.groups > 1 for m in model.modules())
     )
+
+
+def image_tokens(config: PretrainedConfig) -> tuple[int, ...]:
+    """Returns the tokens that stand for features of images and videos; () for a text model.
+
+    A completion that held one could not be computed: there is no image for it.
+    """
+    ids = {getattr(config, name, None) for name in IMAGE_TOKENS}
+    return tuple(sorted(i for i in ids if isinstance(i, int)))
 
 
 def num_experts(config: PretrainedConfig) -> int | None:

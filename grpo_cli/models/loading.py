@@ -20,8 +20,9 @@ from grpo_cli.config import sources
 from grpo_cli.config.contradictions import OF_FILES, OF_WEIGHTS
 from grpo_cli.config.schema import Model
 from grpo_cli.errors import UserError, nearest
-from grpo_cli.models import adapters, output_head, quantization
+from grpo_cli.models import adapters, output_head, quantization, vision
 from grpo_cli.models.families import reads_both_directions
+from grpo_cli.models.vision import VisionProcessor
 from grpo_cli.records import Prompt
 
 # What transformers raises where a model, or one of its arguments, is wrong.
@@ -73,7 +74,7 @@ def load(
             "dtype": dtype,
             "attn_implementation": config.attn_implementation,
         }
-        auto_model = transformers.AutoModelForCausalLM
+        auto_model = auto_class(model_config)
         if weights:
             of_weights = {k: v for k, v in config.args.items() if k in OF_WEIGHTS}
             model, info = auto_model.from_pretrained(
@@ -97,6 +98,28 @@ def load(
         tokenizer.chat_template = read_template(config.chat_template)
     prepare_for_training(model, config)
     return model, tokenizer
+
+
+def auto_class(model_config: PretrainedConfig) -> Any:
+    """Returns the class of transformers that loads a model."""
+    if vision.takes_images(model_config):
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
+def load_vision(
+    config: Model, path: str | Path, tokenizer: PreTrainedTokenizerBase
+) -> VisionProcessor | None:
+    """Loads the processor of a vision-language model; None for a model that reads text only.
+
+    Raises:
+        UserError: there is none, or a package that it needs is not installed.
+    """
+    config, path = base_of(config, path)
+    with explained(path):
+        if not vision.takes_images(read_config(config, path)):
+            return None
+    return vision.load_processor(path, tokenizer, of_source(config))
 
 
 def load_config(

@@ -24,9 +24,12 @@ from itertools import compress
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from grpo_cli.models import vision
 from grpo_cli.models.attention import Layout, Prefix
-from grpo_cli.records import Rollout
+from grpo_cli.models.vision import PositionIds
+from grpo_cli.records import Prompt, Rollout
 
 
 @dataclass(frozen=True)
@@ -38,50 +41,68 @@ class Inputs:
     """
 
     input_ids: Tensor  # [R, W]
-    position_ids: Tensor  # [R, W]
     attention_mask: Tensor | None  # [R, W] 1 on real tokens; None for a packed row
     layout: Layout | None  # which tokens see which in a packed row; None for padded rows
     predictors: Tensor  # [T] place, in [R · W], of the token that predicts a completion token
     targets: Tensor  # [T] the completion token
+    arguments: dict[str, Tensor]  # position_ids [R, W] or [3, R, W]; pixel_values and so on
 
 
-def pack(rollouts: Sequence[Rollout], device: torch.device) -> Inputs:
-    """Packs rollouts into one row of W = N tokens, in which each prompt lies once."""
+def pack(
+    rollouts: Sequence[Rollout], device: torch.device, model: PreTrainedModel | None = None
+) -> Inputs:
+    """Packs rollouts into one row of W = N tokens, in which each prompt lies once, images too.
+
+    Args:
+        model: gives the positions and the dtype of images; needed if prompts have some.
+    """
     ids: list[int] = []
-    position_ids: list[int] = []
+    position_ids = PositionIds()
+    prompts: list[Prompt] = []
     segments: list[tuple[int, int]] = []
     prefixes: list[Prefix] = []
     predictors: list[Sequence[int]] = [[] for _ in rollouts]
     for members in by_prompt(rollouts):
-        prompt = rollouts[members[0]].prompt.ids
+        whole = rollouts[members[0]].prompt
+        prompts.append(whole)
+        prompt = whole.ids
         start, first = len(ids), len(ids) + len(prompt)
         ids += prompt
-        position_ids += range(len(prompt))
+        after = position_ids.add_prompt(whole, model)
         segments.append((start, first))
         for i in members:
             fed = rollouts[i].completion.ids[:-1]
             begin = len(ids)
             predictors[i] = sampled_of([first - 1, *range(begin, begin + len(fed))], rollouts[i])
             ids += fed
-            position_ids += range(len(prompt), len(prompt) + len(fed))
+            position_ids.add(range(after, after + len(fed)))
             if fed:
                 segments.append((begin, begin + len(fed)))
         if len(ids) > first:
             prefixes.append(Prefix(start, first, first, len(ids)))
+    input_ids = torch.tensor([ids], device=device)
     return Inputs(
-        input_ids=torch.tensor([ids], device=device),
-        position_ids=torch.tensor([position_ids], device=device),
+        input_ids=input_ids,
         attention_mask=None,
         layout=Layout(segments, prefixes, device),
         predictors=as_places([p for row in predictors for p in row], device),
         targets=targets(rollouts, device),
+        arguments={"position_ids": position_ids.tensor(device)}
+        | vision.image_arguments(prompts, input_ids, model, packed=True),
     )
 
 
-def pad(rollouts: Sequence[Rollout], device: torch.device, *, right: bool = False) -> Inputs:
+def pad(
+    rollouts: Sequence[Rollout],
+    device: torch.device,
+    model: PreTrainedModel | None = None,
+    *,
+    right: bool = False,
+) -> Inputs:
     """Makes one row for each rollout, prompt and completion together.
 
     Args:
+        model: as for `pack`; makes the positions itself if they have three axes.
         right: pad on the right, where no token sees the padding, not even one of a recurrent layer,
             which may ignore the mask.
     """
@@ -94,13 +115,14 @@ def pad(rollouts: Sequence[Rollout], device: torch.device, *, right: bool = Fals
         for end, r in zip(ends, rollouts, strict=True)
         for place in sampled_of(range(end - len(r.completion.ids) - 1, end - 1), r)
     ]
+    prompts = [r.prompt for r in rollouts]
     return Inputs(
         input_ids=ids,
-        position_ids=positions(mask),
         attention_mask=mask,
         layout=None,
         predictors=as_places(predictors, device),
         targets=targets(rollouts, device),
+        arguments=vision.padded_arguments(prompts, ids, mask, model),
     )
 
 
@@ -194,11 +216,6 @@ def unique_tokens(rollouts: Sequence[Rollout]) -> tuple[int, int]:
             tokens += fed
             pairs += fed * prompt + fed * (fed + 1) // 2
     return tokens, pairs
-
-
-def positions(attention_mask: Tensor) -> Tensor:
-    """Returns the position of each token in its row, [B, T]; 0 on the padding to its left."""
-    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
 
 def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

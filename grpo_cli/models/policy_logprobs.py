@@ -264,9 +264,9 @@ class PolicyLogprobs:
     ) -> tuple[Tensor, Tensor | None]:
         device = fsdp.device_of(self.model)
         if mode.packed:
-            inputs = packing.pack(rollouts, device)
+            inputs = packing.pack(rollouts, device, self.model)
         else:
-            inputs = packing.pad(rollouts, device, right=self.is_recurrent)
+            inputs = packing.pad(rollouts, device, self.model, right=self.is_recurrent)
         router_logits: list[Tensor] = []
         with contextlib.ExitStack() as stack:
             if self.routers is not None:
@@ -345,8 +345,8 @@ class PolicyLogprobs:
         """Returns the arguments of the model's forward."""
         shared: dict[str, Any] = {
             "input_ids": inputs.input_ids,
-            "position_ids": inputs.position_ids,
             "use_cache": False,
+            **inputs.arguments,
             **without_router_logits(self.model),
         }
         if inputs.layout is None:
@@ -357,12 +357,16 @@ class PolicyLogprobs:
 
 def cut(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Shortens a few rollouts for a check: the two longest of each of the first two prompts."""
-    groups = packing.by_prompt(rollouts)[:2]
+    # Prompts with images before others: what can go wrong shows there.
+    groups = packing.by_prompt(rollouts)
+    groups = sorted(groups, key=lambda members: not rollouts[members[0]].prompt.images)[:2]
     each = CHECKED_ROLLOUTS // max(len(groups), 1)
     shortened = []
     for members in groups:
         longest = sorted((rollouts[m] for m in members), key=lambda r: -len(r.completion.ids))
-        prompt = replace(longest[0].prompt, ids=longest[0].prompt.ids[-CHECKED_TOKENS:])
+        prompt = longest[0].prompt
+        if not prompt.images:  # whose tokens belong together
+            prompt = replace(prompt, ids=prompt.ids[-CHECKED_TOKENS:])
         for r in longest[:each]:
             c = r.completion
             beginning = Completion(

@@ -44,6 +44,7 @@ from grpo_cli.models.micro_batches import MicroBatcher
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import AdapterReference, Reference
 from grpo_cli.models.routers import RouterRecorder, balancing_coefficient, has_balancing_loss
+from grpo_cli.models.vision import VisionProcessor
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
 from grpo_cli.reporting.hub import Pusher
@@ -102,8 +103,8 @@ def assemble(
     transformers.set_seed(derive_seed(recipe.seed, workers.rank) % 2**32)
 
     with workers.raise_together():  # a disk, a cache or a network may fail on one process only
-        model, tokenizer = load_policy(prepared, workers, reporter)
-    stream = make_stream(prepared, tokenizer, reporter)
+        model, tokenizer, vision = load_policy(prepared, workers, reporter)
+    stream = make_stream(prepared, tokenizer, vision, reporter)
     prompts = list(stream.prompts)
     recipe = parsing.with_steps(recipe, len(prompts))
     # Of streamed prompts, and of first observations, nothing is known but the limit.
@@ -129,7 +130,7 @@ def assemble(
     optimizer = optimizers.make(
         recipe.optimizer, model, offload=recipe.distributed.offload, seed=recipe.seed
     )
-    to_solve = make_tasks(prepared, tokenizer, reporter)
+    to_solve = make_tasks(prepared, tokenizer, vision, reporter)
     held_out = [prompt for task in to_solve for prompt in task.prompts]
     if recipe.model.path is not None and recipe.model.build is None:
         loading.check_embeddings(model, recipe.model.path, [*prompts, *held_out])
@@ -169,6 +170,7 @@ def assemble(
         workers=workers,
         interrupts=interrupts,
         tokenizer=tokenizer,
+        vision=vision,
         policy=model,
         policy_logprobs=policy_logprobs,
         reference=reference,
@@ -380,8 +382,10 @@ def checkpoint_to_resume(prepared: Prepared, workers: Workers, reporter: Reporte
 
 def load_policy(
     prepared: Prepared, workers: Workers, reporter: Reporter
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Returns the recipe's model and tokenizer; a model that the recipe builds is built first.
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, VisionProcessor | None]:
+    """Returns the recipe's model, tokenizer and processor of images.
+
+    A model that the recipe builds is built first. A model that reads text only has no processor.
 
     If the model is to be sharded, only the main process has weights.
     """
@@ -396,9 +400,10 @@ def load_policy(
     if prepared.train:
         loading.check_trainable(recipe.model, path)
     model, tokenizer = loading.load(recipe.model, path, weights=whole, half_type=workers.half_type)
+    vision = loading.load_vision(recipe.model, path, tokenizer)
     if recipe.adapter.method != "none":
         add_adapter(model, path, recipe, reporter.say)
-    return model, tokenizer
+    return model, tokenizer, vision
 
 
 def add_adapter(
@@ -488,7 +493,10 @@ def _episodes(train: Mapping[str, TrainRows], sessions: Sessions | None) -> tiny
 
 
 def make_stream(
-    prepared: Prepared, tokenizer: PreTrainedTokenizerBase, reporter: Reporter
+    prepared: Prepared,
+    tokenizer: PreTrainedTokenizerBase,
+    vision: VisionProcessor | None,
+    reporter: Reporter,
 ) -> data.PromptStream:
     """Returns the sequence of prompts that the run trains on."""
     recipe, parts = prepared.recipe, prepared.train
@@ -506,6 +514,8 @@ def make_stream(
                 template_kwargs=template_kwargs,
                 may_be_empty=may_be_empty,
                 tools=tools,
+                vision=vision,
+                on_bad_image=on_bad_image(recipe.dataset, reporter.say),
             )
             return prompts
 
@@ -514,7 +524,7 @@ def make_stream(
     def prompts(name: str) -> list[Prompt]:
         key = f"dataset.mixture.{name}" if name else "dataset.train"
         part = parts[name]
-        return make_prompts(key, part.rows, part.dataset, prepared, tokenizer, reporter)
+        return make_prompts(key, part.rows, part.dataset, prepared, tokenizer, vision, reporter)
 
     if "" in parts:
         return data.PromptStream(prompts(""), seed, shuffle)
@@ -529,6 +539,7 @@ def make_prompts(
     dataset: Dataset,
     prepared: Prepared,
     tokenizer: PreTrainedTokenizerBase,
+    vision: VisionProcessor | None,
     reporter: Reporter,
     *,
     held_out: bool = False,
@@ -547,6 +558,8 @@ def make_prompts(
         held_out=held_out,
         template_kwargs=recipe.model.chat_template_kwargs,
         tools=environments.tools_of(prepared.sessions),
+        vision=vision,
+        on_bad_image=on_bad_image(dataset, reporter.say),
     )
     if overlong:
         done = "dropped" if recipe.dataset.overlong_prompts == "drop" else "cut"
@@ -557,13 +570,23 @@ def make_prompts(
     return prompts
 
 
+def on_bad_image(dataset: Dataset, say: Callable[[str], None]) -> data.OnBadImage | None:
+    """Returns what says that a row is dropped for its image; None where that is an error."""
+    if dataset.bad_images == "stop":
+        return None
+    return lambda message: say(f"note: {message}; the row is dropped")
+
+
 def make_tasks(
-    prepared: Prepared, tokenizer: PreTrainedTokenizerBase, reporter: Reporter
+    prepared: Prepared,
+    tokenizer: PreTrainedTokenizerBase,
+    vision: VisionProcessor | None,
+    reporter: Reporter,
 ) -> list[tasks.Task]:
     """Returns the recipe's benchmarks, or its held-out rows, as tasks."""
     recipe = prepared.recipe
     if recipe.benchmark:
-        return tasks.of_benchmarks(recipe, prepared.benchmarks, tokenizer)
+        return tasks.of_benchmarks(recipe, prepared.benchmarks, tokenizer, vision)
     found = []
     for name, held in prepared.held_out.items():
         found.append(
@@ -576,6 +599,7 @@ def make_tasks(
                     held.dataset,
                     prepared,
                     tokenizer,
+                    vision,
                     reporter,
                     held_out=True,
                 ),

@@ -142,7 +142,7 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         Parts(run.policy, run.optimizer, moved),
         entries,
         saved_recipe.as_yaml(run.recipe),
-        run.tokenizer,
+        run.vision or run.tokenizer,
         with_model=writes_model(run),
         card=card_of(run) if workers.is_main else "",
         outdated=lambda: checkpointer.outdated(run.folder, newest=path, **keeping(run)),

@@ -23,6 +23,7 @@ from grpo_cli.generation.base import Generator
 from grpo_cli.models.micro_batches import MicroBatcher
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import Reference
+from grpo_cli.models.vision import VisionProcessor
 from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.scoring.registry import TrainerState
@@ -57,6 +58,7 @@ class Run:
     workers: Workers
     interrupts: Interrupts
     tokenizer: PreTrainedTokenizerBase
+    vision: VisionProcessor | None  # of a model that reads images
     policy: PreTrainedModel
     policy_logprobs: PolicyLogprobs
     reference: Reference | None

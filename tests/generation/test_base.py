@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.config.schema import Tools
@@ -14,15 +13,16 @@ from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import Generator, OnGroup, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.transformers import TransformersGenerator
+from grpo_cli.images import StoredImage
 from grpo_cli.records import Completion, Prompt
 
-PROMPT = replace(Prompt.from_ids([5, 6]), row=7, inputs={"pixel_values": torch.ones(2)})
+PROMPT = replace(Prompt.from_ids([5, 6]), row=7, images=(StoredImage(b"", "row 7"),))
 
 
 class Notes(Generator):
     """Completes every prompt with its eos, and notes the prompts."""
 
-    accepts_inputs = True
+    accepts_images = True
 
     def __init__(self) -> None:
         self.prompts: list[Prompt] = []
@@ -43,20 +43,24 @@ def test_only_sample_has_to_be_written(model: PreTrainedModel) -> None:
     generator.close()
 
 
-def test_an_engine_that_reads_ids_only_refuses_other_inputs(model: PreTrainedModel) -> None:
-    engine = TransformersGenerator(model, [])
-    with pytest.raises(
-        TrainingError, match=r"row 7 has the model inputs pixel_values; Transf"
-    ) as e:
+class IdsOnly(TransformersGenerator):
+    """An engine that reads token ids and no images."""
+
+    accepts_images = False
+
+
+def test_an_engine_that_reads_ids_only_refuses_images(model: PreTrainedModel) -> None:
+    engine = IdsOnly(model, [])
+    with pytest.raises(TrainingError, match=r"row 7 has images; IdsOnly takes") as e:
         engine.generate([Prompt.from_ids([5]), PROMPT], 1, Sampling(2), [0, 1])
     assert e.value.alone
-    assert engine.generate([replace(PROMPT, inputs={})], 1, Sampling(2), [0])
+    assert engine.generate([replace(PROMPT, images=())], 1, Sampling(2), [0])
 
 
-def test_inputs_reach_the_engine_as_they_are(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_images_reach_the_engine_as_they_are(tokenizer: PreTrainedTokenizerFast) -> None:
     inner = Notes()
     inner.generate([PROMPT], 1, Sampling(4), [0])
     program_loop(tokenizer, Tools()).sample(
         inner, [PROMPT], 1, Sampling(4), [0], lambda number, prompts, completions: None
     )
-    assert [prompt.inputs is PROMPT.inputs for prompt in inner.prompts] == [True, True]
+    assert [prompt.images is PROMPT.images for prompt in inner.prompts] == [True, True]

@@ -34,10 +34,10 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     forward = engine.Engine._forward
 
-    def counting(self: Any, ids: Any, positions: Any, attending: Any, keep: Any) -> Any:
-        if keep is not None:
-            found.append(len(ids))
-        return forward(self, ids, positions, attending, keep)
+    def counting(self: Any, ids: Any, positions: Any, attending: Any, **arguments: Any) -> Any:
+        if "logits_to_keep" in arguments:
+            found.append(ids.numel())
+        return forward(self, ids, positions, attending, **arguments)
 
     monkeypatch.setattr(engine.Engine, "_forward", counting)
     return found

@@ -35,7 +35,7 @@ def test_pack_by_hand() -> None:
     (c,) = of_prompt(B, [8, 9])
     inputs = pack([a, c, b], CPU)  # prompts need not lie together
     assert inputs.input_ids.tolist() == [[10, 11, 12, 1, 2, 3, 5, 6, 20, 8]]
-    assert inputs.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 3, 4, 0, 1]]
+    assert inputs.arguments["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 3, 4, 0, 1]]
     # In the order that was given: a is predicted by 12, 1, 2, 3; c by 20, 8; b by 12, 5, 6.
     assert inputs.predictors.tolist() == [2, 3, 4, 5, 8, 9, 2, 6, 7]
     assert inputs.targets.tolist() == [1, 2, 3, 4, 8, 9, 5, 6, 7]
@@ -63,7 +63,7 @@ def test_pad_by_hand() -> None:
     assert inputs.input_ids.tolist() == [[10, 11, 12, 1, 2], [0, 0, 20, 8, 0]]
     assert inputs.attention_mask is not None
     assert inputs.attention_mask.tolist() == [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]
-    assert inputs.position_ids.tolist() == [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]]
+    assert inputs.arguments["position_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]]
     assert inputs.predictors.tolist() == [2, 3, 7, 8]
     assert inputs.targets.tolist() == [1, 2, 8, 0]
 

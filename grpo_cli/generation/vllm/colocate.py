@@ -169,7 +169,7 @@ class ColocatedGenerator(VllmGenerator):
         if feed.is_repeatable:
             super().converse(request, hand_over, feed)
             return
-        self.refuse_inputs(request.prompts)
+        self.refuse_images(request.prompts)
         works = [(request, hand_over)]
         while works:
             self._sample(works, lambda: feed.take(exact=True))

@@ -160,7 +160,7 @@ class ServerGenerator(VllmGenerator):
         if feed.is_repeatable:
             super().converse(request, hand_over, feed)
         elif request.prompts:
-            self.refuse_inputs(request.prompts)
+            self.refuse_images(request.prompts)
             asyncio.run(self._sample(request, hand_over, feed))
 
     def _check_length(self, request: Request) -> None:

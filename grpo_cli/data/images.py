@@ -1,0 +1,143 @@
+"""Images of rows: found in columns and messages, and put into the messages of their prompts.
+
+A row {"question": "How many?", "image": <picture>} becomes a prompt with the messages
+
+    [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]
+
+and one stored image. Images stand in the column `image` (one) or `images` (a list), or in the
+messages themselves, as {"type": "image", "image": <picture>}. A picture is a path, encoded bytes,
+or {"bytes": ..., "path": ...}, which is how `datasets` stores its Image feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_cli.config.sources import local_path
+from grpo_cli.data.rows import Rows
+from grpo_cli.errors import UserError
+from grpo_cli.images import Cell, StoredImage
+
+COLUMNS = ("images", "image")  # the first that a row has counts
+PLACEHOLDER = {"type": "image"}
+
+
+@dataclass(frozen=True)
+class ImageRow:
+    """A row's messages with a placeholder for each image, and the images in their order."""
+
+    messages: list[dict[str, Any]]
+    images: tuple[StoredImage, ...]
+    columns: dict[str, Any]  # the column of images with stored images in it
+
+
+def column_of(row: Mapping[str, Any]) -> str | None:
+    """Returns the name of the column that holds a row's images; None if it has none."""
+    return next((name for name in COLUMNS if row.get(name) not in (None, [])), None)
+
+
+def has_images(row: Mapping[str, Any], text: object) -> bool:
+    """Whether a row has images, in a column or in its messages."""
+    return column_of(row) is not None or _has_blocks(text)
+
+
+def _has_blocks(text: object) -> bool:
+    return isinstance(text, list) and any(isinstance(m["content"], list) for m in text)
+
+
+def of_row(
+    rows: Rows, number: int, row: Mapping[str, Any], text: Any, max_pixels: int | None
+) -> ImageRow:
+    """Returns a row's messages with placeholders, and its images.
+
+    Placeholders that hold no picture take those of the column, in their order. Without any, the
+    images stand before the text of the user's first message.
+
+    Args:
+        number: of the row in `rows`.
+        text: the row's messages.
+        max_pixels: of an image; a larger one is resized. None: none is.
+
+    Raises:
+        UserError: more or fewer placeholders than images, or the prompt is no chat.
+    """
+    place = f"{rows.source}, row {rows.line(number)}"
+    if not isinstance(text, list):
+        raise UserError(
+            f"{place}: has images, which stand in the messages of a chat; set dataset.chat=true."
+        )
+    folder = _folder_of(rows.source)
+
+    def stored(keys: tuple[str | int, ...]) -> StoredImage:
+        where = f"{place}, column {keys[0]!r}"
+        return StoredImage(Cell(rows.rows, number, keys), where, max_pixels, folder)
+
+    name = column_of(row)
+    given: list[StoredImage] = []
+    several = name is not None and isinstance(row[name], list)
+    if name is not None:
+        keys = [(name, i) for i in range(len(row[name]))] if several else [(name,)]
+        given = [stored(k) for k in keys]
+    unfilled = sum(_is_unfilled(b) for m in text for b in _blocks(m) if b["type"] == "image")
+    if not unfilled and given:
+        text = _with_placeholders(text, len(given))
+    elif unfilled != len(given):
+        column = f"in the column {name!r}" if name else "beside them"
+        raise UserError(
+            f"{place}: the messages have {unfilled} placeholders for images, and there are "
+            f"{len(given)} images {column}; give one image for each placeholder."
+        )
+    left = iter(given)
+    images: list[StoredImage] = []
+    messages = []
+    for message in text:
+        blocks = []
+        for block in _blocks(message):
+            if block["type"] != "image":
+                blocks.append(block)
+                continue
+            images.append(next(left) if _is_unfilled(block) else stored(block["keys"]))
+            blocks.append(dict(PLACEHOLDER))
+        messages.append({**message, "content": blocks} if blocks else message)
+    own: dict[str, Any] = {} if name is None else {name: given if several else given[0]}
+    return ImageRow(messages, tuple(images), own)
+
+
+def _blocks(message: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    return message["content"] if isinstance(message["content"], list) else ()
+
+
+def _is_unfilled(block: Mapping[str, Any]) -> bool:
+    return "keys" not in block
+
+
+def _with_placeholders(messages: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Returns messages with placeholders before the text of the user's first message."""
+    number = next((i for i, m in enumerate(messages) if m["role"] == "user"), 0)
+    content = messages[number]["content"]
+    blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    new = {**messages[number], "content": [dict(PLACEHOLDER) for _ in range(count)] + blocks}
+    return [*messages[:number], new, *messages[number + 1 :]]
+
+
+def _folder_of(source: str) -> str:
+    """Returns the folder that relative paths of a file's images begin at."""
+    path = local_path(source)
+    if path is None:
+        return ""
+    return str(path if path.is_dir() else Path(path).parent)
+
+
+def with_text_only(messages: Any) -> Any:
+    """Returns messages with plain texts where their contents are blocks without images."""
+    if not isinstance(messages, list):
+        return messages
+    return [
+        {**m, "content": "".join(b.get("text", "") for b in m["content"])}
+        if isinstance(m["content"], list)
+        else m
+        for m in messages
+    ]

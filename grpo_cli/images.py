@@ -1,0 +1,165 @@
+"""Images of rows: each is a reference to where it lies, and is decoded when it is read.
+
+    image = StoredImage(Cell(table, 3, ("images", 0)), "train.parquet, row 3, column 'images'")
+    image.size     # (640, 480), from the file's header
+    image.open()   # PIL image in RGB, resized to at most `max_pixels`
+
+Pillow is imported where an image is read, so that runs without images need not have it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_cli.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+MOST_PIXELS = 178_956_970  # Pillow refuses more: a small file may hold gigabytes of one colour
+
+
+class ImageError(Exception):
+    """Raised when an image cannot be read; the message names its row and column, and why."""
+
+
+def require() -> None:
+    """Raises a UserError if Pillow is not installed."""
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "the data has images, which need the package pillow: pip install 'grpo-cli[vision]'."
+        ) from error
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A place in a table: `rows[row][keys[0]][keys[1]] ...`, read anew each time."""
+
+    rows: Sequence[Mapping[str, Any]]
+    row: int
+    keys: tuple[str | int, ...]
+
+    def read(self) -> Any:
+        """Returns the value that lies there."""
+        value: Any = self.rows[self.row]
+        for key in self.keys:
+            value = value[key]
+        return value
+
+
+@dataclass(frozen=True, eq=False)
+class StoredImage:
+    """An image of a row, which is decoded by `open` and never kept.
+
+    Pickled, it holds the encoded bytes or the path, and no table.
+    """
+
+    source: Any = field(repr=False)  # a Cell; or path, bytes, {"bytes", "path"}, PIL image
+    place: str  # "train.parquet, row 3, column 'image'", for messages
+    max_pixels: int | None = None  # a larger image is resized; None: none is
+    folder: str = ""  # that relative paths begin at
+
+    @cached_property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels as `open` returns them; only the header is read.
+
+        Raises:
+            ImageError: it cannot be read, or it has more than 178,956,970 pixels.
+        """
+        with self._opened() as image:
+            return self._target(*image.size)
+
+    def open(self) -> Image.Image:
+        """Returns the image in RGB, with at most `max_pixels` pixels.
+
+        Transparent parts become white.
+
+        Raises:
+            ImageError: it cannot be read.
+        """
+        from PIL import Image
+
+        with self._opened() as image:
+            size = self._target(*image.size)
+            if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+                image = image.convert("RGBA")
+                white = Image.new("RGBA", image.size, "white")
+                image = Image.alpha_composite(white, image)
+            rgb = image.convert("RGB")
+            return rgb if rgb.size == size else rgb.resize(size, Image.Resampling.BICUBIC)
+
+    def encoded(self) -> dict[str, Any]:
+        """Returns {"bytes", "path"} as the data has them, the form of `datasets`' images."""
+        stored = self._stored()
+        if isinstance(stored, Mapping):
+            return {"bytes": stored.get("bytes"), "path": stored.get("path")}
+        if isinstance(stored, bytes):
+            return {"bytes": stored, "path": None}
+        if isinstance(stored, str | Path):
+            return {"bytes": None, "path": str(self._path(stored))}
+        file = io.BytesIO()
+        stored.save(file, "PNG")
+        return {"bytes": file.getvalue(), "path": None}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StoredImage, (self._stored(), self.place, self.max_pixels, self.folder)
+
+    def _stored(self) -> Any:
+        return self.source.read() if isinstance(self.source, Cell) else self.source
+
+    def _path(self, path: str | Path) -> Path:
+        return Path(self.folder, path).expanduser()
+
+    @contextmanager
+    def _opened(self) -> Iterator[Image.Image]:
+        """Opens the file; turns what goes wrong inside into an ImageError."""
+        from PIL import Image
+
+        try:
+            stored = self._stored()
+            if isinstance(stored, Image.Image):
+                yield stored
+                return
+            if isinstance(stored, Mapping):
+                stored = stored.get("bytes") or stored.get("path")
+            if stored is None or stored == "":
+                raise ValueError("it is empty")
+            file = io.BytesIO(stored) if isinstance(stored, bytes) else self._path(stored)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+                with Image.open(file) as image:
+                    yield image
+        except Image.DecompressionBombError as error:
+            raise ImageError(
+                f"{self.place}: the image has more than {MOST_PIXELS:,} pixels; store it smaller"
+            ) from error
+        except (OSError, ValueError, SyntaxError, EOFError, TypeError, MemoryError) as error:
+            reason = str(error).split("\n")[0] or type(error).__name__
+            reason = reason.split(" <")[0]  # "cannot identify image file <_io.BytesIO ...>"
+            raise ImageError(f"{self.place}: the image cannot be read: {reason}") from error
+
+    def _target(self, width: int, height: int) -> tuple[int, int]:
+        """Returns the size within `max_pixels`, with the same ratio of the sides."""
+        if self.max_pixels is None or width * height <= self.max_pixels:
+            return width, height
+        scale = math.sqrt(self.max_pixels / (width * height))
+        return max(1, int(width * scale)), max(1, int(height * scale))
+
+
+def opened(value: Any) -> Any:
+    """Returns a value with PIL images in place of stored images, also inside of a list."""
+    if isinstance(value, StoredImage):
+        return value.open()
+    if isinstance(value, list) and any(isinstance(v, StoredImage) for v in value):
+        return [opened(v) for v in value]
+    return value

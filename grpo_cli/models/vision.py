@@ -1,0 +1,415 @@
+r"""Processors of vision-language models: prompts with images, as token ids and as model inputs.
+
+A prompt's ids hold the tokens of its images already, as many as the model's processor gives them:
+
+    text     <|im_start|>user\n<image>How many?<|im_end|>\n ...
+    ids      [1, 92, 10, 256, 256, 256, 256, 51, ...]        an image of 4 tokens, 256 each
+    inputs   {"pixel_values": [16, 48], "image_grid_thw": [1, 3]}, made when they are read
+
+An image's tokens depend on its size alone, so that prompts are made without decoding an image.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+from grpo_cli.errors import UserError
+from grpo_cli.images import ImageError, StoredImage
+from grpo_cli.records import Prompt
+
+KEPT_BYTES = 2**30  # of model inputs that are kept, so that a step does not process images twice
+PROBE = 64  # sides, in pixels, of the images that a processor is tried out with
+TYPE_IDS = ("mm_token_type_ids", "token_type_ids")  # 1 on tokens of images, 0 on others
+
+
+def takes_images(config: transformers.PretrainedConfig) -> bool:
+    """Whether a model is loaded with AutoModelForImageTextToText: it reads images and text."""
+    by_type = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    remote = getattr(config, "auto_map", None) or {}
+    known = config.model_type in by_type and "vision_config" in config.sub_configs
+    return known or "AutoModelForImageTextToText" in remote
+
+
+def load_processor(
+    path: str | Path, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
+) -> VisionProcessor:
+    """Loads the processor of a vision-language model.
+
+    Args:
+        tokenizer: the model's; gets the processor's chat template if it has none of its own.
+        options: arguments with which the model's files are loaded.
+
+    Raises:
+        UserError: the folder holds no processor of images, or a package is missing.
+    """
+    try:
+        processor = transformers.AutoProcessor.from_pretrained(str(path), **options)
+    except Exception as error:  # each processor has its own way to fail
+        processor = _without_videos(path, tokenizer, options, error)
+    if not hasattr(processor, "image_processor"):
+        raise UserError(
+            f"model.path = {path}: has no image processor; save the model's processor "
+            "(preprocessor_config.json) in the folder."
+        )
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = processor.chat_template
+    processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
+    return VisionProcessor(processor)
+
+
+def _without_videos(
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    options: Mapping[str, Any],
+    error: Exception,
+) -> ProcessorMixin:
+    """Returns a processor without its part for videos, the only one that needs torchvision.
+
+    Raises:
+        UserError: it needs something else.
+    """
+    try:
+        stored, _ = ProcessorMixin.get_processor_dict(str(path), **options)
+        known = getattr(transformers, stored.get("processor_class") or "", None)
+        if known is None:
+            model_type = transformers.AutoConfig.from_pretrained(str(path), **options).model_type
+            known = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
+        names = [name for name in known.get_attributes() if name != "video_processor"]
+        # Its own __init__ hands its parts on in their order, of which these are the first.
+        own = type(known.__name__, (known,), {"get_attributes": classmethod(lambda cls: names)})
+        image_processor = transformers.AutoImageProcessor.from_pretrained(str(path), **options)
+        taken = signature(known.__init__).parameters
+        settings = {k: v for k, v in stored.items() if k in taken and k not in names}
+        settings |= {"image_processor": image_processor, "tokenizer": tokenizer}
+        processor: ProcessorMixin = own(**settings | {"video_processor": None})
+    except Exception:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"model.path = {path}: its processor cannot be loaded: {reason}. Packages that "
+            "processors need are installed with pip install 'grpo-cli[vision]'."
+        ) from error
+    return processor
+
+
+@dataclass
+class VisionProcessor:
+    """Makes token ids and model inputs of prompts with images.
+
+    Attributes:
+        processor: of transformers.
+        kept_bytes: of model inputs that are kept, those used last.
+    """
+
+    processor: Any
+    kept_bytes: int = KEPT_BYTES
+    _expanded: dict[tuple[int, int], str] = field(default_factory=dict)  # by size of an image
+    _kept: OrderedDict[tuple[StoredImage, ...], dict[str, Tensor]] = field(
+        default_factory=OrderedDict
+    )
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.processor.tokenizer  # type: ignore[no-any-return]
+
+    @property
+    def placeholder(self) -> str:
+        """The text that stands for one image in a rendered prompt."""
+        return str(self.processor.image_token)
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        """The ids of tokens that stand for features of images and videos: never to be sampled."""
+        tokens = (getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video"))
+        ids = {*self.processor.image_token_ids}
+        ids |= {self.tokenizer.convert_tokens_to_ids(t) for t in tokens if t is not None}
+        return sorted(i for i in ids - {None, self.tokenizer.unk_token_id} if isinstance(i, int))
+
+    def ids(self, text: str, images: Sequence[StoredImage]) -> list[int]:
+        """Returns the token ids of a rendered prompt, those of its images included.
+
+        Raises:
+            ImageError: an image cannot be read, or the processor does not take its size.
+            ValueError: the text has more or fewer placeholders than there are images.
+        """
+        parts = text.split(self.placeholder)
+        if len(parts) != len(images) + 1:
+            raise ValueError(f"{len(parts) - 1} placeholders for {len(images)} images")
+        expanded = [self._text_of(image) for image in images]
+        whole = "".join(t for pair in zip(parts, [*expanded, ""], strict=True) for t in pair)
+        ids: list[int] = self.tokenizer(whole, add_special_tokens=False)["input_ids"]
+        return ids
+
+    @cached_property
+    def takes_blocks_only(self) -> bool:
+        """Whether the chat template prints a text in another way than a block with this text."""
+        blocks = [{"type": "text", "text": "a"}]
+        try:
+            texts = [
+                self.tokenizer.apply_chat_template(
+                    [{"role": "user", "content": content}], tokenize=False
+                )
+                for content in ("a", blocks)
+            ]
+        except Exception:  # a template raises what it likes
+            return True
+        return bool(texts[0] != texts[1])
+
+    def as_template_takes(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns messages in the form that the chat template prints."""
+        if not self.takes_blocks_only:
+            return list(messages)
+        return [
+            {**m, "content": [{"type": "text", "text": m["content"]}]}
+            if isinstance(m["content"], str)
+            else m
+            for m in messages
+        ]
+
+    def inputs(self, images: Sequence[StoredImage]) -> dict[str, Tensor]:
+        """Returns the model's inputs of a prompt's images, such as pixel_values.
+
+        Raises:
+            ImageError: an image cannot be read.
+        """
+        key = tuple(images)
+        if key not in self._kept:
+            found = self._process([image.open() for image in images])
+            of_text = found["input_ids"].shape
+            self._kept[key] = {
+                name: value
+                for name, value in found.items()
+                if isinstance(value, Tensor) and value.shape != of_text
+            }
+        self._kept.move_to_end(key)
+        total = sum(t.nbytes for made in self._kept.values() for t in made.values())
+        while total > self.kept_bytes and len(self._kept) > 1:
+            _, dropped = self._kept.popitem(last=False)
+            total -= sum(t.nbytes for t in dropped.values())
+        return self._kept[key]
+
+    @cached_property
+    def type_name(self) -> str | None:
+        """The name of the input that says which tokens are of images; None: models need none."""
+        from PIL import Image
+
+        found = self._process([Image.new("RGB", (PROBE, PROBE))])
+        return next((name for name in TYPE_IDS if name in found), None)
+
+    def type_ids(self, ids: Sequence[int]) -> list[int]:
+        """Returns 1 for each token of an image and 0 for every other, as models read them."""
+        (types,) = self.processor.create_mm_token_type_ids([list(ids)])
+        return [int(t) for t in types]
+
+    @cached_property
+    def by_row(self) -> frozenset[str]:
+        """The names of inputs with an axis of rows before that of images, [1, images, ...]."""
+        from PIL import Image
+
+        one, two = (self._process([Image.new("RGB", (PROBE, PROBE))] * n) for n in (1, 2))
+        return frozenset(
+            name
+            for name, value in two.items()
+            if isinstance(value, Tensor)
+            and value.ndim > 2
+            and value.shape[0] == one[name].shape[0] == 1
+            and value.shape[1] == 2 * one[name].shape[1]
+        )
+
+    def check(self, prompt: Prompt) -> None:
+        """Decodes a prompt's images, as its model inputs need them; they are kept.
+
+        Raises:
+            ImageError: one cannot be read.
+        """
+        if prompt.images:
+            self.inputs(prompt.images)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes the processor and its tokenizer."""
+        self.processor.save_pretrained(folder)
+
+    def _process(self, images: Sequence[Any]) -> Mapping[str, Any]:
+        """Returns what the processor makes of one text that is nothing but these images."""
+        found: Mapping[str, Any] = self.processor(
+            text=[self.placeholder * len(images)],
+            images=[list(images)],
+            return_tensors="pt",
+            return_text_replacement_offsets=True,
+        )
+        return found
+
+    def _text_of(self, image: StoredImage) -> str:
+        """Returns the text of an image's tokens, by its size alone."""
+        if image.size not in self._expanded:
+            from PIL import Image
+
+            try:
+                found = self._process([Image.new("RGB", image.size)])
+            except ValueError as error:  # such as a picture of 1 x 300 pixels
+                raise ImageError(f"{image.place}: {error}") from error
+            (replaced,) = found["text_replacement_offsets"]
+            self._expanded[image.size] = replaced[0]["replacement"]
+        return self._expanded[image.size]
+
+
+def has_images(prompts: Iterable[Prompt]) -> bool:
+    """Whether any prompt has images."""
+    return any(prompt.images for prompt in prompts)
+
+
+def has_three_axes(model: PreTrainedModel | None) -> bool:
+    """Whether the tokens of a model's images have positions of three axes (M-RoPE)."""
+    return model is not None and hasattr(model.base_model, "get_rope_index")
+
+
+def positions_of(model: PreTrainedModel | None, prompt: Prompt) -> tuple[Tensor, int]:
+    """Returns the positions of a prompt's tokens, and that of the token behind them.
+
+    Returns:
+        (positions [A, P], position of the completion's first token). A is 3 for an image of a model
+        with M-RoPE (Qwen2-VL, arXiv 2409.12191), where a picture of 16 tokens in a grid of 4 x 4
+        takes the positions 0 to 3 on each axis; else A is 1.
+    """
+    length = len(prompt.ids)
+    if model is None or not prompt.images or not has_three_axes(model):
+        return torch.arange(length)[None], length
+    index: Any = model.base_model.get_rope_index
+    assert prompt.vision is not None
+    given: dict[str, Any] = {**prompt.vision.inputs(prompt.images)}
+    given["mm_token_type_ids"] = torch.tensor([prompt.vision.type_ids(prompt.ids)])
+    taken = {n: given[n] for n in signature(index).parameters if n in given}
+    positions, delta = index(torch.tensor([prompt.ids]), **taken)
+    return positions[-3:, 0], length + int(delta.flatten()[0])
+
+
+def collate(
+    prompts: Sequence[Prompt], device: torch.device, *, packed: bool, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Returns the model's inputs of the images of several prompts.
+
+    Args:
+        packed: the prompts lie in one row, each once; else each is a row of its own.
+        dtype: of floating-point inputs.
+    """
+    made = [p.vision.inputs(p.images) if p.vision and p.images else {} for p in prompts]
+    vision = next(p.vision for p in prompts if p.images)
+    assert vision is not None
+    inputs: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for of_prompt in made for name in of_prompt):
+        parts = [of_prompt.get(name) for of_prompt in made]
+        if name not in vision.by_row:
+            joined = _concatenated([t for t in parts if t is not None], 0)
+        elif packed:
+            joined = _concatenated([t for t in parts if t is not None], 1)
+        else:  # rows with fewer images are padded with images of zeros
+            like = next(t for t in parts if t is not None)
+            joined = _concatenated([like[:, :0] if t is None else t for t in parts], 0)
+        joined = joined.to(device)
+        inputs[name] = joined.to(dtype) if joined.is_floating_point() else joined
+    return inputs
+
+
+def _concatenated(parts: Sequence[Tensor], axis: int) -> Tensor:
+    """Concatenates tensors along an axis, padded with zeros to the largest on the others."""
+    largest = [max(sizes) for sizes in zip(*(t.shape for t in parts), strict=True)]
+    padded = []
+    for t in parts:
+        size = [n if i == axis else largest[i] for i, n in enumerate(t.shape)]
+        if list(t.shape) != size:
+            whole = t.new_zeros(size)
+            whole[tuple(slice(n) for n in t.shape)] = t
+            t = whole
+        padded.append(t)
+    return torch.cat(padded, axis)
+
+
+class PositionIds:
+    """Collects the positions of tokens in one row: of one axis, or of three with M-RoPE."""
+
+    def __init__(self) -> None:
+        self.axes: list[list[int]] = [[]]
+
+    def add(self, positions: Iterable[int]) -> None:
+        """Adds tokens whose positions are the same on all axes."""
+        first, *others = self.axes
+        before = len(first)
+        first.extend(positions)
+        for axis in others:
+            axis.extend(first[before:])
+
+    def add_prompt(self, prompt: Prompt, model: PreTrainedModel | None, known: int = 0) -> int:
+        """Adds a prompt except its first `known` tokens; returns the position behind it."""
+        if not prompt.images:
+            self.add(range(known, len(prompt.ids)))
+            return len(prompt.ids)
+        positions, after = positions_of(model, prompt)
+        positions = positions[:, known:]
+        if known and len(self.axes) == 1 and bool((positions == positions[0]).all()):
+            positions = positions[:1]  # nothing but text
+        if len(positions) == 1:
+            self.add(positions[0].tolist())
+            return after
+        while len(self.axes) < len(positions):
+            self.axes.append(list(self.axes[0]))
+        for axis, values in zip(self.axes, positions.tolist(), strict=True):
+            axis.extend(values)
+        return after
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """Returns the positions as a model takes them, [1, N] or [3, 1, N]."""
+        positions = torch.tensor(self.axes, device=device)
+        return positions if len(positions) == 1 else positions[:, None]
+
+
+def image_arguments(
+    prompts: Sequence[Prompt], ids: Tensor, model: PreTrainedModel | None, *, packed: bool
+) -> dict[str, Tensor]:
+    """Returns a model's arguments for the images of prompts; {} without images.
+
+    Args:
+        prompts: in one row, each once, if `packed`; else each is a row.
+        ids: [R, W] all tokens of the rows.
+    """
+    vision = next((p.vision for p in prompts if p.images), None)
+    if vision is None:
+        return {}
+    assert model is not None, "prompts with images need a model"
+    given = collate(prompts, ids.device, packed=packed, dtype=model.dtype)
+    if vision.type_name is not None:
+        types = torch.tensor([vision.type_ids(row) for row in ids.tolist()], device=ids.device)
+        given[vision.type_name] = types
+    return given
+
+
+def positions(attention_mask: Tensor) -> Tensor:
+    """Returns the position of each token in its row, [B, T]; 0 on the padding to its left."""
+    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def padded_arguments(
+    prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, model: PreTrainedModel | None
+) -> dict[str, Tensor]:
+    """Returns a model's positions and images for rows that begin with these prompts.
+
+    A model with M-RoPE is given no positions where there are images: it makes them itself.
+
+    Args:
+        ids: [B, W], with padding. mask: [B, W] 1 on real tokens.
+    """
+    images = image_arguments(prompts, ids, model, packed=False)
+    if images and has_three_axes(model):
+        return images
+    return {"position_ids": positions(mask)} | images
