@@ -1,0 +1,284 @@
+"""Tiny vision-language models with random weights, saved as transformers saves them.
+
+Their processors are made of PIL image processors, so that torchvision is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+SIZE = 32  # sides of a picture, in pixels
+HIDDEN, HEADS = 64, 2
+TEXT: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for b in m['content'] %}"
+    "{% if b['type'] == 'image' %}IMAGE{% else %}{{ b['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def picture(seed: int, size: tuple[int, int] = (SIZE, SIZE)) -> Image.Image:
+    """Returns a random picture."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def byte_tokenizer(
+    placeholder: str, special: Sequence[str], **named: str
+) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer of bytes, with special tokens and a template that prints placeholders."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<|pad|>", "<|start|>", "<|end|>", *special]
+    vocabulary = {t: i for i, t in enumerate([*tokens, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(tokens)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        chat_template=TEMPLATE.replace("IMAGE", placeholder),
+        extra_special_tokens=named,
+    )
+
+
+def _mrope(interleaved: bool) -> dict[str, Any]:
+    half = HIDDEN // HEADS // 2
+    a = half * 3 // 8
+    sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [half - 2 * a, a, a]}
+    return sections | ({"mrope_interleaved": True} if interleaved else {})
+
+
+def _qwen(folder: Path, kind: str) -> PreTrainedModel:
+    special = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokenizer = byte_tokenizer("<|vision_start|><|image_pad|><|vision_end|>", special)
+    start, end, image, video = tokenizer.convert_tokens_to_ids(special)
+    ids = {
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+        "image_token_id": image,
+        "video_token_id": video,
+        "tie_word_embeddings": True,
+    }
+    vision: dict[str, Any] = {
+        "depth": 2,
+        "num_heads": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    text = {
+        **TEXT,
+        "vocab_size": len(tokenizer),
+        "rope_parameters": _mrope(kind != "Qwen2_5_VL"),
+        "pad_token_id": 0,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    if kind == "Qwen2_5_VL":
+        vision |= {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": HIDDEN,
+        }
+    elif kind == "Qwen2VL":
+        vision |= {"embed_dim": 32, "hidden_size": HIDDEN, "mlp_ratio": 2}
+        text["rope_parameters"] = _mrope(interleaved=False)
+    else:
+        vision |= {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "out_hidden_size": HIDDEN,
+            "num_position_embeddings": 256,
+            "deepstack_visual_indexes": [0],
+        }
+        text["head_dim"] = HIDDEN // HEADS
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, **ids)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=4,
+        merge_size=2,
+        temporal_patch_size=2,
+        size={"shortest_edge": 256, "longest_edge": 4096},
+    )
+    processor.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    named = {"processor_class": f"{kind}Processor"}
+    (folder / "processor_config.json").write_text(json.dumps(named))
+    return model
+
+
+def _gemma3(folder: Path) -> PreTrainedModel:
+    named = {
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    }
+    tokenizer = byte_tokenizer("<start_of_image>", [*named.values()], **named)
+    text = {
+        **TEXT,
+        "vocab_size": len(tokenizer),
+        "head_dim": HIDDEN // HEADS,
+        "sliding_window": 512,
+        "pad_token_id": 0,
+    }
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config=_siglip(8),
+        mm_tokens_per_image=4,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
+        boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
+        eoi_token_index=tokenizer.convert_tokens_to_ids("<end_of_image>"),
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    with torch.no_grad():  # it starts at zero: pictures would not matter
+        model.model.multi_modal_projector.mm_input_projection_weight.normal_(0, 0.2)
+    transformers.Gemma3Processor(
+        Gemma3ImageProcessorPil(size={"height": SIZE, "width": SIZE}), tokenizer, image_seq_length=4
+    ).save_pretrained(folder)
+    return model
+
+
+def _siglip(patch: int) -> dict[str, Any]:
+    return {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": SIZE,
+        "patch_size": patch,
+    }
+
+
+def _idefics3(folder: Path, kind: str = "Idefics3") -> PreTrainedModel:
+    special = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
+    tokenizer = byte_tokenizer("<image>", special)
+    text = {
+        **TEXT,
+        "model_type": "llama",
+        "vocab_size": len(tokenizer),
+        "pad_token_id": 0,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text,
+        vision_config=_siglip(8),
+        scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        pad_token_id=0,
+        tie_word_embeddings=True,
+    )
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    transformers.Idefics3Processor(
+        Idefics3ImageProcessorPil(
+            size={"longest_edge": SIZE},
+            max_image_size={"longest_edge": SIZE},
+            do_image_splitting=False,
+        ),
+        tokenizer,
+        image_seq_len=4,
+    ).save_pretrained(folder)
+    return model
+
+
+def _llava(folder: Path) -> PreTrainedModel:
+    tokenizer = byte_tokenizer("<image>", ["<image>"], image_token="<image>")
+    config = transformers.LlavaConfig(
+        text_config={**TEXT, "model_type": "llama", "vocab_size": len(tokenizer)},
+        vision_config={**_siglip(8), "model_type": "clip_vision_model", "projection_dim": 32},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlavaForConditionalGeneration(config)
+    transformers.LlavaProcessor(
+        CLIPImageProcessorPil(
+            size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE}
+        ),
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
+    return model
+
+
+def _llava_next(folder: Path) -> PreTrainedModel:
+    tokenizer = byte_tokenizer("<image>", ["<image>"], image_token="<image>")
+    pinpoints = [[SIZE, 2 * SIZE], [2 * SIZE, SIZE], [2 * SIZE, 2 * SIZE]]
+    config = transformers.LlavaNextConfig(
+        text_config={**TEXT, "model_type": "llama", "vocab_size": len(tokenizer)},
+        vision_config={**_siglip(8), "model_type": "clip_vision_model", "projection_dim": 32},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_grid_pinpoints=pinpoints,
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlavaNextForConditionalGeneration(config)
+    transformers.LlavaNextProcessor(
+        LlavaNextImageProcessorPil(
+            size={"shortest_edge": SIZE},
+            crop_size={"height": SIZE, "width": SIZE},
+            image_grid_pinpoints=pinpoints,
+        ),
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
+    return model
+
+
+MAKERS: dict[str, Callable[[Path], PreTrainedModel]] = {
+    "qwen2_vl": lambda folder: _qwen(folder, "Qwen2VL"),
+    "qwen2_5_vl": lambda folder: _qwen(folder, "Qwen2_5_VL"),
+    "qwen3_vl": lambda folder: _qwen(folder, "Qwen3VL"),
+    "gemma3": _gemma3,
+    "idefics3": _idefics3,
+    "llava": _llava,
+    "llava_next": _llava_next,
+}
+FAMILIES = tuple(MAKERS)
+
+
+def make(family: str, folder: Path, *, seed: int = 0) -> Path:
+    """Writes a tiny model of a family, with its processor, into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = MAKERS[family](folder)
+        with torch.no_grad():  # at their initial scale pictures hardly show in the logits
+            for p in model.parameters():
+                if p.ndim > 1:
+                    p.mul_(3)
+        model.generation_config.eos_token_id = 2
+        model.generation_config.pad_token_id = 0
+        model.save_pretrained(folder)
+    return folder
