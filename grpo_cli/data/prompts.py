@@ -14,7 +14,7 @@ from grpo_cli.config.schema import Dataset
 from grpo_cli.data import conversations, images
 from grpo_cli.data.images import ImageRow
 from grpo_cli.data.rows import DATASET, Rows, only_field
-from grpo_cli.errors import UserError
+from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.images import ImageError
 from grpo_cli.images import require as require_pillow
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from grpo_cli.models.vision import VisionProcessor
     from grpo_cli.records import Prompt
+
+MOST_BROKEN = 1000  # prompts in a row with images that cannot be read, before a run gives up
 
 OnBadImage = Callable[[str], None]
 ToolsOf = Callable[[Mapping[str, Any]], conversations.Schemas]
@@ -263,8 +265,20 @@ class PromptStream:
     no state, and so that any number of processes shares one order.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int | str, shuffle: bool) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        seed: int | str,
+        shuffle: bool,
+        is_sound: Callable[[Prompt], bool] | None = None,
+    ) -> None:
+        """Orders prompts.
+
+        Args:
+            is_sound: whether the images of a prompt can be read; None: they are not tried.
+        """
         self.prompts = prompts
+        self.is_sound = is_sound
         self.seed = seed
         self.shuffle = shuffle
         self._order: tuple[int, list[int]] = (-1, [])  # the epoch last asked for, and its order
@@ -281,9 +295,15 @@ class PromptStream:
             yield position, self.prompts[self._order[1][offset]]
 
     def prompt_at(self, position: int) -> Prompt:
-        """Returns the prompt at a position."""
-        ((_, prompt),) = self.take(position, 1)
-        return prompt
+        """Returns the prompt at a position, or the next whose images can be read.
+
+        Raises:
+            TrainingError: there is none near by.
+        """
+        for _, prompt in self.take(position, MOST_BROKEN):
+            if self.is_sound is None or not prompt.images or self.is_sound(prompt):
+                return prompt
+        raise TrainingError(f"dataset.train: the images of {MOST_BROKEN} prompts cannot be read.")
 
     def epoch_at(self, position: int) -> float:
         """Returns the passes over the prompts before a position."""
@@ -310,8 +330,10 @@ class MixtureStream(PromptStream):
         weights: Mapping[str, float],
         seed: int,
         shuffle: bool,
+        is_sound: Callable[[Prompt], bool] | None = None,
     ) -> None:
-        super().__init__([p for prompts in parts.values() for p in prompts], seed, shuffle)
+        prompts = [p for of_part in parts.values() for p in of_part]
+        super().__init__(prompts, seed, shuffle, is_sound)
         self.parts = {
             name: PromptStream(prompts, f"{seed}/{name}", shuffle)
             for name, prompts in parts.items()

@@ -12,7 +12,7 @@ An image's tokens depend on its size alone, so that prompts are made without dec
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from grpo_cli.errors import UserError
+from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.images import ImageError, StoredImage
 from grpo_cli.records import Prompt
 
@@ -67,7 +67,13 @@ def load_processor(
     if tokenizer.chat_template is None:
         tokenizer.chat_template = processor.chat_template
     processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
-    return VisionProcessor(processor)
+    loaded[str(path)] = VisionProcessor(processor, str(path))
+    return loaded[str(path)]
+
+
+# The processors of this process by folder or hub name. Prompts that move to another process find
+# its own there, in place of a copy.
+loaded: dict[str, VisionProcessor] = {}
 
 
 def _without_videos(
@@ -110,15 +116,20 @@ class VisionProcessor:
 
     Attributes:
         processor: of transformers.
+        path: folder or hub name that it was loaded from.
         kept_bytes: of model inputs that are kept, those used last.
     """
 
     processor: Any
+    path: str
     kept_bytes: int = KEPT_BYTES
     _expanded: dict[tuple[int, int], str] = field(default_factory=dict)  # by size of an image
     _kept: OrderedDict[tuple[StoredImage, ...], dict[str, Tensor]] = field(
         default_factory=OrderedDict
     )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return loaded.__getitem__, (self.path,)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -228,15 +239,6 @@ class VisionProcessor:
             and value.shape[1] == 2 * one[name].shape[1]
         )
 
-    def check(self, prompt: Prompt) -> None:
-        """Decodes a prompt's images, as its model inputs need them; they are kept.
-
-        Raises:
-            ImageError: one cannot be read.
-        """
-        if prompt.images:
-            self.inputs(prompt.images)
-
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes the processor and its tokenizer."""
         self.processor.save_pretrained(folder)
@@ -263,6 +265,29 @@ class VisionProcessor:
             (replaced,) = found["text_replacement_offsets"]
             self._expanded[image.size] = replaced[0]["replacement"]
         return self._expanded[image.size]
+
+
+def sound_images(say: Callable[[str], None] | None) -> Callable[[Prompt], bool]:
+    """Returns a function that tells whether a prompt's images can be read; they are kept then.
+
+    Args:
+        say: prints a line for a prompt whose images cannot; None: that ends the run.
+    """
+
+    def is_sound(prompt: Prompt) -> bool:
+        try:
+            if prompt.vision is not None:
+                prompt.vision.inputs(prompt.images)
+        except ImageError as error:
+            if say is None:
+                raise TrainingError(
+                    f"{error}. dataset.bad_images=drop leaves such rows out; resume=auto continues."
+                ) from error
+            say(f"note: {error}; another prompt takes its place")
+            return False
+        return True
+
+    return is_sound
 
 
 def has_images(prompts: Iterable[Prompt]) -> bool:

@@ -44,7 +44,7 @@ from grpo_cli.models.micro_batches import MicroBatcher
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import AdapterReference, Reference
 from grpo_cli.models.routers import RouterRecorder, balancing_coefficient, has_balancing_loss
-from grpo_cli.models.vision import VisionProcessor
+from grpo_cli.models.vision import VisionProcessor, sound_images
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
 from grpo_cli.reporting.hub import Pusher
@@ -501,6 +501,8 @@ def make_stream(
     """Returns the sequence of prompts that the run trains on."""
     recipe, parts = prepared.recipe, prepared.train
     seed, shuffle = recipe.seed, recipe.dataset.shuffle
+    drops = recipe.dataset.bad_images == "drop"
+    is_sound = sound_images(reporter.say if drops else None)
 
     if parts.keys() == {""} and (stream := parts[""].stream) is not None:
         template_kwargs = recipe.model.chat_template_kwargs
@@ -519,7 +521,11 @@ def make_stream(
             )
             return prompts
 
-        return data.StreamedPrompts(stream, of_block, seed, shuffle, recipe.dataset.shuffle_buffer)
+        streamed = data.StreamedPrompts(
+            stream, of_block, seed, shuffle, recipe.dataset.shuffle_buffer
+        )
+        streamed.is_sound = is_sound
+        return streamed
 
     def prompts(name: str) -> list[Prompt]:
         key = f"dataset.mixture.{name}" if name else "dataset.train"
@@ -527,10 +533,10 @@ def make_stream(
         return make_prompts(key, part.rows, part.dataset, prepared, tokenizer, vision, reporter)
 
     if "" in parts:
-        return data.PromptStream(prompts(""), seed, shuffle)
+        return data.PromptStream(prompts(""), seed, shuffle, is_sound)
     mixed = data.mixed({name: (part.rows, prompts(name)) for name, part in parts.items()})
     weights = {name: part.weight for name, part in parts.items()}
-    return data.MixtureStream(mixed, weights, seed, shuffle)
+    return data.MixtureStream(mixed, weights, seed, shuffle, is_sound)
 
 
 def make_prompts(

@@ -63,13 +63,13 @@ class RolloutQueue:
         self.position += number
         prompts = list(self.stream.take(first, number))
         if self.workers.size == 1:
-            return prompts
+            return [(position, self.stream.prompt_at(position)) for position, _ in prompts]
         known = self.lengths.values()
         typical = sum(known) / len(known) if known else self.recipe.longest_completion / 2
         group = self.recipe.generation.num_generations
         works = [len(p.ids) + group * self.lengths.get(p.row, typical) for _, p in prompts]
         own = split_balanced(works, self.workers.size)[self.workers.rank]
-        return [prompts[i] for i in own]
+        return [(prompts[i][0], self.stream.prompt_at(prompts[i][0])) for i in own]
 
     def sample(self, recipe: Recipe, number: int) -> Callable[[Arrived], list[Group]]:
         """Takes the next `number` prompts; the function that it returns samples for this share.
