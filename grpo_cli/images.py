@@ -111,6 +111,9 @@ class StoredImage:
         stored.save(file, "PNG")
         return {"bytes": file.getvalue(), "path": None}
 
+    def __str__(self) -> str:
+        return f"image of {self.place}"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return StoredImage, (self._stored(), self.place, self.max_pixels, self.folder)
 

@@ -25,6 +25,7 @@ from grpo_cli.config.knob import knob
 from grpo_cli.config.schema import Recipe
 from grpo_cli.config.words import described, parse, recipe_key, split
 from grpo_cli.data import stored_completions
+from grpo_cli.data.conversations import text_of
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
 from grpo_cli.reporting.progress import Bar
@@ -187,7 +188,7 @@ def _score_one(
         del scorer.rewards[name]
     ((scored,),) = score_samples(scorer, [sample])
     console = Console(highlight=False)
-    shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    shown = prompt if isinstance(prompt, str) else text_of(prompt[-1]["content"])
     console.print(f"prompt: {_shortened(shown, 500)}", markup=False)
     for name, value in sample.columns.items():
         console.print(f"{name}: {_shortened(str(value), 200)}", markup=False)

@@ -18,6 +18,7 @@ Conversation = list[dict[str, Any]]
 Schemas = Sequence[Mapping[str, Any]]  # JSON schemas of tools
 TEMPLATE_KWARGS = "chat_template_kwargs"  # the column with arguments of one row
 
+IMAGE = "<image>"  # as which an image is shown in a text
 PICTURES = ("image", "path", "bytes")  # keys of an image block that hold its picture
 
 # Names of the roles in rows in ShareGPT's form, {"from": "human", "value": "1+1="}.
@@ -95,6 +96,13 @@ def _block(part: Mapping[str, Any], where: str, way: tuple[str | int, ...]) -> d
         )
     name = next((name for name in PICTURES if part.get(name) not in (None, "")), None)
     return {"type": "image"} if name is None else {"type": "image", "keys": (*way, name)}
+
+
+def text_of(content: Any) -> str:
+    """Returns the text of a message's content, with <image> for each image."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(part.get("text", IMAGE) for part in content)
 
 
 def prefill_of(messages: Conversation) -> str:

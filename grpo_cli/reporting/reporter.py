@@ -26,6 +26,7 @@ import grpo_cli
 from grpo_cli.checkpoints.manifest import sync, sync_folder
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.schema import Log, Recipe
+from grpo_cli.data import conversations
 from grpo_cli.data.stored_completions import episode_cells, prompt_cell
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError
@@ -276,7 +277,7 @@ def completions_table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         prompt, text = row["prompt"], row["completion"]
         if prompt.startswith('[{"role": '):  # a chat, of which the end tells the most
-            prompt = json.loads(prompt)[-1]["content"]
+            prompt = conversations.text_of(json.loads(prompt)[-1]["content"])
         prompt = prompt if len(prompt) < 200 else "…" + prompt[-199:]
         text = text if len(text) < 400 else text[:399] + "…"
         values = ("" if row[key] is None else f"{row[key]:.3g}" for key in numbers)

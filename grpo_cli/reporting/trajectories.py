@@ -15,6 +15,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from grpo_cli.config.interpolation import masked
+from grpo_cli.data.conversations import text_of
 from grpo_cli.data.stored_completions import Sample
 
 COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -73,9 +74,7 @@ def _message(message: Mapping[str, Any], *, foreign: bool, title: str | None = N
 def _content(message: Mapping[str, Any]) -> str:
     """Returns the text of a message; of a list of parts, theirs."""
     content = message.get("content")
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
-    return "" if content is None else str(content)
+    return "" if content is None else text_of(content)
 
 
 def _calls(message: Mapping[str, Any]) -> Iterator[str]:
