@@ -11,6 +11,7 @@ An image's tokens depend on its size alone, so that prompts are made without dec
 
 from __future__ import annotations
 
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.utils.hub import cached_file
 
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.images import ImageError, StoredImage
@@ -32,6 +34,8 @@ from grpo_cli.records import Prompt
 
 KEPT_BYTES = 2**30  # of model inputs that are kept, so that a step does not process images twice
 PROBE = 64  # sides, in pixels, of the images that a processor is tried out with
+# Files that a processor's part for videos is read from.
+OF_VIDEOS = ("video_preprocessor_config.json", "preprocessor_config.json")
 TYPE_IDS = ("mm_token_type_ids", "token_type_ids")  # 1 on tokens of images, 0 on others
 
 
@@ -55,10 +59,12 @@ def load_processor(
     Raises:
         UserError: the folder holds no processor of images, or a package is missing.
     """
+    is_without_videos = False
     try:
         processor = transformers.AutoProcessor.from_pretrained(str(path), **options)
     except Exception as error:  # each processor has its own way to fail
         processor = _without_videos(path, tokenizer, options, error)
+        is_without_videos = True
     if not hasattr(processor, "image_processor"):
         raise UserError(
             f"model.path = {path}: has no image processor; save the model's processor "
@@ -67,13 +73,18 @@ def load_processor(
     if tokenizer.chat_template is None:
         tokenizer.chat_template = processor.chat_template
     processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
-    loaded[str(path)] = VisionProcessor(processor, str(path))
-    return loaded[str(path)]
+    LOADED[str(path)] = VisionProcessor(processor, str(path), is_without_videos)
+    return LOADED[str(path)]
 
 
 # The processors of this process by folder or hub name. Prompts that move to another process find
 # its own there, in place of a copy.
-loaded: dict[str, VisionProcessor] = {}
+LOADED: dict[str, VisionProcessor] = {}
+
+
+def of_process(path: str) -> VisionProcessor:
+    """Returns the processor that this process has loaded from a folder or hub name."""
+    return LOADED[path]
 
 
 def _without_videos(
@@ -117,11 +128,13 @@ class VisionProcessor:
     Attributes:
         processor: of transformers.
         path: folder or hub name that it was loaded from.
+        is_without_videos: whether the processor's part for videos was left out.
         kept_bytes: of model inputs that are kept, those used last.
     """
 
     processor: Any
     path: str
+    is_without_videos: bool = False
     kept_bytes: int = KEPT_BYTES
     _expanded: dict[tuple[int, int], str] = field(default_factory=dict)  # by size of an image
     _kept: OrderedDict[tuple[StoredImage, ...], dict[str, Tensor]] = field(
@@ -129,7 +142,7 @@ class VisionProcessor:
     )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return loaded.__getitem__, (self.path,)
+        return of_process, (self.path,)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -240,8 +253,17 @@ class VisionProcessor:
         )
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes the processor and its tokenizer."""
+        """Writes the processor and its tokenizer; what was left out of it as it was."""
         self.processor.save_pretrained(folder)
+        for name in OF_VIDEOS if self.is_without_videos else ():
+            file = cached_file(
+                self.path,
+                name,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
+            if file is not None:
+                shutil.copyfile(file, Path(folder, name))
 
     def _process(self, images: Sequence[Any]) -> Mapping[str, Any]:
         """Returns what the processor makes of one text that is nothing but these images."""

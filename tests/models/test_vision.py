@@ -1,0 +1,241 @@
+"""Vision-language models: every family's numbers, gradients and decoding, with mixed batches."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo_cli.config.schema import Model
+from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.generation.cached_decoding import CachedDecoder
+from grpo_cli.generation.engine import Engine
+from grpo_cli.generation.sampling import Sampling
+from grpo_cli.generation.transformers import TransformersGenerator
+from grpo_cli.images import StoredImage
+from grpo_cli.models import loading, vision
+from grpo_cli.models.families import image_tokens
+from grpo_cli.models.policy_logprobs import SIMPLEST, PolicyLogprobs
+from grpo_cli.models.vision import VisionProcessor
+from grpo_cli.records import Prompt, Rollout
+from tests import vision_models
+from tests.vision_models import picture
+
+PADDED = ("gemma3",)  # images are read in both directions, which packed rows do not do
+# The tower's last layer is not read (LLaVA), or its pooling head (Gemma 3).
+UNREAD = {
+    "llava": ("encoder.layers.1.", "post_layernorm"),
+    "llava_next": ("encoder.layers.1.", "post_layernorm"),
+    "gemma3": ("vision_tower.head.",),
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A tiny model with what belongs to it."""
+
+    family: str
+    folder: Path
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    vision: VisionProcessor
+
+    def prompt(self, row: int, images: Sequence[StoredImage], text: str) -> Prompt:
+        """A prompt with images before its text."""
+        blocks = [{"type": "image"} for _ in images] + [{"type": "text", "text": text}]
+        messages = [{"role": "user", "content": blocks}]
+        rendered = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return Prompt(
+            row=row,
+            ids=self.vision.ids(str(rendered), images),
+            text=messages,
+            columns={},
+            images=tuple(images),
+            vision=self.vision if images else None,
+        )
+
+    def mixed(self) -> list[Prompt]:
+        """Prompts with one image, with none, and with three of two sizes."""
+        sizes = [(32, 32), (32, 48), (32, 32), (48, 32)]
+        images = [StoredImage(picture(i, s), f"picture {i}") for i, s in enumerate(sizes)]
+        return [
+            self.prompt(0, images[:1], "Hi"),
+            self.prompt(1, [], "What now?"),
+            self.prompt(2, images[1:], "and these?"),
+        ]
+
+
+@pytest.fixture(scope="module", params=vision_models.FAMILIES)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return load(request.param, tmp_path_factory.mktemp("vision"))
+
+
+def load(family: str, parent: Path) -> Loaded:
+    folder = vision_models.make(family, parent / family)
+    config = Model(path=str(folder), dtype="float32")
+    model, tokenizer = loading.load(config, folder)
+    processor = loading.load_vision(config, folder, tokenizer)
+    assert processor is not None
+    return Loaded(family, folder, model, tokenizer, processor)
+
+
+def sampled(loaded: Loaded, prompts: Sequence[Prompt]) -> tuple[list[Rollout], object]:
+    """Three completions of each prompt, and the decoder that made them."""
+    generator = TransformersGenerator(loaded.model, [2], tokenizer=loaded.tokenizer)
+    groups = generator.generate(prompts, 3, Sampling(max_tokens=9), range(len(prompts)))
+    pairs = zip(prompts, groups, strict=True)
+    return [Rollout(p, c, "", reward=1.0) for p, group in pairs for c in group], generator.decoder
+
+
+def own_logprobs(loaded: Loaded, r: Rollout) -> Tensor:
+    """A completion's log-probabilities by the model's own forward of one row."""
+    row = r.prompt.ids + r.completion.ids
+    given: dict[str, Tensor] = {}
+    if r.prompt.images:
+        given = {**loaded.vision.inputs(r.prompt.images)}
+        if loaded.vision.type_name is not None:
+            given[loaded.vision.type_name] = torch.tensor([loaded.vision.type_ids(row)])
+    ids = torch.tensor([row])
+    with torch.no_grad():
+        logits = loaded.model(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits
+    log_p = logits[0].log_softmax(-1)
+    first = len(r.prompt.ids) - 1
+    return torch.stack([log_p[first + i, token] for i, token in enumerate(r.completion.ids)])
+
+
+def test_log_probabilities_and_gradients_are_the_models_own(loaded: Loaded) -> None:
+    rollouts, decoder = sampled(loaded, loaded.mixed())
+    assert decoder is (CachedDecoder if loaded.family in PADDED else Engine)
+    policy_logprobs = PolicyLogprobs(loaded.model, say=lambda line: None)
+    policy_logprobs.check(rollouts, 1.0)
+    assert policy_logprobs.mode.packed == (loaded.family not in PADDED)
+    gradients = []
+    for mode in (policy_logprobs.mode, SIMPLEST):
+        loaded.model.zero_grad()
+        logprobs, _ = policy_logprobs._by(mode, rollouts, 1.0)
+        signs = torch.arange(logprobs.numel()).view_as(logprobs) % 3 - 1
+        (logprobs * signs).sum().backward()
+        gradients.append({n: p.grad for n, p in loaded.model.named_parameters()})
+        for row, r in zip(logprobs.detach(), rollouts, strict=True):
+            expected = own_logprobs(loaded, r)
+            assert torch.allclose(row[: len(expected)], expected, atol=1e-4), r.prompt.row
+    fast, simple = gradients
+    unread = UNREAD.get(loaded.family, ())
+    total = sum(float(g.norm() ** 2) for g in simple.values() if g is not None) ** 0.5
+    for name, gradient in simple.items():
+        if any(part in name for part in unread):
+            assert gradient is None or not gradient.any(), name
+            continue
+        assert gradient is not None and fast[name] is not None, name
+        assert (gradient - fast[name]).norm() <= 1e-4 * total, name
+        if not name.endswith("k_proj.bias"):  # adds the same to all scores of a query
+            assert gradient.norm() > 1e-8 * total, name
+
+
+def test_the_image_is_read(loaded: Loaded) -> None:
+    one, other = (StoredImage(picture(seed), f"picture {seed}") for seed in (0, 1))
+    rollouts, _ = sampled(loaded, [loaded.prompt(0, [one], "Hi")])
+    swapped = [replace(r, prompt=loaded.prompt(1, [other], "Hi")) for r in rollouts]
+    policy_logprobs = PolicyLogprobs(loaded.model, say=lambda line: None)
+    with torch.no_grad():
+        a, b = (policy_logprobs(some, 1.0)[0] for some in (rollouts, swapped))
+    assert (a - b).abs().max() > 1e-3
+
+
+def test_the_engine_reports_what_the_policy_computes(loaded: Loaded) -> None:
+    """Except for tokens of images, which it never samples."""
+    never = [*image_tokens(loaded.model.config)]
+    assert never
+    rollouts, _ = sampled(loaded, loaded.mixed())
+    assert not any(t in never for r in rollouts for t in r.completion.ids)
+    for r in rollouts:
+        left = own_logprobs_without(loaded, r, never)
+        assert torch.allclose(torch.tensor(r.completion.sampling_logprobs), left, atol=1e-4)
+
+
+def own_logprobs_without(loaded: Loaded, r: Rollout, never: Sequence[int]) -> Tensor:
+    bias = torch.zeros(loaded.model.config.get_text_config().vocab_size)
+    bias[list(never)] = -torch.inf
+    head = loaded.model.get_output_embeddings()
+    hook = head.register_forward_hook(lambda module, args, output: output + bias)
+    try:
+        return own_logprobs(loaded, r)
+    finally:
+        hook.remove()
+
+
+def test_an_image_is_encoded_once_for_its_group(tmp_path: Path) -> None:
+    loaded = load("idefics3", tmp_path)
+    rollouts, _ = sampled(loaded, [loaded.mixed()[0]])
+    policy_logprobs = PolicyLogprobs(loaded.model, say=lambda line: None)
+    policy_logprobs.check(rollouts, 1.0)
+    encoded = []
+    tower = loaded.model.model.vision_model
+    hook = tower.register_forward_hook(
+        lambda module, args, kwargs, output: encoded.append(len(kwargs["pixel_values"])),
+        with_kwargs=True,
+    )
+    policy_logprobs(rollouts, 1.0)
+    sampled(loaded, [loaded.mixed()[0]])
+    hook.remove()
+    assert len(rollouts) == 3
+    assert encoded[0] == 1  # in the update
+    assert encoded[-1] == 1  # in sampling, behind the check of the engine
+
+
+def test_the_processor_is_saved_and_loads_again(loaded: Loaded, tmp_path: Path) -> None:
+    loaded.vision.save_pretrained(tmp_path)
+    loaded.model.config.save_pretrained(tmp_path)
+    config = Model(path=str(tmp_path), dtype="float32")
+    again = loading.load_vision(config, tmp_path, loaded.tokenizer)
+    assert again is not None
+    images = [StoredImage(picture(0, (48, 32)), "")]
+    placeholder = loaded.vision.placeholder
+    assert again.ids(placeholder, images) == loaded.vision.ids(placeholder, images)
+    for name, value in loaded.vision.inputs(images).items():
+        assert torch.equal(again.inputs(images)[name], value)
+
+
+def test_a_prompt_that_moves_to_another_process_finds_its_processor(tmp_path: Path) -> None:
+    loaded = load("llava", tmp_path)
+    prompt = pickle.loads(pickle.dumps(loaded.mixed()[0]))
+    assert prompt.vision is loaded.vision
+    assert prompt.images[0].size == (32, 32)
+
+
+def test_inputs_are_kept_up_to_a_number_of_bytes(tmp_path: Path) -> None:
+    loaded = load("llava", tmp_path)
+    images = [(StoredImage(picture(i), ""),) for i in range(3)]
+    first = loaded.vision.inputs(images[0])
+    assert loaded.vision.inputs(images[0]) is first
+    loaded.vision.kept_bytes = first["pixel_values"].nbytes
+    loaded.vision.inputs(images[1])
+    assert loaded.vision.inputs(images[0]) is not first
+
+
+def test_an_image_that_cannot_be_read_ends_the_run_or_is_left_out(tmp_path: Path) -> None:
+    loaded = load("llava", tmp_path)
+    bad = replace(loaded.mixed()[0], images=(StoredImage(b"no image", "x, row 3"),))
+    said: list[str] = []
+    assert not vision.sound_images(said.append)(bad)
+    assert "x, row 3: the image cannot be read" in said[0]
+    with pytest.raises(TrainingError, match=r"row 3.*bad_images=drop"):
+        vision.sound_images(None)(bad)
+    assert vision.sound_images(None)(loaded.mixed()[0])
+
+
+def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
+    folder = vision_models.make("llava", tmp_path / "llava")
+    (folder / "processor_config.json").unlink()
+    config = Model(path=str(folder), dtype="float32")
+    _, tokenizer = loading.load_config(config, folder)
+    with pytest.raises(UserError, match="processor"):
+        loading.load_vision(config, folder, tokenizer)
