@@ -135,7 +135,7 @@ class StoredImage:
                 return
             if isinstance(stored, Mapping):
                 stored = stored.get("bytes") or stored.get("path")
-            if stored is None or stored == "":
+            if stored in (None, "", b""):
                 raise ValueError("it is empty")
             file = io.BytesIO(stored) if isinstance(stored, bytes) else self._path(stored)
             with warnings.catch_warnings():
@@ -163,6 +163,6 @@ def opened(value: Any) -> Any:
     """Returns a value with PIL images in place of stored images, also inside of a list."""
     if isinstance(value, StoredImage):
         return value.open()
-    if isinstance(value, list) and any(isinstance(v, StoredImage) for v in value):
+    if isinstance(value, list) and any(isinstance(v, StoredImage | list) for v in value):
         return [opened(v) for v in value]
     return value

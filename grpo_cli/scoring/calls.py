@@ -24,6 +24,7 @@ from typing import Any
 from grpo_cli.config.schema import Scoring
 from grpo_cli.data.rows import DATASET
 from grpo_cli.data.stored_completions import Sample
+from grpo_cli.images import opened
 from grpo_cli.scoring.pool import Call, CallResult, Pool
 from grpo_cli.scoring.pool_worker import answer, blame, recorders
 from grpo_cli.scoring.processes import overrun
@@ -223,7 +224,8 @@ class Loop:
         async with slot:
             start = time.perf_counter()
             try:
-                coroutine: Coroutine[Any, Any, Any] = reward.function(**arguments)  # type: ignore[assignment]
+                decoded = {name: opened(value) for name, value in arguments.items()}
+                coroutine: Coroutine[Any, Any, Any] = reward.function(**decoded)  # type: ignore[assignment]
                 task = asyncio.ensure_future(_staying(coroutine))
                 ended, _ = await asyncio.wait({task}, timeout=reward.timeout)
                 if not ended:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from grpo_cli.images import opened
 from grpo_cli.scoring import processes
 from grpo_cli.scoring.pool import CallResult
 
@@ -71,7 +72,9 @@ def answer(function: Callable[..., Any], arguments: dict[str, Any]) -> CallResul
     metrics, extras = recorders(arguments)
     start = time.perf_counter()
     try:
-        values, error = function(**arguments), None
+        # Images are sent as they are stored, and decoded where a function takes them.
+        decoded = {name: opened(value) for name, value in arguments.items()}
+        values, error = function(**decoded), None
     except (Exception, SystemExit, GeneratorExit) as raised:  # a user's function may raise anything
         values, error = None, blame(raised)
     return CallResult(values, metrics, extras, time.perf_counter() - start, error)

@@ -18,6 +18,7 @@ from grpo_cli import data
 from grpo_cli.checkpoints import lock, lookup, manifest, paths
 from grpo_cli.config import contradictions, parsing, saved_recipe, sources
 from grpo_cli.config.schema import ADAM, Dataset, Recipe
+from grpo_cli.data import images
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.environments import factory as environments
 from grpo_cli.errors import UserError, nearest
@@ -351,6 +352,9 @@ def make_scorer(
         prompt = data.prompt_text(row, dataset, line)
         try:
             columns = {**data.other_columns(row), **more}
+            if images.has_images(row, prompt):
+                of_row = images.of_row(rows, 0, row, prompt, dataset.max_pixels)
+                prompt, columns = of_row.messages, {**columns, **of_row.columns}
             episode = MADE_UP_EPISODE if recipe.has_episodes else None
             scorer.try_out(Sample(line, prompt, MADE_UP, (0,), columns, episode=episode))
         except BaseException:

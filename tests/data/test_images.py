@@ -1,0 +1,117 @@
+"""Images of rows: columns, messages, placeholders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from grpo_cli.config.schema import Dataset
+from grpo_cli.data import images, load_rows
+from grpo_cli.data.prompts import images_of, prompt_text
+from grpo_cli.data.rows import Rows
+from grpo_cli.errors import UserError
+from tests.test_images import RED, encoded
+
+CHAT = Dataset(chat=True, prompt="{prompt}")
+PNG = encoded(RED)
+ASKED = [{"role": "user", "content": "How many?"}]
+IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "How many?"}
+
+
+def of(row: dict[str, Any]) -> images.ImageRow:
+    rows = Rows("x.parquet", list(row), [row])
+    return images.of_row(rows, 0, row, prompt_text(row, CHAT, 0), None)
+
+
+@pytest.mark.parametrize(
+    ("row", "count"),
+    [({"image": PNG}, 1), ({"images": [PNG, PNG]}, 2), ({"images": [PNG], "image": PNG}, 1)],
+)
+def test_images_of_a_column_stand_before_the_users_text(row: dict[str, Any], count: int) -> None:
+    system = {"role": "system", "content": "Look."}
+    found = of({**row, "prompt": [system, *ASKED]})
+    assert found.messages == [system, {"role": "user", "content": [IMAGE] * count + [TEXT]}]
+    assert [i.size for i in found.images] == [(60, 40)] * count
+    column = next(iter(row))
+    assert isinstance(found.columns[column], list) == (column == "images")
+
+
+def test_placeholders_are_filled_in_their_order() -> None:
+    prompt = [
+        {"role": "user", "content": [TEXT, IMAGE, TEXT, {"type": "image", "image": None}]},
+        {"role": "assistant", "content": "Two."},
+        {"role": "user", "content": [IMAGE, TEXT]},
+    ]
+    small = encoded(RED.resize((3, 2)))
+    found = of({"prompt": prompt, "images": [PNG, small, PNG]})
+    assert [i.size for i in found.images] == [(60, 40), (3, 2), (60, 40)]
+    assert found.messages[0]["content"] == [TEXT, IMAGE, TEXT, IMAGE]
+    assert found.messages[1] == prompt[1]
+
+
+def test_a_picture_in_a_message_needs_no_column() -> None:
+    block = {"type": "image", "image": {"bytes": PNG, "path": None}, "text": None}
+    found = of({"prompt": [{"role": "user", "content": [block, TEXT]}]})
+    assert found.messages == [{"role": "user", "content": [IMAGE, TEXT]}]
+    assert found.images[0].size == (60, 40)
+
+
+@pytest.mark.parametrize(("placeholders", "given"), [(2, 1), (1, 2), (1, 0)])
+def test_placeholders_are_counted_against_images(placeholders: int, given: int) -> None:
+    prompt = [{"role": "user", "content": [IMAGE] * placeholders + [TEXT]}]
+    row = {"prompt": prompt, "images": [PNG] * given}
+    with pytest.raises(UserError, match=rf"row 0: .* {placeholders} placeholders .* {given} image"):
+        of(row)
+
+
+def test_images_by_url_are_refused() -> None:
+    block = {"type": "image_url", "image_url": {"url": "https://x/y.png"}}
+    with pytest.raises(UserError, match="row 0, message 0: names an image by a URL"):
+        of({"prompt": [{"role": "user", "content": [block]}]})
+
+
+def test_images_need_a_chat() -> None:
+    rows = Rows("x.parquet", ["image"], [{"image": PNG}])
+    with pytest.raises(UserError, match=r"x.parquet, row 0: .* set dataset.chat=true"):
+        images.of_row(rows, 0, rows.rows[0], "How many?", None)
+
+
+@pytest.mark.parametrize(
+    ("row", "where"),
+    [({"image": PNG}, "the column 'image'"), ({}, "the messages")],
+)
+def test_a_model_of_text_refuses_images(row: dict[str, Any], where: str) -> None:
+    content: Any = "Hi" if row else [IMAGE, TEXT]
+    texts = [ASKED, [{"role": "user", "content": content}]]
+    rows = Rows("x.parquet", ["image"], [{"image": None}, row])
+    with pytest.raises(UserError, match=f"row 1: has images in {where}, and the model reads text"):
+        images_of(rows, texts, None, None)
+
+
+def test_rows_without_images_are_text() -> None:
+    rows = Rows("x.parquet", ["image"], [{"image": None}, {"images": []}])
+    assert images_of(rows, [ASKED, ASKED], None, None) == [None, None]
+
+
+def test_images_of_a_file_stay_encoded_until_they_are_read(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_dict(
+        {
+            "prompt": [ASKED] * 2,
+            "image": [{"bytes": PNG, "path": None}, {"bytes": b"?", "path": ""}],
+        },
+        features=datasets.Features(
+            {
+                "prompt": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+                "image": datasets.Image(),
+            }
+        ),
+    )
+    table.to_parquet(tmp_path / "x.parquet")
+    config = Dataset(train=str(tmp_path / "x.parquet"), chat=True)
+    rows = load_rows(config, "train")
+    assert rows.rows[1]["image"]["bytes"] == b"?"  # which no decoder has seen
+    found = images.of_row(rows, 0, rows.rows[0], prompt_text(rows.rows[0], config, 0), 600)
+    assert found.images[0].open().size == (30, 20)

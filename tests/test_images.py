@@ -1,0 +1,98 @@
+"""Stored images: what is read, when, and the sentence for what cannot be."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from grpo_cli.images import Cell, ImageError, StoredImage, opened
+
+
+def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind)
+    return file.getvalue()
+
+
+RED = Image.new("RGB", (60, 40), "red")
+
+
+@pytest.mark.parametrize("form", ["path", "bytes", "dict", "dict of a path", "pil"])
+def test_every_form_of_a_picture_is_read(form: str, tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(encoded(RED))
+    source: Any = {
+        "path": "red.png",
+        "bytes": encoded(RED),
+        "dict": {"bytes": encoded(RED), "path": None},
+        "dict of a path": {"bytes": None, "path": "red.png"},
+        "pil": RED,
+    }[form]
+    image = StoredImage(source, "row 0", folder=str(tmp_path))
+    assert image.size == (60, 40)
+    assert image.open().getpixel((5, 5)) == (255, 0, 0)
+
+
+def test_an_image_is_resized_within_max_pixels() -> None:
+    image = StoredImage(encoded(RED), "row 0", max_pixels=600)
+    assert image.size == image.open().size == (30, 20)
+
+
+def test_transparent_parts_are_white_and_grey_is_rgb() -> None:
+    clear = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
+    assert StoredImage(encoded(clear), "").open().getpixel((0, 0)) == (255, 255, 255)
+    assert StoredImage(encoded(Image.new("L", (4, 4), 7)), "").open().getpixel((0, 0)) == (7, 7, 7)
+
+
+def test_a_cell_is_read_when_its_image_is() -> None:
+    table: list[dict[str, Any]] = [{"images": [encoded(RED)]}]
+    image = StoredImage(Cell(table, 0, ("images", 0)), "row 0")
+    table[0]["images"] = [encoded(Image.new("RGB", (8, 8)))]
+    assert image.size == (8, 8)
+    del table[0]
+    with pytest.raises(IndexError):
+        image.open()
+
+
+def test_pickled_it_holds_its_bytes() -> None:
+    image = StoredImage(Cell([{"image": encoded(RED)}], 0, ("image",)), "row 0", 600)
+    again = pickle.loads(pickle.dumps(image))
+    assert (again.size, again.place) == ((30, 20), "row 0")
+    assert again.source == encoded(RED)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (encoded(RED)[:60], "truncated"),
+        (b"nothing", "cannot identify image file"),
+        (b"", "it is empty"),
+        (None, "it is empty"),
+        ("missing.png", "No such file"),
+        (5, "expected str"),
+    ],
+)
+def test_a_broken_picture_ends_in_a_sentence(source: Any, reason: str) -> None:
+    with pytest.raises(ImageError, match=rf"row 3, column 'image': the image cannot.*{reason}"):
+        StoredImage(source, "x.parquet, row 3, column 'image'").open()
+
+
+def test_a_picture_of_nine_hundred_million_pixels_is_refused() -> None:
+    small = encoded(Image.new("1", (16, 16)))
+    header = b"IHDR" + struct.pack(">II", 30_000, 30_000) + small[24:29]
+    huge = small[:12] + header + struct.pack(">I", zlib.crc32(header)) + small[33:]
+    with pytest.raises(ImageError, match="row 3: the image has more than 178,956,970 pixels"):
+        _ = StoredImage(huge, "row 3", max_pixels=100).size
+
+
+def test_opened_reaches_images_in_lists() -> None:
+    image = StoredImage(RED, "")
+    values = opened([image, [image, image], []])
+    assert [type(v).__name__ for v in (values[0], values[1][1])] == ["Image", "Image"]
+    assert opened("text") == "text"
