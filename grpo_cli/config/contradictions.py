@@ -152,6 +152,15 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
         yield f"model.path = {model.path}: the recipe builds a model; add model.build=null."
     if model.build is not None:
         b = model.build
+        if b.vision_layers and b.image_size % (2 * b.patch_size):
+            yield (
+                f"model.build.image_size = {b.image_size}: must be a multiple of twice patch_size "
+                f"= {b.patch_size}."
+            )
+        if b.vision_layers and b.vision_hidden_size % 4:
+            yield (
+                f"model.build.vision_hidden_size = {b.vision_hidden_size}: must be a multiple of 4."
+            )
         # max: a 0 is out of range, and is reported as that
         if b.hidden_size % max(1, b.num_heads) or b.num_heads % max(1, b.num_kv_heads):
             yield (

@@ -34,6 +34,16 @@ class Build:
         "Byte-pair merges learnt from the data set, added to the 256 bytes of the vocabulary.",
         ge=0,
     )
+    vision_layers: int = knob(
+        0,
+        "Layers of a vision tower, with which the model reads images (Idefics 3); 0: text only.",
+        ge=0,
+    )
+    vision_hidden_size: int = knob(64, "Width of the vision tower; 4 heads.", ge=8)
+    image_size: int = knob(32, "Sides of an image as the vision tower sees it, in pixels.", ge=8)
+    patch_size: int = knob(
+        4, "Sides of a patch of an image, in pixels; an image takes a token for 4 patches.", ge=1
+    )
     warmup_steps: int = knob(
         300, "Largest number of supervised steps on the data set's solutions.", ge=0
     )

@@ -63,7 +63,7 @@ def make_prompts(
             short enough.
     """
     texts = [prompt_text(row, config, rows.line(n)) for n, row in enumerate(rows.rows)]
-    found = images_of(rows, texts, config.max_pixels, vision)
+    found = images_of(rows, texts, config.max_pixels, reads_images=vision is not None)
     every = encode(
         rows,
         texts,
@@ -177,7 +177,7 @@ def encode(
 
 
 def images_of(
-    rows: Rows, texts: Sequence[Any], max_pixels: int | None, vision: VisionProcessor | None
+    rows: Rows, texts: Sequence[Any], max_pixels: int | None, *, reads_images: bool
 ) -> list[ImageRow | None]:
     """Returns the messages and images of each row, None for a row without images.
 
@@ -189,7 +189,7 @@ def images_of(
         if not images.has_images(row, text):
             found.append(None)
             continue
-        if vision is None:
+        if not reads_images:
             name = images.column_of(row)
             where = f"the column {name!r}" if name else "the messages"
             other = f", or rename the column (dataset.columns.unused={name})" if name else ""

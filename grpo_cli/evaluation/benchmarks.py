@@ -342,7 +342,7 @@ def make_prompts(
                 f"benchmark.{name}.modes.{mode}.prompt: row {number} of {rows.source} does not fit "
                 f"the template: {type(error).__name__}: {error}"
             ) from error
-    images = images_of(rows, texts, max_pixels, vision)
+    images = images_of(rows, texts, max_pixels, reads_images=vision is not None)
     return encode(
         rows,
         texts,

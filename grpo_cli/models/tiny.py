@@ -14,21 +14,25 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from grpo_cli.algorithm.batch import pad_right
 from grpo_cli.config.cache import cache_dir
 from grpo_cli.config.schema import Build
 from grpo_cli.data import conversations
+from grpo_cli.images import StoredImage
+from grpo_cli.models import tiny_vision
+from grpo_cli.models.vision import VisionProcessor, image_arguments
 from grpo_cli.random_streams import derive_seed
+from grpo_cli.records import Prompt
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # Tools are listed by their names and arguments, and called as Qwen2.5 does it: few tokens each.
@@ -52,6 +56,15 @@ EpisodeIds = Callable[[Sequence[Any]], tuple[list[int], list[bool]]]
 
 
 @dataclass(frozen=True)
+class Example:
+    """A row of the warm-up."""
+
+    prompt: Prompt
+    solution: list[int]  # its tokens
+    is_trained: list[bool]  # which of them are the model's own
+
+
+@dataclass(frozen=True)
 class Episodes:
     """Says how episodes are written, for warm-ups with solutions of several turns."""
 
@@ -61,7 +74,12 @@ class Episodes:
 
 
 def build(
-    config: Build, pairs: Pairs, seed: int, report: Report, episodes: Episodes | None = None
+    config: Build,
+    pairs: Pairs,
+    seed: int,
+    report: Report,
+    episodes: Episodes | None = None,
+    images: Sequence[Sequence[StoredImage]] = (),
 ) -> Path:
     """Builds the warmed-up model, or finds it in the cache by the hash of its ingredients.
 
@@ -71,11 +89,12 @@ def build(
         seed: of the weights and of the order of the rows.
         report: called after each supervised step.
         episodes: says how episodes are written; needed where solutions are messages.
+        images: those of each pair's prompt; (): there are none.
 
     Returns:
         The model's folder.
     """
-    facts = {
+    facts: dict[str, Any] = {
         "recipe_version": RECIPE_VERSION,
         "build": dataclasses.asdict(config),
         "pairs": hashlib.sha256(json.dumps(list(pairs)).encode()).hexdigest(),
@@ -83,6 +102,10 @@ def build(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+    if config.vision_layers:
+        facts["images"] = tiny_vision.digest(images)
+    else:
+        facts["build"] = {k: v for k, v in facts["build"].items() if k not in tiny_vision.SETTINGS}
     if episodes is not None and any(episodes.tools.values()):
         by_name = {name: list(tools) for name, tools in episodes.tools.items()}
         facts["tools"] = json.dumps([by_name, episodes.names] if episodes.names else by_name[""])
@@ -93,12 +116,14 @@ def build(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = tokenizer_of(config, pairs)
+        vision = tiny_vision.processor_of(config, tokenizer) if config.vision_layers else None
         model = make_model(config, tokenizer)
         if config.warmup_steps:
-            warm_up(model, tokenizer, config, pairs, seed, report, episodes)
+            rows = _encoded(tokenizer, pairs, episodes, vision, images)
+            warm_up(model, config, list(rows), seed, report)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    (vision or tokenizer).save_pretrained(partial)
     (partial / "made_from.json").write_text(json.dumps(facts, indent=2))
     try:
         partial.rename(folder)
@@ -114,6 +139,11 @@ def tokenizer_of(config: Build, pairs: Pairs) -> PreTrainedTokenizerFast:
 
 def make_tokenizer(config: Build, texts: Sequence[str]) -> PreTrainedTokenizerFast:
     """Trains a tokenizer of bytes and `config.merges` byte pairs. Digits never merge."""
+    special = [PAD, START, END]
+    template = CHAT_TEMPLATE
+    if config.vision_layers:
+        special += tiny_vision.TOKENS
+        template = template.replace("{{ m['content'] }}", tiny_vision.CONTENT)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -123,19 +153,19 @@ def make_tokenizer(config: Build, texts: Sequence[str]) -> PreTrainedTokenizerFa
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=256 + 3 + config.merges,
+        vocab_size=256 + len(special) + config.merges,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[PAD, START, END],
+        special_tokens=special,
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts if config.merges else [], trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=CHAT_TEMPLATE
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=template
     )
 
 
 def make_model(config: Build, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Makes a randomly initialised Qwen2 of the config's sizes."""
+    """Makes a randomly initialised Qwen2 of the config's sizes, with or without a vision tower."""
     qwen = transformers.Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
@@ -150,7 +180,11 @@ def make_model(config: Build, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = transformers.Qwen2ForCausalLM(qwen)
+    model: PreTrainedModel
+    if config.vision_layers:
+        model = tiny_vision.make_model(config, qwen, tokenizer)
+    else:
+        model = transformers.Qwen2ForCausalLM(qwen)
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
@@ -158,13 +192,7 @@ def make_model(config: Build, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
 
 
 def warm_up(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    config: Build,
-    pairs: Pairs,
-    seed: int,
-    report: Report,
-    episodes: Episodes | None = None,
+    model: PreTrainedModel, config: Build, every: Sequence[Example], seed: int, report: Report
 ) -> None:
     """Trains the next token of `prompt + solution + eos`, with the loss on the solution only.
 
@@ -173,8 +201,9 @@ def warm_up(
     Ends early once the loss, averaged over the last `AVERAGED` steps, is at the target: the number
     of steps that a small model needs varies by half between seeds, its ability at a loss does not.
     """
-    every = _encoded(tokenizer, pairs, episodes)
-    rows = [r for r in every if len(r[0]) + len(r[1]) <= config.max_position_embeddings]
+    rows = [
+        r for r in every if len(r.prompt.ids) + len(r.solution) <= config.max_position_embeddings
+    ]
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=config.warmup_learning_rate,
@@ -187,13 +216,9 @@ def warm_up(
         for group in optimizer.param_groups:
             group["lr"] = config.warmup_learning_rate * _triangle(step, config.warmup_steps)
         batch = chooser.choices(rows, k=config.warmup_batch)
-        longest = max(len(p + s) for p, s, _ in batch)
-        ids = pad_right([torch.tensor(p + s) for p, s, _ in batch], longest)
-        labels = torch.full_like(ids, IGNORED)
-        for i, (p, s, own) in enumerate(batch):
-            kept = [token if is_own else IGNORED for token, is_own in zip(s, own, strict=True)]
-            labels[i, len(p) : len(p) + len(s)] = torch.tensor(kept)
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        ids, labels = _padded(batch)
+        images = image_arguments([r.prompt for r in batch], ids, model, packed=False)
+        logits = model(input_ids=ids, use_cache=False, **images).logits[:, :-1]
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -203,6 +228,19 @@ def warm_up(
         report(step + 1, losses[-1])
         if sum(losses[-AVERAGED:]) / AVERAGED <= config.warmup_target_loss and step >= AVERAGED:
             return
+
+
+def _padded(batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
+    """Returns the tokens of examples and their labels, [B, T] each."""
+    rows = [r.prompt.ids + r.solution for r in batch]
+    ids = pad_right([torch.tensor(row) for row in rows], max(map(len, rows)))
+    labels = torch.full_like(ids, IGNORED)
+    for row, r in zip(labels, batch, strict=True):
+        pairs = zip(r.solution, r.is_trained, strict=True)
+        kept = [token if is_trained else IGNORED for token, is_trained in pairs]
+        first = len(r.prompt.ids)
+        row[first : first + len(kept)] = torch.tensor(kept)
+    return ids, labels
 
 
 def _triangle(step: int, steps: int) -> float:
@@ -215,7 +253,9 @@ def _triangle(step: int, steps: int) -> float:
 
 def _texts(pair: tuple[object, object]) -> list[str]:
     prompt, solution = pair
-    parts = [m["content"] for m in prompt] if isinstance(prompt, list) else [str(prompt)]
+    parts = [str(prompt)]
+    if isinstance(prompt, list):
+        parts = [conversations.text_of(m["content"]) for m in prompt]
     if not isinstance(solution, list):
         return [*parts, str(solution)]
     # The markup of an episode takes more tokens than its contents.
@@ -236,21 +276,34 @@ def _call(call: Mapping[str, Any]) -> str:
 
 
 def _encoded(
-    tokenizer: PreTrainedTokenizerBase, pairs: Pairs, episodes: Episodes | None
-) -> Iterator[tuple[list[int], list[int], list[bool]]]:
-    """Yields the tokens of each prompt, those of its solution, and which of them train."""
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Pairs,
+    episodes: Episodes | None,
+    vision: VisionProcessor | None = None,
+    images: Sequence[Sequence[StoredImage]] = (),
+) -> Iterator[Example]:
+    """Yields the example of each pair."""
     tools_of = episodes.tools if episodes is not None else {"": ()}
     names = (episodes.names if episodes is not None else ()) or [""] * len(pairs)
     encoders: dict[str, EpisodeIds] = {}
     if episodes is not None:
         encoders = {n: episodes.encoder(tokenizer, tools) for n, tools in tools_of.items()}
-    for (prompt, solution), name in zip(pairs, names, strict=True):
+    for (prompt, solution), name, own_images in zip(
+        pairs, names, images or [()] * len(pairs), strict=True
+    ):
         tools = tools_of[name]
         if isinstance(prompt, list):
             prompt = conversations.render(tokenizer, prompt, {}, "the warm-up", tools)
-        ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if own_images:
+            assert vision is not None, "checked when the prompts were made"
+            ids = vision.ids(str(prompt), own_images)
+        else:
+            ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        whole = replace(
+            Prompt.from_ids(ids), images=tuple(own_images), vision=vision if own_images else None
+        )
         if isinstance(solution, list):
-            yield ids, *encoders[name](solution)
+            yield Example(whole, *encoders[name](solution))
         else:
             own = tokenizer(solution, add_special_tokens=False)["input_ids"]
-            yield ids, [*own, tokenizer.eos_token_id], [True] * (len(own) + 1)
+            yield Example(whole, [*own, tokenizer.eos_token_id], [True] * (len(own) + 1))

@@ -37,6 +37,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks, tasks
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.generation import factory
+from grpo_cli.images import StoredImage
 from grpo_cli.models import adapters, loading, optimizers, quantization, tiny
 from grpo_cli.models.families import num_experts
 from grpo_cli.models.memory import MicroBatchBudget
@@ -459,8 +460,16 @@ def build_model(
     build, generation = recipe.model.build, recipe.generation
     assert build is not None
     pairs: list[tuple[Any, Any]] = []
+    images: list[Sequence[StoredImage]] = []
     for part in train.values() if build.warmup_steps else ():
-        pairs += data.solution_pairs(part.rows, part.dataset)
+        own = list(data.solution_pairs(part.rows, part.dataset))
+        texts, reads = [prompt for prompt, _ in own], build.vision_layers > 0
+        rows = data.images_of(part.rows, texts, part.dataset.max_pixels, reads_images=reads)
+        images += [() if row is None else row.images for row in rows]
+        pairs += [
+            (prompt if row is None else row.messages, solution)
+            for (prompt, solution), row in zip(own, rows, strict=True)
+        ]
     if factory.names_tokens(generation):
         tokenizer = tiny.tokenizer_of(build, pairs)
         eos_ids = [tokenizer.eos_token_id, *generation.stop_token_ids]
@@ -472,6 +481,7 @@ def build_model(
         recipe.seed,
         lambda step, loss: bar.update(step, f"supervised loss {loss:.3f}"),
         _episodes(train, sessions) if pairs else None,
+        images,
     )
     bar.close()
     return path

@@ -88,12 +88,12 @@ def test_a_model_of_text_refuses_images(row: dict[str, Any], where: str) -> None
     texts = [ASKED, [{"role": "user", "content": content}]]
     rows = Rows("x.parquet", ["image"], [{"image": None}, row])
     with pytest.raises(UserError, match=f"row 1: has images in {where}, and the model reads text"):
-        images_of(rows, texts, None, None)
+        images_of(rows, texts, None, reads_images=False)
 
 
 def test_rows_without_images_are_text() -> None:
     rows = Rows("x.parquet", ["image"], [{"image": None}, {"images": []}])
-    assert images_of(rows, [ASKED, ASKED], None, None) == [None, None]
+    assert images_of(rows, [ASKED, ASKED], None, reads_images=False) == [None, None]
 
 
 def test_images_of_a_file_stay_encoded_until_they_are_read(tmp_path: Path) -> None:
