@@ -37,7 +37,7 @@ def require() -> None:
         import PIL.Image  # noqa: F401
     except ImportError as error:
         raise UserError(
-            "the data has images, which need the package pillow: pip install 'grpo-cli[vision]'."
+            "the data has images, which need the package pillow: pip install pillow."
         ) from error
 
 

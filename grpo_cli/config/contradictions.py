@@ -150,6 +150,11 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
         yield "model.path: set it to a hub name or a folder, or choose model=tiny_qwen."
     if model.path is not None and model.build is not None:
         yield f"model.path = {model.path}: the recipe builds a model; add model.build=null."
+    if model.freeze and recipe.adapter.method != "none":
+        yield (
+            f"model.freeze = {model.freeze}: an adapter leaves all weights of the model as they "
+            "are; adapter.target_modules says where it is; set model.freeze=[]."
+        )
     if model.build is not None:
         b = model.build
         if b.vision_layers and b.image_size % (2 * b.patch_size):

@@ -66,6 +66,11 @@ class Model:
     build: Build | None = knob(
         None, "Settings of a small model that is built instead of loading model.path."
     )
+    freeze: list[str] = knob(
+        [],
+        "Parts of the model that are not trained, by their names in it, such as [visual] or "
+        "[vision_tower, embed_tokens]. Every weight whose name has such a part stays as it is.",
+    )
     dtype: str = knob(
         "float32",
         "Data type of the stored weights; mixed_precision sets that of the arithmetic. auto: the "

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.config.sources import local_path
+from grpo_cli.data.conversations import IMAGE
 from grpo_cli.data.rows import Rows
 from grpo_cli.errors import UserError
 from grpo_cli.images import Cell, StoredImage
@@ -53,8 +54,9 @@ def of_row(
 ) -> ImageRow:
     """Returns a row's messages with placeholders, and its images.
 
-    Placeholders that hold no picture take those of the column, in their order. Without any, the
-    images stand before the text of the user's first message.
+    Placeholders that hold no picture take those of the column, in their order: blocks of type
+    image, or <image> in the text of a user's message. Without any, the images stand before the text
+    of the user's first message.
 
     Args:
         number: of the row in `rows`.
@@ -81,6 +83,8 @@ def of_row(
     if name is not None:
         keys = [(name, i) for i in range(len(row[name]))] if several else [(name,)]
         given = [stored(k) for k in keys]
+    if given and not _has_blocks(text):
+        text = [_with_blocks(message) for message in text]
     unfilled = sum(_is_unfilled(b) for m in text for b in _blocks(m) if b["type"] == "image")
     if not unfilled and given:
         text = _with_placeholders(text, len(given))
@@ -104,6 +108,18 @@ def of_row(
         messages.append({**message, "content": blocks} if blocks else message)
     own: dict[str, Any] = {} if name is None else {name: given if several else given[0]}
     return ImageRow(messages, tuple(images), own)
+
+
+def _with_blocks(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message of the user with blocks in place of each <image> in its text."""
+    parts = message["content"].split(IMAGE)
+    if message["role"] != "user" or len(parts) == 1:
+        return message
+    blocks: list[dict[str, Any]] = []
+    for number, part in enumerate(parts):
+        blocks += [{"type": "text", "text": part}] if part else []
+        blocks += [dict(PLACEHOLDER)] if number < len(parts) - 1 else []
+    return {**message, "content": blocks}
 
 
 def _blocks(message: Mapping[str, Any]) -> Sequence[dict[str, Any]]:

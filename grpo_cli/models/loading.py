@@ -328,6 +328,34 @@ def prepare_for_training(model: PreTrainedModel, config: Model) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
+def freeze(model: PreTrainedModel, parts: Sequence[str]) -> int:
+    """Freezes the weights whose names have one of these parts.
+
+    Args:
+        parts: names of modules or weights, such as "vision_tower" or "layers.0".
+
+    Returns:
+        How many weights are frozen, in numbers.
+
+    Raises:
+        UserError: a part is in no name, or nothing would be left to train.
+    """
+    frozen, named = 0, list(model.named_parameters(remove_duplicate=False))
+    for part in parts:
+        found = [p for name, p in named if f".{part}." in f".{name}."]
+        if not found:
+            known = {n for name, _ in model.named_modules() for n in name.split(".") if n}
+            raise UserError(
+                f"model.freeze: the model has no part {part!r}.{nearest(part, sorted(known))}"
+            )
+        for p in found:
+            frozen += p.numel() if p.requires_grad else 0
+            p.requires_grad_(False)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UserError(f"model.freeze = {[*parts]}: leaves no weight to train.")
+    return frozen
+
+
 def set_dropout(model_config: transformers.PretrainedConfig, rate: float) -> None:
     """Sets every dropout rate of a model config, whatever its name."""
     for name, value in model_config.to_dict().items():

@@ -402,6 +402,9 @@ def load_policy(
         loading.check_trainable(recipe.model, path)
     model, tokenizer = loading.load(recipe.model, path, weights=whole, half_type=workers.half_type)
     vision = loading.load_vision(recipe.model, path, tokenizer)
+    if recipe.model.freeze and prepared.train:
+        frozen = loading.freeze(model, recipe.model.freeze)
+        reporter.say(f"{frozen / 1e6:.4g} M parameters are frozen (model.freeze)")
     if recipe.adapter.method != "none":
         add_adapter(model, path, recipe, reporter.say)
     return model, tokenizer, vision

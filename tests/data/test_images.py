@@ -52,6 +52,15 @@ def test_placeholders_are_filled_in_their_order() -> None:
     assert found.messages[1] == prompt[1]
 
 
+def test_image_in_a_text_is_a_placeholder() -> None:
+    asked = [{"role": "user", "content": "<image>Left of<image>?"}]
+    found = of({"prompt": asked, "images": [PNG, PNG]})
+    texts = [{"type": "text", "text": text} for text in ("Left of", "?")]
+    assert found.messages[0]["content"] == [IMAGE, texts[0], IMAGE, texts[1]]
+    with pytest.raises(UserError, match="2 placeholders for images, and there are 1 images"):
+        of({"prompt": asked, "images": [PNG]})
+
+
 def test_a_picture_in_a_message_needs_no_column() -> None:
     block = {"type": "image", "image": {"bytes": PNG, "path": None}, "text": None}
     found = of({"prompt": [{"role": "user", "content": [block, TEXT]}]})

@@ -240,3 +240,16 @@ def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
     _, tokenizer = loading.load_config(config, folder)
     with pytest.raises(UserError, match="processor"):
         loading.load_vision(config, folder, tokenizer)
+
+
+def test_parts_are_frozen_by_name(tmp_path: Path) -> None:
+    loaded = load("llava", tmp_path)
+    frozen = loading.freeze(loaded.model, ["vision_tower", "layers.0"])
+    still = [n for n, p in loaded.model.named_parameters() if not p.requires_grad]
+    assert frozen == sum(p.numel() for p in loaded.model.parameters() if not p.requires_grad)
+    assert all("vision_tower." in n or "layers.0." in n for n in still)
+    assert not any("layers.1." in n and "vision_tower" not in n for n in still)
+    with pytest.raises(UserError, match=r"no part 'vision_towr'\. Did you mean vision_tower"):
+        loading.freeze(loaded.model, ["vision_towr"])
+    with pytest.raises(UserError, match="leaves no weight to train"):
+        loading.freeze(loaded.model, ["model", "lm_head"])
