@@ -123,5 +123,11 @@ def make_generator(
     sampled = recipe.generation.allowed_token_ids
     if sampled and not eos_ids.intersection(sampled):
         say("note: no token of generation.allowed_token_ids ends a completion")
+    engine = engine_class(recipe.generation.engine)
+    if not engine.accepts_images and any(prompt.images for prompt in prompts):
+        raise UserError(
+            f"generation.engine = {recipe.generation.engine}: takes no prompts with images; choose "
+            "generation=transformers."
+        )
     setup = EngineSetup(recipe, model, tokenizer, sorted(eos_ids), workers, prompts, say)
-    return engine_class(recipe.generation.engine).make(setup)
+    return engine.make(setup)

@@ -1,0 +1,145 @@
+"""Runs with images: resumed, on two processes, with broken pictures, of models that read text."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from tests import programs, vision_models
+from tests.vision_models import picture
+
+pytestmark = pytest.mark.runs
+
+ROWS = 12
+REWARD = """
+def brightness(completions, image, **kwargs):
+    assert all(i is None or i.mode == "RGB" for i in image), image
+    return [float(len(c[-1]["content"]) % 3) + (0 if i is None else i.getpixel((0, 0))[0] / 255)
+            for c, i in zip(completions, image)]
+"""
+
+
+def png(seed: int) -> bytes:
+    file = io.BytesIO()
+    picture(seed, (32, 48) if seed % 2 else (32, 32)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model, data of which some rows have no image, and a reward."""
+    folder = tmp_path_factory.mktemp("vision")
+    vision_models.make("idefics3", folder / "model")
+    write(folder / "rows.parquet", [None if i % 4 == 3 else png(i) for i in range(ROWS)])
+    (folder / "bright.py").write_text(REWARD)
+    return folder
+
+
+def write(path: Path, pictures: list[bytes | None]) -> None:
+    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
+    cells = [None if p is None else {"bytes": p, "path": None} for p in pictures]
+    prompts = [f"How many in {i}?" for i in range(len(cells))]
+    columns = {"prompt": prompts, "image": cells}
+    datasets.Dataset.from_dict(columns, features=features).to_parquet(path)
+
+
+def train(parts: Path, folder: Path, *words: str, processes: int = 1, data: str = "rows") -> Any:
+    recipe = [
+        *("recipe=arithmetic_tiny", "model=qwen2_5_0_5b_instruct", "reward=[]"),
+        f"dataset.train={parts / data}.parquet",
+        *("dataset.prompt='{prompt}'", "dataset.solution=null", "dataset.chat=true"),
+        *(
+            "dataset.eval=null",
+            "dataset.max_prompt_tokens=96",
+            "eval.every=0",
+            "+reward.bright.function=bright:brightness",
+        ),
+        *("steps=4", "prompts_per_step=4", "generation.num_generations=3", "device=cpu"),
+        *("generation.max_completion_tokens=6", "checkpoint.every=2", "loss.beta=0.05"),
+    ]
+    command = ["-m", "grpo_cli", "train", *recipe, f"output_dir={folder}", *words]
+    if not any(word.startswith("model=") for word in words):
+        command.append(f"model.path={parts / 'model'}")
+    return programs.run(
+        programs.started(processes, *command),
+        HF_HUB_OFFLINE="1",
+        PYTHONPATH=f"{programs.ROOT}:{parts}",
+    )
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / "step-4" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def straight(parts: Path) -> Path:
+    folder = parts / "straight"
+    ended = train(parts, folder)
+    assert ended.returncode == 0, ended.stderr
+    return folder
+
+
+def test_a_resumed_run_has_the_same_weights(parts: Path, straight: Path, tmp_path: Path) -> None:
+    before = load_file(parts / "model" / "model.safetensors")
+    tower = [n for n in before if "vision_model" in n and "k_proj.bias" not in n]
+    assert all(not torch.equal(before[n], weights(straight)[n]) for n in tower)
+    shutil.copytree(straight, tmp_path / "halted")
+    shutil.rmtree(tmp_path / "halted" / "checkpoints" / "step-4")
+    (tmp_path / "halted" / "summary.json").unlink()
+    ended = train(parts, tmp_path / "halted", "resume=auto")
+    assert ended.returncode == 0, ended.stderr
+    expected = weights(straight)
+    assert all(torch.equal(w, expected[n]) for n, w in weights(tmp_path / "halted").items())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_do_what_one_does(
+    parts: Path, straight: Path, tmp_path: Path, strategy: str
+) -> None:
+    ended = train(parts, tmp_path / "two", f"distributed={strategy}", processes=2)
+    assert ended.returncode == 0, ended.stderr
+    expected = weights(straight)
+    for name, weight in weights(tmp_path / "two").items():
+        assert torch.allclose(weight, expected[name], atol=1e-5), name
+
+
+def test_a_checkpoint_loads_by_transformers(straight: Path) -> None:
+    folder = straight / "checkpoints" / "step-4"
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(folder)
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi"}]}]
+    text = processor.apply_chat_template(messages, tokenize=False)
+    inputs = processor(text=[text], images=[[picture(0)]], return_tensors="pt")
+    assert model(**inputs).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("broken", [b"no picture", png(1)[:300]], ids=["header", "cut off"])
+def test_a_broken_picture_stops_the_run_or_is_left_out(
+    parts: Path, tmp_path: Path, broken: bytes
+) -> None:
+    data = f"broken{len(broken)}"
+    write(parts / f"{data}.parquet", [png(0), broken, png(2), png(3), png(4)])
+    ended = train(parts, tmp_path / "stops", data=data)
+    assert ended.returncode != 0
+    assert "row 1, column 'image': the image cannot be read" in ended.stdout + ended.stderr
+    assert "bad_images=drop" in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
+    ended = train(parts, tmp_path / "drops", "dataset.bad_images=drop", data=data)
+    assert ended.returncode == 0, ended.stderr
+    assert "row 1, column 'image': the image cannot be read" in ended.stdout
+    assert json.loads((tmp_path / "drops" / "summary.json").read_text())["steps"] == 4
+
+
+def test_a_model_of_text_refuses_images(parts: Path, tmp_path: Path) -> None:
+    ended = train(parts, tmp_path / "text", "model=tiny_qwen", "model.build.warmup_steps=0")
+    assert ended.returncode == 2
+    assert "has images in the column 'image', and the model reads text only" in ended.stderr
