@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_cli.errors import UserError
+from grpo_cli.errors import TrainingError, UserError
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MOST_PIXELS = 178_956_970  # Pillow refuses more: a small file may hold gigabytes of one colour
 
 
-class ImageError(Exception):
+class ImageError(TrainingError):
     """Raised when an image cannot be read; the message names its row and column, and why."""
 
 

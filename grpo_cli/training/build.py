@@ -37,7 +37,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks, tasks
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.generation import factory
-from grpo_cli.images import StoredImage
+from grpo_cli.images import ImageError, StoredImage
 from grpo_cli.models import adapters, loading, optimizers, quantization, tiny
 from grpo_cli.models.families import num_experts
 from grpo_cli.models.memory import MicroBatchBudget
@@ -401,7 +401,11 @@ def load_policy(
     if prepared.train:
         loading.check_trainable(recipe.model, path)
     model, tokenizer = loading.load(recipe.model, path, weights=whole, half_type=workers.half_type)
-    vision = loading.load_vision(recipe.model, path, tokenizer)
+    vision = None
+    try:
+        vision = loading.load_vision(recipe.model, path, tokenizer)
+    except UserError as error:  # which a run on texts does not need
+        reporter.say(f"note: {error} The model reads text only.")
     if recipe.model.freeze and prepared.train:
         frozen = loading.freeze(model, recipe.model.freeze)
         reporter.say(f"{frozen / 1e6:.4g} M parameters are frozen (model.freeze)")
@@ -580,6 +584,8 @@ def make_prompts(
         vision=vision,
         on_bad_image=on_bad_image(dataset, reporter.say),
     )
+    if held_out:
+        prompts = [p for p in prompts if can_be_read(p, dataset, reporter.say)]
     if overlong:
         done = "dropped" if recipe.dataset.overlong_prompts == "drop" else "cut"
         reporter.say(
@@ -587,6 +593,24 @@ def make_prompts(
             f"dataset.max_prompt_tokens = {recipe.dataset.max_prompt_tokens}: {done}"
         )
     return prompts
+
+
+def can_be_read(prompt: Prompt, dataset: Dataset, say: Callable[[str], None]) -> bool:
+    """Whether all images of a held-out prompt can be decoded, before a run depends on it.
+
+    Raises:
+        UserError: one cannot, and dataset.bad_images says to stop.
+    """
+    try:
+        for image in prompt.images:
+            image.open()
+    except ImageError as error:
+        drop = on_bad_image(dataset, say)
+        if drop is None:
+            raise UserError(f"{error} (dataset.bad_images=drop drops the row).") from error
+        drop(str(error))
+        return False
+    return True
 
 
 def on_bad_image(dataset: Dataset, say: Callable[[str], None]) -> data.OnBadImage | None:

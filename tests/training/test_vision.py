@@ -67,7 +67,7 @@ def train(parts: Path, folder: Path, *words: str, processes: int = 1, data: str 
         *("generation.max_completion_tokens=6", "checkpoint.every=2", "loss.beta=0.05"),
     ]
     command = ["-m", "grpo_cli", "train", *recipe, f"output_dir={folder}", *words]
-    if not any(word.startswith("model=") for word in words):
+    if not any(word.startswith("model") for word in words):
         command.append(f"model.path={parts / 'model'}")
     return programs.run(
         programs.started(processes, *command),
@@ -143,3 +143,27 @@ def test_a_model_of_text_refuses_images(parts: Path, tmp_path: Path) -> None:
     ended = train(parts, tmp_path / "text", "model=tiny_qwen", "model.build.warmup_steps=0")
     assert ended.returncode == 2
     assert "has images in the column 'image', and the model reads text only" in ended.stderr
+
+
+def test_broken_held_out_pictures_are_left_out_at_the_start(parts: Path, tmp_path: Path) -> None:
+    write(parts / "held_out.parquet", [png(0), png(1)[:300], png(2)])
+    held_out = f"dataset.eval={parts / 'held_out.parquet'}", "eval.accuracy=bright", "eval.every=4"
+    ended = train(parts, tmp_path / "drops", *held_out, "dataset.bad_images=drop")
+    assert ended.returncode == 0, ended.stderr
+    assert "row 1, column 'image': the image cannot be read" in ended.stdout
+    ended = train(parts, tmp_path / "stops", *held_out)
+    assert ended.returncode == 2
+    assert "held_out.parquet, row 1, column 'image': the image cannot be read" in ended.stderr
+
+
+def test_texts_need_no_processor(parts: Path, tmp_path: Path) -> None:
+    shutil.copytree(parts / "model", tmp_path / "model")
+    (tmp_path / "model" / "processor_config.json").unlink()
+    write(parts / "texts.parquet", [None] * 4)
+    model = f"model.path={tmp_path / 'model'}"
+    ended = train(parts, tmp_path / "texts", model, data="texts")
+    assert ended.returncode == 0, ended.stderr
+    assert "The model reads text only." in ended.stdout
+    ended = train(parts, tmp_path / "pictures", model)
+    assert ended.returncode == 2
+    assert "row 0: has images in the column 'image', and the model reads text" in ended.stderr
