@@ -19,6 +19,7 @@ Schemas = Sequence[Mapping[str, Any]]  # JSON schemas of tools
 TEMPLATE_KWARGS = "chat_template_kwargs"  # the column with arguments of one row
 
 IMAGE = "<image>"  # as which an image is shown in a text
+IMAGE_TYPES = ("image", "image_url")
 PICTURES = ("image", "path", "bytes")  # keys of an image block that hold its picture
 
 # Names of the roles in rows in ShareGPT's form, {"from": "human", "value": "1+1="}.
@@ -81,9 +82,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _is_part(part: Any) -> bool:
-    return _is_text_part(part) or (
-        isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
-    )
+    return _is_text_part(part) or (isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES)
 
 
 def _block(part: Mapping[str, Any], where: str, way: tuple[str | int, ...]) -> dict[str, Any]:
@@ -102,7 +101,9 @@ def text_of(content: Any) -> str:
     """Returns the text of a message's content, with <image> for each image."""
     if not isinstance(content, list):
         return str(content)
-    return "".join(part.get("text", IMAGE) for part in content)
+    return "".join(
+        IMAGE if part.get("type") in IMAGE_TYPES else str(part.get("text", "")) for part in content
+    )
 
 
 def prefill_of(messages: Conversation) -> str:

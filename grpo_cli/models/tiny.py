@@ -119,7 +119,7 @@ def build(
         vision = tiny_vision.processor_of(config, tokenizer) if config.vision_layers else None
         model = make_model(config, tokenizer)
         if config.warmup_steps:
-            rows = _encoded(tokenizer, pairs, episodes, vision, images)
+            rows = examples(tokenizer, pairs, episodes, vision, images)
             warm_up(model, config, list(rows), seed, report)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     model.save_pretrained(partial)
@@ -275,7 +275,7 @@ def _call(call: Mapping[str, Any]) -> str:
     return f"<tool_call>{json.dumps(function, ensure_ascii=False)}</tool_call>"
 
 
-def _encoded(
+def examples(
     tokenizer: PreTrainedTokenizerBase,
     pairs: Pairs,
     episodes: Episodes | None,

@@ -171,7 +171,6 @@ def assemble(
         workers=workers,
         interrupts=interrupts,
         tokenizer=tokenizer,
-        vision=vision,
         policy=model,
         policy_logprobs=policy_logprobs,
         reference=reference,
@@ -195,6 +194,7 @@ def assemble(
         router_coef=router_coef,
         log_history=[] if takes_state else None,
         sessions=prepared.sessions,
+        vision=vision,
     )
     describe(run)
     if prepared.note is not None:

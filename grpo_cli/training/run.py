@@ -58,7 +58,6 @@ class Run:
     workers: Workers
     interrupts: Interrupts
     tokenizer: PreTrainedTokenizerBase
-    vision: VisionProcessor | None  # of a model that reads images
     policy: PreTrainedModel
     policy_logprobs: PolicyLogprobs
     reference: Reference | None
@@ -79,6 +78,7 @@ class Run:
     router_coef: float = 0.0  # weight of the load-balancing loss of experts
     log_history: list[dict[str, Any]] | None = None  # as logged; None if no reward reads it
     sessions: Sessions | None = None  # opens the environments of rollouts
+    vision: VisionProcessor | None = None  # of a model that reads images
     started: float = field(default_factory=time.monotonic)
 
     @property

@@ -732,7 +732,8 @@ def trained(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
             ("6*7?", said.removesuffix(END)),
             ("6*7?", said.removesuffix(END).replace("41", "42")),
         ]
-        tiny.warm_up(model, tokenizer, build, pairs, 0, lambda step, loss: None)
+        rows = list(tiny.examples(tokenizer, pairs, None))
+        tiny.warm_up(model, build, rows, 0, lambda step, loss: None)
     return model.eval()
 
 

@@ -36,7 +36,8 @@ EPISODES = tiny.Episodes({"": [MULTIPLY]}, encoder)
 
 def test_a_solution_is_written_as_an_episode_would_be() -> None:
     tokenizer = tiny.make_tokenizer(BUILD, [])
-    ((prompt, ids, is_trained),) = tiny._encoded(tokenizer, [(USER, EPISODE)], EPISODES)
+    (row,) = tiny.examples(tokenizer, [(USER, EPISODE)], EPISODES)
+    prompt, ids, is_trained = row.prompt.ids, row.solution, row.is_trained
     assert tokenizer.decode(prompt) == (
         "<|im_start|>tools multiply(a, b, note)<|im_end|>\n"
         "<|im_start|>user\n6x7<|im_end|>\n<|im_start|>assistant\n"
@@ -52,17 +53,17 @@ def test_a_prompt_lists_the_tools_of_its_environment() -> None:
     tokenizer = tiny.make_tokenizer(BUILD, [])
     pairs: list[Any] = [(USER, EPISODE[2:]), (USER, EPISODE)]
     episodes = tiny.Episodes({"a": [MULTIPLY], "b": []}, encoder, ["b", "a"])
-    (plain, *_), (with_tools, *_) = tiny._encoded(tokenizer, pairs, episodes)
+    plain, with_tools = (r.prompt.ids for r in tiny.examples(tokenizer, pairs, episodes))
     assert "multiply" not in tokenizer.decode(plain)
     assert "multiply(a, b, note)" in tokenizer.decode(with_tools)
 
 
 def test_a_text_is_written_as_it_was() -> None:
     tokenizer = tiny.make_tokenizer(BUILD, [])
-    ((prompt, ids, is_trained),) = tiny._encoded(tokenizer, [("6x7=", "42")], None)
-    assert tokenizer.decode(prompt) == "6x7="
-    assert tokenizer.decode(ids) == "42<|im_end|>"
-    assert is_trained == [True] * 3
+    (row,) = tiny.examples(tokenizer, [("6x7=", "42")], None)
+    assert tokenizer.decode(row.prompt.ids) == "6x7="
+    assert tokenizer.decode(row.solution) == "42<|im_end|>"
+    assert row.is_trained == [True] * 3
 
 
 def test_foreign_tokens_do_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,9 +80,10 @@ def test_foreign_tokens_do_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tiny.make_tokenizer(config, [])
     pairs: list[Any] = [(USER, EPISODE)]
     model = tiny.make_model(config, tokenizer)
-    tiny.warm_up(model, tokenizer, config, pairs, 0, lambda step, loss: None, EPISODES)
-    ((prompt, ids, is_trained),) = tiny._encoded(tokenizer, pairs, EPISODES)
-    expected = [tiny.IGNORED] * (len(prompt) - 1)
+    rows = list(tiny.examples(tokenizer, pairs, EPISODES))
+    tiny.warm_up(model, config, rows, 0, lambda step, loss: None)
+    ids, is_trained = rows[0].solution, rows[0].is_trained
+    expected = [tiny.IGNORED] * (len(rows[0].prompt.ids) - 1)
     expected += [i if own else tiny.IGNORED for i, own in zip(ids, is_trained, strict=True)]
     assert seen == [expected]
     assert False in is_trained

@@ -88,7 +88,7 @@ def test_messages_of_other_forms() -> None:
     )
     lines = shown(make_episode((None, None), messages=messages)).splitlines()
     assert [line.rstrip() for line in lines[3:6]] == [
-        "assistant, turn 1: a",
+        "assistant, turn 1: a<image>",
         "user:",
         "assistant, turn 2: → f({})",
     ]
