@@ -102,7 +102,7 @@ def test_rows_split_off_are_held_out_and_found_again(tmp_path: Path) -> None:
     assert "eval/accuracy" in metrics(live)[-1]
     # `grpo eval` of the run finds the same rows.
     prepared = prepare.for_evaluation(recipe(tmp_path, **split, seed=7))
-    (task,) = build.make_tasks(prepared, live.tokenizer, live.reporter)
+    (task,) = build.make_tasks(prepared, live.tokenizer, live.vision, live.reporter)
     assert {p.row for p in task.prompts} == held_out
     assert task.name == "rows"
 
