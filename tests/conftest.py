@@ -24,6 +24,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.config.schema import Build
+from grpo_cli.generation.weight_check import Scored
 from grpo_cli.models import tiny
 from grpo_cli.records import Completion, Group, Prompt, Rollout
 from tests.tiers import pytest_runtest_call  # noqa: F401
@@ -135,6 +136,11 @@ def make_rollout(
 def as_prompts(rows: Sequence[Sequence[int]]) -> list[Prompt]:
     """A prompt of each row of token ids."""
     return [Prompt.from_ids(ids) for ids in rows]
+
+
+def as_scored(rows: Sequence[Sequence[int]]) -> list[Scored]:
+    """Each row of token ids, all of which except the first are compared."""
+    return [Scored(prompt, len(prompt.ids) - 1) for prompt in as_prompts(rows)]
 
 
 def make_group(position: int, rollouts: list[Rollout]) -> Group:

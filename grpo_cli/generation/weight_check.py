@@ -8,16 +8,18 @@ with the weights of the step before by 1e-3 and more.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import EngineSetup
 from grpo_cli.generation.vllm.settings import dtype_of
 from grpo_cli.models import loading
+from grpo_cli.models.families import image_tokens
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Completion, Prompt, Rollout
 
@@ -29,12 +31,20 @@ LARGEST_AT_START = {"float32": 1e-3}  # a larger difference is no rounding
 LARGEST_AT_START_16_BIT = 0.5
 
 
+@dataclass(frozen=True)
+class Scored:
+    """A prompt, of which the last tokens are compared."""
+
+    prompt: Prompt
+    num_tokens: int
+
+
 @dataclass
 class WeightCheck:
     """Fixed tokens, the trainer's log-probabilities of them, and how far an engine may be off."""
 
-    rows: list[list[int]]  # token ids, at least two each
-    trainer_logprobs: Callable[[], list[list[float]]]  # of each row's tokens except the first
+    rows: list[Scored]
+    trainer_logprobs: Callable[[], list[list[float]]]  # of each row's scored tokens
     dtype: str  # of the engine's arithmetic
     tolerance: float | None = None  # None: from the difference at the start
     measured: dict[str, float] = field(default_factory=dict)  # by engine, at the start
@@ -113,16 +123,20 @@ class WeightCheck:
 
 
 def make_weight_check(setup: EngineSetup) -> WeightCheck | None:
-    """Returns the check on the ends of a run's first prompts; None if the recipe has none."""
+    """Returns the check on the ends of a run's first prompts; None if the recipe has none.
+
+    An image is given before its prompt's end, so that its tower's weights are checked too.
+    """
     model, autocast = setup.model, setup.workers.autocast
     vllm = setup.recipe.generation.vllm
     if not vllm.check_weights:
         return None
-    rows = fixed_rows([p.ids for p in setup.prompts])
-    rollouts = [
-        Rollout(Prompt.from_ids(row[:1]), Completion(row[1:], [0.0] * len(row[1:]), "stop"), "")
-        for row in rows
-    ]
+    rows = fixed_rows(setup.prompts, image_tokens(model.config))
+    rollouts = []
+    for row in rows:
+        begin, scored = row.prompt.ids[: -row.num_tokens], row.prompt.ids[-row.num_tokens :]
+        completion = Completion(scored, [0.0] * len(scored), "stop")
+        rollouts.append(Rollout(dataclasses.replace(row.prompt, ids=begin), completion, ""))
     # Padded and unchunked, whichever mode the run has found for its own rollouts.
     policy_logprobs = PolicyLogprobs(model, packed=False, chunked=False, autocast=autocast)
 
@@ -135,7 +149,24 @@ def make_weight_check(setup: EngineSetup) -> WeightCheck | None:
     return WeightCheck(rows, trainer_logprobs, dtype_of(setup.recipe), vllm.weights_tolerance)
 
 
-def fixed_rows(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Returns the tokens to check: the ends of the first prompts, which may all begin alike."""
-    rows = [list(p[-TOKENS:]) for p in prompts if len(p) > 1][:PROMPTS]
-    return rows or [[*prompts[0], *prompts[0]]]
+def fixed_rows(prompts: Sequence[Prompt], of_images: Collection[int]) -> list[Scored]:
+    """Returns the tokens to check: the ends of the first prompts, which may all begin alike.
+
+    Args:
+        of_images: ids of tokens that stand for images, which have no log-probabilities.
+    """
+    ends = (_end(prompt, of_images) for prompt in prompts)
+    rows = list(itertools.islice(filter(None, ends), PROMPTS))
+    first = next((i for i in prompts[0].ids if i not in of_images), 0)
+    return rows or [Scored(Prompt.from_ids([first, first]), 1)]
+
+
+def _end(prompt: Prompt, of_images: Collection[int]) -> Scored | None:
+    """Returns the tokens of a prompt's end, behind its images; None if there are none."""
+    num_tokens = next(
+        (n for n, i in enumerate(reversed(prompt.ids)) if i in of_images), len(prompt.ids)
+    )
+    if prompt.images:
+        return Scored(prompt, min(num_tokens, TOKENS)) if num_tokens else None
+    ids = prompt.ids[-min(num_tokens, TOKENS) :]
+    return Scored(Prompt.from_ids(ids), len(ids) - 1) if len(ids) > 1 else None

@@ -176,6 +176,28 @@ class VisionProcessor:
         ids: list[int] = self.tokenizer(whole, add_special_tokens=False)["input_ids"]
         return ids
 
+    def collapsed(self, ids: Sequence[int], images: Sequence[StoredImage]) -> list[int]:
+        """Returns a prompt's token ids with one placeholder in place of each image's tokens.
+
+        Raises:
+            TrainingError: an image's tokens are not found: the tokenizer has joined them with text.
+        """
+        found, begin = list[int](), 0
+        placeholder = self.tokenizer.convert_tokens_to_ids(self.placeholder)
+        for image in images:
+            own = self.tokenizer(self._text_of(image), add_special_tokens=False)["input_ids"]
+            last = len(ids) - len(own) + 1
+            at = next((i for i in range(begin, last) if [*ids[i : i + len(own)]] == own), None)
+            if at is None:
+                raise TrainingError(
+                    f"{image.place}: the image's tokens are joined with the text around them, so "
+                    "that vLLM cannot be given this prompt; use generation=transformers.",
+                    alone=True,
+                )
+            found += [*ids[begin:at], placeholder]
+            begin = at + len(own)
+        return [*found, *ids[begin:]]
+
     @cached_property
     def takes_blocks_only(self) -> bool:
         """Whether the chat template prints a text in another way than a block with this text."""

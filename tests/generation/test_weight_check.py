@@ -15,8 +15,10 @@ from grpo_cli.config.schema import Generation, Loss, Recipe
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import EngineSetup
 from grpo_cli.generation.weight_check import WeightCheck, fixed_rows, make_weight_check
+from grpo_cli.images import StoredImage
 from grpo_cli.records import Prompt
 from grpo_cli.training.step import check_sampler
+from tests.conftest import as_prompts, as_scored
 from tests.fake_vllm import FakeVllm, Process, generator_for, recipe_for, serving, toy_logprobs
 from tests.generation.vllm.test_server import move
 
@@ -24,7 +26,7 @@ ROWS = [[3, 4, 5], [6, 7]]
 
 
 def weight_check(dtype: str = "float32", tolerance: float | None = None) -> WeightCheck:
-    return WeightCheck(ROWS, lambda: [[-1.0, -2.0], [-3.0]], dtype, tolerance)
+    return WeightCheck(as_scored(ROWS), lambda: [[-1.0, -2.0], [-3.0]], dtype, tolerance)
 
 
 # What it compares.
@@ -114,7 +116,24 @@ def test_the_first_difference_may_already_be_too_large(
     ids=lambda rows: str(len(rows)),
 )
 def test_the_fixed_tokens(prompts: list[list[int]], rows: list[list[int]]) -> None:
-    assert fixed_rows(prompts) == rows
+    assert fixed_rows(as_prompts(prompts), [9]) == as_scored(rows)
+
+
+def test_the_fixed_tokens_of_images() -> None:
+    """With an image whole prompts are given, of which the tokens behind it are compared."""
+    image = StoredImage("a.png", "row 0")
+    with_image = Prompt(0, [1, 9, 9, 5, 6], "", {}, images=(image,))
+    at_the_end = Prompt(1, [1, 5, 9], "", {}, images=(image,))
+    long = Prompt(2, [9, *range(10, 60)], "", {}, images=(image,))
+    text = Prompt(3, [4, 9, 5, 6], "", {})  # its 9 is no image
+    rows = fixed_rows([with_image, at_the_end, long, text], [9])
+    assert [(row.prompt.ids, row.num_tokens) for row in rows] == [
+        (with_image.ids, 2),
+        (long.ids, 24),
+        ([5, 6], 1),
+    ]
+    assert [bool(row.prompt.images) for row in rows] == [True, True, False]
+    assert fixed_rows([at_the_end], [9]) == as_scored([[1, 1]])
 
 
 def test_the_trainer_says_what_its_policy_says_now(model: PreTrainedModel) -> None:
@@ -125,13 +144,13 @@ def test_the_trainer_says_what_its_policy_says_now(model: PreTrainedModel) -> No
     process: Any = Process()
     process.autocast = lambda: torch.autocast("cpu", enabled=False)
     check = make_weight_check(EngineSetup(recipe, model, None, [], process, prompts, print))
-    assert check.rows == [[5, 6, 7, 8], [9, 10]]
+    assert check.rows == as_scored([[5, 6, 7, 8], [9, 10]])
     assert (check.dtype, check.tolerance) == ("bfloat16", 0.125)
     model.train()
     for _ in range(2):
         found = check.trainer_logprobs()
         assert [len(row) for row in found] == [3, 1]
-        for ids, row in zip(check.rows, found, strict=True):
+        for ids, row in zip([[5, 6, 7, 8], [9, 10]], found, strict=True):
             with torch.no_grad():
                 logits = model(torch.tensor([ids])).logits[0, :-1]
             expected = logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]].tolist()
@@ -160,7 +179,9 @@ def watching(fakes: list[FakeVllm], policy: PreTrainedModel, **of_vllm: Any) -> 
         weights = dict(policy.named_parameters())
         return [toy_logprobs(weights, row) for row in ROWS]
 
-    check = WeightCheck(ROWS, trainer_logprobs, "float32", of_vllm.pop("tolerance", None))
+    check = WeightCheck(
+        as_scored(ROWS), trainer_logprobs, "float32", of_vllm.pop("tolerance", None)
+    )
     return generator_for(fakes, policy, check, recipe=recipe_for(fakes, **of_vllm))
 
 

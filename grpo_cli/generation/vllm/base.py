@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -14,10 +15,13 @@ from grpo_cli.generation.vllm.requests import sampling_params
 from grpo_cli.generation.vllm.settings import structured_outputs
 from grpo_cli.generation.vllm.weights import AdapterWeights, Weights
 from grpo_cli.generation.weight_check import WeightCheck, make_weight_check
+from grpo_cli.models.families import image_tokens
 
 
 class VllmGenerator(Generator, ABC):
     """Sends each update to engines, then checks that they compute with it."""
+
+    accepts_images = True
 
     @classmethod
     def make(cls, setup: EngineSetup) -> Generator:
@@ -29,6 +33,7 @@ class VllmGenerator(Generator, ABC):
         self.eos_ids, self.weight_check = list(setup.eos_ids), weight_check
         self.structured = structured_outputs(self.config)
         self.longest_prompt = max(len(p.ids) for p in setup.prompts)
+        self.most_images = max(len(p.images) for p in setup.prompts)
         self.longest = self.longest_prompt + setup.recipe.longest_completion
         self.step = 0  # whose weights the engines have
         # Of the adapter that the engines apply themselves; None: merged weights are sent.
@@ -38,7 +43,8 @@ class VllmGenerator(Generator, ABC):
     def params(self, request: Request, seed: int) -> dict[str, Any]:
         """Returns how a prompt with this seed is completed, as fields of vLLM's SamplingParams."""
         given = seed if self.config.seeded else None
-        how = request.sampling, request.num_generations
+        sampling = replace(request.sampling, never=image_tokens(self.policy.config))
+        how = sampling, request.num_generations
         return sampling_params(*how, self.eos_ids, given, self.structured)
 
     def weights(self) -> Weights:

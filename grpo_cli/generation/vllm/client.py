@@ -18,10 +18,11 @@ from typing import Any
 import httpx2
 
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.generation.vllm import server_key
+from grpo_cli.generation.vllm import images, server_key
 from grpo_cli.generation.vllm.requests import completion, prompt_logprobs
 from grpo_cli.generation.vllm.server_log import tail_of
-from grpo_cli.records import Completion
+from grpo_cli.generation.weight_check import Scored
+from grpo_cli.records import Completion, Prompt
 
 QUICK = 20.0  # seconds for a call that computes nothing
 PROBE = 5.0  # seconds between two probes of a server
@@ -183,7 +184,7 @@ class Server:
     async def generate(
         self,
         client: httpx2.AsyncClient,
-        prompt: Sequence[int],
+        prompt: Prompt,
         params: dict[str, Any],
         version: str,
         steps: Callable[[str], int],
@@ -198,9 +199,11 @@ class Server:
         Raises:
             ServerLost: it failed, or has weights of another run. TrainingError: it refuses.
         """
-        path = "/inference/v1/generate"
+        path, encode = "/inference/v1/generate", images.over_http
+        # Other requests go on while images are encoded.
+        given = await asyncio.to_thread(encode, prompt) if prompt.images else encode(prompt)
         body: dict[str, Any] = {
-            "token_ids": list(prompt),
+            **given,
             "sampling_params": {**params, "output_kind": 2},
             # So that nothing which older weights have left in the prefix cache is used.
             "cache_salt": version,
@@ -213,7 +216,9 @@ class Server:
             lost = self.lost(path, failure(error, timeout))
             lost.is_passing = isinstance(error, (httpx2.NetworkError, httpx2.ProtocolError))
             raise lost from error
-        choices = self._good(path, answer)["choices"]
+        found = self._good(path, answer)
+        images.check_ids(prompt, found.get("prompt_token_ids"))
+        choices = found["choices"]
         if len(choices) != params["n"]:
             raise self.lost(path, f"{params['n']} completions were due, {len(choices)} came")
         group = []
@@ -233,21 +238,21 @@ class Server:
             group.append(completion(choice["token_ids"], logprobs, choice["finish_reason"], oldest))
         return group
 
-    def score(self, rows: Sequence[Sequence[int]], timeout: float) -> list[list[float]]:
-        """Returns the log-probabilities of each row's tokens except the first."""
+    def score(self, rows: Sequence[Scored], timeout: float) -> list[list[float]]:
+        """Returns the log-probabilities of each row's scored tokens."""
         params = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         params |= {"repetition_penalty": 1.0, "prompt_logprobs": 0, "detokenize": False, "n": 1}
         params["output_kind"] = 2
         how: dict[str, Any] = {"sampling_params": params, **self._model()}
 
-        def score_one(ids: Sequence[int]) -> list[float]:
-            body = {"token_ids": list(ids), **how}
+        def score_one(row: Scored) -> list[float]:
+            body = {**images.over_http(row.prompt), **how}
             found = self.call("/inference/v1/generate", body, timeout)["prompt_logprobs"]
             plain = [
                 {int(t): entry["logprob"] for t, entry in row.items()} if row else None
                 for row in found or []
             ]
-            return prompt_logprobs(ids, plain)
+            return prompt_logprobs(row.prompt.ids, plain)[-row.num_tokens :]
 
         with ThreadPoolExecutor(len(rows)) as pool:
             return list(pool.map(score_one, rows))

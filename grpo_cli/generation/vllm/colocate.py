@@ -12,6 +12,7 @@ import itertools
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import EngineSetup, Feed, OnGroup, Request, Work
-from grpo_cli.generation.vllm import lora
+from grpo_cli.generation.vllm import images, lora
 from grpo_cli.generation.vllm.adapter_folder import AdapterFolder
 from grpo_cli.generation.vllm.base import VllmGenerator
 from grpo_cli.generation.vllm.requests import (
@@ -32,10 +33,10 @@ from grpo_cli.generation.vllm.requests import (
     repeated,
 )
 from grpo_cli.generation.vllm.settings import contradictions_of_colocate, dtype_of, of_head
-from grpo_cli.generation.weight_check import WeightCheck
+from grpo_cli.generation.weight_check import Scored, WeightCheck
 from grpo_cli.models import memory
 from grpo_cli.random_streams import rng_state, set_rng_state
-from grpo_cli.records import Completion
+from grpo_cli.records import Completion, Prompt
 
 GIB = 2**30
 CPU_KV_CACHE = GIB // 2  # where the recipe does not say; vLLM would take nearly all memory
@@ -57,12 +58,14 @@ def engine_args(
     workers: Workers,
     max_model_len: int,
     lora_rank: int | None = None,
+    most_images: int = 0,
 ) -> dict[str, Any]:
     """Returns the arguments of vLLM's `LLM`; the recipe's `engine_args` come last.
 
     Args:
         model: folder or hub name that the weights were loaded from.
         lora_rank: largest rank of the adapter that the engine applies; None: it applies none.
+        most_images: of a prompt.
     """
     vllm, on_cpu = recipe.generation.vllm, workers.device.type == "cpu"
     args: dict[str, Any] = {
@@ -93,6 +96,8 @@ def engine_args(
         args["enable_chunked_prefill"] = False
     if recipe.generation.max_num_seqs is not None:
         args["max_num_seqs"] = recipe.generation.max_num_seqs
+    if most_images:
+        args["limit_mm_per_prompt"] = {"image": most_images}
     if lora_rank is not None:
         args |= {"enable_lora": True, "max_lora_rank": lora.max_rank(lora_rank), "max_loras": 1}
     return args | vllm.engine_args | of_head(recipe.model.head_dtype, vllm.engine_args)
@@ -148,8 +153,8 @@ class ColocatedGenerator(VllmGenerator):
 
                 shares = workers.device.type == "cpu" and workers.size > 1
                 with own_shared_memory(name) if shares else contextlib.nullcontext():
-                    longest, rank = self.max_model_len, self.lora_rank
-                    self.llm = LLM(**engine_args(setup.recipe, model, workers, longest, rank))
+                    sizes = self.max_model_len, self.lora_rank, self.most_images
+                    self.llm = LLM(**engine_args(setup.recipe, model, workers, *sizes))
             except Exception as error:  # whatever vLLM, torch or a kernel finds wrong
                 lines = str(error).strip().splitlines() or [type(error).__name__]
                 said = f"vLLM did not start with {model}: {' '.join(lines[:4])}"
@@ -169,7 +174,6 @@ class ColocatedGenerator(VllmGenerator):
         if feed.is_repeatable:
             super().converse(request, hand_over, feed)
             return
-        self.refuse_images(request.prompts)
         works = [(request, hand_over)]
         while works:
             self._sample(works, lambda: feed.take(exact=True))
@@ -177,39 +181,39 @@ class ColocatedGenerator(VllmGenerator):
 
     def _sample(self, works: Sequence[Work], more: Callable[[], Sequence[Work]] = list) -> None:
         """Samples requests and what `more` returns after each step of the engine."""
-        numbers, asked = itertools.count(), dict[int, tuple[OnGroup | None, int, int]]()
+        numbers = itertools.count()
+        asked = dict[int, tuple[OnGroup | None, int, Request]]()
 
         def ask(works: Sequence[Work]) -> None:
             for request, hand_over in works:
                 pairs = zip(
-                    [p.ids for p in request.prompts],
+                    [replace(p, text="", columns={}) for p in request.prompts],
                     [self.params(request, seed) for seed in request.seeds],
                     strict=True,
                 )
                 everyones, first = self._of_engine(list(pairs))
                 if not everyones:
                     continue
-                longest = max(len(ids) for ids, _ in everyones)
+                longest = max(len(prompt.ids) for prompt, _ in everyones)
                 self._check_lengths(longest, request.sampling.max_tokens)
-                inputs = self._rendered([ids for ids, _ in everyones])
+                inputs = self._rendered([prompt for prompt, _ in everyones])
                 for i, (_, params) in enumerate(everyones):
                     is_own = first <= i < first + len(request.prompts)  # not another process's
                     number = next(numbers)
-                    asked[number] = (
-                        hand_over if is_own else None, i - first, request.num_generations
-                    )  # fmt: skip
+                    asked[number] = hand_over if is_own else None, i - first, request
                     self._add_request(number, inputs[i], _typed(params))
 
         self._wake_up()
         with self.apart():
             ask(works)
             for number, output in self._finished(lambda: ask(more())):
-                hand_over, i, num_generations = asked.pop(number)
+                hand_over, i, request = asked.pop(number)
                 if hand_over is not None:
+                    images.check_ids(request.prompts[i], output.prompt_token_ids)
                     group = [
                         self._completion(c) for c in sorted(output.outputs, key=lambda c: c.index)
                     ]
-                    hand_over(i, repeated(group, num_generations))
+                    hand_over(i, repeated(group, request.num_generations))
 
     def _check_lengths(self, longest_prompt: int, max_tokens: int) -> None:
         whose = "generation.vllm.max_model_len"
@@ -247,6 +251,8 @@ class ColocatedGenerator(VllmGenerator):
         self.engine.set_weight_version(str(step))
         if not self.sleeping and not self.engine.reset_prefix_cache():
             raise TrainingError("vLLM kept its prefix cache after new weights.", alone=True)
+        # Features of images, which the scheduler takes to be there still.
+        self.engine.reset_encoder_cache()
 
     def _reload(self) -> None:
         """Replaces all weights of the engine."""
@@ -295,28 +301,27 @@ class ColocatedGenerator(VllmGenerator):
         # One answer for all, since all have to load again.
         return {"vLLM": self.workers.max(difference)}
 
-    def _score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Returns the engine's log-probabilities of each row's tokens except the first."""
+    def _score(self, rows: Sequence[Scored]) -> list[list[float]]:
+        """Returns the engine's log-probabilities of each row's scored tokens."""
         score = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
         with self.apart():
-            for number, prompt in enumerate(self._rendered(rows)):
+            for number, prompt in enumerate(self._rendered([r.prompt for r in rows])):
                 self._add_request(number, prompt, _typed(score))
             outputs = dict(self._finished())
         return [
             prompt_logprobs(
-                ids,
+                row.prompt.ids,
                 [d and {t: p.logprob for t, p in d.items()} for d in outputs[n].prompt_logprobs],
-            )
-            for n, ids in enumerate(rows)
+            )[-row.num_tokens :]
+            for n, row in enumerate(rows)
         ]
 
     def _add_request(self, number: int, prompt: Any, params: Any) -> None:
         self.engine.add_request(str(number), prompt, params, lora_request=self.lora_request)
 
-    def _rendered(self, prompts: Sequence[Sequence[int]]) -> list[Any]:
+    def _rendered(self, prompts: Sequence[Prompt]) -> list[Any]:
         """Returns prompts in the form that the engine takes."""
-        found = self.llm.renderer.render_cmpl([{"prompt_token_ids": list(ids)} for ids in prompts])
-        return list(found)
+        return list(self.llm.renderer.render_cmpl([images.in_process(p) for p in prompts]))
 
     def _finished(self, then: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Any]]:
         """Yields (number, output) of each request when it is done.
@@ -338,8 +343,8 @@ class ColocatedGenerator(VllmGenerator):
             then()
 
     def _of_engine(
-        self, own: list[tuple[Sequence[int], dict[str, Any]]]
-    ) -> tuple[list[tuple[Sequence[int], dict[str, Any]]], int]:
+        self, own: list[tuple[Prompt, dict[str, Any]]]
+    ) -> tuple[list[tuple[Prompt, dict[str, Any]]], int]:
         """Returns (prompts and parameters of the engine's processes, where this one's begin)."""
         size = self.config.tensor_parallel
         if size == 1:

@@ -10,6 +10,7 @@ from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Completion
 
 LOWEST = -9998.0  # vLLM writes -9999 for a log-probability that it has not
+BANNED = -100.0  # the lowest bias of a logit that vLLM takes: a probability below 1e-40
 
 
 def sampling_params(
@@ -24,6 +25,8 @@ def sampling_params(
     The tokens that end a completion are listed; vLLM's own eos is ignored.
     """
     greedy = sampling.temperature == 0
+    never = dict.fromkeys(sampling.never, BANNED)
+    allowed = [token for token in sampling.allowed_token_ids if token not in never]
     params: dict[str, Any] = {
         "n": 1 if greedy else num_generations,  # the others would be the same
         "max_tokens": sampling.max_tokens,
@@ -36,8 +39,8 @@ def sampling_params(
         "repetition_penalty": sampling.repetition_penalty,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
-        "logit_bias": dict(sampling.logit_bias) or None,
-        "allowed_token_ids": list(sampling.allowed_token_ids) or None,
+        "logit_bias": {**dict(sampling.logit_bias), **never} or None,
+        "allowed_token_ids": allowed or None,
         "bad_words": list(sampling.bad_words),
         "stop": list(sampling.stop) or None,
         "stop_token_ids": list(eos_ids),

@@ -117,6 +117,11 @@ class ServerGenerator(VllmGenerator):
             UserError: one is not up in time, serves another model, or is too short for the data.
         """
         super().__init__(setup, weight_check)
+        if self.config.in_flight and self.most_images:
+            raise UserError(
+                "generation.vllm.in_flight = true: a server's completions cannot go on over new "
+                "weights where prompts have images; set it to false."
+            )
         self.in_flight = Load(setup.recipe.generation.max_num_seqs or IN_FLIGHT)
         key_file = self.config.key_file
         self.servers = [Server(url.rstrip("/"), key_file) for url in self.config.servers]
@@ -160,7 +165,6 @@ class ServerGenerator(VllmGenerator):
         if feed.is_repeatable:
             super().converse(request, hand_over, feed)
         elif request.prompts:
-            self.refuse_images(request.prompts)
             asyncio.run(self._sample(request, hand_over, feed))
 
     def _check_length(self, request: Request) -> None:
@@ -225,7 +229,7 @@ class ServerGenerator(VllmGenerator):
             answer = asyncio.create_task(
                 server.generate(
                     client,
-                    a.request.prompts[a.number].ids,
+                    a.request.prompts[a.number],
                     self.params(a.request, a.request.seeds[a.number]),
                     f"{self.run}:{self.step}",
                     steps,

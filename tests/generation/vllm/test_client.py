@@ -16,7 +16,8 @@ from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.vllm import client, server_log
 from grpo_cli.generation.vllm.client import Server, ServerLost, differences, wait_for
 from grpo_cli.generation.vllm.requests import sampling_params
-from grpo_cli.records import Completion
+from grpo_cli.records import Completion, Prompt
+from tests.conftest import as_scored
 from tests.fake_vllm import GENERATE, FakeVllm, Refused, serving, toy_completions, toy_logprobs
 
 CONFIG: dict[str, Any] = {"hidden_size": 32, "vocab_size": 259, "tie_word_embeddings": True}
@@ -46,7 +47,9 @@ def generated(
 ) -> list[Completion]:
     async def ask() -> list[Completion]:
         async with httpx2.AsyncClient(trust_env=False) as client:
-            return await to(fake).generate(client, [5, 6], PARAMS, "run:3", steps, timeout)
+            return await to(fake).generate(
+                client, Prompt.from_ids([5, 6]), PARAMS, "run:3", steps, timeout
+            )
 
     return asyncio.run(ask())
 
@@ -347,7 +350,7 @@ def test_generation_that_fails(
 
 def test_scores_are_those_of_each_rows_own_tokens(fake: FakeVllm) -> None:
     rows = [[3, 4, 5], [9, 8], [7, 7, 7, 1]]
-    found = to(fake).score(rows, 30)
+    found = to(fake).score(as_scored(rows), 30)
     assert found == [toy_logprobs({"w": torch.tensor([1.0])}, row) for row in rows]
     assert found[0] == pytest.approx([-1.04, -1.05])
 
@@ -355,7 +358,7 @@ def test_scores_are_those_of_each_rows_own_tokens(fake: FakeVllm) -> None:
 def test_a_server_that_does_not_score(fake: FakeVllm) -> None:
     fake.faults[GENERATE] = lambda: {"prompt_logprobs": None}
     with pytest.raises(TrainingError, match="no log-probabilities of a prompt"):
-        to(fake).score([[3, 4]], 30)
+        to(fake).score(as_scored([[3, 4]]), 30)
 
 
 # Whether it lives, and until it does.

@@ -31,7 +31,7 @@ from grpo_cli.generation.vllm.weights import Weights
 from grpo_cli.generation.weight_check import WeightCheck
 from grpo_cli.models import adapters
 from grpo_cli.records import Completion, Prompt
-from tests.conftest import as_prompts
+from tests.conftest import as_prompts, as_scored
 from tests.conversations import Conversations
 from tests.fake_vllm import (
     EOS,
@@ -979,7 +979,7 @@ def test_an_adapter_that_is_not_applied_is_found(
         tensors = adapters.file_tensors(adapted, adapters.tensors_of(adapted))
         return [toy_logprobs(tensors, row) for row in rows]
 
-    check = WeightCheck(rows, trainer, "float32")
+    check = WeightCheck(as_scored(rows), trainer, "float32")
     recipe = recipe_of_adapter([fake], tmp_path)
     generator = generator_for([fake], adapted, check, recipe=recipe)
     generator.update_weights(adapted, 0)

@@ -1,0 +1,67 @@
+"""Prompts with images in the forms that vLLM takes, in process and over HTTP.
+
+vLLM makes the tokens of images itself. It is given one placeholder token for each image, and the
+tokens that it makes of the prompt must be those that the trainer has:
+
+    Prompt.ids    [1, 92, 10, 256, 256, 256, 256, 51]   an image of 4 tokens
+    to vLLM       [1, 92, 10, 256, 51] and the image
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_cli.errors import TrainingError
+from grpo_cli.records import Prompt
+
+FAST = 1  # zlib's level: a PNG travels to a server once
+
+
+def given_ids(prompt: Prompt) -> list[int]:
+    """Returns the token ids that vLLM is given, with one placeholder for each image."""
+    if prompt.vision is None:
+        return list(prompt.ids)
+    return prompt.vision.collapsed(prompt.ids, prompt.images)
+
+
+def in_process(prompt: Prompt) -> dict[str, Any]:
+    """Returns a prompt for vLLM's engine in this process."""
+    given: dict[str, Any] = {"prompt_token_ids": given_ids(prompt)}
+    if prompt.images:
+        given["multi_modal_data"] = {"image": [image.open() for image in prompt.images]}
+    return given
+
+
+def over_http(prompt: Prompt) -> dict[str, Any]:
+    """Returns the fields of a request to a server: its images as PNG, as the trainer reads them."""
+    given: dict[str, Any] = {"token_ids": given_ids(prompt)}
+    if prompt.images:
+        given["return_token_ids"] = True
+        given["content_parts"] = [
+            {"type": "image_url", "url": _data_url(image.open())} for image in prompt.images
+        ]
+    return given
+
+
+def check_ids(prompt: Prompt, found: Sequence[int] | None) -> None:
+    """Checks that vLLM made the trainer's tokens of a prompt with images.
+
+    Raises:
+        TrainingError: it made others, so that its log-probabilities are of another prompt.
+    """
+    if prompt.images and list(found or ()) != list(prompt.ids):
+        raise TrainingError(
+            f"vLLM made {len(found or ())} tokens of the prompt of row {prompt.row}, and the "
+            f"trainer's processor {len(prompt.ids)}, or others: it does not read images as this "
+            "model's processor does. Use generation=transformers.",
+            alone=True,
+        )
+
+
+def _data_url(image: Any) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG", compress_level=FAST)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,84 @@
+"""Prompts with images in the forms that vLLM takes; vLLM itself need not be installed."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from grpo_cli.errors import TrainingError
+from grpo_cli.generation.sampling import Sampling
+from grpo_cli.generation.vllm import images
+from grpo_cli.generation.vllm.requests import BANNED, sampling_params
+from grpo_cli.images import StoredImage
+from grpo_cli.records import Prompt
+from tests.models.test_vision import Loaded, load
+from tests.vision_models import picture
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return load("idefics3", tmp_path_factory.mktemp("vision"))
+
+
+def test_each_image_is_one_placeholder_again(loaded: Loaded) -> None:
+    placeholder = loaded.tokenizer.convert_tokens_to_ids(loaded.vision.placeholder)
+    for prompt in loaded.mixed():
+        given = images.given_ids(prompt)
+        assert given.count(placeholder) == len(prompt.images)
+        text = loaded.tokenizer.decode(given)
+        assert loaded.vision.ids(text, prompt.images) == prompt.ids
+
+
+def test_what_an_episode_adds_stays(loaded: Loaded) -> None:
+    prompt = loaded.mixed()[0]
+    given = images.given_ids(prompt)
+    prompt.ids.extend([50, 51, 52])
+    assert images.given_ids(prompt) == [*given, 50, 51, 52]
+
+
+def test_tokens_that_are_joined_with_text_are_one_sentence(loaded: Loaded) -> None:
+    prompt = loaded.mixed()[0]
+    with pytest.raises(TrainingError, match="picture 0: the image's tokens are joined with"):
+        loaded.vision.collapsed(prompt.ids[: len(prompt.ids) // 3], prompt.images)
+
+
+def test_a_server_is_sent_what_the_trainer_sees() -> None:
+    """A resized picture travels, with the same pixels."""
+    stored = StoredImage(picture(0, (64, 64)), "picture", max_pixels=256)
+
+    class Vision:
+        def collapsed(self, ids: list[int], _: Any) -> list[int]:
+            return ids
+
+    prompt = Prompt(0, [5], "", {}, images=(stored,), vision=Vision())  # type: ignore[arg-type]
+    sent = images.over_http(prompt)
+    (part,) = sent["content_parts"]
+    head, _, data = part["url"].partition(",")
+    assert head == "data:image/png;base64"
+    with Image.open(io.BytesIO(base64.b64decode(data))) as found:
+        assert found.size == (16, 16)
+        assert found.tobytes() == stored.open().tobytes()
+    assert sent["return_token_ids"]
+    assert images.over_http(Prompt.from_ids([5])) == {"token_ids": [5]}
+
+
+def test_other_tokens_than_the_trainers_are_one_sentence(loaded: Loaded) -> None:
+    with_image, without, _ = loaded.mixed()
+    images.check_ids(with_image, list(with_image.ids))
+    images.check_ids(without, None)
+    for found in (None, [], with_image.ids[:-1]):
+        with pytest.raises(TrainingError, match="the prompt of row 0, and the trainer's processor"):
+            images.check_ids(with_image, found)
+
+
+def test_tokens_of_images_are_banned() -> None:
+    sampling = Sampling(8, never=(7, 9), logit_bias=((7, 5.0), (3, 1.0)))
+    assert sampling_params(sampling, 2, [2], None, None)["logit_bias"] == {
+        7: BANNED, 9: BANNED, 3: 1.0
+    }  # fmt: skip
+    some = Sampling(8, never=(7,), allowed_token_ids=(6, 7))
+    assert sampling_params(some, 2, [2], None, None)["allowed_token_ids"] == [6]
