@@ -66,7 +66,8 @@ def make_model(
         text: config of the text model.
     """
     idefics = transformers.Idefics3Config(
-        text_config=text.to_dict(),
+        # vLLM makes a Llama of it, which has the biases of Qwen2 by this name.
+        text_config={**text.to_dict(), "qkv_bias": True},
         vision_config={
             "hidden_size": config.vision_hidden_size,
             "intermediate_size": 2 * config.vision_hidden_size,

@@ -79,7 +79,10 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def load(family: str, parent: Path) -> Loaded:
-    folder = vision_models.make(family, parent / family)
+    return load_folder(family, vision_models.make(family, parent / family))
+
+
+def load_folder(family: str, folder: Path) -> Loaded:
     config = Model(path=str(folder), dtype="float32")
     model, tokenizer = loading.load(config, folder)
     processor = loading.load_vision(config, folder, tokenizer)

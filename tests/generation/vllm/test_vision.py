@@ -1,6 +1,7 @@
 """Prompts with images and real vLLM: the trainer's log-probabilities, never stale.
 
-With Idefics 3: others do not run in vLLM on a CPU (LLaVA, Gemma 3), or need torchvision (Qwen).
+With the model of recipe=shapes_tiny: an Idefics 3 with the text model of Qwen2. Some families do
+not run in vLLM on a CPU (LLaVA, Gemma 3), others need torchvision (Qwen).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from grpo_cli.config.schema import Build
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError
 from grpo_cli.generation.base import EngineSetup, Generator
@@ -21,11 +23,11 @@ from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.vllm.base import VllmGenerator
 from grpo_cli.generation.vllm.server import ServerGenerator
 from grpo_cli.images import StoredImage
-from grpo_cli.models import vision
+from grpo_cli.models import tiny, vision
 from grpo_cli.models.families import image_tokens
 from grpo_cli.models.loading import inference
 from grpo_cli.records import Rollout
-from tests.models.test_vision import Loaded, load
+from tests.models.test_vision import Loaded, load_folder
 from tests.vision_models import picture
 from tests.vllm_engines import recipe_for, serve, wait_until_up
 
@@ -39,7 +41,12 @@ SAMPLING = Sampling(max_tokens=16)
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    return load("idefics3", tmp_path_factory.mktemp("vision"))
+    build = Build(hidden_size=64, num_heads=2, num_kv_heads=1, num_layers=2, warmup_steps=0)
+    build.vision_layers, build.vision_hidden_size = 2, 64
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny, "cache_dir", lambda: tmp_path_factory.mktemp("cache"))
+        folder = tiny.build(build, [("<image>How many?", "3")], 0, lambda *_: None, images=[[]])
+    return load_folder("shapes", folder)
 
 
 @pytest.fixture(scope="module", params=["colocate", "server"])
