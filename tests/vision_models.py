@@ -18,11 +18,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import (
     LlavaNextImageProcessorPil,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 SIZE = 32  # sides of a picture, in pixels
 HIDDEN, HEADS = 64, 2
@@ -131,9 +133,7 @@ def _qwen(folder: Path, kind: str) -> PreTrainedModel:
         size={"shortest_edge": 256, "longest_edge": 4096},
     )
     processor.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    named = {"processor_class": f"{kind}Processor"}
-    (folder / "processor_config.json").write_text(json.dumps(named))
+    _save_without_videos(folder, tokenizer, kind)
     return model
 
 
@@ -179,8 +179,10 @@ def _siglip(patch: int) -> dict[str, Any]:
     }
 
 
-def _idefics3(folder: Path, kind: str = "Idefics3") -> PreTrainedModel:
+def _idefics3(folder: Path, kind: str = "Idefics3", *, tiles: bool = False) -> PreTrainedModel:
     special = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
+    if tiles:
+        special += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
     tokenizer = byte_tokenizer("<image>", special)
     text = {
         **TEXT,
@@ -198,16 +200,52 @@ def _idefics3(folder: Path, kind: str = "Idefics3") -> PreTrainedModel:
         tie_word_embeddings=True,
     )
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
-    transformers.Idefics3Processor(
-        Idefics3ImageProcessorPil(
-            size={"longest_edge": SIZE},
-            max_image_size={"longest_edge": SIZE},
-            do_image_splitting=False,
-        ),
-        tokenizer,
-        image_seq_len=4,
+    processor = Idefics3ImageProcessorPil if kind == "Idefics3" else SmolVLMImageProcessorPil
+    processor(
+        size={"longest_edge": 2 * SIZE if tiles else SIZE},
+        max_image_size={"longest_edge": SIZE},
+        do_image_splitting=tiles,
     ).save_pretrained(folder)
+    _save_without_videos(folder, tokenizer, kind, image_seq_len=4)
     return model
+
+
+def _internvl(folder: Path) -> PreTrainedModel:
+    named = {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    }
+    tokenizer = byte_tokenizer("<IMG_CONTEXT>\n", [*named.values()], **named)
+    config = transformers.InternVLConfig(
+        text_config={**TEXT, "model_type": "qwen2", "vocab_size": len(tokenizer)},
+        vision_config={
+            **_siglip(8),
+            "image_size": (SIZE, SIZE),
+            "patch_size": (8, 8),
+            "layer_scale_init_value": 1.0,
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+        tie_word_embeddings=True,
+    )
+    model = transformers.InternVLForConditionalGeneration(config)
+    processor = GotOcr2ImageProcessorPil(
+        size={"height": SIZE, "width": SIZE}, crop_to_patches=True, min_patches=1, max_patches=4
+    )
+    processor.save_pretrained(folder)
+    _save_without_videos(folder, tokenizer, "InternVL", image_seq_length=4)
+    return model
+
+
+def _save_without_videos(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, kind: str, **settings: Any
+) -> None:
+    """Saves a processor of which the image processor is in the folder, and no part for videos."""
+    tokenizer.save_pretrained(folder)
+    named = {"processor_class": f"{kind}Processor", **settings}
+    (folder / "processor_config.json").write_text(json.dumps(named))
 
 
 def _llava(folder: Path) -> PreTrainedModel:
@@ -262,6 +300,10 @@ MAKERS: dict[str, Callable[[Path], PreTrainedModel]] = {
     "qwen3_vl": lambda folder: _qwen(folder, "Qwen3VL"),
     "gemma3": _gemma3,
     "idefics3": _idefics3,
+    "idefics3_tiles": lambda folder: _idefics3(folder, tiles=True),
+    "smolvlm": lambda folder: _idefics3(folder, "SmolVLM"),
+    "smolvlm_tiles": lambda folder: _idefics3(folder, "SmolVLM", tiles=True),
+    "internvl": _internvl,
     "llava": _llava,
     "llava_next": _llava_next,
 }

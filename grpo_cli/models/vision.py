@@ -37,6 +37,7 @@ PROBE = 64  # sides, in pixels, of the images that a processor is tried out with
 # Files that a processor's part for videos is read from.
 OF_VIDEOS = ("video_preprocessor_config.json", "preprocessor_config.json")
 TYPE_IDS = ("mm_token_type_ids", "token_type_ids")  # 1 on tokens of images, 0 on others
+OF_TOKENS = ("input_ids", "attention_mask", *TYPE_IDS)  # what processors return of the text
 
 
 def takes_images(config: transformers.PretrainedConfig) -> bool:
@@ -112,8 +113,9 @@ def _without_videos(
         settings = {k: v for k, v in stored.items() if k in taken and k not in names}
         settings |= {"image_processor": image_processor, "tokenizer": tokenizer}
         processor: ProcessorMixin = own(**settings | {"video_processor": None})
-    except Exception:
-        reason = str(error).strip().split("\n")[0]
+    except Exception as other:
+        named = other if isinstance(other, ImportError) else error  # a package is missing for both
+        reason = str(named).strip().split("\n")[0].split(". ")[0].rstrip(".")
         raise UserError(
             f"model.path = {path}: its processor cannot be loaded: {reason}. Packages that "
             "processors need are installed with pip install 'grpo-cli[vision]'."
@@ -233,11 +235,10 @@ class VisionProcessor:
         key = tuple(images)
         if key not in self._kept:
             found = self._process([image.open() for image in images])
-            of_text = found["input_ids"].shape
             self._kept[key] = {
                 name: value
                 for name, value in found.items()
-                if isinstance(value, Tensor) and value.shape != of_text
+                if isinstance(value, Tensor) and name not in OF_TOKENS
             }
         self._kept.move_to_end(key)
         total = sum(t.nbytes for made in self._kept.values() for t in made.values())

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.smolvlm import processing_smolvlm
 
 from grpo_cli.config.schema import Model
 from grpo_cli.errors import TrainingError, UserError
@@ -243,6 +244,13 @@ def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
     _, tokenizer = loading.load_config(config, folder)
     with pytest.raises(UserError, match="processor"):
         loading.load_vision(config, folder, tokenizer)
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where torchvision is missing, which only the processor's part for videos needs."""
+    monkeypatch.setattr(processing_smolvlm, "num2words", None)
+    with pytest.raises(UserError, match=r"num2words.*pip install 'grpo-cli\[vision\]'"):
+        load("smolvlm", tmp_path)
 
 
 def test_parts_are_frozen_by_name(tmp_path: Path) -> None:
