@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from PIL import Image
@@ -18,11 +19,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import (
     LlavaNextImageProcessorPil,
 )
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
@@ -112,6 +115,23 @@ def _qwen(folder: Path, kind: str) -> PreTrainedModel:
             "fullatt_block_indexes": [1],
             "out_hidden_size": HIDDEN,
         }
+    elif kind == "Qwen3_5":
+        vision |= {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "out_hidden_size": HIDDEN,
+            "num_position_embeddings": 256,
+        }
+        text |= {
+            "head_dim": HIDDEN // HEADS,
+            "rope_parameters": _mrope(interleaved=True)
+            | {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]},
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        }
     elif kind == "Qwen2VL":
         vision |= {"embed_dim": 32, "hidden_size": HIDDEN, "mlp_ratio": 2}
         text["rope_parameters"] = _mrope(interleaved=False)
@@ -133,7 +153,68 @@ def _qwen(folder: Path, kind: str) -> PreTrainedModel:
         size={"shortest_edge": 256, "longest_edge": 4096},
     )
     processor.save_pretrained(folder)
-    _save_without_videos(folder, tokenizer, kind)
+    _save_without_videos(folder, tokenizer, "Qwen3VL" if kind == "Qwen3_5" else kind)
+    return model
+
+
+def _gemma4(folder: Path, *, large: bool = False) -> PreTrainedModel:
+    """Large: like the larger checkpoints, which read images in both directions."""
+    named = {
+        "image_token": "<|image|>",
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "audio_token": "<|audio|>",
+        "boa_token": "<|audio>",
+        "eoa_token": "<audio|>",
+    }
+    tokenizer = byte_tokenizer("<|image|>", [*named.values(), "<|video|>"], **named)
+    text = {
+        **TEXT,
+        "vocab_size": len(tokenizer),
+        "vocab_size_per_layer_input": len(tokenizer),
+        "hidden_size_per_layer_input": 0 if large else 8,
+        "head_dim": HIDDEN // HEADS,
+        "global_head_dim": 2 * HIDDEN // HEADS,
+        "num_hidden_layers": 2 if large else 4,
+        "num_kv_shared_layers": 0 if large else 2,
+        "attention_k_eq_v": large,
+        "layer_types": ["sliding_attention", "full_attention"] * (1 if large else 2),
+        "sliding_window": 512,
+        "pad_token_id": 0,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "use_bidirectional_attention": "vision" if large else None,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 256,
+    }
+    ids = {
+        "image_token_id": "<|image|>",
+        "boi_token_id": "<|image>",
+        "eoi_token_id": "<image|>",
+        "video_token_id": "<|video|>",
+        "audio_token_id": "<|audio|>",
+        "boa_token_id": "<|audio>",
+        "eoa_token_index": "<audio|>",
+    }
+    config = transformers.Gemma4Config(
+        text_config=text,
+        vision_config=vision,
+        audio_config=None,
+        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in ids.items()},
+    )
+    model = transformers.Gemma4ForConditionalGeneration(config)
+    processor = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
+    processor.save_pretrained(folder)
+    _save_without_videos(folder, tokenizer, "Gemma4", image_seq_length=70)
     return model
 
 
@@ -200,13 +281,18 @@ def _idefics3(folder: Path, kind: str = "Idefics3", *, tiles: bool = False) -> P
         tie_word_embeddings=True,
     )
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
-    processor = Idefics3ImageProcessorPil if kind == "Idefics3" else SmolVLMImageProcessorPil
-    processor(
+    image_processor = Idefics3ImageProcessorPil if kind == "Idefics3" else SmolVLMImageProcessorPil
+    processor = image_processor(
         size={"longest_edge": 2 * SIZE if tiles else SIZE},
         max_image_size={"longest_edge": SIZE},
         do_image_splitting=tiles,
-    ).save_pretrained(folder)
-    _save_without_videos(folder, tokenizer, kind, image_seq_len=4)
+    )
+    if kind == "Idefics3":
+        whole = transformers.Idefics3Processor(processor, tokenizer, image_seq_len=4)
+        whole.save_pretrained(folder)
+    else:
+        processor.save_pretrained(folder)
+        _save_without_videos(folder, tokenizer, kind, image_seq_len=4)
     return model
 
 
@@ -236,6 +322,32 @@ def _internvl(folder: Path) -> PreTrainedModel:
     )
     processor.save_pretrained(folder)
     _save_without_videos(folder, tokenizer, "InternVL", image_seq_length=4)
+    return model
+
+
+def _mistral3(folder: Path) -> PreTrainedModel:
+    special = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+    tokenizer = byte_tokenizer("[IMG]", special)
+    config = transformers.Mistral3Config(
+        text_config={
+            **TEXT,
+            "model_type": "mistral",
+            "vocab_size": len(tokenizer),
+            "head_dim": HIDDEN // HEADS,
+            "sliding_window": None,
+        },
+        vision_config={**_siglip(8), "model_type": "pixtral", "image_size": 2 * SIZE},
+        spatial_merge_size=2,
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
+        tie_word_embeddings=True,
+    )
+    model = transformers.Mistral3ForConditionalGeneration(config)
+    transformers.PixtralProcessor(
+        PixtralImageProcessorPil(size={"longest_edge": 2 * SIZE}, patch_size=8),
+        tokenizer,
+        patch_size=8,
+        spatial_merge_size=2,
+    ).save_pretrained(folder)
     return model
 
 
@@ -298,20 +410,27 @@ MAKERS: dict[str, Callable[[Path], PreTrainedModel]] = {
     "qwen2_vl": lambda folder: _qwen(folder, "Qwen2VL"),
     "qwen2_5_vl": lambda folder: _qwen(folder, "Qwen2_5_VL"),
     "qwen3_vl": lambda folder: _qwen(folder, "Qwen3VL"),
+    "qwen3_5": lambda folder: _qwen(folder, "Qwen3_5"),
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "gemma4_large": lambda folder: _gemma4(folder, large=True),
     "idefics3": _idefics3,
     "idefics3_tiles": lambda folder: _idefics3(folder, tiles=True),
     "smolvlm": lambda folder: _idefics3(folder, "SmolVLM"),
     "smolvlm_tiles": lambda folder: _idefics3(folder, "SmolVLM", tiles=True),
     "internvl": _internvl,
+    "mistral3": _mistral3,
     "llava": _llava,
     "llava_next": _llava_next,
 }
 FAMILIES = tuple(MAKERS)
+NEED_TORCHVISION = ("mistral3", "gemma4", "gemma4_large")  # their processors
 
 
 def make(family: str, folder: Path, *, seed: int = 0) -> Path:
     """Writes a tiny model of a family, with its processor, into a folder."""
+    if family in NEED_TORCHVISION:
+        pytest.importorskip("torchvision")
     folder.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -32,6 +32,7 @@ from grpo_cli.models import attention, loading, memory
 from grpo_cli.models.families import RECURRENT, image_tokens, is_recurrent
 from grpo_cli.models.loading import inference
 from grpo_cli.models.policy_logprobs import CHECKED_TOKENS, PolicyLogprobs, max_difference, mismatch
+from grpo_cli.models.vision import has_images
 from grpo_cli.records import Completion, Prompt, Rollout
 
 Decoder = type[Engine] | type[CachedDecoder] | type[UncachedDecoder]
@@ -106,6 +107,7 @@ class TransformersGenerator(Generator):
     say: Callable[[str], None] = print
     cache_tokens: int | None = None
     decoder: Decoder | None = None  # found by the first prompts
+    checked_images: bool = False  # whether they, or later ones, had images
 
     @classmethod
     def make(cls, setup: EngineSetup) -> Generator:
@@ -167,8 +169,9 @@ class TransformersGenerator(Generator):
         never = image_tokens(self.policy.config)
 
         works = [work for work in works if work.missing]  # more processes than prompts
-        if works and self.decoder is None:
-            self._choose_decoder(works[0].request.prompts)
+        prompts = [prompt for work in works for prompt in work.request.prompts]
+        if works and (self.decoder is None or (not self.checked_images and has_images(prompts))):
+            self._choose_decoder(prompts)
         while works:
             assert self.decoder is not None
             states = [work.state(self.eos_ids, self.tokenizer, never) for work in works]
@@ -256,18 +259,26 @@ class TransformersGenerator(Generator):
         self.decoder = decoder
 
     def _choose_decoder(self, prompts: Sequence[Prompt]) -> None:
-        """Takes the fastest decoder whose numbers are the model's."""
-        self.decoder = Engine
-        if is_recurrent(self.policy):
-            self.fall_back(f"its {RECURRENT}")
+        """Takes the fastest decoder whose numbers are the model's.
+
+        Called with the first prompts, and again with the first that have images.
+        """
+        if self.decoder is None:
+            self.decoder = Engine
+            if is_recurrent(self.policy):
+                self.fall_back(f"its {RECURRENT}")
+            elif not attention.install(self.policy):
+                self.fall_back(f"its attention is {attention.name_of(self.policy)}")
+        self.checked_images = has_images(prompts)
+        if self.decoder is Engine:
+            why = self._mismatch(Engine, prompts)
+            if why is not None:
+                self.fall_back(why)
+        elif self.decoder is CachedDecoder and is_recurrent(self.policy):
             # A state that is only nearly right shows after some tokens.
             why = self._mismatch(CachedDecoder, prompts, tokens=16)
             if why is not None:
                 self.fall_back(f"with a cache, {why}", UncachedDecoder)
-        elif not attention.install(self.policy):
-            self.fall_back(f"its attention is {attention.name_of(self.policy)}")
-        elif (why := self._mismatch(Engine, prompts)) is not None:
-            self.fall_back(why)
 
     def _mismatch(self, decoder: Decoder, prompts: Sequence[Prompt], tokens: int = 4) -> str | None:
         """Returns why a decoder cannot be used; None if its log-probabilities are the model's."""

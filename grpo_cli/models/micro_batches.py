@@ -18,6 +18,7 @@ from grpo_cli.models.memory import MicroBatchBudget, bytes_to_come, tokens_that_
 from grpo_cli.models.packing import length, packed_micro_batches, unique_tokens
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, bytes_per_token, cut
 from grpo_cli.models.reference import Reference
+from grpo_cli.models.vision import has_images
 from grpo_cli.records import Rollout, dummy_rollout
 
 T = TypeVar("T")
@@ -125,12 +126,18 @@ class MicroBatcher:
             yield micro_batch
 
     def calibrate(self, rollouts: Sequence[Rollout], temperature: float) -> None:
-        """Before the first rollouts: checks the forward modes, and measures how many tokens fit."""
+        """Before the first rollouts: checks the forward modes, and measures how many tokens fit.
+
+        The modes are checked again before the first rollouts with images.
+        """
         if self.budget.tokens is not None and all(m.checked for m in self.asked):
-            return
+            has_new = has_images(r.prompt for r in rollouts)
+            if all(m.checked_images for m in self.asked) or not self._any(has_new):
+                return
         some = cut(rollouts)
         if self.workers.runs_in_lockstep:  # the same on every process: the most that one has
-            some = max(self.workers.gather(some), key=len)
+            gathered = self.workers.gather(some)
+            some = max(gathered, key=lambda own: (has_images(r.prompt for r in own), len(own)))
         if not some:
             return
 
@@ -150,6 +157,10 @@ class MicroBatcher:
         )
         lengths = [length(r) for r in some]
         quiet.with_oom_retry(attempt, lengths, lambda: None, unique_tokens(some)[0])
+
+    def _any(self, is_so: bool) -> bool:
+        """Whether it is so on this process; in lockstep, on any of them."""
+        return bool(self.workers.max(is_so)) if self.workers.runs_in_lockstep else is_so
 
     def _tokens_that_fit(self, rollouts: Sequence[Rollout], temperature: float) -> int:
         fitting = tokens_that_fit(

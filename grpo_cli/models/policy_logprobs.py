@@ -33,6 +33,7 @@ from grpo_cli.models.loading import inference
 from grpo_cli.models.memory import is_out_of_memory, saved_bytes
 from grpo_cli.models.routers import RouterRecorder
 from grpo_cli.models.token_logprobs import Head, linear_logprobs, token_entropy, token_logprobs
+from grpo_cli.models.vision import has_images, takes_images
 from grpo_cli.records import Completion, Rollout, sampled_mask
 
 CHECKED_ROLLOUTS = 4  # rollouts that are also computed in the simplest mode
@@ -107,6 +108,7 @@ class PolicyLogprobs:
             if (packed or not p) and (chunked or not c)
         ]
         self.checked = self.modes[0] == SIMPLEST
+        self.checked_images = self.checked or not takes_images(model.config)
 
     @property
     def mode(self) -> ForwardMode:
@@ -172,11 +174,14 @@ class PolicyLogprobs:
     def check(self, rollouts: Sequence[Rollout], temperature: float) -> None:
         """Takes the first mode whose values and gradient equal those of the simplest mode.
 
-        Does nothing if a mode has been chosen before, or if the rollouts are too few to tell. Every
-        process calls it.
+        Does nothing if a mode has been chosen before, except with the first images, or if the
+        rollouts are too few to tell. Every process calls it.
         """
         some = cut(rollouts)
-        if self.checked or len(some) < 2 or max(len(r.completion.ids) for r in some) < 2:
+        images = has_images(r.prompt for r in some)
+        if self.checked and (self.checked_images or not images):
+            return
+        if len(some) < 2 or max(len(r.completion.ids) for r in some) < 2:
             return
         device = fsdp.device_of(self.model)
         devices = [device] if device.type == "cuda" else []
@@ -188,6 +193,7 @@ class PolicyLogprobs:
                     break
                 self.fall_back(reason)
         self.checked = True
+        self.checked_images = self.checked_images or images or self.modes[0] == SIMPLEST
 
     def restore_mode(self, mode: str) -> None:
         """Drops the modes before the named one: the run fell back from them before."""

@@ -28,7 +28,9 @@ from grpo_cli.records import Prompt, Rollout
 from tests import vision_models
 from tests.vision_models import picture
 
-PADDED = ("gemma3",)  # images are read in both directions, which packed rows do not do
+# Images are read in both directions, or layers carry a state: packed rows do neither.
+PADDED = ("gemma3", "gemma4_large", "qwen3_5")
+CACHED = (*PADDED, "gemma4")  # decoded with transformers' cache; Gemma 4 has heads of two sizes
 # The tower's last layer is not read (LLaVA), or its pooling head (Gemma 3).
 UNREAD = {
     "llava": ("encoder.layers.1.", "post_layernorm"),
@@ -117,7 +119,7 @@ def own_logprobs(loaded: Loaded, r: Rollout) -> Tensor:
 
 def test_log_probabilities_and_gradients_are_the_models_own(loaded: Loaded) -> None:
     rollouts, decoder = sampled(loaded, loaded.mixed())
-    assert decoder is (CachedDecoder if loaded.family in PADDED else Engine)
+    assert decoder is (CachedDecoder if loaded.family in CACHED else Engine)
     policy_logprobs = PolicyLogprobs(loaded.model, say=lambda line: None)
     policy_logprobs.check(rollouts, 1.0)
     assert policy_logprobs.mode.packed == (loaded.family not in PADDED)
@@ -143,6 +145,22 @@ def test_log_probabilities_and_gradients_are_the_models_own(loaded: Loaded) -> N
         assert (gradient - fast[name]).norm() <= 1e-4 * total, name
         if not name.endswith("k_proj.bias"):  # adds the same to all scores of a query
             assert gradient.norm() > 1e-8 * total, name
+
+
+def test_the_first_images_are_checked_after_texts(tmp_path: Path) -> None:
+    """Whose numbers do not show that Gemma 3 reads images in both directions."""
+    loaded = load("gemma3", tmp_path)
+    prompts, said = loaded.mixed(), list[str]()
+    generator = TransformersGenerator(loaded.model, [2], say=said.append)
+    policy_logprobs = PolicyLogprobs(loaded.model, say=said.append)
+    for some, is_fast in ([prompts[1]], True), (prompts, False), ([prompts[1]], False):
+        groups = generator.generate(some, 3, Sampling(max_tokens=9), range(len(some)))
+        pairs = zip(some, groups, strict=True)
+        rollouts = [Rollout(p, c, "", reward=1.0) for p, group in pairs for c in group]
+        policy_logprobs.check(rollouts, 1.0)
+        assert (generator.decoder is Engine) == policy_logprobs.mode.packed == is_fast
+    assert len(said) == 2
+    assert all("differ" in line for line in said)
 
 
 def test_the_image_is_read(loaded: Loaded) -> None:
