@@ -188,8 +188,10 @@ class VisionProcessor:
         placeholder = self.tokenizer.convert_tokens_to_ids(self.placeholder)
         for image in images:
             own = self.tokenizer(self._text_of(image), add_special_tokens=False)["input_ids"]
-            last = len(ids) - len(own) + 1
-            at = next((i for i in range(begin, last) if [*ids[i : i + len(own)]] == own), None)
+            places = range(begin, len(ids) - len(own) + 1)
+            at = next(
+                (i for i in places if ids[i] == own[0] and [*ids[i : i + len(own)]] == own), None
+            )
             if at is None:
                 raise TrainingError(
                     f"{image.place}: the image's tokens are joined with the text around them, so "

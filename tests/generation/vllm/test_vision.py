@@ -143,7 +143,7 @@ def test_a_tower_that_stays_behind_is_found(engine: VllmGenerator, loaded: Loade
     assert engine.weight_check is not None
     with torch.no_grad():
         for name, parameter in loaded.model.named_parameters():
-            if "vision" in name:
+            if "vis" in name:  # vision_model, visual
                 parameter.add_(0.5)
     trainer = engine.weight_check.trainer_logprobs()
     (found,) = engine.differences(trainer).values()
