@@ -29,7 +29,13 @@ from grpo_cli.generation.engine import Engine
 from grpo_cli.generation.kept_caches import KeptCaches
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models import attention, loading, memory
-from grpo_cli.models.families import RECURRENT, image_tokens, is_recurrent
+from grpo_cli.models.families import (
+    BIDIRECTIONAL,
+    RECURRENT,
+    has_bidirectional_images,
+    image_tokens,
+    is_recurrent,
+)
 from grpo_cli.models.loading import inference
 from grpo_cli.models.policy_logprobs import CHECKED_TOKENS, PolicyLogprobs, max_difference, mismatch
 from grpo_cli.models.vision import has_images
@@ -270,7 +276,9 @@ class TransformersGenerator(Generator):
             elif not attention.install(self.policy):
                 self.fall_back(f"its attention is {attention.name_of(self.policy)}")
         self.checked_images = has_images(prompts)
-        if self.decoder is Engine:
+        if self.decoder is Engine and self.checked_images and has_bidirectional_images(self.policy):
+            self.fall_back(f"its {BIDIRECTIONAL}")
+        elif self.decoder is Engine:
             why = self._mismatch(Engine, prompts)
             if why is not None:
                 self.fall_back(why)

@@ -6,6 +6,7 @@ name for its experts is described here, and nowhere else.
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -28,7 +29,9 @@ LOGIT_SOFTCAPS = (
 ATTENTION_EXTRAS = ("softcap", "s_aux", "position_bias", "head_mask")
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
-RECURRENT = "layers carry a state from token to token"  # as a reason in a note
+# Reasons in notes, behind "its".
+RECURRENT = "layers carry a state from token to token"
+BIDIRECTIONAL = "images are read in both directions"
 # Names, in a config's layer_types, of layers that carry a state from token to token.
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"}
 
@@ -99,6 +102,19 @@ def image_tokens(config: PretrainedConfig) -> tuple[int, ...]:
     """
     ids = {getattr(config, name, None) for name in IMAGE_TOKENS}
     return tuple(sorted(i for i in ids if isinstance(i, int)))
+
+
+def has_bidirectional_images(model: PreTrainedModel) -> bool:
+    """Whether the tokens of an image attend to each other in both directions (Gemma 3, PaliGemma).
+
+    Neither packed rows nor the embedded engine do that, and in half precision the numbers may not
+    show it. A model that does makes its masks from the types of its tokens; Gemma 4 has a switch.
+    """
+    masks = getattr(model, "create_masks_for_generate", None)
+    taken = signature(masks).parameters if masks is not None else {}
+    config = model.config.get_text_config(decoder=True)
+    switch = getattr(config, "use_bidirectional_attention", None)
+    return "token_type_ids" in taken or ("mm_token_type_ids" in taken and switch == "vision")
 
 
 def num_experts(config: PretrainedConfig) -> int | None:

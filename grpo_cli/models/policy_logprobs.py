@@ -27,7 +27,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from grpo_cli.algorithm.load_balancing import Routing
 from grpo_cli.distributed import fsdp
 from grpo_cli.models import attention, packing
-from grpo_cli.models.families import RECURRENT, is_recurrent, without_router_logits
+from grpo_cli.models.families import (
+    BIDIRECTIONAL,
+    RECURRENT,
+    has_bidirectional_images,
+    is_recurrent,
+    without_router_logits,
+)
 from grpo_cli.models.flops import forward_flops, params_in_products, passes
 from grpo_cli.models.loading import inference
 from grpo_cli.models.memory import is_out_of_memory, saved_bytes
@@ -181,6 +187,9 @@ class PolicyLogprobs:
         images = has_images(r.prompt for r in some)
         if self.checked and (self.checked_images or not images):
             return
+        if images and self.modes[0].packed and has_bidirectional_images(self.model):
+            self.modes = [mode for mode in self.modes if not mode.packed]
+            self.say(f"note: rows are padded: the model's {BIDIRECTIONAL}")
         if len(some) < 2 or max(len(r.completion.ids) for r in some) < 2:
             return
         device = fsdp.device_of(self.model)
