@@ -99,17 +99,24 @@ class StoredImage:
             return rgb if rgb.size == size else rgb.resize(size, Image.Resampling.BICUBIC)
 
     def encoded(self) -> dict[str, Any]:
-        """Returns {"bytes", "path"} as the data has them, the form of `datasets`' images."""
-        stored = self._stored()
-        if isinstance(stored, Mapping):
-            return {"bytes": stored.get("bytes"), "path": stored.get("path")}
-        if isinstance(stored, bytes):
-            return {"bytes": stored, "path": None}
-        if isinstance(stored, str | Path):
-            return {"bytes": None, "path": str(self._path(stored))}
-        file = io.BytesIO()
-        stored.save(file, "PNG")
-        return {"bytes": file.getvalue(), "path": None}
+        """Returns what `open` reads in the form of `datasets`' images, {"bytes", "path"}.
+
+        The bytes are those of the data, or PNG where the image is resized.
+
+        Raises:
+            ImageError: it cannot be read; a picture that is cut off is only noticed by `open`.
+        """
+        from PIL import Image
+
+        with self._opened() as image:
+            stored = self._picture()
+            if image.size == self._target(*image.size) and not isinstance(stored, Image.Image):
+                is_path = isinstance(stored, str | Path)
+                file = self._path(stored).read_bytes() if is_path else stored
+                return {"bytes": file, "path": None}
+        png = io.BytesIO()
+        self.open().save(png, "PNG")
+        return {"bytes": png.getvalue(), "path": None}
 
     def __str__(self) -> str:
         return f"image of {self.place}"
@@ -120,6 +127,15 @@ class StoredImage:
     def _stored(self) -> Any:
         return self.source.read() if isinstance(self.source, Cell) else self.source
 
+    def _picture(self) -> Any:
+        """Returns encoded bytes, a path or a PIL image."""
+        stored = self._stored()
+        if isinstance(stored, Mapping):
+            stored = stored.get("bytes") or stored.get("path")
+        if stored in (None, "", b""):
+            raise ValueError("it is empty")
+        return stored
+
     def _path(self, path: str | Path) -> Path:
         return Path(self.folder, path).expanduser()
 
@@ -129,14 +145,10 @@ class StoredImage:
         from PIL import Image
 
         try:
-            stored = self._stored()
+            stored = self._picture()
             if isinstance(stored, Image.Image):
                 yield stored
                 return
-            if isinstance(stored, Mapping):
-                stored = stored.get("bytes") or stored.get("path")
-            if stored in (None, "", b""):
-                raise ValueError("it is empty")
             file = io.BytesIO(stored) if isinstance(stored, bytes) else self._path(stored)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)

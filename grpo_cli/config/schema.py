@@ -1404,6 +1404,13 @@ class Log:
         "Print only the first completion of each prompt, and send only that to trackers; the "
         "files keep all.",
     )
+    images: str = knob(
+        "all",
+        "Written completions whose images are kept: in the files and in the tables of trackers "
+        "(all), in the files only (files), or nowhere (none). A file holds an image once for all "
+        "completions of its prompt, no larger than dataset.max_pixels.",
+        choices=("all", "files", "none"),
+    )
     entropy_every: int = knob(
         10, "Measure the entropy every N steps if nothing else needs it; 0: never.", ge=0
     )

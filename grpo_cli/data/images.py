@@ -71,18 +71,9 @@ def of_row(
         raise UserError(
             f"{place}: has images, which stand in the messages of a chat; set dataset.chat=true."
         )
-    folder = _folder_of(rows.source)
-
-    def stored(keys: tuple[str | int, ...]) -> StoredImage:
-        where = f"{place}, column {keys[0]!r}"
-        return StoredImage(Cell(rows.rows, number, keys), where, max_pixels, folder)
-
-    name = column_of(row)
-    given: list[StoredImage] = []
-    several = name is not None and isinstance(row[name], list)
-    if name is not None:
-        keys = [(name, i) for i in range(len(row[name]))] if several else [(name,)]
-        given = [stored(k) for k in keys]
+    own = of_columns(rows, number, row, max_pixels)
+    name = next(iter(own), None)
+    given: list[StoredImage] = [] if name is None else _listed(own[name])
     if given and not _has_blocks(text):
         text = [_with_blocks(message) for message in text]
     unfilled = sum(_is_unfilled(b) for m in text for b in _blocks(m) if b["type"] == "image")
@@ -103,11 +94,48 @@ def of_row(
             if block["type"] != "image":
                 blocks.append(block)
                 continue
-            images.append(next(left) if _is_unfilled(block) else stored(block["keys"]))
+            images.append(
+                next(left)
+                if _is_unfilled(block)
+                else _stored(rows, number, block["keys"], max_pixels)
+            )
             blocks.append(dict(PLACEHOLDER))
         messages.append({**message, "content": blocks} if blocks else message)
-    own: dict[str, Any] = {} if name is None else {name: given if several else given[0]}
     return ImageRow(messages, tuple(images), own)
+
+
+def of_columns(
+    rows: Rows, number: int, row: Mapping[str, Any], max_pixels: int | None
+) -> dict[str, Any]:
+    """Returns the column of a row's images with stored images in it; {} if the row has none.
+
+    Args:
+        number: of the row in `rows`.
+        max_pixels: of an image; a larger one is resized. None: none is.
+    """
+    name = column_of(row)
+    if name is None:
+        return {}
+    if not isinstance(row[name], list):
+        return {name: _stored(rows, number, (name,), max_pixels)}
+    return {name: [_stored(rows, number, (name, i), max_pixels) for i in range(len(row[name]))]}
+
+
+def in_columns(columns: Mapping[str, Any]) -> list[StoredImage]:
+    """Returns the stored images in the columns of images, in their order."""
+    found = [image for name in COLUMNS for image in _listed(columns.get(name))]
+    return [image for image in found if isinstance(image, StoredImage)]
+
+
+def _listed(cell: Any) -> list[Any]:
+    return cell if isinstance(cell, list) else [cell]
+
+
+def _stored(
+    rows: Rows, number: int, keys: tuple[str | int, ...], max_pixels: int | None
+) -> StoredImage:
+    where = f"{rows.source}, row {rows.line(number)}, column {keys[0]!r}"
+    return StoredImage(Cell(rows.rows, number, keys), where, max_pixels, _folder_of(rows.source))
 
 
 def _with_blocks(message: dict[str, Any]) -> dict[str, Any]:

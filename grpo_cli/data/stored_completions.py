@@ -1,12 +1,15 @@
 """Reads completions that are stored in a file: one loader for `grpo score` and `grpo eval`.
 
 A file has a column `completion`, and beside it what rewards read. Files that a run or `grpo eval`
-has written keep the data set's columns in a column `columns` of their own.
+has written keep the data set's columns in a column `columns` of their own, as JSON, and the images
+of the prompt in a column `images`. The JSON has {"image": 0} where the data set has the first of
+them, and {"image": null} if the file does not hold it (`log.images`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -15,13 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.data import conversations
-from grpo_cli.data.files import load_file
-from grpo_cli.data.rows import rename_columns
+from grpo_cli.data import images as images_of_rows
+from grpo_cli.data.files import load_file, undecoded
+from grpo_cli.data.rows import Rows, rename_columns
 from grpo_cli.errors import UserError, listed, nearest
+from grpo_cli.images import ImageError, StoredImage
+from grpo_cli.images import require as require_pillow
 
 if TYPE_CHECKING:
     from grpo_cli.records import Completion, Prompt, Rollout
 
+IMAGES = "images"  # the column with the images of a prompt
 WRITTEN = ("completions.parquet", "completions.jsonl")  # in the folder of an evaluation
 
 
@@ -37,6 +44,7 @@ class Sample:
     prefill: str = ""  # of a chat: text of the assistant before the completion
     episode: Mapping[str, Any] | None = None  # `episode_of` its completion
     environment_failed: bool = False  # no reward applies
+    images: tuple[StoredImage, ...] = ()  # of the prompt, in their order
 
     @classmethod
     def of(cls, rollout: Rollout) -> Sample:
@@ -51,6 +59,7 @@ class Sample:
             prompt.prefill,
             episode_of(completion),
             completion.environment_failed,
+            prompt.images,
         )
 
 
@@ -138,29 +147,114 @@ def load(path: Path, columns: Mapping[str, str], key: str) -> list[Sample]:
     Raises:
         UserError: a missing file or column, a malformed line, a completion that is not text.
     """
-    table = rename_columns(load_file(path, key), columns, str(path), "columns")
+    table = undecoded(rename_columns(load_file(path, key), columns, str(path), "columns"))
     if "completion" not in table.column_names:
         raise UserError(
             f"{key} = {path}: has no column 'completion'; it has {listed(table.column_names)}. "
             f"Name it with columns.completion=NAME.{nearest('completion', table.column_names)}"
         )
+    rows = Rows(str(path), table.column_names, table)
     completions = []
     for number, line in enumerate(table):
-        of_data = _data_columns(line.pop("columns", None))
-        cells = {**line, **of_data}
-        prompt, prefill = _prompt(cells.pop("prompt", ""), f"{key} = {path}, row {number}")
+        where = f"{key} = {path}, row {number}"
+        of_data = _data_columns(line.get("columns"))
+        prompt, prefill = _prompt({**line, **of_data}.get("prompt", ""), where)
+        prompt, images, of_images = _images(rows, number, line, prompt, of_data)
+        line.pop("columns", None)
+        cells = {**line, **of_data, **of_images}
+        cells.pop("prompt", None)
         text = cells.pop("completion")
         if isinstance(text, list) and text and isinstance(text[-1], dict):  # a chat's messages
             text = text[-1].get("content")
         if not isinstance(text, str):
-            raise UserError(
-                f"{key} = {path}, row {number}: the completion is {text!r}; it must be text."
-            )
+            raise UserError(f"{where}: the completion is {text!r}; it must be text.")
         ids = cells.pop("completion_ids", None)
         episode = _stored_episode(cells)
         failed = episode is not None and _has_failed(episode)
-        completions.append(Sample(number, prompt, text, ids, cells, prefill, episode, failed))
+        completions.append(
+            Sample(number, prompt, text, ids, cells, prefill, episode, failed, images)
+        )
     return completions
+
+
+def _images(
+    rows: Rows, number: int, line: dict[str, Any], prompt: Any, of_data: Mapping[str, Any]
+) -> tuple[Any, tuple[StoredImage, ...], dict[str, Any]]:
+    """Returns (prompt with placeholders, its images in their order, columns that hold images).
+
+    Args:
+        line: of which the column that `images_cell` has written is removed.
+        of_data: the columns of the data set, where the file has them apart.
+
+    Raises:
+        UserError: more or fewer placeholders in the prompt than images.
+    """
+    marked = {
+        name: of_data[name]
+        for name in images_of_rows.COLUMNS
+        if any(map(_is_marked, _listed(of_data.get(name))))
+    }
+    columns = images_of_rows.of_columns(rows, number, line, None)
+    images = tuple(images_of_rows.in_columns(columns))
+    if images:
+        require_pillow()
+    if isinstance(prompt, list) and (images or _holds_pictures(prompt)):
+        found = images_of_rows.of_row(rows, number, line, prompt, None)
+        prompt, images, columns = found.messages, found.images, found.columns
+    if IMAGES in line and isinstance(line.get("columns"), str):
+        del line[IMAGES]
+        columns = {}
+    for name, cell in marked.items():
+        columns[name] = _unmarked(cell, images, rows.source)
+    return prompt, images, columns
+
+
+def _holds_pictures(messages: Sequence[Mapping[str, Any]]) -> bool:
+    blocks = [b for m in messages if isinstance(m["content"], list) for b in m["content"]]
+    return any("keys" in block for block in blocks)
+
+
+def _listed(cell: Any) -> list[Any]:
+    return cell if isinstance(cell, list) else [cell]
+
+
+def _is_marked(cell: Any) -> bool:
+    return isinstance(cell, dict) and cell.keys() == {"image"}
+
+
+def _unmarked(cell: Any, images: Sequence[StoredImage], source: str) -> Any:
+    """Returns stored images in place of {"image": 0}, also in a list."""
+    if isinstance(cell, list):
+        return [_unmarked(one, images, source) for one in cell]
+    if not _is_marked(cell):
+        return cell
+    number = cell["image"]
+    return images[number] if number is not None else StoredImage(None, source)
+
+
+def check_images(columns: Sequence[Mapping[str, Any]], key: str) -> None:
+    """Checks that all images in these columns can be read, before rewards need them.
+
+    Args:
+        key: what messages call the file by.
+
+    Raises:
+        UserError: one cannot be read, or the file does not hold it.
+    """
+    sound: set[bytes] = set()  # completions of a prompt have the same images
+    for image in (i for one in columns for i in images_of_rows.in_columns(one)):
+        if image.source is None:
+            raise UserError(
+                f"{key} = {image.place}: holds no images, which the rewards read; a run writes "
+                "them with log.images=all or files."
+            )
+        try:
+            stored = image.encoded()["bytes"]
+            if (digest := hashlib.blake2b(stored, digest_size=16).digest()) not in sound:
+                image.open()
+                sound.add(digest)
+        except ImageError as error:
+            raise UserError(f"{key} = {error}.") from error
 
 
 def _stored_episode(cells: dict[str, Any]) -> dict[str, Any] | None:
@@ -197,6 +291,36 @@ def prompt_cell(prompt: Prompt) -> str:
     return json.dumps(conversation, ensure_ascii=False)
 
 
+def images_cell(prompt: Prompt) -> list[dict[str, Any] | None]:
+    """Returns the images of a prompt as a cell of `IMAGES`; None for one that cannot be read."""
+    return [_encoded(image) for image in prompt.images]
+
+
+def _encoded(image: StoredImage) -> dict[str, Any] | None:
+    try:
+        return image.encoded()
+    except ImageError:  # a file that is gone ends no run
+        return None
+
+
+def columns_cell(prompt: Prompt, holds_images: bool) -> str:
+    """Returns the data set's columns of a prompt as JSON.
+
+    Args:
+        holds_images: whether its images are stored beside them, by `images_cell`.
+    """
+    numbers = {id(image): number for number, image in enumerate(prompt.images)}
+
+    def other(value: Any) -> Any:
+        if isinstance(value, StoredImage):
+            return {"image": numbers.get(id(value)) if holds_images else None}
+        if isinstance(value, bytes) and prompt.images:
+            return f"{len(value):,} bytes"
+        return str(value)
+
+    return json.dumps(prompt.columns, ensure_ascii=False, default=other)
+
+
 def _prompt(cell: Any, where: str) -> tuple[Any, str]:
     """Returns (prompt, prefill) of a cell: a text, messages, or what `prompt_cell` writes."""
     messages = cell
@@ -207,7 +331,7 @@ def _prompt(cell: Any, where: str) -> tuple[Any, str]:
             return cell, ""
     if not conversations.is_conversation(messages):
         return cell, ""
-    messages = conversations.normalized(messages, where)
+    messages = conversations.normalized(messages, where, "prompt")
     prefill = conversations.prefill_of(messages)
     return messages[:-1] if prefill else messages, prefill
 

@@ -27,7 +27,13 @@ from grpo_cli.checkpoints.manifest import sync, sync_folder
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.schema import Log, Recipe
 from grpo_cli.data import conversations
-from grpo_cli.data.stored_completions import episode_cells, prompt_cell
+from grpo_cli.data.stored_completions import (
+    IMAGES,
+    columns_cell,
+    episode_cells,
+    images_cell,
+    prompt_cell,
+)
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError
 from grpo_cli.records import Group
@@ -36,6 +42,7 @@ from grpo_cli.reporting.alerts import RewardAlerts
 from grpo_cli.reporting.progress import Bar, clock
 
 SHORT = {"old_logprobs": "old", "ref_logprobs": "ref", "forward_backward": "fwd/bwd"}
+ROW_GROUP_BYTES = 2**28  # of images in memory while completions are written
 COLUMNS = 98  # width of a step's line of times, which is indented by two more
 
 
@@ -52,6 +59,7 @@ class Reporter:
         self.alerts = RewardAlerts(self.say, recipe.scoring.max_steps_without_reward)
         self.unwritten: list[str] = []  # lines of metrics.jsonl that could not be written yet
         self.skips_completions = False  # whether the last completions could not be written
+        self.has_images = False  # whether prompts of the run have images
 
     @property
     def metrics_file(self) -> Path:
@@ -106,6 +114,11 @@ class Reporter:
         """Returns whether the step's completions are stored; the same on every process."""
         every = self.config.completions_every
         return every > 0 and (step == 1 or step % every == 0)
+
+    @property
+    def keeps_images(self) -> bool:
+        """Whether stored completions hold the images of their prompts."""
+        return self.has_images and self.config.images != "none"
 
     def completions(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         """Stores and prints one step's completions, each a `completion_row`."""
@@ -229,17 +242,31 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.{2 if seconds < 1 else 1 if seconds < 100 else 0}f}"
 
 
-def rows_of_all(workers: Workers, step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Gathers all processes' completions as rows on the main process, in the order of prompts."""
-    local = [
-        (g.prompt_index, completion_row(step, g, i)) for g in groups for i in range(len(g.rollouts))
-    ]
+def rows_of_all(
+    workers: Workers, step: int, groups: Sequence[Group], images: bool = False
+) -> list[dict[str, Any]]:
+    """Gathers all processes' completions as rows on the main process, in the order of prompts.
+
+    Args:
+        images: whether the rows hold the images of their prompts.
+    """
+    local = []
+    for g in groups:
+        cell = images_cell(g.prompt) if images else None  # one object: it is sent once
+        rows = (completion_row(step, g, i, cell) for i in range(len(g.rollouts)))
+        local += [(g.prompt_index, row) for row in rows]
     parts = workers.gather_on_main(local)
     return [row for _, row in sorted(chain.from_iterable(parts), key=itemgetter(0))]
 
 
-def completion_row(step: int, group: Group, sample: int) -> dict[str, Any]:
-    """Returns a rollout as a row of a table; values of tokens are arrays, for fast gathering."""
+def completion_row(
+    step: int, group: Group, sample: int, images: list[dict[str, Any] | None] | None = None
+) -> dict[str, Any]:
+    """Returns a rollout as a row of a table; values of tokens are arrays, for fast gathering.
+
+    Args:
+        images: `images_cell` of the prompt; None: the row has no such column.
+    """
     r = group.rollouts[sample]
     return {
         "step": step,
@@ -250,7 +277,7 @@ def completion_row(step: int, group: Group, sample: int) -> dict[str, Any]:
         "reward": finite(r.reward),
         **{f"rewards/{name}": value for name, value in r.reward_parts.items()},
         **{f"extras/{name}": value for name, value in r.extras.items()},
-        "columns": json.dumps(group.prompt.columns, ensure_ascii=False, default=str),
+        "columns": columns_cell(group.prompt, images is not None),
         "advantage": r.advantage,
         "token_advantages": None if r.token_advantages is None else r.token_advantages.tolist(),
         "finish_reason": r.completion.finish_reason,
@@ -258,6 +285,7 @@ def completion_row(step: int, group: Group, sample: int) -> dict[str, Any]:
         "completion_ids": np.array(r.completion.ids, dtype=np.int64),
         "sampling_logprobs": np.array(r.completion.sampling_logprobs, dtype=np.float64),
         **episode_cells(r.completion),
+        **({} if images is None else {IMAGES: images}),
     }
 
 
@@ -315,12 +343,40 @@ def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".tmp")
     names = list(dict.fromkeys(name for row in rows for name in row))
-    columns = {name: parquet_column([row.get(name) for row in rows]) for name in names}
+    columns = {
+        name: parquet_column([row.get(name) for row in rows]) for name in names if name != IMAGES
+    }
     try:
-        pyarrow.parquet.write_table(pyarrow.table(columns), partial)
+        table = pyarrow.table(columns)
+        if IMAGES in names:
+            _write_with_images(partial, table, [row[IMAGES] for row in rows])
+        else:
+            pyarrow.parquet.write_table(table, partial)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _write_with_images(path: Path, table: Any, images: Sequence[list[Any]]) -> None:
+    """Writes a table with a column of images, which `datasets` and the hub show as images.
+
+    Completions of a prompt share their images, and the file holds each once: the dictionary of a
+    row group has room for all of them.
+    """
+    import datasets
+    import pyarrow.parquet
+
+    schema = datasets.Features({IMAGES: datasets.List(datasets.Image())}).arrow_schema
+    field = schema.field(IMAGES)
+    whole = table.schema.append(field).with_metadata(schema.metadata)
+    sizes = [sum(len(image["bytes"]) for image in cell if image) for cell in images]
+    with pyarrow.parquet.ParquetWriter(path, whole, dictionary_pagesize_limit=2**30) as writer:
+        start = 0
+        for end in range(1, len(images) + 1):
+            if end == len(images) or sum(sizes[start : end + 1]) > ROW_GROUP_BYTES:
+                part = pyarrow.array(images[start:end], field.type)
+                writer.write_table(table.slice(start, end - start).append_column(field, part))
+                start = end
 
 
 def parquet_column(values: list[Any]) -> Any:

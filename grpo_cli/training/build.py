@@ -107,6 +107,9 @@ def assemble(
         model, tokenizer, vision = load_policy(prepared, workers, reporter)
     stream = make_stream(prepared, tokenizer, vision, reporter)
     prompts = list(stream.prompts)
+    reporter.has_images = vision is not None and (
+        recipe.dataset.streaming or any(prompt.images for prompt in prompts)
+    )
     recipe = parsing.with_steps(recipe, len(prompts))
     # Of streamed prompts, and of first observations, nothing is known but the limit.
     if recipe.dataset.streaming or recipe.has_episodes:

@@ -158,7 +158,8 @@ class Step:
         """Writes the step's completions where due, before an evaluation that may be interrupted."""
         run, groups = self.run, self.batch.groups if self.batch else []
         if run.reporter.keeps_completions(run.state.step):
-            rows = rows_of_all(run.workers, run.state.step, groups)
+            images = run.reporter.keeps_images
+            rows = rows_of_all(run.workers, run.state.step, groups, images)
             run.reporter.completions(run.state.step, rows)
 
     def log(self) -> None:

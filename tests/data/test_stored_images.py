@@ -1,0 +1,144 @@
+"""Completions are stored with the images of their prompts, and read again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import PIL.Image
+import pyarrow.parquet
+import pytest
+
+from grpo_cli.data.stored_completions import Sample, check_images, load
+from grpo_cli.errors import UserError
+from grpo_cli.images import StoredImage
+from grpo_cli.reporting import reporter
+from tests.pictures import PNG, SMALL, image_groups, write_groups
+from tests.test_images import encoded
+
+BLOCK, TEXT = {"type": "image"}, {"type": "text", "text": "How red?"}
+
+
+def test_datasets_shows_the_images_of_a_step(tmp_path: Path) -> None:
+    write_groups(tmp_path / "step-1.parquet", image_groups())
+    found = datasets.load_dataset(
+        "parquet", data_files=str(tmp_path / "step-1.parquet"), split="train",
+        cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    pictures = [row["images"] for row in found]
+    assert [len(of_row) for of_row in pictures] == [1, 1, 0, 0, 1, 1]
+    assert isinstance(pictures[0][0], PIL.Image.Image)
+    assert [pictures[i][0].size for i in (0, 1, 4)] == [(30, 20), (30, 20), (6, 4)]
+    assert found[5]["columns"] == '{"image": {"image": 0}, "answer": "1"}'
+    assert "image of" not in "".join(found["columns"])
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    groups = image_groups()
+    write_groups(tmp_path / "step-1.parquet", groups)
+    read = load(tmp_path / "step-1.parquet", {}, "input")
+    for sample, rollout in zip(read, [r for g in groups for r in g.rollouts], strict=True):
+        written = Sample.of(rollout)
+        assert sample.prompt == written.prompt
+        assert sample.columns.keys() >= {"image", "answer"}
+        assert "images" not in sample.columns
+        assert [i.open().tobytes() for i in sample.images] == [
+            i.open().tobytes() for i in written.images
+        ]
+        image = sample.columns["image"]
+        assert image is None or image is sample.images[0]
+    assert read[0].prompt == [{"role": "user", "content": [BLOCK, TEXT]}]
+
+
+def test_lists_of_images_keep_their_form_and_order(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "Same?", "images": [{"bytes": PNG}, {"bytes": SMALL}]},
+        {"prompt": "None?", "images": []},
+    ]
+    write_groups(tmp_path / "a.parquet", image_groups(rows, 1, None))
+    first, second = load(tmp_path / "a.parquet", {}, "input")
+    assert [i.size for i in first.columns["images"]] == [(60, 40), (6, 4)]
+    assert first.columns["images"] == list(first.images)
+    assert second.columns["images"] == []
+
+
+def test_an_image_that_fits_keeps_its_bytes_and_a_larger_one_is_stored_small() -> None:
+    jpeg = encoded(PIL.Image.effect_noise((64, 64), 50), "JPEG")
+    assert StoredImage(jpeg, "").encoded() == {"bytes": jpeg, "path": None}
+    small = StoredImage(jpeg, "", max_pixels=64).encoded()["bytes"]
+    assert len(small) < len(jpeg)
+    resized = StoredImage(jpeg, "", max_pixels=64).open()
+    assert StoredImage(small, "").open().tobytes() == resized.tobytes()
+
+
+def test_a_path_is_stored_with_its_picture_and_a_file_that_is_gone_is_null(tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(PNG)
+    rows: list[dict[str, Any]] = [
+        {"prompt": "?", "image": str(tmp_path / "red.png")},
+        {"prompt": "?", "image": str(tmp_path / "gone.png")},
+    ]
+    write_groups(tmp_path / "a.parquet", image_groups(rows, 1, None))
+    first, second = load(tmp_path / "a.parquet", {}, "input")
+    assert first.images[0].encoded()["bytes"] == PNG
+    with pytest.raises(UserError, match=r"a.parquet, row 1, column 'images': .*it is empty\.$"):
+        check_images([first.columns, second.columns], "input")
+
+
+def test_a_file_holds_an_image_once_for_all_completions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = [
+        encoded(PIL.Image.fromarray(np.random.default_rng(n).integers(0, 256, (256, 256), "u1")))
+        for n in range(4)
+    ]
+    rows = [{"prompt": "?", "image": {"bytes": one}} for one in noise]
+    path = tmp_path / "a.parquet"
+    write_groups(path, image_groups(rows, 8, None))
+    total = sum(map(len, noise))
+    assert total < path.stat().st_size < 1.2 * total
+    monkeypatch.setattr(reporter, "ROW_GROUP_BYTES", 10 * len(noise[0]))
+    write_groups(path, image_groups(rows, 8, None))
+    assert pyarrow.parquet.ParquetFile(path).num_row_groups == 4
+    stored = pyarrow.parquet.read_table(path)["images"].to_pylist()
+    assert [cell[0]["bytes"] for cell in stored] == [one for one in noise for _ in range(8)]
+
+
+def test_without_images_the_files_of_texts_are_as_they_were(tmp_path: Path) -> None:
+    groups = image_groups([{"prompt": "1+1=", "answer": "2"}], 1)
+    write_groups(tmp_path / "a.parquet", groups, images=False)
+    schema = pyarrow.parquet.read_schema(tmp_path / "a.parquet")
+    assert "images" not in schema.names
+    assert schema.metadata is None
+
+
+def test_images_that_were_not_written_are_told(tmp_path: Path) -> None:
+    write_groups(tmp_path / "a.parquet", image_groups(), images=False)
+    read = load(tmp_path / "a.parquet", {}, "input")
+    assert read[0].images == ()
+    check_images([s.columns for s in read[2:4]], "input")
+    with pytest.raises(UserError, match=r"a\.parquet: holds no images.* log\.images=all or files"):
+        check_images([s.columns for s in read], "input")
+
+
+def test_a_users_own_file_has_images_in_columns_and_messages(tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(PNG)
+    rows: list[dict[str, Any]] = [
+        {"completion": "4", "image": "red.png"},
+        {"completion": "4", "prompt": "How red?", "image": "red.png"},
+        {"completion": "4", "prompt": [{"role": "user", "content": "How red?"}],
+         "image": "red.png"},
+        {"completion": "4", "prompt": [{"role": "user", "content": [
+            {"type": "image", "image": "red.png"}, TEXT]}]},
+    ]  # fmt: skip
+    for row in rows:
+        (tmp_path / "own.jsonl").write_text(json.dumps(row) + "\n")
+        (sample,) = load(tmp_path / "own.jsonl", {}, "input")
+        (image,) = sample.images
+        assert image.open().getpixel((0, 0)) == (255, 0, 0)
+        if isinstance(row.get("prompt"), list):
+            assert sample.prompt[0]["content"] == [BLOCK, TEXT]
+        if "image" in row:
+            assert sample.columns["image"] is image

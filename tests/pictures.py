@@ -1,0 +1,57 @@
+"""Groups whose prompts have images, as a run stores them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_cli.data import images, other_columns
+from grpo_cli.data.rows import Rows
+from grpo_cli.data.stored_completions import images_cell
+from grpo_cli.records import Group
+from grpo_cli.reporting.reporter import completion_row, write_parquet
+from tests.conftest import make_group, make_rollout
+from tests.test_images import RED, encoded
+
+PNG, SMALL = encoded(RED), encoded(RED.resize((6, 4)))
+ROWS = (
+    {"prompt": "How red?", "image": {"bytes": PNG, "path": None}, "answer": "1"},
+    {"prompt": "No picture?", "image": None, "answer": "0"},
+    {"prompt": "And <image>?", "image": {"bytes": SMALL, "path": None}, "answer": "1"},
+)
+
+
+def image_groups(
+    rows: Sequence[dict[str, Any]] = ROWS, samples: int = 2, max_pixels: int | None = 600
+) -> list[Group]:
+    """Returns a group of a step for each row."""
+    found = []
+    table = Rows("rows.parquet", [*rows[0]], list(rows))
+    for number, row in enumerate(rows):
+        prompt: Any = row["prompt"]
+        if not isinstance(prompt, list):
+            prompt = [{"role": "user", "content": prompt}]
+        columns, pictures = other_columns(row), ()
+        if images.column_of(row) is not None:
+            own = images.of_row(table, number, row, prompt, max_pixels)
+            prompt, pictures, columns = own.messages, own.images, columns | own.columns
+        rollouts = [
+            make_rollout(prompt=prompt, columns=columns, row=number, text=f"{number}.{i}")
+            for i in range(samples)
+        ]
+        shared = dataclasses.replace(rollouts[0].prompt, images=pictures)
+        for rollout in rollouts:
+            rollout.prompt = shared
+        found.append(make_group(number, rollouts))
+    return found
+
+
+def write_groups(path: Path, groups: Sequence[Group], *, images: bool = True) -> None:
+    """Writes the completions of a step as a run with images does, or with log.images=none."""
+    rows = []
+    for group in groups:
+        cell = images_cell(group.prompt) if images else None
+        rows += [completion_row(1, group, i, cell) for i in range(len(group.rollouts))]
+    write_parquet(path, rows)
