@@ -107,7 +107,9 @@ def score_completions(
     check_writable(folder)
     ((name, benchmark),) = recipe.benchmark.items()
     registry.import_modules(recipe.scoring.modules, "scoring.modules")
-    found = stored_completions.load(path, columns, name, benchmark, recipe.eval.limit, mode)
+    found = stored_completions.load(
+        path, columns, name, benchmark, recipe.eval.limit, mode, recipe.dataset.max_pixels
+    )
     groups = found.groups
     sizes = [len(g.rollouts) for g in groups]
     if min(sizes) == 1 and (recipe.eval.k or recipe.eval.metric):
@@ -126,6 +128,7 @@ def score_completions(
     run = {"max_completion_tokens": recipe.longest_completion, "device": recipe.device}
     names = [*groups[0].prompt.columns]
     scorer = Scorer(benchmarks.rewards(benchmark), names, str(path), executor, run, "columns")
+    scorer.check_images([group.prompt.columns for group in groups], "completions")
     task = of_stored(name, recipe, found, scorer, config.num_samples)
     if not found.is_benchmark:
         reporter.say(

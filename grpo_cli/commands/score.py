@@ -24,7 +24,7 @@ from grpo_cli.config.compose import BARE, compose_and_call, given_keys, split_op
 from grpo_cli.config.knob import knob
 from grpo_cli.config.schema import Recipe
 from grpo_cli.config.words import described, parse, recipe_key, split
-from grpo_cli.data import stored_completions
+from grpo_cli.data import images, stored_completions
 from grpo_cli.data.conversations import text_of
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
@@ -180,8 +180,13 @@ def _score_one(
     row = rows.rows[request.row]
     text = sys.stdin.read() if request.completion == "-" else request.completion
     prompt = data.prompt_text(row, recipe.dataset, request.row)
-    sample = Sample(request.row, prompt, text, None, data.other_columns(row))
+    columns = data.other_columns(row)
+    if images.has_images(row, prompt):
+        of_row = images.of_row(rows, request.row, row, prompt, recipe.dataset.max_pixels)
+        prompt, columns = of_row.messages, {**columns, **of_row.columns}
+    sample = Sample(request.row, prompt, text, None, columns)
     scorer = Scorer(recipe.reward, rows.columns, rows.source, executor, run)
+    scorer.check_images([columns])
     # A typed completion has no tokens: functions that need them are left out.
     left_out = [name for name, term in scorer.rewards.items() if needs_ids(term)]
     for name in left_out:
@@ -220,6 +225,7 @@ def _score_file(
         ]
     scorer = Scorer(recipe.reward, [*samples[0].columns], str(path), executor, run, "columns")
     check_ids(scorer, samples, path)
+    scorer.check_images([sample.columns for sample in samples], "input")
     if recipe.scoring.try_out:  # a mistake in the arguments fails on any completion
         scorer.try_out(replace(samples[0], text=MADE_UP))
     console = Console(highlight=False)

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -232,20 +232,21 @@ def _unmarked(cell: Any, images: Sequence[StoredImage], source: str) -> Any:
     return images[number] if number is not None else StoredImage(None, source)
 
 
-def check_images(columns: Sequence[Mapping[str, Any]], key: str) -> None:
+def check_images(columns: Iterable[Mapping[str, Any]], key: str = "") -> None:
     """Checks that all images in these columns can be read, before rewards need them.
 
     Args:
-        key: what messages call the file by.
+        key: what messages call the file by; "": nothing.
 
     Raises:
         UserError: one cannot be read, or the file does not hold it.
     """
+    said = f"{key} = " if key else ""
     sound: set[bytes] = set()  # completions of a prompt have the same images
     for image in (i for one in columns for i in images_of_rows.in_columns(one)):
         if image.source is None:
             raise UserError(
-                f"{key} = {image.place}: holds no images, which the rewards read; a run writes "
+                f"{said}{image.place}: holds no images, which the rewards read; a run writes "
                 "them with log.images=all or files."
             )
         try:
@@ -254,7 +255,7 @@ def check_images(columns: Sequence[Mapping[str, Any]], key: str) -> None:
                 image.open()
                 sound.add(digest)
         except ImageError as error:
-            raise UserError(f"{key} = {error}.") from error
+            raise UserError(f"{said}{error}.") from error
 
 
 def _stored_episode(cells: dict[str, Any]) -> dict[str, Any] | None:

@@ -23,9 +23,11 @@ import yaml
 from grpo_cli import data
 from grpo_cli.config.schema import Benchmark, Reward
 from grpo_cli.config.sources import is_local
+from grpo_cli.data import images
 from grpo_cli.data import rows as tables
 from grpo_cli.data.prompts import encode, images_of
 from grpo_cli.errors import UserError, listed, nearest
+from grpo_cli.images import ImageError, StoredImage
 from grpo_cli.rewards import has_votes
 from grpo_cli.scoring import registry
 
@@ -75,9 +77,10 @@ def load(name: str, config: Benchmark, limit: int | None = None) -> data.Rows:
                 f"{template_key} = {template!r}: names no column of the data; write one in braces, "
                 f"as {{question}}; {source} has {listed(table.column_names)}."
             )
-    for column in gold_columns(name, config):
+    for column in needed_columns(name, config):
         who = f"{key}.reward: {config.reward}"
         _check_column(column, table.column_names, name, source, who)
+    for column in gold_columns(name, config):
         for number, cell in enumerate(table[column][:]):
             if is_missing(cell):
                 raise UserError(
@@ -157,6 +160,15 @@ def shipped_entry(name: str) -> dict[str, Any]:
 
 
 def gold_columns(name: str, config: Benchmark) -> list[str]:
+    """Returns the columns with gold answers: those that the reward requires, except images.
+
+    Raises:
+        UserError: an unknown reward.
+    """
+    return [column for column in needed_columns(name, config) if column not in images.COLUMNS]
+
+
+def needed_columns(name: str, config: Benchmark) -> list[str]:
     """Returns the columns that the benchmark's reward requires.
 
     Raises:
@@ -243,9 +255,17 @@ def fingerprint(rows: data.Rows) -> str:
     """Returns 16 hexadecimal digits that stand for the content and order of rows."""
     digest = hashlib.sha256()
     for row in rows.rows:
-        line = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)
+        line = json.dumps(row, sort_keys=True, ensure_ascii=False, default=_content)
         digest.update(line.encode("utf-8", "surrogatepass") + b"\n")
     return digest.hexdigest()[:16]
+
+
+def _content(value: Any) -> str:
+    """Returns a text that stands for a value that JSON lacks; of an image, for its picture."""
+    try:
+        return str(value.encoded() if isinstance(value, StoredImage) else value)
+    except ImageError:
+        return ""
 
 
 def problem_text(
@@ -342,7 +362,7 @@ def make_prompts(
                 f"benchmark.{name}.modes.{mode}.prompt: row {number} of {rows.source} does not fit "
                 f"the template: {type(error).__name__}: {error}"
             ) from error
-    images = images_of(rows, texts, max_pixels, reads_images=vision is not None)
+    of_rows = images_of(rows, texts, max_pixels, reads_images=vision is not None)
     return encode(
         rows,
         texts,
@@ -350,7 +370,7 @@ def make_prompts(
         chat,
         f"benchmark.{name}.chat",
         template_kwargs or {},
-        images=images,
+        images=of_rows,
         vision=vision,
     )
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_cli import data
 from grpo_cli.config.schema import Benchmark
+from grpo_cli.data import images
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.data.stored_completions import find as find_file
 from grpo_cli.data.stored_completions import load as load_file
@@ -64,6 +65,7 @@ def load(
     config: Benchmark,
     limit: int | None = None,
     mode: str | None = None,
+    max_pixels: int | None = None,
 ) -> StoredGroups:
     """Returns the completions of a file by problem, in the order of the benchmark's rows.
 
@@ -79,6 +81,7 @@ def load(
         name: of the benchmark.
         limit: largest number of problems, in addition to `benchmark.NAME.limit`.
         mode: use only completions of this mode, where the file records it.
+        max_pixels: of an image in the benchmark's data; a larger one is resized.
 
     Raises:
         UserError: a missing file or column, a completion that is not text, a gold answer that is a
@@ -92,7 +95,7 @@ def load(
     _check_ids(samples, path, name, config)
     limits = [n for n in (config.limit, limit) if n is not None]
     rows, is_written = None, "benchmark" in samples[0].columns
-    if all(column in samples[0].columns for column in benchmarks.gold_columns(name, config)):
+    if all(column in samples[0].columns for column in benchmarks.needed_columns(name, config)):
         samples = _with_answers_as_text(samples, path, name, config)
         groups = _by_problem(samples, path)
         problems = [_as_the_file_has_it(i, g, path, name, config) for i, g in enumerate(groups)]
@@ -111,7 +114,10 @@ def load(
         text = first.prompt or _problem_text(problem.columns, path, name, config, mode)
         ids = _numbers(first.columns.get("prompt_ids"))
         others = data.other_columns(problem.columns)
-        prompt = Prompt(problem.row, ids, text, others, prefill=first.prefill)
+        if rows is not None:
+            others |= images.of_columns(rows, problem.row, others, max_pixels)
+        pictures = first.images or tuple(images.in_columns(others))
+        prompt = Prompt(problem.row, ids, text, others, prefill=first.prefill, images=pictures)
         rollouts = [_rollout(prompt, sample) for sample in problem.samples]
         found.append(Group(problem.row, prompt, rollouts))
     columns_of_problems = [problem.columns for problem in problems]
@@ -319,7 +325,7 @@ def _joined(
     elif len(groups) in (len(rows.rows), min(limit or len(rows.rows), len(rows.rows))):
         numbers = [*range(len(groups))]
     else:
-        needed = benchmarks.gold_columns(name, config)
+        needed = benchmarks.needed_columns(name, config)
         raise UserError(
             f"completions = {path}: has no column {needed[0]!r}, and neither `row` nor `id` to "
             f"find it by in {rows.source}, which has {len(rows.rows):,} rows for the "

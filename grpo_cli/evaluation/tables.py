@@ -14,7 +14,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_cli.config.schema import Benchmark, Mode
-from grpo_cli.data.stored_completions import episode_cells, prompt_cell
+from grpo_cli.data.stored_completions import (
+    IMAGES,
+    columns_cell,
+    episode_cells,
+    images_cell,
+    prompt_cell,
+)
 from grpo_cli.evaluation.tasks import TaskResult
 from grpo_cli.records import Group
 from grpo_cli.reporting.reporter import finite, nested, with_interval, write_parquet, write_text
@@ -71,7 +77,8 @@ def write(
     for name in WRITTEN:  # of the same evaluation, or of one to be overwritten
         (folder / name).unlink(missing_ok=True)
     report = {"checkpoint": subject, "benchmarks": entries(results), **settings}
-    rows = [row for result in results for row in completion_rows(result)]
+    images = any(group.prompt.images for result in results for group in result.groups)
+    rows = [row for result in results for row in completion_rows(result, images)]
     write_parquet(folder / "completions.parquet", rows)
     if results[0].task.mode is not None:
         write_text(folder / "table.md", markdown(subject, results))
@@ -96,15 +103,20 @@ def entries(results: Sequence[TaskResult]) -> dict[str, Any]:
     return out
 
 
-def completion_rows(result: TaskResult) -> Iterator[dict[str, Any]]:
-    """Yields every completion of a task as a row of a table."""
+def completion_rows(result: TaskResult, images: bool = False) -> Iterator[dict[str, Any]]:
+    """Yields every completion of a task as a row of a table.
+
+    Args:
+        images: whether the rows hold the images of their prompts.
+    """
     for group in result.groups:
-        yield from _rows(result, group)
+        yield from _rows(result, group, images)
 
 
-def _rows(result: TaskResult, group: Group) -> Iterator[dict[str, Any]]:
+def _rows(result: TaskResult, group: Group, images: bool) -> Iterator[dict[str, Any]]:
     prompt, task = group.prompt, result.task
-    columns = json.dumps(prompt.columns, ensure_ascii=False, default=str)
+    columns = columns_cell(prompt, images)
+    of_prompt = {IMAGES: images_cell(prompt)} if images else {}
     for i, r in enumerate(group.rollouts):
         completion = r.completion
         yield {
@@ -128,6 +140,7 @@ def _rows(result: TaskResult, group: Group) -> Iterator[dict[str, Any]]:
             "sampling_logprobs": completion.sampling_logprobs,
             "sampled": completion.is_sampled,
             **episode_cells(completion),
+            **of_prompt,
         }
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.schema import Reward, Scoring
+from grpo_cli.data import images, stored_completions
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
@@ -123,6 +124,20 @@ class Scorer:
                     f"reward.{name}: tried out on row {sample.row} with the completion "
                     f"{sample.text!r}: {result.error}"
                 )
+
+    def check_images(self, columns: Sequence[Mapping[str, Any]], key: str = "") -> None:
+        """Checks that all images in the columns of completions can be read, if a function does.
+
+        Args:
+            key: what messages call the file of the completions by; "": nothing.
+
+        Raises:
+            UserError: one cannot be read, or the file does not hold it.
+        """
+        signatures = [reward.signature for reward in self.rewards.values()]
+        taken = [name for name in images.COLUMNS if any(s.takes(name) for s in signatures)]
+        read = ({name: of_one.get(name) for name in taken} for of_one in columns)
+        stored_completions.check_images(read, key)
 
     def _described(self) -> Iterator[str]:
         for name, reward in self.rewards.items():

@@ -270,7 +270,8 @@ def benches_of(recipe: Recipe, executor: RewardExecutor) -> dict[str, LoadedBenc
         renaming = f"benchmark.{name}.columns"
         scorer = Scorer(rewards, rows.columns, rows.source, executor, run, renaming)
         if recipe.scoring.try_out and os.environ.get("LOCAL_RANK", "0") == "0":  # once a node
-            columns = data.other_columns(rows.rows[0])
+            row, most = rows.rows[0], recipe.dataset.max_pixels
+            columns = data.other_columns(row) | images.of_columns(rows, 0, row, most)
             prompt = [{"role": "user", "content": ""}] if benchmark.chat else ""
             try:
                 scorer.try_out(Sample(0, prompt, MADE_UP, (0,), columns))

@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from pyarrow import parquet
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -20,6 +21,7 @@ from tests.vision_models import picture
 pytestmark = pytest.mark.runs
 
 ROWS = 12
+COLUMNS = ("images", "prompt")
 REWARD = """
 def brightness(completions, image, **kwargs):
     assert all(i is None or i.mode == "RGB" for i in image), image
@@ -65,6 +67,7 @@ def train(parts: Path, folder: Path, *words: str, processes: int = 1, data: str 
         ),
         *("steps=4", "prompts_per_step=4", "generation.num_generations=3", "device=cpu"),
         *("generation.max_completion_tokens=6", "checkpoint.every=2", "loss.beta=0.05"),
+        "log.completions_every=4",
     ]
     command = ["-m", "grpo_cli", "train", *recipe, f"output_dir={folder}", *words]
     if not any(word.startswith("model") for word in words):
@@ -95,10 +98,18 @@ def test_a_resumed_run_has_the_same_weights(parts: Path, straight: Path, tmp_pat
     shutil.copytree(straight, tmp_path / "halted")
     shutil.rmtree(tmp_path / "halted" / "checkpoints" / "step-4")
     (tmp_path / "halted" / "summary.json").unlink()
+    (tmp_path / "halted" / "completions" / "step-4.parquet").unlink()
     ended = train(parts, tmp_path / "halted", "resume=auto")
     assert ended.returncode == 0, ended.stderr
     expected = weights(straight)
     assert all(torch.equal(w, expected[n]) for n, w in weights(tmp_path / "halted").items())
+    first, second = (f / "completions" / "step-4.parquet" for f in (straight, tmp_path / "halted"))
+    assert first.read_bytes() == second.read_bytes()
+    (pictures, prompts) = (parquet.read_table(first)[name].to_pylist() for name in COLUMNS)
+    assert {len(cell) for cell in pictures} <= {0, 1}
+    numbers = [int(p.split(" in ")[1].split("?")[0]) for p in prompts]
+    rows = [[] if n % 4 == 3 else [{"bytes": png(n), "path": None}] for n in numbers]
+    assert pictures == rows
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
@@ -110,6 +121,11 @@ def test_two_processes_do_what_one_does(
     expected = weights(straight)
     for name, weight in weights(tmp_path / "two").items():
         assert torch.allclose(weight, expected[name], atol=1e-5), name
+    one, two = (
+        parquet.read_table(f / "completions" / "step-4.parquet", columns=[*COLUMNS, "columns"])
+        for f in (straight, tmp_path / "two")
+    )
+    assert one.equals(two)
 
 
 def test_a_checkpoint_loads_by_transformers(straight: Path) -> None:

@@ -1,0 +1,64 @@
+"""Stored completions with images are scored on a benchmark, and written with their images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_cli.cli import run_command
+from grpo_cli.data import Rows
+from grpo_cli.data.stored_completions import load
+from grpo_cli.evaluation import benchmarks
+from grpo_cli.images import StoredImage
+from tests.pictures import PNG, ROWS, SMALL, image_groups, write_groups
+from tests.test_images import RED, encoded
+
+REWARD = """
+def wide(completions, answer, image):
+    return [float(i is not None and i.size == (30, 20)) for i in image]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "sizes.py").write_text(REWARD)
+    return tmp_path
+
+
+def evaluate(*words: str) -> int:
+    own = ("benchmark=gsm8k", "benchmark.gsm8k.reward=sizes:wide", "output_dir=out")
+    return run_command(["eval", *own, *words])
+
+
+def test_completions_of_a_run_are_scored_with_their_images(folder: Path) -> None:
+    write_groups(folder / "step-1.parquet", image_groups([ROWS[0], ROWS[2]]))
+    assert evaluate("completions=step-1.parquet") == 0
+    found = json.loads((folder / "out/eval.json").read_text())["benchmarks"]["gsm8k"]
+    assert (found["n"], found["accuracy"]) == (2, 0.5)
+    before = load(folder / "step-1.parquet", {}, "input")
+    after = load(folder / "out/completions.parquet", {}, "input")
+    for one, other in zip(before, after, strict=True):
+        assert one.images[0].open().tobytes() == other.images[0].open().tobytes()
+        assert other.columns["image"] is other.images[0]
+
+
+def test_a_truncated_picture_is_named(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    noisy = encoded(RED.resize((200, 200)).effect_spread(50))
+    cut: dict[str, Any] = {**ROWS[0], "image": {"bytes": noisy[:-900]}}
+    write_groups(folder / "a.parquet", image_groups([ROWS[0], cut], max_pixels=None))
+    assert evaluate("completions=a.parquet") == 2
+    err = capfd.readouterr().err
+    assert "completions = a.parquet, row 2, column 'images': the image cannot be read: " in err
+    assert err.count("\n") == 1
+
+
+def test_a_fingerprint_stands_for_the_picture_and_not_for_its_place() -> None:
+    def of(picture: bytes, place: str) -> str:
+        return benchmarks.fingerprint(Rows("", [], [{"image": StoredImage(picture, place)}]))
+
+    assert of(PNG, "a.parquet, row 1") == of(PNG, "b.parquet, row 2") != of(SMALL, "a.parquet")
