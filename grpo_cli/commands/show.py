@@ -11,13 +11,16 @@ from rich.console import Console
 from grpo_cli.config.knob import knob
 from grpo_cli.config.words import described, option, parse, split, without_dashes
 from grpo_cli.data import stored_completions
+from grpo_cli.data.stored_completions import Sample
 from grpo_cli.errors import UserError
+from grpo_cli.images import ImageError
 
 USAGE = """\
-grpo show RUN [--step=N] [--number=K] [--row=N]
+grpo show RUN [--step=N] [--number=K] [--row=N] [--images=FOLDER]
 
 Prints completions that a run or an evaluation has stored, turn by turn: the messages of the model,
-of tools and of environments (dimmed), the reward at each turn, and why the episode ended.
+of tools and of environments (dimmed), the reward at each turn, and why the episode ended. A prompt
+with images has their number and sizes; their tokens are shown as <image>.
 
   RUN                      Folder of a run, a checkpoint or an evaluation, or a file of completions.
 """
@@ -33,6 +36,11 @@ class Settings:
     number: int = knob(3, "Number of completions to print, from the first.", ge=1)
     row: int | None = knob(
         None, "Row of the data set, from 0, whose completions to print; null: of all rows.", ge=0
+    )
+    images: str | None = knob(
+        None,
+        "Folder to write the images of the printed completions to, as row-4-image-0.png; null: "
+        "they are not written.",
     )
 
 
@@ -53,6 +61,8 @@ def main(argv: list[str]) -> None:
         samples = [s for s, row in zip(samples, rows, strict=True) if row == settings.row]
         if not samples:
             raise UserError(f"--row = {settings.row}: {path} holds no completions of this row.")
+    if settings.images is not None:
+        written = write_images(Path(settings.images).expanduser(), samples[: settings.number])
     from grpo_cli.reporting.trajectories import trajectory
 
     console = Console(highlight=False)
@@ -62,6 +72,31 @@ def main(argv: list[str]) -> None:
     console.print(
         f"{len(shown)} of {len(samples)} completions in {path}", soft_wrap=True, markup=False
     )
+    if settings.images is not None:
+        said = f"{written} image{'' if written == 1 else 's'} written to {settings.images}"
+        console.print(said, soft_wrap=True, markup=False)
+
+
+def write_images(folder: Path, samples: Sequence[Sample]) -> int:
+    """Writes the images of prompts into a folder; returns how many.
+
+    Raises:
+        UserError: the folder cannot be written, or an image cannot be read.
+    """
+    images = {
+        f"row-{sample.columns.get('row', sample.row)}-image-{number}.png": image
+        for sample in samples
+        for number, image in enumerate(sample.images)
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, image in images.items():
+            image.open().save(folder / name)
+    except ImageError as error:
+        raise UserError(f"--images: {error}.") from error
+    except OSError as error:
+        raise UserError(f"--images = {folder}: cannot be written: {error.strerror}.") from error
+    return len(images)
 
 
 def parse_words(argv: Sequence[str]) -> tuple[str, Settings]:

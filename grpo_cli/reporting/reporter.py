@@ -120,6 +120,11 @@ class Reporter:
         """Whether stored completions hold the images of their prompts."""
         return self.has_images and self.config.images != "none"
 
+    @property
+    def sends_images(self) -> bool:
+        """Whether trackers receive the images of the completions that they receive."""
+        return self.has_images and self.config.images == "all"
+
     def completions(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         """Stores and prints one step's completions, each a `completion_row`."""
         if not (self.main and rows):
@@ -137,7 +142,8 @@ class Reporter:
             self.skips_completions = True
         if self.config.unique_prompts:
             rows = list({row["prompt"]: row for row in reversed(rows)}.values())[::-1]
-        self.trackers.table([in_table(row) for row in rows], step)
+        images = [row[IMAGES] for row in rows] if self.sends_images else None
+        self.trackers.table([in_table(row) for row in rows], step, images)
         if shown := rows[: self.config.completions_shown]:
             self.console.print(completions_table(step, shown))
 
@@ -290,10 +296,11 @@ def completion_row(
 
 
 def in_table(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the cells of a completion that a person reads."""
+    """Returns the cells of a completion that a person reads, with the number of its images."""
     read = ("step", "prompt", "completion", "advantage")
     chosen = (k for k in row if k in read or k.startswith(("reward", "extras/")))
-    return {key: row[key] for key in chosen}
+    cells = {key: row[key] for key in chosen}
+    return cells | ({IMAGES: len(row[IMAGES])} if IMAGES in row else {})
 
 
 def completions_table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -12,10 +12,15 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_cli.config.schema import Recipe
+from grpo_cli.data.stored_completions import IMAGES
 from grpo_cli.errors import UserError
+from grpo_cli.images import ImageError, StoredImage
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
 
 # The package of each tracker, as it is imported and as pip calls it.
 PACKAGES = {
@@ -35,6 +40,8 @@ PACKAGES = {
 }
 OF_TRANSFORMERS = ("azure_ml", "codecarbon", "dagshub", "neptune")  # which accelerate lacks
 TABLE = "completions"
+PICTURES_SENT = 16  # of a step, to trackers whose tables hold no images
+Cell = Sequence[dict[str, Any] | None]  # images of a prompt, as `images_cell` returns them
 
 
 def require(names: Sequence[str]) -> None:
@@ -99,17 +106,32 @@ class Trackers:
         own = {"mlflow": {key.replace("@", "_at_"): v for key, v in metrics.items()}}
         self._each("metrics", lambda name, one: one.log(own.get(name, metrics), step=step))
 
-    def table(self, rows: Sequence[dict[str, Any]], step: int) -> None:
-        """Sends completions as a table to the trackers that take tables."""
-        if not self._live.keys() & TABLES.keys():
+    def table(
+        self, rows: Sequence[dict[str, Any]], step: int, images: Sequence[Cell] | None = None
+    ) -> None:
+        """Sends completions as a table, and their images, to the trackers that take them.
+
+        Args:
+            rows: cells by column.
+            images: those of each row, as they are stored; None: they are not sent.
+        """
+        if not self._live.keys() & (TABLES.keys() | PICTURES.keys()):
             return
         import pandas
 
         frame = pandas.DataFrame(rows)
-        self._each(
-            "completions",
-            lambda name, one: TABLES[name](one, frame, step) if name in TABLES else None,
-        )
+        shown = pictures_of(images or [])
+
+        def send(name: str, tracker: Any) -> None:
+            if name in TABLES:
+                own = with_pictures(frame, shown, name) if name in CELLS else frame
+                TABLES[name](tracker, own, step)
+            if name in PICTURES:
+                distinct = {id(one): one for of_row in shown for one in of_row if one is not None}
+                for number, picture in enumerate([*distinct.values()][:PICTURES_SENT]):
+                    PICTURES[name](tracker, f"{TABLE}/image-{number}", picture, step)
+
+        self._each("completions", send)
 
     def close(self) -> None:
         """Ends all trackers."""
@@ -208,6 +230,83 @@ TABLES: dict[str, Callable[[Any, Any, int], None]] = {
     "trackio": _table_of_trackio,
     "wandb": _log_table,
 }
+
+
+def _picture_for_tensorboard(tracker: Any, name: str, picture: Picture, step: int) -> None:
+    import numpy
+
+    tracker.writer.add_image(name, numpy.asarray(picture), step, dataformats="HWC")
+
+
+def _picture_for_comet(tracker: Any, name: str, picture: Picture, step: int) -> None:
+    tracker.writer.log_image(picture, name=name, step=step)
+
+
+def _picture_for_mlflow(tracker: Any, name: str, picture: Picture, step: int) -> None:
+    file = f"{TABLE}/step-{step}/{name.removeprefix(TABLE + '/')}.png"
+    importlib.import_module("mlflow").log_image(picture, artifact_file=file)
+
+
+def _log_picture(tracker: Any, name: str, picture: Picture, step: int) -> None:
+    tracker.log_images({name: picture}, step=step)
+
+
+def _log_pictures(tracker: Any, name: str, picture: Picture, step: int) -> None:
+    tracker.log_images({name: [picture]}, step=step)
+
+
+# The trackers whose tables hold images, with what returns the type of such a cell.
+CELLS: dict[str, Callable[[], Callable[[Picture], Any]]] = {
+    "trackio": lambda: importlib.import_module("trackio").Image,  # type: ignore[no-any-return]
+    "wandb": lambda: importlib.import_module("wandb").Image,  # type: ignore[no-any-return]
+}
+# The other trackers that take images, with what sends one: (tracker, name, image, step). MLflow's
+# tables refuse columns in which some cells have no image.
+PICTURES: dict[str, Callable[[Any, str, Picture, int], None]] = {
+    "aim": _log_picture,
+    "clearml": _log_picture,
+    "comet_ml": _picture_for_comet,
+    "mlflow": _picture_for_mlflow,
+    "swanlab": _log_pictures,
+    "tensorboard": _picture_for_tensorboard,
+}
+
+
+def pictures_of(images: Sequence[Cell]) -> list[list[Picture | None]]:
+    """Decodes the images of each row, those of a shared cell once; None for one that is broken."""
+    known: dict[int, list[Picture | None]] = {}
+    for cell in images:
+        if id(cell) not in known:
+            known[id(cell)] = [_picture(one) for one in cell]
+    return [known[id(cell)] for cell in images]
+
+
+def _picture(stored: dict[str, Any] | None) -> Picture | None:
+    try:
+        return StoredImage(stored, "").open()
+    except ImageError:
+        return None
+
+
+def with_pictures(frame: Any, pictures: Sequence[Sequence[Picture | None]], tracker: str) -> Any:
+    """Returns a data frame with columns of images in place of their number.
+
+    Args:
+        pictures: of each row; []: the frame stays as it is.
+        tracker: one of CELLS.
+    """
+    most = max(map(len, pictures), default=0)
+    if not most:
+        return frame
+    kind = CELLS[tracker]()
+    made = {id(one): kind(one) for of_row in pictures for one in of_row if one is not None}
+    columns = {
+        "image" if most == 1 else f"image {n + 1}": [
+            made.get(id(of_row[n])) if n < len(of_row) else None for of_row in pictures
+        ]
+        for n in range(most)
+    }
+    return frame.drop(columns=IMAGES).assign(**columns)
 
 
 class _Callback:

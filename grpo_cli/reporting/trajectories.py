@@ -17,6 +17,7 @@ from rich.text import Text
 from grpo_cli.config.interpolation import masked
 from grpo_cli.data.conversations import text_of
 from grpo_cli.data.stored_completions import Sample
+from grpo_cli.images import ImageError, StoredImage
 
 COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 # A tool may return control sequences of a terminal. Line breaks and tabs stay.
@@ -27,6 +28,8 @@ def trajectory(sample: Sample) -> Group:
     """Returns a stored completion as something that rich prints."""
     parts: list[Rule | Text] = [Rule(), Text(_head(sample), style="bold")]
     parts += [_message(m, foreign=True) for m in _prompt(sample)]
+    if sample.images:
+        parts.append(Text(f"  {_pictures(sample.images)}", style="bold blue"))
     episode = sample.episode
     if episode is None or not episode["messages"]:
         own = {"role": "assistant", "content": sample.prefill + sample.text}
@@ -92,6 +95,19 @@ def _prompt(sample: Sample) -> Sequence[Mapping[str, Any]]:
         return [{"role": "prompt", "content": sample.prompt}]
     messages: list[Mapping[str, Any]] = list(sample.prompt)
     return messages
+
+
+def _pictures(images: Sequence[StoredImage]) -> str:
+    """Returns "2 images: 640 x 480, 32 x 32"."""
+    sizes = []
+    for image in images:
+        try:
+            width, height = image.size
+            sizes.append(f"{width:,} x {height:,}")
+        except ImageError:
+            sizes.append("unreadable")
+    several = "s" if len(images) > 1 else ""
+    return f"{len(images)} image{several}: {', '.join(sizes)}"
 
 
 def _head(sample: Sample) -> str:

@@ -6,12 +6,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import PIL.Image
 import pytest
 
 from grpo_cli import cli
 from tests.pictures import PNG, image_groups, write_groups
 from tests.tables import table
-from tests.test_images import RED, encoded
+from tests.test_images import encoded
 
 Grpo = Callable[..., tuple[int, str, str]]
 REWARDS = """
@@ -62,7 +63,7 @@ def test_a_reward_counts_the_red_pixels_of_a_runs_completions(
 
 
 def test_a_truncated_picture_is_named_with_row_and_column(grpo: Grpo, tmp_path: Path) -> None:
-    noisy = encoded(RED.resize((200, 200)).effect_spread(50))
+    noisy = encoded(PIL.Image.effect_noise((200, 200), 50))
     rows = [
         {"prompt": "?", "image": {"bytes": PNG}},
         {"prompt": "?", "image": {"bytes": noisy[: len(noisy) // 2]}},

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import PIL.Image
 import pytest
 
 from grpo_cli import cli
 from grpo_cli.reporting.reporter import completion_row, write_parquet
 from tests.conftest import make_group, make_rollout
 from tests.episodes import make_episode
+from tests.pictures import image_groups, write_groups
 from tests.tables import table
+from tests.test_images import encoded
 
 Grpo = Callable[..., tuple[int, str, str]]
 
@@ -81,6 +84,36 @@ def test_mistakes(grpo: Grpo, words: list[str], said: str) -> None:
     code, out, err = grpo(*words)
     assert (code, out) == (2, "")
     assert said in err
+    assert err.count("\n") == 1
+
+
+def test_the_images_of_a_prompt(grpo: Grpo) -> None:
+    write_groups(Path("run/completions/step-30.parquet"), image_groups())
+    code, out, err = grpo("run", "--number=6", "--images=pictures/here")
+    assert (code, err) == (0, "")
+    assert out.count("<image>") == 4
+    assert out.count("1 image: 30 x 20") == 2
+    assert out.count("1 image: 6 x 4") == 2
+    assert out.endswith("2 images written to pictures/here\n")
+    assert PIL.Image.open("pictures/here/row-0-image-0.png").size == (30, 20)
+    assert sorted(p.name for p in Path("pictures/here").iterdir()) == [
+        "row-0-image-0.png", "row-2-image-0.png",
+    ]  # fmt: skip
+    Path("file").touch()
+    code, _, err = grpo("run", "--images=file")
+    assert (code, err) == (2, "grpo: --images = file: cannot be written: File exists.\n")
+
+
+def test_an_image_that_is_cut_off(grpo: Grpo) -> None:
+    noisy = encoded(PIL.Image.effect_noise((200, 200), 50))
+    rows = [{"prompt": "?", "image": {"bytes": noisy[:-900]}}]
+    write_groups(Path("a.parquet"), image_groups(rows, 1, None))
+    code, out, _ = grpo("a.parquet")
+    assert code == 0
+    assert "1 image: 200 x 200" in out
+    code, _, err = grpo("a.parquet", "--images=pictures")
+    assert code == 2
+    assert "--images: a.parquet, row 0, column 'images': the image cannot be read: " in err
     assert err.count("\n") == 1
 
 

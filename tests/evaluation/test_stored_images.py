@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 
 from grpo_cli.cli import run_command
@@ -14,7 +15,7 @@ from grpo_cli.data.stored_completions import load
 from grpo_cli.evaluation import benchmarks
 from grpo_cli.images import StoredImage
 from tests.pictures import PNG, ROWS, SMALL, image_groups, write_groups
-from tests.test_images import RED, encoded
+from tests.test_images import encoded
 
 REWARD = """
 def wide(completions, answer, image):
@@ -48,7 +49,7 @@ def test_completions_of_a_run_are_scored_with_their_images(folder: Path) -> None
 
 
 def test_a_truncated_picture_is_named(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    noisy = encoded(RED.resize((200, 200)).effect_spread(50))
+    noisy = encoded(PIL.Image.effect_noise((200, 200), 50))
     cut: dict[str, Any] = {**ROWS[0], "image": {"bytes": noisy[:-900]}}
     write_groups(folder / "a.parquet", image_groups([ROWS[0], cut], max_pixels=None))
     assert evaluate("completions=a.parquet") == 2

@@ -23,6 +23,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.reporting import tracking
 from grpo_cli.reporting.tracking import Trackers
 from tests.tables import table
+from tests.test_images import RED, encoded
 from tests.training.test_train import metrics, recipe, trained
 
 Calls = list[tuple[Any, ...]]
@@ -250,3 +251,93 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError, match=r"tracking.backend = trackio: .*; pip install trackio"):
         tracking.require(["tensorboard", "trackio"])
     tracking.require(["none"])
+
+
+IMAGES = [[{"bytes": encoded(RED), "path": None}]] * 2 + [
+    [],
+    [{"bytes": encoded(RED.resize((3, 2))), "path": None}, None],
+    [{"bytes": encoded(RED)[:60], "path": None}],
+]
+CELLS = [{"completion": str(n), "images": len(cell)} for n, cell in enumerate(IMAGES)]
+
+
+class FakeTracker:
+    """A tracker of accelerate, of which all calls are noted."""
+
+    def __init__(self) -> None:
+        self.calls: Calls = []
+
+    @property
+    def writer(self) -> FakeTracker:
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
+
+
+def sent(name: str, lines: list[str], images: Any = None) -> Calls:
+    live = Trackers(lines.append)
+    tracker = FakeTracker()
+    live._live = {name: tracker}
+    live.table(CELLS, 7, images)
+    assert lines == []
+    return tracker.calls
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_tables_show_images_where_a_tracker_has_a_type_for_them(
+    name: str, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = types.ModuleType(name)
+    module.Image = lambda picture: ("an image", picture.size)
+    module.Table = lambda dataframe: SimpleNamespace(frame=dataframe)
+    monkeypatch.setitem(sys.modules, name, module)
+    ((method, args, kwargs),) = sent(name, lines, IMAGES)
+    frame = kwargs["dataframe"] if method == "log_table" else args[0]["completions"].frame
+    assert [*frame.columns] == ["completion", "image 1", "image 2"]
+    red, small = ("an image", (60, 40)), ("an image", (3, 2))
+    assert [*frame["image 1"]] == [red, red, None, small, None]
+    assert [*frame["image 2"]] == [None] * 5
+    assert [*frame["completion"]] == ["0", "1", "2", "3", "4"]
+    ((method, args, kwargs),) = sent(name, lines)
+    frame = kwargs["dataframe"] if method == "log_table" else args[0]["completions"].frame
+    assert [*frame["images"]] == [1, 1, 0, 2, 1], "log.images=files"
+
+
+@pytest.mark.parametrize("name", ["clearml", "comet_ml", "tensorboard", "swanlab", "aim"])
+def test_other_trackers_have_the_number_in_the_table_and_each_image_once(
+    name: str, lines: list[str]
+) -> None:
+    calls = sent(name, lines, IMAGES)
+    tables = [call for call in calls if call[0] == "log_table"]
+    assert len(tables) == (name in tracking.TABLES)
+    for _, args, kwargs in tables:
+        frame = kwargs["dataframe"] if kwargs.get("dataframe") is not None else args[1]
+        assert [*frame["images"]] == [1, 1, 0, 2, 1]
+    assert len(calls) - len(tables) == 2
+    assert not sent(name, lines) or name in tracking.TABLES
+
+
+def test_tensorboard_shows_the_images_of_a_step(tmp_path: Path, lines: list[str]) -> None:
+    live = Trackers(lines.append)
+    live.start(tracked("tensorboard"), tmp_path, {}, {})
+    live.table(CELLS, 7, IMAGES)
+    live.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["images"] == ["completions/image-0", "completions/image-1"]
+    (event,) = events.Images("completions/image-0")
+    assert (event.step, event.width, event.height) == (7, 60, 40)
+    assert lines == []
+
+
+def test_mlflow_has_images_beside_the_table(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files: list[str] = []
+    module: Any = types.ModuleType("mlflow")
+    module.log_table = lambda frame, artifact_file: files.append(artifact_file)
+    module.log_image = lambda picture, artifact_file: files.append(artifact_file)
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    sent("mlflow", lines, IMAGES)
+    step = "completions/step-7"
+    assert files == [f"{step}.json", f"{step}/image-0.png", f"{step}/image-1.png"]
