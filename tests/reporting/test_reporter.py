@@ -168,7 +168,7 @@ def test_unique_prompts_are_printed_and_sent_and_all_are_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Any] = []
-    monkeypatch.setattr(Trackers, "table", lambda self, rows, step: sent.append((step, rows)))
+    monkeypatch.setattr(Trackers, "table", lambda self, rows, step, _: sent.append((step, rows)))
     settings = {"log__completions_shown": 3, "log__unique_prompts": True}
     text = printed(tmp_path, monkeypatch, **settings)
     assert "2 [bold]" in text
