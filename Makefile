@@ -31,7 +31,7 @@ help: ## List the targets
 	@echo "  PYTHON=python3.12   the Python to make .venv with"
 	@echo "  ARGS='...'          more arguments for demo (steps=20 seed=1) or for pytest (-k name)"
 	@echo "  WORKERS=4           processes of pytest (default: as many as cores, at most 8); 0: no other process"
-	@echo "  WORKLOADS=tail      what bench measures: tail,prompts,short,vocab,flat,lora,tools or all; ROUNDS=3: how often"
+	@echo "  WORKLOADS=tail      what bench measures: tail,prompts,short,vocab,flat,lora,tools,images or all; ROUNDS=3: how often"
 
 install: .venv/dev.stamp ## Make .venv with grpo and its development tools
 

@@ -22,6 +22,7 @@ import yaml
 WARM_UP = 1  # steps at the beginning of each process that do not count
 LORA_ALPHA = 32
 TOOL = "grpo_cli.environments.examples:multiply"
+IMAGE_SIZE = 128  # sides of a picture, in pixels
 FIRST_CHARACTER = 4  # ids below: pad, eos, and the two of a chat template
 
 # Arguments of Qwen2Config. `eos` is how many words there are for one that ends a completion: with
@@ -53,6 +54,7 @@ MODELS: dict[str, dict[str, int]] = {
 OURS: dict[str, dict[str, Any]] = {
     "ours": {},
     "plain": {"update.packing": False, "update.chunked_logits": False},
+    "padded": {"update.packing": False},
     "all": {"update.skip_zero_advantage": False},
     "vllm": {"generation.engine": "vllm_colocate"},
 }
@@ -72,6 +74,7 @@ class Workload:
     half_flat: bool = False  # every second prompt's rewards are all equal
     entropy: bool = False  # measured in every step; TRL measures it always
     tools: bool = False  # the model, prompts and tool of the recipe `calculator`
+    images: bool = False  # the pictures of the recipe `shapes_tiny`, of 128 x 128 pixels
     lora_rank: int = 0  # of an adapter on all linear layers of the decoder; 0: all weights train
     sides: tuple[str, ...] = ("ours", "trl", "generate")
     steps: int = 3  # counted, in each round
@@ -95,6 +98,10 @@ WORKLOADS = {
         Workload(
             "tools", (0, 0), limit=96, prompts=64, generations=4, model="calculator", tools=True,
             sides=("ours", "trl"),
+        ),
+        Workload(
+            "images", (0, 0), limit=48, min_tokens=48, prompts=4, model="shapes", images=True,
+            sides=("ours", "padded", "trl"), steps=1,
         ),
         Workload("vllm", (30, 130), limit=512, sides=("vllm", "trl_vllm", "ours")),  # tail's
     )
@@ -179,6 +186,9 @@ def make_folder(folder: Path, workload: Workload, steps: int) -> None:
     if workload.tools:
         make_calculator(folder, steps * workload.prompts)
         return
+    if workload.images:
+        make_shapes(folder, steps * workload.prompts)
+        return
     rows = make_prompts(steps * workload.prompts, workload.prompt_tokens, workload.half_flat)
     lines = (json.dumps(row) + "\n" for row in rows)
     (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -203,6 +213,38 @@ def make_calculator(folder: Path, count: int) -> None:
         for row in rows[:count]
     ]
     lines = (json.dumps(row) + "\n" for row in chats)
+    (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def make_shapes(folder: Path, count: int) -> None:
+    """Writes an Idefics 3 with random weights, whose images take 64 tokens, and prompts.
+
+    Tower and text model have 6 layers of width 384 each, 20 M parameters in all.
+    """
+    import datasets
+    from PIL import Image
+
+    from grpo_cli.config.schema import Build
+    from grpo_cli.models import tiny
+
+    data = resources.files("grpo_cli") / "samples" / "shapes_train.parquet"
+    rows = []
+    for number, row in enumerate(datasets.Dataset.from_parquet(str(data)).select(range(count))):
+        picture = (
+            row["image"].convert("RGB").resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.NEAREST)
+        )
+        path = folder / f"{number}.png"
+        picture.save(path)
+        chat = [{"role": "user", "content": row["question"]}]
+        rows.append({"prompt": chat, "image": str(path), "flat": False})
+    build = Build(
+        hidden_size=384, intermediate_size=1024, num_layers=6, num_heads=6, num_kv_heads=2,
+        vision_layers=6, vision_hidden_size=384, image_size=IMAGE_SIZE, warmup_steps=0,
+    )  # fmt: skip
+    texts = [(row["prompt"][0]["content"], "0") for row in rows]
+    made = tiny.build(build, texts, 0, lambda *_: None, images=[[]])
+    shutil.copytree(made, folder / "model")
+    lines = (json.dumps(row) + "\n" for row in rows)
     (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
@@ -270,6 +312,7 @@ def make_recipe(job: Job) -> tuple[dict[str, Any], list[str]]:
     }
     wanted |= {"generation.min_completion_tokens": w.min_tokens} if w.min_tokens else {}
     wanted |= {"tools.multiply": TOOL, "dataset.chat": True} if w.tools else {}
+    wanted |= {"dataset.chat": True} if w.images else {}
     wanted |= {"log.entropy_every": 1} if w.entropy else {}
     wanted |= {"adapter.rank": w.lora_rank, "adapter.alpha": LORA_ALPHA} if w.lora_rank else {}
     wanted |= OURS[job.side]

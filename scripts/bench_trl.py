@@ -37,7 +37,7 @@ def run_trl(job: Job, probe: Probe) -> None:
             "vllm_mode": "colocate",
             "vllm_max_model_length": job.workload.prompt_tokens[1] + job.workload.limit,
         }
-    from datasets import Dataset
+    from datasets import Dataset, Image
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
@@ -103,6 +103,9 @@ def run_trl(job: Job, probe: Probe) -> None:
         adapter = LoraConfig(
             task_type="CAUSAL_LM", r=w.lora_rank, lora_alpha=LORA_ALPHA, target_modules="all-linear"
         )
+    data = Dataset.from_list(job.rows())
+    if w.images:
+        data = data.cast_column("image", Image())
     config = GRPOConfig(
         output_dir=f"{job.output}/run",
         per_device_train_batch_size=w.prompts * w.generations,
@@ -129,7 +132,7 @@ def run_trl(job: Job, probe: Probe) -> None:
         model=job.model,
         reward_funcs=reward,
         args=config,
-        train_dataset=Dataset.from_list(job.rows()),
+        train_dataset=data,
         callbacks=[OptimizerStep()],
         peft_config=adapter,
         **tools,
