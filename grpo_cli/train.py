@@ -203,6 +203,7 @@ def accumulate(run: Run, step: Step, groups: Sequence[Group], update: int) -> Lo
         sums.add(output)
     if not with_gradient:  # the optimizer skips a weight whose gradient is None, not one of 0
         zero_gradients(run.policy)
+    run.micro_batches.drop_dummy_gradients(with_gradient)
     return sums
 
 

@@ -18,7 +18,7 @@ from grpo_cli.models.memory import MicroBatchBudget, bytes_to_come, tokens_that_
 from grpo_cli.models.packing import length, packed_micro_batches, unique_tokens
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, bytes_per_token, cut
 from grpo_cli.models.reference import Reference
-from grpo_cli.models.vision import has_images
+from grpo_cli.models.vision import VisionProcessor, has_images, parameters_of_images
 from grpo_cli.records import Rollout, dummy_rollout
 
 T = TypeVar("T")
@@ -28,7 +28,8 @@ class MicroBatcher:
     """Applies a function to micro-batches: fewer tokens at a time when memory runs out.
 
     With sharded models the processes run in lockstep: each computes as many micro-batches as the
-    others, a dummy rollout where it has nothing left, and none can repeat one by itself.
+    others, a dummy rollout where it has nothing left, and none can repeat one by itself. Each also
+    encodes images in every micro-batch, that of the dummy rollout where there are no others.
     """
 
     def __init__(
@@ -39,7 +40,10 @@ class MicroBatcher:
         optimizer: torch.optim.Optimizer,
         policy: PolicyLogprobs,
         reference: Reference | None = None,
+        vision: VisionProcessor | None = None,
     ) -> None:
+        """vision: the model's processor where the data has images."""
+        self.vision = vision if workers.runs_in_lockstep else None
         self.workers = workers
         self.interrupts = interrupts
         self.budget = budget
@@ -51,7 +55,10 @@ class MicroBatcher:
     @cached_property
     def dummy_rollout(self) -> Rollout:
         """The rollout of a process that has nothing left to compute while others have."""
-        return dummy_rollout(reference=self.has_reference)
+        dummy = dummy_rollout(reference=self.has_reference)
+        if self.vision is not None:
+            dummy.prompt = self.vision.dummy_prompt()
+        return dummy
 
     def map(
         self,
@@ -117,13 +124,28 @@ class MicroBatcher:
         self, rollouts: Sequence[Rollout], policy_logprobs: PolicyLogprobs, max_tokens: int
     ) -> Iterator[list[Rollout]]:
         """Yields micro-batches; in lockstep the same number on every process."""
+        if self.vision is not None:
+            max_tokens = max(max_tokens - length(self.dummy_rollout), 1)
         own = list(policy_logprobs.micro_batches(rollouts, max_tokens))
         most = int(self.workers.max(len(own))) if self.workers.runs_in_lockstep else len(own)
         for micro_batch in (*own, *[[self.dummy_rollout]] * (most - len(own))):
             heartbeat.beat()  # here a process may be interrupted
             if self.workers.runs_in_lockstep:  # or all of them together
                 self.interrupts.interrupt_together()
+            if self.vision is not None and not has_images(r.prompt for r in micro_batch):
+                micro_batch = [*micro_batch, self.dummy_rollout]
             yield micro_batch
+
+    def drop_dummy_gradients(self, rollouts: Sequence[Rollout]) -> None:
+        """After the backward of rollouts without images: drops what the dummies' images have left.
+
+        The optimizer skips a weight whose gradient is None, not one of 0.
+        """
+        if self.vision is None or not self._any(bool(rollouts)):
+            return
+        if not self._any(has_images(r.prompt for r in rollouts)):
+            for p in parameters_of_images(self.policy.model):
+                p.grad = None
 
     def calibrate(self, rollouts: Sequence[Rollout], temperature: float) -> None:
         """Before the first rollouts: checks the forward modes, and measures how many tokens fit.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
@@ -277,6 +277,14 @@ class VisionProcessor:
             and value.shape[1] == 2 * one[name].shape[1]
         )
 
+    def dummy_prompt(self) -> Prompt:
+        """Returns a prompt that is nothing but a small white image."""
+        from PIL import Image
+
+        images = (StoredImage(Image.new("RGB", (PROBE, PROBE), "white"), "dummy"),)
+        ids = self.ids(self.placeholder, images)
+        return replace(Prompt.from_ids(ids), images=images, vision=self)
+
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes the processor and its tokenizer; what was left out of it as it was."""
         self.processor.save_pretrained(folder)
@@ -340,6 +348,14 @@ def sound_images(say: Callable[[str], None] | None) -> Callable[[Prompt], bool]:
 def has_images(prompts: Iterable[Prompt]) -> bool:
     """Whether any prompt has images."""
     return any(prompt.images for prompt in prompts)
+
+
+def parameters_of_images(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Returns the parameters that rows without images do not use: those outside the decoder."""
+    head = model.get_output_embeddings()
+    of_text = [*model.get_decoder().parameters(), *(head.parameters() if head is not None else ())]
+    others = {id(p) for p in of_text}
+    return [p for p in model.parameters() if id(p) not in others]
 
 
 def has_three_axes(model: PreTrainedModel | None) -> bool:

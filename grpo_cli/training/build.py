@@ -45,7 +45,7 @@ from grpo_cli.models.micro_batches import MicroBatcher
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import AdapterReference, Reference
 from grpo_cli.models.routers import RouterRecorder, balancing_coefficient, has_balancing_loss
-from grpo_cli.models.vision import VisionProcessor, sound_images
+from grpo_cli.models.vision import VisionProcessor, has_images, sound_images
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
 from grpo_cli.reporting.hub import Pusher
@@ -184,6 +184,7 @@ def assemble(
             optimizer,
             policy_logprobs,
             reference,
+            vision if may_have_images(recipe, [*prompts, *held_out]) else None,
         ),
         optimizer=optimizer,
         scaler=workers.grad_scaler(),
@@ -415,6 +416,11 @@ def load_policy(
     if recipe.adapter.method != "none":
         add_adapter(model, path, recipe, reporter.say)
     return model, tokenizer, vision
+
+
+def may_have_images(recipe: Recipe, prompts: Sequence[Prompt]) -> bool:
+    """Whether prompts have images, or others may that are not known yet."""
+    return recipe.dataset.streaming or recipe.has_episodes or has_images(prompts)
 
 
 def add_adapter(

@@ -128,6 +128,27 @@ def test_two_processes_do_what_one_does(
     assert one.equals(two)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_processes_may_have_no_images_while_others_have(
+    parts: Path, tmp_path: Path, strategy: str
+) -> None:
+    """Nor may all of them in a step, which leaves the vision tower as it is."""
+    write(parts / "few.parquet", [png(i) if i == 5 else None for i in range(ROWS)])
+    runs = {"one": 1, "two": 2}
+    for name, processes in runs.items():
+        words = [f"distributed={strategy}"] if processes == 2 else []
+        more = "steps=3", "checkpoint.every=1", "checkpoint.keep_last=3", "optimizer.warmup_steps=0"
+        ended = train(parts, tmp_path / name, *words, *more, processes=processes, data="few")
+        assert ended.returncode == 0, ended.stderr
+    for step in (1, 2, 3):
+        one, two = (
+            load_file(tmp_path / name / "checkpoints" / f"step-{step}" / "model.safetensors")
+            for name in runs
+        )
+        for name, weight in two.items():
+            assert torch.allclose(weight, one[name], atol=1e-5), (step, name)
+
+
 def test_a_checkpoint_loads_by_transformers(straight: Path) -> None:
     folder = straight / "checkpoints" / "step-4"
     model = AutoModelForImageTextToText.from_pretrained(folder)
