@@ -228,7 +228,7 @@ def make_shapes(folder: Path, count: int) -> None:
     from grpo_cli.models import tiny
 
     data = resources.files("grpo_cli") / "samples" / "shapes_train.parquet"
-    rows = []
+    rows: list[dict[str, Any]] = []
     for number, row in enumerate(datasets.Dataset.from_parquet(str(data)).select(range(count))):
         picture = (
             row["image"].convert("RGB").resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.NEAREST)
@@ -241,7 +241,7 @@ def make_shapes(folder: Path, count: int) -> None:
         hidden_size=384, intermediate_size=1024, num_layers=6, num_heads=6, num_kv_heads=2,
         vision_layers=6, vision_hidden_size=384, image_size=IMAGE_SIZE, warmup_steps=0,
     )  # fmt: skip
-    texts = [(row["prompt"][0]["content"], "0") for row in rows]
+    texts = [(str(row["prompt"][0]["content"]), "0") for row in rows]
     made = tiny.build(build, texts, 0, lambda *_: None, images=[[]])
     shutil.copytree(made, folder / "model")
     lines = (json.dumps(row) + "\n" for row in rows)
