@@ -1,7 +1,8 @@
-"""Draws the pictures of recipe=shapes_tiny: python scripts/draw_shapes.py
+"""Draws the pictures of the samples: python scripts/draw_shapes.py
 
-Each shows 1 to 5 squares of the colour that is asked for among 0 to 3 others, on a grid of 4 x 4
-places: 32 x 32 pixels, some 150 bytes.
+Those of recipe=shapes_tiny show 1 to 5 squares of the colour that is asked for among 0 to 3 others,
+on a grid of 4 x 4 places: 32 x 32 pixels, some 150 bytes. Those of benchmark=geometry3k, in the
+columns of that data set, show a figure with some lengths or angles, of which one is asked for.
 """
 
 from __future__ import annotations
@@ -40,8 +41,46 @@ def draw(chooser: random.Random) -> dict[str, Any]:
     }
 
 
+def figure(number: int, chooser: random.Random) -> dict[str, Any]:
+    """Returns a row with a right triangle, the angles of a triangle, a rectangle or a circle."""
+    image = Image.new("RGB", (160, 120), "white")
+    pen = ImageDraw.Draw(image)
+
+    def labels(**places: tuple[int, int]) -> None:
+        for text, place in places.items():
+            pen.text(place, text.strip("_"), fill="black")
+
+    kind = ("legs", "angles", "rectangle", "circle")[number % 4]
+    if kind == "legs":
+        times = chooser.randint(1, 5)
+        a, b, c = (times * n for n in chooser.choice([(3, 4, 5), (5, 12, 13)]))
+        pen.polygon([(30, 20), (30, 95), (135, 95)], outline="black")
+        labels(**{f"{a}": (10, 52), f"{b}_": (75, 98), "x": (88, 45)})
+        question, answer = "Find x.", str(c)
+    elif kind == "angles":
+        a, b = chooser.randint(40, 70), chooser.randint(40, 70)
+        pen.polygon([(20, 95), (140, 95), (70, 15)], outline="black")
+        labels(**{f"{a}°": (36, 80), f"{b}°_": (102, 80), "x°": (66, 32)})
+        question, answer = "Find x.", str(180 - a - b)
+    elif kind == "rectangle":
+        a, b = chooser.randint(3, 12), chooser.randint(3, 12)
+        pen.rectangle((30, 25, 130, 90), outline="black")
+        labels(**{f"{a}": (76, 94), f"{b}_": (12, 52)})
+        question, answer = "Find the area of the rectangle.", str(a * b)
+    else:
+        r = chooser.randint(2, 20)
+        pen.ellipse((40, 15, 130, 105), outline="black")
+        pen.line((85, 60, 130, 60), fill="black")
+        labels(**{f"{r}": (102, 46)})
+        question, answer = "Find the diameter of the circle.", str(2 * r)
+    file = io.BytesIO()
+    image.quantize(8).save(file, "PNG", optimize=True)
+    picture = {"bytes": file.getvalue(), "path": None}
+    return {"images": [picture], "problem": f"<image>{question}", "answer": answer}
+
+
 def main() -> None:
-    """Writes the rows to train on and those held out, which are others."""
+    """Writes the rows to train on, those held out, which are others, and the benchmark's."""
     features = datasets.Features(
         {
             "image": datasets.Image(),
@@ -61,6 +100,14 @@ def main() -> None:
         columns = {key: [row[key] for row in rows] for key in rows[0]}
         table = datasets.Dataset.from_dict(columns, features=features)
         table.to_parquet(SAMPLES / f"{name}.parquet")
+    text = datasets.Value("string")
+    features = datasets.Features(
+        {"images": datasets.List(datasets.Image()), "problem": text, "answer": text}
+    )
+    chooser = random.Random(1)
+    figures = [figure(number, chooser) for number in range(12)]
+    table = datasets.Dataset.from_list(figures, features=features)
+    table.to_parquet(SAMPLES / "benchmarks" / "geometry3k.parquet")
 
 
 if __name__ == "__main__":

@@ -31,8 +31,10 @@ WORD_PROBLEMS = ("gsm8k", "svamp")
 COMPETITION = ("math", "math500", "aime24", "aime25")
 CHINESE = ("mgsm_zh", "cmath")
 PROGRAMS = ("humaneval", "humaneval_chat", "mbpp")
+FIGURES = ("geometry3k",)
 MATHS = WORD_PROBLEMS + COMPETITION + CHINESE
-SHIPPED = tuple(name for name in MATHS + PROGRAMS if not name.startswith("aime"))
+ALL = MATHS + PROGRAMS + FIGURES
+SHIPPED = tuple(name for name in ALL if not name.startswith("aime"))
 
 BESIDES = {"model": {"path": "x"}, "dataset": {"train": "t.jsonl"}}  # what every recipe has
 
@@ -64,14 +66,15 @@ def shipped(composed: Composed) -> Callable[..., Benchmark]:
     """A shipped benchmark, with other values of its own knobs."""
 
     def one(name: str, **changes: Any) -> Benchmark:
-        recipe = composed("benchmark=" + ",".join(MATHS + PROGRAMS))
+        recipe = composed("benchmark=" + ",".join(ALL))
         return prompted(recipe.benchmark[name], **changes)
 
     return one
 
 
 def sample_of(name: str) -> str:
-    return f"pkg://grpo_cli/samples/benchmarks/{name.removesuffix('_chat')}.jsonl"
+    kind = "parquet" if name in FIGURES else "jsonl"
+    return f"pkg://grpo_cli/samples/benchmarks/{name.removesuffix('_chat')}.{kind}"
 
 
 def write(path: Path, *rows: dict[str, Any]) -> Path:
@@ -89,15 +92,15 @@ def two_rows(tmp_path: Path) -> Path:
 
 
 def test_the_promised_benchmarks_are_there() -> None:
-    promised = "gsm8k math math500 mgsm_zh cmath svamp aime24 aime25 humaneval mbpp"
+    promised = "gsm8k math math500 mgsm_zh cmath svamp aime24 aime25 humaneval mbpp geometry3k"
     folder = compose.recipe_files()[0].parent / "benchmark"
     there = {path.stem for path in folder.glob("*.yaml")}
     assert set(promised.split()) <= there
-    assert there == set(MATHS + PROGRAMS)
+    assert there == set(ALL)
 
 
 @pytest.mark.smoke  # the first one loads Hydra and a model library
-@pytest.mark.parametrize("name", MATHS + PROGRAMS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_benchmark_composes(name: str, shipped: Callable[..., Benchmark]) -> None:
     found = shipped(name)
     assert re.fullmatch(r"[\w-]+/[\w-]+", found.data), "a hub name"
@@ -115,6 +118,17 @@ def test_a_benchmark_composes(name: str, shipped: Callable[..., Benchmark]) -> N
     if name in MATHS:
         assert "```python" in found.prompts["tir"]
         assert [mode.tools for mode in found.modes.values()] == [False, True]
+
+
+def test_problems_with_figures(shipped: Callable[..., Benchmark]) -> None:
+    """Each has one figure, its place in the text, and an answer that the reward reads."""
+    found = shipped("geometry3k", data=sample_of("geometry3k"))
+    rows = benchmarks.load("geometry3k", found).rows
+    assert len(rows) == 12
+    for row in rows:
+        assert row["question"].count("<image>") == len(row["images"]) == 1
+        right, wrong = f"\\boxed{{{row['answer']}}}", "\\boxed{1}"
+        assert math([right, wrong], [row["answer"]] * 2) == [1.0, 0.0]
 
 
 def test_several_go_together_and_each_has_its_own_knobs(composed: Composed) -> None:
@@ -178,6 +192,7 @@ ON_THE_HUB: dict[str, dict[str, Any]] = {
     "humaneval": {
         "task_id": "t", "prompt": "Q", "canonical_solution": "s", "test": "T", "entry_point": "f",
     },
+    "geometry3k": {"images": [], "problem": "Q", "answer": "18"},
     "mbpp": {
         "task_id": 11, "text": "Q", "code": "c", "test_list": ["T", "U", "V"],
         "test_setup_code": "", "challenge_test_list": [],
