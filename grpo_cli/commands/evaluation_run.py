@@ -64,7 +64,7 @@ def _evaluate_model(
     prompts = [prompt for task in tasks for prompt in task.prompts]
     loading.check_embeddings(model, path, prompts)
     model = workers.place(model)
-    episodes = build.make_episodes(prepared, model, tokenizer, reporter.say)
+    episodes = build.make_episodes(prepared, model, tokenizer, vision, reporter.say)
     prompts = [*build.with_room_for_observations(recipe, model, prompts)]
     generator = make_generator(recipe, model, tokenizer, workers, prompts, reporter.say)
     evaluator = Evaluator(recipe.eval, workers, tokenizer, generator, tasks, episodes)

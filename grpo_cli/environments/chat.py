@@ -31,6 +31,7 @@ from grpo_cli.errors import TrainingError, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from grpo_cli.models.vision import VisionProcessor
     from grpo_cli.records import Prompt
 
 # A marker stands for the text of message N. Its middle shows what the template does to a text.
@@ -88,6 +89,7 @@ class Chat:
         tools: Schemas = (),
         template_kwargs: Mapping[str, Any] | None = None,
         response_template: str = "auto",
+        vision: VisionProcessor | None = None,
     ) -> None:
         """Prepares a conversation; renders nothing yet.
 
@@ -96,7 +98,9 @@ class Chat:
             tools: JSON schemas of the tools that the model may call.
             template_kwargs: arguments of the chat template.
             response_template: the format of calls, as `model.response_template` names it.
+            vision: the model's processor; None: it reads text only.
         """
+        self.vision = vision
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids)
         self.tools = [dict(tool) for tool in tools]
@@ -299,12 +303,13 @@ class Chat:
         def filled(written: Sequence[str]) -> list[Message]:
             conversation = [dict(m) for m in messages]
             for (n, before), text in zip(gaps.items(), written, strict=True):
-                conversation[n]["content"] = before + text
+                is_text = isinstance(before, str)
+                added = text if is_text else [{"type": "text", "text": text}]
+                conversation[n]["content"] = before + added
             return conversation
 
         shown = [self._shortened(as_text(text), limit) for text in texts]
         text = filled(shown)
-        rendered = self._of_row(prompt, text)
         if self._has_control and any(self._control.search(s) for s in shown):
             try:
                 parts = self._parts(
@@ -316,16 +321,21 @@ class Chat:
                 ) from error
             ids = self._filled(parts, shown, limit)
         else:
-            ids = self._encoded(rendered)
+            ids = self._encoded(self._of_row(prompt, text))
         return dataclasses.replace(prompt, ids=ids, text=text, row_ids=prompt.ids)
 
     def _of_row(self, prompt: Prompt, messages: list[Message]) -> str:
         if prompt.prefill:
             messages = [*messages, {"role": "assistant", "content": prompt.prefill}]
         kwargs = conversations.template_kwargs(self.template_kwargs, prompt.columns)
-        return conversations.render(
-            self.tokenizer, messages, kwargs, f"row {prompt.row}", self.tools
+        rendered = conversations.render(
+            self.tokenizer, self._taken(messages), kwargs, f"row {prompt.row}", self.tools
         )
+        return prompt.vision.expanded(rendered, prompt.images) if prompt.vision else rendered
+
+    def _taken(self, messages: Sequence[Message]) -> list[Message]:
+        """Returns messages in the form that the template prints: some print blocks only."""
+        return [*messages] if self.vision is None else self.vision.as_template_takes(messages)
 
     # Checks
 
@@ -456,7 +466,7 @@ class Chat:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    list(messages),
+                    self._taken(messages),
                     tools=self.tools or None,  # type: ignore[arg-type]
                     tokenize=False,
                     add_generation_prompt=generation_prompt,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from grpo_cli.data.prompts import ToolsOf
     from grpo_cli.environments.loop import EpisodeLoop
     from grpo_cli.environments.trl_rollouts import TrlRollouts
+    from grpo_cli.models.vision import VisionProcessor
 
 
 def open_sessions(recipe: Recipe, parts: Iterable[tuple[data.Rows, Dataset]]) -> Sessions | None:
@@ -157,6 +158,7 @@ def make_loop(
     eos_ids: Iterable[int],
     max_prompt_tokens: int | None,
     say: Callable[[str], None],
+    vision: VisionProcessor | None = None,
 ) -> EpisodeLoop | TrlRollouts | None:
     """Returns what makes the recipe's episodes, None without environments.
 
@@ -164,6 +166,7 @@ def make_loop(
         eos_ids: tokens that end a turn of the model.
         max_prompt_tokens: length limit of a prompt with its first observation; None: none.
         say: prints a line for the user.
+        vision: the model's processor; None: it reads text only.
 
     Raises:
         UserError: the chat template cannot carry a conversation with these tools.
@@ -194,6 +197,7 @@ def make_loop(
             schemas,
             recipe.model.chat_template_kwargs,
             recipe.model.response_template,
+            vision,
         )
         chat.check(replies)
         dialogues[name] = chat

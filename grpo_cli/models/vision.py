@@ -170,13 +170,17 @@ class VisionProcessor:
             ImageError: an image cannot be read, or the processor does not take its size.
             ValueError: the text has more or fewer placeholders than there are images.
         """
+        whole = self.expanded(text, images)
+        ids: list[int] = self.tokenizer(whole, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def expanded(self, text: str, images: Sequence[StoredImage]) -> str:
+        """Returns a rendered prompt with the text of each image's tokens; raises as `ids` does."""
         parts = text.split(self.placeholder)
         if len(parts) != len(images) + 1:
             raise ValueError(f"{len(parts) - 1} placeholders for {len(images)} images")
         expanded = [self._text_of(image) for image in images]
-        whole = "".join(t for pair in zip(parts, [*expanded, ""], strict=True) for t in pair)
-        ids: list[int] = self.tokenizer(whole, add_special_tokens=False)["input_ids"]
-        return ids
+        return "".join(t for pair in zip(parts, [*expanded, ""], strict=True) for t in pair)
 
     def collapsed(self, ids: Sequence[int], images: Sequence[StoredImage]) -> list[int]:
         """Returns a prompt's token ids with one placeholder in place of each image's tokens.

@@ -140,7 +140,7 @@ def assemble(
         loading.check_embeddings(model, recipe.model.path, [*prompts, *held_out])
         longest, knob = recipe.generation.max_completion_tokens, "generation.max_completion_tokens"
         loading.check_context(model, recipe.model.path, prompts, longest, knob)
-    episodes = make_episodes(prepared, model, tokenizer, reporter.say)
+    episodes = make_episodes(prepared, model, tokenizer, vision, reporter.say)
     longest_prompts = [*prompts, *with_room_for_observations(recipe, model, held_out)]
     generator = factory.make_generator(
         recipe, model, tokenizer, workers, longest_prompts, reporter.say
@@ -228,6 +228,7 @@ def make_episodes(
     prepared: Prepared,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    vision: VisionProcessor | None,
     say: Callable[[str], None],
 ) -> EpisodeLoop | TrlRollouts | None:
     """Returns what makes the recipe's episodes, None without environments.
@@ -245,6 +246,7 @@ def make_episodes(
         {*eos_ids, *recipe.generation.stop_token_ids},
         most,
         say,
+        vision,
     )
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.smolvlm import processing_smolvlm
 
 from grpo_cli.config.schema import Model
+from grpo_cli.environments.chat import Chat
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.cached_decoding import CachedDecoder
 from grpo_cli.generation.engine import Engine
@@ -227,6 +228,42 @@ def test_the_processor_is_saved_and_loads_again(loaded: Loaded, tmp_path: Path) 
     assert again.ids(placeholder, images) == loaded.vision.ids(placeholder, images)
     for name, value in loaded.vision.inputs(images).items():
         assert torch.equal(again.inputs(images)[name], value)
+
+
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "llava"])
+@pytest.mark.parametrize("text", [" Look.", " Look at <image><|image_pad|>."])
+def test_an_observation_is_added_behind_the_images(tmp_path: Path, family: str, text: str) -> None:
+    """A text of an environment never becomes a placeholder."""
+    loaded = load(family, tmp_path)
+    prompt = loaded.mixed()[2]
+    chat = Chat(loaded.tokenizer, [2], vision=loaded.vision)
+    shown = chat.with_observation(prompt, text)
+    (image_token,) = {loaded.model.config.image_token_id}
+    assert shown.ids.count(image_token) == prompt.ids.count(image_token) > 3
+    assert loaded.tokenizer.decode(shown.ids) == loaded.tokenizer.decode(prompt.ids).replace(
+        "and these?", f"and these?{text}"
+    )
+    assert shown.images == prompt.images
+    assert shown.row_ids == prompt.ids
+    assert shown.text[0]["content"][-1] == {"type": "text", "text": text}
+
+
+def test_the_prompt_is_what_the_processor_makes(loaded: Loaded) -> None:
+    """Ids, types of tokens and model inputs of a text with images, by transformers itself."""
+    prompt = loaded.mixed()[2]
+    text = loaded.tokenizer.apply_chat_template(
+        prompt.text, tokenize=False, add_generation_prompt=True
+    )
+    images = [[image.open() for image in prompt.images]]
+    made = loaded.vision.processor(text=[text], images=images, return_tensors="pt")
+    assert made["input_ids"][0].tolist() == prompt.ids
+    name = loaded.vision.type_name
+    assert (name is None) == (not set(made) & {"token_type_ids", "mm_token_type_ids"})
+    if name is not None:
+        behind = [0] * 5  # tokens of a completion
+        assert loaded.vision.type_ids(prompt.ids + [70] * 5) == made[name][0].tolist() + behind
+    for name, value in loaded.vision.inputs(prompt.images).items():
+        assert torch.equal(made[name], value), name
 
 
 def test_an_image_of_one_token_keeps_its_inputs(tmp_path: Path) -> None:

@@ -21,6 +21,21 @@ from tests.vision_models import picture
 pytestmark = pytest.mark.runs
 
 ROWS = 12
+TALK = """
+from grpo_cli.environments.protocol import Observation
+
+class Talk:
+    def reset(self, row, seed):
+        self.turns = 0
+        return Observation([{"role": "user", "content": "Not at <image>, but well."}])
+
+    def step(self, message):
+        self.turns += 1
+        return Observation([{"role": "user", "content": "And now?"}], done=self.turns > 2)
+
+    def get_reward(self):
+        return float(self.turns)
+"""
 COLUMNS = ("images", "prompt")
 REWARD = """
 def brightness(completions, image, **kwargs):
@@ -43,6 +58,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vision_models.make("idefics3", folder / "model")
     write(folder / "rows.parquet", [None if i % 4 == 3 else png(i) for i in range(ROWS)])
     (folder / "bright.py").write_text(REWARD)
+    (folder / "talk.py").write_text(TALK)
     return folder
 
 
@@ -63,13 +79,14 @@ def train(parts: Path, folder: Path, *words: str, processes: int = 1, data: str 
             "dataset.eval=null",
             "dataset.max_prompt_tokens=96",
             "eval.every=0",
-            "+reward.bright.function=bright:brightness",
         ),
         *("steps=4", "prompts_per_step=4", "generation.num_generations=3", "device=cpu"),
         *("generation.max_completion_tokens=6", "checkpoint.every=2", "loss.beta=0.05"),
         "log.completions_every=4",
     ]
     command = ["-m", "grpo_cli", "train", *recipe, f"output_dir={folder}", *words]
+    if "reward=[environment]" not in words:
+        command.append("+reward.bright.function=bright:brightness")
     if not any(word.startswith("model") for word in words):
         command.append(f"model.path={parts / 'model'}")
     return programs.run(
@@ -147,6 +164,28 @@ def test_processes_may_have_no_images_while_others_have(
         )
         for name, weight in two.items():
             assert torch.allclose(weight, one[name], atol=1e-5), (step, name)
+
+
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
+def test_an_environment_talks_about_the_images(parts: Path, tmp_path: Path, family: str) -> None:
+    """The sampler differs from the policy only by tokens of images, which it never samples."""
+    vision_models.make(family, tmp_path / "model")
+    ended = train(
+        parts,
+        tmp_path / "run",
+        *("reward=[environment]", "environment.path=talk:Talk", "steps=2"),
+        f"generation.stop_token_ids={list(range(20, 120))}",  # so that turns end
+        *("generation.max_completion_tokens=60", "episode.turn_tokens=6"),
+        *("dataset.max_prompt_tokens=256", f"model.path={tmp_path / 'model'}"),
+    )
+    assert ended.returncode == 0, ended.stderr
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    turns = [step["episode/turns/mean"] for step in steps if "episode/turns/mean" in step]
+    assert turns
+    assert min(turns) > 1
+    name = "sampling/sampling_logp_difference/max"
+    assert all(step[name] < 0.03 for step in steps if name in step)
 
 
 def test_a_checkpoint_loads_by_transformers(straight: Path) -> None:
