@@ -172,9 +172,19 @@ class StoredImage:
 
 
 def opened(value: Any) -> Any:
-    """Returns a value with PIL images in place of stored images, also inside of a list."""
+    """Returns a value with PIL images in place of stored images, also inside of lists and dicts."""
     if isinstance(value, StoredImage):
         return value.open()
-    if isinstance(value, list) and any(isinstance(v, StoredImage | list) for v in value):
-        return [opened(v) for v in value]
-    return value
+    if not _holds_images(value):
+        return value
+    if isinstance(value, dict):
+        return {key: opened(of_key) for key, of_key in value.items()}
+    return [opened(one) for one in value]
+
+
+def _holds_images(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = [*value.values()]
+    return isinstance(value, list) and any(
+        isinstance(one, StoredImage) or _holds_images(one) for one in value
+    )

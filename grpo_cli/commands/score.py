@@ -183,7 +183,7 @@ def _score_one(
     columns = data.other_columns(row)
     if images.has_images(row, prompt):
         of_row = images.of_row(rows, request.row, row, prompt, recipe.dataset.max_pixels)
-        prompt, columns = of_row.messages, {**columns, **of_row.columns}
+        prompt, columns = of_row.messages, columns | data.other_columns(of_row.columns)
     sample = Sample(request.row, prompt, text, None, columns)
     scorer = Scorer(recipe.reward, rows.columns, rows.source, executor, run)
     scorer.check_images([columns])

@@ -32,7 +32,7 @@ class ImageRow:
 
     messages: list[dict[str, Any]]
     images: tuple[StoredImage, ...]
-    columns: dict[str, Any]  # the column of images with stored images in it
+    columns: dict[str, Any]  # the columns that hold images, with stored images in them
 
 
 def column_of(row: Mapping[str, Any]) -> str | None:
@@ -87,6 +87,7 @@ def of_row(
         )
     left = iter(given)
     images: list[StoredImage] = []
+    of_messages: dict[tuple[str | int, ...], StoredImage] = {}  # by their place in the row
     messages = []
     for message in text:
         blocks = []
@@ -94,14 +95,32 @@ def of_row(
             if block["type"] != "image":
                 blocks.append(block)
                 continue
-            images.append(
-                next(left)
-                if _is_unfilled(block)
-                else _stored(rows, number, block["keys"], max_pixels)
-            )
+            if _is_unfilled(block):
+                images.append(next(left))
+            else:
+                keys = block["keys"]
+                of_messages[keys] = _stored(rows, number, keys, max_pixels)
+                images.append(of_messages[keys])
             blocks.append(dict(PLACEHOLDER))
         messages.append({**message, "content": blocks} if blocks else message)
+    for column in {str(keys[0]) for keys in of_messages}:
+        own[column] = _with_stored(row[column], of_messages, (column,))
     return ImageRow(messages, tuple(images), own)
+
+
+def _with_stored(
+    value: Any,
+    images: Mapping[tuple[str | int, ...], StoredImage],
+    place: tuple[str | int, ...],
+) -> Any:
+    """Returns a value with stored images in place of the pictures that lie in it."""
+    if place in images:
+        return images[place]
+    if isinstance(value, dict):
+        return {key: _with_stored(v, images, (*place, key)) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_with_stored(v, images, (*place, n)) for n, v in enumerate(value)]
+    return value
 
 
 def of_columns(

@@ -139,16 +139,18 @@ def encode(
             for number, (row, text) in enumerate(zip(rows.rows, texts, strict=True))
         ]
     # A chat template writes its own special tokens; a plain prompt gets the tokenizer's.
-    encoded = tokenizer(rendered if chat else texts, add_special_tokens=not chat)["input_ids"]
+    plain = [t for t, own in zip(rendered if chat else texts, found, strict=True) if own is None]
+    encoded = tokenizer(plain, add_special_tokens=not chat)["input_ids"] if plain else []
+    ids_of_plain = iter(encoded)
     prompts = []
-    every = zip(rows.rows, texts, encoded, found, strict=True)
-    for number, (row, text, ids, own) in enumerate(every):
-        if not ids:
+    for number, (row, text, own) in enumerate(zip(rows.rows, texts, found, strict=True)):
+        ids = next(ids_of_plain) if own is None else []
+        if own is None and not ids:
             raise UserError(f"{rows.source}, row {rows.line(number)}: the prompt is empty.")
         columns = other_columns(row)
         if own is not None:
             assert vision is not None
-            columns |= own.columns
+            columns |= other_columns(own.columns)
             try:
                 ids = vision.ids(rendered[number], own.images)
             except ImageError as error:

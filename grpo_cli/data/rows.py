@@ -164,7 +164,9 @@ def check_templates(templates: Mapping[str, str], table: Any, source: str, key: 
     for template_key, template in templates.items():
         _check_template(template_key, template, table[0], source)
         for _, name, _, _ in string.Formatter().parse(template):
-            if name in table.column_names and None in (cells := table[name][:]):
+            if name not in table.column_names or not table.data.column(name).null_count:
+                continue  # a column of messages may hold pictures
+            if None in (cells := table[name][:]):
                 raise UserError(
                     f"{key} = {source}, row {cells.index(None)}: the column {name!r}, which "
                     f"{template_key} names, is null."

@@ -189,11 +189,9 @@ def _images(
     Raises:
         UserError: more or fewer placeholders in the prompt than images.
     """
-    marked = {
-        name: of_data[name]
-        for name in images_of_rows.COLUMNS
-        if any(map(_is_marked, _listed(of_data.get(name))))
-    }
+    is_written = IMAGES in line and isinstance(line.get("columns"), str)
+    names = of_data if is_written else images_of_rows.COLUMNS
+    marked = {name: of_data[name] for name in names if _holds_mark(of_data.get(name))}
     columns = images_of_rows.of_columns(rows, number, line, None)
     images = tuple(images_of_rows.in_columns(columns))
     if images:
@@ -201,7 +199,7 @@ def _images(
     if isinstance(prompt, list) and (images or _holds_pictures(prompt)):
         found = images_of_rows.of_row(rows, number, line, prompt, None)
         prompt, images, columns = found.messages, found.images, found.columns
-    if IMAGES in line and isinstance(line.get("columns"), str):
+    if is_written:
         del line[IMAGES]
         columns = {}
     for name, cell in marked.items():
@@ -214,22 +212,31 @@ def _holds_pictures(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any("keys" in block for block in blocks)
 
 
-def _listed(cell: Any) -> list[Any]:
-    return cell if isinstance(cell, list) else [cell]
+def _is_mark(cell: Any) -> bool:
+    return (
+        isinstance(cell, dict)
+        and cell.keys() == {"image"}
+        and (cell["image"] is None or isinstance(cell["image"], int))
+    )
 
 
-def _is_marked(cell: Any) -> bool:
-    return isinstance(cell, dict) and cell.keys() == {"image"}
+def _holds_mark(cell: Any) -> bool:
+    if _is_mark(cell):
+        return True
+    cells = cell.values() if isinstance(cell, dict) else cell if isinstance(cell, list) else ()
+    return any(map(_holds_mark, cells))
 
 
 def _unmarked(cell: Any, images: Sequence[StoredImage], source: str) -> Any:
-    """Returns stored images in place of {"image": 0}, also in a list."""
+    """Returns stored images in place of {"image": 0}, also inside of lists and dicts."""
+    if _is_mark(cell):
+        number = cell["image"]
+        return images[number] if number is not None else StoredImage(None, source)
     if isinstance(cell, list):
         return [_unmarked(one, images, source) for one in cell]
-    if not _is_marked(cell):
-        return cell
-    number = cell["image"]
-    return images[number] if number is not None else StoredImage(None, source)
+    if isinstance(cell, dict):
+        return {key: _unmarked(one, images, source) for key, one in cell.items()}
+    return cell
 
 
 def check_images(columns: Iterable[Mapping[str, Any]], key: str = "") -> None:

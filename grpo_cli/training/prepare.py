@@ -355,7 +355,8 @@ def make_scorer(
             columns = {**data.other_columns(row), **more}
             if images.has_images(row, prompt):
                 of_row = images.of_row(rows, 0, row, prompt, dataset.max_pixels)
-                prompt, columns = of_row.messages, {**columns, **of_row.columns}
+                prompt = of_row.messages
+                columns |= data.other_columns(of_row.columns)
             episode = MADE_UP_EPISODE if recipe.has_episodes else None
             scorer.try_out(Sample(line, prompt, MADE_UP, (0,), columns, episode=episode))
         except BaseException:

@@ -13,6 +13,7 @@ from grpo_cli.data import images, load_rows
 from grpo_cli.data.prompts import images_of, prompt_text
 from grpo_cli.data.rows import Rows
 from grpo_cli.errors import UserError
+from grpo_cli.images import opened
 from tests.test_images import RED, encoded
 
 CHAT = Dataset(chat=True, prompt="{prompt}")
@@ -124,3 +125,19 @@ def test_images_of_a_file_stay_encoded_until_they_are_read(tmp_path: Path) -> No
     assert rows.rows[1]["image"]["bytes"] == b"?"  # which no decoder has seen
     found = images.of_row(rows, 0, rows.rows[0], prompt_text(rows.rows[0], config, 0), 600)
     assert found.images[0].open().size == (30, 20)
+
+
+def test_a_column_of_messages_keeps_no_picture() -> None:
+    block = {"type": "image", "image": {"bytes": PNG, "path": None}, "text": None}
+    asked = [{"role": "user", "content": [block, {**TEXT, "image": None}]}]
+    row = {"messages": asked, "answer": "1"}
+    rows = Rows("x.parquet", list(row), [row])
+    config = Dataset(chat=True, prompt="{messages}")
+    found = images.of_row(rows, 0, row, prompt_text(row, config, 0), None)
+    (image,) = found.images
+    stored = found.columns["messages"][0]["content"]
+    assert stored[0] == {**block, "image": image}
+    assert stored[1] == asked[0]["content"][1]
+    given = opened(found.columns)
+    assert given["messages"][0]["content"][0]["image"].size == (60, 40)
+    assert opened({"a": [1, {"b": "c"}]}) == {"a": [1, {"b": "c"}]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import PIL.Image
 import pyarrow.parquet
 import pytest
 
+from grpo_cli.data import conversations, images
+from grpo_cli.data.rows import Rows
 from grpo_cli.data.stored_completions import Sample, check_images, load
 from grpo_cli.errors import UserError
 from grpo_cli.images import StoredImage
 from grpo_cli.reporting import reporter
+from tests.conftest import make_group, make_rollout
 from tests.pictures import PNG, SMALL, image_groups, write_groups
 from tests.test_images import encoded
 
@@ -63,6 +67,21 @@ def test_lists_of_images_keep_their_form_and_order(tmp_path: Path) -> None:
     assert [i.size for i in first.columns["images"]] == [(60, 40), (6, 4)]
     assert first.columns["images"] == list(first.images)
     assert second.columns["images"] == []
+
+
+def test_pictures_in_messages_are_read_again(tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": [{"type": "image", "image": {"bytes": PNG}}, TEXT]}]
+    row = {"messages": asked, "answer": "1"}
+    rows = Rows("x.parquet", [*row], [row])
+    messages = conversations.normalized(asked, "row 0", "messages")
+    found = images.of_row(rows, 0, row, messages, 600)
+    rollout = make_rollout(prompt=found.messages, columns={**row, **found.columns}, text="1")
+    rollout.prompt = dataclasses.replace(rollout.prompt, images=found.images)
+    write_groups(tmp_path / "a.parquet", [make_group(0, [rollout])])
+    (sample,) = load(tmp_path / "a.parquet", {}, "input")
+    (image,) = sample.images
+    assert image.size == (30, 20)
+    assert sample.columns["messages"][0]["content"] == [{**BLOCK, "image": image}, TEXT]
 
 
 def test_an_image_that_fits_keeps_its_bytes_and_a_larger_one_is_stored_small() -> None:
