@@ -243,3 +243,31 @@ def test_texts_need_no_processor(parts: Path, tmp_path: Path) -> None:
     ended = train(parts, tmp_path / "pictures", model)
     assert ended.returncode == 2
     assert "row 0: has images in the column 'image', and the model reads text" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("targets", "found"),
+    [
+        ("all-linear", {"vision_model", "connector", "text_model"}),
+        (r".*vision_model.*\.(q_proj|v_proj)", {"vision_model"}),
+        (r".*text_model.*\.(q_proj|v_proj)", {"text_model"}),
+    ],
+    ids=["both", "vision", "language"],
+)
+def test_adapters_of_either_part(
+    parts: Path, tmp_path: Path, targets: str, found: set[str]
+) -> None:
+    """The adapter moves in the parts that it is asked for, and loads with peft."""
+    from peft import PeftModel
+
+    words = ["adapter=lora", "adapter.rank=2", f"adapter.target_modules='{targets}'"]
+    ended = train(parts, tmp_path, *words, "steps=2", "optimizer.learning_rate=1e-3")
+    assert ended.returncode == 0, ended.stderr
+    folder = tmp_path / "checkpoints" / "step-2"
+    adapter = load_file(folder / "adapter_model.safetensors")
+    moved = {name for name, w in adapter.items() if "lora_B" in name and bool(w.any())}
+    assert {name.removeprefix("base_model.model.model.").split(".")[0] for name in moved} == found
+    base = AutoModelForImageTextToText.from_pretrained(parts / "model")
+    model = PeftModel.from_pretrained(base, folder)
+    assert any("lora_B" in name for name, _ in model.named_parameters())
+    AutoProcessor.from_pretrained(folder)
