@@ -25,6 +25,7 @@ from grpo_cli.environments.loop import HandOver
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
 from grpo_cli.generation.base import Generator
 from grpo_cli.generation.sampling import Sampling
+from grpo_cli.models.vision import VisionProcessor
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Completion, Prompt
 from grpo_cli.scoring.pool_worker import blame
@@ -45,7 +46,10 @@ class RolloutTrainer:
         sampling: Sampling,
         seed: int,
         template_kwargs: Mapping[str, Any],
+        given: Sequence[tuple[Any, Prompt]] = (),
     ) -> None:
+        """given: what the function was given for each prompt, and that prompt."""
+        self._given = {id(text): prompt for text, prompt in given}
         self.processing_class = self.tokenizer = tokenizer
         self.num_generations = num_generations
         self.max_completion_length = sampling.max_tokens
@@ -57,14 +61,15 @@ class RolloutTrainer:
         """Samples a completion of each prompt.
 
         Args:
-            prompts: texts, lists of messages, or lists of token ids.
+            prompts: texts, lists of messages, or lists of token ids. Those that have images as the
+                function was given them, and no copies.
             sampling: fields of `Sampling` that differ from the recipe's, such as max_tokens.
 
         Returns:
             For each prompt {"prompt_ids", "completion_ids", "logprobs", "text"}.
 
         Raises:
-            TrainingError: `Sampling` has no such field.
+            TrainingError: `Sampling` has no such field, or a copy has images.
         """
         known = [field.name for field in dataclasses.fields(Sampling)]
         if unknown := [name for name in sampling if name not in known]:
@@ -76,31 +81,52 @@ class RolloutTrainer:
         seeds = [derive_seed(self._seed, self._calls, n) for n in range(len(encoded))]
         self._calls += 1
         groups = self._generator.generate(
-            [Prompt.from_ids(ids) for ids in encoded],
+            encoded,
             1,
             dataclasses.replace(self._sampling, **sampling),
             seeds,
         )
         return [
             {
-                "prompt_ids": ids,
+                "prompt_ids": prompt.ids,
                 "completion_ids": c.ids,
                 "logprobs": c.sampling_logprobs,
                 "text": self.tokenizer.decode(c.ids, skip_special_tokens=True),
             }
-            for ids, (c,) in zip(encoded, groups, strict=True)
+            for prompt, (c,) in zip(encoded, groups, strict=True)
         ]
 
-    def _encoded(self, prompt: Any) -> list[int]:
+    def _encoded(self, prompt: Any) -> Prompt:
+        known = self._given.get(id(prompt))
+        if known is not None and known.images:
+            return known
+        return Prompt.from_ids(self._ids(prompt))
+
+    def _ids(self, prompt: Any) -> list[int]:
         is_chat = conversations.is_conversation(prompt)
         if not isinstance(prompt, str) and not is_chat:
             return list(prompt)
         text = prompt
         if is_chat:
+            if any(map(_has_image, prompt)):
+                raise TrainingError(
+                    "trainer.generate of a rollout function takes prompts with images as the "
+                    "function was given them, and no copies."
+                )
             text = conversations.render(
                 self.tokenizer, prompt, self._template_kwargs, "the rollout function"
             )
         return list(self.tokenizer(text, add_special_tokens=not is_chat)["input_ids"])
+
+
+def _has_image(message: Mapping[str, Any]) -> bool:
+    content = message["content"]
+    return isinstance(content, list) and any(block.get("type") == "image" for block in content)
+
+
+def _of_images(vision: VisionProcessor, ids: Sequence[int]) -> list[int]:
+    """Returns the tokens of images among a prompt's ids."""
+    return [i for i in ids if i in vision.token_ids]
 
 
 @dataclass
@@ -138,12 +164,13 @@ class TrlRollouts:
         if not prompts:
             return
         repeated = [prompt for prompt in prompts for _ in range(num_generations)]
+        given = [p.conversation for p in repeated]
         trainer = RolloutTrainer(
             generator, self.tokenizer, num_generations, sampling,
-            derive_seed(*seeds), self.template_kwargs,
+            derive_seed(*seeds), self.template_kwargs, list(zip(given, repeated, strict=True)),
         )  # fmt: skip
         try:
-            found = self.function([p.conversation for p in repeated], trainer)
+            found = self.function(list(given), trainer)
         except (TrainingError, UserError):  # the generator's own, which says what to do
             raise
         except Exception as error:
@@ -187,6 +214,13 @@ class TrlRollouts:
                 f"row {n}: prompt_ids has {len(prompt_ids)} tokens, more than "
                 f"dataset.max_prompt_tokens = {self.max_prompt_tokens}"
             )
+        if prompt.vision is not None:
+            expected, found = (_of_images(prompt.vision, ids) for ids in (prompt.ids, prompt_ids))
+            if found != expected:
+                raise self._error(
+                    f"row {n}: prompt_ids has {len(found)} tokens of images, and the prompt's "
+                    f"images take {len(expected)}; return those of trainer.generate"
+                )
         ids = self._ids(row.pop("completion_ids"), "completion_ids", n)
         if len(ids) > max_tokens:
             raise self._error(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from transformers.models.smolvlm import processing_smolvlm
 
 from grpo_cli.config.schema import Model
 from grpo_cli.environments.chat import Chat
+from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.cached_decoding import CachedDecoder
 from grpo_cli.generation.engine import Engine
@@ -246,6 +249,36 @@ def test_an_observation_is_added_behind_the_images(tmp_path: Path, family: str, 
     assert shown.images == prompt.images
     assert shown.row_ids == prompt.ids
     assert shown.text[0]["content"][-1] == {"type": "text", "text": text}
+
+
+def test_a_rollout_function_samples_with_the_images(tmp_path: Path) -> None:
+    loaded = load("idefics3", tmp_path)
+    prompts = loaded.mixed()
+    # Two prompts of the same text have different images.
+    prompts.append(loaded.prompt(3, prompts[2].images[:1], "Hi"))
+    generator = TransformersGenerator(loaded.model, [2], say=lambda line: None)
+    keys = "prompt_ids", "completion_ids", "logprobs"
+
+    def run(function: Callable[..., Any]) -> list[Rollout]:
+        made: list[Rollout] = []
+        TrlRollouts("f", function, loaded.tokenizer, {2}, {}).sample(
+            generator, prompts, 2, Sampling(max_tokens=6), [0, 1, 2, 3],
+            lambda n, ps, cs: made.extend(Rollout(p, c, "") for p, c in zip(ps, cs, strict=True)),
+        )  # fmt: skip
+        return made
+
+    def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
+        outputs = trainer.generate(prompts)
+        return {key: [output[key] for output in outputs] for key in keys}
+
+    for r in run(rollout):
+        expected = own_logprobs_without(loaded, r, image_tokens(loaded.model.config))
+        assert torch.allclose(torch.tensor(r.completion.sampling_logprobs), expected, atol=1e-4)
+    with pytest.raises(TrainingError, match="as the function was given them, and no copies"):
+        run(lambda prompts, trainer: rollout(copy.deepcopy(prompts), trainer))
+    made = {"completion_ids": [[70]] * 8, "logprobs": [[-1.0]] * 8, "prompt_ids": [[70, 71]] * 8}
+    with pytest.raises(TrainingError, match=r"row 0: prompt_ids has 0 tokens of images.* take 4"):
+        run(lambda prompts, trainer: made)
 
 
 def test_the_prompt_is_what_the_processor_makes(loaded: Loaded) -> None:
