@@ -25,6 +25,7 @@ from grpo_cli.errors import UserError, nearest
 from grpo_cli.evaluation import benchmarks
 from grpo_cli.evaluation.benchmarks import LoadedBenchmark
 from grpo_cli.generation.vllm import lora
+from grpo_cli.images import ImageError
 from grpo_cli.reporting import tracking
 from grpo_cli.scoring import registry
 from grpo_cli.scoring.calls import RewardExecutor
@@ -349,20 +350,47 @@ def make_scorer(
     run = values_of_run(recipe, limit)
     scorer = Scorer(recipe.reward, rows.columns, rows.source, executor, run, renaming)
     if recipe.scoring.try_out and os.environ.get("LOCAL_RANK", "0") == "0":  # once a node
-        row, line = rows.rows[0], rows.line(0)
-        prompt = data.prompt_text(row, dataset, line)
         try:
-            columns = {**data.other_columns(row), **more}
-            if images.has_images(row, prompt):
-                of_row = images.of_row(rows, 0, row, prompt, dataset.max_pixels)
-                prompt = of_row.messages
-                columns |= data.other_columns(of_row.columns)
-            episode = MADE_UP_EPISODE if recipe.has_episodes else None
-            scorer.try_out(Sample(line, prompt, MADE_UP, (0,), columns, episode=episode))
+            sample = first_sample(recipe, rows, dataset, more)
+            if sample is not None:
+                scorer.try_out(sample)
         except BaseException:
             executor.close()
             raise
     return scorer
+
+
+def first_sample(
+    recipe: Recipe, rows: data.Rows, dataset: Dataset, more: Mapping[str, Any]
+) -> Sample | None:
+    """The first row as rewards are given it; the first whose images can be read, if others may go.
+
+    Returns:
+        None if no row is left.
+
+    Raises:
+        UserError: an image of the first row cannot be read, and dataset.bad_images says to stop.
+    """
+    episode = MADE_UP_EPISODE if recipe.has_episodes else None
+    for number, row in enumerate(rows.rows):
+        line = rows.line(number)
+        prompt = data.prompt_text(row, dataset, line)
+        columns = {**data.other_columns(row), **more}
+        if images.has_images(row, prompt):
+            of_row = images.of_row(rows, number, row, prompt, dataset.max_pixels)
+            prompt = of_row.messages
+            columns |= data.other_columns(of_row.columns)
+            try:
+                for image in of_row.images:
+                    image.open()
+            except ImageError as error:
+                if dataset.bad_images == "stop":
+                    raise UserError(
+                        f"{error}. dataset.bad_images=drop leaves such rows out."
+                    ) from error
+                continue
+        return Sample(line, prompt, MADE_UP, (0,), columns, episode=episode)
+    return None
 
 
 def find_resume(recipe: Recipe, folder: Path) -> list[Path]:

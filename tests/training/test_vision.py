@@ -198,20 +198,21 @@ def test_a_checkpoint_loads_by_transformers(straight: Path) -> None:
     assert model(**inputs).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("row", [0, 1])  # rewards are tried out on the first
 @pytest.mark.parametrize("broken", [b"no picture", png(1)[:300]], ids=["header", "cut off"])
 def test_a_broken_picture_stops_the_run_or_is_left_out(
-    parts: Path, tmp_path: Path, broken: bytes
+    parts: Path, tmp_path: Path, broken: bytes, row: int
 ) -> None:
-    data = f"broken{len(broken)}"
-    write(parts / f"{data}.parquet", [png(0), broken, png(2), png(3), png(4)])
+    data = f"broken{len(broken)}-{row}"
+    write(parts / f"{data}.parquet", [broken if i == row else png(i) for i in range(5)])
     ended = train(parts, tmp_path / "stops", data=data)
     assert ended.returncode != 0
-    assert "row 1, column 'image': the image cannot be read" in ended.stdout + ended.stderr
+    assert f"row {row}, column 'image': the image cannot be read" in ended.stdout + ended.stderr
     assert "bad_images=drop" in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr
     ended = train(parts, tmp_path / "drops", "dataset.bad_images=drop", data=data)
     assert ended.returncode == 0, ended.stderr
-    assert "row 1, column 'image': the image cannot be read" in ended.stdout
+    assert f"row {row}, column 'image': the image cannot be read" in ended.stdout
     assert json.loads((tmp_path / "drops" / "summary.json").read_text())["steps"] == 4
 
 
