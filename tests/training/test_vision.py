@@ -166,6 +166,26 @@ def test_processes_may_have_no_images_while_others_have(
             assert torch.allclose(weight, one[name], atol=1e-5), (step, name)
 
 
+@pytest.mark.parametrize("adapter", [False, True], ids=["weights", "adapter"])
+def test_the_reference_reads_the_images(parts: Path, tmp_path: Path, adapter: bool) -> None:
+    """Before the first update the KL divergence is 0; later every matrix of an adapter has moved."""
+    words = "adapter=lora", "adapter.target_modules=[q_proj,v_proj]"
+    vision_models.make("qwen2_5_vl", tmp_path / "model")
+    more = f"model.path={tmp_path / 'model'}", "optimizer.warmup_steps=0"
+    ended = train(parts, tmp_path / "run", *(words if adapter else ()), *more, "steps=2")
+    assert ended.returncode == 0, ended.stderr
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    kl = [step["kl"] for line in lines if "kl" in (step := json.loads(line))]
+    assert len(kl) == 2
+    assert kl[0] < 1e-9 < kl[1]
+    if adapter:
+        folder = tmp_path / "run" / "checkpoints" / "step-2"
+        of_b = load_file(folder / "adapter_model.safetensors")
+        moved = [bool(w.any()) for name, w in of_b.items() if "lora_B" in name]
+        assert len(moved) == 4
+        assert all(moved)
+
+
 @pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
 def test_an_environment_talks_about_the_images(parts: Path, tmp_path: Path, family: str) -> None:
     """The sampler differs from the policy only by tokens of images, which it never samples."""
