@@ -255,17 +255,24 @@ def fingerprint(rows: data.Rows) -> str:
     """Returns 16 hexadecimal digits that stand for the content and order of rows."""
     digest = hashlib.sha256()
     for row in rows.rows:
-        line = json.dumps(row, sort_keys=True, ensure_ascii=False, default=_content)
+        pictures = {name: _picture(row[name]) for name in images.COLUMNS if name in row}
+        line = json.dumps({**row, **pictures}, sort_keys=True, ensure_ascii=False, default=str)
         digest.update(line.encode("utf-8", "surrogatepass") + b"\n")
     return digest.hexdigest()[:16]
 
 
-def _content(value: Any) -> str:
-    """Returns a text that stands for a value that JSON lacks; of an image, for its picture."""
-    try:
-        return str(value.encoded() if isinstance(value, StoredImage) else value)
-    except ImageError:
-        return ""
+def _picture(cell: Any) -> Any:
+    """Returns what stands for the images in a cell: their bytes, wherever they are stored."""
+    if isinstance(cell, list):
+        return [_picture(one) for one in cell]
+    if isinstance(cell, StoredImage):
+        try:
+            return cell.encoded()["bytes"]
+        except ImageError:
+            return None
+    if isinstance(cell, Mapping):
+        return cell.get("bytes") or cell.get("path")
+    return cell
 
 
 def problem_text(

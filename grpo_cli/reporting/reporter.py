@@ -378,12 +378,13 @@ def _write_with_images(path: Path, table: Any, images: Sequence[list[Any]]) -> N
     whole = table.schema.append(field).with_metadata(schema.metadata)
     sizes = [sum(len(image["bytes"]) for image in cell if image) for cell in images]
     with pyarrow.parquet.ParquetWriter(path, whole, dictionary_pagesize_limit=2**30) as writer:
-        start = 0
-        for end in range(1, len(images) + 1):
-            if end == len(images) or sum(sizes[start : end + 1]) > ROW_GROUP_BYTES:
+        start = held = 0
+        for end, size in enumerate([*sizes[1:], None], start=1):
+            held += sizes[end - 1]
+            if size is None or held + size > ROW_GROUP_BYTES:
                 part = pyarrow.array(images[start:end], field.type)
                 writer.write_table(table.slice(start, end - start).append_column(field, part))
-                start = end
+                start, held = end, 0
 
 
 def parquet_column(values: list[Any]) -> Any:

@@ -110,19 +110,19 @@ def test_a_file_holds_an_image_once_for_all_completions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noise = [
-        encoded(PIL.Image.fromarray(np.random.default_rng(n).integers(0, 256, (256, 256), "u1")))
-        for n in range(4)
+        encoded(PIL.Image.fromarray(np.random.default_rng(n).integers(0, 256, (176, 176), "u1")))
+        for n in range(44)
     ]
     rows = [{"prompt": "?", "image": {"bytes": one}} for one in noise]
     path = tmp_path / "a.parquet"
-    write_groups(path, image_groups(rows, 8, None))
+    write_groups(path, image_groups(rows, 60, None))
     total = sum(map(len, noise))
     assert total < path.stat().st_size < 1.2 * total
-    monkeypatch.setattr(reporter, "ROW_GROUP_BYTES", 10 * len(noise[0]))
-    write_groups(path, image_groups(rows, 8, None))
-    assert pyarrow.parquet.ParquetFile(path).num_row_groups == 4
+    monkeypatch.setattr(reporter, "ROW_GROUP_BYTES", 600 * len(noise[0]))
+    write_groups(path, image_groups(rows, 60, None))
+    assert pyarrow.parquet.ParquetFile(path).num_row_groups == 5
     stored = pyarrow.parquet.read_table(path)["images"].to_pylist()
-    assert [cell[0]["bytes"] for cell in stored] == [one for one in noise for _ in range(8)]
+    assert [cell[0]["bytes"] for cell in stored] == [one for one in noise for _ in range(60)]
 
 
 def test_without_images_the_files_of_texts_are_as_they_were(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from grpo_cli.data import Rows
 from grpo_cli.data.stored_completions import load
 from grpo_cli.evaluation import benchmarks
 from grpo_cli.images import StoredImage
+from grpo_cli.reporting.reporter import write_parquet
 from tests.pictures import PNG, ROWS, SMALL, image_groups, write_groups
 from tests.test_images import encoded
 
@@ -59,7 +60,22 @@ def test_a_truncated_picture_is_named(folder: Path, capfd: pytest.CaptureFixture
 
 
 def test_a_fingerprint_stands_for_the_picture_and_not_for_its_place() -> None:
-    def of(picture: bytes, place: str) -> str:
-        return benchmarks.fingerprint(Rows("", [], [{"image": StoredImage(picture, place)}]))
+    def of(image: Any) -> str:
+        return benchmarks.fingerprint(Rows("", [], [{"image": image, "images": [image]}]))
 
-    assert of(PNG, "a.parquet, row 1") == of(PNG, "b.parquet, row 2") != of(SMALL, "a.parquet")
+    stored = of(StoredImage(PNG, "a.parquet, row 1"))
+    assert stored == of(StoredImage(PNG, "b.parquet, row 2")) == of({"bytes": PNG, "path": None})
+    assert stored != of(StoredImage(SMALL, "a.parquet, row 1"))
+    assert of({"bytes": None, "path": "a.png"}) == of("a.png") != of(None)
+
+
+def test_images_come_from_the_benchmarks_data_where_the_file_has_none(folder: Path) -> None:
+    rows = [{"problem": "How red?", "image": {"bytes": PNG, "path": None}, "answer": "1"}] * 2
+    write_parquet(folder / "data.parquet", [{**rows[0]}, {**rows[1], "answer": "2"}])
+    lines = [{"row": n, "completion": "1", "problem": "How red?"} for n in (0, 1)]
+    (folder / "some.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    own = ("benchmark.gsm8k.data=data.parquet", "benchmark.gsm8k.columns={question: problem}")
+    words = (*own, "completions=some.jsonl", "columns.question=problem")
+    assert evaluate(*words) == 0
+    after = load(folder / "out/completions.parquet", {}, "input")
+    assert [s.columns["image"].size for s in after] == [(60, 40), (60, 40)]
