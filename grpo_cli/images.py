@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 MOST_PIXELS = 178_956_970  # Pillow refuses more: a small file may hold gigabytes of one colour
 
+ORIENTATION = 0x0112  # tag of EXIF
+
 
 class ImageError(TrainingError):
     """Raised when an image cannot be read; the message names its row and column, and why."""
@@ -77,12 +79,12 @@ class StoredImage:
             ImageError: it cannot be read, or it has more than 178,956,970 pixels.
         """
         with self._opened() as image:
-            return self._target(*image.size)
+            return self._target(*_turned_size(image))
 
     def open(self) -> Image.Image:
         """Returns the image in RGB, with at most `max_pixels` pixels.
 
-        Transparent parts become white.
+        Transparent parts become white. A photo is turned as its camera was held (EXIF).
 
         Raises:
             ImageError: it cannot be read.
@@ -90,12 +92,15 @@ class StoredImage:
         from PIL import Image
 
         with self._opened() as image:
-            size = self._target(*image.size)
+            size, turn = self._target(*_turned_size(image)), _turn(image)
             if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
                 image = image.convert("RGBA")
                 white = Image.new("RGBA", image.size, "white")
                 image = Image.alpha_composite(white, image)
             rgb = image.convert("RGB")
+            if turn is not None:
+                rgb = rgb.transpose(turn)
+                rgb.info.pop("exif", None)  # or it would be turned once more
             return rgb if rgb.size == size else rgb.resize(size, Image.Resampling.BICUBIC)
 
     def encoded(self) -> dict[str, Any]:
@@ -110,7 +115,8 @@ class StoredImage:
 
         with self._opened() as image:
             stored = self._picture()
-            if image.size == self._target(*image.size) and not isinstance(stored, Image.Image):
+            size = _turned_size(image)
+            if size == self._target(*size) and not isinstance(stored, Image.Image):
                 is_path = isinstance(stored, str | Path)
                 file = self._path(stored).read_bytes() if is_path else stored
                 return {"bytes": file, "path": None}
@@ -169,6 +175,32 @@ class StoredImage:
             return width, height
         scale = math.sqrt(self.max_pixels / (width * height))
         return max(1, int(width * scale)), max(1, int(height * scale))
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """Returns how a photo must be turned to stand upright; None if it does."""
+    from PIL.Image import Transpose
+
+    if "exif" not in image.info:  # else a PNG would be decoded to look for it
+        return None
+    turns = (
+        Transpose.FLIP_LEFT_RIGHT,
+        Transpose.ROTATE_180,
+        Transpose.FLIP_TOP_BOTTOM,
+        Transpose.TRANSPOSE,
+        Transpose.ROTATE_270,
+        Transpose.TRANSVERSE,
+        Transpose.ROTATE_90,
+    )
+    return dict(enumerate(turns, start=2)).get(image.getexif().get(ORIENTATION, 1))
+
+
+def _turned_size(image: Image.Image) -> tuple[int, int]:
+    """Returns width and height of an image that stands upright; only the header is read."""
+    width, height = image.size
+    turn = _turn(image)
+    lies = turn is not None and turn.name in ("TRANSPOSE", "TRANSVERSE", "ROTATE_90", "ROTATE_270")
+    return (height, width) if lies else (width, height)
 
 
 def opened(value: Any) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from grpo_cli.images import Cell, ImageError, StoredImage, opened
 
@@ -96,3 +96,22 @@ def test_opened_reaches_images_in_lists() -> None:
     values = opened([image, [image, image], []])
     assert [type(v).__name__ for v in (values[0], values[1][1])] == ["Image", "Image"]
     assert opened("text") == "text"
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_photo_is_turned_as_its_camera_was_held(orientation: int) -> None:
+    image = Image.new("RGB", (60, 40))
+    image.paste("red", (0, 0, 30, 20))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = io.BytesIO()
+    image.save(file, "PNG", exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(file.getvalue())))
+    stored = StoredImage(file.getvalue(), "")
+    assert stored.size == stored.open().size == upright.size
+    assert stored.open().tobytes() == upright.tobytes()
+    assert ImageOps.exif_transpose(stored.open()).tobytes() == upright.tobytes()
+    small = StoredImage(file.getvalue(), "", max_pixels=600)
+    again = StoredImage(small.encoded()["bytes"], "")
+    assert again.size == small.size == small.open().size
+    assert again.open().tobytes() == small.open().tobytes()
