@@ -292,15 +292,7 @@ class VisionProcessor:
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes the processor and its tokenizer; what was left out of it as it was."""
         self.processor.save_pretrained(folder)
-        for name in OF_VIDEOS if self.is_without_videos else ():
-            file = cached_file(
-                self.path,
-                name,
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_connection_errors=False,
-            )
-            if file is not None:
-                shutil.copyfile(file, Path(folder, name))
+        copy_files(self.path, OF_VIDEOS if self.is_without_videos else (), folder)
 
     def _process(self, images: Sequence[Any]) -> Mapping[str, Any]:
         """Returns what the processor makes of one text that is nothing but these images."""
@@ -324,6 +316,36 @@ class VisionProcessor:
             (replaced,) = found["text_replacement_offsets"]
             self._expanded[image.size] = replaced[0]["replacement"]
         return self._expanded[image.size]
+
+
+@dataclass
+class UnloadedProcessor:
+    """The files of a processor that cannot be loaded, for checkpoints of a run on texts.
+
+    Attributes:
+        path: folder or hub name that it is in.
+    """
+
+    path: str
+    tokenizer: PreTrainedTokenizerBase
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes the tokenizer and the processor's files as they are."""
+        self.tokenizer.save_pretrained(folder)
+        copy_files(self.path, ("processor_config.json", *OF_VIDEOS), folder)
+
+
+def copy_files(path: str, names: Iterable[str], folder: str | Path) -> None:
+    """Copies files of a model's folder or hub name into a folder, those that it has."""
+    for name in names:
+        file = cached_file(
+            path,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if file is not None:
+            shutil.copyfile(file, Path(folder, name))
 
 
 def sound_images(say: Callable[[str], None] | None) -> Callable[[Prompt], bool]:

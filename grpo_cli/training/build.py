@@ -45,7 +45,13 @@ from grpo_cli.models.micro_batches import MicroBatcher
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import AdapterReference, Reference
 from grpo_cli.models.routers import RouterRecorder, balancing_coefficient, has_balancing_loss
-from grpo_cli.models.vision import VisionProcessor, has_images, sound_images
+from grpo_cli.models.vision import (
+    UnloadedProcessor,
+    VisionProcessor,
+    has_images,
+    sound_images,
+    takes_images,
+)
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
 from grpo_cli.reporting.hub import Pusher
@@ -198,7 +204,7 @@ def assemble(
         router_coef=router_coef,
         log_history=[] if takes_state else None,
         sessions=prepared.sessions,
-        vision=vision,
+        vision=vision or unloaded_processor(recipe, model, tokenizer),
     )
     describe(run)
     if prepared.note is not None:
@@ -418,6 +424,16 @@ def load_policy(
     if recipe.adapter.method != "none":
         add_adapter(model, path, recipe, reporter.say)
     return model, tokenizer, vision
+
+
+def unloaded_processor(
+    recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> UnloadedProcessor | None:
+    """Returns the processor that could not be loaded; None for a model that has none."""
+    if recipe.model.path is None or not takes_images(model.config):
+        return None
+    _, path = loading.base_of(recipe.model, recipe.model.path)
+    return UnloadedProcessor(path, tokenizer)
 
 
 def may_have_images(recipe: Recipe, prompts: Sequence[Prompt]) -> bool:

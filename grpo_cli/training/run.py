@@ -23,7 +23,7 @@ from grpo_cli.generation.base import Generator
 from grpo_cli.models.micro_batches import MicroBatcher
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import Reference
-from grpo_cli.models.vision import VisionProcessor
+from grpo_cli.models.vision import UnloadedProcessor, VisionProcessor
 from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.scoring.registry import TrainerState
@@ -78,7 +78,7 @@ class Run:
     router_coef: float = 0.0  # weight of the load-balancing loss of experts
     log_history: list[dict[str, Any]] | None = None  # as logged; None if no reward reads it
     sessions: Sessions | None = None  # opens the environments of rollouts
-    vision: VisionProcessor | None = None  # of a model that reads images
+    vision: VisionProcessor | UnloadedProcessor | None = None  # of a model that reads images
     started: float = field(default_factory=time.monotonic)
 
     @property

@@ -351,6 +351,15 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         load("smolvlm", tmp_path)
 
 
+def test_a_processor_that_does_not_load_is_kept_as_it_is(tmp_path: Path) -> None:
+    folder = vision_models.make("smolvlm", tmp_path / "model")
+    config = Model(path=str(folder), dtype="float32")
+    _, tokenizer = loading.load_config(config, folder)
+    vision.UnloadedProcessor(str(folder), tokenizer).save_pretrained(tmp_path / "checkpoint")
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        assert (tmp_path / "checkpoint" / name).read_bytes() == (folder / name).read_bytes()
+
+
 def test_parts_are_frozen_by_name(tmp_path: Path) -> None:
     loaded = load("llava", tmp_path)
     frozen = loading.freeze(loaded.model, ["vision_tower", "layers.0"])

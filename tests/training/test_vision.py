@@ -168,7 +168,7 @@ def test_processes_may_have_no_images_while_others_have(
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["weights", "adapter"])
 def test_the_reference_reads_the_images(parts: Path, tmp_path: Path, adapter: bool) -> None:
-    """Before the first update the KL divergence is 0; later every matrix of an adapter has moved."""
+    """Before the first update the KL divergence is 0; every matrix of an adapter moves."""
     words = "adapter=lora", "adapter.target_modules=[q_proj,v_proj]"
     vision_models.make("qwen2_5_vl", tmp_path / "model")
     more = f"model.path={tmp_path / 'model'}", "optimizer.warmup_steps=0"
