@@ -217,7 +217,7 @@ def make_calculator(folder: Path, count: int) -> None:
 
 
 def make_shapes(folder: Path, count: int) -> None:
-    """Writes an Idefics 3 with random weights, whose images take 64 tokens, and prompts.
+    """Writes an Idefics 3 with random weights, whose images take 256 tokens, and prompts.
 
     Tower and text model have 6 layers of width 384 each, 20 M parameters in all.
     """
