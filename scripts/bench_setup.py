@@ -54,7 +54,6 @@ MODELS: dict[str, dict[str, int]] = {
 OURS: dict[str, dict[str, Any]] = {
     "ours": {},
     "plain": {"update.packing": False, "update.chunked_logits": False},
-    "padded": {"update.packing": False},
     "all": {"update.skip_zero_advantage": False},
     "vllm": {"generation.engine": "vllm_colocate"},
 }
@@ -101,7 +100,7 @@ WORKLOADS = {
         ),
         Workload(
             "images", (0, 0), limit=48, min_tokens=48, prompts=4, model="shapes", images=True,
-            sides=("ours", "padded", "trl"), steps=1,
+            sides=("ours", "trl"), steps=1,
         ),
         Workload("vllm", (30, 130), limit=512, sides=("vllm", "trl_vllm", "ours")),  # tail's
     )
