@@ -307,6 +307,14 @@ class PromptStream:
                 return prompt
         raise TrainingError(f"dataset.train: the images of {MOST_BROKEN} prompts cannot be read.")
 
+    def listed_at(self, position: int) -> Prompt:
+        """Returns the prompt at a position without reading its images, which takes long.
+
+        Another prompt may have taken its place: see `prompt_at`.
+        """
+        ((_, prompt),) = self.take(position, 1)
+        return prompt
+
     def epoch_at(self, position: int) -> float:
         """Returns the passes over the prompts before a position."""
         return position / len(self.prompts)

@@ -34,6 +34,11 @@ REQUIRED = ("completion_ids", "logprobs", "prompt_ids")
 TEXT_LIMIT = 2000  # characters of an exception
 MASK = "env_mask"  # 1 on tokens of the model, 0 on others
 
+COPIED = (
+    "trainer.generate of a rollout function takes prompts with images as the function was given "
+    "them, no copies and no token ids."
+)
+
 
 class RolloutTrainer:
     """The part of a trainer that rollout functions use."""
@@ -62,7 +67,7 @@ class RolloutTrainer:
 
         Args:
             prompts: texts, lists of messages, or lists of token ids. Those that have images as the
-                function was given them, and no copies.
+                function was given them, no copies and no token ids.
             sampling: fields of `Sampling` that differ from the recipe's, such as max_tokens.
 
         Returns:
@@ -100,7 +105,11 @@ class RolloutTrainer:
         known = self._given.get(id(prompt))
         if known is not None and known.images:
             return known
-        return Prompt.from_ids(self._ids(prompt))
+        ids = self._ids(prompt)
+        vision = next((p.vision for p in self._given.values() if p.vision is not None), None)
+        if vision is not None and _of_images(vision, ids):
+            raise TrainingError(COPIED)
+        return Prompt.from_ids(ids)
 
     def _ids(self, prompt: Any) -> list[int]:
         is_chat = conversations.is_conversation(prompt)
@@ -109,10 +118,7 @@ class RolloutTrainer:
         text = prompt
         if is_chat:
             if any(map(_has_image, prompt)):
-                raise TrainingError(
-                    "trainer.generate of a rollout function takes prompts with images as the "
-                    "function was given them, and no copies."
-                )
+                raise TrainingError(COPIED)
             text = conversations.render(
                 self.tokenizer, prompt, self._template_kwargs, "the rollout function"
             )

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import EngineSetup
 from grpo_cli.generation.vllm.settings import dtype_of
+from grpo_cli.images import ImageError
 from grpo_cli.models import loading
 from grpo_cli.models.families import image_tokens
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
@@ -152,13 +153,27 @@ def make_weight_check(setup: EngineSetup) -> WeightCheck | None:
 def fixed_rows(prompts: Sequence[Prompt], of_images: Collection[int]) -> list[Scored]:
     """Returns the tokens to check: the ends of the first prompts, which may all begin alike.
 
+    The first prompts with images come before others: only they show the weights of the tower.
+
     Args:
         of_images: ids of tokens that stand for images, which have no log-probabilities.
     """
-    ends = (_end(prompt, of_images) for prompt in prompts)
+    with_images = filter(_is_readable, (p for p in prompts if p.images))
+    texts = (p for p in prompts if not p.images)
+    ends = (_end(prompt, of_images) for prompt in itertools.chain(with_images, texts))
     rows = list(itertools.islice(filter(None, ends), PROMPTS))
     first = next((i for i in prompts[0].ids if i not in of_images), 0)
     return rows or [Scored(Prompt.from_ids([first, first]), 1)]
+
+
+def _is_readable(prompt: Prompt) -> bool:
+    """Whether the images can be read; a step that is given such a prompt says why not."""
+    try:
+        for image in prompt.images:
+            image.open()
+    except ImageError:
+        return False
+    return True
 
 
 def _end(prompt: Prompt, of_images: Collection[int]) -> Scored | None:

@@ -141,7 +141,8 @@ class Reporter:
                 )
             self.skips_completions = True
         if self.config.unique_prompts:
-            rows = list({row["prompt"]: row for row in reversed(rows)}.values())[::-1]
+            own = "row" if self.has_images else "prompt"  # other images may have the same text
+            rows = list({(row["prompt"], row[own]): row for row in reversed(rows)}.values())[::-1]
         images = [row[IMAGES] for row in rows] if self.sends_images else None
         self.trackers.table([in_table(row) for row in rows], step, images)
         if shown := rows[: self.config.completions_shown]:

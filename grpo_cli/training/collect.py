@@ -49,7 +49,7 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
         collected.metrics |= episodes.take_times()
     streams = recipe.dataset.streaming  # of which rows do not come again soon
     for prompt_index, group in sorted(collected.sampled.items()) if not streams else ():
-        row = run.queue.stream.prompt_at(prompt_index).row
+        row = run.queue.stream.listed_at(prompt_index).row
         run.queue.lengths[row] = mean([o.tokens for o in group])
     with clock.waiting():
         rebalance(run, recipe, collected)

@@ -141,7 +141,7 @@ class Step:
         run, collected = self.run, self.progress.collected
         self.metrics |= collected.metrics | rollout_metrics(collected.sampled)
         if self.recipe.dataset.mixture:
-            prompts = {p: run.queue.stream.prompt_at(p) for p in collected.sampled}
+            prompts = {p: run.queue.stream.listed_at(p) for p in collected.sampled}
             names = {p: prompt.columns[DATASET] for p, prompt in prompts.items()}
             self.metrics |= mixture_metrics(collected.sampled, names)
         self.metrics |= self.clock.metrics(collected.sampled)

@@ -10,10 +10,11 @@ import pytest
 
 from grpo_cli.config.schema import Dataset
 from grpo_cli.data import images, load_rows
-from grpo_cli.data.prompts import images_of, prompt_text
+from grpo_cli.data.prompts import PromptStream, images_of, prompt_text
 from grpo_cli.data.rows import Rows
 from grpo_cli.errors import UserError
-from grpo_cli.images import opened
+from grpo_cli.images import StoredImage, opened
+from grpo_cli.records import Prompt
 from tests.test_images import RED, encoded
 
 CHAT = Dataset(chat=True, prompt="{prompt}")
@@ -141,3 +142,19 @@ def test_a_column_of_messages_keeps_no_picture() -> None:
     given = opened(found.columns)
     assert given["messages"][0]["content"][0]["image"].size == (60, 40)
     assert opened({"a": [1, {"b": "c"}]}) == {"a": [1, {"b": "c"}]}
+
+
+def test_a_prompt_is_listed_without_reading_its_images() -> None:
+    """What every process asks about the prompts of all others."""
+
+    def is_sound(prompt: Prompt) -> bool:
+        read.append(prompt.row)
+        return prompt.row != 0
+
+    read: list[int] = []
+    prompts = [Prompt(n, [5], "", {}, images=(StoredImage(b"", ""),)) for n in range(2)]
+    stream = PromptStream(prompts, 0, shuffle=False, is_sound=is_sound)
+    assert stream.listed_at(0).row == 0
+    assert read == []
+    assert stream.prompt_at(0).row == 1
+    assert read == [0, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.environments.trl_rollouts import TrlRollouts
+from grpo_cli.environments.trl_rollouts import RolloutTrainer, TrlRollouts
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import Generator, OnGroup, Request
 from grpo_cli.generation.sampling import Sampling
+from grpo_cli.images import StoredImage
 from grpo_cli.records import Completion, Prompt
 
 
@@ -79,6 +81,27 @@ def test_it_may_sample_with_the_runs_generator(tokenizer: PreTrainedTokenizerFas
     first, again = generator.requests
     assert len({*first.seeds, *again.seeds}) == 8
     assert (first.sampling.max_tokens, again.sampling.max_tokens) == (8, 3)
+
+
+def test_token_ids_of_a_prompt_with_images_are_refused() -> None:
+    """The images do not come along with them."""
+
+    class Seeing(Echo):
+        accepts_images = True
+
+    vision: Any = SimpleNamespace(token_ids=[9])
+    given = [{"role": "user", "content": [{"type": "image"}]}]
+    prompt = Prompt(0, [1, 9, 9], given, {}, images=(StoredImage(b"", ""),), vision=vision)
+    tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "")
+    trainer = RolloutTrainer(
+        Seeing(), tokenizer, 1, Sampling(max_tokens=8), 0, {}, [(given, prompt)]
+    )  # fmt: skip
+    (found,) = trainer.generate([given])
+    assert found["prompt_ids"] == [1, 9, 9]
+    with pytest.raises(TrainingError, match="as the function was given them, no copies and no tok"):
+        trainer.generate([[*found["prompt_ids"], 5]])
+    (found,) = trainer.generate([[1, 5]])
+    assert found["prompt_ids"] == [1, 5]
 
 
 @pytest.mark.parametrize(

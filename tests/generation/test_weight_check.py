@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from transformers import PreTrainedModel
 
 from grpo_cli.algorithm.batch import Batch
@@ -120,13 +121,17 @@ def test_the_fixed_tokens(prompts: list[list[int]], rows: list[list[int]]) -> No
 
 
 def test_the_fixed_tokens_of_images() -> None:
-    """With an image whole prompts are given, of which the tokens behind it are compared."""
-    image = StoredImage("a.png", "row 0")
+    """Prompts with images come first, whole; the tokens behind the image are compared.
+
+    One whose image is broken is left out: dataset.bad_images=drop lets the run go on without it.
+    """
+    image = StoredImage(Image.new("RGB", (4, 4)), "row 0")
+    broken = Prompt(4, [1, 9, 5], "", {}, images=(StoredImage(b"GIF", "row 4"),))
     with_image = Prompt(0, [1, 9, 9, 5, 6], "", {}, images=(image,))
     at_the_end = Prompt(1, [1, 5, 9], "", {}, images=(image,))
     long = Prompt(2, [9, *range(10, 60)], "", {}, images=(image,))
     text = Prompt(3, [4, 9, 5, 6], "", {})  # its 9 is no image
-    rows = fixed_rows([with_image, at_the_end, long, text], [9])
+    rows = fixed_rows([text, broken, with_image, at_the_end, long], [9])
     assert [(row.prompt.ids, row.num_tokens) for row in rows] == [
         (with_image.ids, 2),
         (long.ids, 24),

@@ -185,6 +185,20 @@ def test_unique_prompts_are_printed_and_sent_and_all_are_stored(
     assert stored[0]["prompt"] == CHAT, "the whole conversation"
 
 
+def test_prompts_of_other_images_are_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(Trackers, "table", lambda self, rows, step, _: sent.extend(rows))
+    reporter = Reporter(recipe(tmp_path, log__unique_prompts=True), tmp_path, True)
+    reporter.has_images = True
+    rows: list[dict[str, Any]] = [
+        {"row": n, "prompt": "How many?", "completion": f"{n}", "images": []} for n in (0, 0, 1)
+    ]
+    reporter.completions(1, [{**row, "reward": 0.0, "advantage": 0.0} for row in rows])
+    assert [row["completion"] for row in sent] == ["0", "1"]
+
+
 def test_a_secret_is_not_printed_with_a_completion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from grpo_cli.generation.base import EngineSetup, Generator, Request
-from grpo_cli.generation.vllm.adapter_folder import folder_of, rank_on
+from grpo_cli.generation.vllm.adapter_folder import check_tower, folder_of, rank_on
 from grpo_cli.generation.vllm.requests import sampling_params
 from grpo_cli.generation.vllm.settings import structured_outputs
 from grpo_cli.generation.vllm.weights import AdapterWeights, Weights
@@ -38,6 +38,8 @@ class VllmGenerator(Generator, ABC):
         self.step = 0  # whose weights the engines have
         # Of the adapter that the engines apply themselves; None: merged weights are sent.
         self.lora_rank = rank_on(setup.model, setup.recipe)
+        if self.lora_rank is not None and self.most_images:
+            check_tower(setup.model)
         self.adapter_folder = folder_of(setup.recipe)
 
     def params(self, request: Request, seed: int) -> dict[str, Any]:

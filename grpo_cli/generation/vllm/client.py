@@ -247,10 +247,11 @@ class Server:
 
         def score_one(row: Scored) -> list[float]:
             body = {**images.over_http(row.prompt), **how}
-            found = self.call("/inference/v1/generate", body, timeout)["prompt_logprobs"]
+            found = self.call("/inference/v1/generate", body, timeout)
+            images.check_ids(row.prompt, found.get("prompt_token_ids"))
             plain = [
-                {int(t): entry["logprob"] for t, entry in row.items()} if row else None
-                for row in found or []
+                {int(t): entry["logprob"] for t, entry in of_token.items()} if of_token else None
+                for of_token in found["prompt_logprobs"] or []
             ]
             return prompt_logprobs(row.prompt.ids, plain)[-row.num_tokens :]
 

@@ -96,7 +96,7 @@ def engine_args(
         args["enable_chunked_prefill"] = False
     if recipe.generation.max_num_seqs is not None:
         args["max_num_seqs"] = recipe.generation.max_num_seqs
-    if most_images:
+    if most_images and not recipe.dataset.streaming:  # later prompts may have more
         args["limit_mm_per_prompt"] = {"image": most_images}
     if lora_rank is not None:
         args |= {"enable_lora": True, "max_lora_rank": lora.max_rank(lora_rank), "max_loras": 1}
@@ -308,6 +308,8 @@ class ColocatedGenerator(VllmGenerator):
             for number, prompt in enumerate(self._rendered([r.prompt for r in rows])):
                 self._add_request(number, prompt, _typed(score))
             outputs = dict(self._finished())
+        for n, row in enumerate(rows):
+            images.check_ids(row.prompt, outputs[n].prompt_token_ids)
         return [
             prompt_logprobs(
                 row.prompt.ids,

@@ -1,8 +1,10 @@
 """The folder from which vLLM reads the adapter: what peft reads, replaced at once."""
 
+import copy
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from peft import PeftModel
@@ -11,9 +13,10 @@ from transformers import PreTrainedModel
 
 from grpo_cli.config.schema import Adapter, Recipe
 from grpo_cli.errors import UserError
-from grpo_cli.generation.vllm.adapter_folder import AdapterFolder, rank_on
+from grpo_cli.generation.vllm.adapter_folder import AdapterFolder, check_tower, rank_on
 from grpo_cli.generation.vllm.weights import AdapterWeights, WeightInfo
 from tests.models.test_adapters import adapted, move
+from tests.models.test_vision import load
 
 
 def test_peft_reads_what_was_written(tmp_path: Path) -> None:
@@ -75,3 +78,13 @@ def test_an_adapter_on_what_is_no_linear_layer() -> None:
     model.peft_config["default"].target_parameters = None  # as all-linear does by itself
     with pytest.raises(UserError, match=r"linear layers only, and .*experts.* is a .*sync=merge"):
         rank_on(model, recipe)
+
+
+def test_an_adapter_on_the_tower(tmp_path: Path) -> None:
+    """vLLM would leave it out."""
+    model = load("idefics3", tmp_path).model
+    text = peft.LoraConfig(target_modules=r".*text_model.*q_proj")
+    check_tower(peft.get_peft_model(copy.deepcopy(model), text))
+    every = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+    with pytest.raises(UserError, match=r"language model only, and .*\.vision_.* reads images"):
+        check_tower(every)

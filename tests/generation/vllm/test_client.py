@@ -10,12 +10,15 @@ from typing import Any
 import httpx2
 import pytest
 import torch
+from PIL import Image
 
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.vllm import client, server_log
 from grpo_cli.generation.vllm.client import Server, ServerLost, differences, wait_for
 from grpo_cli.generation.vllm.requests import sampling_params
+from grpo_cli.generation.weight_check import Scored
+from grpo_cli.images import StoredImage
 from grpo_cli.records import Completion, Prompt
 from tests.conftest import as_scored
 from tests.fake_vllm import GENERATE, FakeVllm, Refused, serving, toy_completions, toy_logprobs
@@ -353,6 +356,18 @@ def test_scores_are_those_of_each_rows_own_tokens(fake: FakeVllm) -> None:
     found = to(fake).score(as_scored(rows), 30)
     assert found == [toy_logprobs({"w": torch.tensor([1.0])}, row) for row in rows]
     assert found[0] == pytest.approx([-1.04, -1.05])
+
+
+def test_a_server_that_makes_other_tokens_of_an_image_is_told_as_such(fake: FakeVllm) -> None:
+    """Already when the weights are checked, which is before the first completion."""
+    logprobs = [None, *[{str(i): {"logprob": -1.0}} for i in (5, 5, 6)]]
+    fake.faults[GENERATE] = lambda: {
+        "prompt_token_ids": [1, 5, 5, 6], "prompt_logprobs": logprobs,
+    }  # fmt: skip
+    stored = StoredImage(Image.new("RGB", (4, 4)), "row 7")
+    prompt = Prompt(7, [1, 5, 5, 5, 6], "", {}, images=(stored,))
+    with pytest.raises(TrainingError, match=r"vLLM made 4 tokens of the prompt of row 7, .* 5, or"):
+        to(fake).score([Scored(prompt, 1)], 30)
 
 
 def test_a_server_that_does_not_score(fake: FakeVllm) -> None:
