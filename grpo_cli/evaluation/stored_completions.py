@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from grpo_cli.data.stored_completions import find as find_file
 from grpo_cli.data.stored_completions import load as load_file
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation import benchmarks
+from grpo_cli.images import ImageError, StoredImage
 from grpo_cli.scoring import registry
 
 if TYPE_CHECKING:
@@ -208,10 +210,10 @@ def _by_problem(samples: Sequence[Sample], path: Path) -> list[list[Sample]]:
     by_text = key in ("question", None)
     groups: dict[Any, list[Sample]] = collections.defaultdict(list)
     for sample in samples:
-        if key is not None:
-            groups[_hashable(_cell(sample, key, path))].append(sample)
-        else:
-            groups[_hashable(sample.prompt or sample.row)].append(sample)
+        cell = _cell(sample, key, path) if key is not None else sample.prompt or sample.row
+        # The same question may be asked of other images.
+        shown = tuple(map(_digest, sample.images)) if by_text else ()
+        groups[_hashable(cell), shown].append(sample)
     parts = [*groups.values()]
     ((n, _),) = collections.Counter(map(len, parts)).most_common(1)
     if by_text and all(len(group) % n == 0 for group in parts):
@@ -230,6 +232,14 @@ def _by_problem(samples: Sequence[Sample], path: Path) -> list[list[Sample]]:
 
 def _has(sample: Sample, column: str) -> bool:
     return sample.columns.get(column) is not None
+
+
+def _digest(image: StoredImage) -> bytes | None:
+    """Returns what stands for the content of an image; None if it cannot be read."""
+    try:
+        return hashlib.sha256(image.encoded()["bytes"]).digest()
+    except ImageError:
+        return None
 
 
 def _hashable(cell: Any) -> Any:

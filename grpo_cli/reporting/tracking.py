@@ -120,7 +120,8 @@ class Trackers:
         import pandas
 
         frame = pandas.DataFrame(rows)
-        shown = pictures_of(images or [])
+        in_tables = self._live.keys() & CELLS.keys()
+        shown = pictures_of(images or [], None if in_tables else PICTURES_SENT)
 
         def send(name: str, tracker: Any) -> None:
             if name in TABLES:
@@ -272,12 +273,19 @@ PICTURES: dict[str, Callable[[Any, str, Picture, int], None]] = {
 }
 
 
-def pictures_of(images: Sequence[Cell]) -> list[list[Picture | None]]:
-    """Decodes the images of each row, those of a shared cell once; None for one that is broken."""
+def pictures_of(images: Sequence[Cell], most: int | None = None) -> list[list[Picture | None]]:
+    """Decodes the images of each row, those of a shared cell once; None for one that is broken.
+
+    Args:
+        most: rows behind this many images have none; None: all have theirs.
+    """
     known: dict[int, list[Picture | None]] = {}
+    decoded = 0
     for cell in images:
         if id(cell) not in known:
-            known[id(cell)] = [_picture(one) for one in cell]
+            is_due = most is None or decoded < most
+            known[id(cell)] = [_picture(one) for one in cell] if is_due else []
+            decoded += sum(one is not None for one in known[id(cell)])
     return [known[id(cell)] for cell in images]
 
 

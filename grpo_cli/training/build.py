@@ -438,7 +438,7 @@ def unloaded_processor(
 
 def may_have_images(recipe: Recipe, prompts: Sequence[Prompt]) -> bool:
     """Whether prompts have images, or others may that are not known yet."""
-    return recipe.dataset.streaming or recipe.has_episodes or has_images(prompts)
+    return recipe.dataset.streaming or has_images(prompts)
 
 
 def add_adapter(

@@ -318,6 +318,21 @@ def test_other_trackers_have_the_number_in_the_table_and_each_image_once(
     assert not sent(name, lines) or name in tracking.TABLES
 
 
+def test_no_more_images_are_decoded_than_are_sent(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "PICTURES_SENT", 3)
+    decoded: list[Any] = []
+    opened = tracking._picture
+    monkeypatch.setattr(tracking, "_picture", lambda one: decoded.append(one) or opened(one))
+    live = Trackers(lines.append)
+    live._live = {"tensorboard": FakeTracker()}
+    cells = [[{"bytes": encoded(RED), "path": None}] for _ in range(6)]
+    live.table([{"completion": "", "images": 1} for _ in cells], 7, cells)
+    assert len(decoded) == 3
+    assert len(live._live["tensorboard"].calls) == 3
+
+
 def test_tensorboard_shows_the_images_of_a_step(tmp_path: Path, lines: list[str]) -> None:
     live = Trackers(lines.append)
     live.start(tracked("tensorboard"), tmp_path, {}, {})
