@@ -418,6 +418,8 @@ class Asleep:
     def reset_prefix_cache(self) -> bool:
         return True
 
+    def reset_encoder_cache(self) -> None: ...
+
     def set_weight_version(self, version: str) -> None: ...
 
 
