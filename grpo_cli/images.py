@@ -89,6 +89,7 @@ class StoredImage:
         Raises:
             ImageError: it cannot be read.
         """
+        import numpy as np
         from PIL import Image
 
         with self._opened() as image:
@@ -97,6 +98,9 @@ class StoredImage:
                 image = image.convert("RGBA")
                 white = Image.new("RGBA", image.size, "white")
                 image = Image.alpha_composite(white, image)
+            if image.mode.startswith("I"):  # 16 bits, which `convert` would cut off at 255
+                grey = np.asarray(image).astype(np.int64) // 256
+                image = Image.fromarray(grey.clip(0, 255).astype(np.uint8))
             rgb = image.convert("RGB")
             if turn is not None:
                 rgb = rgb.transpose(turn)

@@ -9,6 +9,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
@@ -42,6 +43,12 @@ def test_every_form_of_a_picture_is_read(form: str, tmp_path: Path) -> None:
 def test_an_image_is_resized_within_max_pixels() -> None:
     image = StoredImage(encoded(RED), "row 0", max_pixels=600)
     assert image.size == image.open().size == (30, 20)
+
+
+def test_grey_of_16_bits_is_scaled() -> None:
+    values = np.array([[0, 256, 32768, 65535]], np.uint16)
+    image = StoredImage(encoded(Image.fromarray(values)), "here").open()
+    assert [image.getpixel((x, 0)) for x in range(4)] == [(v, v, v) for v in (0, 1, 128, 255)]
 
 
 def test_transparent_parts_are_white_and_grey_is_rgb() -> None:

@@ -76,6 +76,8 @@ def make_prompts(
         vision=vision,
         on_bad_image=on_bad_image,
     )
+    if rows.rows and not every and not may_be_empty:
+        raise UserError(f"{rows.source}: no row is left, since no row's images can be read.")
     if held_out:
         return every, 0
     most = config.max_prompt_tokens
@@ -147,6 +149,11 @@ def encode(
         ids = next(ids_of_plain) if own is None else []
         if own is None and not ids:
             raise UserError(f"{rows.source}, row {rows.line(number)}: the prompt is empty.")
+        if vision is not None and not set(ids).isdisjoint(vision.token_ids):
+            raise UserError(
+                f"{rows.source}, row {rows.line(number)}: the prompt holds {vision.placeholder}, "
+                "and the row has no image."
+            )
         columns = other_columns(row)
         if own is not None:
             assert vision is not None

@@ -62,10 +62,10 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write(path: Path, pictures: list[bytes | None]) -> None:
+def write(path: Path, pictures: list[bytes | None], prompts: list[str] | None = None) -> None:
     features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
     cells = [None if p is None else {"bytes": p, "path": None} for p in pictures]
-    prompts = [f"How many in {i}?" for i in range(len(cells))]
+    prompts = prompts or [f"How many in {i}?" for i in range(len(cells))]
     columns = {"prompt": prompts, "image": cells}
     datasets.Dataset.from_dict(columns, features=features).to_parquet(path)
 
@@ -234,6 +234,34 @@ def test_a_broken_picture_stops_the_run_or_is_left_out(
     assert ended.returncode == 0, ended.stderr
     assert f"row {row}, column 'image': the image cannot be read" in ended.stdout
     assert json.loads((tmp_path / "drops" / "summary.json").read_text())["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("prompts", "pictures", "words", "sentence"),
+    [
+        (["a", "b"], [b"no", b"no"], ["dataset.bad_images=drop"], "no row is left, since no row's"),
+        (
+            ["a", "<image> b"],
+            [png(0), None],
+            [],
+            "row 1: the prompt holds <image>, and the",
+        ),
+    ],
+    ids=["all dropped", "no image"],
+)
+def test_rows_that_cannot_train_are_one_sentence(
+    parts: Path,
+    tmp_path: Path,
+    prompts: list[str],
+    pictures: list[bytes | None],
+    words: list[str],
+    sentence: str,
+) -> None:
+    write(parts / "refused.parquet", pictures, prompts)
+    ended = train(parts, tmp_path, *words, data="refused")
+    assert ended.returncode == 2
+    assert sentence in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_a_model_of_text_refuses_images(parts: Path, tmp_path: Path) -> None:
