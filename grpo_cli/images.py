@@ -110,7 +110,7 @@ class StoredImage:
     def encoded(self) -> dict[str, Any]:
         """Returns what `open` reads in the form of `datasets`' images, {"bytes", "path"}.
 
-        The bytes are those of the data, or PNG where the image is resized.
+        The bytes are taken from the data as they are; a resized image is encoded as PNG.
 
         Raises:
             ImageError: it cannot be read; a picture that is cut off is only noticed by `open`.

@@ -315,7 +315,7 @@ def columns_cell(prompt: Prompt, holds_images: bool) -> str:
     """Returns the data set's columns of a prompt as JSON.
 
     Args:
-        holds_images: whether its images are stored beside them, by `images_cell`.
+        holds_images: whether the row also stores the images, by `images_cell`.
     """
     numbers = {id(image): number for number, image in enumerate(prompt.images)}
 

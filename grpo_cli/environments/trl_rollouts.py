@@ -225,7 +225,7 @@ class TrlRollouts:
             if found != expected:
                 raise self._error(
                     f"row {n}: prompt_ids has {len(found)} tokens of images, and the prompt's "
-                    f"images take {len(expected)}; return those of trainer.generate"
+                    f"images take {len(expected)}; return the prompt_ids of trainer.generate"
                 )
         ids = self._ids(row.pop("completion_ids"), "completion_ids", n)
         if len(ids) > max_tokens:

@@ -113,7 +113,7 @@ class Trackers:
 
         Args:
             rows: cells by column.
-            images: those of each row, as they are stored; None: they are not sent.
+            images: the stored images of each row; None: no images are sent.
         """
         if not self._live.keys() & (TABLES.keys() | PICTURES.keys()):
             return
