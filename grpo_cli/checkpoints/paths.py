@@ -11,9 +11,13 @@ checkpoints/step-N.old/               a checkpoint after the one from which a ru
                                       overwrite=true removes it
 logs/rank-N.log                       output of all processes except the first
 .lock, .job                           the process that writes here, and its torchruns (`lock`)
+alarms.jsonl                          one object for each alarm
+plan.json, probe.json                 what was predicted, and measured, of memory, time and signal
+status.json                           what the run does at the moment
 completions/step-N.parquet            samples of the completions
+replay/step-N/                        what `grpo replay` needs of a step
 eval/step-N/                          results of `grpo eval`
-summary.json, curves.png              final results
+summary.json, curves.png, report.html final results
 """
 
 from __future__ import annotations
@@ -30,11 +34,24 @@ from grpo_cli.errors import UserError
 TRAINING = "training"
 
 # The files that `overwrite=true` removes.
-RUN_FILES = ("recipe.yaml", "command.txt", "metrics.jsonl", "summary.json", "curves.png", ".job")
+RUN_FILES = (
+    "recipe.yaml",
+    "command.txt",
+    "metrics.jsonl",
+    "alarms.jsonl",
+    "plan.json",
+    "status.json",
+    "probe.json",
+    "summary.json",
+    "curves.png",
+    "report.html",
+    ".job",
+)
 RUN_PARTS = (
     "checkpoints/step-*",
     "completions/step-*.parquet",
     "eval/step-*",
+    "replay/step-*",
     "tensorboard/*",
 )
 

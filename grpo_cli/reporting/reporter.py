@@ -40,6 +40,7 @@ from grpo_cli.records import Group
 from grpo_cli.reporting import tracking
 from grpo_cli.reporting.alerts import RewardAlerts
 from grpo_cli.reporting.progress import Bar, clock
+from grpo_cli.reporting.run_folder import METRICS, read_lines
 
 SHORT = {"old_logprobs": "old", "ref_logprobs": "ref", "forward_backward": "fwd/bwd"}
 ROW_GROUP_BYTES = 2**28  # of images in memory while completions are written
@@ -63,7 +64,7 @@ class Reporter:
 
     @property
     def metrics_file(self) -> Path:
-        return self.folder / "metrics.jsonl"
+        return self.folder / METRICS
 
     def say(self, text: str) -> None:
         """Prints a line for the user."""
@@ -183,7 +184,7 @@ class Reporter:
             return
         with needed(path := self.folder / "summary.json"):
             write_text(path, json.dumps(summary, indent=2) + "\n")
-        metrics = read_metrics(self.metrics_file)
+        metrics = read_lines(self.metrics_file)
         is_drawn = bool(self.config.plots and metrics)
         if is_drawn:
             with needed(path := self.folder / "curves.png"):
@@ -326,13 +327,6 @@ def versions() -> dict[str, str]:
     packages = (grpo_cli, torch, transformers, accelerate, datasets)
     own, *others = ((package.__name__, package.__version__) for package in packages)
     return dict([own, ("python", platform.python_version()), *others])
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the lines of a metrics.jsonl; [] if there is no such file."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def write_text(path: Path, text: str) -> None:

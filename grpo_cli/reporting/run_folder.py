@@ -1,0 +1,155 @@
+"""Reads the folder of a run, also while the run writes to it. Imports nothing heavy.
+
+For example, with `run = RunFolder.open("outputs/demo")`:
+
+    run.recipe["loss"]["beta"]              # the stored recipe, as a plain dict
+    run.metrics()[-1]["reward"]             # the newest complete line of metrics.jsonl
+    run.completions(20)                     # the file of step 20's completions
+    run.is_running                          # whether a process writes to it now
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_cli.checkpoints import lock
+from grpo_cli.config.renamed import translate
+from grpo_cli.data.stored_completions import steps_stored
+from grpo_cli.distributed import heartbeat
+from grpo_cli.errors import UserError
+
+METRICS = "metrics.jsonl"
+ALARMS = "alarms.jsonl"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The files of a run, by what they hold. Each call reads the file anew."""
+
+    path: Path
+
+    @classmethod
+    def open(cls, given: str | Path, key: str = "RUN") -> RunFolder:
+        """Returns the run in a folder, or the run that a checkpoint in it belongs to.
+
+        Args:
+            key: what messages call the folder by.
+
+        Raises:
+            UserError: there is no run.
+        """
+        path = Path(given).expanduser()
+        if not path.exists():
+            raise UserError(f"{key} = {given}: there is no such folder.")
+        folder = path.parent.parent if path.parent.name == "checkpoints" else path
+        if not (folder / "recipe.yaml").is_file():
+            raise UserError(
+                f"{key} = {given}: this is no folder of a run, which has a recipe.yaml; give "
+                "one such as outputs/NAME."
+            )
+        return cls(folder)
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        """The stored recipe as nested dicts, with keys of earlier versions renamed.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        path = self.path / "recipe.yaml"
+        try:
+            stored = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            raise UserError(f"{path}: cannot be read: {error}.") from error
+        if not isinstance(stored, dict):
+            raise UserError(f"{path}: this is no recipe.")
+        return translate(stored)
+
+    def commands(self) -> list[str]:
+        """Returns the command line of each start of the run, the first one first."""
+        path = self.path / "command.txt"
+        return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Returns the lines of metrics.jsonl; [] before the first step is done."""
+        return read_lines(self.path / METRICS)
+
+    def alarms(self) -> list[dict[str, Any]]:
+        """Returns the lines of alarms.jsonl; [] if nothing was alarming."""
+        return read_lines(self.path / ALARMS)
+
+    def summary(self) -> dict[str, Any] | None:
+        """Returns summary.json; None before the last step is done."""
+        return read_json(self.path / "summary.json")
+
+    def plan(self) -> dict[str, Any] | None:
+        """Returns plan.json; None for a run of an earlier version."""
+        return read_json(self.path / "plan.json")
+
+    def steps_with_completions(self) -> list[int]:
+        """Returns the steps whose completions are stored, in order."""
+        return steps_stored(self.path)
+
+    def completions(self, step: int) -> Path:
+        """Returns the path of the file of a step's completions."""
+        return self.path / "completions" / f"step-{step}.parquet"
+
+    @property
+    def is_running(self) -> bool | None:
+        """Whether a process holds the folder's lock; None if that is a process of another machine.
+
+        The lock is tried only if the process that took it is alive: a try holds it for a moment,
+        in which a run that starts would be refused.
+        """
+        path = self.path / lock.NAME
+        try:
+            holder = re.match(r"process (\d+) on (\S+),", path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return False
+        if holder is None:
+            return False
+        if holder[2] != heartbeat.node():
+            return None
+        try:
+            os.kill(int(holder[1]), 0)
+            with path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # held; or a process of another user
+            return True
+        except OSError:  # no such process, or a file system without locks
+            return False
+        return False
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Returns the complete lines of a JSON lines file; [] if there is no such file.
+
+    A last line that is still being written is left out.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    lines = text.splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        del lines[-1]
+    return [json.loads(line) for line in lines]
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Returns the object of a JSON file; None if there is no such file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    found: dict[str, Any] = json.loads(text)
+    return found

@@ -1,0 +1,63 @@
+"""A reader of a run's folder sees what is complete, and says what a folder is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_cli.checkpoints.lock import Lock
+from grpo_cli.errors import UserError
+from grpo_cli.reporting.run_folder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "recipe.yaml").write_text("steps: 3\n", encoding="utf-8")
+    return tmp_path
+
+
+def test_a_line_that_is_being_written_is_left_out(folder: Path) -> None:
+    lines = json.dumps({"step": 1}) + "\n" + json.dumps({"step": 2}) + "\n"
+    (folder / "metrics.jsonl").write_text(lines + '{"step": 3, "rew', encoding="utf-8")
+    assert [line["step"] for line in RunFolder.open(folder).metrics()] == [1, 2]
+
+
+def test_a_run_that_has_just_begun_has_nothing(folder: Path) -> None:
+    run = RunFolder.open(folder)
+    assert (run.metrics(), run.alarms(), run.summary(), run.plan()) == ([], [], None, None)
+    assert run.recipe["steps"] == 3
+    assert not run.is_running
+
+
+def test_a_checkpoint_is_of_its_run(folder: Path) -> None:
+    checkpoint = folder / "checkpoints" / "step-2"
+    checkpoint.mkdir(parents=True)
+    assert RunFolder.open(checkpoint).path == folder
+
+
+def test_a_held_lock_is_a_running_run(folder: Path) -> None:
+    held = Lock(folder)
+    assert RunFolder.open(folder).is_running
+    held.release()
+    assert RunFolder.open(folder).is_running is False
+
+
+def test_a_run_of_another_machine_is_not_known_to_run(folder: Path) -> None:
+    (folder / ".lock").write_text("process 1 on elsewhere, since 2026-11-25 10:00:00\n")
+    assert RunFolder.open(folder).is_running is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [("gone", "no such folder"), ("", "no folder of a run")]
+)
+def test_what_is_no_run_is_said(tmp_path: Path, given: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        RunFolder.open(tmp_path / given)
+
+
+def test_a_damaged_recipe_is_named(folder: Path) -> None:
+    (folder / "recipe.yaml").write_text("a: [", encoding="utf-8")
+    with pytest.raises(UserError, match=r"recipe\.yaml: cannot be read"):
+        _ = RunFolder.open(folder).recipe
