@@ -368,6 +368,16 @@ def reward_tensors(step_stats: StepStats, weights: Mapping[str, float]) -> dict[
     }
 
 
+def weighted_parts(step_stats: StepStats, weights: Mapping[str, float]) -> Tensor:
+    """Returns what each function adds to the rewards, [P, G, R]; 0 where it did not apply."""
+
+    def part(name: str) -> Callable[[RolloutStats], float | None]:
+        return lambda o: o.reward_parts[name]
+
+    scaled = [weights[name] * matrix(step_stats, part(name)) for name in weights]
+    return torch.stack(scaled, dim=-1).nan_to_num()
+
+
 def sampled_mask(rollouts: Sequence[Rollout]) -> Tensor:
     """Returns 1 on the completion tokens that were sampled, [B, C] bool; C is the longest."""
     lengths = torch.tensor([[len(r.completion.ids)] for r in rollouts])

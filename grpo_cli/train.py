@@ -82,7 +82,7 @@ def take_step(run: Run, step: Step) -> None:
     run.queue.prefetch(step.number)
     run.generator.offload()
     step_stats = fill_logprobs(run, step, batch)
-    assign_advantages(step.recipe, batch.groups, step_stats, step.number)
+    step.metrics |= assign_advantages(step.recipe, batch.groups, step_stats, step.number)
     step.metrics |= update_policy(run, step)
     with step.clock.stage("weights"):
         step.metrics |= run.generator.update_weights(run.policy, step.number + 1)

@@ -196,17 +196,20 @@ def _parts_hold_no_kl(*, kl_in_reward: bool) -> str | None:
     )
 
 
-@advantage_rule(check=_parts_hold_no_kl)
+def _normalised_parts(parts: Tensor, weights: Tensor) -> Tensor:
+    """Weighted rewards of each function after its normalisation in the group, [P, G, R]."""
+    normal = [group_relative(part, scale="group").double() for part in parts.unbind(-1)]
+    return torch.stack(normal, dim=-1) * weights
+
+
+@advantage_rule(check=_parts_hold_no_kl, summands=_normalised_parts)
 def gdpo(parts: Tensor, weights: Tensor) -> Tensor:
     """Each reward function is normalised within the group, then summed, then over the step.
 
     A sum first would let functions of different spread drown one another, and different vectors of
     rewards with one sum would look alike (GDPO, arXiv 2601.05242, section 3).
     """
-    normal = torch.stack(
-        [group_relative(part, scale="group").double() for part in parts.unbind(-1)], dim=-1
-    )  # [P, G, R]
-    total = (normal * weights).sum(-1)  # [P, G]
+    total = _normalised_parts(parts, weights).sum(-1)  # [P, G]
     there = ~parts.isnan().all(-1)
     every = total.masked_fill(~there, torch.nan)
     out = (total - every.nanmean()) / (group_std(every.reshape(1, -1)) + EPS)

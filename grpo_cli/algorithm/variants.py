@@ -43,6 +43,8 @@ class Traits:
     select_tokens: Callable[..., Tensor] | None = None  # (covariance, noise, *, knobs) -> [N] bool
     trains_without_advantage: bool = False  # has a gradient where the advantage is 0 too
     one_gradient_per_completion: bool = False  # so that rewards of steps cannot be told apart
+    summands: Callable[..., Tensor] | None = None  # of a rule: what it adds up, [P, G, R], where
+    # that is not the weighted reward of each function
     check: Callable[..., str | None] | None = None  # a contradiction; "{at}": where a step stands
     notice: Callable[..., str | None] | None = None  # allowed, and does less than it seems to
 

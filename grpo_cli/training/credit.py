@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
 
 from grpo_cli.algorithm import normalization
+from grpo_cli.algorithm.advantage_shares import advantage_shares
 from grpo_cli.algorithm.advantages import process_advantages, turn_advantages
 from grpo_cli.algorithm.kl import ESTIMATORS
 from grpo_cli.algorithm.objective import rule_function
-from grpo_cli.algorithm.variants import apply
+from grpo_cli.algorithm.variants import apply, traits_of
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError
-from grpo_cli.records import Group, Rollout, RolloutStats, StepStats, reward_tensors
+from grpo_cli.records import (
+    Group,
+    Rollout,
+    RolloutStats,
+    StepStats,
+    matrix,
+    reward_tensors,
+    weighted_parts,
+)
 from grpo_cli.training.episode_credit import one_gradient, rewards_of_turns
+
+ZERO_ADVANTAGE = "frac_zero_advantage"
 
 
 def subtract_kl_from_rewards(rollouts: Sequence[Rollout], estimator: str, beta: float) -> None:
@@ -35,17 +48,20 @@ def subtract_kl_from_rewards(rollouts: Sequence[Rollout], estimator: str, beta: 
 
 def assign_advantages(
     recipe: Recipe, groups: Sequence[Group], step_stats: StepStats, step: int
-) -> None:
+) -> dict[str, float]:
     """Computes the advantages of the whole step; each process takes those of its own groups.
 
     Args:
         step: for messages, counted from 0.
 
+    Returns:
+        The metrics of the advantages, over all processes.
+
     Raises:
         TrainingError: the rewards are not of the kind that the rule or the loss takes.
     """
     if not step_stats:
-        return
+        return {ZERO_ADVANTAGE: 1.0}
     try:
         rows = rule_advantages(recipe, step_stats)
     except ValueError as error:
@@ -55,6 +71,46 @@ def assign_advantages(
             r.advantage = advantage
         if any(r.step_rewards for r in g.rollouts):
             credit_steps(recipe, g)
+    return advantage_metrics(recipe, step_stats, rows)
+
+
+def advantage_metrics(
+    recipe: Recipe, step_stats: StepStats, rows: Mapping[int, Sequence[float]]
+) -> dict[str, float]:
+    """Returns the share of groups without an advantage, and what the advantages come from.
+
+    Where steps are rewarded, the tokens of a completion have different advantages, and the shares
+    are those of the completion's reward, its steps summed.
+
+    Args:
+        rows: the advantages of each group by the recipe's rule, without those of rewarded steps.
+    """
+    ordered = sorted(step_stats.items())
+    has_steps = any(o.steps for _, group in ordered for o in group)
+    if has_steps:
+        silent = [not has_signal(recipe, group) for _, group in ordered]
+        total = matrix(step_stats, lambda o: o.reward)
+        advantages = total - total.nanmean(-1, keepdim=True)
+    else:
+        total = matrix(step_stats, lambda o: o.outcome_reward)
+        advantages = torch.tensor([rows[p] for p, _ in ordered], dtype=torch.float64)
+        silent = [
+            not any(a != 0 and not o.excluded for a, o in zip(rows[p], group, strict=False))
+            for p, group in ordered
+        ]
+    weights = {name: reward.weight for name, reward in recipe.reward.items()}
+    summands = traits_of(rule_function(recipe.advantage)).summands
+    if summands is not None and not has_steps:
+        values = apply(summands, reward_tensors(step_stats, weights), recipe.advantage)
+        total = values.sum(-1).masked_fill(total.isnan(), torch.nan)
+    else:
+        values = weighted_parts(step_stats, weights)
+    counted = matrix(step_stats, lambda o: float(not o.excluded)) == 1
+    shares = advantage_shares(advantages, values, total, counted).tolist()
+    return {
+        ZERO_ADVANTAGE: sum(silent) / len(silent),
+        **{f"rewards/{name}/advantage_share": s for name, s in zip(weights, shares, strict=False)},
+    }
 
 
 def rule_advantages(recipe: Recipe, step_stats: StepStats) -> dict[int, list[float]]:

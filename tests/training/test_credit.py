@@ -115,6 +115,66 @@ def test_steps_are_scaled_as_the_rule_is(scale: str, expected: float) -> None:
     assert rollouts[0].advantages.tolist() == pytest.approx([expected, 0.0])
 
 
+# What the advantages come from
+
+
+def accounted(*groups: list[RolloutStats], **advantage: Any) -> dict[str, float]:
+    names = groups[0][0].reward_parts
+    weights = {"a": 1.0, "b": 0.5}
+    recipe = Recipe(
+        reward={n: Reward(n, weight=weights[n]) for n in names}, advantage=Advantage(**advantage)
+    )
+    stats = dict(enumerate(groups))
+    found = credit.advantage_metrics(recipe, stats, credit.rule_advantages(recipe, stats))
+    return {
+        key.removeprefix("rewards/").removesuffix("/advantage_share"): v for key, v in found.items()
+    }
+
+
+def scored(a: float | None, b: float | None, **given: Any) -> RolloutStats:
+    values = [w * v for w, v in ((1.0, a), (0.5, b)) if v is not None]
+    return outcome(sum(values) if values else NAN, a=a, b=b, **given)
+
+
+def test_the_shares_of_weighted_rewards() -> None:
+    """Variances 1/4 and 1/16: of all groups the third has no advantage."""
+    varied = [scored(a, b) for a in (0.0, 1.0) for b in (0.0, 1.0)]
+    same = [scored(1.0, 1.0)] * 3
+    found = accounted(varied, varied, same, scale="none")
+    assert found == pytest.approx({"frac_zero_advantage": 1 / 3, "a": 0.8, "b": 0.2})
+
+
+def test_a_reward_that_does_not_apply_adds_nothing() -> None:
+    group = [scored(1.0, None), scored(0.0, None), scored(None, None)]
+    found = accounted(group, scale="none")
+    assert found == pytest.approx({"frac_zero_advantage": 0.0, "a": 1.0, "b": 0.0})
+
+
+def test_gdpo_adds_up_normalised_rewards() -> None:
+    varied = [scored(a, b) for a in (0.0, 100.0) for b in (0.0, 1.0)]
+    found = accounted(varied, rule="gdpo")  # with the weights 1 and 1/2
+    assert found == pytest.approx({"frac_zero_advantage": 0.0, "a": 0.8, "b": 0.2}, abs=1e-3)
+    against = [scored(0.0, 2.0), scored(1.0, 0.0)]  # equal sums, and an advantage
+    assert accounted(against, rule="gdpo")["frac_zero_advantage"] == 0
+    assert accounted(against) == {"frac_zero_advantage": 1.0}
+
+
+def test_nothing_that_trains_has_an_advantage() -> None:
+    assert accounted([scored(1.0, 0.0, masked=True), scored(0.0, 0.0, masked=True)]) == {
+        "frac_zero_advantage": 1.0
+    }
+
+
+def test_the_shares_of_rewarded_steps_are_those_of_their_sum() -> None:
+    """Deviations ±1 from the steps of b, ±0.5 from a: (1.5·1, 1.5·0.5) / 1.5²."""
+    group = [
+        outcome(3.0, rest=1.0, steps={"b": [1.0, 1.0]}, a=1.0, b=4.0),
+        outcome(0.0, rest=0.0, steps={"b": [0.0]}, a=0.0, b=0.0),
+    ]
+    found = accounted(group)
+    assert found == pytest.approx({"frac_zero_advantage": 0.0, "a": 1 / 3, "b": 2 / 3})
+
+
 # Rewards of turns
 
 
