@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from grpo_cli import train
@@ -51,6 +52,7 @@ def run_recipe(prepared: Prepared, command: list[str]) -> Run:
     live: Run | None = None
     try:
         live = build.build(prepared, command, workers, stop)
+        supervisor.on_failure = partial(live.reporter.status.end, "failed")
         with without_long_pauses():
             train.train(live)
     except StoppedWhileStarting as early:
@@ -58,9 +60,9 @@ def run_recipe(prepared: Prepared, command: list[str]) -> Run:
             supervisor.leave(1)
         supervisor.close()
         raise
-    except KeyboardInterrupt:  # a second Ctrl-C
+    except KeyboardInterrupt as error:  # a second Ctrl-C
         if live is not None:
-            live.close()
+            live.close(error)
         stop.release()
         supervisor.close()
         raise
@@ -74,7 +76,8 @@ def run_recipe(prepared: Prepared, command: list[str]) -> Run:
         if live is not None:
             at_most = None if workers.size == 1 else SAVING_SECONDS - CLOSING_SECONDS
             live.checkpointer.wait(at_most)
-            live.close()
+            cause = supervisor.failure  # of which this process's error may be a consequence
+            live.close(error if cause is None else TrainingError(cause.text))
         if workers.size > 1:
             supervisor.leave(exit_code(error))
         stop.release()

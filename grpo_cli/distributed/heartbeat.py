@@ -33,6 +33,7 @@ START_TIMES = 4.0  # factor of the stall limit in that stage: it loads, builds, 
 _stage = START
 _step: int | None = None
 _entered = _beaten = _now()
+_spent: dict[str, float] = {}  # seconds in each stage that the main thread has left
 _waits = 0  # open `waiting` blocks
 on_stage: Callable[[], None] | None = None  # called when a stage begins
 leave: Callable[[], bool] | None = None  # whether to interrupt now; set while that is possible
@@ -48,8 +49,10 @@ def at(stage: str, step: int | None = None) -> None:
     global _stage, _step, _entered, _beaten
     if step is not None:
         _step = step
+    now = _now()
+    _spent[_stage] = _spent.get(_stage, 0.0) + now - _entered
     _stage = stage
-    _entered = _beaten = _now()
+    _entered = _beaten = now
     if on_stage is not None:
         on_stage()
 
@@ -135,6 +138,13 @@ def state() -> State:
     """Returns the present state of this process."""
     now = _now()
     return State(_stage, _step, now - _beaten, _waits > 0, now - _entered)
+
+
+def seconds() -> dict[str, float]:
+    """Returns the seconds that this process has spent in each stage, from its start until now."""
+    spent = dict(_spent)  # at once: another thread may ask
+    spent[_stage] = spent.get(_stage, 0.0) + _now() - _entered
+    return spent
 
 
 def node() -> str:

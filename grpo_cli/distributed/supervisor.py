@@ -83,6 +83,7 @@ class Supervisor:
         self.is_saving: Callable[[], bool] = lambda: False  # whether a checkpoint is being written
         self.is_starting: Callable[[], bool] = lambda: False  # whether a signal ends it immediately
         self.ends_at: Callable[[], float | None] = lambda: None  # unix time of the end, if known
+        self.on_failure: Callable[[str], None] = lambda text: None  # before it ends this process
         self._error: BaseException | None = None  # the error of this process
         self._reports = False  # whether this process has reported it
         self._code = 1
@@ -473,6 +474,8 @@ class Supervisor:
         if self.failure is not None and not self._reports:
             # A second later than the cause: torchrun calls the earliest one the root.
             self._write_error_file(f"ended after this: {self.failure.text}", self.failure.time + 1)
+        if (failure := self.failure) is not None:
+            _within(1.0, lambda: self.on_failure(failure.text))
         _within(1.0, _flush)
         self._discard_empty()
         os._exit(code)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
@@ -34,15 +35,17 @@ from grpo_cli.data.stored_completions import (
     images_cell,
     prompt_cell,
 )
+from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError
 from grpo_cli.records import Group
 from grpo_cli.reporting import tracking
 from grpo_cli.reporting.alerts import RewardAlerts
+from grpo_cli.reporting.metric_names import SHORT, measure_of
 from grpo_cli.reporting.progress import Bar, clock
 from grpo_cli.reporting.run_folder import METRICS, read_lines
+from grpo_cli.reporting.status import Status
 
-SHORT = {"old_logprobs": "old", "ref_logprobs": "ref", "forward_backward": "fwd/bwd"}
 ROW_GROUP_BYTES = 2**28  # of images in memory while completions are written
 COLUMNS = 98  # width of a step's line of times, which is indented by two more
 
@@ -56,6 +59,7 @@ class Reporter:
         self.main = main
         self.console = Console(highlight=False, quiet=not main)
         self.trackers = tracking.Trackers(self.say)
+        self.status = Status(folder, main)
         self.progress = Bar(self.console, "train", recipe.steps)
         self.alerts = RewardAlerts(self.say, recipe.scoring.max_steps_without_reward)
         self.unwritten: list[str] = []  # lines of metrics.jsonl that could not be written yet
@@ -81,6 +85,8 @@ class Reporter:
                 f"{self.metrics_file} cannot be written ({reason(error)}): the lines from step "
                 f"{step} on are kept, and written with the next that can be; the run continues"
             )
+        now = {"step": step, "time": time.time(), "seconds": heartbeat.seconds()}
+        self.status.add(finished=now)
         self.trackers.log({k: v for k, v in metrics.items() if math.isfinite(v)}, step)
         shown = f"reward {metrics['reward']:.3f}  length {metrics['completions/mean_length']:.0f}"
         if "eval/accuracy" in metrics:
@@ -211,15 +217,6 @@ def needed(path: Path) -> Iterator[None]:
 def reason(error: OSError) -> str:
     """Returns in a few words why a file cannot be written."""
     return error.strerror or str(error)
-
-
-def measure_of(metrics: Mapping[str, Any], prefix: str = "eval/") -> str:
-    """Returns which number of an evaluation to print: accuracy or reward.
-
-    The accuracy is the share of completions whose reward is 1. It says nothing where the reward has
-    values other than 0 and 1; then it is the mean of the reward.
-    """
-    return "reward" if f"{prefix}graded" in metrics else "accuracy"
 
 
 def times(metrics: dict[str, float]) -> str:

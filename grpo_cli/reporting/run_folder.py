@@ -29,6 +29,7 @@ from grpo_cli.errors import UserError
 
 METRICS = "metrics.jsonl"
 ALARMS = "alarms.jsonl"
+STATUS = "status.json"
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,12 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def open(cls, given: str | Path, key: str = "RUN") -> RunFolder:
+    def open(cls, given: str | Path, key: str = "RUN", *, starting: bool = False) -> RunFolder:
         """Returns the run in a folder, or the run that a checkpoint in it belongs to.
 
         Args:
             key: what messages call the folder by.
+            starting: whether a run that loads its model, and has stored no recipe yet, is one.
 
         Raises:
             UserError: there is no run.
@@ -51,7 +53,8 @@ class RunFolder:
         if not path.exists():
             raise UserError(f"{key} = {given}: there is no such folder.")
         folder = path.parent.parent if path.parent.name == "checkpoints" else path
-        if not (folder / "recipe.yaml").is_file():
+        needed = ("recipe.yaml", STATUS) if starting else ("recipe.yaml",)
+        if not any((folder / name).is_file() for name in needed):
             raise UserError(
                 f"{key} = {given}: this is no folder of a run, which has a recipe.yaml; give "
                 "one such as outputs/NAME."
@@ -90,6 +93,10 @@ class RunFolder:
     def summary(self) -> dict[str, Any] | None:
         """Returns summary.json; None before the last step is done."""
         return read_json(self.path / "summary.json")
+
+    def status(self) -> dict[str, Any] | None:
+        """Returns status.json; None for a run of an earlier version."""
+        return read_json(self.path / STATUS)
 
     def plan(self) -> dict[str, Any] | None:
         """Returns plan.json; None for a run of an earlier version."""

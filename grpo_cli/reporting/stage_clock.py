@@ -12,17 +12,9 @@ import torch
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.records import StepStats
+from grpo_cli.reporting.metric_names import STAGES
 
-STAGES = (  # of a step, in their order
-    "generate",
-    "reward",
-    "old_logprobs",
-    "ref_logprobs",
-    "forward_backward",
-    "optimizer",
-    "weights",
-    "idle",  # this process waits for the others
-)
+__all__ = ["STAGES", "Clock", "possible_stages"]
 
 
 def possible_stages(recipe: Recipe, reference: bool, processes: int) -> list[str]:

@@ -56,7 +56,7 @@ from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
 from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.progress import Bar
-from grpo_cli.reporting.reporter import Reporter, write_text
+from grpo_cli.reporting.reporter import Reporter, readable, write_text
 from grpo_cli.training import resume
 from grpo_cli.training.prepare import Prepared, TrainRows, find_resume
 from grpo_cli.training.rollout_queue import RolloutQueue
@@ -84,9 +84,11 @@ def build(
         workers = Workers(recipe.device, recipe.mixed_precision, recipe.distributed)
     with workers.raise_together():
         lock = Lock(prepared.folder) if workers.is_main else None
+    reporter = Reporter(recipe, prepared.folder, workers.is_main)
     try:
-        return assemble(prepared, command, workers, stop, lock)
-    except BaseException:
+        return assemble(prepared, command, workers, stop, lock, reporter)
+    except BaseException as error:
+        reporter.status.end_with(error)
         if lock is not None:
             lock.release()
         prepared.close()
@@ -99,13 +101,14 @@ def assemble(
     workers: Workers,
     stop: StopSignal | None,
     lock: Lock | None,
+    reporter: Reporter,
 ) -> Run:
     """Makes the live objects of a run whose folder is locked, and resumes it if it is due."""
     recipe, folder = prepared.recipe, prepared.folder
-    reporter = Reporter(recipe, folder, workers.is_main)
     resume_from = checkpoint_to_resume(prepared, workers, reporter)
     if resume_from is not None:
         recipe = resume.with_stored_optimizer(recipe, resume_from)
+    reporter.status.start(device=str(workers.device), processes=workers.size)
     # For dropout; sampling has random streams of its own.
     transformers.set_seed(derive_seed(recipe.seed, workers.rank) % 2**32)
 
@@ -211,8 +214,8 @@ def assemble(
         reporter.say(f"note: {prepared.note}")
     try:
         start(run, resume_from, command)
-    except BaseException:
-        run.close()
+    except BaseException as error:
+        run.close(error)
         raise
     return run
 
@@ -361,6 +364,9 @@ def start(run: Run, resume_from: Path | None, command: list[str]) -> None:
                 run.recipe, run.folder, as_text(asdict(run.recipe)), run.state.tracker_ids
             )
     run.generator.update_weights(run.policy, run.state.step)
+    status, state = run.reporter.status, run.state
+    status.add(steps=run.recipe.steps, first_step=state.step)
+    status.before = lambda: readable(state.before) if state.before else None
     # From here on a restart by torchrun resumes this run: what it had to discard or set aside is
     # gone. And no process begins while another may still have to leave.
     torchruns = run.workers.gather(torchrun())

@@ -8,7 +8,7 @@ from functools import partial
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import UserError, listed, nearest
 from grpo_cli.evaluation.summary import as_metrics
-from grpo_cli.reporting.reporter import measure_of
+from grpo_cli.reporting.metric_names import measure_of
 from grpo_cli.training.held_out_loss import held_out_loss
 from grpo_cli.training.run import Run, State
 

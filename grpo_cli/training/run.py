@@ -104,8 +104,17 @@ class Run:
         """Whether the run is asked to stop before its last step; the same on every process."""
         return self.interrupts.find_signal() is not None and not self.is_over
 
-    def close(self) -> None:
-        """Releases what the run holds, whether it ended well or not."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Releases what the run holds, whether it ended well or not.
+
+        Args:
+            error: with which it ended.
+        """
+        if error is not None:
+            self.reporter.status.end_with(error)
+        else:
+            is_complete = self.is_over and self.recovery.interrupted is None
+            self.reporter.status.end("ended" if is_complete else "stopped")
         self.interrupts.stop.release()
         self.pusher.close()
         self.reporter.close()
