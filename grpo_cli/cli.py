@@ -45,6 +45,7 @@ grpo: train language models with GRPO
   grpo eval CHECKPOINT [key=value ...]       evaluate a checkpoint, or any model on benchmark=NAME
   grpo score reward=NAME input=FILE          try reward functions on stored completions
   grpo show RUN [--step=N]                   print a run's completions, turn by turn
+  grpo watch RUN                             show a run while it goes on, or after it
   grpo serve model=PATH ...                  start a vLLM server that training can sample from
   grpo slurm recipe=NAME nodes=N ...         write (and submit) a SLURM batch script for a recipe
   grpo preflight                             check that the nodes of a job can train together
@@ -188,6 +189,13 @@ def show(argv: list[str]) -> None:
     show.main(argv)
 
 
+def watch(argv: list[str]) -> None:
+    """`grpo watch RUN`: shows a run in the terminal, while it goes on or after it."""
+    from grpo_cli.commands import watch
+
+    watch.main(argv)
+
+
 def serve(argv: list[str]) -> None:
     """`grpo serve`: starts vLLM's server with a model or with the model of a recipe."""
     from grpo_cli.commands import serve
@@ -256,6 +264,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "eval": evaluate,
     "score": score,
     "show": show,
+    "watch": watch,
     "serve": serve,
     "slurm": slurm,
     "preflight": preflight,

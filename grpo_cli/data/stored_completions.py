@@ -177,6 +177,22 @@ def load(path: Path, columns: Mapping[str, str], key: str) -> list[Sample]:
     return completions
 
 
+def sample_of(cells: Mapping[str, Any], number: int, where: str) -> Sample:
+    """Returns a completion from the cells of a line that a run has written, without its images.
+
+    Args:
+        number: of the line.
+        where: its place, for messages.
+    """
+    of_data = _data_columns(cells.get("columns"))
+    prompt, prefill = _prompt(cells.get("prompt") or "", where)
+    own = {**cells, **of_data}
+    text, ids = own.pop("completion"), own.pop("completion_ids", None)
+    for name in ("columns", "prompt"):
+        own.pop(name, None)
+    return Sample(number, prompt, text, ids, own, prefill, _stored_episode(own))
+
+
 def _images(
     rows: Rows, number: int, line: dict[str, Any], prompt: Any, of_data: Mapping[str, Any]
 ) -> tuple[Any, tuple[StoredImage, ...], dict[str, Any]]:

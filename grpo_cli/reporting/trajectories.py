@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,14 +21,25 @@ from grpo_cli.data.stored_completions import Sample
 from grpo_cli.images import ImageError, StoredImage
 
 COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
-# A tool may return control sequences of a terminal. Line breaks and tabs stay.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# A model, or a tool, may write control sequences of a terminal, and characters that reverse the
+# direction of the text after them. Line breaks and tabs stay.
+_SUSPECT = re.compile(r"[^\n\t\x20-\x7e]")
+_NO_TEXT = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode's categories of control and format characters
+_JOINERS = "\u200c\u200d"  # format characters that belong to words of some languages
 
 
 def trajectory(sample: Sample) -> Group:
     """Returns a stored completion as something that rich prints."""
-    parts: list[Rule | Text] = [Rule(), Text(_head(sample), style="bold")]
-    parts += [_message(m, foreign=True) for m in _prompt(sample)]
+    return Group(Rule(), Text(head(sample), style="bold"), *body(sample))
+
+
+def body(sample: Sample, prompt_characters: int | None = None) -> list[Text]:
+    """Returns the messages of a stored completion and what is known of its end.
+
+    Args:
+        prompt_characters: how much of the prompt's end to show; None: all of it.
+    """
+    parts = list(_shortened(sample, prompt_characters))
     if sample.images:
         parts.append(Text(f"  {_pictures(sample.images)}", style="bold blue"))
     episode = sample.episode
@@ -36,8 +48,17 @@ def trajectory(sample: Sample) -> Group:
         parts.append(_message(own, foreign=False))
     else:
         parts += _turns(episode, sample.columns.get("token_advantages"))
-    parts += [Text(line, style="bold") for line in _foot(sample)]
-    return Group(*parts)
+    return parts + [Text(line, style="bold") for line in _foot(sample)]
+
+
+def _shortened(sample: Sample, most: int | None) -> Iterator[Text]:
+    """Yields the messages of the prompt, or the end of the last one."""
+    messages = [_message(m, foreign=True) for m in _prompt(sample)]
+    if most is None or sum(len(m) for m in messages) <= most:
+        yield from messages
+        return
+    last = messages[-1]
+    yield Text.assemble(("… ", "dim"), last[max(0, len(last) - most) :])
 
 
 def _turns(episode: Mapping[str, Any], advantages: Sequence[float] | None) -> Iterator[Text]:
@@ -110,7 +131,7 @@ def _pictures(images: Sequence[StoredImage]) -> str:
     return f"{len(images)} image{several}: {', '.join(sizes)}"
 
 
-def _head(sample: Sample) -> str:
+def head(sample: Sample) -> str:
     """Returns which completion it is, with its reward and the reason why it ended."""
     columns = sample.columns
     named = [
@@ -163,4 +184,10 @@ def _is_number(columns: Mapping[str, Any], name: str) -> bool:
 
 def printable(text: str) -> str:
     """Returns text without secrets, and with control characters as they are escaped in Python."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", masked(text))
+    return _SUSPECT.sub(lambda found: _escaped(found[0]), masked(text))
+
+
+def _escaped(character: str) -> str:
+    if character in _JOINERS or unicodedata.category(character) not in _NO_TEXT:
+        return character
+    return character.encode("unicode_escape").decode("ascii").replace("\\r", "\\x0d")

@@ -1,0 +1,255 @@
+"""Draws the panels of `grpo watch` as rich texts: on a screen, or printed as one block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from grpo_cli.reporting import live_figures
+from grpo_cli.reporting.completion_pages import Pages
+from grpo_cli.reporting.following import EVALUATION, Followed
+from grpo_cli.reporting.live_figures import Health, duration
+from grpo_cli.reporting.metric_names import SHORT
+from grpo_cli.reporting.trajectories import body, head, printable
+
+STATE_STYLES = {
+    "starting": "bold cyan", "training": "bold green", "evaluating": "bold blue",
+    "saving": "bold blue", "ended": "bold", "stopped": "bold yellow", "failed": "bold red",
+    "dead": "bold red", "unknown": "bold yellow",
+}  # fmt: skip
+STAGE_STYLES = {
+    "generate": "black on cyan", "reward": "black on yellow", "old_logprobs": "white on blue",
+    "ref_logprobs": "white on magenta", "forward_backward": "black on green",
+    "optimizer": "black on bright_yellow", "weights": "black on white", "idle": "white on red",
+    "other": "white on bright_black",
+}  # fmt: skip
+CURVES = {
+    "reward": "reward",
+    EVALUATION: "held-out",
+    "completions/mean_length": "length",
+    "entropy": "entropy",
+    "kl": "KL",
+    "grad_norm": "grad norm",
+}
+VALUE = 7  # characters of a curve's newest value
+LONG_LABELS = 60  # characters of a curve from which its name may be long
+GAP = 2  # characters between two curves
+PROMPT_CHARACTERS = 300  # of the prompt's end, unless all of it is asked for
+NOT_RECORDED = "not recorded"
+
+
+def stacked(lines: Sequence[Text], width: int) -> Text:
+    """Returns lines as one text, each cut off at a width."""
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return Text("\n").join(lines)
+
+
+def header(run: Followed, health: Health, width: int, most_alarms: int = 1) -> Text:
+    """Draws what the run is, its state, its progress and its newest alarms."""
+    status = run.status or {}
+    name = run.recipe.get("recipe")
+    about = [str(name)] if name else []
+    if processes := status.get("processes"):
+        device = status.get("device", "")
+        about.append(f"{processes} process{'es' if processes > 1 else ''} on {device}")
+    if node := status.get("node"):
+        about.append(f"node {node}")
+    style = STATE_STYLES.get(health.state, "bold")
+    said = printable(health.text)
+    said = said.removeprefix(health.state).lstrip(" :;")
+    lines = [
+        Text.assemble(
+            (printable(str(run.folder.path)), "bold"), printable("  " + " · ".join(about))
+        ),
+        Text.assemble((f"● {health.state}", style), f"  {said}"),
+        progress(run, health, width),
+        *alarms(run, most_alarms),
+    ]
+    return stacked(lines, width)
+
+
+def progress(run: Followed, health: Health, width: int) -> Text:
+    """Draws a bar of the complete steps, with the time that a step takes and that is left."""
+    steps, times = run.steps, run.series["step_time"].values
+    said = f"step {run.step:,}" + (f" of {steps:,}" if steps else "")
+    more = f" · {step_seconds(times)} a step" if times else ""
+    left = live_figures.seconds_left(run)
+    if health.is_live and left is not None and run.step < (steps or 0):
+        more += f" · {duration(left)} left"
+    if steps is None:
+        return Text(said + more)
+    done = min(1.0, run.step / steps)
+    share = f" {100 * done:.0f} %"
+    room = max(5, min(60, width - len(said) - len(more) - len(share) - 1))
+    full = round(done * room)
+    bar = ("━" * full, "green"), ("─" * (room - full), "dim")
+    return Text.assemble(said, " ", *bar, share, more)
+
+
+def step_seconds(times: Sequence[float]) -> str:
+    """Returns the mean seconds of the newest steps."""
+    recent = times[-live_figures.RECENT :]
+    mean = math.fsum(recent) / len(recent)
+    return f"{mean:.{2 if mean < 10 else 1}f} s" if mean < 60 else duration(mean)
+
+
+def alarms(run: Followed, most: int) -> list[Text]:
+    """Draws the number of alarms and the newest ones, the last one first."""
+    if not run.alarms:
+        return [Text("no alarms", style="dim")]
+    lines = []
+    for alarm in run.alarms[: -most - 1 : -1]:
+        message = printable(str(alarm.get("message") or alarm.get("name", "")))
+        lines.append(f"step {alarm.get('step')}: {' '.join(message.split())}")
+    count = len(run.alarms)
+    lines[0] = f"{count} alarm{'s, the newest in' if count > 1 else ' in'} {lines[0]}"
+    return [Text(f"! {said}", style="bold red") for said in lines]
+
+
+def parts(run: Followed, width: int) -> Text:
+    """Draws the mean of each reward function in the newest step; nothing if there is one only."""
+    means = {
+        key.removeprefix("rewards/").removesuffix("/mean"): value
+        for key, value in run.newest.items()
+        if key.startswith("rewards/") and key.endswith("/mean") and value is not None
+    }
+    said = " · ".join(f"{printable(name)} {number(value)}" for name, value in means.items())
+    return stacked([Text(f"reward parts: {said}")] if len(means) > 1 else [], width)
+
+
+def curves(run: Followed, width: int, height: int = 1) -> Text:
+    """Draws the newest values of the metrics and their curves, in two columns or three."""
+    columns = 3 if width >= 150 else 2 if width >= 70 else 1
+    cell = (width - GAP * (columns - 1)) // columns
+    cells = [_curve(run, key, title, cell, height) for key, title in CURVES.items()]
+    rows = []
+    for first in range(0, len(cells), columns):
+        beside = cells[first : first + columns]
+        rows += [Text(" " * GAP).join(cells) for cells in zip(*beside, strict=True)]
+    return stacked(rows, width)
+
+
+def _curve(run: Followed, key: str, title: str, width: int, height: int) -> list[Text]:
+    """Returns the lines of one curve, each `width` characters wide."""
+    values = run.series[key].values
+    said = number(values[-1]) if values else "–"
+    if key == EVALUATION:
+        values = live_figures.evaluation_values(run)
+        newest = live_figures.newest_evaluation(run)
+        title += f" {newest.name}" if newest is not None and width >= LONG_LABELS else ""
+        said = "–" if newest is None else number(newest.value)
+        if newest is not None and newest.low is not None and newest.high is not None:
+            said += f" [{number(newest.low)}, {number(newest.high)}]"
+    said = said.rjust(VALUE)
+    labels = 18 if width >= LONG_LABELS else 10
+    room = max(0, width - labels - len(said) - 2)
+    drawn = live_figures.sparkline(values, room, height)
+    lines = []
+    for row, curve in enumerate(drawn):
+        is_last = row == height - 1
+        label = title if is_last else ""
+        style = "green" if key in ("reward", EVALUATION) else "cyan"
+        end = said if is_last else " " * len(said)
+        text = Text.assemble((label.ljust(labels), "bold"), " ", (curve, style), " ", end)
+        text.truncate(width, pad=True)
+        lines.append(text)
+    return lines
+
+
+def number(value: float) -> str:
+    """Returns a number in at most seven characters."""
+    if not math.isfinite(value):
+        return "–"
+    if value == 0 or 1e-3 <= abs(value) < 1e4:
+        return f"{value:.4g}" if abs(value) >= 1 or value == 0 else f"{value:.3f}"
+    return f"{value:.1e}"
+
+
+def stages(run: Followed, width: int) -> Text:
+    """Draws the stages of the newest step as a bar, its rates, memory and checkpoints."""
+    seconds = live_figures.stage_seconds(run.newest)
+    rows = [Text("")] if not seconds else [_bar(seconds, width), _times(run, seconds)]
+    return stacked([*rows, Text(" · ".join(_rates(run)))], width)
+
+
+def _bar(seconds: Mapping[str, float], width: int) -> Text:
+    """Returns a bar with a segment for each stage, which has its name if there is room."""
+    total = math.fsum(seconds.values())
+    bar = Text(no_wrap=True)
+    cells = live_figures.widths(list(seconds.values()), width)
+    for (name, spent), size in zip(seconds.items(), cells, strict=True):
+        if size:
+            label = f"▏{SHORT.get(name, name)} {100 * spent / total:.0f} %"
+            short = f"▏{SHORT.get(name, name)}"
+            fitting = next((text for text in (label, short) if cell_len(text) <= size), "▏")
+            bar.append(set_cell_size(fitting, size), style=STAGE_STYLES.get(name, "reverse"))
+    return bar
+
+
+def _times(run: Followed, seconds: Mapping[str, float]) -> Text:
+    """Returns the seconds of the longest stages, and the share of the time that waits."""
+    total = math.fsum(seconds.values())
+    order = sorted(seconds, key=seconds.__getitem__, reverse=True)
+    named = (f"{SHORT.get(name, name)} {seconds[name]:.3g}" for name in order[:5])
+    idle = f" · idle {100 * seconds['idle'] / total:.0f} %" if "idle" in seconds else ""
+    return Text(f"step {run.step}: {total:.3g} s = {' + '.join(named)}{idle}")
+
+
+def _rates(run: Followed) -> Iterator[str]:
+    """Yields tokens a second, utilisation, memory and checkpoints, as far as they are known."""
+    newest, memory = run.newest, (run.status or {}).get("memory") or {}
+    if (rate := newest.get("tokens_per_second")) is not None:
+        yield f"{rate:,.0f} tok/s"
+    if (used := newest.get("mfu/forward_backward")) is not None:
+        yield f"MFU {100 * used:.3g} %"
+    if "cuda_reserved" in memory:
+        peak = f", peak {size(memory['cuda_peak'])}" if "cuda_peak" in memory else ""
+        yield f"GPU {size(memory['cuda_reserved'])}{peak}"
+    yield f"memory {size(memory['rss']) if 'rss' in memory else NOT_RECORDED}"
+    steps = run.checkpoints
+    listed = ", ".join(map(str, steps[-4:]))
+    more = f" of {len(steps)}" if len(steps) > 4 else ""
+    yield f"checkpoints{more}: {listed}" if steps else "no checkpoint yet"
+
+
+def size(number_of_bytes: float) -> str:
+    """Returns bytes as GB or MB (powers of ten)."""
+    gigabytes = number_of_bytes / 1e9
+    return f"{gigabytes:.1f} GB" if gigabytes >= 1 else f"{1000 * gigabytes:.0f} MB"
+
+
+def completion_title(kind: str, step: int, place: int, count: int) -> str:
+    """Returns the title of a panel of completions, such as `good: 1 of 40, step 20`."""
+    return f"{kind}: {place + 1} of {count:,}, step {step:,}" if count else f"{kind}: none"
+
+
+def completion(pages: Pages, number_of_line: int, *, whole_prompt: bool = False) -> list[Text]:
+    """Returns the lines of a completion: what is known of it, the end of its prompt, its text."""
+    sample = pages.sample(number_of_line)
+    shown = body(sample, None if whole_prompt else PROMPT_CHARACTERS)
+    return [Text(printable(head(sample)), style="bold"), *shown]
+
+
+def plain(run: Followed, pages: Pages | None, step: int, width: int) -> list[Text]:
+    """Returns all panels as one block of lines."""
+    health = live_figures.health(run)
+    panels = [header(run, health, width), curves(run, width), stages(run, width)]
+    lines = [row for panel in panels for row in panel.split("\n", allow_blank=True)]
+    for kind in ("good", "bad") if pages is not None and len(pages) else ():
+        assert pages is not None
+        order = pages.orders[kind]
+        lines += [Text(""), Text(completion_title(kind, step, 0, len(order)), style="bold")]
+        lines += completion(pages, order[0]) if order else []
+    return lines
+
+
+def note(run: Followed) -> Text:
+    """Returns why there are no completions to show."""
+    every = (run.recipe.get("log") or {}).get("completions_every")
+    if every == 0:
+        return Text("no completions are stored: log.completions_every = 0", style="dim")
+    return Text("no completions yet", style="dim")
