@@ -14,6 +14,7 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.events import Resize
+from textual.geometry import Size
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
@@ -111,6 +112,7 @@ class WatchApp(App[Exception | None]):
         self.chosen = "good"  # the panel that keys act on
         self.whole_prompt = False
         self.is_looking = False
+        self.shape = Size(80, 24)
         self.top, self.curves, self.stages, self.parts = (Static() for _ in range(4))
         self.keys = Static(id="keys")
         self.panels = {"good": Panel("good"), "bad": Panel("bad")}
@@ -142,6 +144,7 @@ class WatchApp(App[Exception | None]):
         self.pager.load()
 
     def on_resize(self, event: Resize) -> None:
+        self.shape = event.size
         self.screen.set_class(event.size.width >= WIDE, "wide")
         self.draw()
 
@@ -153,8 +156,8 @@ class WatchApp(App[Exception | None]):
             self.exit(error)
 
     def _draw(self) -> None:
-        run, width = self.followed, self.size.width
-        is_tall = self.size.height >= TALL
+        run, width = self.followed, self.shape.width
+        is_tall = self.shape.height >= TALL
         rows, most_alarms = (CURVE_ROWS, ALARMS) if is_tall else (1, 1)
         self.top.update(watch_panels.header(run, live_figures.health(run), width, most_alarms))
         self.curves.update(watch_panels.curves(run, width, rows))

@@ -195,8 +195,8 @@ def _times(run: Followed, seconds: Mapping[str, float]) -> Text:
     total = math.fsum(seconds.values())
     order = sorted(seconds, key=seconds.__getitem__, reverse=True)
     named = (f"{SHORT.get(name, name)} {seconds[name]:.3g}" for name in order[:5])
-    idle = f" · idle {100 * seconds['idle'] / total:.0f} %" if "idle" in seconds else ""
-    return Text(f"step {run.step}: {total:.3g} s = {' + '.join(named)}{idle}")
+    idle = f", idle {100 * seconds['idle'] / total:.0f} %" if "idle" in seconds else ""
+    return Text(f"step {run.step:,}: {total:.3g} s{idle}: {', '.join(named)}")
 
 
 def _rates(run: Followed) -> Iterator[str]:
@@ -211,8 +211,8 @@ def _rates(run: Followed) -> Iterator[str]:
         yield f"GPU {size(memory['cuda_reserved'])}{peak}"
     yield f"memory {size(memory['rss']) if 'rss' in memory else NOT_RECORDED}"
     steps = run.checkpoints
-    listed = ", ".join(map(str, steps[-4:]))
-    more = f" of {len(steps)}" if len(steps) > 4 else ""
+    listed = ", ".join(map(str, steps[-3:]))
+    more = f" of {len(steps)}" if len(steps) > 3 else ""
     yield f"checkpoints{more}: {listed}" if steps else "no checkpoint yet"
 
 

@@ -1,0 +1,217 @@
+"""The figures of a live view: its arithmetic, with literal answers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_cli.reporting import live_figures
+from grpo_cli.reporting.following import EVALUATION, Followed
+from grpo_cli.reporting.live_figures import (
+    activity,
+    duration,
+    evaluations_left,
+    health,
+    newest_evaluation,
+    resample,
+    seconds_left,
+    sparkline,
+    stage_seconds,
+    widths,
+)
+from grpo_cli.reporting.run_folder import RunFolder
+from tests.tables import table
+
+
+def followed(lines: list[dict[str, Any]] | None = None, **known: Any) -> Followed:
+    """Returns a run of which some lines of metrics.jsonl and other files are known."""
+    run = Followed(RunFolder(Path("run")))
+    for line in lines or []:
+        run._add(line)
+    for name, value in known.items():
+        setattr(run, name, value)
+    return run
+
+
+def status(**values: Any) -> dict[str, Any]:
+    base = {"state": "training", "step": 12, "stage": "generate", "since": 95.0, "time": 100.0}
+    return {**base, "node": "n7", **values}
+
+
+@table(
+    ("holds_lock", "age", "state", "said"),
+    [
+        (True, 1.0, "training", "step 12, generate for 5 s"),
+        (True, 60.0, "training", "step 12, generate for 5 s; no news for 1 min 00 s"),
+        (False, 1.0, "training", "step 12, generate for 5 s"),  # a file system without locks
+        (False, 6.0, "dead", "its process was killed: last in step 12, generate for 5 s"),
+        (None, 6.0, "training", "step 12, generate for 5 s"),  # another node
+        (None, 80.0, "training", "step 12, generate for 5 s; no news for 1 min 20 s"),
+        (None, 7200.0, "dead", "seems dead: no news from n7 for 2 h 00 min; last in step 12, "
+         "generate for 5 s"),
+    ],
+)  # fmt: skip
+def test_a_living_process_and_a_dead_one(
+    holds_lock: bool | None, age: float, state: str, said: str
+) -> None:
+    assert health(followed(status=status(), age=age, holds_lock=holds_lock)) == (state, said)
+
+
+@table(
+    ("state", "message", "said"),
+    [
+        ("ended", None, "ended after step 3"),
+        ("stopped", "saved in x", "stopped after step 3: saved in x"),
+        ("failed", "the loss is nan", "failed after step 3: the loss is nan"),
+    ],
+)
+def test_an_end_needs_no_news(state: str, message: str | None, said: str) -> None:
+    written = status(state=state, message=message)
+    run = followed([{"step": 3}], status=written, age=1e6, holds_lock=False)
+    assert health(run) == (state, said)
+    assert not health(run).is_live
+
+
+@table(
+    ("lines", "summary", "holds_lock", "state"),
+    [
+        (1, None, True, "training"),
+        (0, None, True, "starting"),
+        (1, {}, False, "ended"),
+        (1, None, False, "stopped"),
+        (1, None, None, "unknown"),
+    ],
+)
+def test_a_run_of_an_earlier_version(
+    lines: int, summary: Any, holds_lock: bool | None, state: str
+) -> None:
+    run = followed([{"step": 1}] * lines, summary=summary, holds_lock=holds_lock)
+    assert health(run).state == state
+
+
+def test_what_a_process_does() -> None:
+    assert activity(status(stage="start", step=None)) == "loading and building for 5 s"
+    assert activity(status(since=99.5)) == "step 12, generate"
+    assert activity({}) == ""
+
+
+@table(
+    ("seconds", "said"),
+    [
+        (0.4, "0 s"), (59.4, "59 s"), (60, "1 min 00 s"), (3599, "59 min 59 s"),
+        (3600, "1 h 00 min"), (86_399, "23 h 59 min"), (180_000, "2 d 2 h"),
+    ],
+)  # fmt: skip
+def test_durations(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
+
+
+@table(
+    ("config", "done", "steps", "left"),
+    [
+        ({"every": 0, "at_end": True}, 0, 10, 1),
+        ({"every": 5, "at_end": True}, 0, 10, 2),  # that of the last step is one of them
+        ({"every": 5, "at_end": False}, 5, 10, 1),
+        ({"every": 4, "at_end": True}, 4, 10, 2),
+        ({"every": 4, "at_end": True}, 10, 10, 0),
+        ({"every": 2, "at_end": False, "delay": 6}, 0, 10, 3),
+        ({"every": 5, "at_end": True, "delay": 20}, 0, 10, 1),
+        ({}, 3, 10, 1),
+    ],
+)
+def test_evaluations_that_are_due(config: dict[str, Any], done: int, steps: int, left: int) -> None:
+    assert evaluations_left({"eval": config}, done, steps) == left
+
+
+def test_the_time_that_is_left() -> None:
+    """Four steps of 2 s, 0.5 s between steps, 0.25 s a step of saving, evaluations of 3 s."""
+    lines = [{"step": step, "step_time": 2.0} for step in (1, 2, 3, 4)]
+    lines[1] |= {"eval/accuracy": 0.5}
+    lines[3] |= {"eval/accuracy": 0.6}
+    seconds = {"start": 50.0, "generate": 8.0, "optimizer": 2.0, "evaluate": 9.0, "checkpoint": 1.0}
+    finished = {"step": 4, "time": 99.0, "seconds": seconds}
+    recipe = {"steps": 10, "eval": {"every": 2, "at_end": True}}
+    run = followed(lines, recipe=recipe)
+    assert seconds_left(run) == 6 * 2.0  # nothing but the steps is known
+    run.status = status(first_step=0, before={"accuracy": 0.1}, finished=finished)
+    assert seconds_left(run) == 6 * (2.0 + 0.5 + 0.25) + 3 * 3.0 - 1.0  # 1 s has passed since
+    run.status["time"] = 500.0
+    assert seconds_left(run) == 0.0
+
+
+def test_a_resumed_run_counts_the_time_of_this_process() -> None:
+    lines = [{"step": step, "step_time": 1.0} for step in range(1, 9)]
+    finished = {"step": 8, "time": 100.0, "seconds": {"generate": 4.0, "evaluate": 70.0}}
+    run = followed(lines, recipe={"steps": 10, "eval": {"at_end": False}})
+    run.status = status(first_step=6, before={"accuracy": 0.1}, finished=finished)
+    assert seconds_left(run) == 2 * (1.0 + 1.0)
+
+
+def test_no_estimate_before_the_first_step() -> None:
+    assert seconds_left(followed(recipe={"steps": 10})) is None
+    assert seconds_left(followed([{"step": 1, "step_time": 2.0}])) is None
+
+
+def test_only_the_newest_steps_count() -> None:
+    lines = [{"step": s, "step_time": 100.0 if s <= 80 else 1.0} for s in range(1, 101)]
+    assert seconds_left(followed(lines, recipe={"steps": 110})) == 10
+
+
+def test_resampling() -> None:
+    assert resample([1, 2, 3, 4, 5], 2) == [1.5, 4.0]
+    assert resample([1, 2], 5) == [1, 2]
+    values = [float(i % 7) for i in range(1000)]
+    shares = resample(values, 125)  # of 8 each, so that the mean stays
+    assert math.isclose(sum(shares) / 125, sum(values) / 1000)
+    assert len(resample(values, 77)) == 77
+
+
+def test_sparklines() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 10) == ["▁▂▃▄▅▆▇█  "]
+    assert sparkline([3, 3], 2) == ["▄▄"]
+    assert sparkline([0, 15], 2, height=2) == [" █", "▁█"]
+    assert sparkline([math.nan, 1, math.inf, 2], 4) == ["▁█  "]
+    assert sparkline([], 3, height=2) == ["   ", "   "]
+    assert sparkline([1, 2], 0) == [""]
+
+
+def test_the_stages_of_a_step() -> None:
+    line = {
+        "step_time": 10.0, "time/generate": 6.0, "time/forward_backward": 3.0, "time/idle": 0.0,
+        "time/waiting": 2.0, "time/rewards/exact_match": 1.0,
+    }  # fmt: skip
+    assert stage_seconds(line) == {"generate": 6.0, "forward_backward": 3.0, "other": 1.0}
+    assert stage_seconds({"reward": 1.0}) == {}
+    assert stage_seconds({"step_time": None}) == {}
+
+
+def test_widths_sum_to_the_whole() -> None:
+    assert widths([1, 1, 1], 10) == [4, 3, 3]
+    assert widths([0.6, 0.3, 0.1], 80) == [48, 24, 8]
+    assert widths([1e-9, 1.0], 7) == [0, 7]
+    assert widths([0.0], 5) == [0]
+    for width in range(1, 200):
+        assert sum(widths([0.503, 0.301, 0.112, 0.084], width)) == width
+
+
+def test_the_newest_evaluation() -> None:
+    graded = {"step": 2, "eval/accuracy": 0.1, "eval/graded": 1.0, "eval/reward": 0.6}
+    plain = {"step": 2, "eval/accuracy": 0.5, "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.6}
+    assert newest_evaluation(followed([plain])) == ("accuracy", 0.5, 0.4, 0.6)
+    assert newest_evaluation(followed([graded])) == ("reward", 0.6, None, None)
+    before = {"accuracy": 0.25, "interval_95": [0.2, 0.3]}
+    run = followed(status=status(before=before))
+    assert newest_evaluation(run) == ("accuracy", 0.25, 0.2, 0.3)
+    assert live_figures.evaluation_values(run) == [0.25]
+    run._add(plain)
+    assert live_figures.evaluation_values(run) == [0.25, 0.5]
+    assert newest_evaluation(followed()) is None
+    assert run.series[EVALUATION].steps == [2]
+
+
+@pytest.mark.parametrize("state", ["ended", "dead", "unknown"])
+def test_only_a_living_run_has_time_left(state: str) -> None:
+    assert not live_figures.Health(state, "").is_live
