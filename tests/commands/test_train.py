@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,13 @@ from grpo_cli import cli
 from grpo_cli.commands import train
 from grpo_cli.config.schema import Distributed
 from grpo_cli.distributed import supervisor
+from grpo_cli.distributed.job_store import Failure
 from grpo_cli.distributed.stop_signal import StoppedWhileStarting, StopSignal
 from grpo_cli.distributed.supervisor import Supervisor
 from grpo_cli.distributed.workers import Workers, exit_process
 from grpo_cli.errors import Stopped
+from grpo_cli.reporting.run_folder import RunFolder
+from grpo_cli.reporting.status import Status
 from grpo_cli.training import build
 from tests import programs
 
@@ -71,6 +75,23 @@ def test_only_a_process_that_is_still_starting_is_ended(
     eye._end_if_due()
     assert ended == expected
     eye.close()
+
+
+def test_a_failure_elsewhere_is_the_end_of_the_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor ends a process that hangs in C++, whose main thread cannot say it."""
+    monkeypatch.setattr(Supervisor, "_run", lambda self: None)
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    eye = Supervisor(0, 1, tmp_path, None)
+    status = Status(tmp_path, main=True)
+    status.start()
+    eye.on_failure = partial(status.end, "failed")
+    eye.failure = Failure(1, "process 1 on n2 is gone", time.time(), 0)
+    eye._exit(1)
+    found = RunFolder(tmp_path).status()
+    assert found is not None
+    assert (found["state"], found["message"]) == ("failed", "process 1 on n2 is gone")
 
 
 @pytest.mark.slow

@@ -248,9 +248,9 @@ def training(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """A run that would take long."""
     folder = tmp_path / "outputs" / "tiny"
     words = [
-        "-m", "grpo_cli", "train", "steps=5000", "model.build.warmup_steps=0", "dataset.limit=64",
-        "eval.limit=8", "eval.every=2", "prompts_per_step=2", "generation.num_generations=4",
-        "checkpoint.every=3", "log.completions_every=2", f"output_dir={folder}",
+        "-m", "grpo_cli", "train", "steps=5000", "model.build.warmup_steps=0",
+        "dataset.train_limit=64", "dataset.eval_limit=8", "eval.every=5", "prompts_per_step=16",
+        "checkpoint.every=20", "log.completions_every=5", f"output_dir={folder}",
     ]  # fmt: skip
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
