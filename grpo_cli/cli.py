@@ -25,7 +25,7 @@ from grpo_cli import __version__
 from grpo_cli.config.compose import (
     complete,
     compose_and_call,
-    explain,
+    error_message,
     given_keys,
     recipe_files,
 )
@@ -102,7 +102,7 @@ def run_command(argv: list[str]) -> int:
     except UserError as error:
         return _leave(str(error), 2, everywhere=error.alone)
     except (HydraException, OmegaConfBaseException) as error:
-        return _leave(explain(error), 2)
+        return _leave(error_message(error), 2)
     except TrainingError as error:
         return _leave(str(error), 1, everywhere=error.alone)
     except Stopped as stopped:

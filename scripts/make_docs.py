@@ -35,6 +35,7 @@ KINDS = {
 MAPPINGS = {
     "reward": ("reward.NAME", schema.Reward),
     "schedules": ("schedules.KEY", schema.Schedule),
+    "callbacks": ("callbacks.NAME", schema.Callback),
 }
 
 # The models, GPUs and strategies of the table of memory.

@@ -29,6 +29,7 @@ from grpo_cli.config.renamed import is_stored, translate
 from grpo_cli.errors import UserError, listed, nearest
 
 DEFAULT_RECIPE = "arithmetic_tiny"
+RECIPES = "grpo_cli.recipes"  # the package of the shipped ones
 BARE = "_bare"  # for `grpo score`, and for `grpo eval` of what no recipe has made
 STORED = "_stored"  # a recipe that an earlier version has stored, under today's keys
 
@@ -51,6 +52,7 @@ OPEN_KEYS = (
     "model.chat_template_kwargs.", "model.args.", "model.args=",
     "generation.logit_bias.", "generation.logit_bias=", "tools.", "tools=",
     "environment.args.", "environment.args=", "environment.by_name.", "environment.by_name=",
+    "callbacks.", "callbacks=",
 )  # fmt: skip
 # What a user meant who gives a group something that is none of its choices.
 INSTEAD_OF_A_CHOICE = {
@@ -359,9 +361,9 @@ def not_yaml(what: str, error: yaml.YAMLError) -> UserError:
     return UserError(f"{what}: is not YAML: {getattr(error, 'problem', error)} {place}")
 
 
-def explain(error: BaseException) -> str:
-    """Hydra's or OmegaConf's error as one message: the key, the value, the nearest known name."""
-    plain = parsing.explain(error)
+def error_message(error: BaseException) -> str:
+    """Returns Hydra's or OmegaConf's error as one message: key, value, the nearest known name."""
+    plain = parsing.omegaconf_message(error)
     if plain is not None:
         return plain
     text = str(error)

@@ -20,14 +20,21 @@ from grpo_cli.config import interpolation
 from grpo_cli.config.contradictions import contradictions, contradictions_by_step
 from grpo_cli.config.knob import allowed, as_written, scheduled_violation, violation
 from grpo_cli.config.renamed import OTHER_NAMES, renamed
-from grpo_cli.config.schema import Benchmark, HeldOut, MixturePart, Recipe, Reward, Schedule, knobs
+from grpo_cli.config.schema import (
+    ENTRIES,
+    Benchmark,
+    Callback,
+    HeldOut,
+    MixturePart,
+    Recipe,
+    Reward,
+    Schedule,
+    knobs,
+)
 from grpo_cli.config.sources import has_splits
 from grpo_cli.errors import UserError, listed, nearest
 
-E = TypeVar("E", Reward, Benchmark, HeldOut, MixturePart, Schedule)
-
-# Mappings whose entries have names of the user's.
-NAMED = ("reward", "benchmark", "schedules", "dataset.held_out", "dataset.mixture")
+E = TypeVar("E", Reward, Benchmark, Callback, HeldOut, MixturePart, Schedule)
 
 SCHEDULABLE = tuple(key for key, f in knobs() if f.metadata.get("schedulable"))
 LOSS_ARGS = "loss.args."  # may follow the step too; `algorithm/objective.py` checks them
@@ -65,7 +72,7 @@ def parse(
         typed = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(tree))
         recipe = cast(Recipe, OmegaConf.to_object(typed))
     except OmegaConfBaseException as error:
-        raise UserError(explain(error) or str(error)) from error
+        raise UserError(omegaconf_message(error) or str(error)) from error
     recipe.reward = {
         name: _entry(Reward, f"reward.{name}", value)
         for name, value in recipe.reward.items()
@@ -76,6 +83,11 @@ def parse(
     recipe.benchmark = {
         name: _entry(Benchmark, f"benchmark.{name}", value)
         for name, value in recipe.benchmark.items()
+        if value is not None
+    }
+    recipe.callbacks = {
+        name: _entry(Callback, f"callbacks.{name}", value)
+        for name, value in recipe.callbacks.items()
         if value is not None
     }
     recipe.dataset.held_out = {
@@ -91,9 +103,10 @@ def parse(
     names = {f"benchmark.{name}": name for name in recipe.benchmark}
     names |= {f"dataset.mixture.{name}": name for name in recipe.dataset.mixture}
     names |= {f"dataset.held_out.{name}": name for name in recipe.dataset.held_out}
+    names |= {f"callbacks.{name}": name for name in recipe.callbacks}
     names |= {f"benchmark.{n}.modes.{m}": m for n, b in recipe.benchmark.items() for m in b.modes}
     for key, name in names.items():
-        if not re.fullmatch(r"\w[\w.-]*", name):  # it is also in the name of a folder
+        if not re.fullmatch(r"\w[\w.-]*", name):  # it is in names of folders and metrics
             raise UserError(f"{key}: its name may have letters, digits, _, - and dots.")
     schedules = {k: v for k, v in _by_knob(recipe.schedules).items() if v is not None}
     recipe.schedules = {k: _entry(Schedule, f"schedules.{k}", v) for k, v in schedules.items()}
@@ -172,7 +185,7 @@ def _schedule_entries(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[
 
 _KINDS = {
     Reward: "reward", Benchmark: "benchmark", Schedule: "schedule", HeldOut: "held-out set",
-    MixturePart: "data set of a mixture",
+    MixturePart: "data set of a mixture", Callback: "callback",
 }  # fmt: skip
 
 
@@ -190,7 +203,7 @@ def _entry(kind: type[E], key: str, value: Any) -> E:
     try:
         return cast(E, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), value)))
     except OmegaConfBaseException as error:
-        raise UserError(f"{key}.{explain(error)}") from error
+        raise UserError(f"{key}.{omegaconf_message(error)}") from error
 
 
 def _range_violations(node: Any, prefix: str = "") -> Iterator[str]:
@@ -198,7 +211,7 @@ def _range_violations(node: Any, prefix: str = "") -> Iterator[str]:
         value, key = getattr(node, f.name), prefix + f.name
         if dataclasses.is_dataclass(value):
             yield from _range_violations(value, key + ".")
-        elif key in NAMED:
+        elif key in ENTRIES:
             for name, entry in value.items():
                 yield from _range_violations(entry, f"{key}.{name}.")
         elif isinstance(value, dict):
@@ -336,7 +349,7 @@ def _unread_of_files(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
             yield f"{key} = {shown}: is only read for a hub data set or a folder; {there}."
 
 
-def explain(error: BaseException) -> str | None:
+def omegaconf_message(error: BaseException) -> str | None:
     """Returns OmegaConf's error as one message; None if the error is of another kind."""
     chain = [error]
     while (cause := chain[-1].__cause__) is not None:

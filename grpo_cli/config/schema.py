@@ -386,6 +386,24 @@ class Reward:
 
 
 @dataclass
+class Callback:
+    """A class of the user's own whose methods are called as the run goes on."""
+
+    path: str = knob(
+        "",
+        "Class with methods on_step, on_evaluate, on_checkpoint or on_end, as "
+        "my_module:MyCallback.",
+    )
+    args: dict[str, Any] = knob({}, "Keyword arguments of the callback's class.")
+    on_error: str = knob(
+        "stop",
+        "Reaction when a method of the callback raises: stop the run, or count the failure and "
+        "continue.",
+        choices=("stop", "count"),
+    )
+
+
+@dataclass
 class Mode:
     """The form in which the problems of a benchmark are put to the model."""
 
@@ -1555,6 +1573,7 @@ class Recipe:
     checkpoint: Checkpoint = section(Checkpoint, Checkpoint.__doc__ or "")
     log: Log = section(Log, Log.__doc__ or "")
     tracking: Tracking = section(Tracking, Tracking.__doc__ or "")
+    callbacks: dict[str, Any] = knob({}, "Callbacks by name; each has path, args and on_error.")
     hub: Hub = section(Hub, Hub.__doc__ or "")
 
     @property
@@ -1607,6 +1626,35 @@ def knobs(node: Any = Recipe, prefix: str = "") -> Iterator[tuple[str, dataclass
         kind = _SECTIONS.get(str(f.type).removesuffix(" | None"))
         if kind is not None:
             yield from knobs(kind, f"{prefix}{f.name}.")
+
+
+# Mappings whose entries have names of the user's own, and what an entry is.
+ENTRIES: dict[str, type] = {
+    "reward": Reward,
+    "benchmark": Benchmark,
+    "schedules": Schedule,
+    "callbacks": Callback,
+    "dataset.held_out": HeldOut,
+    "dataset.mixture": MixturePart,
+}
+
+
+def entry_field(key: str) -> tuple[dataclasses.Field[Any], list[str]] | None:
+    """Finds the field that a key below an entry names, as `reward.NAME.weight` does.
+
+    Returns:
+        (the field, the parts of the key below it); None for other keys.
+    """
+    for mapping, kind in ENTRIES.items():
+        _, is_below, rest = key.partition(f"{mapping}.")
+        if not key.startswith(f"{mapping}.") or not is_below:
+            continue
+        fields = {f.name: f for f in dataclasses.fields(kind)}
+        parts = rest.split(".")
+        start = len(parts) - 1 if kind is Schedule else 1  # schedules have names with dots
+        if 0 < start < len(parts) and parts[start] in fields:
+            return fields[parts[start]], parts[start + 1 :]
+    return None
 
 
 _SECTIONS: dict[str, type] = {

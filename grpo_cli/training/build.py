@@ -58,6 +58,7 @@ from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter, readable, write_text
 from grpo_cli.training import resume
+from grpo_cli.training.callbacks import Callbacks
 from grpo_cli.training.prepare import Prepared, TrainRows, find_resume
 from grpo_cli.training.rollout_queue import RolloutQueue
 from grpo_cli.training.run import Run
@@ -208,6 +209,7 @@ def assemble(
         log_history=[] if takes_state else None,
         sessions=prepared.sessions,
         vision=vision or unloaded_processor(recipe, model, tokenizer),
+        callbacks=Callbacks(prepared.callbacks),
     )
     describe(run)
     if prepared.note is not None:

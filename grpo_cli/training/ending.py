@@ -22,7 +22,10 @@ def finish(run: Run) -> None:
     error = run.checkpointer.wait()
     if run.workers.max(float(error is not None)):
         raise TrainingError(f"the run is done, but its last checkpoint is not: {error}")
-    if state.step < run.recipe.steps:
+    run.callbacks.checkpoints(run)
+    if state.step < run.recipe.steps and state.stop_reason is not None:
+        run.reporter.say(f"ended after step {state.step}: {state.stop_reason}")
+    elif state.step < run.recipe.steps:
         run.reporter.say(
             f"ended after step {state.step}: no better eval/{run.recipe.eval.best} than "
             f"{state.best_value:.3f} at step {state.best_step} in {state.worse} evaluations "
@@ -31,25 +34,25 @@ def finish(run: Run) -> None:
     saved = paths.steps_saved(run.folder)
     best = state.best_step if state.best_step in saved else None
     last = str(paths.checkpoint_path(run.folder, saved[-1])) if saved else None
-    run.reporter.finish(
-        {
-            "recipe": run.recipe.recipe,
-            "seed": run.recipe.seed,
-            "steps": state.step,
-            "before": readable(state.before) if state.before else None,
-            "after": readable(state.after) if state.after else None,
-            "after_step": state.after_step,
-            "best_checkpoint": str(paths.checkpoint_path(run.folder, best)) if best else None,
-            "best_metric": run.recipe.eval.best if best else None,
-            "best_value": state.best_value if best else None,
-            "last_checkpoint": last,
-            "seconds": round(state.seconds + time.monotonic() - run.started, 1),
-            "num_tokens": state.num_tokens,
-            "processes": run.workers.size,
-            "device": str(run.workers.device),
-            "versions": versions(),
-        }
-    )
+    summary = {
+        "recipe": run.recipe.recipe,
+        "seed": run.recipe.seed,
+        "steps": state.step,
+        "before": readable(state.before) if state.before else None,
+        "after": readable(state.after) if state.after else None,
+        "after_step": state.after_step,
+        "best_checkpoint": str(paths.checkpoint_path(run.folder, best)) if best else None,
+        "best_metric": run.recipe.eval.best if best else None,
+        "best_value": state.best_value if best else None,
+        "last_checkpoint": last,
+        "seconds": round(state.seconds + time.monotonic() - run.started, 1),
+        "num_tokens": state.num_tokens,
+        "processes": run.workers.size,
+        "device": str(run.workers.device),
+        "versions": versions(),
+    }
+    run.reporter.finish(summary)
+    run.callbacks.end(run, summary)
     if run.workers.is_main:
         run.pusher.finish(lambda: run.interrupts.stop.is_requested)
         resume.prune(run)  # those that the pushes kept

@@ -63,6 +63,7 @@ def evaluate(run: Run) -> dict[str, float]:
         state.best_value, state.best_step, state.worse = value, state.step, 0
     else:
         state.worse += 1
+    run.callbacks.evaluated(run, metrics)
     return metrics
 
 

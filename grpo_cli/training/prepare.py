@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
     from grpo_cli.environments.sessions import Sessions
+    from grpo_cli.training.callbacks import Loaded
 
 # Keys that may differ when a finished run is resumed: its results do not depend on them.
 WITHOUT_EFFECT = (
@@ -83,6 +84,7 @@ class Prepared:
     benchmarks: dict[str, LoadedBenchmark] = field(default_factory=dict)  # by name
     note: str | None = None  # for the user, once the run starts
     sessions: Sessions | None = None  # opens the environments of rollouts
+    callbacks: Sequence[Loaded] = ()
 
     def close(self) -> None:
         """Ends the processes of rewards and environments; a second call does nothing."""
@@ -112,6 +114,7 @@ def for_training(recipe: Recipe) -> Prepared:
         UserError: the folder holds another run; the data, a reward or the model is not there.
     """
     from grpo_cli.models import optimizers  # which imports torch
+    from grpo_cli.training import callback_loading
     from grpo_cli.training.episode_credit import check_episode_credit
 
     if not recipe.reward:
@@ -126,6 +129,7 @@ def for_training(recipe: Recipe) -> Prepared:
     tracking.require(recipe.tracking.backend)
     check_model_path(recipe)
     check_adapter(recipe)
+    callbacks = callback_loading.load(recipe.callbacks)
     train, eval_rows = train_rows_of(recipe)
     if recipe.dataset.eval and not recipe.benchmark:
         eval_rows = data.load_rows(recipe.dataset, "eval")
@@ -145,7 +149,7 @@ def for_training(recipe: Recipe) -> Prepared:
             sessions.close()
         raise
     recipe = with_absolute_paths(recipe)
-    return Prepared(recipe, folder, train, scorer, held_out, benches, note, sessions)
+    return Prepared(recipe, folder, train, scorer, held_out, benches, note, sessions, callbacks)
 
 
 def parts_of(

@@ -46,10 +46,14 @@ def save(run: Run, *, wait: bool = True) -> None:
         wait: for prefetched completions. Otherwise the run ends here, and a resumed run samples
             those again that are not complete by now.
     """
+    if "on_checkpoint" in run.callbacks.hooks:
+        run.checkpointer.wait()  # for the one before, as the save does anyway
+        run.callbacks.checkpoints(run)
     _write(run, paths.checkpoint_path(run.folder, run.state.step), wait=wait)
     run.recovery.saved_step = run.state.step
     if not wait:  # the run ends
         run.checkpointer.wait()
+        run.callbacks.checkpoints(run)
 
 
 def save_interrupted(run: Run) -> None:
@@ -123,6 +127,7 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         "best": run.checkpointer.best,
         "log_history": json.dumps(run.log_history or []),  # text is loaded fast
         "grad_scaler": run.scaler.state_dict(),  # {} unless the arithmetic is float16
+        "callbacks": run.callbacks.states(run),
     }
     best, began, last = state.best_step, time.monotonic(), run.is_over
     moved = run.reference.weights_to_save if run.reference is not None else None
@@ -132,6 +137,7 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         if best is not None and paths.checkpoint_path(run.folder, best).is_dir():
             run.checkpointer.best = best
         if not paths.is_interrupted(path):
+            run.callbacks.written.append(path)
             run.pusher.push(path, last=last)
         prune(run, path)
         run.interrupts.save_seconds = time.monotonic() - began
@@ -365,6 +371,8 @@ def restore(run: Run, path: Path) -> None:
     run.reporter.say(f"resuming from {path}, {where}")
     for change in saved_recipe.differences(before, run.recipe):
         run.reporter.say(f"  changed since: {change}")
+        run.state.stop_reason = None  # of the recipe as it was
+    run.callbacks.restore(run, saved.get("callbacks", []))
     if not same_processes:
         run.reporter.say(
             f"  {len(saved['rng'])} processes then, {workers.size} now: the same run except for "

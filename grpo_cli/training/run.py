@@ -28,6 +28,7 @@ from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import Scorer
+from grpo_cli.training.callbacks import Callbacks
 from grpo_cli.training.recovery import Recovery
 from grpo_cli.training.rollout_queue import RolloutQueue
 
@@ -45,6 +46,7 @@ class State:
     best_step: int | None = None  # the step of the best evaluation
     best_value: float = -math.inf  # of the metric `eval.best`
     worse: int = 0  # evaluations in a row since the best one
+    stop_reason: str | None = None  # why the run ends before its last step, as a callback says
     tracker_ids: dict[str, str] = field(default_factory=dict)  # of the run, by tracker
 
 
@@ -79,13 +81,18 @@ class Run:
     log_history: list[dict[str, Any]] | None = None  # as logged; None if no reward reads it
     sessions: Sessions | None = None  # opens the environments of rollouts
     vision: VisionProcessor | UnloadedProcessor | None = None  # of a model that reads images
+    callbacks: Callbacks = field(default_factory=Callbacks)
     started: float = field(default_factory=time.monotonic)
 
     @property
     def is_over(self) -> bool:
-        """Whether the last step is complete, or evaluations stopped improving (eval.patience)."""
+        """Whether the last step is complete, or something ends the run before it.
+
+        That is `State.stop_reason`, or evaluations that stopped improving (eval.patience).
+        """
         patience = self.recipe.eval.patience
-        return self.state.step >= self.recipe.steps or 0 < patience <= self.state.worse
+        ends_early = self.state.stop_reason is not None or 0 < patience <= self.state.worse
+        return self.state.step >= self.recipe.steps or ends_early
 
     def trainer_state(self) -> TrainerState:
         """Returns what reward functions may ask of the run."""

@@ -163,8 +163,10 @@ class Step:
             run.reporter.completions(run.state.step, rows)
 
     def log(self) -> None:
-        """Writes the step's metrics, evaluation included, everywhere and once."""
+        """Writes the step's metrics, evaluation and callbacks included, everywhere and once."""
         run = self.run
+        groups = self.batch.groups if self.batch else []
+        self.metrics |= run.callbacks.step(run, self.metrics, groups)
         run.reporter.step(run.state.step, self.metrics)
         if run.log_history is not None:  # each process has measured times of its own
             line = metrics_line(run.state.step, self.metrics)

@@ -347,7 +347,7 @@ def test_differences_name_what_changed_in_a_schedule(composed: Composed) -> None
 def test_an_old_key_is_refused_with_its_new_name(old: str, new: str, composed: Composed) -> None:
     with pytest.raises(Exception) as error:  # noqa: PT011, Hydra's, which the command explains
         composed(f"{old}=1")
-    assert compose.explain(error.value) == f"{old}: is called {new} now; write that."
+    assert compose.error_message(error.value) == f"{old}: is called {new} now; write that."
 
 
 def test_a_stored_recipe_of_an_earlier_version_is_translated(
@@ -371,7 +371,9 @@ def test_an_old_key_in_a_recipe_that_a_user_wrote_is_refused(
     path.write_text("defaults: [schema]\nupdate: {skip_silent: true}\n", encoding="utf-8")
     with pytest.raises(Exception) as error:  # noqa: PT011, Hydra's, which the command explains
         composed(f"recipe={path}")
-    assert compose.explain(error.value).startswith("update.skip_silent: is called update.skip_zero")
+    assert compose.error_message(error.value).startswith(
+        "update.skip_silent: is called update.skip_zero"
+    )
 
 
 def test_a_translation_changes_no_other_key() -> None:

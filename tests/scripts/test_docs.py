@@ -3,11 +3,13 @@
 import ast
 import importlib
 import importlib.util
+import json
 import re
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ import torch
 from grpo_cli import cli
 from grpo_cli.config.knob import as_written
 from grpo_cli.config.parsing import value_at
-from grpo_cli.config.schema import Eval, Recipe, Reward, Scoring, knobs
+from grpo_cli.config.schema import Callback, Eval, Recipe, Reward, Scoring, knobs
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.evaluation.summary import ProblemStats, summarize
 from grpo_cli.records import Completion, Group, Prompt, Rollout, rollout_stats
@@ -23,6 +25,8 @@ from grpo_cli.reporting import rollout_metrics
 from grpo_cli.reporting.stage_clock import STAGES, Clock
 from grpo_cli.scoring import scorer
 from grpo_cli.scoring.calls import RewardExecutor
+from grpo_cli.training import callback_loading
+from grpo_cli.training.callbacks import Event, Outcome, plain
 from tests import programs
 from tests.programs import ROOT
 
@@ -165,6 +169,40 @@ def test_readme_example_reward_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     scored = group()
     score(scored, short=Reward("readme_rewards:short", weight=0.1, args={"limit": 2}))
     assert [r.reward_parts["short"] for r in scored.rollouts] == [1.0, 0.0]
+
+
+def test_example_callback_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_callbacks.py").write_text(example("callbacks.md", "my_callbacks.py"), "utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = Callback("my_callbacks:Unsolved", {"file": "unsolved.jsonl"})
+    callback = callback_loading.load({"unsolved": config})[0].target
+    scored, absent, outcome = group(), cast(Any, None), Outcome()
+    for step, reward in enumerate((0.5, 1.0, 1.0, 1.0), start=1):
+        scored.rollouts[0].reward, scored.rollouts[1].reward = reward, 0.0
+        event = Event(
+            name="unsolved",
+            hook="on_step",
+            step=step,
+            steps=9,
+            recipe={},
+            folder=tmp_path,
+            metrics={},
+            groups=(scored,),
+            checkpoint=None,
+            summary=None,
+            policy=absent,
+            tokenizer=absent,
+            rank=0,
+            _outcome=outcome,
+        )
+        assert outcome.stop is None
+        callback.on_step(event)
+        assert outcome.metrics == {"callbacks/unsolved/share": float(reward < 1)}
+    assert outcome.stop == "callbacks.unsolved: three steps with less than 5% unsolved prompts"
+    lines = (tmp_path / "unsolved.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [{"step": 1, "row": 0, "prompt": "2+3="}]
+    assert plain(callback.state_dict()) == {"steps": 3}
 
 
 def test_example_loss_of_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,113 @@
+"""Callbacks of a recipe: what is a mistake before a model is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grpo_cli.config.schema import Callback
+from grpo_cli.errors import UserError
+from grpo_cli.training import callback_loading
+from tests.tables import table
+
+HERE = "tests.training.test_callback_loading"
+
+
+class Counter:
+    def __init__(self, start: int, by: int = 1) -> None:
+        if by == 0:
+            raise ValueError("by is 0")
+        self.count, self.by = start, by
+
+    def on_step(self, event: Any) -> None:
+        self.count += self.by
+
+
+class OfTrl:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+
+
+class Misspelt:
+    def on_chekpoint(self, event: Any) -> None: ...
+
+
+class Idle:
+    def step(self, event: Any) -> None: ...
+
+
+class Wide:
+    def on_step(self, step: int, metrics: Any) -> None: ...
+
+
+class Async:
+    async def on_end(self, event: Any) -> None: ...
+
+
+class Forgetful(Counter):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Shared:
+    every_process = True
+
+    def on_end(self, event: Any) -> None: ...
+
+    @staticmethod
+    def on_step(event: Any) -> None: ...
+
+
+def load(path: str, **args: Any) -> callback_loading.Loaded:
+    return callback_loading.load({"mine": Callback(path, args)})[0]
+
+
+def test_a_class_is_made_with_its_arguments() -> None:
+    found = load(f"{HERE}:Counter", start=3)
+    assert (found.name, found.hooks, found.has_state) == ("mine", ("on_step",), False)
+    assert (found.target.count, found.target.by) == (3, 1)
+
+
+def test_other_processes_make_only_what_they_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    of_main, shared = load(f"{HERE}:Counter", start=3), load(f"{HERE}:Shared")
+    assert of_main.target is None
+    assert of_main.hooks == ("on_step",), "every process knows when one of them is called"
+    assert isinstance(shared.target, Shared)
+    assert shared.hooks == ("on_step", "on_end")
+
+
+@table(
+    ("path", "args", "said"),
+    [
+        ("Counter", {"start": 0}, "callbacks.mine.path = Counter: is no class; give it as my_modu"),
+        ("", {}, "callbacks.mine.path = : is no class; give it as my_module:MyCallback."),
+        (f"{HERE}:Couner", {}, "has no function 'Couner'. Did you mean Counter?"),
+        ("tests.nowhere:Counter", {}, "cannot import tests.nowhere: ModuleNotFoundError"),
+        (f"{HERE}:load", {}, "is no class; give one with the methods"),
+        (f"{HERE}:Counter", {}, "callbacks.mine.args.start: is missing"),
+        (
+            f"{HERE}:Counter",
+            {"start": 1, "bye": 2},
+            f"callbacks.mine.args.bye: {HERE}:Counter takes no such argument; it takes by, start. "
+            "Did you mean by?",
+        ),
+        (f"{HERE}:Counter", {"start": 1, "by": 0}, "cannot be made with them: ValueError: by is 0"),
+        (
+            f"{HERE}:OfTrl",
+            {},
+            "on_step_end is never called; there are on_checkpoint, on_end, on_ev",
+        ),
+        (f"{HERE}:OfTrl", {}, "It is called on_step here."),
+        (f"{HERE}:Misspelt", {}, "Did you mean on_checkpoint?"),
+        (f"{HERE}:Idle", {}, "has nothing to call; it needs one or more of on_checkpoint"),
+        (f"{HERE}:Wide", {}, "on_step must take one argument, the event"),
+        (f"{HERE}:Async", {}, "on_end is async"),
+        (f"{HERE}:Forgetful", {"start": 1}, "of state_dict and load_state_dict it has one"),
+    ],
+)
+def test_a_mistake_is_one_sentence(path: str, args: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(path, **args)
+    assert said in str(caught.value)
+    assert str(caught.value).startswith("callbacks.mine.")
