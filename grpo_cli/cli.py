@@ -46,6 +46,7 @@ grpo: train language models with GRPO
   grpo score reward=NAME input=FILE          try reward functions on stored completions
   grpo show RUN [--step=N]                   print a run's completions, turn by turn
   grpo watch RUN                             show a run while it goes on, or after it
+  grpo explain recipe=NAME KEY               print a knob's value and the place that sets it
   grpo serve model=PATH ...                  start a vLLM server that training can sample from
   grpo slurm recipe=NAME nodes=N ...         write (and submit) a SLURM batch script for a recipe
   grpo preflight                             check that the nodes of a job can train together
@@ -196,6 +197,13 @@ def watch(argv: list[str]) -> None:
     watch.main(argv)
 
 
+def explain(argv: list[str]) -> None:
+    """`grpo explain KEY`: prints a knob's value in a recipe and the place that sets it."""
+    from grpo_cli.commands import explain
+
+    explain.main(argv)
+
+
 def serve(argv: list[str]) -> None:
     """`grpo serve`: starts vLLM's server with a model or with the model of a recipe."""
     from grpo_cli.commands import serve
@@ -265,6 +273,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "score": score,
     "show": show,
     "watch": watch,
+    "explain": explain,
     "serve": serve,
     "slurm": slurm,
     "preflight": preflight,

@@ -298,7 +298,8 @@ MISTAKES = {
         "evaluate",
         [
             "grpo evaluate: there is no such command",
-            "eval, export, preflight, recipes, rewards, score, serve, show, slurm, train",
+            "eval, explain, export",
+            "slurm, train, watch",
         ],
     ),
 }

@@ -164,7 +164,7 @@ def _merged(settings: S, word: str, f: dataclasses.Field[Any], key: str) -> S:
         return cast(S, OmegaConf.to_object(typed))
     except OmegaConfBaseException as error:
         value = word.partition("=")[2]
-        raise UserError(f"{key} = {value}: must be {_expected(f)}.") from error
+        raise UserError(f"{key} = {value}: must be {expected(f)}.") from error
     except (yaml.YAMLError, AttributeError, TypeError) as error:
         raise UserError(f"{word}: the value is not YAML.") from error
 
@@ -212,7 +212,8 @@ def _is_mapping(f: dataclasses.Field[Any]) -> bool:
     return _base(f).startswith("dict")
 
 
-def _expected(f: dataclasses.Field[Any]) -> str:
+def expected(f: dataclasses.Field[Any]) -> str:
+    """Returns what a field takes, in words: its type, and its range or choices."""
     if _is_mapping(f):
         return f"a mapping; write {f.name}.NAME=VALUE"
     return ", ".join(filter(None, [TYPES.get(_base(f), "text"), allowed(f.metadata)]))

@@ -1,0 +1,128 @@
+"""`grpo explain`: the value of a knob and where it comes from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_cli import cli
+from grpo_cli.config import saved_recipe
+from grpo_cli.config.schema import Model, Recipe
+from tests.config.test_origins import line_of
+
+EPSILON_HIGH = line_of("recipes/loss/dapo.yaml", "epsilon_high")
+CHOSEN = line_of("recipes/math_qwen.yaml", "  - loss: dapo")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def explain(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert cli.run_command(["explain", *words]) == code
+    printed = capsys.readouterr()
+    return printed.err if code else printed.out
+
+
+def test_a_knob(capsys: pytest.CaptureFixture[str]) -> None:
+    out = explain(capsys, "recipe=math_qwen", "loss.epsilon_high=0.3", "loss.epsilon_high")
+    assert out == (
+        "loss.epsilon_high = 0.3\n\n"
+        "  Upper clip distance: the ratio is clipped above at 1 + epsilon_high; null: epsilon.\n"
+        "  takes        a number, >= 0 or null\n\n"
+        "  set by       command line: 0.3 (loss.epsilon_high=0.3)\n"
+        f"  in place of  recipes/loss/dapo.yaml, line {EPSILON_HIGH}: 0.28 "
+        f"(loss = dapo: recipes/math_qwen.yaml, line {CHOSEN})\n"
+        "               default: null\n"
+    )
+
+
+def test_a_knob_that_this_recipe_does_not_read(capsys: pytest.CaptureFixture[str]) -> None:
+    out = explain(capsys, "generation.vllm.memory", "loss.vespo_k_pos")
+    assert "it is only read with generation.engine = vllm_colocate; it is transformers." in out
+    assert "it is only read with loss.policy = vespo; it is clipped." in out
+    assert "  called       gpu_memory_utilization by other trainers" in out
+    read = explain(capsys, "loss=vespo", "loss.vespo_k_pos", "loss.beta")
+    assert "not read" not in read
+
+
+def test_a_section_and_entries(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("recipe=math_qwen", "optimizer", "+reward.near.function=mine:near", "reward.near")
+    out = explain(capsys, *words)
+    rows = [line.split(maxsplit=2) for line in out.splitlines() if line]
+    assert rows[0] == ["key", "value", "set by"]
+    by_key = {row[0]: row[1:] for row in rows}
+    place = line_of("recipes/math_qwen.yaml", "  learning_rate")
+    assert by_key["optimizer.learning_rate"] == [
+        "1e-06",
+        f"recipes/math_qwen.yaml, line {place}",
+    ]
+    assert by_key["optimizer.eps"] == ["1e-08", "default"]
+    assert by_key["reward.near.function"][0] == "mine:near"
+    assert by_key["reward.near.weight"] == ["1.0", "default"]
+    assert by_key["optimizer.schedule"][1].endswith("(optimizer = adamw_cosine)")
+
+
+def test_without_a_key_it_lists_what_something_sets(capsys: pytest.CaptureFixture[str]) -> None:
+    out = explain(capsys, "recipe=math_qwen", "steps=3")
+    keys = [line.split()[0] for line in out.splitlines()[1:]]
+    assert {"steps", "loss.epsilon_high", "reward.math.function", "model.path"} <= {*keys}
+    assert not {"loss.delta", "output_dir", "reward.math.weight"} & {*keys}
+
+
+def test_interpolations_and_secrets(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "default: outputs/${recipe} = outputs/math_qwen" in explain(
+        capsys, "recipe=math_qwen", "output_dir"
+    )
+    monkeypatch.setenv("MY_API_KEY", "abcdefgh")
+    word = "reward.judge.args.api_key=${oc.env:MY_API_KEY}"
+    out = explain(capsys, "reward=[judge]", word, "reward.judge.args.api_key")
+    assert "abcdefgh" not in out
+    assert "${oc.env:MY_API_KEY}" in out
+
+
+def test_steps_that_epochs_decide(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "computed     from `epochs`" in explain(capsys, "epochs=2", "steps")
+
+
+def test_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("outputs/demo")
+    folder.mkdir(parents=True)
+    recipe = Recipe(recipe="demo", steps=7, model=Model(path="m"))
+    recipe.dataset.train = "rows.jsonl"
+    recipe.reward = {}
+    text = saved_recipe.as_yaml(recipe).replace("reward: {}", "reward:\n  math: {function: math}")
+    (folder / "recipe.yaml").write_text(text)
+    (folder / "command.txt").write_text("grpo train recipe=demo steps=7\n")
+    line = text.splitlines().index("steps: 7") + 1
+    out = explain(capsys, str(folder), "steps")
+    place = f"outputs/demo/recipe.yaml, line {line}: 7 (command line of the run: steps=7)"
+    assert f"set by       {place}" in out
+    assert "(command line of the run" not in explain(capsys, str(folder), "seed")
+
+
+def test_a_recipe_with_a_mistake_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    out = explain(capsys, "optimizer.learning_rate=-1", "optimizer.learning_rate")
+    assert out.startswith("note: the recipe is refused as it stands: optimizer.learning_rate = -1")
+    assert "\noptimizer.learning_rate = -1.0\n" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["loss.epsilon_hi"],
+            "loss.epsilon_hi: there is no such key. Did you mean loss.epsilon_hig",
+        ),
+        (["recipe=math_qwen", "max_steps"], "It is called steps here."),
+        (["recipe=nowhere", "steps"], "recipe = nowhere: there is no such recipe"),
+        (["outputs/none", "steps"], "RUN = outputs/none: there is no such folder."),
+        (["stepz=3", "steps"], "stepz: there is no such key"),
+    ],
+)
+def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in explain(capsys, *words, code=2)
