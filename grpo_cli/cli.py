@@ -42,6 +42,7 @@ USAGE = """\
 grpo: train language models with GRPO
 
   grpo train [recipe=NAME] [key=value ...]   train a model; the default recipe is arithmetic_tiny
+  grpo plan [recipe=NAME] [gpu=h100-80gb]    predict memory, time and disk of a run
   grpo eval CHECKPOINT [key=value ...]       evaluate a checkpoint, or any model on benchmark=NAME
   grpo score reward=NAME input=FILE          try reward functions on stored completions
   grpo show RUN [--step=N]                   print a run's completions, turn by turn
@@ -169,6 +170,13 @@ def train(argv: list[str]) -> None:
     compose_and_call(argv, task)
 
 
+def plan(argv: list[str]) -> None:
+    """`grpo plan`: predicts memory, time and disk of a recipe without loading a model."""
+    from grpo_cli.commands import plan
+
+    plan.main(argv)
+
+
 def evaluate(argv: list[str]) -> None:
     """`grpo eval`: evaluates a model or stored completions, or compares two evaluations."""
     from grpo_cli.commands import evaluate
@@ -269,6 +277,7 @@ def rewards(argv: list[str]) -> None:
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
+    "plan": plan,
     "eval": evaluate,
     "score": score,
     "show": show,

@@ -5,7 +5,7 @@
 Each case trains a random model for two steps in a process of its own. The measured peak is the
 largest resident memory of that process in a stage of a step, above its resident memory before the
 model is loaded. Checkpoints, which are copied to the host's memory, do not count. The predicted
-peak comes from `planning.arithmetic.memory`. docs/memory.md has figures.
+peak comes from `planning.memory.memory`. docs/memory.md has figures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from omegaconf import DictConfig
 # Loaded before the measurement begins, as far as a run needs them.
 import grpo_cli.train
 from grpo_cli.config import compose, parsing
-from grpo_cli.planning.arithmetic import Cluster, Settings, Shape, memory
+from grpo_cli.planning.memory import memory
+from grpo_cli.planning.settings import Cluster, Settings
+from grpo_cli.planning.shapes import Shape
 from grpo_cli.reporting import stage_clock
 from grpo_cli.training import build, prepare
 

@@ -17,7 +17,9 @@ sys.path.insert(0, str(ROOT))
 
 from grpo_cli.algorithm import objective  # noqa: E402
 from grpo_cli.config import knob, schema  # noqa: E402
-from grpo_cli.planning.arithmetic import Cluster, Settings, Shape, memory  # noqa: E402
+from grpo_cli.planning.memory import memory  # noqa: E402
+from grpo_cli.planning.settings import Cluster, Settings  # noqa: E402
+from grpo_cli.planning.shapes import Shape  # noqa: E402
 from tests.models.families import FAMILIES, Family  # noqa: E402
 
 BEGIN, END = "<!-- made by scripts/make_docs.py -->", "<!-- end -->"

@@ -135,10 +135,19 @@ def tokens_that_fit(device: torch.device, bytes_per_token: float, *, state_to_co
         bytes_per_token: of what a forward pass keeps for its backward.
         state_to_come: bytes of gradients and optimizer state that are still to come.
     """
-    free = free_memory(device) - state_to_come
+    return tokens_in(free_memory(device) - state_to_come, device.type, bytes_per_token)
+
+
+def tokens_in(free: float, device_type: str, bytes_per_token: float) -> int:
+    """Tokens of a micro-batch whose activations take their share of `free` bytes."""
     fitting = SHARE * max(free, 0) / max(bytes_per_token, 1.0)
-    largest = LARGEST.get(device.type, LARGEST["cpu"])
+    largest = LARGEST.get(device_type, LARGEST["cpu"])
     return min(max(1 << max(int(fitting), 1).bit_length() - 1, SMALLEST), largest)
+
+
+def cache_tokens_in(free: float, bytes_per_token: float) -> int:
+    """Tokens whose keys and values take their share of `free` bytes: a power of two."""
+    return 1 << max(int(SHARE * free / bytes_per_token), 1).bit_length() - 1
 
 
 def cache_tokens_that_fit(model: PreTrainedModel) -> int:
@@ -150,8 +159,7 @@ def cache_tokens_that_fit(model: PreTrainedModel) -> int:
         heads = getattr(layer, "num_key_value_heads", None) or all_heads
         dim = getattr(layer, "head_dim", None) or layer.hidden_size // all_heads
         token += 2 * heads * dim * model.dtype.itemsize
-    fitting = int(SHARE * free_memory(model.device) / token)
-    return 1 << max(fitting, 1).bit_length() - 1
+    return cache_tokens_in(free_memory(model.device), token)
 
 
 def most_rows(model: PreTrainedModel) -> int:

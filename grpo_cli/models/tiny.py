@@ -166,20 +166,7 @@ def make_tokenizer(config: Build, texts: Sequence[str]) -> PreTrainedTokenizerFa
 
 def make_model(config: Build, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Makes a randomly initialised Qwen2 of the config's sizes, with or without a vision tower."""
-    qwen = transformers.Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=True,
-        initializer_range=config.initializer_range,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    qwen = config_of(config, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
     model: PreTrainedModel
     if config.vision_layers:
         model = tiny_vision.make_model(config, qwen, tokenizer)
@@ -189,6 +176,30 @@ def make_model(config: Build, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     return model
+
+
+def config_of(
+    config: Build, vocab_size: int, eos: int | None = None, pad: int | None = None
+) -> transformers.Qwen2Config:
+    """Returns the config of the language model that is built.
+
+    Args:
+        eos, pad: ids of these tokens.
+    """
+    return transformers.Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=True,
+        initializer_range=config.initializer_range,
+        bos_token_id=None,
+        eos_token_id=eos,
+        pad_token_id=pad,
+    )
 
 
 def warm_up(

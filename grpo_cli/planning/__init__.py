@@ -1,5 +1,5 @@
-"""Memory, traffic and time of a run on N GPUs, computed from the shape of its model.
+"""Memory and time of a run, computed from the shape of its model, before anything is loaded.
 
-Start with arithmetic.py, whose docstring lists the formulas and their assumptions. It may import
-models, distributed and errors; docs/scaling.md holds one of its tables.
+Start with plan.py, which puts together memory.py (bytes by moment of a step), workload.py (lengths,
+micro-batches) and seconds.py (time by stage). It may import models, data, config and errors.
 """

@@ -12,6 +12,7 @@ import torch
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.records import StepStats
+from grpo_cli.reporting.memory_meter import MemoryMeter
 from grpo_cli.reporting.metric_names import STAGES
 
 __all__ = ["STAGES", "Clock", "possible_stages"]
@@ -42,6 +43,7 @@ class Clock:
         stages: Iterable[str] = (),
         peak: float = math.nan,
         timer: Callable[[], float] = time.perf_counter,
+        meter: MemoryMeter | None = None,
     ) -> None:
         """Starts the step.
 
@@ -50,11 +52,13 @@ class Clock:
             stages: the stages that are reported even if they take no time.
             peak: the device's peak in FLOPs a second; NaN: no utilisation is reported.
             timer: returns seconds.
+            meter: notes the peak memory of each stage; None: nothing does.
         """
-        self.device, self.peak, self.timer = device, peak, timer
+        self.device, self.peak, self.timer, self.meter = device, peak, timer, meter
         self.seconds = dict.fromkeys(stages, 0.0)
         self.flops: dict[str, float] = {}
         self._inside: list[float] = []  # for each open stage, the seconds of stages within it
+        self._names: list[str] = []  # of the open stages
         self.start = timer()
 
     @contextlib.contextmanager
@@ -66,7 +70,10 @@ class Clock:
         """
         if self._inside:
             self._synchronize()
+        if self.meter is not None:
+            self.meter.note(self._names[-1]) if self._names else self.meter.skip()
         self._inside.append(0.0)
+        self._names.append(name)
         start = self.timer()
         try:
             with heartbeat.inside(name):
@@ -75,6 +82,9 @@ class Clock:
         finally:
             spent = self.timer() - start
             without_inner = spent - self._inside.pop()
+            self._names.pop()
+            if self.meter is not None:
+                self.meter.note(name)
             self.seconds[name] = self.seconds.get(name, 0.0) + without_inner
             if self._inside:
                 self._inside[-1] += spent

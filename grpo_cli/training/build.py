@@ -57,7 +57,7 @@ from grpo_cli.records import Prompt
 from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter, readable, write_text
-from grpo_cli.training import resume
+from grpo_cli.training import plan_record, resume
 from grpo_cli.training.callbacks import Callbacks
 from grpo_cli.training.prepare import Prepared, TrainRows, find_resume
 from grpo_cli.training.rollout_queue import RolloutQueue
@@ -211,6 +211,8 @@ def assemble(
         vision=vision or unloaded_processor(recipe, model, tokenizer),
         callbacks=Callbacks(prepared.callbacks),
     )
+    if workers.is_main:
+        run.plan = plan_record.begin(run, prompts)
     describe(run)
     if prepared.note is not None:
         reporter.say(f"note: {prepared.note}")

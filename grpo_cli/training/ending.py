@@ -31,6 +31,8 @@ def finish(run: Run) -> None:
             f"{state.best_value:.3f} at step {state.best_step} in {state.worse} evaluations "
             "(eval.patience)"
         )
+    if run.plan is not None:
+        run.plan.write(run.micro_batches.budget.tokens)
     saved = paths.steps_saved(run.folder)
     best = state.best_step if state.best_step in saved else None
     last = str(paths.checkpoint_path(run.folder, saved[-1])) if saved else None
@@ -49,6 +51,7 @@ def finish(run: Run) -> None:
         "num_tokens": state.num_tokens,
         "processes": run.workers.size,
         "device": str(run.workers.device),
+        "plan": run.plan.short() if run.plan is not None else None,
         "versions": versions(),
     }
     run.reporter.finish(summary)

@@ -143,6 +143,8 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         run.interrupts.save_seconds = time.monotonic() - began
 
     run.reporter.sync()
+    if run.plan is not None:
+        run.plan.write(run.micro_batches.budget.tokens)
     run.checkpointer.save(
         path,
         Parts(run.policy, run.optimizer, moved),

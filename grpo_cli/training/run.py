@@ -20,6 +20,7 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.sessions import Sessions
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.generation.base import Generator
+from grpo_cli.models.memory import own_part
 from grpo_cli.models.micro_batches import MicroBatcher
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import Reference
@@ -29,6 +30,7 @@ from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.training.callbacks import Callbacks
+from grpo_cli.training.plan_record import PlanRecord
 from grpo_cli.training.recovery import Recovery
 from grpo_cli.training.rollout_queue import RolloutQueue
 
@@ -82,6 +84,7 @@ class Run:
     sessions: Sessions | None = None  # opens the environments of rollouts
     vision: VisionProcessor | UnloadedProcessor | None = None  # of a model that reads images
     callbacks: Callbacks = field(default_factory=Callbacks)
+    plan: PlanRecord | None = None  # of memory and time; the main process has one
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -93,6 +96,16 @@ class Run:
         patience = self.recipe.eval.patience
         ends_early = self.state.stop_reason is not None or 0 < patience <= self.state.worse
         return self.state.step >= self.recipe.steps or ends_early
+
+    def resident_bytes(self) -> int:
+        """Returns the bytes of weights and optimizer state on this process, where it trains."""
+        models: list[torch.nn.Module] = [self.policy]
+        if self.reference is not None and self.recipe.adapter.method == "none":
+            models.append(self.reference.logprobs.model)
+        tensors = [t for m in models for t in (*m.parameters(), *m.buffers())]
+        for state in self.optimizer.state.values():
+            tensors += [v for v in state.values() if isinstance(v, torch.Tensor)]
+        return sum(own_part(t).nbytes for t in tensors)
 
     def trainer_state(self) -> TrainerState:
         """Returns what reward functions may ask of the run."""

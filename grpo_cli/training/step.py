@@ -168,6 +168,8 @@ class Step:
         groups = self.batch.groups if self.batch else []
         self.metrics |= run.callbacks.step(run, self.metrics, groups)
         run.reporter.step(run.state.step, self.metrics)
+        if run.plan is not None:
+            run.plan.add(self.metrics)
         if run.log_history is not None:  # each process has measured times of its own
             line = metrics_line(run.state.step, self.metrics)
             run.log_history.append(run.workers.gather(line)[0])
@@ -202,7 +204,9 @@ def make_clock(run: Run) -> Clock:
     """Returns the clock of a step that begins now."""
     stages = possible_stages(run.recipe, run.reference is not None, run.workers.size)
     dtype = run.workers.half_type or run.policy.dtype
-    return Clock(run.workers.device, stages, peak_flops(run.workers.device, dtype))
+    peak = peak_flops(run.workers.device, dtype)
+    meter = None if run.plan is None else run.plan.meter.of_next_step(run.resident_bytes)
+    return Clock(run.workers.device, stages, peak, meter=meter)
 
 
 def check_sampler(config: Generation, gap: float, step: int) -> None:

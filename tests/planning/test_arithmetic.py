@@ -18,20 +18,18 @@ from grpo_cli.config.schema import Adapter
 from grpo_cli.errors import UserError
 from grpo_cli.models import adapters, flops
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, bytes_per_token
-from grpo_cli.planning.arithmetic import (
-    Cluster,
+from grpo_cli.planning.memory import (
     Memory,
-    Settings,
-    Shape,
     activation_bytes,
     checkpoint_bytes,
-    compute_seconds,
-    count,
     kept_by,
     kept_in_layer,
     memory,
     share,
 )
+from grpo_cli.planning.seconds import compute_seconds
+from grpo_cli.planning.settings import Cluster, Settings
+from grpo_cli.planning.shapes import Shape, count
 from grpo_cli.records import Rollout
 from tests.conftest import make_rollout
 from tests.programs import ROOT
@@ -352,11 +350,14 @@ def test_memory_by_hand() -> None:
     assert TINY.active == 2 * 160 + 40
     of_one = activation_bytes(TINY, PLAIN)  # a token's: 24·4 + 16·4 + 4·2 + 8 + 16·8 a layer
     assert of_one == 2 * 304 + 12 * 4 + 8 * 2
-    chunk = 64 * 2**20
+    chunk = 1 * 10 * 4  # logits of the only token
     ddp = replace(PLAIN, strategy="ddp")
     state = {"weights": 1680, "gradients": 1680, "moments": 3360, "reference": 1680}
     rest = {"weights": 1680, "moments": 3360, "reference": 1680}
+    # Without gradient: 3 times the residual stream and the feed-forward's width.
+    reference = {**rest, "activations": 4 * (3 * 4 + 3 * 8), "logits chunk": chunk}
     assert memory(TINY, Cluster(4), ddp).moments == {
+        "reference log-probabilities": reference,
         "forward": {**state, "activations": 672, "logits chunk": chunk},
         "backward of the head": {
             **state,
@@ -377,7 +378,9 @@ def test_memory_by_hand() -> None:
     own = 4 * (2 * 42 + (3 * 4 + 1 + 3 * 4))
     state = {"weights": own, "gradients": own, "moments": 2 * own, "reference": own}
     root, a_layer = 4 * (4 * 25), 4 * (4 * 42)  # padded
+    rest = {"weights": own, "moments": 2 * own, "reference": own}
     assert memory(TINY, Cluster(4), PLAIN).moments == {
+        "reference log-probabilities": {**rest, "activations": 144, "logits chunk": chunk},
         "forward": {
             **state,
             "gathered": root + 3 * a_layer,
@@ -420,8 +423,9 @@ def test_adapter_by_hand() -> None:
     adapter = 4 * 2 * 68
     rest = {"weights": 1680, "adapter": adapter, "moments": 2 * adapter}
     state = {**rest, "gradients": adapter}
-    used = {"activations": 632, "logits chunk": 64 * 2**20}
+    used = {"activations": 632, "logits chunk": 40}
     assert memory(TINY, Cluster(4), lora).moments == {
+        "reference log-probabilities": {**rest, "activations": 144, "logits chunk": 40},
         "forward": {**state, **used},
         "backward of the head": {**state, **used},
         "optimizer": {**state, "optimizer's temporaries": 0},
@@ -490,7 +494,7 @@ def test_experts_by_hand() -> None:
 def test_mixed_precision_by_hand() -> None:
     bf16 = memory(TINY, Cluster(4), replace(PLAIN, bf16=True)).moments
     assert bf16["forward"]["gathered"] == 2 * (100 + 3 * 168)
-    assert bf16["forward"]["logits chunk"] == 2 * 64 * 2**20
+    assert bf16["forward"]["logits chunk"] == 2 * 40
     assert bf16["backward of the head"]["head's gradient"] == 40 * (4 + 2)
     assert bf16["backward of a layer"]["head's gradient"] == 40 * 2
     assert bf16["backward of a layer"]["unsummed gradient"] == 2 * 168 + 4 * 168

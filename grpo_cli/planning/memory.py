@@ -1,7 +1,6 @@
-"""Computes what a training step holds and multiplies on N GPUs.
+"""Computes what one device holds at each moment of a training step.
 
     memory(shape, cluster, settings)            bytes of one GPU by part, at each moment of a step
-    compute_seconds(shape, cluster, settings)   seconds of a step's matrix products
     checkpoint_bytes(shape, settings)           bytes of a checkpoint on the disk
 
 Assumptions:
@@ -13,8 +12,6 @@ Assumptions:
   time, with the buffers of two in the forward and one in the backward.
 - Activations are what `policy_logprobs.bytes_per_token` measures on the CPU for Qwen2, Qwen3 and
   Qwen3-MoE. The work space of matrix products is left out.
-- A GPU reaches 40 % of its listed 989 TFLOPs. Waiting of GPUs for one another is left out.
-- Micro-batches are full, prompts are computed once for their group, every group has a gradient.
 - An adapter is a LoRA in float32 on all linear layers of a dense model, without dropout. Its
   reference is the model with the adapter switched off. Its backward pass computes no gradients of
   the frozen weights. A quantized matrix is dequantized for each product, one at a time.
@@ -23,258 +20,36 @@ Assumptions:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from transformers import PretrainedConfig
-
-from grpo_cli.config.schema import Optimizer, Recipe
-from grpo_cli.errors import UserError, listed
-from grpo_cli.models.families import num_experts
-from grpo_cli.models.flops import FORWARD_BACKWARD, forward_flops, listed_peak
+from grpo_cli.config.schema import Optimizer
+from grpo_cli.errors import UserError
 from grpo_cli.models.master_weights import CHUNK_BYTES as CHUNK_OF_WEIGHTS
 from grpo_cli.models.optimizers import state_bytes
 from grpo_cli.models.token_logprobs import CHUNK_BYTES
+from grpo_cli.planning.settings import Cluster, Settings
+from grpo_cli.planning.shapes import Shape, count
+from grpo_cli.planning.workload import completion_lengths
 
-GB = 1e9
-MIB = 2**20
+# The stage of a step (`stage_clock.STAGES`) that each moment belongs to.
+STAGE_OF = {
+    "generating": "generate",
+    "old log-probabilities": "old_logprobs",
+    "reference log-probabilities": "ref_logprobs",
+    "forward": "forward_backward",
+    "backward of the head": "forward_backward",
+    "backward of a layer": "forward_backward",
+    "end of the backward": "forward_backward",
+    "optimizer": "optimizer",
+    "sending weights": "weights",
+}
+PREFILL = 8192  # prompt tokens that the embedded engine computes at once (engine.PREFILL)
+ROOM = 64  # tokens that a row's cache begins with; it doubles when it is full (engine.ROOM)
+WHOLE_LOGITS = 4  # tensors of the logits' size in a backward with update.chunked_logits=false
 IN_PLACE = ("adamw", "adamw_8bit", "paged_adamw_8bit")  # fused: a step makes no tensors of its own
-STRATEGIES = ("ddp", "fsdp2", "zero3")
 # Bytes of a quantized weight. nf4: 4 bits, 1 byte for each block of 64 and 4 for each of 64 * 256.
 QUANTIZED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
-
-# Families that `Shape.of` knows: whether q, k and v have biases, and q and k norms.
-FAMILIES = {
-    "llama": (False, False),
-    "mistral": (False, False),
-    "mixtral": (False, False),
-    "qwen2": (True, False),
-    "qwen3": (False, True),
-    "qwen3_moe": (False, True),
-}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a decoder with grouped-query attention and a gated feed-forward or experts."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    width: int  # of the feed-forward, or of one expert
-    vocab: int
-    experts: int = 0  # 0: dense
-    chosen: int = 0  # experts that a token is sent to
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    tied: bool = False
-
-    @classmethod
-    def of(cls, config: PretrainedConfig) -> Shape:
-        """Returns the shape of a causal language model.
-
-        Raises:
-            UserError: the model's family, or a part of the model, is not described here.
-        """
-        kind = config.model_type
-        odd = [n for n in ("attention_bias", "mlp_bias") if getattr(config, n, False)]
-        odd += ["mlp_only_layers"] if getattr(config, "mlp_only_layers", None) else []
-        odd += ["decoder_sparse_step"] if getattr(config, "decoder_sparse_step", 1) != 1 else []
-        if kind not in FAMILIES or odd:
-            what = f"model_type = {kind}" if kind not in FAMILIES else f"{kind} with {odd[0]}"
-            raise UserError(f"{what}: its parameters are not described; {listed(FAMILIES)} are.")
-        experts = num_experts(config) or 0
-        bias, norm = FAMILIES[kind]
-        return cls(
-            layers=config.num_hidden_layers,
-            hidden=config.hidden_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None)
-            or config.hidden_size // config.num_attention_heads,
-            width=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
-            vocab=config.vocab_size,
-            experts=experts,
-            chosen=config.num_experts_per_tok if experts else 0,
-            qkv_bias=bias,
-            qk_norm=norm,
-            tied=bool(config.tie_word_embeddings),
-        )
-
-    @property
-    def queries(self) -> int:
-        """The width of all query heads together."""
-        return self.heads * self.head_dim
-
-    @property
-    def keys(self) -> int:
-        """The width of all key heads together; values have the same width."""
-        return self.kv_heads * self.head_dim
-
-    def layer(self) -> list[tuple[int, ...]]:
-        """Returns the shapes of the tensors of one layer, as transformers stores them."""
-        h, i, e = self.hidden, self.width, self.experts
-        tensors: list[tuple[int, ...]] = [(self.queries, h), (self.keys, h), (self.keys, h)]
-        tensors += [(h, self.queries), (h,), (h,)]
-        if self.qkv_bias:
-            tensors += [(self.queries,), (self.keys,), (self.keys,)]
-        if self.qk_norm:
-            tensors += [(self.head_dim,), (self.head_dim,)]
-        if e:
-            return [*tensors, (e, h), (e, 2 * i, h), (e, h, i)]  # all experts in two tensors
-        return [*tensors, (i, h), (i, h), (h, i)]
-
-    def adapter(self, rank: int) -> list[tuple[int, ...]]:
-        """Returns the shapes of one layer's matrices A [r, in] and B [out, r] (LoRA)."""
-        matrices = [t for t in self.layer() if len(t) == 2]
-        return [pair for out, width in matrices for pair in ((rank, width), (out, rank))]
-
-    def root(self) -> list[tuple[int, ...]]:
-        """Returns the shapes of the tensors outside the layers: embedding, last norm, head."""
-        embedding = (self.vocab, self.hidden)
-        return [embedding, (self.hidden,)] + ([] if self.tied else [embedding])
-
-    @property
-    def parameters(self) -> int:
-        return self.layers * count(self.layer()) + count(self.root())
-
-    @property
-    def active(self) -> int:
-        """The parameters that one token is multiplied with; see `flops.params_in_products`."""
-        total = self.vocab * self.hidden
-        for tensor in self.layer():
-            if len(tensor) == 3:
-                total += self.layers * math.prod(tensor) * self.chosen // self.experts
-            elif len(tensor) == 2:
-                total += self.layers * math.prod(tensor)
-        return total
-
-    def forward_flops(self, tokens: int, attended: int, logits: int) -> float:
-        """Returns the model FLOPs of a forward pass; see `flops.forward_flops`."""
-        config = PretrainedConfig(
-            hidden_size=self.hidden,
-            vocab_size=self.vocab,
-            num_attention_heads=self.heads,
-            num_hidden_layers=self.layers,
-            head_dim=self.head_dim,
-        )
-        return forward_flops(config, self.active, tokens, attended, logits)
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """The GPUs that train."""
-
-    gpus: int
-    memory: float = 80 * GB  # per GPU
-    flops: float = listed_peak("NVIDIA H100 80GB HBM3", torch.bfloat16, tf32=False) or math.nan
-    utilisation: float = 0.4  # share of the peak `flops` that the model's FLOPs reach
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The recipe's values that a step depends on, with one optimizer step per step."""
-
-    strategy: str = "fsdp2"
-    reshard_after_forward: bool = True  # of fsdp2; zero3 always does
-    weight_bytes: int = 4  # model.dtype: of weights, gradients, moments and the reference
-    adapter_rank: int = 0  # adapter.rank with adapter.method=lora; 0: all weights are trained
-    quantization: str = "none"  # model.quantization
-    optimizer: str = "adamw"  # optimizer.algorithm
-    stochastic: bool = False  # optimizer.rounding=stochastic: float32 moments of bfloat16 weights
-    offload: str = "none"  # distributed.offload
-    bf16: bool = True  # mixed_precision=bf16; the same memory with fp16
-    reference: bool = True
-    old_logprobs: bool = False  # computed: with several passes over the completions of a step
-    gradient_checkpointing: bool = True
-    micro_tokens: int = 8192  # update.tokens_per_micro_batch
-    prompts: int = 1024  # prompts_per_step
-    num_generations: int = 16
-    prompt_tokens: int = 512  # in the mean
-    completion_tokens: int = 2048  # in the mean
-    max_completion_tokens: int = 4096
-    embedded: bool = False  # the embedded engine; else vLLM servers on other nodes
-    bucket_bytes: int = 256 * MIB  # generation.vllm.bucket_mb
-
-    def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise UserError(f"strategy = {self.strategy}: one of {', '.join(STRATEGIES)}.")
-        if self.quantization != "none" and (self.sharded or not self.adapter_rank):
-            raise UserError("quantization: needs an adapter, and strategy = ddp.")
-        if self.offload == "all" and not self.sharded:
-            raise UserError("offload = all: needs strategy = fsdp2 or zero3.")
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> Settings:
-        """Returns the settings of a recipe whose completions are as long as they may be.
-
-        Raises:
-            UserError: the recipe leaves open what the memory depends on.
-        """
-        half = recipe.model.dtype in ("bfloat16", "float16")
-        micro_tokens = recipe.update.tokens_per_micro_batch
-        if micro_tokens is None:
-            raise UserError("update.tokens_per_micro_batch: null; name the number of tokens.")
-        strategy = recipe.distributed.strategy
-        limit = recipe.generation.max_completion_tokens
-        return cls(
-            strategy="ddp" if strategy == "single" else strategy,
-            reshard_after_forward=recipe.distributed.reshard_after_forward,
-            weight_bytes=2 if half else 4,
-            adapter_rank=0 if recipe.adapter.method == "none" else recipe.adapter.rank,
-            quantization=recipe.model.quantization,
-            optimizer=recipe.optimizer.algorithm,
-            stochastic=recipe.optimizer.rounding == "stochastic",
-            offload=recipe.distributed.offload,
-            bf16=recipe.mixed_precision != "no",
-            reference=recipe.loss.beta > 0,
-            old_logprobs=recipe.update.num_iterations > 1,
-            gradient_checkpointing=recipe.model.gradient_checkpointing,
-            micro_tokens=micro_tokens,
-            prompts=recipe.prompts_per_step,
-            num_generations=recipe.generation.num_generations,
-            prompt_tokens=recipe.dataset.max_prompt_tokens,
-            completion_tokens=limit,
-            max_completion_tokens=limit,
-            embedded=recipe.generation.engine == "transformers",
-            bucket_bytes=recipe.generation.vllm.bucket_mb * MIB,
-        )
-
-    @property
-    def sharded(self) -> bool:
-        return self.strategy != "ddp"
-
-    @property
-    def reshards(self) -> bool:
-        """Whether a layer is freed between its forward and its backward."""
-        return self.reshard_after_forward or self.strategy == "zero3"
-
-    @property
-    def compute_bytes(self) -> int:
-        """The bytes of a weight when it is gathered and multiplied."""
-        return 2 if self.bf16 else self.weight_bytes
-
-    @property
-    def sum_bytes(self) -> int:
-        """The bytes of a gradient element when it is summed over processes: at least float32."""
-        return max(4, self.weight_bytes)
-
-    @property
-    def trained_bytes(self) -> int:
-        """The bytes of a weight that is trained."""
-        return 4 if self.adapter_rank else self.weight_bytes
-
-    def prompts_of(self, gpus: int) -> int:
-        """Returns the prompts of the process that has the most; a group is never split."""
-        return -(-self.prompts // gpus)
-
-
-def count(tensors: Iterable[tuple[int, ...]]) -> int:
-    """Returns the number of elements of tensors."""
-    return sum(map(math.prod, tensors))
 
 
 def share(tensors: Iterable[tuple[int, ...]], gpus: int, strategy: str) -> int:
@@ -393,6 +168,17 @@ class Memory:
         """The parts at the moment of the peak."""
         return max(self.moments.values(), key=lambda parts: sum(parts.values()))
 
+    @property
+    def by_stage(self) -> dict[str, Mapping[str, float]]:
+        """The parts at the highest moment of each stage, stages in the order of a step."""
+        stages: dict[str, Mapping[str, float]] = {}
+        for moment, parts in self.moments.items():
+            stage = STAGE_OF[moment]
+            if stage not in stages or sum(parts.values()) > sum(stages[stage].values()):
+                stages[stage] = parts
+        order = list(STAGE_OF.values())
+        return dict(sorted(stages.items(), key=lambda item: order.index(item[0])))
+
     def wall(self, limit: float) -> str | None:
         """Returns the part that exceeds `limit`, at the first moment that exceeds it."""
         for parts in self.moments.values():
@@ -413,7 +199,7 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
     layer_share = share([*shape.layer(), *adapter], n, s.strategy)
     trained_layer_share = share(trained_layer, n, s.strategy)
     root_share = share(shape.root(), n, s.strategy)
-    trained = shape.layers * trained_layer_share + (0 if adapter else root_share)
+    trained = trained_weights(shape, s, n)
     own = base_bytes(shape, n, s)
     trained_bytes = trained * s.trained_bytes
     head = shape.vocab * shape.hidden
@@ -437,8 +223,10 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
     state = weights | {"gradients": 0 if s.offload == "all" else trained_bytes} | optimizer
     activations = {"activations": s.micro_tokens * activation_bytes(shape, s)}
     # A chunk of scores; in bfloat16 also their gradient, and a block of the weight's.
-    chunks = CHUNK_BYTES * (2 if s.compute_bytes == 2 else 1)
+    chunks = min(CHUNK_BYTES, s.micro_tokens * shape.vocab * 4) * (2 if s.compute_bytes == 2 else 1)
     scores = {"logits chunk": chunks}
+    if not s.chunked:
+        scores = {"logits": WHOLE_LOGITS * s.micro_tokens * shape.vocab * 4}
     of_head = s.sum_bytes + (2 if s.compute_bytes == 2 else 0)  # and in bfloat16
     head_gradient = scores | ({} if adapter else {"head's gradient": head * of_head})
 
@@ -494,12 +282,22 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
             "optimizer": state | {"optimizer's temporaries": temporaries},
         }
     resting = weights | optimizer
+    before: dict[str, Mapping[str, float]] = {}
     if s.embedded:
         copy = {"whole copy": whole * s.compute_bytes} if s.sharded else _copies(shape, s)
-        rows = s.prompt_tokens + s.num_generations * s.max_completion_tokens
-        cache = {"keys and values": rows * cache_bytes(shape, s)}
-        moments["generating"] = resting | copy | cache
-    else:
+        before["generating"] = resting | copy | while_decoding(shape, s, n)
+    passing = {"activations": s.micro_tokens * passing_bytes(shape, s)} | scores
+    if s.old_logprobs:
+        before["old log-probabilities"] = resting | _copies(shape, s) | passing
+    if s.reference:
+        before["reference log-probabilities"] = resting | _copies(shape, s) | passing
+    moments = before | moments
+    if s.vllm_share:
+        engine = {"vLLM": s.vllm_share * cluster.memory}
+        moments["generating"] = resting | engine
+        if not s.vllm_sleeps:
+            moments = {moment: parts | engine for moment, parts in moments.items()}
+    if not s.embedded:
         largest = max(map(math.prod, [*shape.layer(), *shape.root()])) * s.weight_bytes
         bucket = max(s.bucket_bytes, largest)
         # A matrix and the adapter's product in float32, and their sum in the model's type.
@@ -510,6 +308,68 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
             | merged
         )
     return Memory(moments)
+
+
+def trained_weights(shape: Shape, settings: Settings, gpus: int) -> int:
+    """Returns the number of weights that each process trains."""
+    s = settings
+    if s.adapter_rank:
+        return shape.layers * share(shape.adapter(s.adapter_rank), gpus, s.strategy)
+    layers = shape.layers * share(shape.layer(), gpus, s.strategy)
+    return layers + share(shape.root(), gpus, s.strategy)
+
+
+def passing_bytes(shape: Shape, settings: Settings) -> int:
+    """Returns the bytes per token that one layer takes in a pass without gradient.
+
+    At its widest place: the residual stream, the input of the feed-forward, and three tensors of
+    its width; or a chosen expert's.
+    """
+    width = max(shape.width * max(shape.chosen, 1), shape.queries)
+    return settings.compute_bytes * (3 * shape.hidden + 3 * width)
+
+
+def while_decoding(shape: Shape, settings: Settings, gpus: int) -> dict[str, float]:
+    """Returns what the embedded engine holds besides the weights, by part.
+
+    The highest of two moments: the pass over prompts, and the growth of the rows' caches.
+    """
+    s = settings
+    all_rows = s.prompts_of(gpus) * s.num_generations
+    rows = s.num_generations if s.decoded_rows is None else min(s.decoded_rows, all_rows)
+    prompts = -(-rows // s.num_generations) * s.prompt_tokens
+    lengths = completion_lengths(s.completion_tokens, s.max_completion_tokens, 256)
+    own = cache_tokens(lengths, rows, s.max_completion_tokens)
+    cache = {"keys and values": (prompts + own) * cache_bytes(shape, s)}
+    logits = {"logits": 2 * rows * shape.vocab * s.compute_bytes}
+    of_prompts = min(prompts, PREFILL) * passing_bytes(shape, s)
+    of_rows = rows * passing_bytes(shape, s)
+    first = prompts + rows * min(ROOM, s.max_completion_tokens)
+    beginning = {"keys and values": first * cache_bytes(shape, s)}
+    moments = (
+        beginning | {"logits": logits["logits"], "activations": of_prompts},
+        cache | logits | {"activations": of_rows},
+    )
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def cache_tokens(lengths: Sequence[int], rows: int, limit: int) -> float:
+    """Returns the most tokens that rows' caches have room for while they grow.
+
+    A cache doubles when it is full: keys are copied first, then values, of the rows left.
+
+    Args:
+        lengths: of completions, in order.
+    """
+    room = min(ROOM, limit)
+    kept = most = float(rows * room)
+    while room < min(lengths[-1], limit):
+        left = rows * sum(n > room for n in lengths) / len(lengths)
+        room = min(2 * room, limit)
+        new = left * room
+        most = max(most, kept + new / 2, new + kept / 2)
+        kept = new
+    return most
 
 
 def base_bytes(shape: Shape, gpus: int, settings: Settings) -> float:
@@ -535,20 +395,6 @@ def _copies(shape: Shape, settings: Settings) -> dict[str, int]:
 def cache_bytes(shape: Shape, settings: Settings) -> int:
     """Returns the bytes of a token's keys and values in all layers."""
     return 2 * shape.layers * shape.keys * settings.compute_bytes
-
-
-def compute_seconds(shape: Shape, cluster: Cluster, settings: Settings) -> float:
-    """Returns the seconds that the busiest GPU multiplies in a step, without sampling."""
-    s = settings
-    p, c, rows = s.prompt_tokens, s.completion_tokens, s.num_generations
-    tokens = p + rows * c
-    attended = p * (p + 1) // 2 + rows * (c * p + c * (c + 1) // 2)
-    forward = shape.forward_flops(tokens, attended, rows * c)
-    # Frozen weights have no gradient; an adapter's own products are few.
-    passes = FORWARD_BACKWARD - (1 if s.adapter_rank else 0)
-    passes += s.gradient_checkpointing + s.reference + s.old_logprobs
-    done = s.prompts_of(cluster.gpus) * passes * forward
-    return done / (cluster.flops * cluster.utilisation)
 
 
 def checkpoint_bytes(shape: Shape, settings: Settings) -> int:
