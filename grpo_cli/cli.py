@@ -1,7 +1,8 @@
 """The `grpo` command: runs one of its verbs, prints its errors, returns its exit code.
 
-Exit codes: 0 done; 1 the run failed; 2 the command line or the recipe is wrong; 130 and 143 stopped
-by Ctrl-C and by SIGTERM, or 0 if a batch system is asked to start the run again or torchrun would.
+Exit codes: 0 done; 1 the run failed; 2 the command line or the recipe is wrong; 3 a probe found
+that the run cannot learn as it stands; 130 and 143 stopped by Ctrl-C and by SIGTERM, or 0 if a
+batch system is asked to start the run again or torchrun would.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from grpo_cli.config.compose import (
 from grpo_cli.config.interpolation import masked
 from grpo_cli.distributed.parent import die_with_torchrun
 from grpo_cli.distributed.stop_signal import is_started_again
-from grpo_cli.errors import Stopped, TrainingError, UserError, listed, nearest
+from grpo_cli.errors import CannotLearn, Stopped, TrainingError, UserError, listed, nearest
 
 # A full or read-only disk is nobody's bug; wherever it shows, it is one sentence.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -43,6 +44,7 @@ grpo: train language models with GRPO
 
   grpo train [recipe=NAME] [key=value ...]   train a model; the default recipe is arithmetic_tiny
   grpo plan [recipe=NAME] [gpu=h100-80gb]    predict memory, time and disk of a run
+  grpo probe recipe=NAME                     find out whether a run can learn, before it trains
   grpo eval CHECKPOINT [key=value ...]       evaluate a checkpoint, or any model on benchmark=NAME
   grpo score reward=NAME input=FILE          try reward functions on stored completions
   grpo show RUN [--step=N]                   print a run's completions, turn by turn
@@ -107,6 +109,8 @@ def run_command(argv: list[str]) -> int:
         return _leave(error_message(error), 2)
     except TrainingError as error:
         return _leave(str(error), 1, everywhere=error.alone)
+    except CannotLearn as found:
+        return _leave(str(found), 3)
     except Stopped as stopped:
         resumes = stopped.requeued or is_started_again()
         return _leave(str(stopped), 0 if resumes else 128 + stopped.signal)
@@ -133,7 +137,7 @@ def _leave(message: str | None, code: int, *, everywhere: bool = False) -> int:
         sys.stdout.flush()
         who = "grpo" if rank == "0" else f"grpo (process {rank})"
         print(masked(f"{who}: {message}"), file=sys.stderr)
-    elif code == 2:
+    elif code in (2, 3):
         time.sleep(PRINT_SECONDS)  # torchrun ends the others as soon as one has ended
     return code
 
@@ -175,6 +179,13 @@ def plan(argv: list[str]) -> None:
     from grpo_cli.commands import plan
 
     plan.main(argv)
+
+
+def probe(argv: list[str]) -> None:
+    """`grpo probe`: samples from the untrained policy and says whether the run can learn."""
+    from grpo_cli.commands import probe
+
+    probe.main(argv)
 
 
 def evaluate(argv: list[str]) -> None:
@@ -278,6 +289,7 @@ def rewards(argv: list[str]) -> None:
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
     "plan": plan,
+    "probe": probe,
     "eval": evaluate,
     "score": score,
     "show": show,

@@ -1,10 +1,10 @@
-"""The two kinds of failure that a user reads as one message and not as a traceback."""
+"""The kinds of failure that a user reads as one message and not as a traceback."""
 
 import difflib
 from collections.abc import Iterable
 
 
-class _Told(Exception):  # noqa: N818 - its two kinds are errors
+class _Told(Exception):  # noqa: N818 - its kinds are errors
     """An exception that ends a command with a message."""
 
     def __init__(self, message: str, *, alone: bool = False) -> None:
@@ -20,6 +20,10 @@ class UserError(_Told):
 
 class TrainingError(_Told):
     """An error that stops a running command, such as a gradient of NaN. Exit code 1."""
+
+
+class CannotLearn(_Told):
+    """A probe found that the run cannot learn as it stands. Exit code 3."""
 
 
 class Stopped(Exception):  # noqa: N818 - not an error

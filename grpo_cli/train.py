@@ -36,7 +36,7 @@ from grpo_cli.config.schedules import learning_rate
 from grpo_cli.distributed.fsdp import norm_of, zero_gradients
 from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.records import Group, Rollout, StepStats
-from grpo_cli.training import ending, evaluation, logprob_passes, resume
+from grpo_cli.training import ending, evaluation, logprob_passes, probe, resume
 from grpo_cli.training.balance import minibatch_of
 from grpo_cli.training.collect import collect, gathered
 from grpo_cli.training.credit import (
@@ -50,8 +50,14 @@ from grpo_cli.training.step_progress import StepBatch
 
 
 def train(run: Run) -> None:
-    """Runs the recipe from where `run` stands to its last step, or until it is asked to stop."""
+    """Runs the recipe from where `run` stands to its last step, or until it is asked to stop.
+
+    Raises:
+        CannotLearn: the probe before the first step said so, with probe=stop.
+    """
     try:
+        if probe.is_due(run):
+            probe.probe(run)
         if evaluation.is_due(run) and run.state.step == 0:
             evaluation.evaluate(run)
         for step in steps(run):

@@ -28,6 +28,7 @@ from grpo_cli.data import images, stored_completions
 from grpo_cli.data.conversations import text_of
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
+from grpo_cli.evaluation.estimates import quantile
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.scoring.calls import BoundReward, RewardExecutor
 from grpo_cli.scoring.scorer import RewardResult, Scorer, ScoringSession
@@ -424,11 +425,6 @@ def _moments(values: Sequence[float]) -> dict[str, float | None]:
         return {"mean": None, "std": None}
     std = statistics.stdev(values) if len(values) > 1 else 0.0
     return {"mean": math.fsum(values) / len(values), "std": std}
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Returns the smallest value that at least this share of the values does not exceed."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def agreement(scored: Sequence[Scored], labels: Sequence[bool], threshold: float) -> dict[str, Any]:

@@ -1524,6 +1524,13 @@ class Recipe:
         gt=0,
     )
     prompts_per_step: int = knob(32, "Prompts in one step, over all processes.", ge=1)
+    probe: str = knob(
+        "false",
+        "Probe the untrained policy before the first step, as `grpo probe` does with 256 "
+        "completions: print whether the run can learn and what to change, and write probe.json. "
+        "stop: end the run (exit code 3) if it cannot learn as it stands.",
+        choices=("false", "true", "stop"),
+    )
     device: str = knob(
         "auto",
         "Device to run on; auto: CUDA, else MPS, else CPU.",

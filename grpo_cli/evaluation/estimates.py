@@ -1,4 +1,4 @@
-"""Estimates pass@k, maj@k, and the interval of a mean over problems. Pure.
+"""Estimates pass@k, maj@k, quantiles, and the interval of a mean over problems. Pure.
 
 A value of a problem is a number in [0, 1]: the share of its completions that are right, its
 pass@k, its maj@k. The estimate for the benchmark is their mean over problems.
@@ -144,6 +144,11 @@ def estimate(values: Sequence[float], completions: int) -> Estimate:
     squares = math.fsum(((array - p) ** 2).tolist())
     design_effect = (squares + PRIOR) / (n * p * (1 - p) + PRIOR)
     return Estimate(p, *wilson(p, min(max(n / design_effect, n), completions)))
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Returns the smallest value that at least this share of the values does not exceed."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def wilson(p: float, n: float) -> tuple[float, float]:

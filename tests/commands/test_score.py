@@ -19,7 +19,6 @@ from grpo_cli.commands.score import (
     CHUNK,
     agreement,
     default_output,
-    quantile,
     score_samples,
     split_words,
     summarize,
@@ -433,14 +432,6 @@ def test_chunks_come_in_order_and_none_is_lost() -> None:
     assert [one.sample for one in scored] == samples
     assert [one.reward for one in scored] == [3.0 * (i % 300) for i in range(number)]
     assert max(map(len, chunks)) == CHUNK
-
-
-@pytest.mark.parametrize(
-    ("share", "expected"), [(0.5, 2.0), (0.99, 4.0), (0.25, 1.0), (0.26, 2.0), (1.0, 4.0)]
-)
-def test_quantile(share: float, expected: float) -> None:
-    assert quantile([1.0, 2.0, 3.0, 4.0], share) == expected
-    assert quantile([7.0], share) == 7.0
 
 
 def test_what_no_function_applies_to_agrees_with_neither_label() -> None:

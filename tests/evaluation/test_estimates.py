@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from grpo_cli.evaluation.estimates import Estimate, estimate, maj_at_k, pass_at_k, wilson
+from grpo_cli.evaluation.estimates import Estimate, estimate, maj_at_k, pass_at_k, quantile, wilson
 
 EVALUATIONS = 2000
 
@@ -193,3 +193,11 @@ def test_the_interval_holds_the_truth(
         found = [estimate(row, problems * n) for row in values]
         share = sum(e.low <= truth <= e.high for e in found) / EVALUATIONS
         assert lowest <= share <= highest, f"{kind}: {share}"
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.5, 2.0), (0.99, 4.0), (0.25, 1.0), (0.26, 2.0), (1.0, 4.0)]
+)
+def test_quantile(share: float, expected: float) -> None:
+    assert quantile([1.0, 2.0, 3.0, 4.0], share) == expected
+    assert quantile([7.0], share) == 7.0

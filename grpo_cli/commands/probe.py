@@ -1,0 +1,96 @@
+"""`grpo probe`: the command line of a probe. probe_run.py runs it.
+
+The two are apart because a mistake on the command line should show before torch is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from omegaconf import DictConfig
+
+from grpo_cli.config.compose import compose_and_call, given_keys, split_options
+from grpo_cli.config.knob import knob
+from grpo_cli.config.schema import Hub, Recipe, Tracking
+from grpo_cli.config.words import check_recipe_words, described, parse, recipe_key, split
+from grpo_cli.errors import UserError
+
+USAGE = """\
+grpo probe recipe=NAME [key=value ...]     sample from the untrained policy, and say whether the run
+                                           can learn
+
+Takes what `grpo train` takes, and samples and scores as it does, without training: pass rates by
+prompt, the share of groups whose rewards differ by group size, endings, lengths, rewards,
+log-probabilities, odd prompts, and a verdict with settings to change. Writes probe.json and
+completions.parquet (for `grpo show` and `grpo score`) to outputs/probe/NAME, or to output_dir.
+Exit code 3: the run cannot learn as it stands.
+
+  --json                   Print probe.json and nothing else.
+"""
+NOT_READ = ("resume", "overwrite", "probe")
+
+
+@dataclass
+class Settings:
+    """The words of `grpo probe`; all others compose the recipe."""
+
+    prompts: int = knob(32, "Prompts to sample completions of, chosen at random.", ge=1)
+    samples: int | None = knob(
+        None,
+        "Completions of each prompt; null: 16, or generation.num_generations if that is larger, "
+        "and at most 64.",
+        ge=2,
+    )
+
+
+def main(argv: list[str]) -> None:
+    """Runs `grpo probe` with the words after it.
+
+    Raises:
+        UserError: a mistake on the command line, or what `grpo train` finds wrong with the recipe.
+        TrainingError: the engine failed.
+        CannotLearn: the run cannot learn as it stands.
+    """
+    options, words = split_options(argv)
+    if {"-h", "--help"} & {*options}:
+        print(USAGE + described(Settings))
+    if {"-m", "--multirun"} & {*options}:
+        raise UserError("grpo probe: probes one recipe; -m is for grpo train and grpo eval.")
+    as_json = "--json" in options
+    options = [option for option in options if option != "--json"]
+    own, rest = split(Settings, words)
+    settings = parse(Settings, own)
+    check_recipe_words(Settings, rest)
+    for word in rest:
+        if recipe_key(word) in NOT_READ:
+            raise UserError(f"{word}: is only read by grpo train; a probe replaces its files.")
+
+    def task(cfg: DictConfig) -> None:
+        from grpo_cli.training import prepare
+
+        recipe = prepare.with_stored_dtype(prepare.parse(cfg, given_keys(cfg)))
+        prepared = prepare.for_training(without_side_effects(recipe, rest))
+        from grpo_cli.commands import probe_run
+
+        try:
+            probe_run.probe(prepared, settings.prompts, settings.samples, as_json=as_json)
+        finally:
+            prepared.close()
+
+    compose_and_call([*rest, *options], task)
+
+
+def without_side_effects(recipe: Recipe, words: list[str]) -> Recipe:
+    """Returns the recipe with a folder of its own, and without trackers and pushes."""
+    folder = recipe.output_dir
+    if not any(word.startswith("output_dir=") for word in words):
+        folder = f"outputs/probe/{recipe.recipe}"
+    return dataclasses.replace(
+        recipe,
+        output_dir=folder,
+        resume=None,
+        overwrite=False,
+        tracking=Tracking(),
+        hub=Hub(),
+    )

@@ -1,0 +1,123 @@
+"""One `grpo probe` from its model to what it writes."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console
+
+from grpo_cli.checkpoints import paths
+from grpo_cli.checkpoints.lock import Lock
+from grpo_cli.config import parsing
+from grpo_cli.data.stored_completions import images_cell
+from grpo_cli.distributed.workers import Workers
+from grpo_cli.errors import CannotLearn
+from grpo_cli.evaluation.probe.result import ProbeResult, run_probe
+from grpo_cli.evaluation.probe.sampled import Policy, Size
+from grpo_cli.evaluation.probe.tables import show
+from grpo_cli.generation.factory import make_generator
+from grpo_cli.models import loading
+from grpo_cli.models.vision import has_images
+from grpo_cli.records import Prompt
+from grpo_cli.reporting.progress import Bar
+from grpo_cli.reporting.reporter import Reporter, completion_row, write_parquet
+from grpo_cli.scoring.registry import TrainerState
+from grpo_cli.training import build
+from grpo_cli.training.prepare import Prepared
+from grpo_cli.training.probe import FILE
+
+LEAST_SAMPLES = 16  # of a prompt, unless they are given
+
+
+def probe(prepared: Prepared, prompts: int, samples: int | None, *, as_json: bool) -> None:
+    """Loads the model of a prepared recipe, probes it, writes and prints the result.
+
+    Args:
+        prompts, samples: see `commands.probe.Settings`.
+        as_json: whether standard output gets probe.json and nothing else.
+
+    Raises:
+        CannotLearn: the run cannot learn as it stands.
+    """
+    recipe = prepared.recipe
+    workers = Workers(recipe.device, recipe.mixed_precision, recipe.distributed)
+    with workers.raise_together():
+        lock = Lock(prepared.folder) if workers.is_main else None
+    try:
+        size = Size.of(recipe, prompts, samples, LEAST_SAMPLES)
+        reporter = Reporter(recipe, prepared.folder, workers.is_main and not as_json)
+        result = _probe(prepared, size, workers, reporter)
+        with workers.raise_together():
+            if workers.is_main:
+                write(prepared, result, reporter.console, as_json=as_json)
+    finally:
+        if lock is not None:
+            lock.release()
+    if not result.verdict.can_learn:
+        raise CannotLearn(result.verdict.sentence)
+
+
+def _probe(prepared: Prepared, size: Size, workers: Workers, reporter: Reporter) -> ProbeResult:
+    recipe, say = prepared.recipe, reporter.say
+    with workers.raise_together():
+        model, tokenizer, vision = build.load_policy(prepared, workers, reporter)
+    stream = build.make_stream(prepared, tokenizer, vision, reporter)
+    prompts = list(stream.prompts)
+    recipe = parsing.with_steps(recipe, len(prompts))
+    # Of streamed prompts, and of first observations, nothing is known but the limit.
+    if recipe.dataset.streaming or recipe.has_episodes:
+        prompts.append(Prompt.from_ids(prompts[0].ids[:1] * recipe.dataset.max_prompt_tokens))
+    policy_logprobs = build.make_logprobs(model, recipe, workers, reporter)
+    if recipe.model.path is not None and recipe.model.build is None:
+        loading.check_embeddings(model, recipe.model.path, prompts)
+        longest, key = recipe.generation.max_completion_tokens, "generation.max_completion_tokens"
+        loading.check_context(model, recipe.model.path, prompts, longest, key)
+    episodes = build.make_episodes(prepared, model, tokenizer, vision, say)
+    generator = make_generator(recipe, model, tokenizer, workers, prompts, say)
+    for line in prepared.scorer.descriptions:
+        say(line)
+    rows = [len(part.rows.rows) for part in prepared.train.values()]
+    bar = Bar(reporter.console, "probe", size.prompts)
+    try:
+        generator.update_weights(model, 0)
+        return run_probe(
+            Policy(
+                recipe,
+                workers,
+                tokenizer,
+                policy_logprobs,
+                generator,
+                stream,
+                prepared.scorer,
+                episodes,
+                TrainerState(max_steps=recipe.steps),
+            ),
+            size,
+            rows=None if recipe.dataset.streaming else sum(rows),
+            progress=lambda done, text: bar.update(done, text),
+        )
+    finally:
+        bar.close()
+        generator.close()
+
+
+def write(prepared: Prepared, result: ProbeResult, console: Console, *, as_json: bool) -> None:
+    """Writes probe.json and completions.parquet, and prints the result."""
+    folder, recipe = prepared.folder, prepared.recipe
+    result.write(folder / FILE)
+    with_images = recipe.log.images != "none" and has_images(g.prompt for g in result.groups)
+    rows = []
+    for g in result.groups:
+        images = images_cell(g.prompt) if with_images else None
+        rows += [completion_row(0, g, sample, images) for sample in range(len(g.rollouts))]
+    write_parquet(folder / "completions.parquet", rows)
+    if as_json:
+        print(json.dumps(result.as_data(), ensure_ascii=False))
+        return
+    show(console, recipe.recipe, result.measured, result.verdict)
+    console.print(
+        f"\nnumbers: {paths.shown(folder / FILE)}; every completion: "
+        f"{paths.shown(folder / 'completions.parquet')}",
+        markup=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,341 @@
+"""Computes the numbers of a probe from its scored groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_cli.algorithm.objective import rule_function
+from grpo_cli.algorithm.variants import parameters
+from grpo_cli.config.schedules import at_step
+from grpo_cli.config.schema import Recipe
+from grpo_cli.evaluation.estimates import Estimate, quantile
+from grpo_cli.evaluation.probe.prompt_checks import PromptChecks
+from grpo_cli.evaluation.probe.sampled import Scored, Size
+from grpo_cli.evaluation.probe.signal import (
+    SIZES,
+    RewardCounts,
+    SignalShare,
+    pass_rate,
+    signal_share,
+)
+from grpo_cli.records import Completion, Group, Rollout
+
+LENGTHS = (0.1, 0.5, 0.9, 0.99)  # quantiles
+BINS = ((0.0, 0.2), (0.2, 0.4), (0.4, 0.6), (0.6, 0.8), (0.8, 1.0))  # of rates between 0 and 1
+EXAMPLES = 3  # completions that a verdict shows
+SHOWN = 200  # characters of a text that is shown
+
+
+@dataclass(frozen=True)
+class Bin:
+    """One line of the histogram."""
+
+    label: str
+    prompts: int
+
+
+@dataclass(frozen=True)
+class RewardStats:
+    """The numbers of one reward function."""
+
+    weight: float
+    mean: float | None
+    applied: int  # completions with a value
+    none: int  # without one, failures included
+    errors: int
+    timeouts: int
+    error: str | None  # the first one
+    on_error: str  # of the recipe
+    constant: float | None  # the value, if all are the same
+    constant_groups: float  # share of prompts whose completions all have one value
+    seconds_p50: float  # of a call's completion
+    seconds_p99: float
+    scored_twice: int  # completions
+    changed: int  # of them, those with another value the second time
+
+    @property
+    def stops_the_run(self) -> bool:
+        """Whether a failure of the function ends the run."""
+        return self.errors > 0 and self.on_error == "stop"
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The difference between the trainer's and the sampler's log-probabilities, in nats."""
+
+    mean: float
+    max: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Example:
+    """A completion that a verdict shows, and what the rewards were given."""
+
+    row: int
+    prompt: str
+    completion: str
+    rewards: dict[str, float | None]
+    columns: dict[str, str]  # that the rewards read
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The numbers of a probe."""
+
+    prompts: int
+    samples: int
+    completions: int
+    num_generations: int  # of the recipe
+    right: str  # the reward of which 1 counts as right
+    is_graded: bool  # whether that reward has values other than 0 and 1
+    pass_rate: Estimate | None  # None for a graded reward
+    reward_mean: float | None
+    rates: list[tuple[int, float]]  # (row, pass rate; of a graded reward: mean of the reward)
+    histogram: list[Bin]
+    signal: list[SignalShare]  # by group size
+    own_signal: SignalShare  # of the recipe's group size
+    differing: int  # prompts whose completions, all together, have a signal
+    is_constant: bool  # whether all completions of all prompts have one reward
+    identical: float  # share of prompts whose completions are all the same tokens
+    excluded: float  # share of completions that loss.mask_truncated leaves out
+    truncated: float
+    eos: float
+    other_stops: float  # ended by a stop string, a stop token or an environment
+    stop_reasons: dict[str, float]  # of episodes: shares
+    failed_environments: float
+    environment_error: str | None
+    lengths: dict[str, float]
+    ended_length: float | None  # 99th percentile of the completions that ended
+    rewards: dict[str, RewardStats]
+    mismatch: Mismatch | None
+    sampling_seconds: float
+    scoring_seconds: float  # that scoring took after everything was sampled
+    prompt_checks: PromptChecks
+    examples: list[Example]
+
+
+def measure(
+    recipe: Recipe,
+    scored: Scored,
+    size: Size,
+    checks: PromptChecks,
+    eos_ids: Collection[int],
+    columns: Collection[str],
+) -> Measured:
+    """Returns the numbers of a probe.
+
+    Args:
+        eos_ids: tokens that the model ends a completion with.
+        columns: of the data, that the rewards read.
+    """
+    recipe = at_step(recipe, 0)[0]
+    group_size = recipe.generation.num_generations
+    right = next(n for n in (recipe.eval.accuracy, *recipe.reward) if n in recipe.reward)
+    rollouts = scored.rollouts
+    values = [v for r in rollouts if (v := r.reward_parts[right]) is not None]
+    is_graded = not {*values} <= {0.0, 1.0}
+    keys = [[signal_key(recipe, r) for r in g.rollouts] for g in scored.groups]
+    counts = [
+        RewardCounts.of(own, [r.excluded for r in g.rollouts])
+        for own, g in zip(keys, scored.groups, strict=True)
+    ]
+    rates = [(g.prompt.row, _rate(g, right, is_graded)) for g in scored.groups]
+    known = [(row, rate) for row, rate in rates if not math.isnan(rate)]
+    rewards = [r.reward for r in rollouts if r.is_scored]
+    lengths = sorted(r.completion.sampled_tokens for r in rollouts)
+    ended = sorted(
+        r.completion.sampled_tokens for r in rollouts if r.completion.finish_reason == "stop"
+    )
+    failed = [r.completion for r in rollouts if r.completion.environment_failed]
+    stops = Counter(end_of(r.completion, eos_ids) for r in rollouts)
+    every_key = {key for own in keys for key in own}
+    return Measured(
+        prompts=len(scored.groups),
+        samples=size.samples,
+        completions=len(rollouts),
+        num_generations=group_size,
+        right=right,
+        is_graded=is_graded,
+        pass_rate=None if is_graded or not known else pass_rate(_rights(scored.groups, right)),
+        reward_mean=math.fsum(rewards) / len(rewards) if rewards else None,
+        rates=known,
+        histogram=histogram([rate for _, rate in known], is_graded),
+        signal=[signal_share(counts, n) for n in SIZES],
+        own_signal=signal_share(counts, group_size),
+        differing=sum(c.without_signal(c.completions) < 1 for c in counts),
+        is_constant=len(every_key) == 1,
+        identical=_share(len({tuple(r.completion.ids) for r in g.rollouts}) == 1
+                         for g in scored.groups),
+        excluded=_share(r.excluded for r in rollouts),
+        truncated=stops["length"] / len(rollouts),
+        eos=stops["eos"] / len(rollouts),
+        other_stops=stops["other"] / len(rollouts),
+        stop_reasons=_shares(r.completion.stop_reason for r in rollouts),
+        failed_environments=len(failed) / len(rollouts),
+        environment_error=(failed[-1].env_error or failed[-1].stop_reason) if failed else None,
+        lengths={f"p{100 * q:g}": float(quantile(lengths, q)) for q in LENGTHS}
+        | {"mean": sum(lengths) / len(lengths), "max": float(lengths[-1])},
+        ended_length=float(quantile(ended, 0.99)) if ended else None,
+        rewards={name: _stats(recipe, scored, name) for name in recipe.reward},
+        mismatch=_mismatch(scored.gaps),
+        sampling_seconds=scored.sampling_seconds,
+        scoring_seconds=scored.scoring_seconds,
+        prompt_checks=checks,
+        examples=[_example(r, columns) for r in _worth_showing(scored.groups)],
+    )  # fmt: skip
+
+
+def signal_key(recipe: Recipe, rollout: Rollout) -> Hashable | None:
+    """Returns what has to differ between the rollouts of a group for an advantage.
+
+    The reward; the reward of each function, for rules that normalise them apart; the rewarded
+    steps. None where no reward function applied.
+    """
+    if not rollout.is_scored:
+        return None
+    steps = tuple(
+        (name, tuple(value for _, value in of)) for name, of in rollout.step_rewards.items()
+    )
+    if "parts" in parameters(rule_function(recipe.advantage))[0]:
+        return tuple(rollout.reward_parts.items()), steps
+    return rollout.outcome_reward, steps
+
+
+def end_of(completion: Completion, eos_ids: Collection[int]) -> str:
+    """Returns how a completion ended: `length`, `eos` or `other`."""
+    if completion.finish_reason == "length":
+        return "length"
+    own = [i for i, s in zip(completion.ids, completion.sampled_mask.tolist(), strict=True) if s]
+    return "eos" if own and own[-1] in eos_ids else "other"
+
+
+def _rights(groups: Sequence[Group], right: str) -> list[list[bool]]:
+    found = [
+        [v == 1 for r in g.rollouts if (v := r.reward_parts[right]) is not None] for g in groups
+    ]
+    return [own for own in found if own]
+
+
+def _rate(group: Group, right: str, is_graded: bool) -> float:
+    """Returns the pass rate of a prompt, or the mean of its rewards; NaN without any."""
+    if is_graded:
+        values = [r.reward for r in group.rollouts if r.is_scored]
+    else:
+        values = [v for r in group.rollouts if (v := r.reward_parts[right]) is not None]
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def histogram(rates: Sequence[float], is_graded: bool) -> list[Bin]:
+    """Returns the numbers of prompts by rate: exactly 0, between, exactly 1.
+
+    Of a graded reward: by mean reward, in as many parts of its range.
+    """
+    if not rates:
+        return []
+    if not is_graded:
+        between = [r for r in rates if 0 < r < 1]
+        last = BINS[-1][1]
+        bins = [
+            Bin(f"{low:g} to {high:g}", sum(low <= r < high or r == high == last for r in between))
+            for low, high in BINS
+        ]
+        zeros, ones = rates.count(0.0), rates.count(1.0)
+        return [Bin("0", zeros), *bins, Bin("1", ones)]
+    low, high = min(rates), max(rates)
+    if low == high:
+        return [Bin(f"{low:.3g}", len(rates))]
+    width, number = (high - low) / len(BINS), len(BINS)
+    places = Counter(min(int((r - low) / width), number - 1) for r in rates)
+    return [
+        Bin(f"{low + i * width:.3g} to {low + (i + 1) * width:.3g}", places[i])
+        for i in range(number)
+    ]
+
+
+def _stats(recipe: Recipe, scored: Scored, name: str) -> RewardStats:
+    results, config = scored.results[name], recipe.reward[name]
+    values = [v.value for v in results if v.value is not None]
+    failures = [v for v in results if v.error is not None and not v.timed_out]
+    seconds = sorted(v.seconds for v in results if v.seconds > 0) or [0.0]  # 0: from the cache
+    of_groups = [{r.reward_parts[name] for r in g.rollouts} - {None} for g in scored.groups]
+    of_groups = [own for own in of_groups if own]
+    again = scored.again[name]
+    return RewardStats(
+        weight=config.weight,
+        mean=math.fsum(values) / len(values) if values else None,
+        applied=len(values),
+        none=len(results) - len(values),
+        errors=len(failures),
+        timeouts=sum(v.timed_out for v in results),
+        error=failures[0].error if failures else None,
+        on_error=config.on_error,
+        constant=values[0] if values and len({*values}) == 1 else None,
+        constant_groups=_share(len(own) == 1 for own in of_groups),
+        seconds_p50=quantile(seconds, 0.5),
+        seconds_p99=quantile(seconds, 0.99),
+        scored_twice=len(again),
+        changed=sum(first.value != second.value for first, second in again),
+    )
+
+
+def _mismatch(gaps: Sequence[float]) -> Mismatch | None:
+    if not gaps:
+        return None
+    return Mismatch(math.fsum(gaps) / len(gaps), max(gaps), len(gaps))
+
+
+def _worth_showing(groups: Sequence[Group]) -> list[Rollout]:
+    """Returns the first completion of some groups that lie far apart."""
+    step = max(1, len(groups) // EXAMPLES)
+    return [g.rollouts[0] for g in groups[::step][:EXAMPLES]]
+
+
+def _example(rollout: Rollout, columns: Collection[str]) -> Example:
+    prompt, known = rollout.prompt, rollout.prompt.columns
+    text = prompt.text if isinstance(prompt.text, str) else str(prompt.text[-1]["content"])
+    return Example(
+        row=prompt.row,
+        prompt=shortened(text, from_end=True),
+        completion=shortened(rollout.text),
+        rewards=dict(rollout.reward_parts),
+        columns={name: shortened(str(known[name])) for name in columns if name in known},
+    )
+
+
+def shortened(text: str, *, from_end: bool = False) -> str:
+    """Returns the beginning or the end of a text."""
+    if len(text) <= SHOWN:
+        return text
+    return "…" + text[-SHOWN + 1 :] if from_end else text[: SHOWN - 1] + "…"
+
+
+def _share(flags: Iterable[bool]) -> float:
+    found = [*flags]
+    return sum(found) / len(found) if found else 0.0
+
+
+def _shares(names: Iterable[str]) -> dict[str, float]:
+    counts = Counter(filter(None, names))
+    total = sum(counts.values())
+    return {name: count / total for name, count in counts.most_common()}
+
+
+def as_data(measured: Measured) -> dict[str, Any]:
+    """Returns the numbers as JSON has them: NaN and infinity are null."""
+    return _plain(dataclasses.asdict(measured))  # type: ignore[no-any-return]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,71 @@
+"""Runs a probe from its prompts to its verdict; the result as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_cli.evaluation.probe.measure import Measured, as_data, measure
+from grpo_cli.evaluation.probe.prompt_checks import check_prompts
+from grpo_cli.evaluation.probe.sampled import Policy, Size, sample_and_score
+from grpo_cli.evaluation.probe.verdict import Verdict, judge
+from grpo_cli.models import loading
+from grpo_cli.records import Group
+from grpo_cli.reporting.reporter import write_text
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The numbers of a probe and what follows from them; the same on every process."""
+
+    measured: Measured
+    verdict: Verdict
+    groups: list[Group]
+
+    def as_data(self) -> dict[str, Any]:
+        """Returns the result as probe.json has it."""
+        verdict = self.verdict
+        return {
+            "can_learn": verdict.can_learn,
+            "verdict": verdict.sentence,
+            "findings": [asdict(finding) for finding in verdict.findings],
+            **as_data(self.measured),
+        }
+
+    def write(self, path: Path) -> None:
+        """Writes probe.json."""
+        write_text(path, json.dumps(self.as_data(), indent=2, ensure_ascii=False) + "\n")
+
+
+def run_probe(
+    policy: Policy,
+    size: Size,
+    *,
+    rows: int | None = None,
+    progress: Callable[[int, str], None] = lambda done, text: None,
+    interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> ProbeResult:
+    """Samples, scores, measures and judges; collective.
+
+    Args:
+        rows: number of rows of the data, where it is known.
+        progress, interruptible: see `sample_and_score`.
+
+    Raises:
+        TrainingError, Interrupted: see `sample_and_score`.
+    """
+    scored = sample_and_score(policy, size, progress, interruptible)
+    rewards = policy.scorer.rewards
+    checks = check_prompts(policy.recipe, policy.stream.prompts, policy.tokenizer, rewards, rows)
+    signatures = [reward.signature for reward in rewards.values()]
+    columns = list(dict.fromkeys(c for s in signatures for c in (*s.required, *s.optional)))
+    eos_ids = {
+        *loading.eos_ids(policy.logprobs.model.generation_config, policy.tokenizer),
+        *policy.recipe.generation.stop_token_ids,
+    }
+    measured = measure(policy.recipe, scored, size, checks, eos_ids, columns)
+    return ProbeResult(measured, judge(policy.recipe, measured), scored.groups)

@@ -1,0 +1,145 @@
+"""Estimates the share of groups whose rewards differ, for any group size. Pure.
+
+A group of G completions trains only if its rewards are not all equal. From n completions of each of
+some prompts the share of such groups is estimated
+
+- for G <= n without bias: by the share of all draws of G of the n completions whose rewards differ;
+- for G > n by bounds that assume nothing about how the rates of prompts are distributed.
+
+Two prompts with n = 4 completions, rewards 1 0 0 0 and 0 0 0 0: of the 6 pairs of the first prompt
+3 differ, and none of the second, so that the share for G = 2 is (3/6 + 0) / 2 = 0.25.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_cli.evaluation.estimates import Estimate, estimate
+
+SIZES = (2, 4, 8, 16, 32, 64)
+RESAMPLES = 1000  # of the prompts, for the interval of an upper bound
+FEW = 8  # prompts with a difference below which resampling says little
+
+
+@dataclass(frozen=True)
+class RewardCounts:
+    """The completions of one prompt, counted by their reward."""
+
+    trained: tuple[int, ...]  # by reward: completions that train
+    excluded: tuple[int, ...] = ()  # by reward, too: those that loss.mask_truncated leaves out
+    none: int = 0  # to which no reward function applied
+
+    @classmethod
+    def of(cls, rewards: Sequence[Hashable | None], excluded: Sequence[bool] = ()) -> RewardCounts:
+        """Counts rewards, of which None is one that is not there."""
+        left_out = excluded or [False] * len(rewards)
+        pairs = [p for p in zip(rewards, left_out, strict=True) if p[0] is not None]
+        trains = Counter(reward for reward, is_out in pairs if not is_out)
+        others = Counter(reward for reward, is_out in pairs if is_out)
+        values = [*(trains | others)]
+        return cls(
+            tuple(trains[v] for v in values),
+            tuple(others[v] for v in values),
+            len(rewards) - len(pairs),
+        )
+
+    @property
+    def completions(self) -> int:
+        """The number of completions."""
+        return sum(self.trained) + sum(self.excluded) + self.none
+
+    def without_signal(self, size: int) -> float:
+        """Returns the probability that `size` completions, drawn without replacement, do not train.
+
+        Their rewards are all equal (those that are there), or all of them are excluded:
+
+            P(equal) + P(excluded) - P(equal and excluded),   P(equal) = Σ_v C(c_v, G) / C(n, G)
+
+        for counts c_v of the distinct rewards; m completions without a reward may join any value,
+        hence C(c_v + m, G) - C(m, G), and C(m, G) once. In whole numbers up to the one division.
+        """
+        assert 1 <= size <= self.completions, f"draws {size} of {self.completions} completions"
+        left_out = self.excluded or (0,) * len(self.trained)
+        both = [a + b for a, b in zip(self.trained, left_out, strict=True)]
+        ways = _equal(both, self.none, size)
+        ways += math.comb(sum(left_out) + self.none, size) - _equal(left_out, self.none, size)
+        return ways / math.comb(self.completions, size)
+
+
+def _equal(counts: Sequence[int], none: int, size: int) -> int:
+    """Returns the draws of `size` completions whose rewards, if there are any, are equal."""
+    joined = math.comb(none, size)
+    return sum(math.comb(c + none, size) - joined for c in counts) + joined
+
+
+@dataclass(frozen=True)
+class SignalShare:
+    """The share of groups of one size whose rewards differ, with a 95% interval."""
+
+    size: int
+    share: float | None  # None beyond the completions of a prompt: there are only bounds
+    low: float
+    high: float
+
+    @property
+    def is_bounds(self) -> bool:
+        """Whether the size is beyond the completions of a prompt."""
+        return self.share is None
+
+
+def signal_share(prompts: Sequence[RewardCounts], size: int) -> SignalShare:
+    """Returns the share of groups of `size` completions whose rewards differ.
+
+    Up to the n completions of a prompt it is unbiased, and its interval is that of a mean over
+    prompts (`estimates.estimate`). Beyond, see `bounds`.
+
+    Args:
+        prompts: with the same number of completions each, at least 2.
+    """
+    most = min(counts.completions for counts in prompts)
+    if size > most:
+        return bounds(prompts, size)
+    values = [1 - counts.without_signal(size) for counts in prompts]
+    found = estimate(values, sum(counts.completions for counts in prompts))
+    return SignalShare(size, found.value, found.low, found.high)
+
+
+def bounds(prompts: Sequence[RewardCounts], size: int) -> SignalShare:
+    """Returns bounds of the share for more completions than were sampled of a prompt.
+
+    With q the probability that a completion of a prompt has its value, a group of G is equal with
+    m_G = E[Σ_v q_v^G] over prompts: a sequence of moments. Whatever the distribution over prompts,
+
+        m_G <= m_n                              a larger group never loses its signal
+        m_G >= m_n (m_n / m_(n-1))^(G - n)      log m is convex in G (Hölder)
+        m_G >= m_n^(G / n)                      (Lyapunov), weaker, but of m_n only
+
+    The lower end is the lower 95% limit of 1 - m_n. The upper end resamples the prompts for the
+    second line; where fewer than FEW prompts have a difference it is the third line, at the upper
+    limit of 1 - m_n. Excluded completions and those without a reward make further terms q^G, of
+    which some are subtracted: then the bounds are approximate.
+    """
+    most = min(counts.completions for counts in prompts)
+    assert most >= 2, "a group has two completions"
+    at_most = signal_share(prompts, most)
+    assert at_most.share is not None, "there are as many completions"
+    loose = 1 - (1 - at_most.high) ** (size / most)
+    equal = np.array([counts.without_signal(most) for counts in prompts])  # [P]
+    before = np.array([counts.without_signal(most - 1) for counts in prompts])  # [P]
+    if (before < 1).sum() < FEW or not equal.any():
+        return SignalShare(size, None, at_most.low, loose)
+    drawn = np.random.default_rng(0).integers(len(equal), size=(RESAMPLES, len(equal)))
+    m, m_before = equal[drawn].mean(-1), before[drawn].mean(-1)  # [RESAMPLES]
+    sharp = 1 - m * (m / np.maximum(m_before, 1e-300)) ** (size - most)
+    high = max(float(np.quantile(sharp, 0.975)), at_most.high)
+    return SignalShare(size, None, at_most.low, min(high, loose))
+
+
+def pass_rate(rights: Sequence[Sequence[bool]]) -> Estimate:
+    """Returns the share of completions that are right, with an interval clustered by prompt."""
+    return estimate([sum(own) / len(own) for own in rights], sum(map(len, rights)))

@@ -1,0 +1,69 @@
+"""The probe before the first step of a run (probe=true): a short form of `grpo probe`."""
+
+from __future__ import annotations
+
+from grpo_cli.errors import CannotLearn
+from grpo_cli.evaluation.probe.result import run_probe
+from grpo_cli.evaluation.probe.sampled import Policy, Size
+from grpo_cli.evaluation.probe.tables import verdict_lines
+from grpo_cli.models.policy_logprobs import PolicyLogprobs
+from grpo_cli.training.run import Run
+
+COMPLETIONS = 256
+LEAST_PROMPTS = 16
+LEAST_SAMPLES = 8  # of a prompt
+FILE = "probe.json"
+
+
+def is_due(run: Run) -> bool:
+    """Whether the run is about to take its first step, and its recipe asks for a probe."""
+    return run.recipe.probe != "false" and run.state.step == 0 and run.recovery.progress is None
+
+
+def probe(run: Run) -> None:
+    """Samples from the untrained policy, prints the verdict and writes probe.json.
+
+    Nothing of it stays in the run: neither random numbers nor what was found out about its model.
+
+    Raises:
+        CannotLearn: the run cannot learn as it stands, and the recipe says probe=stop.
+        TrainingError: the engine, a sandbox or the event loop of a reward failed.
+        Interrupted: the run has to end first.
+    """
+    recipe, say = run.recipe, run.reporter.say
+    size = Size.of(recipe, LEAST_PROMPTS, None, LEAST_SAMPLES)
+    size = Size(max(LEAST_PROMPTS, COMPLETIONS // size.samples), size.samples)
+    policy = Policy(
+        recipe,
+        run.workers,
+        run.tokenizer,
+        own_logprobs(run),
+        run.generator,
+        run.queue.stream,
+        run.scorer,
+        run.queue.episodes,
+        run.trainer_state(),
+    )
+    result = run_probe(policy, size, interruptible=run.interrupts.interruptible)
+    with run.workers.raise_together():
+        if run.workers.is_main:
+            result.write(run.folder / FILE)
+    m = result.measured
+    say(f"probe of {m.prompts} prompts x {m.samples} completions:")
+    for line in verdict_lines(m, result.verdict):
+        say(f"  {line}")
+    if recipe.probe == "stop" and not result.verdict.can_learn:
+        raise CannotLearn(f"{result.verdict.sentence} (probe=true trains nevertheless)")
+
+
+def own_logprobs(run: Run) -> PolicyLogprobs:
+    """Returns what computes the probe's log-probabilities, uncompiled; the run's has no part."""
+    update, workers = run.recipe.update, run.workers
+    return PolicyLogprobs(
+        run.policy,
+        packed=update.packing,
+        chunked=update.chunked_logits,
+        autocast=workers.autocast,
+        say=lambda text: None,
+        agree_on=workers.first if workers.runs_in_lockstep else lambda mismatch: mismatch,
+    )

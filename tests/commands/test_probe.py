@@ -1,0 +1,136 @@
+"""`grpo probe`: its words, what it prints and writes, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_cli import cli
+from grpo_cli.commands.probe import without_side_effects
+from grpo_cli.config.schema import Hub, Recipe, Tracking
+from tests.tables import table
+
+Grpo = Callable[..., tuple[int, str, str]]
+
+ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+# The smallest run that there is, and a reward that any model gets at times.
+SMALL = (
+    "recipe=arithmetic_tiny", "dataset.train=rows.jsonl", "dataset.eval=null", "steps=4",
+    "prompts_per_step=4", "model.build.hidden_size=16", "model.build.intermediate_size=32",
+    "model.build.num_layers=1", "model.build.num_heads=2", "model.build.num_kv_heads=1",
+    "model.build.warmup_steps=3", "generation.max_completion_tokens=6", "reward=[length]",
+    "reward.length.args.target=3", "tracking=tensorboard", "eval.every=0",
+)  # fmt: skip
+
+
+@pytest.fixture
+def grpo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Grpo:
+    """Runs a command line in this process, in a folder with rows.jsonl."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["grpo"])
+    monkeypatch.setenv("COLUMNS", "100")
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = cli.run_command([*words])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run
+
+
+@table(
+    "words, message",
+    [
+        (["prompts=0"], "prompts = 0: must be >= 1."),
+        (["samples=1"], "samples = 1: must be >= 2."),
+        (["samples=few"], "samples = few: must be a whole number, >= 2."),
+        (["prompt=5"], "prompt: there is no such word; there are prompts, samples"),
+        (["resume=auto"], "resume=auto: is only read by grpo train"),
+        (["probe=true"], "probe=true: is only read by grpo train"),
+        (["-m", "seed=1,2"], "grpo probe: probes one recipe"),
+        (["recipe=arithmetic_tini"], "Did you mean arithmetic_tiny"),
+        (["dataset.train=gone.jsonl"], "dataset.train = gone.jsonl: there is no such file"),
+        (["dataset.train=rows.jsonl", "output_dir=run"], "output_dir = run: holds a run already"),
+    ],
+)
+def test_a_mistake_is_one_sentence(grpo: Grpo, words: list[str], message: str) -> None:
+    code, out, err = grpo("probe", *words)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.runs
+def test_help_lists_its_words_and_the_recipe(grpo: Grpo) -> None:
+    code, out, _ = grpo("probe", "--help")
+    assert code == 0
+    assert "prompts=32" in out
+    assert "Exit code 3" in out
+    assert "arithmetic_tiny" in out
+
+
+def test_it_neither_tracks_nor_pushes() -> None:
+    recipe = Recipe(
+        recipe="mine",
+        output_dir="outputs/mine",
+        hub=Hub(repo="me/mine"),
+        tracking=Tracking(backend=["wandb"]),
+    )
+    found = without_side_effects(recipe, ["seed=3"])
+    assert (found.output_dir, found.hub, found.tracking) == (
+        "outputs/probe/mine",
+        Hub(),
+        Tracking(),
+    )
+    assert without_side_effects(recipe, ["output_dir=outputs/mine"]).output_dir == "outputs/mine"
+
+
+@pytest.mark.runs
+def test_what_it_prints_and_writes(grpo: Grpo) -> None:
+    code, out, err = grpo("probe", *SMALL, "prompts=6", "samples=4")
+    assert (code, err) == (0, ""), err
+    folder = Path("outputs/probe/arithmetic_tiny")
+    assert sorted(p.name for p in folder.iterdir()) == [
+        ".lock", "completions.parquet", "probe.json",
+    ]  # fmt: skip
+    found = json.loads((folder / "probe.json").read_text())
+    assert (found["prompts"], found["samples"], found["completions"]) == (6, 4, 24)
+    assert [s["share"] is None for s in found["signal"]] == [False, False, True, True, True, True]
+    assert found["verdict"] in out.splitlines()
+    for said in (
+        "share of groups",
+        "<- generation.num_generations",
+        "#####",
+        "log-probs",
+        "length",
+    ):
+        assert said in out
+    code, out, _ = grpo("show", str(folder), "--number=2")
+    assert code == 0
+    assert "2 of 24 completions" in out
+    code, out, err = grpo("score", "reward=exact_match", f"input={folder}")
+    assert code == 0, err
+
+
+@pytest.mark.runs
+def test_json_and_the_exit_code_of_a_run_that_cannot_learn(grpo: Grpo) -> None:
+    words = ("prompts=4", "samples=2", "reward.length.args.target=5000", "--json")
+    code, out, err = grpo("probe", *SMALL, *words, "generation.temperature=0.0001")
+    assert code == 3
+    found: dict[str, Any] = json.loads(out)
+    assert not found["can_learn"]
+    assert found["findings"][0]["name"] == "identical"
+    assert err == f"grpo: {found['verdict']}\n"
+    # The same command again: the same completions, whatever else was drawn in this process.
+    _, again, _ = grpo("probe", *SMALL, *words, "generation.temperature=0.0001")
+    assert json.loads(again)["rates"] == found["rates"]

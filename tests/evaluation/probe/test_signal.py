@@ -1,0 +1,119 @@
+"""The share of groups with a signal: by hand, by all draws, and by simulated probes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from grpo_cli.evaluation.probe.signal import RewardCounts, bounds, pass_rate, signal_share
+
+PROBES = 200
+PROMPTS, SAMPLES = 32, 16  # the defaults of `grpo probe`
+
+# The rate of right completions of a prompt.
+RATES: dict[str, Callable[[random.Random], float]] = {
+    "0": lambda rng: 0.0,
+    "1": lambda rng: 1.0,
+    "0.5": lambda rng: 0.5,
+    "a mixture of 0, 0.5 and 1": lambda rng: rng.choice([0.0, 0.5, 1.0]),
+    "a mixture of 0 and 0.05": lambda rng: rng.choice([0.0, 0.05]),
+    "uniform": lambda rng: rng.random(),
+}
+# Mean over prompts of the rate, and of p^G + (1 - p)^G.
+MEANS: dict[str, float] = {"0": 0, "1": 1, "0.5": 0.5, "a mixture of 0, 0.5 and 1": 0.5,
+                           "a mixture of 0 and 0.05": 0.025, "uniform": 0.5}  # fmt: skip
+EQUAL: dict[str, Callable[[int], float]] = {
+    "0": lambda size: 1.0,
+    "1": lambda size: 1.0,
+    "0.5": lambda size: 2 * 0.5**size,
+    "a mixture of 0, 0.5 and 1": lambda size: (1 + 2 * 0.5**size + 1) / 3,
+    "a mixture of 0 and 0.05": lambda size: (1 + 0.05**size + 0.95**size) / 2,
+    "uniform": lambda size: 2 / (size + 1),
+}
+
+
+def test_by_hand() -> None:
+    one_right, none_right = RewardCounts.of([1, 0, 0, 0]), RewardCounts.of([0, 0, 0, 0])
+    assert one_right.without_signal(2) == 0.5  # 3 of the 6 pairs hold the right one
+    assert one_right.without_signal(4) == 0.0
+    assert none_right.without_signal(2) == 1.0
+    assert signal_share([one_right, none_right], 2).share == 0.25
+    # Two of each of three values: of the 15 pairs 3 are equal.
+    assert RewardCounts.of([0, 0, 0.5, 0.5, 1, 1]).without_signal(2) == pytest.approx(3 / 15)
+    # Without a reward: of the pairs of (1, 0, none) only the first has a signal.
+    assert RewardCounts.of([1, 0, None]).without_signal(2) == pytest.approx(2 / 3)
+    # Truncated and left out: 1 0 | 0 0, of which the pair of excluded ones does not train.
+    out = RewardCounts.of([1, 0, 1, 0], [False, False, True, True])
+    assert out.without_signal(2) == pytest.approx((2 + 1) / 6)
+
+
+def trains(rewards: list[int | None], excluded: list[bool]) -> bool:
+    there = {r for r in rewards if r is not None}
+    left = [not e for r, e in zip(rewards, excluded, strict=True) if r is not None]
+    return len(there) > 1 and any(left)
+
+
+def test_it_is_the_share_of_all_draws() -> None:
+    rng = random.Random(0)
+    for _ in range(60):
+        n = rng.randint(2, 7)
+        rewards: list[int | None] = [rng.choice([0, 0, 1, 2, None]) for _ in range(n)]
+        excluded = [rng.random() < 0.3 for _ in range(n)]
+        counts = RewardCounts.of(rewards, excluded)
+        assert counts.completions == n
+        for size in range(1, n + 1):
+            draws = [*itertools.combinations(range(n), size)]
+            silent = [not trains([rewards[i] for i in d], [excluded[i] for i in d]) for d in draws]
+            assert counts.without_signal(size) == pytest.approx(sum(silent) / len(draws))
+
+
+def test_no_draw_is_larger_than_what_was_sampled() -> None:
+    with pytest.raises(AssertionError, match="draws 3 of 2"):
+        RewardCounts.of([0, 1]).without_signal(3)
+
+
+def simulated(name: str, seed: int) -> list[list[int]]:
+    rng = random.Random(f"{name}/{seed}")
+    rates = [RATES[name](rng) for _ in range(PROMPTS)]
+    return [[int(rng.random() < rate) for _ in range(SAMPLES)] for rate in rates]
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_the_intervals_cover_the_truth(name: str) -> None:
+    covered = dict.fromkeys(("rate", 2, 8, 16, 64), 0)
+    total = dict.fromkeys((2, 8, 16), 0.0)
+    for seed in range(PROBES):
+        rewards = simulated(name, seed)
+        rate = pass_rate([[reward == 1 for reward in own] for own in rewards])
+        covered["rate"] += rate.low <= MEANS[name] + 1e-9 and MEANS[name] <= rate.high + 1e-9
+        prompts = [RewardCounts.of(own) for own in rewards]
+        for size in (2, 8, 16, 64):
+            found, truth = signal_share(prompts, size), 1 - EQUAL[name](size)
+            covered[size] += found.low <= truth + 1e-9 and truth <= found.high + 1e-9
+            if found.share is not None:
+                total[size] += found.share / PROBES
+    # Of 200 intervals that hold the truth with a probability of 0.95, fewer than 183 (0.915) do
+    # in 1.5 % of all cases.
+    assert min(covered.values()) >= 0.915 * PROBES, covered
+    for size, mean in total.items():  # unbiased: within 4 standard errors of at most 0.09 each
+        assert mean == pytest.approx(1 - EQUAL[name](size), abs=4 * 0.09 / math.sqrt(PROBES))
+
+
+def test_bounds_hold_between_what_is_known_and_what_may_be() -> None:
+    solved = [RewardCounts.of([1] * 8)] * 20
+    half = [RewardCounts.of([0, 1] * 4)] * 20
+    both = bounds([*solved, *half], 64)
+    assert both.is_bounds
+    assert both.low == signal_share([*solved, *half], 8).low
+    assert both.low < 0.5 < both.high < 0.7, "solved prompts stay without a signal"
+    nothing = bounds(solved, 64)
+    assert nothing.low == 0.0
+    assert signal_share(solved, 8).high < nothing.high < 1, "rare differences may be there"
+    # m_8 = 5/8 with differences in every prompt's 8 draws but at 1 of 8: at most (m_8 / m_7)^56.
+    rare = [RewardCounts.of([1] + [0] * 7)] * 5 + [RewardCounts.of([0] * 8)] * 35
+    found = bounds(rare, 16)
+    assert found.low < 5 / 40 < found.high < 0.5

@@ -1,0 +1,175 @@
+"""What a probe concludes from its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from grpo_cli.config.schema import Advantage, Dataset, Generation, Recipe, Reward
+from grpo_cli.evaluation.estimates import Estimate
+from grpo_cli.evaluation.probe.measure import Measured, Mismatch, RewardStats
+from grpo_cli.evaluation.probe.prompt_checks import PromptChecks
+from grpo_cli.evaluation.probe.signal import SignalShare
+from grpo_cli.evaluation.probe.verdict import Finding, Verdict, judge
+from tests.tables import table
+
+REWARD = RewardStats(
+    weight=1.0, mean=0.5, applied=512, none=0, errors=0, timeouts=0, error=None, on_error="stop",
+    constant=None, constant_groups=0.2, seconds_p50=1e-4, seconds_p99=2e-4, scored_twice=64,
+    changed=0,
+)  # fmt: skip
+CHECKS = PromptChecks(
+    prompts=1000, rows=1000, kept=1000, cut=0, duplicates=0, blank=0, without_bos=0, double_bos=0,
+    unknown_tokens=0.0, longest=20, unused_template=False,
+)  # fmt: skip
+SHARES = ((2, 0.3), (4, 0.5), (8, 0.7), (16, 0.8))
+
+
+def shares(*values: tuple[int, float]) -> list[SignalShare]:
+    return [SignalShare(size, share, share - 0.05, share + 0.05) for size, share in values]
+
+
+HEALTHY = Measured(
+    prompts=32, samples=16, completions=512, num_generations=8, right="exact_match",
+    is_graded=False, pass_rate=Estimate(0.5, 0.4, 0.6), reward_mean=0.5,
+    rates=[(row, 0.5) for row in range(32)], histogram=[],
+    signal=[*shares(*SHARES), SignalShare(32, None, 0.75, 0.95)],
+    own_signal=shares((8, 0.7))[0], differing=25, is_constant=False, identical=0.0, excluded=0.0,
+    truncated=0.02, eos=0.98, other_stops=0.0, stop_reasons={}, failed_environments=0.0,
+    environment_error=None, lengths={"p50": 4.0}, ended_length=6.0,
+    rewards={"exact_match": REWARD}, mismatch=Mismatch(1e-7, 1e-6, 100), sampling_seconds=5.0,
+    scoring_seconds=0.1, prompt_checks=CHECKS, examples=[],
+)  # fmt: skip
+NO_SIGNAL: dict[str, Any] = {
+    "differing": 0,
+    "own_signal": SignalShare(8, 0.0, 0.0, 0.1),
+    "reward_mean": 0.0,
+    "rewards": {"exact_match": replace(REWARD, constant=0.0, constant_groups=1.0, mean=0.0)},
+}
+RECIPE = Recipe(reward={"exact_match": Reward("exact_match")})
+
+
+def judged(changes: dict[str, Any], recipe: Recipe = RECIPE) -> Verdict:
+    return judge(recipe, replace(HEALTHY, **changes))
+
+
+def first(verdict: Verdict) -> Finding:
+    return verdict.findings[0]
+
+
+def test_a_healthy_run() -> None:
+    verdict = judged({})
+    assert verdict.can_learn
+    assert verdict.findings == []
+    assert "0.70 [0.65, 0.75] of the groups of 8 completions" in verdict.sentence
+
+
+@table(
+    "changes, name, words",
+    [
+        ({"is_constant": True}, "constant", ["512 completions of 32 prompts", "reward 0"]),
+        ({"is_constant": False}, "depends_on_prompt", ["never between the completions"]),
+        ({"is_constant": True, "identical": 1.0}, "identical", ["generation.temperature = 1"]),
+        ({"is_constant": True, "truncated": 1.0}, "truncated", ["max_completion_tokens = 256"]),
+        ({"excluded": 1.0, "truncated": 1.0}, "truncated", ["loss.mask_truncated"]),
+        (
+            {"rewards": {"exact_match": replace(REWARD, applied=0, none=512, mean=None)}},
+            "no_reward",
+            ["None"],
+        ),
+        (
+            {
+                "is_constant": True,
+                "reward_mean": 1.0,
+                "rewards": {"exact_match": replace(REWARD, constant=1.0, mean=1.0)},
+            },
+            "solved",
+            ["nothing left to learn"],
+        ),
+    ],
+)
+def test_runs_without_a_signal(changes: dict[str, Any], name: str, words: list[str]) -> None:
+    verdict = judged(NO_SIGNAL | changes)
+    assert not verdict.can_learn
+    assert first(verdict).name == name
+    assert verdict.sentence.startswith("The run cannot learn as it stands: ")
+    for word in words:
+        assert word in verdict.sentence
+
+
+@table(
+    "changes, name, stops",
+    [
+        ({"rewards": {"exact_match": replace(REWARD, errors=3)}}, "reward_error", True),
+        (
+            {"rewards": {"exact_match": replace(REWARD, errors=3, on_error="count")}},
+            "reward_error",
+            False,
+        ),
+        ({"failed_environments": 0.3, "environment_error": "gone"}, "environment_error", True),
+        ({"mismatch": Mismatch(1.5, 9.0, 100)}, "mismatch", True),
+        ({"mismatch": Mismatch(0.2, 9.0, 100)}, "mismatch", False),
+        ({"prompt_checks": replace(CHECKS, cut=1000)}, "prompts_cut", True),
+        ({"prompt_checks": replace(CHECKS, cut=100)}, "prompts_cut", False),
+        ({"prompt_checks": replace(CHECKS, kept=500)}, "prompts_dropped", False),
+        ({"prompt_checks": replace(CHECKS, empty_columns={"a": 1000})}, "empty_column", True),
+        ({"prompt_checks": replace(CHECKS, empty_columns={"a": 10})}, "empty_column", False),
+        ({"prompt_checks": replace(CHECKS, duplicates=900)}, "duplicates", False),
+        ({"prompt_checks": replace(CHECKS, blank=1)}, "blank", False),
+        ({"prompt_checks": replace(CHECKS, without_bos=1)}, "without_bos", False),
+        ({"prompt_checks": replace(CHECKS, double_bos=9)}, "double_bos", False),
+        ({"prompt_checks": replace(CHECKS, unknown_tokens=0.1)}, "unknown_tokens", False),
+        ({"prompt_checks": replace(CHECKS, unused_template=True)}, "unused_template", False),
+        ({"truncated": 0.4}, "truncated", False),
+        ({"eos": 0.0, "other_stops": 0.98}, "no_eos", False),
+        ({"identical": 0.6}, "identical", False),
+        ({"rates": [(0, 1.0)] * 20 + [(1, 0.5)] * 12}, "easy", False),
+        ({"rates": [(0, 0.0)] * 20 + [(1, 0.5)] * 12}, "hard", False),
+        ({"rewards": {"exact_match": replace(REWARD, changed=5)}}, "not_repeatable", False),
+        ({"rewards": {"exact_match": replace(REWARD, timeouts=5)}}, "timeouts", False),
+        ({"scoring_seconds": 30.0}, "slow_reward", False),
+        (
+            {"rewards": {"exact_match": REWARD, "form": replace(REWARD, constant=1.0)}},
+            "constant_reward",
+            False,
+        ),
+        (
+            {"rewards": {"exact_match": REWARD, "form": replace(REWARD, constant_groups=1.0)}},
+            "constant_reward",
+            False,
+        ),
+    ],
+)
+def test_findings(changes: dict[str, Any], name: str, stops: bool) -> None:
+    verdict = judged(changes)
+    assert [f.name for f in verdict.findings] == [name]
+    assert verdict.can_learn is not stops
+
+
+def test_larger_groups_are_proposed() -> None:
+    verdict = judged({"own_signal": shares((2, 0.3))[0]})
+    assert first(verdict).settings == (
+        "generation.num_generations=4",
+        "generation.dynamic_sampling=true",
+    )
+    assert "from 2 to 4: 0.30 -> 0.50" in first(verdict).message
+    none_better = {"signal": shares((8, 0.31), (16, 0.33)), "own_signal": shares((8, 0.31))[0]}
+    assert first(judged(none_better)).settings == ("generation.dynamic_sampling=true",)
+    dynamic = replace(RECIPE, generation=Generation(dynamic_sampling=True))
+    assert first(judged(none_better, dynamic)).settings == ()
+    beyond = {"signal": [SignalShare(32, None, 0.6, 0.9)], "own_signal": shares((16, 0.4))[0]}
+    assert "With groups of 32 it is between 0.60 and 0.90 (bounds)" in first(judged(beyond)).message
+
+
+def test_a_rule_that_trains_on_differences_between_prompts() -> None:
+    own = replace(RECIPE, advantage=Advantage(rule="reinforce_pp", baseline="none"))
+    assert judged(NO_SIGNAL, own).can_learn
+    assert not judged(NO_SIGNAL | {"is_constant": True}, own).can_learn
+    assert not judged(NO_SIGNAL).can_learn
+
+
+def test_settings_name_the_value_that_they_change() -> None:
+    own = replace(RECIPE, dataset=Dataset(max_prompt_tokens=100, overlong_prompts="cut"))
+    found = first(judged({"prompt_checks": replace(CHECKS, cut=1000)}, own))
+    assert found.settings[0] == "dataset.max_prompt_tokens=200"
+    assert "last dataset.max_prompt_tokens = 100 tokens" in found.message
