@@ -11,8 +11,8 @@ import torch
 
 from grpo_cli import train
 from grpo_cli.errors import CannotLearn
-from grpo_cli.evaluation.probe.result import ProbeResult, run_probe
-from grpo_cli.evaluation.probe.sampled import Policy, Size
+from grpo_cli.evaluation.probe import ProbeResult, run_probe
+from grpo_cli.evaluation.probe_samples import Policy, Size
 from grpo_cli.training import probe
 from grpo_cli.training.run import Run
 from tests.training.test_train import built, metrics, recipe, trained, weights
