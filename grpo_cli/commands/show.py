@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from grpo_cli.config.knob import knob
-from grpo_cli.config.words import described, option, parse, split, without_dashes
+from grpo_cli.config.words import described, parse_with_run
 from grpo_cli.data import stored_completions
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.errors import UserError
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
     if not argv or {"-h", "--help"} & {*argv}:
         print(USAGE + described(Settings, dashes=True), end="")
         return
-    given, settings = parse_words(argv)
+    given, settings = parse_with_run(Settings, argv, "grpo show")
     path = find(Path(given).expanduser(), settings.step)
     samples = stored_completions.load(path, {}, "RUN")
     if settings.row is not None:
@@ -97,17 +97,6 @@ def write_images(folder: Path, samples: Sequence[Sample]) -> int:
     except OSError as error:
         raise UserError(f"--images = {folder}: cannot be written: {error.strerror}.") from error
     return len(images)
-
-
-def parse_words(argv: Sequence[str]) -> tuple[str, Settings]:
-    """Returns the run and the options of the command line."""
-    own, rest = split(Settings, without_dashes(Settings, argv, "grpo show"))
-    settings = parse(Settings, own, option)
-    if len(rest) != 1:
-        raise UserError(
-            f"grpo show: give one run, such as outputs/NAME; got {' '.join(rest) or 'nothing'}."
-        )
-    return rest[0], settings
 
 
 def find(path: Path, step: int | None) -> Path:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 
 from grpo_cli.config.knob import knob
-from grpo_cli.config.words import described, option, parse, split, without_dashes
-from grpo_cli.errors import UserError
+from grpo_cli.config.words import described, parse_with_run
 from grpo_cli.reporting.following import Followed
 from grpo_cli.reporting.run_folder import RunFolder
 
@@ -44,7 +42,7 @@ def main(argv: list[str]) -> None:
     if not argv or {"-h", "--help"} & {*argv}:
         print(USAGE + described(Settings, dashes=True), end="")
         return
-    given, settings = parse_words(argv)
+    given, settings = parse_with_run(Settings, argv, "grpo watch")
     run = Followed(RunFolder.open(given, starting=True))
     if settings.once or not has_screen():
         print_block(run)
@@ -54,18 +52,6 @@ def main(argv: list[str]) -> None:
     error = WatchApp(run, settings.every).run(mouse=False)  # the mouse selects text, as elsewhere
     if error is not None:
         raise error
-
-
-def parse_words(argv: Sequence[str]) -> tuple[str, Settings]:
-    """Returns the run and the options of the command line."""
-    words = ["--once=true" if word == "--once" else word for word in argv]
-    own, rest = split(Settings, without_dashes(Settings, words, "grpo watch"))
-    settings = parse(Settings, own, option)
-    if len(rest) != 1:
-        raise UserError(
-            f"grpo watch: give one run, such as outputs/NAME; got {' '.join(rest) or 'nothing'}."
-        )
-    return rest[0], settings
 
 
 def has_screen() -> bool:

@@ -158,6 +158,20 @@ def parse(kind: type[S], words: Iterable[str], shown: Callable[[str], str] = str
     return settings
 
 
+def parse_with_run(kind: type[S], argv: Sequence[str], command: str) -> tuple[str, S]:
+    """Returns the one run and the options of a command line such as `grpo show RUN --row=2`.
+
+    Raises:
+        UserError: no run or several, or a mistake in an option.
+    """
+    own, rest = split(kind, without_dashes(kind, argv, command))
+    settings = parse(kind, own, option)
+    if len(rest) != 1:
+        given = " ".join(rest) or "nothing"
+        raise UserError(f"{command}: give one run, such as outputs/NAME; got {given}.")
+    return rest[0], settings
+
+
 def _merged(settings: S, word: str, f: dataclasses.Field[Any], key: str) -> S:
     try:
         typed = OmegaConf.merge(OmegaConf.structured(settings), OmegaConf.from_dotlist([word]))
