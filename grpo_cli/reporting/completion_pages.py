@@ -32,6 +32,8 @@ class Pages:
         self.path, self.stamp = path, stamp(path)
         with pyarrow.parquet.ParquetFile(path) as file:
             names = set(file.schema_arrow.names)
+            if "completion" not in names:
+                raise ValueError(f"{path}: has no column 'completion'")
             skipped = {*TOKENS, *(() if "turns" in names else TOKENS_OF_EPISODES)}
             self.table: Any = file.read(columns=sorted(names - skipped))
         rewards = self.table["reward"].to_pylist() if "reward" in names else [None] * len(self)

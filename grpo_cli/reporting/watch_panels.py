@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.cells import cell_len, set_cell_size
@@ -59,13 +60,18 @@ def header(run: Followed, health: Health, width: int, most_alarms: int = 1) -> T
     if node := status.get("node"):
         about.append(f"node {node}")
     style = STATE_STYLES.get(health.state, "bold")
-    said = printable(health.text)
-    said = said.removeprefix(health.state).lstrip(" :;")
+    said = printable(" ".join(health.text.removeprefix(health.state).split()))
+    state = f"● {health.state}  "
+    rows = textwrap.wrap(state + said, max(len(state) + 1, width), max_lines=3, placeholder=" …")
+    if health.is_live or width <= len(state):
+        rows = [state + said]
+    first = Text.assemble((state, style), rows[0].removeprefix(state))
     lines = [
         Text.assemble(
             (printable(str(run.folder.path)), "bold"), printable("  " + " · ".join(about))
         ),
-        Text.assemble((f"● {health.state}", style), f"  {said}"),
+        first,
+        *map(Text, rows[1:]),
         progress(run, health, width),
         *alarms(run, most_alarms),
     ]

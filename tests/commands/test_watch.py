@@ -23,6 +23,7 @@ from tests import programs
 from tests.runs_on_disk import NOW, write_completions, write_run
 from tests.tables import table
 
+# GRPO_WRITE_SNAPSHOTS=1 writes them anew; those of a screen beside a run differ each time.
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 TEXTS = ["The answer is 2.", "It is\nthree.", "漢字 かな", "2"]
 
@@ -40,6 +41,12 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def keep(name: str, screen: str) -> None:
+    """Keeps what is shown, for people, if it is asked for."""
+    if os.environ.get("GRPO_WRITE_SNAPSHOTS"):
+        (SNAPSHOTS / f"{name}.txt").write_text(screen, encoding="utf-8")
+
+
 def block(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str, width: int = 80
 ) -> tuple[int, str, str]:
@@ -55,10 +62,8 @@ def test_the_block_of_text(
 ) -> None:
     code, out, err = block(capfd, monkeypatch, str(run_folder), width=width)
     assert (code, err) == (0, "")
-    expected = SNAPSHOTS / f"block-{width}.txt"
-    if os.environ.get("GRPO_WRITE_SNAPSHOTS"):
-        expected.write_text(out, encoding="utf-8")
-    assert out == expected.read_text(encoding="utf-8")
+    keep(f"block-{width}", out)
+    assert out == (SNAPSHOTS / f"block-{width}.txt").read_text(encoding="utf-8")
     assert not any(ord(c) < 32 for c in out.replace("\n", ""))
 
 
@@ -85,6 +90,7 @@ def test_mistakes(
     assert code == (2 if words else 0)
 
 
+@pytest.mark.programs
 def test_the_verb_imports_nothing_that_takes_long() -> None:
     code = (
         "import sys; from grpo_cli import cli; from grpo_cli.commands import watch, watch_screen; "
@@ -214,10 +220,11 @@ def test_news_are_shown_and_an_error_ends_the_screen(
 class Tmux:
     """A terminal of a given size, whose screen is read as text."""
 
-    def __init__(self, socket: str, width: int, height: int, command: str) -> None:
+    def __init__(self, socket: str, size: tuple[int, int], folder: Path, command: str) -> None:
         self.base = ["tmux", "-L", socket, "-f", "/dev/null"]
-        self.name = f"s{width}"
-        self(["new-session", "-d", "-s", self.name, "-x", str(width), "-y", str(height), command])
+        self.name = f"{size[0]}x{size[1]}"
+        shape = ["-x", str(size[0]), "-y", str(size[1])]
+        self(["new-session", "-d", "-s", self.name, *shape, "-c", str(folder), command])
 
     def __call__(self, words: list[str]) -> str:
         done = subprocess.run(
@@ -272,24 +279,29 @@ def test_a_run_that_goes_on_and_is_killed(
         assert process.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.1)
     socket = f"grpo-{os.getpid()}"
-    command = " ".join(programs.alone("-m", "grpo_cli", "watch", str(folder)))
-    small = Tmux(socket, 80, 24, command)
-    large = Tmux(socket, 200, 50, command)
+    command = " ".join(programs.alone("-m", "grpo_cli", "watch", "outputs/tiny"))
+    small = Tmux(socket, (80, 24), tmp_path, command)
+    large = Tmux(socket, (200, 50), tmp_path, command)
     try:
-        small.wait_for("tiny", "●")  # loading, perhaps
+        keep("tmux-80x24-starting", small.wait_for("outputs/tiny", "●"))
         seen = small.wait_for("● training", "of 5,000", "left", "generate", "good: 1 of")
         assert len(seen.rstrip("\n").split("\n")) == 24
         assert max(map(len, seen.split("\n"))) <= 80
+        keep("tmux-80x24-training", seen)
         seen = large.wait_for("● ", "held-out", "checkpoint", "good: 1 of", "bad: 1 of")
         assert max(map(len, seen.split("\n"))) > 150
+        keep("tmux-200x50-training", seen)
         small.keys("b")
         small.wait_for("bad: 1 of")
         process.kill()
         process.wait()
         for terminal in (small, large):
-            terminal.wait_for("● dead  its process was killed: last in step")
+            seen = terminal.wait_for("● dead  its process was killed: last in step")
+            keep(f"tmux-{terminal.name}-killed", seen)
         small.keys("q")
-        time.sleep(1)
-        assert small.name not in small(["list-sessions"])
+        until = time.monotonic() + 30
+        while small.name in large(["list-sessions"]):
+            assert time.monotonic() < until, small.screen()
+            time.sleep(0.2)
     finally:
         subprocess.run([*small.base, "kill-server"], check=False)

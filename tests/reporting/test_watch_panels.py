@@ -61,6 +61,16 @@ def test_alarms_the_last_one_first(tmp_path: Path) -> None:
     assert watch_panels.alarms(run, 4)[0].plain == "! 1 alarm in step 1: a b\\x1b[2J"
 
 
+def test_why_a_run_failed_is_wrapped(tmp_path: Path) -> None:
+    why = "step 7: the loss is nan\nand " + "the gradient norm is inf, " * 12
+    run = followed(write_run(tmp_path, state="failed", message=why))
+    shown = rows(watch_panels.header(run, live_figures.health(run), 80))
+    assert shown[1].startswith("● failed  after step 120: step 7: the loss is nan and the gradient")
+    assert shown[3].endswith("…")
+    assert shown[4].startswith("step 120 of 400")
+    assert len(rows(watch_panels.header(run, live_figures.health(run), 3))) == 4
+
+
 def test_a_run_of_which_nothing_is_known(tmp_path: Path) -> None:
     """Of an earlier version, whose files lack most keys."""
     (tmp_path / "recipe.yaml").write_text("seed: 1\n", encoding="utf-8")
