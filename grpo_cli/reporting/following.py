@@ -79,7 +79,7 @@ class Series:
 
 @dataclass
 class Followed:
-    """What is known of a run. `poll` brings it up to date."""
+    """The known figures of a run. `poll` brings them up to date."""
 
     folder: RunFolder
     series: dict[str, Series] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from grpo_cli.reporting.following import Followed
 
 @dataclass
 class Place:
-    """What one panel shows: which of the step's completions, and in which order."""
+    """The completion that one panel shows: its place in an order of the step's completions."""
 
     kind: str  # good, bad or all
     index: int = 0  # in that order
