@@ -50,6 +50,7 @@ grpo: train language models with GRPO
   grpo show RUN [--step=N]                   print a run's completions, turn by turn
   grpo watch RUN                             show a run while it goes on, or after it
   grpo explain recipe=NAME KEY               print a knob's value and the place that sets it
+  grpo replay RUN --step=N                   recompute a kept step and explain its completions
   grpo serve model=PATH ...                  start a vLLM server that training can sample from
   grpo slurm recipe=NAME nodes=N ...         write (and submit) a SLURM batch script for a recipe
   grpo preflight                             check that the nodes of a job can train together
@@ -223,6 +224,13 @@ def explain(argv: list[str]) -> None:
     explain.main(argv)
 
 
+def replay(argv: list[str]) -> None:
+    """`grpo replay RUN --step=N`: recomputes a step that a run has kept, and explains it."""
+    from grpo_cli.commands import replay
+
+    replay.main(argv)
+
+
 def serve(argv: list[str]) -> None:
     """`grpo serve`: starts vLLM's server with a model or with the model of a recipe."""
     from grpo_cli.commands import serve
@@ -295,6 +303,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "show": show,
     "watch": watch,
     "explain": explain,
+    "replay": replay,
     "serve": serve,
     "slurm": slurm,
     "preflight": preflight,
