@@ -50,7 +50,7 @@ grpo: train language models with GRPO
   grpo show RUN [--step=N]                   print a run's completions, turn by turn
   grpo watch RUN                             show a run while it goes on, or after it
   grpo explain recipe=NAME KEY               print a knob's value and the place that sets it
-  grpo replay RUN --step=N                   recompute a kept step and explain its completions
+  grpo report RUN [OTHER]                    write a run, or two, as one HTML file to look through
   grpo serve model=PATH ...                  start a vLLM server that training can sample from
   grpo slurm recipe=NAME nodes=N ...         write (and submit) a SLURM batch script for a recipe
   grpo preflight                             check that the nodes of a job can train together
@@ -224,11 +224,11 @@ def explain(argv: list[str]) -> None:
     explain.main(argv)
 
 
-def replay(argv: list[str]) -> None:
-    """`grpo replay RUN --step=N`: recomputes a step that a run has kept, and explains it."""
-    from grpo_cli.commands import replay
+def report(argv: list[str]) -> None:
+    """`grpo report RUN [OTHER]`: writes one HTML file about a run, or about two."""
+    from grpo_cli.commands import report
 
-    replay.main(argv)
+    report.main(argv)
 
 
 def serve(argv: list[str]) -> None:
@@ -303,7 +303,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "show": show,
     "watch": watch,
     "explain": explain,
-    "replay": replay,
+    "report": report,
     "serve": serve,
     "slurm": slurm,
     "preflight": preflight,

@@ -308,6 +308,7 @@ def make_recipe(job: Job) -> tuple[dict[str, Any], list[str]]:
         "optimizer.learning_rate": 1e-7,
         "checkpoint.every": 0,
         "log.plots": False,
+        "log.report": False,
     }
     wanted |= {"generation.min_completion_tokens": w.min_tokens} if w.min_tokens else {}
     wanted |= {"tools.multiply": TOOL, "dataset.chat": True} if w.tools else {}

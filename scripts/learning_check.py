@@ -58,8 +58,8 @@ def run(name: str, overrides: list[str], seed: int, steps: int, out: Path) -> di
         command = [
             sys.executable, "-m", "grpo_cli", "train", "recipe=arithmetic_tiny", "loss=dapo",
             *overrides, "update.minibatches=2", f"seed={seed}", f"steps={steps}", "eval.every=0",
-            "checkpoint.every=0", "log.plots=false", "log.completions_every=0", "overwrite=true",
-            f"output_dir={folder}",
+            "checkpoint.every=0", "log.plots=false", "log.report=false", "log.completions_every=0",
+            "overwrite=true", f"output_dir={folder}",
         ]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

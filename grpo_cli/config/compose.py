@@ -157,6 +157,22 @@ def compose_and_call(
         raise raised[0]
 
 
+def shipped(name: str) -> dict[str, Any] | None:
+    """Returns a shipped recipe as nested dicts, as it is without a word; None if there is none."""
+    if name not in {path.stem for path in recipe_files()}:
+        return None
+    register_schema()
+    running = GlobalHydra.instance()
+    if running.is_initialized():  # at the end of a run
+        cfg = running.config_loader().load_configuration(name, [*QUIET_HYDRA], RunMode.RUN)
+    else:
+        with hydra.initialize_config_module("grpo_cli.recipes", version_base="1.3"):
+            cfg = hydra.compose(name)
+    tree: Any = OmegaConf.to_container(cfg)
+    tree.pop("hydra", None)
+    return {"recipe": name, **{k: v for k, v in tree.items() if k != "recipe"}}
+
+
 def _differing(overrides: Sequence[str], job: Any) -> str:
     """Returns the overrides of a job of a sweep that other jobs have with other values."""
     swept = {

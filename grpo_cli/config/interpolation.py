@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,20 @@ def as_text(tree: Any, prefix: str = "") -> Any:
 
 def masked(text: str) -> str:
     """Returns a message without the values that must not be shown."""
+    return masker()(text)
+
+
+def masker() -> Callable[[str], str]:
+    """Returns `masked` for many texts, with the environment as it is now."""
     secrets = {v: f"${n}" for n, v in os.environ.items() if SECRET.search(n) and len(v) >= SHORTEST}
-    for value, shown in sorted((secrets | _shown).items(), key=lambda pair: -len(pair[0])):
-        text = text.replace(value, shown)
-    return text
+    values = sorted((secrets | _shown).items(), key=lambda pair: -len(pair[0]))
+
+    def mask(text: str) -> str:
+        for value, shown in values:
+            text = text.replace(value, shown)
+        return text
+
+    return mask
 
 
 def plain_secrets(tree: Any) -> list[str]:

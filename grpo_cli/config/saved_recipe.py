@@ -10,7 +10,7 @@ import yaml
 from grpo_cli.config.compose import recipe_files
 from grpo_cli.config.interpolation import as_text
 from grpo_cli.config.renamed import translate
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.schema import Benchmark, Recipe, Reward
 
 
 def as_yaml(recipe: Recipe) -> str:
@@ -48,14 +48,32 @@ def differences(stored: dict[str, Any], recipe: Recipe) -> list[str]:
 
     A knob that an earlier version did not have was as its default is now.
     """
+    changed = changes(translate(stored), as_text(dataclasses.asdict(recipe)))
+    return [f"{key}: {old} -> {new}" for key, (old, new) in changed.items()]
+
+
+def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Returns the knobs that differ between two recipes by their full keys, as (old, new).
+
+    A knob that a recipe does not have is at its default. The run's folder, what it was started
+    with, and the description are left out.
+    """
     defaults = _flat(as_text(dataclasses.asdict(Recipe())))
-    old, new = defaults | _flat(translate(stored)), _flat(as_text(dataclasses.asdict(recipe)))
+    both = [defaults | _flat(_completed(tree, other)) for tree, other in ((old, new), (new, old))]
     skip = ("output_dir", "overwrite", "resume", "defaults", "description")
-    return [
-        f"{key}: {old.get(key)} -> {new.get(key)}"
-        for key in sorted(old.keys() | new.keys())
-        if not key.startswith(skip) and old.get(key) != new.get(key)
-    ]
+    values = {key: (both[0].get(key), both[1].get(key)) for key in sorted({*both[0], *both[1]})}
+    return {k: (a, b) for k, (a, b) in values.items() if not k.startswith(skip) and a != b}
+
+
+def _completed(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Returns a recipe with all knobs of the rewards and benchmarks that it or another one has."""
+    out = dict(tree)
+    for section, kind in (("reward", Reward), ("benchmark", Benchmark)):
+        entries = [one.get(section) or {} for one in (other, tree)]
+        defaults = dataclasses.asdict(kind())
+        names = {**entries[0], **entries[1]}
+        out[section] = {name: defaults | dict(entries[1].get(name) or {}) for name in names}
+    return out
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

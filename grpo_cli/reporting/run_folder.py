@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from grpo_cli.checkpoints import lock
+from grpo_cli.checkpoints.paths import step_of
 from grpo_cli.config.renamed import translate
 from grpo_cli.data.stored_completions import steps_stored
 from grpo_cli.distributed import heartbeat
@@ -110,6 +111,11 @@ class RunFolder:
         """Returns the path of the file of a step's completions."""
         return self.path / "completions" / f"step-{step}.parquet"
 
+    def evaluations(self) -> list[Path]:
+        """Returns the folders that `grpo eval` has written for the run's checkpoints, in order."""
+        found = [path.parent for path in self.path.glob("eval/step-*/eval.json")]
+        return sorted(found, key=step_of)
+
     @property
     def is_running(self) -> bool | None:
         """Whether a process holds the folder's lock; None if that is a process of another machine.
@@ -141,6 +147,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """Returns the complete lines of a JSON lines file; [] if there is no such file.
 
     A last line that is still being written is left out.
+
+    Raises:
+        UserError: another line is damaged.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -149,7 +158,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     lines = text.splitlines(keepends=True)
     if lines and not lines[-1].endswith("\n"):
         del lines[-1]
-    return [json.loads(line) for line in lines]
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: is not JSON: {error}.") from error
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -158,5 +173,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    found: dict[str, Any] = json.loads(text)
+    try:
+        found: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON: {error}.") from error
     return found

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from grpo_cli.checkpoints import paths
 from grpo_cli.errors import TrainingError
+from grpo_cli.reporting.machine import machine
+from grpo_cli.reporting.report import page
 from grpo_cli.reporting.reporter import readable, versions
+from grpo_cli.reporting.run_folder import RunFolder
 from grpo_cli.training import resume
 from grpo_cli.training.run import Run
 
@@ -52,6 +55,7 @@ def finish(run: Run) -> None:
         "processes": run.workers.size,
         "device": str(run.workers.device),
         "plan": run.plan.short() if run.plan is not None else None,
+        "machine": machine(run.workers.device),
         "versions": versions(),
     }
     run.reporter.finish(summary)
@@ -59,6 +63,20 @@ def finish(run: Run) -> None:
     if run.workers.is_main:
         run.pusher.finish(lambda: run.interrupts.stop.is_requested)
         resume.prune(run)  # those that the pushes kept
+        if run.recipe.log.report:
+            write_report(run)
+
+
+def write_report(run: Run) -> None:
+    """Writes report.html into the run's folder and prints its path, or why there is none."""
+    path = run.folder / page.NAME
+    try:
+        page.write([page.read(RunFolder(run.folder))], path)
+    except Exception as error:  # whatever it is: the run is done, and a report can be written later
+        why = f"{type(error).__name__}: {error}"
+        run.reporter.say(f"{path}: not written ({why}); grpo report {run.folder} writes it")
+    else:
+        run.reporter.say(f"report: {path}")
 
 
 def how_it_ended(run: Run, saved_in: Path | None) -> str:

@@ -41,6 +41,7 @@ SETTINGS = [
     "optimizer.learning_rate=1e-3",
     "update.tokens_per_micro_batch=40",
     "log.plots=false",
+    "log.report=false",
     "log.completions_every=2",
     "reward=[]",
     "+reward.evens.function=tests.training.test_train:evens",

@@ -20,6 +20,7 @@ TINY = (
     "generation.num_generations=2",
     "generation.max_completion_tokens=4",
     "log.plots=false",
+    "log.report=false",
     "checkpoint.every=0",
     "optimizer.learning_rate=0",  # so that nothing ever gets better
 )

@@ -59,6 +59,7 @@ TINY = [
     "eval.every=2",
     "checkpoint.every=1",
     "log.plots=false",
+    "log.report=false",
     "log.completions_every=1",
     "log.completions_shown=0",
     "reward=[]",

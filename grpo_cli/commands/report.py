@@ -1,0 +1,112 @@
+"""`grpo report RUN [OTHER]`: writes what is known of a run, or of two, as one HTML file."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_cli.checkpoints.paths import shown
+from grpo_cli.config.knob import knob
+from grpo_cli.config.words import described, option, parse, split, without_dashes
+from grpo_cli.errors import UserError
+from grpo_cli.reporting.report import facts, page
+from grpo_cli.reporting.report.completions import Limits
+from grpo_cli.reporting.run_folder import RunFolder
+
+USAGE = """\
+grpo report RUN [OTHER] [--output=FILE] [--completions=N]
+
+Writes one HTML file that any browser opens without a network: what was run, the results before and
+after, curves, the time by stage, the plan beside what was measured, rewards, alarms, and the stored
+completions with search, filters and colours of tokens. With two runs it shows both: curves, paired
+evaluations of the same held-out problems, and the knobs in which they differ. The run may still be
+going on, or may have been killed.
+
+  RUN                      Folder of a run, or a checkpoint in it.
+  OTHER                    Folder of another run, to be compared with the first.
+"""
+
+
+@dataclass
+class Settings:
+    """The options of `grpo report`."""
+
+    output: str | None = knob(None, "File to write; null: report.html in the folder of RUN.")
+    completions: int = knob(
+        Limits.completions,
+        "Most completions in the report; of more, those of evenly spread steps; 0: none.",
+        ge=0,
+    )
+
+
+def main(argv: list[str]) -> None:
+    """Checks the command line and writes the report.
+
+    Raises:
+        UserError: a mistake on the command line; there is no such run.
+    """
+    if not argv or {"-h", "--help"} & {*argv}:
+        print(USAGE + described(Settings, dashes=True), end="")
+        return
+    own, rest = split(Settings, without_dashes(Settings, argv, "grpo report"))
+    settings = parse(Settings, own, option)
+    if not 1 <= len(rest) <= 2:
+        raise UserError(
+            "grpo report: give one run, such as outputs/NAME, or two; got "
+            f"{' '.join(rest) or 'nothing'}."
+        )
+    runs = [RunFolder.open(word, name) for word, name in zip(rest, ("RUN", "OTHER"), strict=False)]
+    path = output_path(runs[0], settings.output)
+    written, size = write(runs, path, settings.completions)
+    print(f"report: {shown(written.resolve())} ({size / 1e6:.1f} MB)")
+
+
+def output_path(run: RunFolder, given: str | None) -> Path:
+    """Returns the file to write.
+
+    Raises:
+        UserError: it is a folder.
+    """
+    path = run.path / page.NAME if given is None else Path(given).expanduser()
+    if path.is_dir():
+        raise UserError(f"--output = {given}: is a folder; give a file such as report.html.")
+    return path
+
+
+def write(runs: Sequence[RunFolder], path: Path, completions: int) -> tuple[Path, int]:
+    """Writes the report of one run or of two; returns its path and its size in bytes.
+
+    Raises:
+        UserError: the file cannot be written, or one of the run cannot be read.
+    """
+    limits = Limits().divided(len(runs), completions)
+    compared = compare(*runs) if len(runs) == 2 else None
+    data = [page.read(run, limits) for run in runs]
+    try:
+        return path, page.write(data, path, compared)
+    except OSError as error:
+        raise UserError(f"--output = {path}: cannot be written: {error.strerror}.") from error
+
+
+def compare(first: RunFolder, second: RunFolder) -> dict[str, Any]:
+    """Returns how two runs differ: knobs, and evaluations of the same held-out problems."""
+    found: dict[str, Any] = {"recipe": facts.listed(first.recipe, second.recipe)}
+    evaluations = [run.evaluations() for run in (first, second)]
+    lacking = [run.path.name for run in (first, second) if not run.evaluations()]
+    if lacking:
+        return found | {
+            "why": "Paired by problem only where both runs have been evaluated by grpo eval RUN; "
+            f"not evaluated: {' and '.join(lacking)}."
+        }
+    from rich.console import Console
+
+    from grpo_cli.evaluation import compare
+
+    try:
+        paired = compare.compare(*(e[-1] for e in evaluations), Console(file=io.StringIO()))
+    except UserError as error:
+        return found | {"why": str(error)}
+    return found | {"paired": paired}

@@ -1,0 +1,273 @@
+// The browser of stored completions: search, filters, order, colours; a list and one in full.
+
+const PAGE = 40;
+const FAILED = new Set(['env_error', 'env_timeout', 'parse_error', 'episode_seconds']);
+const FILTERS = [
+  ['all', 'All', 'Every stored completion'],
+  ['to_right', 'Wrong → right', 'Problems that went from mostly wrong at their first stored step to mostly right at their last'],
+  ['to_wrong', 'Right → wrong', 'Problems that went from mostly right to mostly wrong'],
+  ['truncated', 'Truncated', 'Cut off by the limit of tokens'],
+  ['failed', 'Errors and timeouts', 'No reward applied, or the environment failed, or the time was over'],
+];
+const ORDERS = [
+  ['step', 'step and row'], ['newest', 'newest first'], ['advantage', 'highest advantage'], ['disadvantage', 'lowest advantage'],
+  ['reward', 'highest reward'], ['unreward', 'lowest reward'], ['longest', 'longest'],
+];
+
+function completionsTab() {
+  const host = h('div', { class: 'stack' });
+  const open = async (i) => {
+    host.replaceChildren(h('p', { class: 'loading', role: 'status' }, 'Unpacking the completions …'));
+    const data = await completionsOf(i);
+    const switcher = report.two ? segments('Run', report.runs.map((run, k) => [String(k), run.label]), String(i), (k) => open(Number(k))) : null;
+    host.replaceChildren(...[switcher, browser(data, report.runs[i])].filter(Boolean));
+    host.dataset.ready = 'true';
+  };
+  open(0);
+  return host;
+}
+
+function browser(data, run) {
+  const { table } = data;
+  const total = table.completion.length;
+  if (!total) return missing(table.stored ? 'The report was written without completions.' : 'No completions are stored (log.completions_every).');
+  const view = { filter: 'all', query: '', step: '', row: '', order: 'step', colours: hasAnyTokens(data) ? 'logprob' : 'none', page: 0, found: [], open: 0 };
+  const steps = [...new Set(table.step)];
+  const list = h('ol', { class: 'list' });
+  const detail = h('article', { class: 'detail', 'aria-live': 'polite' });
+  const counter = h('p', { class: 'note', id: 'found', role: 'status' });
+  const pager = h('div', { class: 'pager' });
+  const counts = countsOf(table);
+  const chips = FILTERS.map(([key, text, title]) => h('button', {
+    type: 'button', class: 'chip', title, 'data-filter': key, 'aria-pressed': String(key === 'all'), disabled: !counts[key],
+    onclick: () => {
+      view.filter = key;
+      for (const c of chips) c.setAttribute('aria-pressed', String(c.dataset.filter === key));
+      update();
+    },
+  }, text, h('span', { class: 'count' }, whole.format(counts[key]))));
+  const search = h('input', { type: 'search', id: 'search', placeholder: 'text of prompt or completion', autocomplete: 'off' });
+  let waiting = 0;
+  search.addEventListener('input', () => { clearTimeout(waiting); waiting = setTimeout(() => { view.query = search.value; update(); }, 120); });
+  const row = h('input', { type: 'number', id: 'row', min: '0', placeholder: 'any', oninput: () => { view.row = row.value; update(); } });
+  const stepBox = choice('Step', [['', 'all'], ...steps.map((s) => [String(s), String(s)])], '', (v) => { view.step = v; update(); });
+  const orderBox = choice('Order', ORDERS, view.order, (v) => { view.order = v; update(); });
+  const colours = segments('Colour tokens by', [['none', 'plain'], ['logprob', 'log-prob'], ['advantage', 'advantage']], view.colours, (v) => { view.colours = v; showOne(); });
+  const legendHost = h('div', {});
+
+  function update() {
+    view.found = select(table, view);
+    view.page = 0;
+    view.open = 0;
+    showPage();
+  }
+
+  function showPage() {
+    const pages = Math.max(1, Math.ceil(view.found.length / PAGE));
+    counter.textContent = `${whole.format(view.found.length)} of ${count(total, 'completion')}`;
+    const start = view.page * PAGE;
+    list.replaceChildren(...view.found.slice(start, start + PAGE).map((i, k) => h('li', {}, item(data, i, start + k, view, () => { view.open = start + k; mark(); showOne(true); }))));
+    pager.replaceChildren(
+      h('button', { type: 'button', class: 'button', 'data-page': 'previous', disabled: view.page === 0, onclick: () => turn(-1) }, '‹ Previous'),
+      h('span', {}, `page ${whole.format(view.page + 1)} of ${whole.format(pages)}`),
+      h('button', { type: 'button', class: 'button', 'data-page': 'next', disabled: view.page >= pages - 1, onclick: () => turn(1) }, 'Next ›'));
+    if (!view.found.length) list.replaceChildren(h('li', { class: 'missing' }, 'No completion matches.'));
+    mark();
+    showOne();
+  }
+
+  function turn(by) {
+    view.page += by;
+    view.open = view.page * PAGE;
+    showPage();
+  }
+
+  function mark() {
+    list.querySelectorAll('button').forEach((b) => b.setAttribute('aria-current', String(Number(b.dataset.place) === view.open)));
+  }
+
+  function showOne(scroll = false) {
+    legendHost.replaceChildren(...[colourLegend(hasAnyTokens(data) ? view.colours : 'none')].filter(Boolean));
+    const i = view.found[view.open];
+    if (i === undefined) { detail.replaceChildren(); return; }
+    detail.replaceChildren(...one(data, i, view, run, goTo).flat().filter(Boolean));
+    if (scroll && matchMedia('(max-width: 860px)').matches) detail.scrollIntoView({ block: 'start' });
+  }
+
+  // Opens a completion of the same problem, even if the filters leave it out.
+  function goTo(i) {
+    const place = view.found.indexOf(i);
+    if (place >= 0) { view.open = place; view.page = Math.floor(place / PAGE); showPage(); return; }
+    detail.replaceChildren(...one(data, i, view, run, goTo).flat().filter(Boolean));
+  }
+
+  list.addEventListener('keydown', (event) => {
+    const by = { ArrowDown: 1, ArrowUp: -1, j: 1, k: -1 }[event.key];
+    if (!by) return;
+    event.preventDefault();
+    const next = view.open + by;
+    if (next < 0 || next >= view.found.length) return;
+    view.open = next;
+    if (Math.floor(next / PAGE) !== view.page) { view.page = Math.floor(next / PAGE); showPage(); } else { mark(); showOne(); }
+    list.querySelector('[aria-current="true"]')?.focus();
+  });
+
+  update();
+  return h('div', { class: 'stack' },
+    h('div', { class: 'toolbar' },
+      h('label', { class: 'field grow' }, h('span', {}, 'Search'), search), stepBox, h('label', { class: 'field narrow' }, h('span', {}, 'Row'), row), orderBox,
+      h('div', { class: 'field' }, h('span', {}, 'Colours'), colours)),
+    h('div', { class: 'chips', role: 'group', 'aria-label': 'Filters' }, chips),
+    sentences(data).map((s) => h('p', { class: 'note' }, s)),
+    h('div', { class: 'browser' },
+      h('div', { class: 'list-side' }, counter, list, pager),
+      h('div', { class: 'detail-side' }, legendHost, detail)));
+}
+
+function hasAnyTokens(data) {
+  return Boolean(data.arrays && data.table.vocabulary);
+}
+
+// What the report leaves out.
+function sentences(data) {
+  const { table, images } = data;
+  const said = [];
+  const kept = table.completion.length;
+  if (kept < table.stored) said.push(`${whole.format(kept)} of the ${count(table.stored, 'stored completion')}: those of ${new Set(table.step).size} of ${count(table.stored_steps, 'step')}.`);
+  if (table.shortened) said.push(`${count(table.shortened, 'long completion')} without their middle.`);
+  if (!hasAnyTokens(data)) said.push('No colours: the tokens are not stored, or the tokenizer is not on the machine that wrote the report.');
+  else {
+    const coloured = table.first_token.filter((f) => f >= 0).length;
+    if (coloured < kept) said.push(`${whole.format(coloured)} completions have colours; the others are shown plain, for the size of the report.`);
+  }
+  if (images.left_out) said.push(`${count(images.left_out, 'image')} left out, for the size of the report.`);
+  return said;
+}
+
+function hasFailed(table, i) {
+  const cells = table.episodes[i];
+  return table.reward[i] === null || Boolean(cells && (cells.env_error || FAILED.has(cells.stop_reason)));
+}
+
+function countsOf(table) {
+  const [right, wrong] = [new Set(table.to_right), new Set(table.to_wrong)];
+  const found = { all: table.completion.length, to_right: 0, to_wrong: 0, truncated: 0, failed: 0 };
+  const ends = endsOf(table);
+  for (let i = 0; i < table.completion.length; i++) {
+    const p = table.problem[i];
+    const isEnd = table.step[i] === ends.first[p] || table.step[i] === ends.last[p];
+    found.to_right += right.has(p) && isEnd;
+    found.to_wrong += wrong.has(p) && isEnd;
+    found.truncated += table.finish[i] === 'length';
+    found.failed += hasFailed(table, i);
+  }
+  return found;
+}
+
+// The first and the last stored step of each problem.
+function endsOf(table) {
+  if (!table.ends) {
+    const first = {};
+    const last = {};
+    table.problem.forEach((p, i) => {
+      first[p] = Math.min(first[p] ?? Infinity, table.step[i]);
+      last[p] = Math.max(last[p] ?? -Infinity, table.step[i]);
+    });
+    table.ends = { first, last };
+  }
+  return table.ends;
+}
+
+function select(table, view) {
+  const flipped = view.filter === 'to_right' || view.filter === 'to_wrong' ? new Set(table[view.filter]) : null;
+  const ends = endsOf(table);
+  const query = view.query.trim().toLowerCase();
+  table.lower ??= { completion: table.completion.map((t) => t.toLowerCase()), texts: table.texts.map((t) => t.toLowerCase()) };
+  const found = [];
+  for (let i = 0; i < table.completion.length; i++) {
+    const p = table.problem[i];
+    if (view.step !== '' && table.step[i] !== Number(view.step)) continue;
+    if (view.row !== '' && table.problems[p][0] !== Number(view.row)) continue;
+    if (flipped && !(flipped.has(p) && (table.step[i] === ends.first[p] || table.step[i] === ends.last[p]))) continue;
+    if (view.filter === 'truncated' && table.finish[i] !== 'length') continue;
+    if (view.filter === 'failed' && !hasFailed(table, i)) continue;
+    if (query && !table.lower.completion[i].includes(query) && !table.lower.texts[table.problems[p][1]].includes(query)) continue;
+    found.push(i);
+  }
+  const low = -Infinity;
+  const keys = {
+    step: (i) => table.step[i], newest: (i) => -table.step[i],
+    advantage: (i) => -(table.advantage[i] ?? low), disadvantage: (i) => table.advantage[i] ?? Infinity,
+    reward: (i) => -(table.reward[i] ?? low), unreward: (i) => table.reward[i] ?? Infinity,
+    longest: (i) => -(table.tokens?.[i] || table.completion[i].length),
+  };
+  const key = keys[view.order];
+  if (flipped && view.order === 'step') return found.sort((a, b) => table.problem[a] - table.problem[b] || table.step[a] - table.step[b] || a - b);
+  return found.sort((a, b) => key(a) - key(b) || a - b);
+}
+
+function verdict(table, i) {
+  if (!table.right) return null;
+  return h('i', { class: `verdict ${table.right[i] ? 'good' : 'bad'}`, role: 'img', 'aria-label': table.right[i] ? 'right' : 'wrong' }, table.right[i] ? '✓' : '✗');
+}
+
+function preview(text, length = 90) {
+  const messages = text.startsWith('[{"role": ') ? parsed(text) : null;
+  const plain = Array.isArray(messages) ? contentOf(messages[messages.length - 1] || {}) : text;
+  const line = plain.replace(/\s+/g, ' ').trim();
+  return line.length > length ? `${line.slice(0, length)}…` : line;
+}
+
+function item(data, i, place, view, onclick) {
+  const { table } = data;
+  const p = table.problem[i];
+  const picture = table.images?.[i]?.find((n) => n >= 0);
+  return h('button', { type: 'button', class: 'item', 'data-place': place, 'data-index': i, onclick },
+    picture === undefined ? null : h('img', { src: data.images.urls[picture], alt: '', class: 'thumb' }),
+    h('span', { class: 'item-text' },
+      h('span', { class: 'item-head' }, verdict(table, i), h('span', {}, `step ${table.step[i]} · row ${table.problems[p][0]}`), h('b', {}, number(table.reward[i]))),
+      h('span', { class: 'item-prompt' }, preview(table.texts[table.problems[p][1]])),
+      h('span', { class: 'item-completion' }, preview(table.completion[i]) || '(empty)')));
+}
+
+function one(data, i, view, run, goTo) {
+  const { table } = data;
+  const p = table.problem[i];
+  const cells = table.episodes[i] || {};
+  const columns = parsed(table.texts[table.columns[i]], {}) || {};
+  const facts = [
+    ['reward', number(table.reward[i])], ['advantage', number(table.advantage[i])],
+    ...Object.entries(table.parts).map(([n, v]) => [n, number(v[i])]),
+    ...Object.entries(table.extras).flatMap(([n, v]) => (v[i] === null || v[i] === undefined ? [] : [[n, typeof v[i] === 'number' ? number(v[i]) : String(v[i])]])),
+    ['ended', cells.stop_reason || table.finish[i] || '–'],
+    ...(hasTokens(data, i) ? [['tokens', whole.format(table.tokens[i])]] : []),
+  ];
+  const rewards = { ...parsed(cells.env_rewards, {}), ...parsed(cells.env_metrics, {}) };
+  return [
+    h('header', { class: 'detail-head' },
+      h('h3', {}, verdict(table, i), ` Step ${table.step[i]}, row ${table.problems[p][0]}, completion ${(table.sample[i] ?? 0) + 1}`),
+      table.finish[i] === 'length' ? h('span', { class: 'pill warn' }, 'truncated') : null,
+      hasFailed(table, i) ? h('span', { class: 'pill bad' }, 'failed') : null),
+    h('dl', { class: 'facts small' }, [...facts, ...Object.entries(rewards).map(([k, v]) => [k, number(v)])].map(([k, v]) => h('div', {}, h('dt', {}, k), h('dd', {}, v)))),
+    cells.env_error ? h('p', { class: 'error' }, cells.env_error) : null,
+    h('div', { class: 'conversation' }, imagesOf(data, i), promptBoxes(table.texts[table.problems[p][1]]), completionBoxes(data, i, view.colours)),
+    Object.keys(columns).length ? h('details', { open: Object.keys(columns).length < 4 }, h('summary', {}, 'Columns of the row'),
+      grid([{ title: 'column' }, { title: 'value' }], Object.entries(columns).map(([k, v]) => [k, h('span', { class: 'value' }, typeof v === 'string' ? v : JSON.stringify(v))]), 'Columns of the row')) : null,
+    others(table, i, goTo),
+  ];
+}
+
+// The completions of the same problem, step by step.
+function others(table, i, goTo) {
+  table.byProblem ??= table.problem.reduce((all, p, k) => { (all[p] ??= []).push(k); return all; }, {});
+  const all = table.byProblem[table.problem[i]];
+  if (all.length < 2) return null;
+  const bySteps = new Map();
+  for (const k of all) bySteps.set(table.step[k], [...(bySteps.get(table.step[k]) || []), k]);
+  return h('section', { class: 'others' }, h('h4', {}, `The same problem: ${count(all.length, 'completion')} at ${count(bySteps.size, 'step')}`),
+    [...bySteps].map(([step, members]) => h('p', { class: 'dots' }, h('span', {}, `step ${step}`), members.map((k) => h('button', {
+      type: 'button', class: `dot ${table.right ? (table.right[k] ? 'good' : 'bad') : 'plain'}`, 'aria-current': String(k === i),
+      title: `completion ${(table.sample[k] ?? 0) + 1}: reward ${number(table.reward[k])}`, 'aria-label': `step ${step}, completion ${(table.sample[k] ?? 0) + 1}, reward ${number(table.reward[k])}`,
+      onclick: () => goTo(k),
+    })), h('span', { class: 'note' }, table.right ? `${members.filter((k) => table.right[k]).length} of ${members.length} right` : `mean reward ${number(mean(members.map((k) => table.reward[k])))}`))));
+}

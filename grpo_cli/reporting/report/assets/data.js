@@ -1,0 +1,102 @@
+// Unpacks the blocks of data that the page holds: gzip in base64.
+
+const report = { head: null, runs: [], two: false };
+
+function bytesOf(base64) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(base64);
+  const text = atob(base64);
+  const bytes = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+  return bytes;
+}
+
+async function unpack(name) {
+  const node = document.getElementById(`block-${name}`);
+  const packed = new Blob([bytesOf(node.textContent)]).stream();
+  node.textContent = ''; // the memory is needed once
+  const stream = packed.pipeThrough(new DecompressionStream('gzip'));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+async function unpackJson(name) {
+  return JSON.parse(new TextDecoder().decode(await unpack(name)));
+}
+
+// Whole numbers of two bytes: all low bytes, then all high bytes.
+function joinPlanes(bytes, start, count, isSigned) {
+  const values = isSigned ? new Int16Array(count) : new Uint16Array(count);
+  for (let i = 0; i < count; i++) values[i] = bytes[start + i] | (bytes[start + count + i] << 8);
+  return values;
+}
+
+function tokenArrays(table, bytes) {
+  const count = table.token_total || 0;
+  if (!count || !bytes.length) return null;
+  let start = 0;
+  const next = (isSigned) => {
+    const values = joinPlanes(bytes, start, count, isSigned);
+    start += 2 * count;
+    return values;
+  };
+  const arrays = { ids: next(false), logprobs: next(false), advantages: null, foreign: null };
+  if (table.token_advantages) arrays.advantages = next(true);
+  arrays.foreign = bytes.subarray(start, start + count);
+  return arrays;
+}
+
+// Reads the completions of a run once; the page is already there.
+function completionsOf(number) {
+  const run = report.runs[number];
+  run.loading ??= (async () => {
+    const [table, bytes, images] = await Promise.all([
+      unpackJson(`completions-${number}`),
+      unpack(`tokens-${number}`),
+      unpackJson(`images-${number}`),
+    ]);
+    return { table, arrays: tokenArrays(table, bytes), images };
+  })();
+  return run.loading;
+}
+
+// Returns the values of a metric of a run, or null.
+function column(run, name) {
+  const values = run.curves.columns[name];
+  return values && values.some((v) => v !== null) ? values : null;
+}
+
+// Returns the evaluations of a run: [{step, value, low, high}], the one before training at step 0.
+function evaluations(run, measure = run.measure) {
+  const found = [];
+  const before = run.before;
+  if (before && before[measure] !== undefined && before[measure] !== null) {
+    const [low, high] = (measure === 'accuracy' && before.interval_95) || [null, null];
+    found.push({ step: 0, value: before[measure], low, high });
+  }
+  const values = run.curves.columns[`eval/${measure}`] || [];
+  const lows = run.curves.columns[`eval/${measure}_low`] || [];
+  const highs = run.curves.columns[`eval/${measure}_high`] || [];
+  values.forEach((value, i) => {
+    if (value === null) return;
+    found.push({
+      step: run.curves.steps[i], value, low: lows[i] ?? null, high: highs[i] ?? null,
+    });
+  });
+  return found;
+}
+
+function mean(values) {
+  const known = values.filter((v) => v !== null && v !== undefined);
+  return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
+}
+
+function sum(values) {
+  return values.reduce((a, b) => a + (b ?? 0), 0);
+}
+
+// Returns the means of the first and the last tenth of a metric.
+function tenths(run, name) {
+  const values = column(run, name);
+  if (!values) return null;
+  const tenth = Math.max(1, Math.floor(values.length / 10));
+  return { first: mean(values.slice(0, tenth)), last: mean(values.slice(-tenth)) };
+}

@@ -1,0 +1,363 @@
+"""Reads stored completions as columns for the report's page, within limits of its size.
+
+A table of two completions of one prompt:
+
+    texts       ["2+3=", '{"answer": "5"}']      each text of a prompt or of columns once
+    problems    [[4, 0]]                         row of the data set, its prompt in `texts`
+    step, problem, columns                       [1, 1], [0, 0], [1, 1]
+    completion, reward, advantage                ["5", "6"], [1, 0], [0.7, -0.7]
+    parts                                        {"exact_match": [1, 0]}
+    first_token, tokens                          [0, 2], [2, 2]: their places in the arrays
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_cli.config.interpolation import masked, masker
+from grpo_cli.config.parsing import first_line
+from grpo_cli.data.stored_completions import IMAGES
+from grpo_cli.errors import UserError
+from grpo_cli.reporting.report import facts, token_texts
+from grpo_cli.reporting.report.curves import rounded
+from grpo_cli.reporting.report.pictures import Pictures
+from grpo_cli.reporting.run_folder import RunFolder
+
+LEFT_OUT = "\n… {:,} characters left out …\n"
+LEAST_CHARACTERS = 400  # of a completion, however many there are
+EPISODE = ("messages", "turns", "stop_reason", "env_rewards", "env_metrics", "env_error")
+# Steps of the numbers of tokens, which are stored as two bytes each.
+LOGPROB_STEP = 0.01
+ADVANTAGE_STEP = 0.001
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that a report holds; more would make it slow to open and to send."""
+
+    completions: int = 20_000
+    characters: int = 16_000_000  # of all completions
+    text: int = 20_000  # characters of one completion or prompt
+    tokens: int = 1_500_000  # with colours
+    image_bytes: int = 1_500_000
+
+    def divided(self, runs: int, completions: int) -> Limits:
+        """Returns the limits of each of several runs in one report.
+
+        Args:
+            completions: the most of all of them.
+        """
+        return Limits(
+            completions // runs,
+            self.characters // runs,
+            self.text,
+            self.tokens // runs,
+            self.image_bytes // runs,
+        )
+
+
+@dataclass
+class Completions:
+    """The blocks of the page that hold completions."""
+
+    table: dict[str, Any] = field(default_factory=dict)
+    tokens: bytes = b""  # the arrays of `token_arrays`, one behind the other
+    images: dict[str, Any] = field(default_factory=dict)
+
+
+def read(run: RunFolder, limits: Limits) -> Completions:
+    """Reads the completions of a run, at most `limits`.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    files = {step: run.completions(step) for step in run.steps_with_completions()}
+    counts = {step: number_of_rows(path) for step, path in files.items()}
+    chosen = chosen_steps(counts, limits.completions)
+    pictures = Pictures(limits.image_bytes)
+    rows = [row for step, most in chosen.items() for row in read_rows(files[step], most)]
+    table, kept_texts = columns_of(rows, facts.right(run.recipe), limits)
+    arrays, tokens = token_arrays(rows, kept_texts, limits.tokens)
+    used = arrays.pop("used")
+    texts = token_texts.texts_of(run, used) if used else []
+    table |= {"vocabulary": texts, **(tokens if texts is not None else {})}
+    numbers = [[pictures.add(cell) for cell in row.get(IMAGES) or ()] for row in rows]
+    table |= {
+        "images": numbers if any(numbers) else None,
+        "stored": sum(counts.values()),
+        "stored_steps": len(counts),
+    }
+    images = {"urls": pictures.urls, "sizes": pictures.sizes, "left_out": pictures.left_out}
+    data = b"".join(arrays.values()) if texts is not None else b""
+    return Completions(table, data, images)
+
+
+def chosen_steps(counts: Mapping[int, int], most: int) -> dict[int, int]:
+    """Returns how many completions of which steps are read: all, or those of evenly spread steps.
+
+    Args:
+        counts: completions by step.
+    """
+    total = sum(counts.values())
+    if total <= most:
+        return dict(counts)
+    if most <= 0:
+        return {}
+    steps = sorted(counts)
+    number = min(len(steps), max(2, int(len(steps) * most / total)))
+    places = np.unique(np.linspace(0, len(steps) - 1, number).round().astype(int))
+    return {steps[i]: min(counts[steps[i]], most // len(places)) for i in places}
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turns an error of pyarrow or of the disk into a UserError."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: cannot be read as parquet: {first_line(error)}.") from error
+
+
+def number_of_rows(path: Path) -> int:
+    """Returns how many completions a file holds, from its footer."""
+    import pyarrow.parquet
+
+    with readable(path):
+        number: int = pyarrow.parquet.read_metadata(path).num_rows
+    return number
+
+
+def read_rows(path: Path, most: int) -> list[dict[str, Any]]:
+    """Returns the first completions of a file; values of tokens are arrays."""
+    import pyarrow
+    import pyarrow.parquet
+
+    with readable(path):
+        table = pyarrow.parquet.read_table(path).slice(0, most)
+    columns: dict[str, Sequence[Any]] = {}
+    for name in table.column_names:
+        column = table[name].combine_chunks()
+        if isinstance(column, pyarrow.ChunkedArray):
+            column = pyarrow.concat_arrays(column.chunks) if column.num_chunks else column
+        is_of_tokens = pyarrow.types.is_list(column.type) and name != IMAGES
+        columns[name] = list(_arrays(column)) if is_of_tokens else column.to_pylist()
+    names = [*columns]
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _arrays(column: Any) -> Iterator[Any]:
+    """Yields each list of a column as an array; None for a missing one."""
+    values = column.flatten().to_numpy(zero_copy_only=False)
+    start = 0
+    for length in column.value_lengths().to_pylist():
+        if length is None:
+            yield None
+            continue
+        yield values[start : start + length]
+        start += length
+
+
+@dataclass
+class Texts:
+    """Texts, each once."""
+
+    longest: int
+    texts: list[str] = field(default_factory=list)
+    _places: dict[str, int] = field(default_factory=dict)
+
+    def place(self, text: str) -> int:
+        """Returns the place of a text."""
+        if text not in self._places:
+            self._places[text] = len(self.texts)
+            self.texts.append(shortened(text, self.longest)[0])
+        return self._places[text]
+
+
+def shortened(text: str, longest: int) -> tuple[str, int]:
+    """Returns a text without its middle if it is too long, and how many characters are missing."""
+    missing = len(text) - longest
+    if missing <= 0:
+        return text, 0
+    half = longest // 2
+    return text[:half] + LEFT_OUT.format(missing) + text[len(text) - (longest - half) :], missing
+
+
+def columns_of(
+    rows: Sequence[Mapping[str, Any]], right: str | None, limits: Limits
+) -> tuple[dict[str, Any], list[bool]]:
+    """Returns the columns of completions, and which texts are complete and show no secret.
+
+    Args:
+        right: the reward of which 1 counts as right.
+    """
+    longest = limits.text
+    if rows:
+        share = limits.characters // len(rows)
+        longest = min(longest, max(LEAST_CHARACTERS, share))
+    texts, mask = Texts(limits.text), masker()
+    problems: dict[tuple[int, int], int] = {}
+    cut = [shortened(str(row.get("completion") or ""), longest) for row in rows]
+    whole = [not missing and mask(text) == text for text, missing in cut]
+    number = partial(_number, rows)
+    problem = []
+    for row in rows:
+        key = (int(row.get("row") or 0), texts.place(str(row.get("prompt") or "")))
+        problem.append(problems.setdefault(key, len(problems)))
+    names = dict.fromkeys(name for row in rows for name in row)
+    parts = {n.removeprefix("rewards/"): number(n) for n in names if n.startswith("rewards/")}
+    extras = {n.removeprefix("extras/"): [r.get(n) for r in rows] for n in names if _is_extra(n)}
+    steps = [int(row["step"]) for row in rows]
+    is_right = [value == 1 for value in parts[right]] if right in parts else None
+    to_right, to_wrong = flips(steps, problem, is_right) if is_right else ([], [])
+    table = {
+        "texts": texts.texts,
+        "problems": [[row, place] for row, place in problems],
+        "step": steps,
+        "problem": problem,
+        "sample": [row.get("sample") for row in rows],
+        "columns": [texts.place(row.get("columns") or "{}") for row in rows],
+        "completion": [text for text, _ in cut],
+        "shortened": sum(missing > 0 for _, missing in cut),
+        "reward": number("reward"),
+        "advantage": number("advantage"),
+        "parts": parts,
+        "extras": extras,
+        "finish": [row.get("finish_reason") for row in rows],
+        "right": is_right,
+        "to_right": to_right,
+        "to_wrong": to_wrong,
+        "episodes": episodes(rows, limits.text),
+    }
+    return table, whole
+
+
+def _number(rows: Sequence[Mapping[str, Any]], name: str) -> list[float | None]:
+    values = (row.get(name) for row in rows)
+    return [rounded(v, 4) if isinstance(v, int | float) else None for v in values]
+
+
+def _is_extra(name: str) -> bool:
+    return name.startswith("extras/")
+
+
+def flips(
+    steps: Sequence[int], problems: Sequence[int], right: Sequence[bool]
+) -> tuple[list[int], list[int]]:
+    """Returns the problems that went from wrong to right and from right to wrong.
+
+    A problem is compared between its first and its last step. It is wrong if less than half of its
+    completions are right, and right if more than half are; exactly half, in either, is no flip.
+    """
+    counts: dict[int, dict[int, list[int]]] = {}
+    for step, problem, is_right in zip(steps, problems, right, strict=True):
+        of_step = counts.setdefault(problem, {}).setdefault(step, [0, 0])
+        of_step[0] += is_right
+        of_step[1] += 1
+    to_right, to_wrong = [], []
+    for problem, by_step in counts.items():
+        (a, n), (b, m) = by_step[min(by_step)], by_step[max(by_step)]
+        if 2 * a < n and 2 * b > m:
+            to_right.append(problem)
+        if 2 * a > n and 2 * b < m:
+            to_wrong.append(problem)
+    return to_right, to_wrong
+
+
+def episodes(rows: Sequence[Mapping[str, Any]], longest: int) -> dict[str, dict[str, str]]:
+    """Returns the cells of episodes as they are stored (JSON), by the place of the completion.
+
+    Messages that are too long are left out: the page then shows the text.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for place, row in enumerate(rows):
+        cells = {name: masked(row[name]) for name in EPISODE if row.get(name)}
+        if len(cells.get("messages", "")) > 2 * longest:
+            del cells["messages"]
+        if cells:
+            found[str(place)] = cells
+    return found
+
+
+def token_arrays(
+    rows: Sequence[Mapping[str, Any]], whole: Sequence[bool], most: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the arrays of tokens as bytes, and where each completion's tokens begin.
+
+    In the bytes each array has all low bytes before all high bytes, which gzip compresses better:
+    the places of the ids in the vocabulary, −log-probability in steps of 0.01, and, where tokens
+    have advantages of their own, these in steps of 0.001; then a byte for each token that is 1 if
+    the model has not sampled it.
+
+    Args:
+        whole: completions whose tokens may be shown. most: tokens; of more, every k-th completion
+            has its tokens.
+    """
+    lengths = [len(r["completion_ids"]) if _has_tokens(r) else 0 for r in rows]
+    total = sum(n for n, is_whole in zip(lengths, whole, strict=True) if is_whole)
+    every = max(1, -(-total // most)) if most > 0 else 0
+    kept = [
+        every > 0 and i % every == 0 and n > 0 and is_whole
+        for i, (n, is_whole) in enumerate(zip(lengths, whole, strict=True))
+    ]
+    shown = [row for row, is_kept in zip(rows, kept, strict=True) if is_kept]
+    places = {"first_token": [-1] * len(rows), "tokens": [0] * len(rows)}
+    start = 0
+    for i, is_kept in enumerate(kept):
+        if is_kept:
+            places["first_token"][i], places["tokens"][i] = start, lengths[i]
+            start += lengths[i]
+    if not shown:
+        return {"used": []}, {**places, "token_total": 0, "token_advantages": False}
+    ids = np.concatenate([np.asarray(r["completion_ids"], np.int64) for r in shown])
+    used, inverse = np.unique(ids, return_inverse=True)
+    if len(used) > 1 << 16:  # more tokens than two bytes name: the rarest are shown as one
+        order = np.argsort(-np.bincount(inverse))[: (1 << 16) - 1]
+        place = np.full(len(used), (1 << 16) - 1)
+        place[order] = np.arange(len(order))
+        used, inverse = np.append(used[order], -1), place[inverse]
+    logprobs = np.concatenate([_filled(r, "sampling_logprobs") for r in shown])
+    own = any(r.get("token_advantages") is not None for r in shown)
+    foreign = np.concatenate([~_filled(r, "sampled", 1.0).astype(bool) for r in shown])
+    arrays: dict[str, Any] = {
+        "ids": _planes(inverse),
+        "logprobs": _planes(np.clip(np.round(-logprobs / LOGPROB_STEP), 0, 65_535)),
+    }
+    if own:
+        values = np.concatenate([_advantages(r) for r in shown])
+        steps = np.clip(np.round(values / ADVANTAGE_STEP), -32_768, 32_767)
+        arrays["advantages"] = _planes(steps)
+    arrays["foreign"] = foreign.astype(np.uint8).tobytes()
+    arrays["used"] = [int(i) for i in used]
+    return arrays, {**places, "token_total": len(ids), "token_advantages": own}
+
+
+def _has_tokens(row: Mapping[str, Any]) -> bool:
+    ids, logprobs = row.get("completion_ids"), row.get("sampling_logprobs")
+    return ids is not None and logprobs is not None and len(ids) == len(logprobs)
+
+
+def _filled(row: Mapping[str, Any], name: str, missing: float = 0.0) -> Any:
+    values = row.get(name)
+    length = len(row["completion_ids"])
+    if values is None or len(values) != length:
+        return np.full(length, missing)
+    return np.nan_to_num(np.asarray(values, np.float64))
+
+
+def _advantages(row: Mapping[str, Any]) -> Any:
+    return _filled(row, "token_advantages", float(row.get("advantage") or 0.0))
+
+
+def _planes(values: Any) -> bytes:
+    """Returns whole numbers as two bytes each: all low bytes, then all high bytes."""
+    pairs = np.asarray(values).astype(np.int64).astype("<u2").view(np.uint8).reshape(-1, 2)
+    return pairs[:, 0].tobytes() + pairs[:, 1].tobytes()

@@ -1,0 +1,98 @@
+"""Tells what was run: recipe, command lines, versions and machine; and how it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_cli.config import schema
+from grpo_cli.config.compose import shipped
+from grpo_cli.config.interpolation import publishable, publishable_command
+from grpo_cli.config.knob import as_written
+from grpo_cli.config.saved_recipe import changes
+from grpo_cli.reporting.run_folder import RunFolder, read_json
+
+
+def of_run(run: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the facts about a run, as the report's page reads them.
+
+    Args:
+        metrics: the lines of metrics.jsonl.
+    """
+    recipe, summary = publishable(run.recipe), run.summary()
+    base = shipped(str(recipe.get("recipe")))
+    evaluated = [line for line in metrics if line.get("eval/accuracy") is not None]
+    return {
+        "name": run.path.resolve().name,
+        "folder": publishable(str(run.path)),
+        "recipe": recipe.get("recipe") or "",
+        "description": recipe.get("description") or "",
+        "steps": recipe.get("steps"),
+        "state": state(run, summary, metrics),
+        "commands": [" ".join(publishable_command(shlex_words(c))) for c in run.commands()],
+        "summary": publishable(summary),
+        "before": before(run, summary),
+        "measure": "reward" if any("eval/graded" in line for line in evaluated) else "accuracy",
+        "rewards": {n: (e or {}).get("weight", 1.0) for n, e in rewards(recipe).items()},
+        "right": right(recipe),
+        "changes": {
+            "defaults": listed({}, recipe),
+            "shipped": None if base is None else listed(base, recipe),
+        },
+    }
+
+
+def state(
+    run: RunFolder, summary: Mapping[str, Any] | None, metrics: Sequence[Mapping[str, Any]]
+) -> str:
+    """Returns how the run stands: finished, running, elsewhere, or ended without a summary."""
+    if summary is not None:
+        return "finished"
+    if (running := run.is_running) or running is None:
+        return "running" if running else "elsewhere"
+    return "ended" if metrics else "empty"
+
+
+def before(run: RunFolder, summary: Mapping[str, Any] | None) -> Any:
+    """Returns the evaluation before training, also of a run that goes on; None if there is none."""
+    if summary is not None:
+        return summary.get("before")
+    return (read_json(run.path / "status.json") or {}).get("before")
+
+
+def rewards(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the reward functions of a stored recipe, by name."""
+    found: Mapping[str, Any] = recipe.get("reward") or {}
+    return found
+
+
+def right(recipe: Mapping[str, Any]) -> str | None:
+    """Returns the reward function of which 1 counts as right."""
+    named: str | None = (recipe.get("eval") or {}).get("accuracy")
+    return named or next(iter(rewards(recipe)), None)
+
+
+def listed(old: dict[str, Any], new: dict[str, Any]) -> list[dict[str, str]]:
+    """Returns the knobs that differ between two recipes, each with its sentence."""
+    docs = {key: field.metadata["doc"] for key, field in schema.knobs()}
+    of_rewards = {f.name: f.metadata["doc"] for f in dataclasses.fields(schema.Reward)}
+    return [
+        {
+            "key": key,
+            "old": as_written(publishable(a, key)),
+            "new": as_written(publishable(b, key)),
+            "doc": docs.get(key) or of_rewards.get(key.rpartition(".")[2], ""),
+        }
+        for key, (a, b) in changes(old, new).items()
+        if key != "recipe"
+    ]
+
+
+def shlex_words(command: str) -> list[str]:
+    """Returns the words of a command line, quoted as they were."""
+    try:
+        return [shlex.quote(word) for word in shlex.split(command)]
+    except ValueError:  # a quote that is not closed
+        return command.split()

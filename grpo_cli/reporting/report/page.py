@@ -1,0 +1,151 @@
+"""Writes the report of a run, or of two, as one HTML file that needs no network.
+
+    write([read("outputs/a"), read("outputs/b")], Path("report.html"))
+
+The page holds the data in blocks, each gzip in base64, which the browser unpacks. Nothing of a run
+is written into the HTML itself or reaches it as markup: the scripts set texts only. The page's
+content security policy allows these scripts, by their hashes, and no connection.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from grpo_cli import __version__
+from grpo_cli.config.interpolation import masker
+from grpo_cli.reporting.report import completions, curves, facts
+from grpo_cli.reporting.report.completions import Completions, Limits
+from grpo_cli.reporting.run_folder import RunFolder
+
+# In the order in which they are run.
+SCRIPTS = (
+    "vendor/uPlot.iife.min.js", "data.js", "elements.js", "charts.js", "overview.js", "curves.js",
+    "time.js", "rewards.js", "tokens.js", "conversation.js", "completions.js", "recipe.js",
+    "compare.js", "main.js",
+)  # fmt: skip
+STYLES = ("vendor/uPlot.min.css", "style.css")
+LEVEL = 6  # of gzip
+NAME = "report.html"  # in the run's folder
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What the report shows of a run."""
+
+    head: dict[str, Any]  # facts and curves: small, read first
+    completions: Completions
+
+
+def read(run: RunFolder, limits: Limits | None = None) -> RunData:
+    """Reads what the report shows of a run, finished or not.
+
+    Raises:
+        UserError: a file of the run is damaged.
+    """
+    metrics = run.metrics()
+    head = {
+        **facts.of_run(run, metrics),
+        "curves": curves.columns(metrics),
+        "alarms": run.alarms(),
+        "plan": run.plan(),
+    }
+    return RunData(head, completions.read(run, limits or Limits()))
+
+
+def write(runs: Sequence[RunData], path: Path, compared: dict[str, Any] | None = None) -> int:
+    """Writes the report of one run, or of two side by side; returns the size of the file in bytes.
+
+    The file is replaced at once: a reader sees the old one or the new one.
+
+    Args:
+        compared: of two runs, their paired evaluations and what differs in their recipes.
+    """
+    text = html(runs, compared)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path.stat().st_size
+
+
+def html(runs: Sequence[RunData], compared: dict[str, Any] | None = None) -> str:
+    """Returns the page."""
+    head = {
+        "runs": [run.head for run in runs],
+        "compared": compared,
+        "version": __version__,
+        "written": int(time.time()),
+    }
+    mask = masker()
+    blocks = {"head": json_block(head, mask)}
+    for number, run in enumerate(runs):
+        blocks[f"completions-{number}"] = json_block(run.completions.table, mask)
+        blocks[f"tokens-{number}"] = packed(run.completions.tokens)
+        blocks[f"images-{number}"] = json_block(run.completions.images, mask)
+    script = "\n".join(["(() => {", "'use strict';", *map(_asset, SCRIPTS), "})();"])
+    template = jinja2.Environment(
+        loader=jinja2.PackageLoader("grpo_cli.reporting.report", "assets"),
+        undefined=jinja2.StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    ).get_template("page.html.j2")
+    return template.render(
+        title=mask(" and ".join(run.head["name"] for run in runs)),
+        blocks={name: Markup(block) for name, block in blocks.items()},
+        style=Markup("\n".join(map(_asset, STYLES))),
+        script=Markup(script),
+        script_hash=_hash(script),
+    )
+
+
+def json_block(value: Any, mask: Callable[[str], str]) -> str:
+    """Returns a value as a block of the page, without the secrets of the environment."""
+    text = json.dumps(
+        masked_tree(value, mask), ensure_ascii=False, separators=(",", ":"), allow_nan=False
+    )
+    return packed(text.encode("utf-8", "replace"))
+
+
+def masked_tree(value: Any, mask: Callable[[str], str]) -> Any:
+    """Returns a tree of JSON without the secrets of the environment, NaN and infinity."""
+    if isinstance(value, str):
+        return mask(value)
+    if isinstance(value, dict):
+        names = {key: "null" if key is None else str(key) for key in value}  # as JSON has them
+        return {mask(names[key]): masked_tree(one, mask) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked_tree(one, mask) for one in value]
+    if isinstance(value, float) and value - value != 0:
+        return None
+    return value
+
+
+def packed(data: bytes) -> str:
+    """Returns bytes as gzip in base64, the same for the same bytes."""
+    return base64.b64encode(gzip.compress(data, LEVEL, mtime=0)).decode("ascii")
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _hash(script: str) -> str:
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode('ascii')}"

@@ -1,0 +1,59 @@
+"""Makes small pictures of the images of prompts, each once, within a budget."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_cli.images import ImageError, StoredImage
+
+LONGEST_SIDE = 384  # pixels
+
+
+@dataclass
+class Pictures:
+    """Pictures as data URLs, each once for all completions that have it."""
+
+    most_bytes: int
+    urls: list[str] = field(default_factory=list)
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # of the images before shrinking
+    left_out: int = 0  # for the budget
+    _known: dict[bytes, int] = field(default_factory=dict)
+    _held: int = 0
+
+    def add(self, cell: Any) -> int:
+        """Returns the number of the picture of a stored image.
+
+        -1: the budget is used up; -2: the image cannot be read.
+        """
+        data = (cell or {}).get("bytes")
+        if not data:
+            return -2
+        digest = hashlib.blake2b(data, digest_size=16).digest()
+        if digest not in self._known:
+            self._known[digest] = self._make(data)
+        return self._known[digest]
+
+    def _make(self, data: bytes) -> int:
+        if self._held >= self.most_bytes:
+            self.left_out += 1
+            return -1
+        try:
+            image = StoredImage({"bytes": data}, "a stored completion").open()
+        except ImageError:
+            return -2
+        size = image.size
+        image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+        file = io.BytesIO()
+        is_small = max(size) <= 128  # drawn ones; a photo is larger
+        image.save(file, *(("PNG",) if is_small else ("WEBP",)), quality=80)
+        kind = "png" if is_small else "webp"
+        self._held += file.tell()
+        self.urls.append(
+            f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
+        )
+        self.sizes.append(size)
+        return len(self.urls) - 1

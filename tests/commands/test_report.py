@@ -1,0 +1,124 @@
+"""`grpo report`: which file is written, two runs, and mistakes in one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_cli import cli
+from grpo_cli.commands import report
+from grpo_cli.reporting.reporter import write_parquet
+from grpo_cli.reporting.run_folder import RunFolder
+from tests.report_runs import write_json, write_run
+from tests.tables import table
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs, a and b, which differ in a knob."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "a")
+    write_run(folder / "b", seed=3)
+    return folder
+
+
+@pytest.fixture
+def runs(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def evaluate(folder: Path, right: list[bool]) -> None:
+    """Writes an evaluation of ten held-out rows as `grpo eval` does."""
+    path = folder / "eval" / "step-10"
+    path.mkdir(parents=True)
+    entry = {"n": len(right), "accuracy": sum(right) / len(right), "data": "same"}
+    write_json(path / "eval.json", {"benchmarks": {"held_out": entry}})
+    rows: list[dict[str, Any]] = [
+        {"benchmark": "held_out", "mode": None, "row": i, "sample": 0, "correct": value}
+        for i, value in enumerate(right)
+    ]
+    write_parquet(path / "completions.parquet", rows)
+
+
+def test_the_report_is_written_into_the_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run_command(["report", "a"]) == 0
+    assert capsys.readouterr().out == "report: a/report.html (0.1 MB)\n"
+    assert (runs / "a" / "report.html").stat().st_size > 50_000
+
+
+def test_two_runs_without_evaluations(runs: Path) -> None:
+    found = report.compare(RunFolder.open(runs / "a"), RunFolder.open(runs / "b"))
+    assert [(c["key"], c["old"], c["new"]) for c in found["recipe"]] == [("seed", "0", "3")]
+    assert "not evaluated: a and b" in found["why"]
+
+
+def test_two_runs_on_the_same_problems(runs: Path) -> None:
+    evaluate(runs / "a", [False] * 6 + [True] * 4)
+    evaluate(runs / "b", [True] * 5 + [False] + [True] * 4)
+    found = report.compare(RunFolder.open(runs / "a"), RunFolder.open(runs / "b"))
+    numbers = found["paired"]["benchmarks"]["held_out"][None]
+    assert (numbers["n"], numbers["flipped_to_right"]) == (10, [0, 1, 2, 3, 4])
+    assert cli.run_command(["report", "a", "b", "--output=both.html"]) == 0
+    assert (runs / "both.html").is_file()
+
+
+def test_evaluations_that_cannot_be_compared_are_explained(runs: Path) -> None:
+    evaluate(runs / "a", [True])
+    evaluate(runs / "b", [True])
+    path = runs / "b" / "eval" / "step-10" / "eval.json"
+    stored = json.loads(path.read_text())
+    stored["benchmarks"] = {"other": stored["benchmarks"]["held_out"]}
+    write_json(path, stored)
+    write_parquet(
+        path.with_name("completions.parquet"),
+        [{"benchmark": "other", "mode": None, "row": 0, "sample": 0, "correct": True}],
+    )
+    found = report.compare(RunFolder.open(runs / "a"), RunFolder.open(runs / "b"))
+    assert "no benchmark and mode in common" in found["why"]
+
+
+@table(
+    ("words", "said"),
+    [
+        ([], None),
+        (["--help"], None),
+        (["a", "b", "a"], "give one run"),
+        (["gone"], "RUN = gone: there is no such folder"),
+        (["a", "gone"], "OTHER = gone: there is no such folder"),
+        (["a", "--output=."], "is a folder; give a file"),
+        (["a", "--output=a/recipe.yaml/x"], "cannot be written"),
+        (["a", "--outptu=x"], "there is no such option"),
+        (["a", "--completions=-1"], "--completions"),
+    ],
+)
+def test_mistakes(
+    runs: Path, words: list[str], said: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = cli.run_command(["report", *words])
+    out, err = capsys.readouterr()
+    if said is None:
+        assert (code, err) == (0, "")
+        assert "--completions" in out
+        return
+    assert code == 2
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_damaged_completions_are_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (runs / "a" / "completions" / "step-1.parquet").write_bytes(b"broken")
+    assert cli.run_command(["report", "a"]) == 2
+    assert "a/completions/step-1.parquet: cannot be read" in capsys.readouterr().err
+
+
+def test_a_damaged_line_of_metrics_is_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (runs / "a" / "metrics.jsonl").open("a") as file:
+        file.write("\0\0\n")
+    assert cli.run_command(["report", "a"]) == 2
+    assert "metrics.jsonl, line 11: is not JSON" in capsys.readouterr().err

@@ -1,0 +1,101 @@
+"""The page holds everything, and nothing of a run reaches it as markup."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_cli.reporting.report import page
+from grpo_cli.reporting.report.completions import Limits
+from grpo_cli.reporting.reporter import write_parquet
+from grpo_cli.reporting.run_folder import RunFolder
+from tests.report_runs import HOSTILE, completion, write_run
+
+
+def block(html: str, name: str) -> Any:
+    found = re.search(rf'id="block-{name}">([^<]*)</script>', html)
+    assert found is not None
+    return json.loads(gzip.decompress(base64.b64decode(found[1])))
+
+
+def made(folder: Path) -> str:
+    return page.html([page.read(RunFolder.open(folder), Limits())])
+
+
+def test_the_page_needs_no_network(tmp_path: Path) -> None:
+    html = made(write_run(tmp_path))
+    without_licence = html.replace("https://github.com/leeoniya/uPlot", "")
+    urls = set(re.findall(r"https?://[^\"' )]+", without_licence))
+    assert urls <= {"http://www.w3.org/2000/svg"}
+    assert "default-src 'none'" in html
+
+
+def test_the_policy_names_the_script(tmp_path: Path) -> None:
+    import hashlib
+
+    html = made(write_run(tmp_path))
+    scripts = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+    assert len(scripts) == 1
+    digest = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in html
+
+
+def test_texts_of_a_model_are_no_markup(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "<b>name</b>", stored=())
+    hostile = [completion(1, 0, i, 10, HOSTILE) for i in range(2)]
+    write_parquet(folder / "completions" / "step-1.parquet", hostile)
+    html = made(folder)
+    assert HOSTILE not in html
+    assert "<b>name" not in html
+    assert html.count("</script>") == 5
+    assert block(html, "completions-0")["completion"] == [HOSTILE] * 2
+
+
+def test_secrets_are_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdef")
+    folder = write_run(tmp_path)
+    command = "grpo train hub.token=hf_abcdef tracking.api_key=plain123\n"
+    (folder / "command.txt").write_text(command)
+    head = json.dumps(block(made(folder), "head"))
+    assert "hf_abcdef" not in head
+    assert "plain123" not in head
+    assert "grpo train" in head
+
+
+@pytest.mark.parametrize(
+    "gone",
+    ["summary.json", "plan.json", "alarms.jsonl", "command.txt", "metrics.jsonl", "completions"],
+)
+def test_what_is_missing_is_left_out(tmp_path: Path, gone: str) -> None:
+    folder = write_run(tmp_path)
+    path = folder / gone
+    if path.is_dir():
+        for file in path.iterdir():
+            file.unlink()
+    else:
+        path.unlink()
+    head = block(made(folder), "head")["runs"][0]
+    states = {"summary.json": "ended"}
+    assert head["state"] == states.get(gone, "finished")
+
+
+def test_the_same_run_gives_the_same_blocks(tmp_path: Path) -> None:
+    run = RunFolder.open(write_run(tmp_path))
+    first, second = (page.read(run).completions for _ in range(2))
+    assert first.tokens == second.tokens
+    assert page.packed(first.tokens) == page.packed(second.tokens)
+
+
+def test_the_file_is_replaced_at_once(tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    path = folder / "report.html"
+    path.write_text("old", encoding="utf-8")
+    size = page.write([page.read(RunFolder.open(folder))], path)
+    assert size == path.stat().st_size > 50_000
+    assert not list(folder.glob("*.tmp"))
