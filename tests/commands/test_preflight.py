@@ -154,8 +154,8 @@ def test_mistakes_are_named(words: list[str], message: str) -> None:
 def test_ports_that_are_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-        assert not preflight._is_free(port)
-    assert preflight._is_free(port)
+        assert not preflight.is_free(port)
+    assert preflight.is_free(port)
 
 
 def test_a_node_finds_its_problems(tmp_path: Path) -> None:
