@@ -90,7 +90,7 @@ def of_recipes(
     devices = {f.name: f for f in sections.get("devices", [])}
     if "torch" not in devices or devices["torch"].status == BROKEN:
         return [Finding("recipes", "not checked, since torch cannot be imported", NOTE)]
-    gpus = sum(name.startswith("GPU ") for name in devices)
+    gpus = [f.value.partition(",")[0] for name, f in devices.items() if name.startswith("GPU ")]
     if isinstance(recipe, Finding):
         return [recipe]
     if recipe is not None:
@@ -106,7 +106,7 @@ def of_recipes(
     return out
 
 
-def within_time(recipe: Recipe, gpus: int) -> list[Finding]:
+def within_time(recipe: Recipe, gpus: Sequence[str]) -> list[Finding]:
     """Returns what a recipe lacks here, found within a deadline."""
     check = Check(RECIPES, recipe.recipe, lambda: doctor_recipes.needs(recipe, gpus), 60.0)
     return [f for _, findings in run_all([check]) for f in findings]

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_cli import sandbox
 from grpo_cli.checkpoints import lookup, paths
 from grpo_cli.commands.doctor_findings import BROKEN, NOTE, Finding
+from grpo_cli.commands.preflight import GB
 from grpo_cli.config import parsing, sources
 from grpo_cli.config.compose import compose_and_call, error_message, given_keys
 from grpo_cli.config.schema import Recipe
@@ -39,11 +40,11 @@ def composed(words: Sequence[str]) -> Recipe | Finding:
     return found[0]
 
 
-def needs(recipe: Recipe, gpus: int) -> Iterator[Finding]:
+def needs(recipe: Recipe, gpus: Sequence[str]) -> Iterator[Finding]:
     """Yields what is missing here, or may be, to train a recipe.
 
     Args:
-        gpus: number that torch sees.
+        gpus: names of those that torch sees.
     """
     yield from _refusals(recipe)
     if recipe.device == "cuda" and not gpus:
@@ -52,8 +53,10 @@ def needs(recipe: Recipe, gpus: int) -> Iterator[Finding]:
         said = "no GPU: trains on the CPU, which is for tiny models"
         advice = f"grpo plan recipe={recipe.recipe} gpu=NAME tells what fits"
         yield Finding("device", said, NOTE, advice, "no GPU")
-    yield from _model(recipe)
-    yield from _data(recipe)
+    lacking = [*_model(recipe), *_data(recipe)]
+    yield from lacking
+    if not any(finding.name == "model.path" for finding in lacking):
+        yield from _memory(recipe, gpus)
     yield from _sandbox(recipe)
     if command := recipe.environment.mcp:
         program = command.split()[0]
@@ -105,6 +108,26 @@ def _model(recipe: Recipe) -> Iterator[Finding]:
     folder = Path(found).parent if isinstance(found, str) else None
     if folder is None or not any(folder.glob("*.safetensors")):
         yield _not_cached("model.path", path, f"hf download {path}")
+
+
+def _memory(recipe: Recipe, gpus: Sequence[str]) -> Iterator[Finding]:
+    """Yields a line if the recipe is predicted not to fit into this machine's GPUs."""
+    from grpo_cli.planning import devices
+    from grpo_cli.training import planned
+
+    listed = [name for name, (card, *_) in devices.GPUS.items() if card in gpus[:1]]
+    if not listed or recipe.device == "cpu":
+        return
+    try:
+        plan = planned.plan_of(recipe, planned.Request(gpu=listed[0], gpus=len(gpus))).plan
+    except UserError:  # a model whose shape is not described
+        return
+    if not plan.fits:
+        peak, most = plan.memory.peak / GB, plan.device.memory / GB
+        said = f"predicted to take {peak:.0f} of {most:.0f} GB of a GPU"
+        advice = f"grpo plan recipe={recipe.recipe} gpu={listed[0]} gpus={len(gpus)}"
+        short = f"needs {peak:.0f} GB of a GPU"
+        yield Finding("memory", said, NOTE, f"{advice} tells what to change", short)
 
 
 def _data(recipe: Recipe) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import threading
@@ -22,6 +23,7 @@ from grpo_cli.commands import (
 from grpo_cli.commands.doctor_findings import BROKEN, NOTE, OK, Check, Finding
 from grpo_cli.config.schema import (
     Adapter,
+    Build,
     Dataset,
     EnvironmentSettings,
     Hub,
@@ -30,6 +32,7 @@ from grpo_cli.config.schema import (
     Recipe,
     Reward,
 )
+from grpo_cli.training import planned
 from tests.tables import table
 
 
@@ -230,7 +233,7 @@ def test_a_torch_that_crashes(
 
 def recipe(**changes: Any) -> Recipe:
     rewards = {"math": Reward("math")}
-    local = Dataset(train=__file__)
+    local = Dataset(train="pkg://grpo_cli/samples/arithmetic_test.jsonl", prompt="{question}")
     return Recipe(**{"recipe": "r", "dataset": local, "reward": rewards, **changes})
 
 
@@ -265,7 +268,7 @@ def test_what_a_recipe_lacks(
         patch.setattr(sandbox, "find_level", refuse)
         if "adapter" in changes:
             patch.setattr("importlib.util.find_spec", lambda name: None)
-        found = [*doctor_recipes.needs(recipe(**changes), gpus=0)]
+        found = [*doctor_recipes.needs(recipe(**changes), gpus=[])]
     assert [(f.name, f.status) for f in found] == [(name, status)]
     assert said in found[0].value
 
@@ -276,9 +279,28 @@ def refuse(guards: str) -> None:
 
 def test_a_hub_name_offline_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    found = [*doctor_recipes.needs(recipe(model=Model(path="no/such")), gpus=1)]
+    found = [*doctor_recipes.needs(recipe(model=Model(path="no/such")), gpus=["NVIDIA L4"])]
     assert [(f.name, f.status) for f in found] == [("model.path", BROKEN)]
-    assert [*doctor_recipes.needs(recipe(mixed_precision="bf16"), gpus=1)] == []
+    small = recipe(mixed_precision="bf16", model=Model(build=Build()))
+    assert [*doctor_recipes.needs(small, gpus=["NVIDIA L4"])] == []
+
+
+def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned.plan_of(recipe(model=Model(build=Build())), planned.Request(gpu="l4"))
+    big = dataclasses.replace(plan.plan, device=dataclasses.replace(plan.plan.device, memory=1e6))
+    asked: list[planned.Request] = []
+
+    def plan_of(recipe: Recipe, request: planned.Request) -> planned.Planned:
+        asked.append(request)
+        return dataclasses.replace(plan, plan=big)
+
+    monkeypatch.setattr(planned, "plan_of", plan_of)
+    tiny = recipe(model=Model(build=Build()))
+    (found,) = doctor_recipes.needs(tiny, gpus=["NVIDIA L4", "NVIDIA L4"])
+    assert asked == [planned.Request(gpu="l4", gpus=2)]
+    assert (found.name, found.status) == ("memory", NOTE)
+    assert found.advice == "grpo plan recipe=r gpu=l4 gpus=2 tells what to change"
+    assert [*doctor_recipes.needs(tiny, gpus=["Some other GPU"])] == []
 
 
 @pytest.fixture
