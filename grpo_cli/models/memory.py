@@ -49,8 +49,19 @@ class MicroBatchBudget:
             runs_in_lockstep: passes are collective, so that no process can repeat one.
         """
         self.tokens = tokens
+        self.counts_images = tokens is not None  # or there is no need to: the number was given
         self.say = say
         self.runs_in_lockstep = runs_in_lockstep
+
+    def take_measured(self, tokens: int, *, with_images: bool) -> None:
+        """Takes a measured number of tokens; images never raise what was measured with texts."""
+        before, self.counts_images = self.tokens, with_images
+        self.tokens = tokens if before is None else min(before, tokens)
+        if before is not None and self.tokens < before:
+            self.say(
+                f"note: micro-batches of {self.tokens:,} tokens from now on, not {before:,}: the "
+                "first images take more memory than texts"
+            )
 
     def with_oom_retry(
         self,

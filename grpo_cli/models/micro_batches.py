@@ -18,7 +18,12 @@ from grpo_cli.models.memory import MicroBatchBudget, bytes_to_come, tokens_that_
 from grpo_cli.models.packing import length, packed_micro_batches, unique_tokens
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, bytes_per_token, cut
 from grpo_cli.models.reference import Reference
-from grpo_cli.models.vision import VisionProcessor, has_images, parameters_of_images
+from grpo_cli.models.vision import (
+    VisionProcessor,
+    has_images,
+    parameters_of_images,
+    takes_images,
+)
 from grpo_cli.records import Rollout, dummy_rollout
 
 T = TypeVar("T")
@@ -150,11 +155,11 @@ class MicroBatcher:
     def calibrate(self, rollouts: Sequence[Rollout], temperature: float) -> None:
         """Before the first rollouts: checks the forward modes, and measures how many tokens fit.
 
-        The modes are checked again before the first rollouts with images.
+        Both again before the first rollouts with images, which take more memory than texts.
         """
         if self.budget.tokens is not None and all(m.checked for m in self.asked):
             has_new = has_images(r.prompt for r in rollouts)
-            if all(m.checked_images for m in self.asked) or not self._any(has_new):
+            if self._knows_images or not self._any(has_new):
                 return
         some = cut(rollouts)
         if self.workers.runs_in_lockstep:  # the same on every process: the most that one has
@@ -168,8 +173,11 @@ class MicroBatcher:
             few = few if len(few) > 1 else some[:2]  # a single rollout would tell nothing
             for policy_logprobs in self.asked:
                 policy_logprobs.check(few, temperature)
-            if self.budget.tokens is None and self.policy.checked:
-                self.budget.tokens = self._tokens_that_fit(few, temperature)
+            images = has_images(r.prompt for r in few)
+            is_new = self.budget.tokens is None or (images and not self.budget.counts_images)
+            if is_new and self.policy.checked:
+                fitting = self._tokens_that_fit(few, temperature)
+                self.budget.take_measured(fitting, with_images=images)
 
         # Even these few may be too many at once. No micro-batch is smaller: nothing is printed.
         quiet = MicroBatchBudget(
@@ -179,6 +187,13 @@ class MicroBatcher:
         )
         lengths = [length(r) for r in some]
         quiet.with_oom_retry(attempt, lengths, lambda: None, unique_tokens(some)[0])
+
+    @property
+    def _knows_images(self) -> bool:
+        """Whether modes and budget are known for images, or the model reads none."""
+        if not takes_images(self.policy.model.config):
+            return True
+        return self.budget.counts_images and all(m.checked_images for m in self.asked)
 
     def _any(self, is_so: bool) -> bool:
         """Whether it is so on this process; in lockstep, on any of them."""

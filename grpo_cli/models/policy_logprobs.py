@@ -420,8 +420,9 @@ def bytes_per_token(
     """Measures the bytes that a forward pass keeps for its backward, for each computed token.
 
     The difference of two passes, which leaves out what does not grow with the tokens, such as
-    copies of the weights in another precision. With gradient checkpointing one layer's share is
-    added, since the backward recomputes one layer at a time.
+    copies of the weights in another precision. Where there are images, the larger of this and of
+    the difference that one more prompt with images makes, its tower included. With gradient
+    checkpointing one layer's share is added, since the backward recomputes one layer at a time.
     """
     model = policy_logprobs.model
     kept = _slope(policy_logprobs, rollouts, temperature)
@@ -437,17 +438,32 @@ def _slope(
     policy_logprobs: PolicyLogprobs, rollouts: Sequence[Rollout], temperature: float
 ) -> float:
     some = cut(rollouts)
-    sizes = []
-    for rows in (some, some[:1]):
-        with saved_bytes(policy_logprobs.model) as kept, torch.enable_grad():
-            logprobs, _ = policy_logprobs(rows, temperature)
-        del logprobs
-        fsdp.offload(policy_logprobs.model)
-        sizes.append((kept(), policy_logprobs.tokens(rows)))
-    (more, tokens), (less, fewer) = sizes
-    if tokens > fewer and more > less:
-        return (more - less) / (tokens - fewer)
-    return more / tokens
+    less = _kept(policy_logprobs, some[:1], temperature)
+    slope = _per_token(_kept(policy_logprobs, some, temperature), less)
+    if not some[0].prompt.images:  # `cut` puts images first
+        return slope
+    other = replace(some[0].prompt, row=some[0].prompt.row + 1)  # the same images, once more
+    twice = [some[0], replace(some[0], prompt=other)]
+    return max(slope, _per_token(_kept(policy_logprobs, twice, temperature), less))
+
+
+def _kept(
+    policy_logprobs: PolicyLogprobs, rollouts: Sequence[Rollout], temperature: float
+) -> tuple[int, int]:
+    """Returns (bytes that a forward pass keeps, tokens that it computes)."""
+    with saved_bytes(policy_logprobs.model) as kept, torch.enable_grad():
+        logprobs, _ = policy_logprobs(rollouts, temperature)
+    del logprobs
+    fsdp.offload(policy_logprobs.model)
+    return kept(), policy_logprobs.tokens(rollouts)
+
+
+def _per_token(more: tuple[int, int], less: tuple[int, int]) -> float:
+    """Returns the bytes of each token by which two passes of `_kept` differ."""
+    (size, tokens), (smaller, fewer) = more, less
+    if tokens > fewer and size > smaller:
+        return (size - smaller) / (tokens - fewer)
+    return size / tokens
 
 
 @contextlib.contextmanager

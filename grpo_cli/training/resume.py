@@ -111,6 +111,7 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
             "reference_moved": run.reference is not None and run.reference.has_moved,
             # Of each process, as measured and reduced: another split is another rounding.
             "micro_batch_tokens": workers.gather(run.micro_batches.budget.tokens),
+            "counts_images": workers.gather(run.micro_batches.budget.counts_images),
             "cache_tokens": workers.gather(run.generator.cache_tokens),
             "modes": workers.gather(modes(run)),
             "beta": run.beta.adapted,
@@ -228,6 +229,7 @@ class StoredRun:
     reference_moved: bool
     # By process; other numbers of processes begin anew:
     micro_batch_tokens: list[int | None]
+    counts_images: list[bool]
     cache_tokens: list[int | None]
     modes: list[dict[str, str]]
 
@@ -240,6 +242,7 @@ class StoredRun:
         if "tracker_id" in entry:  # of one tracker, which the recipe names, until version 0.1.0
             known = entry.pop("tracker_id")
             entry["tracker_ids"] = {} if known is None else {"wandb": known, "trackio": known}
+        entry.setdefault("counts_images", [True] * len(entry["modes"]))  # until version 0.1.0
         beta = AdaptiveBeta(entry.pop("beta"))
         bonus = AdaptiveEntropyBonus(entry.pop("entropy_coef"), entry.pop("entropy"))
         own = {f.name: entry.pop(f.name) for f in fields(cls)[3:]}
@@ -359,6 +362,7 @@ def restore(run: Run, path: Path) -> None:
         random_streams.set_rng_state(saved["rng"][workers.rank])
         if before["update"]["tokens_per_micro_batch"] == run.recipe.update.tokens_per_micro_batch:
             run.micro_batches.budget.tokens = stored.micro_batch_tokens[workers.rank]
+            run.micro_batches.budget.counts_images = stored.counts_images[workers.rank]
         run.generator.cache_tokens = stored.cache_tokens[workers.rank]
         if bool(before["model"].get("compile")) == run.recipe.model.compile:
             restore_modes(run, stored.modes[workers.rank])

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.smolvlm import processing_smolvlm
 
 from grpo_cli.config.schema import Model
+from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.errors import TrainingError, UserError
@@ -24,12 +25,14 @@ from grpo_cli.generation.engine import Engine
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.transformers import TransformersGenerator
 from grpo_cli.images import StoredImage
-from grpo_cli.models import loading, vision
+from grpo_cli.models import loading, micro_batches, vision
 from grpo_cli.models.families import image_tokens
+from grpo_cli.models.memory import MicroBatchBudget
 from grpo_cli.models.policy_logprobs import SIMPLEST, PolicyLogprobs
 from grpo_cli.models.vision import VisionProcessor
 from grpo_cli.records import Prompt, Rollout
 from tests import vision_models
+from tests.partial_run import partial_run
 from tests.vision_models import picture
 
 # Images are read in both directions, or layers carry a state: packed rows do neither.
@@ -371,3 +374,34 @@ def test_parts_are_frozen_by_name(tmp_path: Path) -> None:
         loading.freeze(loaded.model, ["vision_towr"])
     with pytest.raises(UserError, match="leaves no weight to train"):
         loading.freeze(loaded.model, ["model", "lm_head"])
+
+
+def test_memory_is_measured_again_with_the_first_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts do not show what the tower keeps; a batch of both shows it as images alone do."""
+
+    def fitting(device: torch.device, bytes_per_token: float, *, state_to_come: float) -> int:
+        return int(1e9 / bytes_per_token)
+
+    monkeypatch.setattr(micro_batches, "tokens_that_fit", fitting)
+    loaded = load("idefics3", tmp_path)
+    rollouts, _ = sampled(loaded, loaded.mixed())
+    texts = [r for r in rollouts if not r.prompt.images]
+    found = {}
+    for name, some in {"texts": texts, "both": rollouts, "later": texts + rollouts}.items():
+        said: list[str] = []
+        budget = MicroBatchBudget(None, said.append)
+        policy_logprobs = PolicyLogprobs(loaded.model, say=pytest.fail)
+        optimizer = torch.optim.SGD(loaded.model.parameters())
+        batcher = partial_run(Workers("cpu"), policy_logprobs, budget, optimizer).micro_batches
+        batcher.calibrate(texts if name == "later" else some, 1.0)
+        if name == "later":
+            assert (budget.tokens, said) == (found["texts"], [])
+            for _ in range(2):  # once is enough
+                batcher.calibrate(some, 1.0)
+                assert len(said) == 1
+                assert "images take more memory than texts" in said[0]
+        found[name] = budget.tokens
+    assert found["later"] == found["both"]
+    assert 1.2 * found["both"] < found["texts"]
