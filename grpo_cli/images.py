@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.errors import TrainingError, UserError, listed
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 MOST_PIXELS = 178_956_970  # Pillow refuses more: a small file may hold gigabytes of one colour
 
 ORIENTATION = 0x0112  # tag of EXIF
+URLS = ("http://", "https://", "data:", "s3://", "gs://", "hf://", "file://")
+FORMS = 'an image is a path, encoded bytes, or {"bytes": ..., "path": ...}'
 
 
 class ImageError(TrainingError):
@@ -69,7 +71,7 @@ class StoredImage:
     source: Any = field(repr=False)  # a Cell; or path, bytes, {"bytes", "path"}, PIL image
     place: str  # "train.parquet, row 3, column 'image'", for messages
     max_pixels: int | None = None  # a larger image is resized; None: none is
-    folder: str = ""  # that relative paths begin at
+    folder: str | tuple[str, ...] = ""  # that relative paths begin at; the first that has the file
 
     @cached_property
     def size(self) -> tuple[int, int]:
@@ -139,15 +141,37 @@ class StoredImage:
 
     def _picture(self) -> Any:
         """Returns encoded bytes, a path or a PIL image."""
+        from PIL import Image
+
         stored = self._stored()
         if isinstance(stored, Mapping):
+            if stored and not stored.keys() & {"bytes", "path"}:
+                raise ValueError(f"it has the keys {listed(map(str, stored))}; {FORMS}")
             stored = stored.get("bytes") or stored.get("path")
-        if stored in (None, "", b""):
+        if stored is None or (isinstance(stored, str | bytes | Mapping) and not stored):
             raise ValueError("it is empty")
+        if isinstance(stored, str) and stored.startswith(URLS):
+            raise ValueError(f"it is a URL ({stored:.40}); store the image in the data: {FORMS}")
+        if not isinstance(stored, str | bytes | Path | Image.Image):
+            raise ValueError(f"it is of the type {type(stored).__name__}; {FORMS}")
         return stored
 
     def _path(self, path: str | Path) -> Path:
-        return Path(self.folder, path).expanduser()
+        """Returns a file's path. Several folders are those of a data set's files.
+
+        Raises:
+            ValueError: it is no file, such as a pipe that would be waited for, or several are.
+        """
+        folders = (self.folder,) if isinstance(self.folder, str) else self.folder
+        places = [Path(folder, path).expanduser() for folder in folders]
+        there = [place for place in places[1:] if place.exists()]
+        found = places[0] if places[0].exists() or not there else there[0]
+        if found is not places[0] and len({place.resolve() for place in there}) > 1:
+            names = listed(str(place) for place in there[:3])
+            raise ValueError(f"{path} may be any of {names}; give paths from {folders[0]} on")
+        if found.exists() and not found.is_file():
+            raise ValueError(f"{found} is no file")
+        return found
 
     @contextmanager
     def _opened(self) -> Iterator[Image.Image]:

@@ -249,6 +249,7 @@ class RolloutStats(NamedTuple):  # pickled three times as fast as a dataclass
     excluded: bool
     sampled_tokens: int  # the completion's length, as metrics and advantage rules count it
     episode: EpisodeStats | None = None
+    row: int = 0  # of the prompt that was sampled, which may stand for one with a broken image
 
     @classmethod
     def of(cls, r: Rollout) -> RolloutStats:
@@ -263,6 +264,7 @@ class RolloutStats(NamedTuple):  # pickled three times as fast as a dataclass
             r.excluded,
             r.completion.sampled_tokens,
             EpisodeStats.of(r.completion),
+            r.prompt.row,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import struct
 import zlib
@@ -82,12 +83,25 @@ def test_pickled_it_holds_its_bytes() -> None:
         (b"", "it is empty"),
         (None, "it is empty"),
         ("missing.png", "No such file"),
-        (5, "expected str"),
+        (5, "it is of the type int; an image is a path"),
+        ([[0, 1]], "it is of the type list; an image is a path"),
+        ("https://a.b/c.png", r"it is a URL \(https://a.b/c.png\); store the image"),
+        ({"url": "x"}, "it has the keys url; an image is a path"),
+        ({"bytes": None, "path": None}, "it is empty"),
+        ("/dev/zero", "/dev/zero is no file"),
+        (".", "is no file"),
     ],
 )
 def test_a_broken_picture_ends_in_a_sentence(source: Any, reason: str) -> None:
     with pytest.raises(ImageError, match=rf"row 3, column 'image': the image cannot.*{reason}"):
         StoredImage(source, "x.parquet, row 3, column 'image'").open()
+
+
+def test_a_pipe_is_no_picture(tmp_path: Path) -> None:
+    """Opening it would wait for someone to write."""
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(ImageError, match=r"row 3: the image cannot be read: .*pipe.png is no file"):
+        _ = StoredImage("pipe.png", "row 3", folder=str(tmp_path)).size
 
 
 def test_a_picture_of_nine_hundred_million_pixels_is_refused() -> None:

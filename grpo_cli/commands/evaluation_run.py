@@ -85,7 +85,7 @@ def _evaluate_model(
     finally:
         generator.close()
     report = {"checkpoint_hash": identity, **settings}
-    finish(prepared.folder, path, results, report, reporter, workers, recipe.overwrite)
+    finish(prepared.folder, path, results, report, reporter, workers, recipe)
 
 
 def score_completions(
@@ -146,7 +146,7 @@ def score_completions(
     finally:
         executor.close()
     report = settings_of_completions(settings, config, path, columns)
-    finish(folder, str(path), results, report, reporter, workers, recipe.overwrite)
+    finish(folder, str(path), results, report, reporter, workers, recipe)
 
 
 def settings_of_completions(
@@ -194,17 +194,18 @@ def finish(
     settings: Mapping[str, Any],
     reporter: Reporter,
     workers: Workers,
-    overwrite: bool,
+    recipe: Recipe,
 ) -> None:
     """Writes and shows an evaluation, and deletes its journal.
 
     Args:
-        overwrite: whether another evaluation in the folder is discarded, not moved aside.
+        recipe: of which overwrite and log.images are read.
     """
     with workers.raise_together():
         if workers.is_main:
-            before = None if overwrite else tables.set_aside(folder, settings)
-            tables.write(folder, subject, results, settings)
+            before = None if recipe.overwrite else tables.set_aside(folder, settings)
+            images = recipe.log.images != "none"
+            tables.write(folder, subject, results, settings, images=images)
             shutil.rmtree(folder / FOLDER, ignore_errors=True)
             tables.show(reporter.console, paths.shown(subject), results)
             said = f"numbers: {paths.shown(folder / 'eval.json')}"

@@ -39,8 +39,8 @@ class Settings:
     )
     images: str | None = knob(
         None,
-        "Folder to write the images of the printed completions to, as row-4-image-0.png; null: "
-        "they are not written.",
+        "Folder to write the images of the printed completions to, as row-4-image-0.png (with the "
+        "benchmark's name before it if there are several); null: they are not written.",
     )
 
 
@@ -83,11 +83,12 @@ def write_images(folder: Path, samples: Sequence[Sample]) -> int:
     Raises:
         UserError: the folder cannot be written, or an image cannot be read.
     """
-    images = {
-        f"row-{sample.columns.get('row', sample.row)}-image-{number}.png": image
-        for sample in samples
-        for number, image in enumerate(sample.images)
-    }
+    benchmarks = {sample.columns.get("benchmark") for sample in samples}
+    images = {}
+    for sample in samples:  # the benchmarks of an evaluation have rows of the same numbers
+        of = f"{sample.columns['benchmark']}-" if len(benchmarks) > 1 else ""
+        row = sample.columns.get("row", sample.row)
+        images |= {f"{of}row-{row}-image-{n}.png": image for n, image in enumerate(sample.images)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, image in images.items():

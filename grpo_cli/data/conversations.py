@@ -21,6 +21,7 @@ TEMPLATE_KWARGS = "chat_template_kwargs"  # the column with arguments of one row
 IMAGE = "<image>"  # as which an image is shown in a text
 IMAGE_TYPES = ("image", "image_url")
 PICTURES = ("image", "path", "bytes")  # keys of an image block that hold its picture
+BLOCKS = 'a list of blocks {"type": "text", "text": ...} and {"type": "image"}'
 
 # Names of the roles in rows in ShareGPT's form, {"from": "human", "value": "1+1="}.
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
@@ -71,10 +72,23 @@ def _message(message: Any, where: str, column: str | None, number: int) -> dict[
     elif isinstance(content, list) and column is not None and all(map(_is_part, content)):
         way = (column, number, "content")
         return found | {"content": [_block(p, where, (*way, i)) for i, p in enumerate(content)]}
+    if isinstance(content, list) and column is not None and (other := _other_part(content)):
+        raise UserError(f"{where}: has {other}; a content is a text, or {BLOCKS}.")
     if not isinstance(content, str):
         reason = "has no content" if content is None else f"has the content {content!r:.80}"
         raise UserError(f"{where}: {reason}; the model takes text.")
     return found | {"content": content}
+
+
+def _other_part(content: Sequence[Any]) -> str:
+    """Returns what a content holds that is neither a block of text nor of an image."""
+    part = next((part for part in content if not _is_part(part)), None)
+    if not isinstance(part, Mapping):
+        return "" if part is None else f"the block {part!r:.80}"
+    kind = part.get("type")
+    if kind == "text":
+        return "a block of the type text without a text"
+    return f"the block {part!r:.80}" if kind is None else f"a block of the type {kind!r}"
 
 
 def _is_text_part(part: Any) -> bool:

@@ -11,18 +11,21 @@ or {"bytes": ..., "path": ...}, which is how `datasets` stores its Image feature
 
 from __future__ import annotations
 
+import functools
+import glob
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.config.sources import local_path
+from grpo_cli.config.sources import file_format, local_path
 from grpo_cli.data.conversations import IMAGE
 from grpo_cli.data.rows import Rows
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, listed
 from grpo_cli.images import Cell, StoredImage
 
-COLUMNS = ("images", "image")  # the first that a row has counts
+COLUMNS = ("images", "image")  # of which a row has one
 PLACEHOLDER = {"type": "image"}
 
 
@@ -131,10 +134,18 @@ def of_columns(
     Args:
         number: of the row in `rows`.
         max_pixels: of an image; a larger one is resized. None: none is.
+
+    Raises:
+        UserError: it has images in both columns.
     """
     name = column_of(row)
     if name is None:
         return {}
+    if len(both := [column for column in COLUMNS if row.get(column) not in (None, [])]) > 1:
+        raise UserError(
+            f"{rows.source}, row {rows.line(number)}: has images in the columns {listed(both)}; "
+            "keep one of them, and rename the other (dataset.columns.unused=NAME)."
+        )
     if not isinstance(row[name], list):
         return {name: _stored(rows, number, (name,), max_pixels)}
     return {name: [_stored(rows, number, (name, i), max_pixels) for i in range(len(row[name]))]}
@@ -154,7 +165,7 @@ def _stored(
     rows: Rows, number: int, keys: tuple[str | int, ...], max_pixels: int | None
 ) -> StoredImage:
     where = f"{rows.source}, row {rows.line(number)}, column {keys[0]!r}"
-    return StoredImage(Cell(rows.rows, number, keys), where, max_pixels, _folder_of(rows.source))
+    return StoredImage(Cell(rows.rows, number, keys), where, max_pixels, _folders_of(rows.source))
 
 
 def _with_blocks(message: dict[str, Any]) -> dict[str, Any]:
@@ -186,12 +197,24 @@ def _with_placeholders(messages: Sequence[dict[str, Any]], count: int) -> list[d
     return [*messages[:number], new, *messages[number + 1 :]]
 
 
-def _folder_of(source: str) -> str:
-    """Returns the folder that relative paths of a file's images begin at."""
+@functools.cache
+def _folders_of(source: str) -> str | tuple[str, ...]:
+    """Returns the folder that relative paths of images begin at, or several, the outer one first.
+
+    A path of a file's row begins at the file's folder. A folder and a pattern may stand for files
+    in several folders.
+    """
     path = local_path(source)
     if path is None:
         return ""
-    return str(path if path.is_dir() else Path(path).parent)
+    if path.is_file():
+        return str(path.parent)
+    parts = [*itertools.takewhile(lambda part: not set(part) & {*"*?["}, path.parts)]
+    outer = path if path.is_dir() else Path(*parts)
+    files = path.rglob("*") if path.is_dir() else map(Path, glob.glob(str(path), recursive=True))
+    inner = {str(file.parent) for file in files if file_format(file) is not None}
+    found = (str(outer), *sorted(inner - {str(outer)}))
+    return found if len(found) > 1 else str(outer)
 
 
 def with_text_only(messages: Any) -> Any:

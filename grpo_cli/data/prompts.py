@@ -314,14 +314,6 @@ class PromptStream:
                 return prompt
         raise TrainingError(f"dataset.train: the images of {MOST_BROKEN} prompts cannot be read.")
 
-    def listed_at(self, position: int) -> Prompt:
-        """Returns the prompt at a position without reading its images, which takes long.
-
-        Another prompt may have taken its place: see `prompt_at`.
-        """
-        ((_, prompt),) = self.take(position, 1)
-        return prompt
-
     def epoch_at(self, position: int) -> float:
         """Returns the passes over the prompts before a position."""
         return position / len(self.prompts)
@@ -339,6 +331,9 @@ class MixtureStream(PromptStream):
 
     Which data set stands at a position is drawn with its weight as probability; each data set has
     its own epochs. All of it is a function of (seed, position).
+
+    Attributes:
+        name_of: the name of the data set that a row belongs to.
     """
 
     def __init__(
@@ -355,6 +350,7 @@ class MixtureStream(PromptStream):
             name: PromptStream(prompts, f"{seed}/{name}", shuffle)
             for name, prompts in parts.items()
         }
+        self.name_of = {p.row: name for name, of_part in parts.items() for p in of_part}
         self._weights = [weights[name] for name in parts]
         self._random = random.Random(f"mixture/{seed}")
         self._drawn: list[tuple[str, int]] = []  # by position: the data set, and the place in it

@@ -379,7 +379,13 @@ def make_prompts(
         template_kwargs or {},
         images=of_rows,
         vision=vision,
+        on_bad_image=refuse_bad_image,
     )
+
+
+def refuse_bad_image(message: str) -> None:
+    """Raises a UserError for a row whose image cannot be read: no row of a benchmark is dropped."""
+    raise UserError(f"{message}. A benchmark is evaluated on all its rows; repair the image.")
 
 
 def rewards(config: Benchmark) -> dict[str, Reward]:

@@ -34,13 +34,13 @@ BEARING = (
     "generation.min_completion_tokens", *(f"generation.{name}" for name in SAMPLING),
     "generation.logit_bias.",
     "generation.vllm.regex", "generation.vllm.json_schema", "generation.vllm.dtype",
-    "generation.tools.", "model.chat_template_kwargs.", "model.args.",
+    "generation.tools.", "model.chat_template_kwargs.", "model.args.", "dataset.max_pixels",
 )  # fmt: skip
 # Those of the recipe's held-out rows depend also on:
 BEARING_OF_ROWS = (
     "dataset.eval", "dataset.subset", "dataset.eval_split", "dataset.columns", "dataset.prompt",
     "dataset.system", "dataset.chat", "dataset.eval_limit", "dataset.final_assistant", "reward.",
-    "eval.accuracy",
+    "eval.accuracy", "dataset.bad_images",
 )  # fmt: skip
 # Episodes of held-out rows depend also on:
 BEARING_OF_EPISODES = (
@@ -60,6 +60,8 @@ BEARING_OF_SETS = ("dataset.held_out",)
 BEARING_OF_SAMPLING = (
     "generation.temperature", "generation.top_p", "generation.top_k", "generation.min_p",
 )  # fmt: skip
+# Not in the hash with their defaults: evaluations of texts keep the hash that they had before.
+OF_IMAGES = ("dataset.max_pixels", "dataset.bad_images")
 # Also read:
 READ_OF_ROWS = (
     *BEARING_OF_ROWS, *BEARING_OF_SPLIT, *BEARING_OF_EPISODES, "dataset.held_out.", "dataset",
@@ -68,7 +70,7 @@ READ_OF_ROWS = (
 READ = (
     *BEARING, *READ_OF_ROWS, "recipe", "device", "output_dir", "overwrite", "model.path",
     "scoring.", "distributed.", "benchmark.", "generation", "generation.max_num_seqs",
-    "generation.vllm.", "hydra.",
+    "generation.vllm.", "log.images", "hydra.",
 )  # fmt: skip
 ALWAYS = ("resume=auto",)  # accepted, since an evaluation does so in any case
 NOT_READ = (
@@ -77,7 +79,8 @@ NOT_READ = (
 # Read when stored completions are scored.
 READ_OF_COMPLETIONS = (
     "benchmark.", "scoring.workers", "scoring.worker_memory_gb", "scoring.modules",
-    "eval.metric", "eval.mode", "eval.k", "eval.limit", "output_dir", "overwrite", "hydra.",
+    "eval.metric", "eval.mode", "eval.k", "eval.limit", "output_dir", "overwrite", "log.images",
+    "hydra.",
 )  # fmt: skip
 READ_OF_THEIR_BENCHMARK = (
     "data", "subset", "split", "columns", "limit", "modes", "reward", "args", "breakdown",
@@ -171,8 +174,10 @@ def without_training(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """
     defaults = Recipe()
     with open_dict(cfg):
+        images = OmegaConf.select(cfg, "log.images", default=defaults.log.images)
         for name in OF_TRAINING:
             cfg[name] = OmegaConf.structured(getattr(defaults, name))
+        cfg.log.images = images  # decides what files of completions hold
         cfg.schedules = {}
         for name in OF_TRAINING_IN_EVAL:
             cfg.eval[name] = getattr(Eval(), name)
@@ -236,6 +241,9 @@ def settings(recipe: Recipe) -> dict[str, Any]:
         keys += (BEARING_OF_SPLIT if splits else ()) + (BEARING_OF_SETS if sets else ())
         keys += BEARING_OF_EPISODES if recipe.has_episodes else ()
     bearing = {key: value_at(values, key) for key, _ in knobs() if is_among(key, keys)}
+    for key in OF_IMAGES:
+        if key in bearing and bearing[key] == value_at(Recipe(), key):
+            del bearing[key]
     if recipe.benchmark:
         defaults = bearing_of(Benchmark())
         bearing["benchmark"] = {name: bearing_of(b) for name, b in recipe.benchmark.items()}

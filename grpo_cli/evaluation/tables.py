@@ -66,19 +66,25 @@ def set_aside(folder: Path, settings: Mapping[str, Any]) -> Path | None:
 
 
 def write(
-    folder: Path, subject: str, results: Sequence[TaskResult], settings: Mapping[str, Any]
+    folder: Path,
+    subject: str,
+    results: Sequence[TaskResult],
+    settings: Mapping[str, Any],
+    *,
+    images: bool = True,
 ) -> dict[str, Any]:
     """Writes an evaluation into its folder; returns what eval.json holds.
 
     Args:
+        images: whether the file of completions holds the images of prompts.
         subject: the checkpoint or the file of completions that was evaluated.
         settings: of the evaluation, for eval.json.
     """
     for name in WRITTEN:  # of the same evaluation, or of one to be overwritten
         (folder / name).unlink(missing_ok=True)
     report = {"checkpoint": subject, "benchmarks": entries(results), **settings}
-    images = any(group.prompt.images for result in results for group in result.groups)
-    rows = [row for result in results for row in completion_rows(result, images)]
+    stored = images and any(group.prompt.images for result in results for group in result.groups)
+    rows = [row for result in results for row in completion_rows(result, stored)]
     write_parquet(folder / "completions.parquet", rows)
     if results[0].task.mode is not None:
         write_text(folder / "table.md", markdown(subject, results))

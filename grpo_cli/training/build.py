@@ -555,8 +555,8 @@ def make_stream(
     """Returns the sequence of prompts that the run trains on."""
     recipe, parts = prepared.recipe, prepared.train
     seed, shuffle = recipe.seed, recipe.dataset.shuffle
-    drops = recipe.dataset.bad_images == "drop"
-    is_sound = sound_images(reporter.say if drops else None)
+    say = once(reporter.say)  # each image comes again in every epoch
+    is_sound = sound_images(say if recipe.dataset.bad_images == "drop" else None)
 
     if parts.keys() == {""} and (stream := parts[""].stream) is not None:
         template_kwargs = recipe.model.chat_template_kwargs
@@ -571,7 +571,7 @@ def make_stream(
                 may_be_empty=may_be_empty,
                 tools=tools,
                 vision=vision,
-                on_bad_image=on_bad_image(recipe.dataset, reporter.say),
+                on_bad_image=on_bad_image(recipe.dataset, say),
             )
             return prompts
 
@@ -648,6 +648,18 @@ def can_be_read(prompt: Prompt, dataset: Dataset, say: Callable[[str], None]) ->
         drop(str(error))
         return False
     return True
+
+
+def once(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Returns a function that prints each line the first time only."""
+    said: set[str] = set()
+
+    def say_once(line: str) -> None:
+        if line not in said:
+            said.add(line)
+            say(line)
+
+    return say_once
 
 
 def on_bad_image(dataset: Dataset, say: Callable[[str], None]) -> data.OnBadImage | None:

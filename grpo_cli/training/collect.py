@@ -48,9 +48,8 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
     if (episodes := run.queue.episodes) is not None:
         collected.metrics |= episodes.take_times()
     streams = recipe.dataset.streaming  # of which rows do not come again soon
-    for prompt_index, group in sorted(collected.sampled.items()) if not streams else ():
-        row = run.queue.stream.listed_at(prompt_index).row
-        run.queue.lengths[row] = mean([o.tokens for o in group])
+    for _, group in sorted(collected.sampled.items()) if not streams else ():
+        run.queue.lengths[group[0].row] = mean([o.tokens for o in group])
     with clock.waiting():
         rebalance(run, recipe, collected)
     return collected

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 from grpo_cli.algorithm.loss import STALENESS, Mean, MeasuredUpdate, logged
 from grpo_cli.algorithm.metric_sums import ReducedMetrics
 from grpo_cli.checkpoints import paths
 from grpo_cli.config.schedules import at_step
 from grpo_cli.config.schema import Generation, Recipe
-from grpo_cli.data import DATASET
+from grpo_cli.data import MixtureStream
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, listed
 from grpo_cli.models.flops import peak_flops
@@ -141,8 +142,8 @@ class Step:
         run, collected = self.run, self.progress.collected
         self.metrics |= collected.metrics | rollout_metrics(collected.sampled)
         if self.recipe.dataset.mixture:
-            prompts = {p: run.queue.stream.listed_at(p) for p in collected.sampled}
-            names = {p: prompt.columns[DATASET] for p, prompt in prompts.items()}
+            stream = cast(MixtureStream, run.queue.stream)
+            names = {p: stream.name_of[group[0].row] for p, group in collected.sampled.items()}
             self.metrics |= mixture_metrics(collected.sampled, names)
         self.metrics |= self.clock.metrics(collected.sampled)
         run.state.step += 1

@@ -64,6 +64,9 @@ def test_what_only_training_reads_is_refused(word: str, message: str) -> None:
             "model.chat_template_kwargs={enable_thinking:false}",
             "+model.chat_template_kwargs.enable_thinking=false",
             "dataset.final_assistant=drop",
+            "dataset.bad_images=drop",
+            "dataset.max_pixels=4096",
+            "log.images=none",
             "scoring.workers=1",
             "scoring={workers:1}",
             "generation.stop=[x]",
@@ -85,7 +88,10 @@ def test_what_evaluation_reads_is_not(word: str) -> None:
     check_read([word])
 
 
-@pytest.mark.parametrize("word", ["dataset.eval=a.jsonl", "reward=math", "eval.accuracy=math"])
+@pytest.mark.parametrize(
+    "word",
+    ["dataset.eval=a.jsonl", "reward=math", "eval.accuracy=math", "dataset.bad_images=drop"],
+)
 def test_held_out_rows_are_not_those_of_benchmarks(word: str) -> None:
     check_rows([word], Recipe())
     with pytest.raises(UserError, match="benchmarks are evaluated in their place: own"):
@@ -209,6 +215,9 @@ OWN = {"benchmark": {"own": {"data": "a.jsonl", **TIR}}}
         ),
         ({"dataset.chat": True}, {"dataset.final_assistant": "drop"}),
         ({}, {"dataset.eval_limit": 3}),
+        ({}, {"dataset.bad_images": "drop"}),
+        ({}, {"dataset.max_pixels": 4096}),
+        (OWN, {"dataset.max_pixels": 4096}),
         ({}, {"dataset.prompt": "{question} ="}),
         ({}, {"reward": {"math": {"args": {"units": True}}}}),
         ({}, {"eval.num_samples": 3}),
@@ -229,6 +238,7 @@ def test_other_settings_have_another_hash(always: dict[str, Any], changes: dict[
         *(
             {"generation.max_num_seqs": 7},
             {"eval.every": 9},
+            {"log.images": "none"},
             {"eval.temperature": 0.0},
             {"steps": 3},
         ),

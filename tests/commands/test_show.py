@@ -14,7 +14,7 @@ from tests.conftest import make_group, make_rollout
 from tests.episodes import make_episode
 from tests.pictures import image_groups, write_groups
 from tests.tables import table
-from tests.test_images import encoded
+from tests.test_images import RED, encoded
 
 Grpo = Callable[..., tuple[int, str, str]]
 
@@ -102,6 +102,20 @@ def test_the_images_of_a_prompt(grpo: Grpo) -> None:
     Path("file").touch()
     code, _, err = grpo("run", "--images=file")
     assert (code, err) == (2, "grpo: --images = file: cannot be written: File exists.\n")
+
+
+def test_benchmarks_with_rows_of_the_same_numbers_have_pictures_of_their_own(grpo: Grpo) -> None:
+    pictures = [{"image": {"bytes": encoded(RED.resize((n, 2))), "path": None}} for n in (4, 5)]
+    rows = [
+        {"benchmark": name, "row": 0, "prompt": "?", "completion": "", **cell}
+        for name, cell in zip(("one", "two"), pictures, strict=True)
+    ]
+    write_parquet(Path("both.parquet"), rows)
+    code, out, err = grpo("both.parquet", "--images=pictures")
+    assert (code, err) == (0, "")
+    assert out.endswith("2 images written to pictures\n")
+    sizes = {p.name: PIL.Image.open(p).size for p in Path("pictures").iterdir()}
+    assert sizes == {"one-row-0-image-0.png": (4, 2), "two-row-0-image-0.png": (5, 2)}
 
 
 def test_an_image_that_is_cut_off(grpo: Grpo) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 
 from grpo_cli.config.schema import Dataset
 from grpo_cli.data import images, load_rows
-from grpo_cli.data.prompts import PromptStream, images_of, prompt_text
+from grpo_cli.data.prompts import MixtureStream, images_of, prompt_text
 from grpo_cli.data.rows import Rows
 from grpo_cli.errors import UserError
-from grpo_cli.images import StoredImage, opened
-from grpo_cli.records import Prompt
+from grpo_cli.images import ImageError, StoredImage, opened
+from grpo_cli.records import Group, Prompt, rollout_stats
+from tests.conftest import make_rollout
 from tests.test_images import RED, encoded
 
 CHAT = Dataset(chat=True, prompt="{prompt}")
@@ -30,15 +32,49 @@ def of(row: dict[str, Any]) -> images.ImageRow:
 
 @pytest.mark.parametrize(
     ("row", "count"),
-    [({"image": PNG}, 1), ({"images": [PNG, PNG]}, 2), ({"images": [PNG], "image": PNG}, 1)],
+    [({"image": PNG}, 1), ({"images": [PNG, PNG]}, 2), ({"images": [], "image": PNG}, 1)],
 )
 def test_images_of_a_column_stand_before_the_users_text(row: dict[str, Any], count: int) -> None:
     system = {"role": "system", "content": "Look."}
     found = of({**row, "prompt": [system, *ASKED]})
     assert found.messages == [system, {"role": "user", "content": [IMAGE] * count + [TEXT]}]
     assert [i.size for i in found.images] == [(60, 40)] * count
-    column = next(iter(row))
+    (column,) = found.columns
     assert isinstance(found.columns[column], list) == (column == "images")
+
+
+def test_images_in_both_columns_are_refused() -> None:
+    with pytest.raises(UserError, match="row 0: has images in the columns image, images; keep one"):
+        of({"images": [PNG], "image": PNG, "prompt": ASKED})
+
+
+def test_a_path_in_a_folder_of_folders_begins_at_a_files_folder(tmp_path: Path) -> None:
+    """The outer folder goes first; what lies in several inner ones is not guessed."""
+    for name, width in {".": 3, "a": 4, "b": 5}.items():
+        (tmp_path / name).mkdir(exist_ok=True)
+        RED.resize((width, 2)).save(tmp_path / name / f"{width}.png")
+        RED.resize((width, 2)).save(tmp_path / name / "each.png")
+        if name != ".":
+            RED.resize((width, 2)).save(tmp_path / name / "both.png")
+            (tmp_path / name / "rows.jsonl").write_text("{}")
+
+    def of_path(path: str, source: str) -> StoredImage:
+        row = {"image": path, "prompt": ASKED}
+        rows = Rows(source, list(row), [row])
+        (image,) = images.of_row(rows, 0, row, ASKED, None).images
+        return image
+
+    for source in (str(tmp_path), str(tmp_path / "*" / "rows.jsonl")):
+        sizes = [of_path(f, source).size for f in ("3.png", "4.png", "5.png", "each.png")]
+        assert sizes == [(3, 2), (4, 2), (5, 2), (3, 2)]
+        with pytest.raises(
+            ImageError, match=r"both.png may be any of .*/a/both.png, .*/b/"
+        ):
+            _ = of_path("both.png", source).size
+        with pytest.raises(ImageError, match="No such file"):
+            _ = of_path("c.png", source).size
+    one = str(tmp_path / "a" / "rows.jsonl")
+    assert of_path("both.png", one).size == (4, 2)
 
 
 def test_placeholders_are_filled_in_their_order() -> None:
@@ -82,6 +118,22 @@ def test_images_by_url_are_refused() -> None:
     block = {"type": "image_url", "image_url": {"url": "https://x/y.png"}}
     with pytest.raises(UserError, match="row 0, message 0: names an image by a URL"):
         of({"prompt": [{"role": "user", "content": [block]}]})
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"type": "video", "video": "a.mp4"}, "a block of the type 'video'; a content is a text"),
+        ({"type": "text"}, "a block of the type text without a text"),
+        ({"text": "Hi"}, "the block {'text': 'Hi'}; a content"),
+        (5, "the block 5; a content is a text, or a list of blocks"),
+    ],
+)
+def test_other_blocks_are_refused(block: Any, words: str) -> None:
+    with pytest.raises(UserError) as error:
+        of({"prompt": [{"role": "user", "content": [block, IMAGE]}]})
+    assert str(error.value).startswith("row 0, message 0: has ")
+    assert words in str(error.value)
 
 
 def test_images_need_a_chat() -> None:
@@ -144,8 +196,8 @@ def test_a_column_of_messages_keeps_no_picture() -> None:
     assert opened({"a": [1, {"b": "c"}]}) == {"a": [1, {"b": "c"}]}
 
 
-def test_a_prompt_is_listed_without_reading_its_images() -> None:
-    """What every process asks about the prompts of all others."""
+def test_the_next_prompt_takes_the_place_of_a_broken_one() -> None:
+    """Its row is what the outcomes of every process name, and its data set what metrics name."""
 
     def is_sound(prompt: Prompt) -> bool:
         read.append(prompt.row)
@@ -153,8 +205,14 @@ def test_a_prompt_is_listed_without_reading_its_images() -> None:
 
     read: list[int] = []
     prompts = [Prompt(n, [5], "", {}, images=(StoredImage(b"", ""),)) for n in range(2)]
-    stream = PromptStream(prompts, 0, shuffle=False, is_sound=is_sound)
-    assert stream.listed_at(0).row == 0
-    assert read == []
-    assert stream.prompt_at(0).row == 1
-    assert read == [0, 1]
+    stream = MixtureStream(
+        {"a": prompts[:1], "b": prompts[1:]}, {"a": 1, "b": 1}, 1, False, is_sound
+    )
+    listed = [prompt.row for _, prompt in stream.take(0, 2)]
+    assert listed == [0, 1]
+    assert read == []  # other processes list prompts without reading their images
+    sampled = stream.prompt_at(0)
+    assert (sampled.row, read) == (1, [0, 1])
+    rollout = replace(make_rollout(), prompt=sampled)
+    ((_, (outcome,)),) = rollout_stats([Group(0, sampled, [rollout])])
+    assert (outcome.row, stream.name_of[outcome.row]) == (1, "b")

@@ -15,11 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.smolvlm import processing_smolvlm
 
-from grpo_cli.config.schema import Model
+from grpo_cli.config.schema import Benchmark, Mode, Model
+from grpo_cli.data.rows import Rows
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.evaluation import benchmarks
 from grpo_cli.generation.cached_decoding import CachedDecoder
 from grpo_cli.generation.engine import Engine
 from grpo_cli.generation.sampling import Sampling
@@ -374,6 +376,15 @@ def test_parts_are_frozen_by_name(tmp_path: Path) -> None:
         loading.freeze(loaded.model, ["vision_towr"])
     with pytest.raises(UserError, match="leaves no weight to train"):
         loading.freeze(loaded.model, ["model", "lm_head"])
+
+
+def test_a_benchmark_is_evaluated_on_all_its_rows(tmp_path: Path) -> None:
+    loaded = load("idefics3", tmp_path)
+    config = Benchmark(data="x.parquet", reward="math", modes={"cot": Mode(prompt="{question}")})
+    row = {"question": "How many?", "image": b"no picture"}
+    rows = Rows("x.parquet", list(row), [row])
+    with pytest.raises(UserError, match=r"row 0, column 'image': .*\. A benchmark is evaluated on"):
+        benchmarks.make_prompts("x", config, "cot", rows, loaded.tokenizer, vision=loaded.vision)
 
 
 def test_memory_is_measured_again_with_the_first_images(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import EngineSetup, Generator, Request
 from grpo_cli.generation.vllm.adapter_folder import check_tower, folder_of, rank_on
 from grpo_cli.generation.vllm.requests import sampling_params
@@ -16,6 +18,7 @@ from grpo_cli.generation.vllm.settings import structured_outputs
 from grpo_cli.generation.vllm.weights import AdapterWeights, Weights
 from grpo_cli.generation.weight_check import WeightCheck, make_weight_check
 from grpo_cli.models.families import image_tokens
+from grpo_cli.records import Prompt
 
 
 class VllmGenerator(Generator, ABC):
@@ -38,9 +41,35 @@ class VllmGenerator(Generator, ABC):
         self.step = 0  # whose weights the engines have
         # Of the adapter that the engines apply themselves; None: merged weights are sent.
         self.lora_rank = rank_on(setup.model, setup.recipe)
-        if self.lora_rank is not None and self.most_images:
-            check_tower(setup.model)
+        if self.most_images:
+            self.check_images()
         self.adapter_folder = folder_of(setup.recipe)
+
+    def check_images(self) -> None:
+        """Checks that no setting contradicts prompts with images.
+
+        Raises:
+            UserError: one does.
+        """
+        if self.lora_rank is not None:
+            check_tower(self.policy)
+
+    def refuse_images(self, prompts: Sequence[Prompt]) -> None:
+        """Checks the settings with the first images, which a stream may have in a later row.
+
+        Raises:
+            TrainingError: one contradicts prompts with images.
+        """
+        first = next((p for p in prompts if p.images), None)
+        if first is None or self.most_images:
+            return
+        try:
+            self.check_images()
+        except UserError as error:
+            raise TrainingError(
+                f"the prompt of row {first.row} is the first with images: {error}", alone=True
+            ) from error
+        self.most_images = len(first.images)
 
     def params(self, request: Request, seed: int) -> dict[str, Any]:
         """Returns how a prompt with this seed is completed, as fields of vLLM's SamplingParams."""

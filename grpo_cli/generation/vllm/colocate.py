@@ -21,7 +21,7 @@ import torch.distributed as dist
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.errors import TrainingError, UserError, listed
 from grpo_cli.generation.base import EngineSetup, Feed, OnGroup, Request, Work
 from grpo_cli.generation.vllm import images, lora
 from grpo_cli.generation.vllm.adapter_folder import AdapterFolder
@@ -322,8 +322,21 @@ class ColocatedGenerator(VllmGenerator):
         self.engine.add_request(str(number), prompt, params, lora_request=self.lora_request)
 
     def _rendered(self, prompts: Sequence[Prompt]) -> list[Any]:
-        """Returns prompts in the form that the engine takes."""
-        return list(self.llm.renderer.render_cmpl([images.in_process(p) for p in prompts]))
+        """Returns prompts in the form that the engine takes.
+
+        Raises:
+            TrainingError: vLLM refuses one, such as more images than `engine_args` let through.
+        """
+        given = [images.in_process(p) for p in prompts]
+        try:
+            return list(self.llm.renderer.render_cmpl(given))
+        except ValueError as error:
+            rows = dict.fromkeys(p.row for p in prompts if p.images) or [p.row for p in prompts]
+            raise TrainingError(
+                f"vLLM refuses a prompt (rows {listed(map(str, rows))}): "
+                f"{str(error).splitlines()[0] if str(error) else type(error).__name__}",
+                alone=True,
+            ) from error
 
     def _finished(self, then: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Any]]:
         """Yields (number, output) of each request when it is done.

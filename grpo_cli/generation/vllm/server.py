@@ -117,11 +117,6 @@ class ServerGenerator(VllmGenerator):
             UserError: one is not up in time, serves another model, or is too short for the data.
         """
         super().__init__(setup, weight_check)
-        if self.config.in_flight and self.most_images:
-            raise UserError(
-                "generation.vllm.in_flight = true: a server's completions cannot go on over new "
-                "weights where prompts have images; set it to false."
-            )
         self.in_flight = Load(setup.recipe.generation.max_num_seqs or IN_FLIGHT)
         key_file = self.config.key_file
         self.servers = [Server(url.rstrip("/"), key_file) for url in self.config.servers]
@@ -152,6 +147,14 @@ class ServerGenerator(VllmGenerator):
         self.links: dict[str, Link] = {}  # of process 0, by address
         self.live: set[str] = set()  # servers with the newest weights
         self.why_lost: dict[str, str] = {}  # by address, of those that are not among them
+
+    def check_images(self) -> None:
+        super().check_images()
+        if self.config.in_flight:
+            raise UserError(
+                "generation.vllm.in_flight = true: a server's completions cannot go on over new "
+                "weights where prompts have images; set it to false."
+            )
 
     def sample(self, request: Request, hand_over: OnGroup) -> None:
         if request.prompts:

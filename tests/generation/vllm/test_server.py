@@ -29,6 +29,7 @@ from grpo_cli.generation.vllm.requests import sampling_params
 from grpo_cli.generation.vllm.server import Load, ServerGenerator
 from grpo_cli.generation.vllm.weights import Weights
 from grpo_cli.generation.weight_check import WeightCheck
+from grpo_cli.images import StoredImage
 from grpo_cli.models import adapters
 from grpo_cli.records import Completion, Prompt
 from tests.conftest import as_prompts, as_scored
@@ -123,6 +124,21 @@ def test_prompts_are_spread_and_come_back_in_order(
     assert generated(generator, 1) == expected(4, 1)
     assert {a["cache_salt"] for fake in fakes for a in fake.asked} == {fakes[0].version}
     assert generator.generate([], 3, SAMPLING, []) == []
+    generator.close()
+
+
+def test_the_first_images_of_a_stream_are_refused_where_completions_go_on_over_new_weights(
+    fakes: list[FakeVllm], model: PreTrainedModel
+) -> None:
+    """At the start only the first rows are known."""
+    image = Prompt(7, [5], "", {}, images=(StoredImage(b"", ""),))
+    said = "generation.vllm.in_flight = true: a server's completions cannot go on over new weights"
+    generator = generator_for(fakes, model, in_flight=True)
+    generator.update_weights(model, 0)
+    with pytest.raises(TrainingError, match=f"row 7 is the first with images: {said}"):
+        generator.generate([image], 3, SAMPLING, [0])
+    with pytest.raises(UserError, match=f"^{said}"):
+        generator.check_images()
     generator.close()
 
 
