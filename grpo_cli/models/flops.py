@@ -21,7 +21,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -52,8 +52,9 @@ def params_in_products(model: PreTrainedModel, *, trained: bool = False) -> int 
     """Counts the parameters that a token is multiplied with; None for a model with unknown parts.
 
     A weight that is both embedding and output head counts once, as the head; looking up an
-    embedding is no product. Only the experts that a token is routed to count. The model must not be
-    wrapped for several processes.
+    embedding is no product. Only the experts that a token is routed to count. Of a model that reads
+    images it is the language model that counts. The model must not be wrapped for several
+    processes.
 
     Args:
         trained: count only parameters that have a gradient.
@@ -62,7 +63,7 @@ def params_in_products(model: PreTrainedModel, *, trained: bool = False) -> int 
     experts = num_experts(config)
     experts_per_token = getattr(config, "num_experts_per_tok", None)
     total, routed = 0, 0
-    for path, module in model.named_modules():
+    for path, module in _modules_of_text(model):
         in_expert = ".experts." in f".{path}."  # not of `shared_experts`: every token sees those
         for name, weight in module.named_parameters(recurse=False):
             if weight.ndim < 2 or name.endswith("bias") or isinstance(module, nn.Embedding):
@@ -81,6 +82,16 @@ def params_in_products(model: PreTrainedModel, *, trained: bool = False) -> int 
     if not experts or not isinstance(experts_per_token, int):
         return None
     return total + int(routed * experts_per_token // experts)
+
+
+def _modules_of_text(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules that read text, with their names."""
+    if model.config.get_text_config() is model.config:
+        yield from model.named_modules()
+        return
+    yield from model.get_decoder().named_modules()
+    if (head := model.get_output_embeddings()) is not None:
+        yield "head", head
 
 
 def forward_flops(

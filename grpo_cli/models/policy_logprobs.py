@@ -13,6 +13,7 @@ computes what the forward did. The embedded engine decodes with the same layers 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,13 +35,14 @@ from grpo_cli.models.families import (
     is_recurrent,
     without_router_logits,
 )
-from grpo_cli.models.flops import forward_flops, params_in_products, passes
+from grpo_cli.models.flops import FORWARD_BACKWARD, forward_flops, params_in_products, passes
 from grpo_cli.models.loading import inference
 from grpo_cli.models.memory import is_out_of_memory, saved_bytes
 from grpo_cli.models.routers import RouterRecorder
 from grpo_cli.models.token_logprobs import Head, linear_logprobs, token_entropy, token_logprobs
-from grpo_cli.models.vision import has_images, takes_images
-from grpo_cli.records import Completion, Rollout, sampled_mask
+from grpo_cli.models.tower_flops import TowerFlops
+from grpo_cli.models.vision import has_images, parameters_of_images, takes_images
+from grpo_cli.records import Completion, Prompt, Rollout, sampled_mask
 
 CHECKED_ROLLOUTS = 4  # rollouts that are also computed in the simplest mode
 CHECKED_TOKENS = 64  # tokens of a prompt, and of a completion, that this check reads
@@ -99,6 +101,7 @@ class PolicyLogprobs:
         self.agree_on = agree_on
         self.routers: RouterRecorder | None = None  # where the load of experts is balanced
         self.routing: Routing | None = None  # then: of the last rollouts
+        self.tower: TowerFlops | None = None  # where images are read and their FLOPs are known
         self.is_recurrent = is_recurrent(model)
         if packed and self.is_recurrent:
             packed = False
@@ -135,9 +138,42 @@ class PolicyLogprobs:
         """
         tokens, pairs = packing.unique_tokens(rollouts)
         predicted = sum(r.completion.sampled_tokens for r in rollouts)
-        number = self._num_parameters
-        forward = forward_flops(self.model.config, number, tokens, pairs, logits=predicted)
-        return forward * passes(number, self._num_trained) if backward else forward
+        number, text = self._num_parameters, self.model.config.get_text_config()
+        forward = forward_flops(text, number, tokens, pairs, logits=predicted)
+        groups = packing.by_prompt(rollouts)
+        images = sum(self.flops_of_images(rollouts[first].prompt) for first, *_ in groups)
+        if backward:
+            forward *= passes(number, self._num_trained)
+            images *= self._passes_of_images if images else 1.0
+        return forward + images
+
+    def flops_of_images(self, prompt: Prompt) -> float:
+        """Returns the model FLOPs of encoding a prompt's images, forward; NaN if not known."""
+        if not prompt.images:
+            return 0.0
+        return math.nan if self.tower is None else self.tower.of_prompt(prompt)
+
+    def tokens_of_images(self, prompt: Prompt) -> float:
+        """Returns how many tokens of text take as long as encoding a prompt's images, about.
+
+        In an update; sampling takes about as many. 0 where the FLOPs of the images are not known;
+        their forward pass alone where those of the backward pass are not.
+        """
+        text = forward_flops(self.model.config.get_text_config(), self._num_parameters, 1, 1)
+        text *= passes(self._num_parameters, self._num_trained)
+        backward = self._passes_of_images
+        share = self.flops_of_images(prompt) * (1 if math.isnan(backward) else backward) / text
+        return 0.0 if math.isnan(share) else share
+
+    @cached_property
+    def _passes_of_images(self) -> float:
+        """The FLOPs of a forward and a backward pass over images, in forward passes.
+
+        NaN where a part of the tower is trained, such as its connector alone: which products that
+        takes depends on the place of the part.
+        """
+        trained = {p.requires_grad for p in parameters_of_images(self.model)}
+        return {(False,): 1.0, (True,): FORWARD_BACKWARD}.get((*trained,), math.nan)
 
     @cached_property
     def _num_parameters(self) -> int | None:

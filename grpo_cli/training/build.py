@@ -38,7 +38,7 @@ from grpo_cli.evaluation import benchmarks, tasks
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.generation import factory
 from grpo_cli.images import ImageError, StoredImage
-from grpo_cli.models import adapters, loading, optimizers, quantization, tiny
+from grpo_cli.models import adapters, loading, optimizers, quantization, tiny, tower_flops
 from grpo_cli.models.families import num_experts
 from grpo_cli.models.memory import MicroBatchBudget
 from grpo_cli.models.micro_batches import MicroBatcher
@@ -146,6 +146,9 @@ def assemble(
     )
     to_solve = make_tasks(prepared, tokenizer, vision, reporter)
     held_out = [prompt for task in to_solve for prompt in task.prompts]
+    reads_images = may_have_images(recipe, [*prompts, *held_out])
+    if vision is not None and reads_images:
+        policy_logprobs.tower = tower_flops.measure(model, vision)
     if recipe.model.path is not None and recipe.model.build is None:
         loading.check_embeddings(model, recipe.model.path, [*prompts, *held_out])
         longest, knob = recipe.generation.max_completion_tokens, "generation.max_completion_tokens"
@@ -194,12 +197,20 @@ def assemble(
             optimizer,
             policy_logprobs,
             reference,
-            vision if may_have_images(recipe, [*prompts, *held_out]) else None,
+            vision if reads_images else None,
         ),
         optimizer=optimizer,
         scaler=workers.grad_scaler(),
         generator=generator,
-        queue=RolloutQueue(recipe, stream, workers, generator, tokenizer, episodes),
+        queue=RolloutQueue(
+            recipe,
+            stream,
+            workers,
+            generator,
+            tokenizer,
+            episodes,
+            policy_logprobs.tokens_of_images,
+        ),
         scorer=prepared.scorer,
         evaluator=evaluator,
         reporter=reporter,

@@ -67,9 +67,7 @@ def test_a_path_in_a_folder_of_folders_begins_at_a_files_folder(tmp_path: Path) 
     for source in (str(tmp_path), str(tmp_path / "*" / "rows.jsonl")):
         sizes = [of_path(f, source).size for f in ("3.png", "4.png", "5.png", "each.png")]
         assert sizes == [(3, 2), (4, 2), (5, 2), (3, 2)]
-        with pytest.raises(
-            ImageError, match=r"both.png may be any of .*/a/both.png, .*/b/"
-        ):
+        with pytest.raises(ImageError, match=r"both.png may be any of .*/a/both.png, .*/b/"):
             _ = of_path("both.png", source).size
         with pytest.raises(ImageError, match="No such file"):
             _ = of_path("c.png", source).size

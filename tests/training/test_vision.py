@@ -138,11 +138,15 @@ def test_two_processes_do_what_one_does(
     expected = weights(straight)
     for name, weight in weights(tmp_path / "two").items():
         assert torch.allclose(weight, expected[name], atol=1e-5), name
+    folders = straight, tmp_path / "two"
     one, two = (
         parquet.read_table(f / "completions" / "step-4.parquet", columns=[*COLUMNS, "columns"])
-        for f in (straight, tmp_path / "two")
+        for f in folders
     )
     assert one.equals(two)
+    for folder in folders:  # the tower's FLOPs are known
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        assert all("mfu/forward_backward" in json.loads(line) for line in lines)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
