@@ -29,6 +29,7 @@ from grpo_cli.checkpoints.shards import Shards
 from tests import programs
 from tests.kill_harness import HANGS, entries
 from tests.programs import ROOT
+from tests.vision_models import picture
 
 pytestmark = pytest.mark.slow
 
@@ -87,6 +88,14 @@ EPISODES = [
     "episode.turn_tokens=6",
     "+reward.environment.function=environment",
 ]
+IMAGES = [
+    *HARD,
+    "dataset.chat=true",
+    "dataset.max_prompt_tokens=96",
+    "model.build.vision_layers=1",
+    "model.build.vision_hidden_size=16",
+    "update.tokens_per_micro_batch=null",  # measured, and again with the first images
+]
 ADAPTED = [*HARD, "adapter=lora", "adapter.dropout=0.1"]
 
 # What can be the moment, and how often it comes in a step of one process, about.
@@ -113,6 +122,11 @@ class Jobs:
         self.folder = folder
         self.data = folder / "rows.jsonl"
         self.data.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+        self.pictures = folder / "pictures.jsonl"
+        rows = [{**row, "image": None if n % 2 else f"{n}.png"} for n, row in enumerate(ROWS)]
+        self.pictures.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        for n in range(0, len(ROWS), 2):
+            picture(n).save(folder / f"{n}.png")
         self.environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -131,7 +145,8 @@ class Jobs:
     def job(
         self, run: Path, settings: Sequence[str], processes: int, *moments: dict[str, Any]
     ) -> dict[str, Any]:
-        args = [f"output_dir={run}", f"dataset.train={self.data}", f"dataset.eval={self.data}"]
+        data = self.pictures if settings is IMAGES else self.data
+        args = [f"output_dir={run}", f"dataset.train={data}", f"dataset.eval={data}"]
         return {
             "folder": str(run),
             "log": str(log_of(run)),
@@ -344,8 +359,8 @@ def happened(runs: Sequence[Path], number: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("settings", "processes"),
-    [(HARD, 1), (HARD, 2), (ADAPTED, 1), (EPISODES, 1)],
-    ids=["one", "two", "adapter", "episodes"],
+    [(HARD, 1), (HARD, 2), (ADAPTED, 1), (EPISODES, 1), (IMAGES, 1)],
+    ids=["one", "two", "adapter", "episodes", "images"],
 )
 def test_a_killed_run_is_the_same_run(
     jobs: Jobs, straight: Straight, settings: list[str], processes: int
