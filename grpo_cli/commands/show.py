@@ -13,7 +13,7 @@ from grpo_cli.config.words import described, parse_with_run
 from grpo_cli.data import stored_completions
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.errors import UserError
-from grpo_cli.images import ImageError
+from grpo_cli.images import ImageError, StoredImage
 
 USAGE = """\
 grpo show RUN [--step=N] [--number=K] [--row=N] [--images=FOLDER]
@@ -84,7 +84,7 @@ def write_images(folder: Path, samples: Sequence[Sample]) -> int:
         UserError: the folder cannot be written, or an image cannot be read.
     """
     benchmarks = {sample.columns.get("benchmark") for sample in samples}
-    images = {}
+    images: dict[str, StoredImage] = {}
     for sample in samples:  # the benchmarks of an evaluation have rows of the same numbers
         of = f"{sample.columns['benchmark']}-" if len(benchmarks) > 1 else ""
         row = sample.columns.get("row", sample.row)

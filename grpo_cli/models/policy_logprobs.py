@@ -173,7 +173,9 @@ class PolicyLogprobs:
         takes depends on the place of the part.
         """
         trained = {p.requires_grad for p in parameters_of_images(self.model)}
-        return {(False,): 1.0, (True,): FORWARD_BACKWARD}.get((*trained,), math.nan)
+        if len(trained) == 2:
+            return math.nan
+        return FORWARD_BACKWARD if trained == {True} else 1.0
 
     @cached_property
     def _num_parameters(self) -> int | None:
