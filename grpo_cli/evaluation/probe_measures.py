@@ -240,10 +240,8 @@ def histogram(rates: Sequence[float], is_graded: bool) -> list[Bin]:
         return []
     if not is_graded:
         between = [r for r in rates if 0 < r < 1]
-        last = BINS[-1][1]
         bins = [
-            Bin(f"{low:g} to {high:g}", sum(low <= r < high or r == high == last for r in between))
-            for low, high in BINS
+            Bin(f"{low:g} to {high:g}", sum(low <= r < high for r in between)) for low, high in BINS
         ]
         zeros, ones = rates.count(0.0), rates.count(1.0)
         return [Bin("0", zeros), *bins, Bin("1", ones)]

@@ -207,7 +207,8 @@ def _sample_and_score(
         every,
         _in_order(gathered, every, [*scorer.rewards], size.samples),
         {name: [pair for part in gathered for pair in part[2][name]] for name in scorer.rewards},
-        sampler_gaps(policy, recipe, spread(every, COMPARED)),
+        # One process's, so that all come to the same verdict.
+        workers.gather(sampler_gaps(policy, recipe, spread(every, COMPARED)))[0],
         workers.max(sampled - began),
         workers.max(scored - sampled),
     )

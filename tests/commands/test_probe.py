@@ -13,6 +13,8 @@ import pytest
 from grpo_cli import cli
 from grpo_cli.commands.probe import without_side_effects
 from grpo_cli.config.schema import Hub, Recipe, Tracking
+from grpo_cli.data import stored_completions
+from tests import programs
 from tests.tables import table
 
 Grpo = Callable[..., tuple[int, str, str]]
@@ -134,3 +136,22 @@ def test_json_and_the_exit_code_of_a_run_that_cannot_learn(grpo: Grpo) -> None:
     # The same command again: the same completions, whatever else was drawn in this process.
     _, again, _ = grpo("probe", *SMALL, *words, "generation.temperature=0.0001")
     assert json.loads(again)["rates"] == found["rates"]
+
+
+@pytest.mark.programs
+def test_several_processes_find_what_one_finds(grpo: Grpo, tmp_path: Path) -> None:
+    words = (*SMALL, f"dataset.train={tmp_path / 'rows.jsonl'}", "prompts=5", "samples=4")
+    words = (*[w for w in words if w != "dataset.train=rows.jsonl"], "--json")
+    _, alone, _ = grpo("probe", *words)
+    folder = f"output_dir={tmp_path / 'two'}"
+    done = programs.run(
+        programs.torchrun(2, "-m", "grpo_cli", "probe", *words, folder, "distributed=fsdp2")
+    )
+    assert done.returncode == 0, done.stderr
+    one, two = json.loads(alone), json.loads(done.stdout)
+    for key in ("rates", "signal", "lengths", "findings", "examples", "prompt_checks", "eos"):
+        assert one[key] == two[key], key
+    assert two["mismatch"]["tokens"] == one["mismatch"]["tokens"]
+    assert two["mismatch"]["mean"] < 1e-4
+    samples = stored_completions.load(tmp_path / "two" / "completions.parquet", {}, "input")
+    assert len(samples) == 20

@@ -1,0 +1,159 @@
+"""The numbers of a probe, from groups made by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+from grpo_cli.config.schema import Advantage, Generation, Loss, Recipe, Reward
+from grpo_cli.evaluation.probe_measures import (
+    Bin,
+    Measured,
+    as_data,
+    end_of,
+    histogram,
+    measure,
+    shortened,
+    signal_key,
+)
+from grpo_cli.evaluation.probe_samples import Scored, Size, spread
+from grpo_cli.evaluation.prompt_checks import PromptChecks
+from grpo_cli.records import Completion, Group, Rollout
+from grpo_cli.scoring.scorer import RewardResult
+from tests.conftest import make_group, make_rollout
+
+EOS = 9
+CHECKS = PromptChecks(2, 2, 2, 0, 0, 0, 0, 0, 0.0, 2, False)
+RECIPE = Recipe(
+    reward={"right": Reward("exact_match"), "form": Reward("regex", weight=0.5)},
+    generation=Generation(num_generations=2),
+)
+
+
+def rollout(right: float | None, ids: list[int], *, cut: bool = False, row: int = 0) -> Rollout:
+    parts = {"right": right, "form": 1.0}
+    reward = math.nan if right is None else right + 0.5
+    made = make_rollout(
+        completion_ids=ids,
+        finish_reason="length" if cut else "stop",
+        columns={"answer": f"answer {row}"},
+        row=row,
+        parts=parts,
+        prompt=f"prompt {row}",
+    )
+    made.reward = made.outcome_reward = reward
+    return made
+
+
+def scored(groups: list[Group], again: Any = None) -> Scored:
+    rollouts = [r for g in groups for r in g.rollouts]
+    results = {
+        name: [RewardResult(r.reward_parts[name], seconds=0.01 * (n + 1))
+               for n, r in enumerate(rollouts)]
+        for name in RECIPE.reward
+    }  # fmt: skip
+    same = {name: [(one, one) for one in own[:2]] for name, own in results.items()}
+    return Scored(groups, results, again or same, [0.1, 0.3], 2.0, 0.5)
+
+
+GROUPS = [
+    make_group(3, [rollout(1.0, [7, EOS]), rollout(0.0, [7, 8], cut=True),
+                   rollout(1.0, [7, EOS]), rollout(1.0, [5])]),
+    make_group(8, [rollout(0.0, [7, EOS], row=1) for _ in range(4)]),
+]  # fmt: skip
+
+
+def measured(groups: list[Group], recipe: Recipe = RECIPE, again: Any = None) -> Measured:
+    return measure(recipe, scored(groups, again), Size(2, 4), CHECKS, {EOS}, ["answer", "gone"])
+
+
+def test_by_hand() -> None:
+    m = measured(GROUPS)
+    assert (m.prompts, m.samples, m.completions, m.num_generations) == (2, 4, 8, 2)
+    assert m.pass_rate is not None
+    assert m.pass_rate.value == 3 / 8
+    assert m.rates == [(0, 0.75), (1, 0.0)]
+    assert m.own_signal.share == 0.25, "3 of the 6 pairs of the first prompt"
+    assert (m.differing, m.is_constant, m.identical) == (1, False, 0.5)
+    assert (m.truncated, m.eos, m.other_stops) == (1 / 8, 6 / 8, 1 / 8)
+    assert (m.lengths["p50"], m.lengths["max"], m.lengths["mean"]) == (2.0, 2.0, 15 / 8)
+    assert m.mismatch is not None
+    assert (m.mismatch.mean, m.mismatch.max, m.mismatch.tokens) == (0.2, 0.3, 2)
+    right, form = m.rewards["right"], m.rewards["form"]
+    assert (right.mean, right.constant, right.constant_groups) == (3 / 8, None, 0.5)
+    assert (right.seconds_p50, right.seconds_p99) == (0.04, 0.08)
+    assert (form.constant, form.constant_groups, form.weight) == (1.0, 1.0, 0.5)
+    assert (right.scored_twice, right.changed) == (2, 0)
+    assert m.examples[0].columns == {"answer": "answer 0"}
+    assert m.examples[0].rewards == {"right": 1.0, "form": 1.0}
+
+
+def test_truncated_completions_that_do_not_train() -> None:
+    masked = replace(RECIPE, loss=Loss(mask_truncated=True))
+    for g in GROUPS:
+        for r in g.rollouts:
+            r.excluded = r.completion.finish_reason == "length"
+    m = measured(GROUPS, masked)
+    for r in GROUPS[0].rollouts:
+        r.excluded = False
+    assert m.excluded == 1 / 8
+    assert m.own_signal.share == 0.25, "the right one of each pair still trains"
+
+
+def test_failures_and_values_that_change() -> None:
+    groups = [make_group(0, [rollout(None, [7, EOS]), rollout(0.0, [7, EOS])])]
+    changed = (RewardResult(0.0), RewardResult(1.0))
+    m = measured(groups, again={"right": [changed], "form": []})
+    assert (m.rewards["right"].none, m.rewards["right"].changed) == (1, 1)
+    assert m.rates == [(0, 0.0)]
+    assert m.own_signal.share == 0.0, "one reward is there and the other is not"
+
+
+def test_what_has_to_differ() -> None:
+    a, b = rollout(1.0, [7]), rollout(0.0, [7])
+    b.reward_parts, b.outcome_reward = {"right": 0.0, "form": 3.0}, 1.5  # the same sum
+    assert signal_key(RECIPE, a) == signal_key(RECIPE, b)
+    apart = replace(RECIPE, advantage=Advantage(rule="gdpo"))
+    assert signal_key(apart, a) != signal_key(apart, b)
+    b.step_rewards = {"form": [(0, 1.0)]}
+    assert signal_key(RECIPE, a) != signal_key(RECIPE, b)
+    assert signal_key(RECIPE, rollout(None, [7])) is None
+
+
+def test_how_completions_end() -> None:
+    assert end_of(Completion([7, EOS], [0.0] * 2, "stop"), {EOS}) == "eos"
+    assert end_of(Completion([7, 8], [0.0] * 2, "stop"), {EOS}) == "other"
+    assert end_of(Completion([7, EOS], [0.0] * 2, "length"), {EOS}) == "length"
+    after = Completion([7, EOS, 3], [0.0] * 3, "stop", is_sampled=[True, True, False])
+    assert end_of(after, {EOS}) == "eos", "a reply of an environment follows"
+
+
+def test_histograms() -> None:
+    bins = histogram([0.0, 0.0, 0.1, 0.2, 0.75, 0.8, 1.0], is_graded=False)
+    assert bins == [
+        Bin("0", 2), Bin("0 to 0.2", 1), Bin("0.2 to 0.4", 1), Bin("0.4 to 0.6", 0),
+        Bin("0.6 to 0.8", 1), Bin("0.8 to 1", 1), Bin("1", 1),
+    ]  # fmt: skip
+    assert [b.prompts for b in histogram([1.0, 2.0, 5.9, 6.0], is_graded=True)] == [1, 1, 0, 0, 2]
+    assert histogram([2.0, 2.0], is_graded=True) == [Bin("2", 2)]
+    assert histogram([], is_graded=False) == []
+
+
+def test_some_rollouts_of_as_many_prompts_as_possible() -> None:
+    found = spread(GROUPS, 3)
+    assert found == [GROUPS[0].rollouts[0], GROUPS[1].rollouts[0], GROUPS[0].rollouts[1]]
+    assert len(spread(GROUPS, 99)) == 8
+
+
+def test_json_has_no_nan() -> None:
+    data = as_data(replace(measured(GROUPS), reward_mean=math.nan))
+    assert data["reward_mean"] is None
+    assert json.loads(json.dumps(data, allow_nan=False))["rates"] == [[0, 0.75], [1, 0.0]]
+
+
+def test_long_texts_are_shortened() -> None:
+    assert shortened("a" * 200) == "a" * 200
+    assert shortened("a" * 200 + "b") == "a" * 199 + "…"
+    assert shortened("a" + "b" * 200, from_end=True) == "…" + "b" * 199
