@@ -59,7 +59,7 @@ def signal_table(m: Measured) -> Table:
 def rewards_table(m: Measured) -> Table:
     """Returns the rewards: mean, how often constant, failures, seconds, and whether they repeat."""
     table = Table("reward", title="rewards: how often all completions of a prompt have one value")
-    for head in ("mean", "constant", "none", "failed", "p50", "p99", "repeats"):
+    for head in ("mean", "constant", "without", "p50", "p99", "repeats"):
         table.add_column(head, justify="right")
     for name, reward in m.rewards.items():
         table.add_row(name, *_cells(reward))
@@ -69,9 +69,8 @@ def rewards_table(m: Measured) -> Table:
 def _cells(r: RewardStats) -> Iterator[str]:
     yield "none" if r.mean is None else f"{r.mean:.3f}"
     yield "everywhere" if r.constant is not None else f"{r.constant_groups:.0%}"
-    yield str(r.none)
-    failures = {"raised": r.errors, "late": r.timeouts}
-    yield ", ".join(f"{number} {how}" for how, number in failures.items() if number) or "0"
+    failures = {"none": r.none - r.errors, "raised": r.errors, "late": r.timeouts}
+    yield ", ".join(f"{number} {how}" for how, number in failures.items() if number > 0) or "0"
     yield from (seconds(s) for s in (r.seconds_p50, r.seconds_p99))
     yield "yes" if not r.changed else f"{r.changed}/{r.scored_twice} differ"
 
@@ -79,8 +78,8 @@ def _cells(r: RewardStats) -> Iterator[str]:
 def seconds(value: float) -> str:
     """Returns a time in the unit that fits."""
     if value >= 1:
-        return f"{value:.3g} s"
-    return f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} us"
+        return f"{value:.2g} s" if value < 10 else f"{value:.0f} s"
+    return f"{1e3 * value:.2g} ms" if value >= 1e-3 else f"{1e6 * value:.2g} us"
 
 
 def lines(m: Measured) -> Iterator[str]:

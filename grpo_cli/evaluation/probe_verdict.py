@@ -68,8 +68,15 @@ def judge(recipe: Recipe, m: Measured) -> Verdict:
     return Verdict(
         found,
         f"The run can learn: {share_in_words(own)} of the groups of {own.size} completions "
-        "have rewards that differ.",
+        f"have rewards that differ{_a_step(recipe, own)}.",
     )
+
+
+def _a_step(recipe: Recipe, own: SignalShare) -> str:
+    wanted = recipe.prompts_per_step
+    if own.share is None or recipe.generation.dynamic_sampling:
+        return ""
+    return f", about {own.share * wanted:.0f} of {wanted} prompts a step"
 
 
 def share_in_words(found: SignalShare) -> str:
@@ -309,12 +316,10 @@ def _group_size(recipe: Recipe, m: Measured) -> Iterator[Finding]:
             gain = f" With groups of {beyond.size} it is {share_in_words(beyond)} (bounds)."
     if not recipe.generation.dynamic_sampling:
         settings.append("generation.dynamic_sampling=true")
-    wanted = recipe.prompts_per_step
     yield Finding(
         "slows",
         "low_signal",
-        f"only {own.share:.2f} of the groups have rewards that differ: of {wanted} prompts a step "
-        f"{own.share * wanted:.1f} train.{gain}",
+        f"only {own.share:.2f} of the groups have rewards that differ.{gain}",
         tuple(settings),
     )
 
