@@ -231,15 +231,15 @@ def signal(recipe: Recipe, m: Measured) -> Iterator[Finding]:
 
 def _without_signal(recipe: Recipe, m: Measured) -> Finding:
     """Returns why no group has rewards that differ."""
-    of, limit = recipe.generation, recipe.generation.max_completion_tokens
+    of, (key, limit) = recipe.generation, limit_of(recipe, m)
+    rare = f" At most {m.own_signal.high:.2f} of the groups may differ (95 % limit)."
     every = f"{m.completions} completions of {m.prompts} prompts"
     if m.excluded == 1:
         return Finding(
             "stops",
             "truncated",
-            f"all {every} reach generation.max_completion_tokens = {limit}, and "
-            "loss.mask_truncated = true leaves them out.",
-            (f"generation.max_completion_tokens={4 * limit}",),
+            f"all {every} reach {key} = {limit}, and loss.mask_truncated = true leaves them out.",
+            (f"{key}={4 * limit}",),
             True,
         )
     only = next((r.constant for r in m.rewards.values()), None)
@@ -249,7 +249,7 @@ def _without_signal(recipe: Recipe, m: Measured) -> Finding:
             "solved",
             f"all {every} have the reward {m.reward_mean:.3g}: there is nothing left to learn, or "
             "the reward accepts everything.",
-            ("dataset.train=HARDER",),
+            (),
             True,
         )
     if m.identical > ALL_IDENTICAL:
@@ -265,9 +265,9 @@ def _without_signal(recipe: Recipe, m: Measured) -> Finding:
         return Finding(
             "stops",
             "truncated",
-            f"{m.truncated:.0%} of {every} reach generation.max_completion_tokens = {limit} before "
-            f"they end, and no rewards of a prompt differ{_constant(m)}.",
-            (f"generation.max_completion_tokens={4 * limit}",),
+            f"{m.truncated:.0%} of {every} reach {key} = {limit} before they end, and no rewards "
+            f"of a prompt differ{_constant(m)}.",
+            (f"{key}={4 * limit}",),
             True,
         )
     if m.is_constant:
@@ -276,7 +276,7 @@ def _without_signal(recipe: Recipe, m: Measured) -> Finding:
             "constant",
             f"all {every} have the reward {m.reward_mean:.3g}. The answers may be in another "
             "column than the reward reads, the prompt may not ask for the form that the reward "
-            "wants, or the model cannot solve any of them.",
+            f"wants, or the model cannot solve any of them.{rare}",
             (),
             True,
         )
@@ -284,7 +284,7 @@ def _without_signal(recipe: Recipe, m: Measured) -> Finding:
         "stops",
         "depends_on_prompt",
         f"the rewards of {every} differ between prompts and never between the completions of one: "
-        "the reward does not depend on the completion, or its value never changes.",
+        f"the reward does not depend on the completion, or its value never changes.{rare}",
         (),
         True,
     )
@@ -346,22 +346,26 @@ def difficulty(recipe: Recipe, m: Measured) -> Iterator[Finding]:
         )
 
 
+def limit_of(recipe: Recipe, m: Measured) -> tuple[str, int]:
+    """Returns the key and the value of the limit that cuts completions off."""
+    reasons, of_turns = m.stop_reasons, recipe.episode.turn_tokens
+    if of_turns is not None and reasons.get("turn_tokens", 0) > reasons.get("max_tokens", 0):
+        return "episode.turn_tokens", of_turns
+    return "generation.max_completion_tokens", recipe.generation.max_completion_tokens
+
+
 def endings(recipe: Recipe, m: Measured) -> Iterator[Finding]:
     """Finds completions that are cut off, or that do not end by themselves."""
-    limit = recipe.generation.max_completion_tokens
+    key, limit = limit_of(recipe, m)
     ended = "none ended" if m.ended_length is None else (
         f"99 % of those that ended have at most {m.ended_length:.0f} tokens"
     )  # fmt: skip
-    if m.truncated > MANY_TRUNCATED:
-        settings = [f"generation.max_completion_tokens={2 * limit}"]
-        if not m.eos and not m.other_stops:
-            settings.append("generation.stop=[TEXT]")
+    if m.truncated > MANY_TRUNCATED and (m.differing or m.truncated < ALL_TRUNCATED):
         yield Finding(
             "slows",
             "truncated",
-            f"{m.truncated:.0%} of the completions reach generation.max_completion_tokens = "
-            f"{limit} ({ended}).",
-            tuple(settings),
+            f"{m.truncated:.0%} of the completions reach {key} = {limit} ({ended}).",
+            (f"{key}={2 * limit}",),
         )
     if not m.eos and m.truncated < 1 and not m.stop_reasons:
         yield Finding(

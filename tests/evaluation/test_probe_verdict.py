@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from grpo_cli.config.schema import Advantage, Dataset, Generation, Recipe, Reward
+from grpo_cli.config.schema import Advantage, Dataset, EpisodeSettings, Generation, Recipe, Reward
 from grpo_cli.evaluation.estimates import Estimate
 from grpo_cli.evaluation.probe_measures import Measured, Mismatch, RewardStats
 from grpo_cli.evaluation.probe_verdict import Finding, Verdict, judge
@@ -159,6 +159,16 @@ def test_larger_groups_are_proposed() -> None:
     assert first(judged(none_better, dynamic)).settings == ()
     beyond = {"signal": [SignalShare(32, None, 0.6, 0.9)], "own_signal": shares((16, 0.4))[0]}
     assert "With groups of 32 it is between 0.60 and 0.90 (bounds)" in first(judged(beyond)).message
+
+
+def test_turns_that_are_cut_off() -> None:
+    own = replace(RECIPE, episode=EpisodeSettings(turn_tokens=4))
+    changes = {"truncated": 0.5, "stop_reasons": {"turn_tokens": 0.4, "max_tokens": 0.1}}
+    assert first(judged(changes, own)).settings == ("episode.turn_tokens=8",)
+    changes["stop_reasons"] = {"max_tokens": 0.5}
+    assert first(judged(changes, own)).settings == ("generation.max_completion_tokens=512",)
+    whole = NO_SIGNAL | {"truncated": 1.0, "is_constant": True}
+    assert [f.name for f in judged(whole).findings] == ["truncated"], "it is said once"
 
 
 def test_a_rule_that_trains_on_differences_between_prompts() -> None:

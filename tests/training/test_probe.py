@@ -15,6 +15,8 @@ from grpo_cli.evaluation.probe import ProbeResult, run_probe
 from grpo_cli.evaluation.probe_samples import Policy, Size
 from grpo_cli.training import probe
 from grpo_cli.training.run import Run
+from tests.fake_vllm import serving
+from tests.training.test_prefetch import SamplingVllm, serve
 from tests.training.test_train import built, metrics, recipe, trained, weights
 
 pytestmark = pytest.mark.runs
@@ -117,6 +119,41 @@ def test_weights_are_the_same_to_the_last_bit(tmp_path: Path, reward: dict[str, 
     assert (found["prompts"], found["samples"]) == (12, 8)  # all that two steps train on
     assert found["rewards"].keys() == reward.keys()
     assert (found["rewards"].get("noisy", {"changed": 64})["changed"]) == 64
+
+
+def same_weights(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Trains with and without a probe, compares the weights, and returns probe.json."""
+    plain = trained(folder / "plain", steps=2, dataset__eval=None, **changes)
+    before = trained(folder / "probed", steps=2, dataset__eval=None, **changes, probe=True)
+    assert torch.equal(weights(plain), weights(before))
+    found: dict[str, Any] = json.loads((before.folder / "probe.json").read_text())
+    assert found["mismatch"]["mean"] < 1e-4
+    return found
+
+
+def test_weights_are_the_same_with_an_environment_in_the_runs_process(tmp_path: Path) -> None:
+    found = same_weights(
+        tmp_path,
+        environment={"path": "grpo_cli.environments.examples:GuessNumber", "isolate": False},
+        episode={"max_turns": 3, "turn_tokens": 4},
+        reward={"environment": {}},
+        dataset__chat=True,
+        dataset__solution=None,
+        dataset__max_prompt_tokens=128,
+        generation__max_completion_tokens=24,
+        model__build__warmup_steps=0,
+    )
+    assert found["stop_reasons"]["turn_tokens"] > 0.5
+    assert found["findings"][0]["settings"] == ["episode.turn_tokens=16"]
+
+
+def test_weights_are_the_same_with_a_vllm_server(tmp_path: Path) -> None:
+    first = built(tmp_path / "first")
+    first.close()
+    fake = SamplingVllm(first.policy)
+    with serving(fake):
+        found = same_weights(tmp_path, **serve([fake]))
+    assert found["can_learn"]
 
 
 def test_a_run_that_cannot_learn_is_stopped_where_that_is_asked_for(
