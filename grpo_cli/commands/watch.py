@@ -10,7 +10,7 @@ from rich.console import Console
 
 from grpo_cli.config.knob import knob
 from grpo_cli.config.words import described, parse_with_run
-from grpo_cli.reporting.following import Followed
+from grpo_cli.reporting.live.following import Followed
 from grpo_cli.reporting.run_folder import RunFolder
 
 USAGE = """\
@@ -62,8 +62,8 @@ def has_screen() -> bool:
 
 def print_block(run: Followed) -> None:
     """Prints the view as one block without control characters."""
-    from grpo_cli.reporting.watch_pages import Pager
-    from grpo_cli.reporting.watch_panels import plain
+    from grpo_cli.reporting.live.pager import Pager
+    from grpo_cli.reporting.live.panels import plain
 
     console = Console(
         highlight=False, color_system=None, force_terminal=False, legacy_windows=False

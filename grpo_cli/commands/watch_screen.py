@@ -1,6 +1,6 @@
 """The screen of `grpo watch`, built with textual: panels, keys, a look at the files each second.
 
-The figures come from `reporting/live_figures.py`, the panels from `reporting/watch_panels.py`.
+The figures come from `reporting/live/figures.py`, the panels from `reporting/live/panels.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from textual.geometry import Size
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from grpo_cli.reporting import live_figures, watch_panels
-from grpo_cli.reporting.following import Followed
-from grpo_cli.reporting.watch_pages import Pager
+from grpo_cli.reporting.live import figures, panels
+from grpo_cli.reporting.live.following import Followed
+from grpo_cli.reporting.live.pager import Pager
 
 WIDE = 120  # columns from which good and bad completions stand side by side
 TALL = 40  # rows from which curves have several lines
@@ -159,13 +159,13 @@ class WatchApp(App[Exception | None]):
         run, width = self.followed, self.shape.width
         is_tall = self.shape.height >= TALL
         rows, most_alarms = (CURVE_ROWS, ALARMS) if is_tall else (1, 1)
-        self.top.update(watch_panels.header(run, live_figures.health(run), width, most_alarms))
-        self.curves.update(watch_panels.curves(run, width, rows))
-        self.stages.update(watch_panels.stages(run, width))
-        parts = watch_panels.parts(run, width)
+        self.top.update(panels.header(run, figures.health(run), width, most_alarms))
+        self.curves.update(panels.curves(run, width, rows))
+        self.stages.update(panels.stages(run, width))
+        parts = panels.parts(run, width)
         self.parts.update(parts)
         self.parts.display = is_tall and bool(parts)
-        self.keys.update(watch_panels.stacked([Text(FOOTER)], width))
+        self.keys.update(panels.stacked([Text(FOOTER)], width))
         for name, panel in self.panels.items():
             panel.set_class(name == self.chosen, "chosen")
             panel.set_class(name != self.chosen, "other")
@@ -174,7 +174,7 @@ class WatchApp(App[Exception | None]):
     def _draw_completion(self, name: str, panel: Panel) -> None:
         pager, place = self.pager, self.pager.places[name]
         number, count = pager.line(name), len(pager.order(name))
-        title = watch_panels.completion_title(place.kind, pager.step, place.index, count)
+        title = panels.completion_title(place.kind, pager.step, place.index, count)
         panel.border_title = Text(title + (" (kept)" if pager.kept is not None else "")).markup
         stamp = None if pager.pages is None else (pager.pages.path, pager.pages.stamp)
         what = (stamp, number, self.whole_prompt, count or len(self.followed.recipe))
@@ -182,9 +182,9 @@ class WatchApp(App[Exception | None]):
             return
         panel.what = what
         if number is None or pager.pages is None:
-            panel.shown.update(watch_panels.note(self.followed))
+            panel.shown.update(panels.note(self.followed))
         else:
-            lines = watch_panels.completion(pager.pages, number, whole_prompt=self.whole_prompt)
+            lines = panels.completion(pager.pages, number, whole_prompt=self.whole_prompt)
             panel.shown.update(Group(*lines))
         panel.scroll_home(animate=False)
 

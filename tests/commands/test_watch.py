@@ -16,8 +16,8 @@ import pytest
 
 from grpo_cli import cli
 from grpo_cli.commands.watch_screen import Help, WatchApp
-from grpo_cli.reporting import following
-from grpo_cli.reporting.following import Followed
+from grpo_cli.reporting.live import following
+from grpo_cli.reporting.live.following import Followed
 from grpo_cli.reporting.run_folder import RunFolder
 from tests import programs
 from tests.runs_on_disk import NOW, write_completions, write_run
@@ -94,7 +94,7 @@ def test_mistakes(
 def test_the_verb_imports_nothing_that_takes_long() -> None:
     code = (
         "import sys; from grpo_cli import cli; from grpo_cli.commands import watch, watch_screen; "
-        "from grpo_cli.reporting import watch_panels; "
+        "from grpo_cli.reporting.live import panels; "
         "print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow') if m in sys.modules])"
     )
     done = programs.run(programs.alone("-c", code))

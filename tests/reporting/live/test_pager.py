@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_cli.reporting.following import Followed
+from grpo_cli.reporting.live.following import Followed
+from grpo_cli.reporting.live.pager import Pager
 from grpo_cli.reporting.run_folder import RunFolder
-from grpo_cli.reporting.watch_pages import Pager
-from tests.reporting.test_completion_pages import store
+from tests.reporting.live.test_completions import store
 
 
 @pytest.fixture

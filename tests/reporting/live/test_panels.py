@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from grpo_cli.reporting import live_figures, watch_panels
-from grpo_cli.reporting.completion_pages import Pages
-from grpo_cli.reporting.following import Followed
+from grpo_cli.reporting.live import figures, panels
+from grpo_cli.reporting.live.completions import Pages
+from grpo_cli.reporting.live.following import Followed
+from grpo_cli.reporting.live.panels import number, size
 from grpo_cli.reporting.run_folder import RunFolder
-from grpo_cli.reporting.watch_panels import number, size
 from tests.runs_on_disk import write_completions, write_run
 from tests.tables import table
 
@@ -31,18 +31,18 @@ def rows(panel: Text) -> list[str]:
 @pytest.mark.parametrize("width", [1, 20, 59, 60, 80, 119, 150, 200])
 def test_no_line_is_wider_than_its_panel(tmp_path: Path, width: int) -> None:
     run = followed(write_run(tmp_path))
-    health = live_figures.health(run)
+    health = figures.health(run)
     for panel in (
-        watch_panels.header(run, health, width, 4),
-        watch_panels.curves(run, width, 3),
-        watch_panels.stages(run, width),
-        watch_panels.parts(run, width),
+        panels.header(run, health, width, 4),
+        panels.curves(run, width, 3),
+        panels.stages(run, width),
+        panels.parts(run, width),
     ):
         assert max(line.cell_len for line in panel.split("\n", allow_blank=True)) <= width
 
 
 def test_the_stages_fill_the_line(tmp_path: Path) -> None:
-    bar = rows(watch_panels.stages(followed(write_run(tmp_path)), 80))
+    bar = rows(panels.stages(followed(write_run(tmp_path)), 80))
     assert len(bar[0]) == 80
     assert bar[0].startswith("▏generate 50 %" + 26 * " " + "▏")
     assert "▏fwd/bwd 25 %" in bar[0]
@@ -52,41 +52,41 @@ def test_the_stages_fill_the_line(tmp_path: Path) -> None:
 
 def test_alarms_the_last_one_first(tmp_path: Path) -> None:
     run = followed(write_run(tmp_path))
-    assert [line.plain for line in watch_panels.alarms(run, 4)] == [
+    assert [line.plain for line in panels.alarms(run, 4)] == [
         "! 2 alarms, the newest in step 90: entropy fell to 0.90",
         "! step 30: entropy fell to 0.30",
     ]
-    assert len(watch_panels.alarms(run, 1)) == 1
+    assert len(panels.alarms(run, 1)) == 1
     run.alarms = [{"step": 1, "message": "a\nb\x1b[2J"}]
-    assert watch_panels.alarms(run, 4)[0].plain == "! 1 alarm in step 1: a b\\x1b[2J"
+    assert panels.alarms(run, 4)[0].plain == "! 1 alarm in step 1: a b\\x1b[2J"
 
 
 def test_why_a_run_failed_is_wrapped(tmp_path: Path) -> None:
     why = "step 7: the loss is nan\nand " + "the gradient norm is inf, " * 12
     run = followed(write_run(tmp_path, state="failed", message=why))
-    shown = rows(watch_panels.header(run, live_figures.health(run), 80))
+    shown = rows(panels.header(run, figures.health(run), 80))
     assert shown[1].startswith("● failed  after step 120: step 7: the loss is nan and the gradient")
     assert shown[3].endswith("…")
     assert shown[4].startswith("step 120 of 400")
-    assert len(rows(watch_panels.header(run, live_figures.health(run), 3))) == 4
+    assert len(rows(panels.header(run, figures.health(run), 3))) == 4
 
 
 def test_a_run_of_which_nothing_is_known(tmp_path: Path) -> None:
     """Of an earlier version, whose files lack most keys."""
     (tmp_path / "recipe.yaml").write_text("seed: 1\n", encoding="utf-8")
-    lines = [line.plain for line in watch_panels.plain(followed(tmp_path), None, 0, 80)]
+    lines = [line.plain for line in panels.plain(followed(tmp_path), None, 0, 80)]
     assert lines[1] == "● stopped  does not run, and has not ended"
     assert lines[2] == "step 0"
     assert lines[-1] == "memory not recorded · no checkpoint yet"
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": null}\n', encoding="utf-8")
-    assert watch_panels.plain(followed(tmp_path), None, 0, 80)[2].plain == "step 1"
+    assert panels.plain(followed(tmp_path), None, 0, 80)[2].plain == "step 1"
 
 
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     write_run(tmp_path, done=0, stage="start", step=None, state="starting", finished=None)
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "recipe.yaml").unlink()
-    lines = [line.plain for line in watch_panels.plain(followed(tmp_path), None, 0, 80)]
+    lines = [line.plain for line in panels.plain(followed(tmp_path), None, 0, 80)]
     assert lines[1].startswith("● starting  loading and building for 3 s")
     assert lines[2].startswith("step 0 of 400 ───")
 
@@ -100,7 +100,7 @@ def test_a_completion_cannot_drive_the_terminal(tmp_path: Path) -> None:
     prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": HOSTILE}]}]
     write_completions(tmp_path, 1, [HOSTILE, "[/]"], [1.0, 0.0], prompt)
     pages = Pages(tmp_path / "completions" / "step-1.parquet")
-    shown = watch_panels.completion(pages, 0)
+    shown = panels.completion(pages, 0)
     text = "\n".join(line.plain for line in shown)
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2028]", text)
     assert "\\x1b]0;owned\\x07\\x1b[2J[bold]not markup[/bold] \\x0d\\x9b31m \\u202egnp.exe" in text
@@ -113,11 +113,11 @@ def test_a_completion_cannot_drive_the_terminal(tmp_path: Path) -> None:
 def test_the_end_of_a_long_prompt(tmp_path: Path) -> None:
     write_completions(tmp_path, 1, ["ok"], [1.0], "begin " + "word " * 200 + "end?")
     pages = Pages(tmp_path / "completions" / "step-1.parquet")
-    shown = watch_panels.completion(pages, 0)[1].plain
+    shown = panels.completion(pages, 0)[1].plain
     assert shown.startswith("… ")
     assert shown.endswith("word end?")
-    assert len(shown) == watch_panels.PROMPT_CHARACTERS + 2
-    assert watch_panels.completion(pages, 0, whole_prompt=True)[1].plain.startswith("prompt: begin")
+    assert len(shown) == panels.PROMPT_CHARACTERS + 2
+    assert panels.completion(pages, 0, whole_prompt=True)[1].plain.startswith("prompt: begin")
 
 
 @table(
@@ -143,4 +143,4 @@ def test_sizes(value: float, said: str) -> None:
 def test_why_there_are_no_completions(tmp_path: Path, log: dict[str, Any], said: str) -> None:
     run = followed(write_run(tmp_path))
     run.recipe = {"log": log}
-    assert said in watch_panels.note(run).plain
+    assert said in panels.note(run).plain

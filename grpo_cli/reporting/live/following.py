@@ -130,7 +130,7 @@ class Followed:
             with contextlib.suppress(UserError):  # not written yet
                 self.recipe = self.folder.recipe
         if self._has_changed("summary.json"):
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, UserError):
                 self.summary = self.folder.summary()
         if self._has_changed("checkpoints"):
             self.checkpoints = steps_saved(self.folder.path)
@@ -145,7 +145,7 @@ class Followed:
         After it was seen to change, its age is counted by this machine's clock: the clocks of two
         nodes may differ.
         """
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, UserError):
             self.status = self.folder.status()
         written = (self.status or {}).get("time")
         if written is None:

@@ -1,6 +1,6 @@
 """Computes what a live view of a run shows: its state, the time that is left, curves, shares.
 
-Plain arithmetic on what `following` has read; `watch_panels` draws it.
+Plain arithmetic on what `following` has read; `panels` draws it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from grpo_cli.distributed import heartbeat
-from grpo_cli.reporting.following import EVALUATION, Followed
+from grpo_cli.reporting.live.following import EVALUATION, Followed
 from grpo_cli.reporting.metric_names import STAGES, measure_of
 
 RECENT = 20  # steps from which the time of the next ones is estimated

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from grpo_cli.reporting.completion_pages import Pages, stamp
-from grpo_cli.reporting.following import Followed
+from grpo_cli.reporting.live.completions import Pages, stamp
+from grpo_cli.reporting.live.following import Followed
 
 
 @dataclass

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from grpo_cli.reporting import live_figures
-from grpo_cli.reporting.completion_pages import Pages
-from grpo_cli.reporting.following import EVALUATION, Followed
-from grpo_cli.reporting.live_figures import Health, duration
+from grpo_cli.reporting.live import figures
+from grpo_cli.reporting.live.completions import Pages
+from grpo_cli.reporting.live.figures import Health, duration
+from grpo_cli.reporting.live.following import EVALUATION, Followed
 from grpo_cli.reporting.metric_names import SHORT
 from grpo_cli.reporting.trajectories import body, head, printable
 
@@ -83,7 +83,7 @@ def progress(run: Followed, health: Health, width: int) -> Text:
     steps, times = run.steps, run.series["step_time"].values
     said = f"step {run.step:,}" + (f" of {steps:,}" if steps else "")
     more = f" · {step_seconds(times)} a step" if times else ""
-    left = live_figures.seconds_left(run)
+    left = figures.seconds_left(run)
     if health.is_live and left is not None and run.step < (steps or 0):
         more += f" · {duration(left)} left"
     if steps is None:
@@ -98,7 +98,7 @@ def progress(run: Followed, health: Health, width: int) -> Text:
 
 def step_seconds(times: Sequence[float]) -> str:
     """Returns the mean seconds of the newest steps."""
-    recent = times[-live_figures.RECENT :]
+    recent = times[-figures.RECENT :]
     mean = math.fsum(recent) / len(recent)
     return f"{mean:.{2 if mean < 10 else 1}f} s" if mean < 60 else duration(mean)
 
@@ -144,8 +144,8 @@ def _curve(run: Followed, key: str, title: str, width: int, height: int) -> list
     values = run.series[key].values
     said = number(values[-1]) if values else "–"
     if key == EVALUATION:
-        values = live_figures.evaluation_values(run)
-        newest = live_figures.newest_evaluation(run)
+        values = figures.evaluation_values(run)
+        newest = figures.newest_evaluation(run)
         title += f" {newest.name}" if newest is not None and width >= LONG_LABELS else ""
         said = "–" if newest is None else number(newest.value)
         if newest is not None and newest.low is not None and newest.high is not None:
@@ -153,7 +153,7 @@ def _curve(run: Followed, key: str, title: str, width: int, height: int) -> list
     said = said.rjust(VALUE)
     labels = 18 if width >= LONG_LABELS else 10
     room = max(0, width - labels - len(said) - 2)
-    drawn = live_figures.sparkline(values, room, height)
+    drawn = figures.sparkline(values, room, height)
     lines = []
     for row, curve in enumerate(drawn):
         is_last = row == height - 1
@@ -177,7 +177,7 @@ def number(value: float) -> str:
 
 def stages(run: Followed, width: int) -> Text:
     """Draws the stages of the newest step as a bar, its rates, memory and checkpoints."""
-    seconds = live_figures.stage_seconds(run.newest)
+    seconds = figures.stage_seconds(run.newest)
     rows = [Text("")] if not seconds else [_bar(seconds, width), _times(run, seconds)]
     return stacked([*rows, Text(" · ".join(_rates(run)))], width)
 
@@ -186,7 +186,7 @@ def _bar(seconds: Mapping[str, float], width: int) -> Text:
     """Returns a bar with a segment for each stage, which has its name if there is room."""
     total = math.fsum(seconds.values())
     bar = Text(no_wrap=True)
-    cells = live_figures.widths(list(seconds.values()), width)
+    cells = figures.widths(list(seconds.values()), width)
     for (name, spent), size in zip(seconds.items(), cells, strict=True):
         if size:
             label = f"▏{SHORT.get(name, name)} {100 * spent / total:.0f} %"
@@ -242,7 +242,7 @@ def completion(pages: Pages, number_of_line: int, *, whole_prompt: bool = False)
 
 def plain(run: Followed, pages: Pages | None, step: int, width: int) -> list[Text]:
     """Returns all panels as one block of lines."""
-    health = live_figures.health(run)
+    health = figures.health(run)
     panels = [header(run, health, width), curves(run, width), stages(run, width)]
     lines = [row for panel in panels for row in panel.split("\n", allow_blank=True)]
     for kind in ("good", "bad") if pages is not None and len(pages) else ():

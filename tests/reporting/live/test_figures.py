@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.reporting import live_figures
-from grpo_cli.reporting.following import EVALUATION, Followed
-from grpo_cli.reporting.live_figures import (
+from grpo_cli.reporting.live import figures
+from grpo_cli.reporting.live.figures import (
     activity,
     duration,
     evaluations_left,
@@ -22,6 +21,7 @@ from grpo_cli.reporting.live_figures import (
     stage_seconds,
     widths,
 )
+from grpo_cli.reporting.live.following import EVALUATION, Followed
 from grpo_cli.reporting.run_folder import RunFolder
 from tests.tables import table
 
@@ -205,13 +205,13 @@ def test_the_newest_evaluation() -> None:
     before = {"accuracy": 0.25, "interval_95": [0.2, 0.3]}
     run = followed(status=status(before=before))
     assert newest_evaluation(run) == ("accuracy", 0.25, 0.2, 0.3)
-    assert live_figures.evaluation_values(run) == [0.25]
+    assert figures.evaluation_values(run) == [0.25]
     run._add(plain)
-    assert live_figures.evaluation_values(run) == [0.25, 0.5]
+    assert figures.evaluation_values(run) == [0.25, 0.5]
     assert newest_evaluation(followed()) is None
     assert run.series[EVALUATION].steps == [2]
 
 
 @pytest.mark.parametrize("state", ["ended", "dead", "unknown"])
 def test_only_a_living_run_has_time_left(state: str) -> None:
-    assert not live_figures.Health(state, "").is_live
+    assert not figures.Health(state, "").is_live

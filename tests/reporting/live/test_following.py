@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_cli.checkpoints.lock import Lock
-from grpo_cli.reporting.following import Followed, LinesFollower
+from grpo_cli.reporting.live.following import Followed, LinesFollower
 from grpo_cli.reporting.reporter import write_text
 from grpo_cli.reporting.run_folder import RunFolder
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_cli.reporting.completion_pages import Pages
+from grpo_cli.reporting.live.completions import Pages
 from grpo_cli.reporting.reporter import completion_row, write_parquet
 from tests.conftest import make_group, make_rollout
 from tests.episodes import make_episode
