@@ -18,8 +18,12 @@ from grpo_cli import cli
 from grpo_cli.commands.watch_screen import Help, WatchApp
 from grpo_cli.reporting.live import following
 from grpo_cli.reporting.live.following import Followed
+from grpo_cli.reporting.reporter import completion_row, write_parquet
 from grpo_cli.reporting.run_folder import RunFolder
 from tests import programs
+from tests.conftest import make_group
+from tests.episodes import make_episode
+from tests.pictures import image_groups, write_groups
 from tests.runs_on_disk import NOW, write_completions, write_run
 from tests.tables import table
 
@@ -167,6 +171,28 @@ def test_a_long_completion_is_scrolled(run_folder: Path) -> None:
         assert panel.scroll_y == 0
 
     driven(run_folder, check)
+
+
+def test_an_episode_is_shown_turn_by_turn_and_images_as_their_placeholder(
+    run_folder: Path,
+) -> None:
+    group = make_group(0, [make_episode((0.5, 1.0))])
+    write_parquet(run_folder / "completions" / "step-120.parquet", [completion_row(120, group, 0)])
+
+    async def turns(app: WatchApp, pilot: Any) -> None:
+        lines = [line.plain for line in app.panels["good"].shown.content.renderables]  # type: ignore[union-attr]
+        assert "  reward of the turn: 0.5" in lines
+        assert "assistant, turn 2: It is 42." in lines
+        assert lines[-1] == "turns of the model: 2; tokens: 4 sampled, 2 of replies"
+
+    driven(run_folder, turns)
+    write_groups(run_folder / "completions" / "step-121.parquet", image_groups())
+
+    async def images(app: WatchApp, pilot: Any) -> None:
+        lines = [line.plain for line in app.panels["good"].shown.content.renderables]  # type: ignore[union-attr]
+        assert "<image>" in lines[1]
+
+    driven(run_folder, images)
 
 
 def test_the_layout_follows_the_size(run_folder: Path) -> None:
