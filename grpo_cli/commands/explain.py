@@ -63,7 +63,8 @@ class Explained:
         found = self.composition.origins(key)
         for word in self.command:
             name, is_set, _ = word.lstrip("+").partition("=")
-            if is_set and f"{key}.".startswith(f"{name}.") and len(found) > 1:
+            sets = f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.")
+            if is_set and sets and len(found) > 1:
                 found[-1] = dataclasses.replace(found[-1], why=f"command line of the run: {word}")
         return found
 
