@@ -179,6 +179,9 @@ def rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
+MOST_TOGETHER = 4  # changes that are tried together
+
+
 @dataclass(frozen=True)
 class Change:
     """One change of the recipe and what it does to the plan."""
@@ -189,13 +192,33 @@ class Change:
 
 
 def changes(plan: Plan, predict_with: Callable[[Settings], Plan]) -> list[Change]:
-    """Returns changes that lower the peak, each alone, the most effective first.
+    """Returns changes that lower the peak, each alone.
 
-    Those that fit come first, in the order of the seconds of their steps.
+    Those that fit come first, in the order of the seconds of their steps. If none does, several
+    together come first, if they fit.
 
     Args:
         predict_with: makes the same plan with other settings.
     """
+    found = single_changes(plan, predict_with)
+    fitting = sorted((c for c in found if c.plan.fits), key=lambda c: c.plan.step_seconds)
+    others = sorted((c for c in found if not c.plan.fits), key=lambda c: c.plan.memory.peak)
+    if fitting or not others:
+        return fitting + others
+    together = others[0]
+    for _ in range(MOST_TOGETHER - 1):
+        more = single_changes(together.plan, predict_with)
+        if not more:
+            break
+        best = min(more, key=lambda c: c.plan.memory.peak)
+        together = Change(f"{together.words} {best.words}", "these together", best.plan)
+        if best.plan.fits:
+            return [together, *others]
+    return others
+
+
+def single_changes(plan: Plan, predict_with: Callable[[Settings], Plan]) -> list[Change]:
+    """Returns changes that lower the peak by more than a hundredth, each alone."""
     found = []
     for words, what, settings in candidates(plan):
         try:
@@ -204,9 +227,7 @@ def changes(plan: Plan, predict_with: Callable[[Settings], Plan]) -> list[Change
             continue
         if changed.memory.peak < 0.99 * plan.memory.peak:
             found.append(Change(words, what, changed))
-    fitting = sorted((c for c in found if c.plan.fits), key=lambda c: c.plan.step_seconds)
-    others = sorted((c for c in found if not c.plan.fits), key=lambda c: c.plan.memory.peak)
-    return fitting + others
+    return found
 
 
 def candidates(plan: Plan) -> list[tuple[str, str, Settings]]:

@@ -20,7 +20,7 @@ from grpo_cli.models.flops import FORWARD_BACKWARD
 from grpo_cli.models.memory import MOST_ROWS, cache_tokens_in
 from grpo_cli.planning.devices import LAYER_SECONDS_IN_GRAPHS, READ, Device
 from grpo_cli.planning.memory import cache_bytes, trained_weights
-from grpo_cli.planning.settings import Cluster, Settings
+from grpo_cli.planning.settings import Settings
 from grpo_cli.planning.shapes import Shape
 from grpo_cli.planning.workload import Workload
 
@@ -149,18 +149,5 @@ def rows_at_a_time(shape: Shape, device: Device, settings: Settings, wanted: int
     tokens = cache_tokens_in(max(free, 0), cache_bytes(shape, s))
     fitting = tokens // (s.prompt_tokens + s.max_completion_tokens)
     most = MOST_ROWS.get(device.kind, MOST_ROWS["cpu"])
-    return max(min(wanted, fitting, most), 1)
-
-
-def compute_seconds(shape: Shape, cluster: Cluster, settings: Settings) -> float:
-    """Returns the seconds that the busiest GPU multiplies in a step, without sampling."""
-    s = settings
-    p, c, rows = s.prompt_tokens, s.completion_tokens, s.num_generations
-    tokens = p + rows * c
-    attended = p * (p + 1) // 2 + rows * (c * p + c * (c + 1) // 2)
-    forward = shape.forward_flops(round(tokens), round(attended), round(rows * c))
-    # Frozen weights have no gradient; an adapter's own products are few.
-    passes = FORWARD_BACKWARD - (1 if s.adapter_rank else 0)
-    passes += s.gradient_checkpointing + s.reference + s.old_logprobs
-    done = s.prompts_of(cluster.gpus) * passes * forward
-    return done / (cluster.flops * cluster.utilisation)
+    # A group is never split.
+    return max(min(wanted, fitting, most), min(wanted, s.num_generations))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import UserError
-from grpo_cli.models.flops import listed_peak
 
 GB = 1e9
 MIB = 2**20
@@ -23,8 +19,6 @@ class Cluster:
 
     gpus: int
     memory: float = 80 * GB  # per GPU
-    flops: float = listed_peak("NVIDIA H100 80GB HBM3", torch.bfloat16, tf32=False) or math.nan
-    utilisation: float = 0.4  # share of the peak `flops` that the model's FLOPs reach
 
 
 @dataclass(frozen=True)

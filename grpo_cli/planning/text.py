@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from grpo_cli.planning.plan import Change, Plan
 
@@ -25,7 +25,7 @@ def text_of(recipe: str, plan: Plan, changes: Sequence[Change], notes: Sequence[
         "",
         f"a step: {s.prompts:,} prompts of {s.prompt_tokens:,} tokens x {s.num_generations} "
         f"completions of {mean:,.4g} tokens in the mean; {number(plan.work.tokens)}tokens, "
-        f"{number(plan.flops_per_step).rstrip()}FLOPs",
+        f"{number(plan.flops_per_step, UNITS)}FLOPs",
         f"micro-batches: {round(work.scale * len(work.micro_batches)):,} of at most "
         f"{s.micro_tokens:,} tokens on each device",
         f"time of a step ({rates}): {duration(plan.step_seconds)}",
@@ -41,7 +41,7 @@ def text_of(recipe: str, plan: Plan, changes: Sequence[Change], notes: Sequence[
         f"checkpoint{'' if plan.checkpoints == 1 else 's'}",
     ]
     if changes:
-        lines += ["", "to make it fit, each alone:", *change_lines(plan, changes)]
+        lines += ["", "to make it fit:", *change_lines(plan, changes)]
     lines += ["", *(f"note: {note}" for note in notes)]
     return "\n".join(lines) + "\n"
 
@@ -72,7 +72,7 @@ def change_lines(plan: Plan, changes: Sequence[Change]) -> list[str]:
             f"({'+' if slower >= 0 else '-'}{duration(abs(slower))}), {fits}"
         )
     if not changes[0].plan.fits:
-        lines.append("  none fits alone: combine several, or use more or larger devices")
+        lines.append("  none of them makes it fit: use more or larger devices, or a smaller model")
     return lines
 
 
@@ -83,9 +83,13 @@ def gb(size: float) -> str:
     return f"{size / 1e9:,.{1 if size < 99.95e9 else 0}f} GB"
 
 
-def number(value: float) -> str:
-    """Returns a number, a letter for its power of 1,000 and a space: "1.02 M "."""
-    for power, letter in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M")):
+COUNTS = {12: "T", 9: "B", 6: "M"}  # letters of powers of 10: of tokens and parameters
+UNITS = {18: "E", 15: "P", 12: "T", 9: "G", 6: "M"}  # of FLOPs
+
+
+def number(value: float, letters: Mapping[int, str] = COUNTS) -> str:
+    """Returns a number, a letter for its power of 10 and a space: "1.02 M "."""
+    for power, letter in letters.items():
         if value >= 10**power:
             return f"{value / 10**power:.3g} {letter} "
     return f"{value:,.0f} "  # the unit follows

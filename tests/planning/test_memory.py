@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from grpo_cli.config.schema import Adapter
 from grpo_cli.errors import UserError
-from grpo_cli.models import adapters, flops
+from grpo_cli.models import adapters
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, bytes_per_token
 from grpo_cli.planning.memory import (
     Memory,
@@ -27,118 +26,12 @@ from grpo_cli.planning.memory import (
     memory,
     share,
 )
-from grpo_cli.planning.seconds import compute_seconds
 from grpo_cli.planning.settings import Cluster, Settings
 from grpo_cli.planning.shapes import Shape, count
 from grpo_cli.records import Rollout
 from tests.conftest import make_rollout
+from tests.planning.models import MOE, PLAIN, SMALL, TINY, make, of_kind
 from tests.programs import ROOT
-from tests.scripts.test_docs import script
-
-MODELS: dict[str, Shape] = script("make_docs").MODELS
-SMALL: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
-
-# 10 rows and columns that can be checked in one's head: a layer has 4·4·4 + 3·4·8 + 2·4 = 168
-# parameters, embedding and head 40 each, the last norm 4. 420 in all, 2·160 + 40 in products.
-TINY = Shape(layers=2, hidden=4, heads=2, kv_heads=2, head_dim=2, width=8, vocab=10)
-PLAIN = Settings(bf16=False, gradient_checkpointing=False, micro_tokens=1)
-
-
-def make(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model
-
-
-def on_meta(config: PretrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"):
-        return make(config)
-
-
-def config_of(shape: Shape) -> PretrainedConfig:
-    """Returns the configuration of a model of this shape: Qwen3-MoE with experts, else Qwen2."""
-    sizes: dict[str, Any] = {
-        "num_hidden_layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "vocab_size": shape.vocab,
-        "tie_word_embeddings": shape.tied,
-    }
-    if not shape.experts:
-        return transformers.Qwen2Config(**sizes, intermediate_size=shape.width)
-    return transformers.Qwen3MoeConfig(
-        **sizes,
-        head_dim=shape.head_dim,
-        moe_intermediate_size=shape.width,
-        num_experts=shape.experts,
-        num_experts_per_tok=shape.chosen,
-    )
-
-
-def of_kind(kind: str, **more: Any) -> PretrainedConfig:
-    config: PretrainedConfig = getattr(transformers, f"{kind}Config")(**{**SMALL, **more})
-    return config
-
-
-# Parameters
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_of_the_tables_have_the_parameters_of_real_ones(name: str) -> None:
-    shape = MODELS[name]
-    model = on_meta(config_of(shape))
-    assert Shape.of(model.config) == shape
-    assert shape.parameters == sum(p.numel() for p in model.parameters())
-    assert shape.active == flops.params_in_products(model)
-
-
-@pytest.mark.parametrize(
-    ("kind", "more"),
-    [
-        ("Llama", {}),
-        ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
-        ("Mistral", {"head_dim": 24}),
-        ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
-        ("Qwen2", {"tie_word_embeddings": True}),
-        ("Qwen2", {"num_key_value_heads": 4, "num_hidden_layers": 3}),
-        ("Qwen3", {"head_dim": 32}),
-        ("Qwen3Moe", {**MOE, "head_dim": 16}),
-        ("Qwen3Moe", {**MOE, "head_dim": 16, "tie_word_embeddings": True}),
-    ],
-)
-def test_tensors_are_those_of_real_models(kind: str, more: dict[str, Any]) -> None:
-    model = on_meta(of_kind(kind, **more))
-    shape = Shape.of(model.config)
-    of_layer = [tuple(p.shape) for p in model.base_model.layers[0].parameters()]
-    every = [tuple(p.shape) for p in model.parameters()]
-    assert sorted(shape.layer()) == sorted(of_layer)
-    assert sorted(shape.layer() * shape.layers + shape.root()) == sorted(every)
-    assert shape.active == flops.params_in_products(model)
-    expected = flops.forward_flops(model.config, shape.active, 9, 45, logits=5)
-    assert shape.forward_flops(9, 45, logits=5) == expected
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (transformers.GPT2Config(), "model_type = gpt2"),
-        (of_kind("Llama", attention_bias=True), "llama with attention_bias"),
-        (of_kind("Llama", mlp_bias=True), "llama with mlp_bias"),
-        (of_kind("Qwen3Moe", **MOE, mlp_only_layers=[0]), "qwen3_moe with mlp_only_layers"),
-        (of_kind("Qwen3Moe", **MOE, decoder_sparse_step=2), "qwen3_moe with decoder_sparse_step"),
-    ],
-)
-def test_a_model_that_is_not_described_is_refused(config: PretrainedConfig, said: str) -> None:
-    with pytest.raises(UserError, match=f"^{said}: .*llama, mistral"):
-        Shape.of(config)
 
 
 def test_a_strategy_that_does_not_exist_is_refused() -> None:
@@ -528,22 +421,6 @@ def test_the_first_wall_is_named() -> None:
     assert found.at_peak == {"x": 5, "u": 3, "v": 9}
     limits = (4, 5, 8.9, 9, 10.9, 11, 16.9, 17)
     assert [found.wall(n) for n in limits] == ["x", "y", "y", "z", "z", "v", "v", None]
-
-
-def test_products_by_hand() -> None:
-    settings = Settings(
-        prompts=5, num_generations=2, prompt_tokens=3, completion_tokens=4,
-        gradient_checkpointing=False, reference=False,
-    )  # fmt: skip
-    cluster = Cluster(2, flops=1000, utilisation=0.5)
-    # 3 groups of 3 + 2·4 tokens: 360 parameters in products, of which the head's 40 for 8 tokens
-    # alone. Pairs: 6 of the prompt, for each completion 4·3 and 10. 4 · 2 layers · 2 heads · 2.
-    forward = 2 * (320 * 11 + 40 * 8) + 32 * (6 + 2 * (12 + 10))
-    assert compute_seconds(TINY, cluster, settings) == 3 * 3 * forward / 500
-    more = replace(settings, gradient_checkpointing=True, reference=True, old_logprobs=True)
-    assert compute_seconds(TINY, cluster, more) == 3 * 6 * forward / 500
-    adapter = replace(settings, adapter_rank=1)  # no product for the gradient of frozen weights
-    assert compute_seconds(TINY, cluster, adapter) == 3 * 2 * forward / 500
 
 
 # Checkpoints
