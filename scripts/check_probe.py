@@ -51,6 +51,7 @@ CASES = (
             "dataset.columns={right: answer, answer: id}",
             "dataset.solution='{right}'",
             "dataset.eval=null",
+            "eval.every=0",
         ),
         "constant",
     ),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from rich.console import Console
 
 from grpo_cli.checkpoints import paths
@@ -54,7 +52,10 @@ def probe(prepared: Prepared, prompts: int, samples: int | None, *, as_json: boo
         if lock is not None:
             lock.release()
     if not result.verdict.can_learn:
-        raise CannotLearn(result.verdict.sentence)
+        raise CannotLearn(
+            f"{recipe.recipe}: cannot learn as it stands ({', '.join(result.verdict.reasons)}); "
+            f"what was found: {paths.shown(prepared.folder / FILE)}"
+        )
 
 
 def _probe(prepared: Prepared, size: Size, workers: Workers, reporter: Reporter) -> ProbeResult:
@@ -112,7 +113,7 @@ def write(prepared: Prepared, result: ProbeResult, console: Console, *, as_json:
         rows += [completion_row(0, g, sample, images) for sample in range(len(g.rollouts))]
     write_parquet(folder / "completions.parquet", rows)
     if as_json:
-        print(json.dumps(result.as_data(), ensure_ascii=False))
+        print(result.as_json())
         return
     show(console, recipe.recipe, result.measured, result.verdict)
     console.print(

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_cli.config.interpolation import masked
 from grpo_cli.evaluation.probe_measures import Measured, as_data, measure
 from grpo_cli.evaluation.probe_samples import Policy, Size, sample_and_score
 from grpo_cli.evaluation.probe_verdict import Verdict, judge
@@ -36,9 +37,13 @@ class ProbeResult:
             **as_data(self.measured),
         }
 
+    def as_json(self, indent: int | None = None) -> str:
+        """Returns the text of probe.json, without secrets: a reward's arguments may hold some."""
+        return masked(json.dumps(self.as_data(), indent=indent, ensure_ascii=False))
+
     def write(self, path: Path) -> None:
         """Writes probe.json."""
-        write_text(path, json.dumps(self.as_data(), indent=2, ensure_ascii=False) + "\n")
+        write_text(path, self.as_json(indent=2) + "\n")
 
 
 def run_probe(
@@ -61,11 +66,9 @@ def run_probe(
     scored = sample_and_score(policy, size, progress, interruptible)
     rewards = policy.scorer.rewards
     checks = check_prompts(policy.recipe, policy.stream.prompts, policy.tokenizer, rewards, rows)
-    signatures = [reward.signature for reward in rewards.values()]
-    columns = list(dict.fromkeys(c for s in signatures for c in (*s.required, *s.optional)))
     eos_ids = {
         *loading.eos_ids(policy.logprobs.model.generation_config, policy.tokenizer),
         *policy.recipe.generation.stop_token_ids,
     }
-    measured = measure(policy.recipe, scored, size, checks, eos_ids, columns)
+    measured = measure(policy.recipe, scored, size, checks, eos_ids, rewards)
     return ProbeResult(measured, judge(policy.recipe, measured), scored.groups)

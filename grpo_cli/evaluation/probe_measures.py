@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from grpo_cli.evaluation.signal import (
     signal_share,
 )
 from grpo_cli.records import Completion, Group, Rollout
+from grpo_cli.scoring.calls import BoundReward
 
 LENGTHS = (0.1, 0.5, 0.9, 0.99)  # quantiles
 BINS = ((0.0, 0.2), (0.2, 0.4), (0.4, 0.6), (0.6, 0.8), (0.8, 1.0))  # of rates between 0 and 1
@@ -44,6 +45,7 @@ class RewardStats:
     """The numbers of one reward function."""
 
     weight: float
+    wants: str  # first line of the function's docstring, and its arguments
     mean: float | None
     applied: int  # completions with a value
     none: int  # without one, failures included
@@ -126,13 +128,13 @@ def measure(
     size: Size,
     checks: PromptChecks,
     eos_ids: Collection[int],
-    columns: Collection[str],
+    rewards: Mapping[str, BoundReward],
 ) -> Measured:
     """Returns the numbers of a probe.
 
     Args:
         eos_ids: tokens that the model ends a completion with.
-        columns: of the data, that the rewards read.
+        rewards: of the recipe, as they are called.
     """
     recipe = at_step(recipe, 0)[0]
     group_size = recipe.generation.num_generations
@@ -147,7 +149,9 @@ def measure(
     ]
     rates = [(g.prompt.row, _rate(g, right, is_graded)) for g in scored.groups]
     known = [(row, rate) for row, rate in rates if not math.isnan(rate)]
-    rewards = [r.reward for r in rollouts if r.is_scored]
+    total = [r.reward for r in rollouts if r.is_scored]
+    signatures = [reward.signature for reward in rewards.values()]
+    columns = list(dict.fromkeys(c for s in signatures for c in (*s.required, *s.optional)))
     lengths = sorted(r.completion.sampled_tokens for r in rollouts)
     ended = sorted(
         r.completion.sampled_tokens for r in rollouts if r.completion.finish_reason == "stop"
@@ -163,7 +167,7 @@ def measure(
         right=right,
         is_graded=is_graded,
         pass_rate=None if is_graded or not known else pass_rate(_rights(scored.groups, right)),
-        reward_mean=math.fsum(rewards) / len(rewards) if rewards else None,
+        reward_mean=math.fsum(total) / len(total) if total else None,
         rates=known,
         histogram=histogram([rate for _, rate in known], is_graded),
         signal=[signal_share(counts, n) for n in SIZES],
@@ -182,7 +186,7 @@ def measure(
         lengths={f"p{100 * q:g}": float(quantile(lengths, q)) for q in LENGTHS}
         | {"mean": sum(lengths) / len(lengths), "max": float(lengths[-1])},
         ended_length=float(quantile(ended, 0.99)) if ended else None,
-        rewards={name: _stats(recipe, scored, name) for name in recipe.reward},
+        rewards={name: _stats(recipe, scored, rewards[name]) for name in recipe.reward},
         mismatch=_mismatch(scored.gaps),
         sampling_seconds=scored.sampling_seconds,
         scoring_seconds=scored.scoring_seconds,
@@ -256,7 +260,8 @@ def histogram(rates: Sequence[float], is_graded: bool) -> list[Bin]:
     ]
 
 
-def _stats(recipe: Recipe, scored: Scored, name: str) -> RewardStats:
+def _stats(recipe: Recipe, scored: Scored, reward: BoundReward) -> RewardStats:
+    name = reward.name
     results, config = scored.results[name], recipe.reward[name]
     values = [v.value for v in results if v.value is not None]
     failures = [v for v in results if v.error is not None and not v.timed_out]
@@ -266,6 +271,7 @@ def _stats(recipe: Recipe, scored: Scored, name: str) -> RewardStats:
     again = scored.again[name]
     return RewardStats(
         weight=config.weight,
+        wants=wanted_by(reward),
         mean=math.fsum(values) / len(values) if values else None,
         applied=len(values),
         none=len(results) - len(values),
@@ -280,6 +286,13 @@ def _stats(recipe: Recipe, scored: Scored, name: str) -> RewardStats:
         scored_twice=len(again),
         changed=sum(first.value != second.value for first, second in again),
     )
+
+
+def wanted_by(reward: BoundReward) -> str:
+    """Returns the first line of a function's docstring, with its arguments."""
+    lines = (reward.function.__doc__ or "").strip().splitlines() or [reward.path]
+    args = ", ".join(f"{key}: {shortened(str(value))}" for key, value in reward.args.items())
+    return f"{lines[0]} ({args})" if args else lines[0]
 
 
 def _mismatch(gaps: Sequence[float]) -> Mismatch | None:

@@ -125,6 +125,8 @@ def verdict_lines(m: Measured, verdict: Verdict) -> Iterator[str]:
             yield f"- change: {' '.join(finding.settings)}"
         first = first and finding.kind != "stops"
     if any(f.shows_examples for f in verdict.findings):
+        for name, reward in m.rewards.items():
+            yield masked(f"  reward {name}: {reward.wants}")
         for example in m.examples:
             yield from example_lines(example)
 

@@ -51,9 +51,14 @@ class Verdict:
     sentence: str
 
     @property
+    def reasons(self) -> list[str]:
+        """The names of the findings that stop the run."""
+        return [f.name for f in self.findings if f.kind == "stops"]
+
+    @property
     def can_learn(self) -> bool:
         """Whether no finding stops the run."""
-        return not any(f.kind == "stops" for f in self.findings)
+        return not self.reasons
 
 
 def judge(recipe: Recipe, m: Measured) -> Verdict:

@@ -53,7 +53,10 @@ def probe(run: Run) -> None:
     for line in verdict_lines(m, result.verdict):
         say(f"  {line}")
     if recipe.probe == "stop" and not result.verdict.can_learn:
-        raise CannotLearn(f"{result.verdict.sentence} (probe=true trains nevertheless)")
+        raise CannotLearn(
+            f"the run cannot learn as it stands ({', '.join(result.verdict.reasons)}), and "
+            f"probe = stop ends it; what was found: {run.folder / FILE}. probe=true trains anyway."
+        )
 
 
 def own_logprobs(run: Run) -> PolicyLogprobs:

@@ -132,7 +132,10 @@ def test_json_and_the_exit_code_of_a_run_that_cannot_learn(grpo: Grpo) -> None:
     found: dict[str, Any] = json.loads(out)
     assert not found["can_learn"]
     assert found["findings"][0]["name"] == "identical"
-    assert err == f"grpo: {found['verdict']}\n"
+    assert err == (
+        "grpo: arithmetic_tiny: cannot learn as it stands (identical); what was found: "
+        "outputs/probe/arithmetic_tiny/probe.json\n"
+    )
     # The same command again: the same completions, whatever else was drawn in this process.
     _, again, _ = grpo("probe", *SMALL, *words, "generation.temperature=0.0001")
     assert json.loads(again)["rates"] == found["rates"]

@@ -21,13 +21,16 @@ from grpo_cli.evaluation.probe_measures import (
 from grpo_cli.evaluation.probe_samples import Scored, Size, spread
 from grpo_cli.evaluation.prompt_checks import PromptChecks
 from grpo_cli.records import Completion, Group, Rollout
-from grpo_cli.scoring.scorer import RewardResult
+from grpo_cli.scoring.scorer import RewardResult, Scorer
 from tests.conftest import make_group, make_rollout
 
 EOS = 9
 CHECKS = PromptChecks(2, 2, 2, 0, 0, 0, 0, 0, 0.0, 2, False)
 RECIPE = Recipe(
-    reward={"right": Reward("exact_match"), "form": Reward("regex", weight=0.5)},
+    reward={
+        "right": Reward("exact_match"),
+        "form": Reward("regex", weight=0.5, args={"pattern": "1"}),
+    },
     generation=Generation(num_generations=2),
 )
 
@@ -66,7 +69,8 @@ GROUPS = [
 
 
 def measured(groups: list[Group], recipe: Recipe = RECIPE, again: Any = None) -> Measured:
-    return measure(recipe, scored(groups, again), Size(2, 4), CHECKS, {EOS}, ["answer", "gone"])
+    rewards = Scorer(recipe.reward, ["answer"], "here").rewards
+    return measure(recipe, scored(groups, again), Size(2, 4), CHECKS, {EOS}, rewards)
 
 
 def test_by_hand() -> None:
@@ -84,6 +88,8 @@ def test_by_hand() -> None:
     right, form = m.rewards["right"], m.rewards["form"]
     assert (right.mean, right.constant, right.constant_groups) == (3 / 8, None, 0.5)
     assert (right.seconds_p50, right.seconds_p99) == (0.04, 0.08)
+    assert form.wants.startswith("Returns 1.0 where the completion matches")
+    assert form.wants.endswith("(pattern: 1)")
     assert (form.constant, form.constant_groups, form.weight) == (1.0, 1.0, 0.5)
     assert (right.scored_twice, right.changed) == (2, 0)
     assert m.examples[0].columns == {"answer": "answer 0"}

@@ -14,9 +14,9 @@ from grpo_cli.evaluation.signal import SignalShare
 from tests.tables import table
 
 REWARD = RewardStats(
-    weight=1.0, mean=0.5, applied=512, none=0, errors=0, timeouts=0, error=None, on_error="stop",
-    constant=None, constant_groups=0.2, seconds_p50=1e-4, seconds_p99=2e-4, scored_twice=64,
-    changed=0,
+    weight=1.0, wants="The answer.", mean=0.5, applied=512, none=0, errors=0, timeouts=0,
+    error=None, on_error="stop", constant=None, constant_groups=0.2, seconds_p50=1e-4,
+    seconds_p99=2e-4, scored_twice=64, changed=0,
 )  # fmt: skip
 CHECKS = PromptChecks(
     prompts=1000, rows=1000, kept=1000, cut=0, duplicates=0, blank=0, without_bos=0, double_bos=0,

@@ -161,12 +161,13 @@ def test_a_run_that_cannot_learn_is_stopped_where_that_is_asked_for(
 ) -> None:
     changes = {"reward": {"digit": {"function": f"{HERE}:digit"}}, "dataset__eval": None}
     live = built(tmp_path, **changes, probe="stop", generation__temperature=1e-3)
-    with pytest.raises(CannotLearn, match=r"cannot learn as it stands: .*temperature = 0\.001"):
+    with pytest.raises(CannotLearn, match=r"as it stands \(identical\), and probe = stop"):
         train.train(live)
     live.close()
     assert not json.loads((live.folder / "probe.json").read_text())["can_learn"]
     assert live.state.step == 0
     said = capsys.readouterr().out
+    assert "with generation.temperature = 0.001" in said
     assert "change: generation.temperature=1" in said
 
 
