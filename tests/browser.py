@@ -79,23 +79,49 @@ class Page:
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.send("Emulation.setEmulatedMedia", features=[feature])
 
-    def click(self, selector: str) -> None:
-        """Clicks in the middle of an element, as a mouse does; fails if another one covers it."""
-        place = self.evaluate(
+    def place(self, selector: str) -> tuple[float, float, float, float]:
+        """Scrolls to an element and returns its x, y, width and height; fails if it is covered."""
+        found = self.evaluate(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
-            "if (!e) return null; e.scrollIntoView({block: 'center'});"
+            "if (!e) return null; e.scrollIntoView({block: 'center', inline: 'center'});"
             "const r = e.getBoundingClientRect();"
-            "const [x, y] = [r.x + r.width / 2, r.y + r.height / 2];"
-            "const hit = document.elementFromPoint(x, y);"
-            "return [x, y, e === hit || e.contains(hit)]; })()"
+            "const hit = document.elementFromPoint(r.x + r.width / 2, r.y + r.height / 2);"
+            "return [r.x, r.y, r.width, r.height, e === hit || e.contains(hit)]; })()"
         )
-        assert place is not None, f"there is no {selector}"
-        assert place[2], f"{selector} is covered"
-        for kind in ("mousePressed", "mouseReleased"):
-            self.send(
-                "Input.dispatchMouseEvent",
-                type=kind, x=place[0], y=place[1], button="left", clickCount=1,
-            )  # fmt: skip
+        assert found is not None, f"there is no {selector}"
+        *box, is_free = found
+        assert is_free, f"{selector} is covered"
+        return tuple(box)  # type: ignore[return-value]
+
+    def mouse(self, kind: str, x: float, y: float, pressed: bool = False) -> None:
+        self.send(
+            "Input.dispatchMouseEvent",
+            type=kind, x=x, y=y, clickCount=int(kind != "mouseMoved"),
+            button="none" if kind == "mouseMoved" and not pressed else "left",
+            buttons=int(pressed),
+        )  # fmt: skip
+
+    def click(self, selector: str) -> None:
+        """Clicks in the middle of an element."""
+        x, y, width, height = self.place(selector)
+        self.mouse("mousePressed", x + width / 2, y + height / 2, pressed=True)
+        self.mouse("mouseReleased", x + width / 2, y + height / 2)
+
+    def hover(self, selector: str) -> None:
+        """Moves the mouse over the middle of an element."""
+        x, y, width, height = self.place(selector)
+        self.mouse("mouseMoved", x + width / 3, y + height / 3)
+        self.mouse("mouseMoved", x + width / 2, y + height / 2)
+
+    def drag(self, selector: str, start: float, end: float) -> None:
+        """Drags across an element, from a share of its width to another."""
+        x, y, width, height = self.place(selector)
+        across = [x + width * (start + (end - start) * k / 4) for k in range(5)]
+        self.mouse("mouseMoved", across[0], y + height / 2)
+        self.mouse("mousePressed", across[0], y + height / 2, pressed=True)
+        for one in across[1:]:
+            self.mouse("mouseMoved", one, y + height / 2, pressed=True)
+        self.mouse("mouseReleased", across[-1], y + height / 2)
 
     def type(self, selector: str, text: str) -> None:
         """Replaces the text of a field."""
@@ -113,7 +139,7 @@ class Page:
 
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
-            self.send("Input.dispatchKeyEvent", type=kind, key=key)
+            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
     def text(self, selector: str) -> str:
         found = self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")

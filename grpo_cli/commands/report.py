@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_cli.checkpoints.paths import shown
 from grpo_cli.config.knob import knob
-from grpo_cli.config.words import described, option, parse, split, without_dashes
+from grpo_cli.config.words import described, parse_with_runs
 from grpo_cli.errors import UserError
 from grpo_cli.reporting.report import facts, page
 from grpo_cli.reporting.report.completions import Limits
@@ -51,14 +51,8 @@ def main(argv: list[str]) -> None:
     if not argv or {"-h", "--help"} & {*argv}:
         print(USAGE + described(Settings, dashes=True), end="")
         return
-    own, rest = split(Settings, without_dashes(Settings, argv, "grpo report"))
-    settings = parse(Settings, own, option)
-    if not 1 <= len(rest) <= 2:
-        raise UserError(
-            "grpo report: give one run, such as outputs/NAME, or two; got "
-            f"{' '.join(rest) or 'nothing'}."
-        )
-    runs = [RunFolder.open(word, name) for word, name in zip(rest, ("RUN", "OTHER"), strict=False)]
+    given, settings = parse_with_runs(Settings, argv, "grpo report", 2)
+    runs = [RunFolder.open(word, name) for word, name in zip(given, ("RUN", "OTHER"), strict=False)]
     path = output_path(runs[0], settings.output)
     written, size = write(runs, path, settings.completions)
     print(f"report: {shown(written.resolve())} ({size / 1e6:.1f} MB)")

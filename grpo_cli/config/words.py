@@ -164,12 +164,24 @@ def parse_with_run(kind: type[S], argv: Sequence[str], command: str) -> tuple[st
     Raises:
         UserError: no run or several, or a mistake in an option.
     """
+    runs, settings = parse_with_runs(kind, argv, command, 1)
+    return runs[0], settings
+
+
+def parse_with_runs(
+    kind: type[S], argv: Sequence[str], command: str, most: int
+) -> tuple[list[str], S]:
+    """Returns the runs, one to `most`, and the options of a command line.
+
+    Raises:
+        UserError: no run or too many, or a mistake in an option.
+    """
     own, rest = split(kind, without_dashes(kind, argv, command))
     settings = parse(kind, own, option)
-    if len(rest) != 1:
-        given = " ".join(rest) or "nothing"
-        raise UserError(f"{command}: give one run, such as outputs/NAME; got {given}.")
-    return rest[0], settings
+    if not 1 <= len(rest) <= most:
+        given, wanted = " ".join(rest) or "nothing", "one run" + (" or two" if most > 1 else "")
+        raise UserError(f"{command}: give {wanted}, such as outputs/NAME; got {given}.")
+    return rest, settings
 
 
 def _merged(settings: S, word: str, f: dataclasses.Field[Any], key: str) -> S:

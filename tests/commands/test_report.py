@@ -88,7 +88,7 @@ def test_evaluations_that_cannot_be_compared_are_explained(runs: Path) -> None:
     [
         ([], None),
         (["--help"], None),
-        (["a", "b", "a"], "give one run"),
+        (["a", "b", "a"], "give one run or two"),
         (["gone"], "RUN = gone: there is no such folder"),
         (["a", "gone"], "OTHER = gone: there is no such folder"),
         (["a", "--output=."], "is a folder; give a file"),

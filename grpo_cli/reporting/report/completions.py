@@ -45,7 +45,7 @@ class Limits:
     completions: int = 20_000
     characters: int = 16_000_000  # of all completions
     text: int = 20_000  # characters of one completion or prompt
-    tokens: int = 1_500_000  # with colours
+    tokens: int = 3_000_000  # with colours
     image_bytes: int = 1_500_000
 
     def divided(self, runs: int, completions: int) -> Limits:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from grpo_cli.checkpoints.paths import step_of
 from grpo_cli.config import schema
 from grpo_cli.config.compose import shipped
 from grpo_cli.config.interpolation import publishable, publishable_command
@@ -22,6 +24,7 @@ def of_run(run: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> dict[str, An
         metrics: the lines of metrics.jsonl.
     """
     recipe, summary = publishable(run.recipe), run.summary()
+    status = run.status() or {}
     base = shipped(str(recipe.get("recipe")))
     evaluated = [line for line in metrics if line.get("eval/accuracy") is not None]
     return {
@@ -30,10 +33,16 @@ def of_run(run: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> dict[str, An
         "recipe": recipe.get("recipe") or "",
         "description": recipe.get("description") or "",
         "steps": recipe.get("steps"),
-        "state": state(run, summary, metrics),
+        "state": state(run, summary, status),
+        "message": publishable(status.get("message")) if summary is None else None,
+        "device": (summary or status).get("device"),
+        "processes": (summary or status).get("processes"),
         "commands": [" ".join(publishable_command(shlex_words(c))) for c in run.commands()],
         "summary": publishable(summary),
-        "before": before(run, summary),
+        "before": (summary or status).get("before"),
+        "evaluations": [
+            entry for path in run.evaluations() for entry in evaluation(path, step_of(path))
+        ],
         "measure": "reward" if any("eval/graded" in line for line in evaluated) else "accuracy",
         "rewards": {n: (e or {}).get("weight", 1.0) for n, e in rewards(recipe).items()},
         "right": right(recipe),
@@ -44,22 +53,35 @@ def of_run(run: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> dict[str, An
     }
 
 
-def state(
-    run: RunFolder, summary: Mapping[str, Any] | None, metrics: Sequence[Mapping[str, Any]]
-) -> str:
-    """Returns how the run stands: finished, running, elsewhere, or ended without a summary."""
+def state(run: RunFolder, summary: Mapping[str, Any] | None, status: Mapping[str, Any]) -> str:
+    """Returns how the run stands.
+
+    finished; running; elsewhere: perhaps running on another machine; stopped or failed, as it has
+    noted itself; ended: without a summary, such as after a kill.
+    """
     if summary is not None:
         return "finished"
     if (running := run.is_running) or running is None:
         return "running" if running else "elsewhere"
-    return "ended" if metrics else "empty"
+    noted = str(status.get("state"))
+    return noted if noted in ("stopped", "failed") else "ended"
 
 
-def before(run: RunFolder, summary: Mapping[str, Any] | None) -> Any:
-    """Returns the evaluation before training, also of a run that goes on; None if there is none."""
-    if summary is not None:
-        return summary.get("before")
-    return (read_json(run.path / "status.json") or {}).get("before")
+def evaluation(folder: Path, step: int) -> Iterator[dict[str, Any]]:
+    """Yields the results of an evaluation by `grpo eval`: one for each benchmark and mode."""
+    report = read_json(folder / "eval.json") or {}
+    for name, entry in report.get("benchmarks", {}).items():
+        found = entry if isinstance(entry, Mapping) else {}
+        modes = {m: e for m, e in found.items() if isinstance(e, Mapping) and "accuracy" in e}
+        for mode, numbers in (modes or {"": found}).items():
+            yield {
+                "step": step,
+                "name": f"{name} ({mode})" if mode else name,
+                "n": numbers.get("n", found.get("n")),
+                "accuracy": numbers.get("accuracy"),
+                "interval": numbers.get("interval_95"),
+                "reward": numbers.get("reward"),
+            }
 
 
 def rewards(recipe: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ function smoothed(values, weight) {
     if (v === null || v === undefined) return null;
     total = weight * total + (1 - weight) * v;
     norm = weight * norm + (1 - weight);
-    return total / norm;
+    return Number((total / norm).toPrecision(7)); // a constant stays one
   });
 }
 
@@ -139,7 +139,7 @@ function draw(state, width) {
     }
     series.push({
       stroke: ink, width: isSmoothed ? 2 : 1.6, spanGaps: true, dash: line.dash || [],
-      points: { show: known < 40 || Boolean(line.points), size: line.points ? 7 : 4, fill: ink, stroke: ink },
+      points: { show: known < (line.points ? 80 : 40), size: line.points ? 7 : 4, fill: ink, stroke: ink },
     });
     data.push(isSmoothed ? smoothed(values, weight) : values);
     if (!isSmoothed) shown.push([data.length - 1, line]);
@@ -166,7 +166,7 @@ function draw(state, width) {
     readout.append(h('b', {}, `step ${steps[idx]}`), ...parts, ...near.slice(0, 1).map((a) => h('em', {}, a.name)));
   };
   state.plot = new uPlot({
-    width, height, padding: [10, 14, 0, 0],
+    width, height, padding: [10, 20, 0, 0],
     cursor: { sync: { key: 'steps', scales: ['x', null] }, drag: { x: true, y: false }, points: { size: 6 }, y: false },
     legend: { show: false },
     scales: {
@@ -189,7 +189,7 @@ function draw(state, width) {
 
 function padded(u, low, high) {
   if (low === null || high === null) return [0, 1];
-  if (low === high) return low === 0 ? [0, 1] : [low - 0.1 * Math.abs(low), high + 0.1 * Math.abs(high)];
+  if (high - low <= 1e-6 * Math.abs(high)) return low === 0 ? [0, 1] : [low - 0.1 * Math.abs(low), high + 0.1 * Math.abs(high)];
   const edge = 0.06 * (high - low);
   return [low >= 0 && low - edge < 0 ? 0 : low - edge, high + edge];
 }

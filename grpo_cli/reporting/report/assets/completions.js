@@ -1,6 +1,7 @@
 // The browser of stored completions: search, filters, order, colours; a list and one in full.
 
 const PAGE = 40;
+const MOST_ROWS = 12; // steps of the same problem
 const FAILED = new Set(['env_error', 'env_timeout', 'parse_error', 'episode_seconds']);
 const FILTERS = [
   ['all', 'All', 'Every stored completion'],
@@ -118,7 +119,7 @@ function browser(data, run) {
       h('label', { class: 'field grow' }, h('span', {}, 'Search'), search), stepBox, h('label', { class: 'field narrow' }, h('span', {}, 'Row'), row), orderBox,
       h('div', { class: 'field' }, h('span', {}, 'Colours'), colours)),
     h('div', { class: 'chips', role: 'group', 'aria-label': 'Filters' }, chips),
-    sentences(data).map((s) => h('p', { class: 'note' }, s)),
+    h('p', { class: 'note' }, sentences(data).join(' ')),
     h('div', { class: 'browser' },
       h('div', { class: 'list-side' }, counter, list, pager),
       h('div', { class: 'detail-side' }, legendHost, detail)));
@@ -264,8 +265,12 @@ function others(table, i, goTo) {
   if (all.length < 2) return null;
   const bySteps = new Map();
   for (const k of all) bySteps.set(table.step[k], [...(bySteps.get(table.step[k]) || []), k]);
-  return h('section', { class: 'others' }, h('h4', {}, `The same problem: ${count(all.length, 'completion')} at ${count(bySteps.size, 'step')}`),
-    [...bySteps].map(([step, members]) => h('p', { class: 'dots' }, h('span', {}, `step ${step}`), members.map((k) => h('button', {
+  const rows = [...bySteps];
+  const every = (rows.length - 1) / (MOST_ROWS - 1);
+  const spread = new Set(Array.from({ length: MOST_ROWS }, (_, k) => Math.round(k * every)));
+  const shown = rows.length <= MOST_ROWS ? rows : rows.filter(([step], k) => spread.has(k) || step === table.step[i]);
+  return h('section', { class: 'others' }, h('h4', {}, `The same problem: ${count(all.length, 'completion')} at ${count(bySteps.size, 'step')}${shown.length < rows.length ? `, of which ${shown.length} are shown` : ''}`),
+    shown.map(([step, members]) => h('p', { class: 'dots' }, h('span', {}, `step ${step}`), members.map((k) => h('button', {
       type: 'button', class: `dot ${table.right ? (table.right[k] ? 'good' : 'bad') : 'plain'}`, 'aria-current': String(k === i),
       title: `completion ${(table.sample[k] ?? 0) + 1}: reward ${number(table.reward[k])}`, 'aria-label': `step ${step}, completion ${(table.sample[k] ?? 0) + 1}, reward ${number(table.reward[k])}`,
       onclick: () => goTo(k),

@@ -89,6 +89,7 @@ function share(value, digits = 1) {
 
 function seconds(value) {
   if (value === null || value === undefined) return '–';
+  if (value === 0) return '0 s';
   if (value < 1e-3) return `${number(1e6 * value, 2)} µs`;
   if (value < 1) return `${number(1000 * value, 3)} ms`;
   if (value < 100) return `${number(value, 3)} s`;

@@ -1,8 +1,8 @@
 // The first tab: what was run, how it stands, before and after.
 
 const STATES = {
-  finished: ['finished', 'good'], running: ['running', 'info'], ended: ['not finished', 'warn'],
-  empty: ['no step yet', 'warn'], elsewhere: ['perhaps running on another machine', 'info'],
+  finished: ['finished', 'good'], running: ['running', 'info'], stopped: ['stopped', 'warn'], failed: ['failed', 'bad'],
+  ended: ['ended without a summary', 'warn'], elsewhere: ['perhaps running on another machine', 'info'],
 };
 
 function overviewTab() {
@@ -16,6 +16,7 @@ function overviewTab() {
       metricChart('entropy', 'entropy (nats a token)'), metricChart('grad_norm', 'gradient norm'),
       metricChart('kl', 'KL to the reference (nats a token)')
         || metricChart('frac_reward_zero_std', 'groups without a signal', PERCENT)),
+    report.runs.map((run) => evaluationsCard(run)),
     report.runs.map((run) => whatWasRun(run)));
 }
 
@@ -50,12 +51,13 @@ function hero(run, i) {
   const facts = [
     ['recipe', run.recipe || '–'], ['steps', `${whole.format(done)} of ${run.steps ? whole.format(run.steps) : '?'}`],
     [run.summary ? 'time' : 'time in steps', seconds(spent)], ['tokens', tokens ? short(tokens) : '–'],
-    ['device', run.summary ? run.summary.device : 'not recorded'], ['processes', run.summary ? run.summary.processes : 'not recorded'],
+    ['device', run.device ?? 'not recorded'], ['processes', run.processes ?? 'not recorded'],
   ];
   return h('section', { class: `hero run-${i}`, 'aria-label': `Results of ${run.label}` },
     h('div', { class: 'hero-main' }, report.two ? h('p', { class: 'run-name' }, h('i', {}), run.label) : null, headline),
     h('div', { class: 'hero-side' },
       h('p', { class: 'hero-state' }, h('span', { class: `pill ${tone}` }, state), run.description ? h('span', { class: 'note' }, run.description) : null),
+      run.message ? h('p', { class: 'error' }, run.message) : null,
       h('dl', { class: 'facts' }, facts.map(([k, v]) => h('div', {}, h('dt', {}, k), h('dd', {}, String(v)))))));
 }
 
@@ -112,6 +114,13 @@ function alarmsCard() {
     h('ul', { class: 'alarms' }, shown.map((a) => h('li', { class: a.kind === 'stop' ? 'bad' : 'warn' },
       h('b', {}, `${report.two ? `${a.run}, ` : ''}step ${a.step}`), h('span', { class: 'pill' }, a.name), h('span', {}, a.message)))),
     all.length > shown.length ? h('p', { class: 'note' }, `and ${all.length - shown.length} more`) : null);
+}
+
+function evaluationsCard(run) {
+  if (!run.evaluations.length) return null;
+  const rows = run.evaluations.map((e) => [e.name, e.step, e.n, share(e.accuracy), e.interval ? `${share(e.interval[0])} – ${share(e.interval[1])}` : '–', number(e.reward)]);
+  const title = report.two ? `Evaluations by grpo eval: ${run.label}` : 'Evaluations by grpo eval';
+  return card(title, grid([{ title: 'benchmark' }, ...['step', 'problems', 'accuracy', '95 % interval', 'reward'].map((t) => ({ title: t, number: true }))], rows, title));
 }
 
 function whatWasRun(run) {

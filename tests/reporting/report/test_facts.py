@@ -1,0 +1,68 @@
+"""What was run, how it stands, and which knobs were changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_cli.checkpoints.lock import Lock
+from grpo_cli.config.compose import shipped
+from grpo_cli.config.saved_recipe import changes
+from grpo_cli.reporting.report import facts
+from grpo_cli.reporting.run_folder import RunFolder
+from tests.report_runs import write_json, write_run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_run(tmp_path, stored=())
+    (tmp_path / "summary.json").unlink()
+    return tmp_path
+
+
+def state(folder: Path) -> str:
+    found: str = facts.of_run(RunFolder.open(folder), [])["state"]
+    return found
+
+
+def test_a_run_that_goes_on(folder: Path) -> None:
+    held = Lock(folder)
+    write_json(folder / "status.json", {"state": "training", "device": "cuda", "processes": 4})
+    assert state(folder) == "running"
+    held.release()
+
+
+@pytest.mark.parametrize(
+    ("noted", "expected"), [("stopped", "stopped"), ("failed", "failed"), ("training", "ended")]
+)
+def test_a_run_that_has_ended_early(folder: Path, noted: str, expected: str) -> None:
+    status = {"state": noted, "message": "why", "before": {"accuracy": 0.5}, "device": "cuda"}
+    write_json(folder / "status.json", status)
+    found = facts.of_run(RunFolder.open(folder), [])
+    assert (found["state"], found["message"]) == (expected, "why")
+    assert (found["before"], found["device"]) == ({"accuracy": 0.5}, "cuda")
+
+
+def test_evaluations_of_checkpoints(folder: Path) -> None:
+    numbers = {"n": 4, "accuracy": 0.5, "interval_95": [0.2, 0.8], "reward": 0.5}
+    path = folder / "eval" / "step-3"
+    path.mkdir(parents=True)
+    entries = {"plain": numbers, "modes": {"cot": numbers, "tir": numbers, "data": "x"}}
+    write_json(path / "eval.json", {"benchmarks": entries})
+    found = facts.of_run(RunFolder.open(folder), [])["evaluations"]
+    assert [e["name"] for e in found] == ["plain", "modes (cot)", "modes (tir)"]
+    assert found[0] == {
+        "step": 3, "name": "plain", "n": 4, "accuracy": 0.5, "interval": [0.2, 0.8], "reward": 0.5,
+    }  # fmt: skip
+
+
+def test_the_recipe_beside_the_shipped_one() -> None:
+    base = shipped("arithmetic_tiny")
+    assert base is not None
+    assert shipped("of_a_user") is None
+    own = {**base, "steps": 7, "reward": {**base["reward"], "mine": {"weight": 0.5}}}
+    assert changes(base, own) == {"reward.mine.weight": (1.0, 0.5), "steps": (240, 7)}
+    knob = facts.listed(base, own)[1]
+    assert (knob["key"], knob["old"], knob["new"]) == ("steps", "240", "7")
+    assert knob["doc"].startswith("Number of training steps")

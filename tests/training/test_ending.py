@@ -1,0 +1,40 @@
+"""The end of a run writes its report, and does not fail because of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_cli.reporting.report import page
+from grpo_cli.training import ending
+from tests.report_runs import write_run
+
+
+def ended(folder: Path) -> tuple[Any, list[str]]:
+    said: list[str] = []
+    return SimpleNamespace(folder=folder, reporter=SimpleNamespace(say=said.append)), said
+
+
+def test_the_report_of_a_run_is_written(tmp_path: Path) -> None:
+    run, said = ended(write_run(tmp_path, stored=()))
+    ending.write_report(run)
+    assert said == [f"report: {tmp_path}/report.html"]
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_a_run_does_not_fail_because_of_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(page, "read", fails)
+    run, said = ended(tmp_path)
+    ending.write_report(run)
+    assert said == [
+        f"{tmp_path}/report.html: not written (MemoryError: no room); "
+        f"grpo report {tmp_path} writes it"
+    ]
