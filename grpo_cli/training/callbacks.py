@@ -212,10 +212,13 @@ class Callbacks:
             for callback in self.loaded:
                 if hook not in callback.hooks or callback.target is None:
                     continue
-                values = {
-                    "step": state.step, "metrics": self._newest, "groups": (), "checkpoint": None,
+                values: dict[str, Any] = {
+                    "step": state.step,
+                    "metrics": self._newest,
+                    "groups": (),
+                    "checkpoint": None,
                     "summary": None,
-                } | facts  # fmt: skip
+                }
                 event = Event(
                     name=callback.name,
                     hook=hook,
@@ -226,7 +229,7 @@ class Callbacks:
                     tokenizer=run.tokenizer,
                     rank=run.workers.rank,
                     _outcome=outcome,
-                    **values,
+                    **values | facts,
                 )
                 try:
                     getattr(callback.target, hook)(event)
