@@ -52,6 +52,7 @@ def contradictions(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     yield from _of_training(recipe, given)
     yield from _of_evaluation(recipe, given)
     yield from _of_hub(recipe, given)
+    yield from _of_stopping(recipe)
     yield from _no_votes(recipe)
     yield from _no_such_metric(recipe)
     for name, benchmark in recipe.benchmark.items():
@@ -520,6 +521,21 @@ def _no_votes(recipe: Recipe) -> Iterator[str]:
             f"eval.metric = maj: completions of {listed(voteless)} have no final answers to vote "
             f"on; the rewards that judge such are {listed(WITH_AN_ANSWER)}."
         )
+
+
+def _of_stopping(recipe: Recipe) -> Iterator[str]:
+    """Yields rules of `stop` that can never hold, or always do."""
+    stop = recipe.stop
+    if stop.max_kl is not None and not recipe.needs_reference:
+        yield "stop.max_kl: there is no KL without a reference; set loss.beta above 0."
+    has_bonus = recipe.loss.entropy_coef > 0 or recipe.loss.entropy_target is not None
+    for name in ("min_entropy", "max_entropy"):
+        if getattr(stop, name) is not None and not (recipe.log.entropy_every or has_bonus):
+            yield f"stop.{name}: log.entropy_every = 0 measures no entropy; set it to 1 or more."
+    for what in ("entropy", "length"):
+        low, high = getattr(stop, f"min_{what}"), getattr(stop, f"max_{what}")
+        if low is not None and high is not None and low >= high:
+            yield f"stop.min_{what} = {low:g}: must be below stop.max_{what} = {high:g}."
 
 
 def _no_such_metric(recipe: Recipe) -> Iterator[str]:

@@ -13,6 +13,10 @@ from typing import Any
 
 from grpo_cli.config.knob import knob, read_if, section
 
+ALARMS = (
+    "no_reward", "equal_rewards", "reward_calls", "one_reward", "constant_reward", "length",
+    "truncated", "mostly_truncated", "entropy", "clip_ratio", "mismatch", "grad_norm",
+)  # fmt: skip
 HALF_TYPES = {"bf16": "bfloat16", "fp16": "float16"}  # of mixed_precision, by their names in torch
 
 
@@ -1383,6 +1387,76 @@ class Distributed:
 
 
 @dataclass
+class Stop:
+    """Rules that end a run before its last step, as completely as that step would end it."""
+
+    zero_gradient: int = knob(
+        0,
+        "Steps in a row in which no completion has an advantage, after which the run ends; 0: "
+        "never.",
+        ge=0,
+    )
+    hours: float | None = knob(
+        None,
+        "Hours of training, evaluating and saving, over all starts of the run, after which it "
+        "ends; null: no limit.",
+        gt=0,
+    )
+    gpu_hours: float | None = knob(
+        None,
+        "Hours times the number of training processes after which the run ends; GPUs of vLLM "
+        "servers do not count; null: no limit.",
+        gt=0,
+    )
+    tokens: int | None = knob(
+        None,
+        "Prompt and completion tokens, as num_tokens counts them, after which the run ends; null: "
+        "no limit.",
+        ge=1,
+    )
+    plateau: int = knob(
+        0,
+        "Evaluations in a row without an improvement of eval.best beyond its 95 % interval, after "
+        "which the run ends; 0: never.",
+        ge=0,
+        read_if=("eval.every",),
+    )
+    max_kl: float | None = knob(
+        None, "Largest KL to the reference, in nats a token; null: no limit.", gt=0
+    )
+    min_entropy: float | None = knob(
+        None, "Smallest entropy, in nats a token; null: no limit.", gt=0
+    )
+    max_entropy: float | None = knob(
+        None, "Largest entropy, in nats a token; null: no limit.", gt=0
+    )
+    min_length: float | None = knob(
+        None, "Smallest mean length of completions, in tokens; null: no limit.", gt=0
+    )
+    max_length: float | None = knob(
+        None, "Largest mean length of completions, in tokens; null: no limit.", gt=0
+    )
+    steps: int = knob(
+        5,
+        "Measurements in a row outside a limit of KL, entropy or length after which the run ends.",
+        ge=1,
+    )
+
+
+@dataclass
+class AlarmSettings:
+    """Warnings of a run that goes wrong; it continues."""
+
+    ignore: list[str] = knob([], "Alarms that are not raised.", choices=ALARMS)
+    reward_share: float = knob(
+        0.95,
+        "Share of the advantage's variance above which the alarm one_reward is raised.",
+        gt=0.5,
+        le=1,
+    )
+
+
+@dataclass
 class Checkpoint:
     """Checkpoints: when they are written, and which of them are kept."""
 
@@ -1580,6 +1654,8 @@ class Recipe:
     )
     distributed: Distributed = section(Distributed, Distributed.__doc__ or "")
     eval: Eval = section(Eval, Eval.__doc__ or "")
+    stop: Stop = section(Stop, Stop.__doc__ or "")
+    alarms: AlarmSettings = section(AlarmSettings, AlarmSettings.__doc__ or "")
     checkpoint: Checkpoint = section(Checkpoint, Checkpoint.__doc__ or "")
     log: Log = section(Log, Log.__doc__ or "")
     tracking: Tracking = section(Tracking, Tracking.__doc__ or "")
@@ -1672,6 +1748,6 @@ _SECTIONS: dict[str, type] = {
     for kind in (
         Build, Model, Adapter, Dataset, Scoring, Vllm, Tools, Generation, EnvironmentSettings,
         EpisodeSettings, Loss, Advantage,
-        Optimizer, Update, Distributed, Eval, Checkpoint, Log, Tracking, Hub,
+        Optimizer, Update, Distributed, Eval, Stop, AlarmSettings, Checkpoint, Log, Tracking, Hub,
     )
 }  # fmt: skip

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +22,7 @@ from grpo_cli.errors import TrainingError
 from grpo_cli.evaluation.benchmarks import asking
 from grpo_cli.evaluation.journal import Journal
 from grpo_cli.evaluation.majority import Ballot, answers_in_pool, count_in_pool
-from grpo_cli.evaluation.summary import METRICS, ProblemStats, rights_of, summarize
+from grpo_cli.evaluation.summary import METRICS, ProblemStats, by_problem, rights_of, summarize
 from grpo_cli.evaluation.tasks import Task, TaskResult
 from grpo_cli.generation.base import Generator
 from grpo_cli.records import Group, Prompt, Rollout
@@ -78,14 +79,14 @@ class Evaluator:
             def show(done: int, text: str, before: int = before, task: Task = task) -> None:
                 progress(before + done, f"{task.label}: {text}" if task.mode else text)
 
-            found, groups = self._evaluate(task, show, state, interruptible, journal)
+            found, groups, values = self._evaluate(task, show, state, interruptible, journal)
             kept: list[Group] = []
             if keep_groups:
                 kept = [g for part in self.workers.gather_on_main(groups) for g in part]
                 kept.sort(key=lambda g: g.prompt_index)
             if measure is not None:
                 found |= measure(task, groups)
-            results.append(TaskResult(task, found, kept))
+            results.append(TaskResult(task, found, kept, values))
         return results
 
     def _evaluate(
@@ -95,8 +96,8 @@ class Evaluator:
         state: TrainerState | None,
         interruptible: Callable[[], AbstractContextManager[None]],
         journal: Journal | None,
-    ) -> tuple[dict[str, float], list[Group]]:
-        """Returns (the metrics of a task, this process's groups)."""
+    ) -> tuple[dict[str, float], list[Group], dict[str, list[float]]]:
+        """Returns (the metrics of a task, this process's groups, values of each problem)."""
         workers = self.workers
         known, prompts = [*(task.stored or ())], []
         for prompt in task.prompts if task.stored is None else ():
@@ -144,9 +145,13 @@ class Evaluator:
             for key, value in sorted(metrics_of([session], workers).items())
             if not key.startswith("time/")
         }
-        everyones = [f for part in workers.gather(facts) for f in part]
+        indices = [g.prompt_index for g in groups]
+        gathered = workers.gather(list(zip(indices, facts, strict=True)))
+        numbered = [pair for part in gathered for pair in part]
+        everyones = [f for _, f in numbered]
         self._check_environments(task, sum(f.unscored for f in everyones), groups)
-        return summarize(everyones, self.config, task.num_samples) | of_rewards, groups
+        found = summarize(everyones, self.config, task.num_samples) | of_rewards
+        return found, groups, by_problem([f for _, f in sorted(numbered, key=itemgetter(0))])
 
     def _check_environments(self, task: Task, failed: int, groups: Sequence[Group]) -> None:
         """Raises a TrainingError if too many environments failed, whose episodes count as wrong."""

@@ -91,7 +91,8 @@ MEANT = {  # keys of training, and those that evaluation reads in their place
     "generation.num_generations": "eval.num_samples",
 }
 OF_TRAINING = (
-    "loss", "advantage", "optimizer", "update", "checkpoint", "log", "tracking", "hub",
+    "loss", "advantage", "optimizer", "update", "stop", "alarms", "checkpoint", "log", "tracking",
+    "hub",
 )  # fmt: skip
 OF_TRAINING_IN_EVAL = (
     "every", "delay", "at_start", "at_end", "best", "best_direction", "policy_metrics", "patience",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
@@ -68,6 +68,8 @@ class TaskResult:
     # accuracy, accuracy_low, accuracy_high, mean@8, level/3/accuracy ...: the same on every process
     metrics: dict[str, float]
     groups: list[Group]  # all, in the order of the data; on the main process, where requested
+    by_problem: dict[str, list[float]] = field(default_factory=dict)
+    # ^ accuracy and reward of each problem, in the order of the data
 
     @property
     def problems(self) -> int:

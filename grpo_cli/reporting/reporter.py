@@ -40,10 +40,10 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError
 from grpo_cli.records import Group
 from grpo_cli.reporting import tracking
-from grpo_cli.reporting.alerts import RewardAlerts
+from grpo_cli.reporting.alarms import Alarms, Raised
 from grpo_cli.reporting.metric_names import SHORT, measure_of
 from grpo_cli.reporting.progress import Bar, clock
-from grpo_cli.reporting.run_folder import METRICS, read_lines
+from grpo_cli.reporting.run_folder import ALARMS, METRICS, read_lines
 from grpo_cli.reporting.status import Status
 
 ROW_GROUP_BYTES = 2**28  # of images in memory while completions are written
@@ -61,7 +61,7 @@ class Reporter:
         self.trackers = tracking.Trackers(self.say)
         self.status = Status(folder, main)
         self.progress = Bar(self.console, "train", recipe.steps)
-        self.alerts = RewardAlerts(self.say, recipe.scoring.max_steps_without_reward)
+        self.alarms = Alarms(recipe)
         self.unwritten: list[str] = []  # lines of metrics.jsonl that could not be written yet
         self.skips_completions = False  # whether the last completions could not be written
         self.has_images = False  # whether prompts of the run have images
@@ -93,6 +93,22 @@ class Reporter:
             shown += f"  held-out {metrics[f'eval/{measure_of(metrics)}']:.3f}"
         evaluated = "eval/accuracy" in metrics
         self.progress.update(step, shown, below=times(metrics), always=evaluated)
+
+    def alarmed(self, step: int, kind: str, raised: Sequence[Raised]) -> None:
+        """Prints alarms, or the rule that ends the run, and adds them to alarms.jsonl.
+
+        Args:
+            kind: "alarm" or "stop".
+        """
+        lines = []
+        for name, message in raised:
+            self.say(f"alarm: {message}" if kind == "alarm" else message)
+            line = {"step": step, "kind": kind, "name": name, "message": message}
+            lines.append(json.dumps(line | {"time": time.time()}) + "\n")
+        if not (self.main and lines):
+            return
+        with contextlib.suppress(OSError), (self.folder / ALARMS).open("a", encoding="utf-8") as f:
+            f.write("".join(lines))
 
     def write_lines(self) -> OSError | None:
         """Appends the unwritten lines to metrics.jsonl; returns the error if that fails."""
@@ -156,14 +172,15 @@ class Reporter:
             self.console.print(completions_table(step, shown))
 
     def rewind(self, step: int) -> None:
-        """Cuts metrics.jsonl back to `step`: later steps are about to be repeated."""
+        """Cuts metrics.jsonl and alarms.jsonl back to `step`: later steps will be repeated."""
         if not self.main:
             return
         self.progress.start_at(step)
-        if self.metrics_file.exists():
-            lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
-            kept = [s for s in lines if s.endswith("}") and json.loads(s)["step"] <= step]
-            write_text(self.metrics_file, "".join(s + "\n" for s in kept))
+        for path in (self.metrics_file, self.folder / ALARMS):
+            if path.exists():
+                lines = path.read_text(encoding="utf-8").splitlines()
+                kept = [s for s in lines if s.endswith("}") and is_kept(json.loads(s), step)]
+                write_text(path, "".join(s + "\n" for s in kept))
 
     def close(self) -> None:
         """Ends the progress display and the trackers, also after a failure."""
@@ -201,6 +218,14 @@ class Reporter:
                 self.say(f"{what.replace('_', ' ')}: {summary[what]}")
         written = "metrics, curves and summary" if is_drawn else "metrics and summary"
         self.say(f"{clock(summary['seconds'])} in all; {written}: {self.folder}")
+
+
+def is_kept(line: Mapping[str, Any], step: int) -> bool:
+    """Whether a line of metrics.jsonl or alarms.jsonl is of a run that is resumed after `step`.
+
+    What ended the run is not: it is written again when the run ends again.
+    """
+    return bool(line["step"] <= step and line.get("kind") != "stop")
 
 
 @contextlib.contextmanager

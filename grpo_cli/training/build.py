@@ -62,6 +62,7 @@ from grpo_cli.training.callbacks import Callbacks
 from grpo_cli.training.prepare import Prepared, TrainRows, find_resume
 from grpo_cli.training.rollout_queue import RolloutQueue
 from grpo_cli.training.run import Run
+from grpo_cli.training.stop_rules import StopRules
 
 
 def build(
@@ -181,6 +182,7 @@ def assemble(
         runs_in_lockstep=workers.runs_in_lockstep,
     )
     run = Run(
+        stop_rules=StopRules(recipe.stop),
         recipe=recipe,
         folder=folder,
         lock=lock,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from grpo_cli.checkpoints import paths
 from grpo_cli.errors import TrainingError
+from grpo_cli.reporting.alarms import Raised
 from grpo_cli.reporting.machine import machine
 from grpo_cli.reporting.report import page
 from grpo_cli.reporting.reporter import readable, versions
@@ -26,14 +26,10 @@ def finish(run: Run) -> None:
     if run.workers.max(float(error is not None)):
         raise TrainingError(f"the run is done, but its last checkpoint is not: {error}")
     run.callbacks.checkpoints(run)
-    if state.step < run.recipe.steps and state.stop_reason is not None:
-        run.reporter.say(f"ended after step {state.step}: {state.stop_reason}")
-    elif state.step < run.recipe.steps:
-        run.reporter.say(
-            f"ended after step {state.step}: no better eval/{run.recipe.eval.best} than "
-            f"{state.best_value:.3f} at step {state.best_step} in {state.worse} evaluations "
-            "(eval.patience)"
-        )
+    stopped = run.stopped_by
+    if stopped is not None:
+        message = f"ended after step {state.step}: {stopped.sentence}"
+        run.reporter.alarmed(state.step, "stop", [Raised(stopped.rule, message)])
     if run.plan is not None:
         run.plan.write(run.micro_batches.budget.tokens)
     saved = paths.steps_saved(run.folder)
@@ -43,6 +39,8 @@ def finish(run: Run) -> None:
         "recipe": run.recipe.recipe,
         "seed": run.recipe.seed,
         "steps": state.step,
+        "stopped_by": None if stopped is None else stopped.rule,
+        "stopped_because": None if stopped is None else stopped.sentence,
         "before": readable(state.before) if state.before else None,
         "after": readable(state.after) if state.after else None,
         "after_step": state.after_step,
@@ -50,7 +48,7 @@ def finish(run: Run) -> None:
         "best_metric": run.recipe.eval.best if best else None,
         "best_value": state.best_value if best else None,
         "last_checkpoint": last,
-        "seconds": round(state.seconds + time.monotonic() - run.started, 1),
+        "seconds": round(run.seconds, 1),
         "num_tokens": state.num_tokens,
         "processes": run.workers.size,
         "device": str(run.workers.device),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import UserError, listed, nearest
+from grpo_cli.evaluation.improvement import Measured
 from grpo_cli.evaluation.summary import as_metrics
+from grpo_cli.evaluation.tasks import TaskResult
 from grpo_cli.reporting.metric_names import measure_of
 from grpo_cli.training.held_out_loss import held_out_loss
 from grpo_cli.training.run import Run, State
@@ -20,7 +23,7 @@ def is_due(run: Run) -> bool:
         return False
     if step == 0:
         return config.at_start and not config.delay and run.state.before is None
-    at_end = config.at_end and step == run.recipe.steps
+    at_end = config.at_end and run.is_over
     return at_end or (step >= config.delay and config.every > 0 and step % config.every == 0)
 
 
@@ -63,8 +66,34 @@ def evaluate(run: Run) -> dict[str, float]:
         state.best_value, state.best_step, state.worse = value, state.step, 0
     else:
         state.worse += 1
+    if run.recipe.stop.plateau:
+        follow_plateau(run, metrics, found)
     run.callbacks.evaluated(run, metrics)
     return metrics
+
+
+def follow_plateau(run: Run, metrics: dict[str, float], results: Sequence[TaskResult]) -> None:
+    """Tells the rule `stop.plateau` of an evaluation.
+
+    Raises:
+        UserError: the first evaluation has no interval for the metric `eval.best`.
+    """
+    best = run.recipe.eval.best
+    measured = Measured.of(best, metrics, results)
+    if measured is not None:
+        run.stop_rules.follow_evaluation(measured, run.recipe.eval.best_direction)
+    elif run.state.step == 0:
+        names = sorted(
+            {
+                key.removeprefix("eval/").removesuffix("_low")
+                for key in metrics
+                if key.endswith("_low")
+            }
+        )
+        raise UserError(
+            f"stop.plateau: is judged by an interval, and eval.best = {best} has none; set "
+            f"eval.best to one of {listed(names)}, or stop.plateau=0."
+        )
 
 
 def is_better(value: float, state: State, direction: str) -> bool:

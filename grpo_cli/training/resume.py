@@ -127,6 +127,8 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         "stream": queue.stream.state(),
         "best": run.checkpointer.best,
         "log_history": json.dumps(run.log_history or []),  # text is loaded fast
+        "alarms": run.reporter.alarms.to_state(),
+        "stop": run.stop_rules.to_state(),
         "grad_scaler": run.scaler.state_dict(),  # {} unless the arithmetic is float16
         "callbacks": run.callbacks.states(run),
     }
@@ -350,6 +352,8 @@ def restore(run: Run, path: Path) -> None:
     run.checkpointer.best = saved.get("best", run.state.best_step)
     if scaler := saved.get("grad_scaler"):
         run.scaler.load_state_dict(scaler)
+    run.reporter.alarms.restore(saved.get("alarms", {}))  # earlier versions have none of these
+    run.stop_rules.restore(saved.get("stop"), stored.state.seconds, len(saved["rng"]))
     run.recovery.unreported = saved["unreported"]
     if run.log_history is not None:  # a checkpoint has none if no reward read it then
         run.log_history = json.loads(saved.get("log_history", "[]"))

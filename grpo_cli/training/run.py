@@ -33,6 +33,7 @@ from grpo_cli.training.callbacks import Callbacks
 from grpo_cli.training.plan_record import PlanRecord
 from grpo_cli.training.recovery import Recovery
 from grpo_cli.training.rollout_queue import RolloutQueue
+from grpo_cli.training.stop_rules import Reason, StopRules
 
 
 @dataclass
@@ -75,6 +76,7 @@ class Run:
     reporter: Reporter
     checkpointer: Checkpointer
     pusher: Pusher
+    stop_rules: StopRules
     state: State = field(default_factory=State)
     recovery: Recovery = field(default_factory=Recovery)
     beta: AdaptiveBeta = field(default_factory=AdaptiveBeta)
@@ -88,14 +90,31 @@ class Run:
     started: float = field(default_factory=time.monotonic)
 
     @property
-    def is_over(self) -> bool:
-        """Whether the last step is complete, or something ends the run before it.
+    def seconds(self) -> float:
+        """Seconds of training, evaluating and saving, over all starts of the run."""
+        return self.state.seconds + time.monotonic() - self.started
 
-        That is `State.stop_reason`, or evaluations that stopped improving (eval.patience).
-        """
-        patience = self.recipe.eval.patience
-        ends_early = self.state.stop_reason is not None or 0 < patience <= self.state.worse
-        return self.state.step >= self.recipe.steps or ends_early
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step is complete, or a rule has ended the run before it."""
+        return self.state.step >= self.recipe.steps or self.stopped_by is not None
+
+    @property
+    def stopped_by(self) -> Reason | None:
+        """The rule that has ended the run before its last step, if one has."""
+        state, patience = self.state, self.recipe.eval.patience
+        if state.step >= self.recipe.steps:
+            return None
+        if 0 < patience <= state.worse:
+            return Reason(
+                "eval.patience",
+                f"no better eval/{self.recipe.eval.best} than {state.best_value:.3f} at step "
+                f"{state.best_step} in {state.worse} evaluations (eval.patience = {patience})",
+            )
+        if state.stop_reason is not None:
+            rule, _, why = state.stop_reason.partition(": ")
+            return Reason(rule, f"{why} ({rule})")
+        return self.stop_rules.reason
 
     def resident_bytes(self) -> int:
         """Returns the bytes of weights and optimizer state on this process, where it trains."""

@@ -16,6 +16,7 @@ from grpo_cli.data import MixtureStream
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, listed
 from grpo_cli.models.flops import peak_flops
+from grpo_cli.reporting.alarms import ACTIVE
 from grpo_cli.reporting.reporter import metrics_line, rows_of_all
 from grpo_cli.reporting.rollout_metrics import mixture_metrics, rollout_metrics
 from grpo_cli.reporting.stage_clock import Clock, possible_stages
@@ -151,6 +152,7 @@ class Step:
             o.prompt_tokens + o.tokens for group in collected.sampled.values() for o in group
         )
         self.metrics |= {"num_tokens": run.state.num_tokens, "epoch": run.queue.epoch}
+        run.stop_rules.follow_step(self.metrics, run.seconds, run.workers)
         run.recovery.end_step()
         run.recovery.unreported = self.metrics
         self.is_complete = True
@@ -165,18 +167,21 @@ class Step:
 
     def log(self) -> None:
         """Writes the step's metrics, evaluation and callbacks included, everywhere and once."""
-        run = self.run
+        run, number = self.run, self.run.state.step
         groups = self.batch.groups if self.batch else []
+        raised = run.reporter.alarms.follow(number, self.metrics)
+        self.metrics[ACTIVE] = run.reporter.alarms.active
         self.metrics |= run.callbacks.step(run, self.metrics, groups)
-        run.reporter.step(run.state.step, self.metrics)
+        run.reporter.step(number, self.metrics)
+        run.reporter.alarmed(number, "alarm", raised)
         if run.plan is not None:
             run.plan.add(self.metrics)
         if run.log_history is not None:  # each process has measured times of its own
-            line = metrics_line(run.state.step, self.metrics)
+            line = metrics_line(number, self.metrics)
             run.log_history.append(run.workers.gather(line)[0])
         run.recovery.unreported = None
         run.recovery.mark()  # rewards may draw random numbers in an evaluation too
-        run.reporter.alerts.check(run.state.step, self.metrics)
+        run.reporter.alarms.check_rewards(number)
 
 
 def steps(run: Run) -> Iterator[Step]:

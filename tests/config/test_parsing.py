@@ -527,6 +527,8 @@ BESIDES: dict[str, dict[str, Any]] = {
     "generation.vllm.transfer": {"generation.vllm.transfer_folder": "/shared"},
     **{k: SERVERS for k, (_, *v) in READ_IF.items() if v == ["vllm_server"]},
     "eval.patience": {"dataset.eval": "a.jsonl"},
+    "stop.plateau": {"dataset.eval": "a.jsonl"},
+    "stop.max_kl": {"loss.beta": 0.1},
     "generation.vllm.transfer_folder": SERVERS,
     "generation.vllm.in_flight": SERVERS,
     **{k: WITH_PROGRAMS for k, (other, *_) in READ_IF.items() if other == "eval.mode"},

@@ -34,7 +34,10 @@ from tests.training.test_train import built, metrics, recipe, trained, weights
 )
 def test_when_an_evaluation_is_due(config: dict[str, Any], step: int, expected: bool) -> None:
     run: Any = SimpleNamespace(
-        recipe=Recipe(steps=8, eval=Eval(**config)), state=State(step=step), evaluator="there"
+        recipe=Recipe(steps=8, eval=Eval(**config)),
+        state=State(step=step),
+        evaluator="there",
+        is_over=step == 8,
     )
     assert evaluation.is_due(run) == expected
 

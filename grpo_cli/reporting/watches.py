@@ -1,0 +1,180 @@
+"""Rules that judge a metric step by step. Pure: alarms and stop rules are made of them.
+
+A rule holds once its condition has been met in `steps` measurements in a row. It holds until the
+metric has been back in its usual range, which is narrower than the condition, for as many
+measurements: a metric that swings around the limit makes one episode, not many. A step in which the
+metric was not measured changes nothing.
+
+    Level   the value is beyond a fixed limit
+    Shift   the value is beyond what was usual for this run: the median of earlier steps
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+Metrics = Mapping[str, float]
+Value = Callable[[Metrics], float | None]  # the number of a step; None: it was not measured
+MAD_TO_STD = 1.4826  # of a normal distribution
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A measured value against the limits of its rule."""
+
+    value: float
+    limit: float
+    is_beyond: bool
+    is_usual: bool  # far enough from the limit for the episode to end
+    usual: float = math.nan  # the median of earlier steps, of a Shift
+
+
+@dataclass
+class State:
+    """The progress of a rule, which a checkpoint stores."""
+
+    rule: str = ""  # its parameters: another rule begins anew
+    values: list[float] = field(default_factory=list)  # earlier ones, of a Shift
+    beyond: int = 0  # measurements in a row
+    usual: int = 0
+    holds: bool = False
+
+
+@dataclass(frozen=True)
+class Level:
+    """A value is beyond a fixed limit: at or above `above`, or at or below `below`.
+
+    Args:
+        calm: limit on the other side of which an episode ends; None: the limit itself.
+        steps: measurements in a row.
+    """
+
+    above: float = math.inf
+    below: float = -math.inf
+    calm: float | None = None
+    steps: int = 1
+
+    def judge(self, value: float, earlier: Sequence[float]) -> Judgement:
+        """Compares a value with the limit."""
+        if self.above < math.inf:
+            calm = self.above if self.calm is None else self.calm
+            return Judgement(value, self.above, value >= self.above, value < calm)
+        calm = self.below if self.calm is None else self.calm
+        return Judgement(value, self.below, value <= self.below, value > calm)
+
+    def remember(self, state: State, value: float) -> None:
+        """Keeps nothing."""
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A value is beyond what earlier values lead one to expect.
+
+    The limit is the largest of median · factor, median + added and median + 6 · 1.4826 · MAD, the
+    median absolute deviation; with a factor below 1 it is median · factor, and a value below it is
+    beyond. An episode ends half way back to the median. Values beyond the limit are no part of the
+    window: else a lasting change would become the usual.
+
+    Args:
+        added: smallest difference to the median, in the metric's unit.
+        window: number of earlier values.
+        first: the window holds the first values of the run rather than the last ones.
+        least: values below which nothing is judged.
+        steps: measurements in a row.
+    """
+
+    factor: float
+    added: float = 0.0
+    window: int = 50
+    first: bool = False
+    least: int = 10
+    steps: int = 3
+
+    def judge(self, value: float, earlier: Sequence[float]) -> Judgement | None:
+        """Compares a value with the limit; None if earlier values do not give one."""
+        usual = median(earlier) if len(earlier) >= self.least else math.nan
+        if math.isnan(usual) or (usual == 0 and not self.added):  # no multiple of 0 is a limit
+            return None
+        if self.factor < 1:
+            limit = usual * self.factor
+            return Judgement(value, limit, value < limit, value > (usual + limit) / 2, usual)
+        spread = MAD_TO_STD * median(abs(v - usual) for v in earlier)
+        limit = max(usual * self.factor, usual + self.added, usual + 6 * spread)
+        return Judgement(value, limit, value > limit, value < (usual + limit) / 2, usual)
+
+    def remember(self, state: State, value: float) -> None:
+        """Adds a value to the window."""
+        if not self.first:
+            state.values = [*state.values, value][-self.window :]
+        elif len(state.values) < self.window:
+            state.values.append(value)
+
+
+Rule = Level | Shift
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A rule for one number of a step."""
+
+    name: str
+    rule: Rule
+    value: Value
+
+    def follow(self, state: State, metrics: Metrics) -> Judgement | None:
+        """Follows one step; returns the judgement with which an episode begins, else None."""
+        value = self.value(metrics)
+        if value is None or math.isnan(value):
+            return None
+        judged = self.rule.judge(value, state.values)
+        if judged is None or not judged.is_beyond:
+            self.rule.remember(state, value)
+        if judged is None:
+            return None
+        state.beyond = state.beyond + 1 if judged.is_beyond else 0
+        state.usual = state.usual + 1 if judged.is_usual else 0
+        if state.holds:
+            state.holds = state.usual < self.rule.steps
+            return None
+        state.holds = state.beyond >= self.rule.steps
+        return judged if state.holds else None
+
+
+def measured(key: str) -> Value:
+    """Returns the function that reads the metric `key`."""
+    return lambda metrics: metrics.get(key)
+
+
+class Watches:
+    """The states of several rules, by name."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, State] = {}
+
+    def state_of(self, watch: Watch) -> State:
+        """Returns a rule's state; a new one if the rule has other parameters now."""
+        rule = repr(watch.rule)
+        if watch.name not in self.states or self.states[watch.name].rule != rule:
+            self.states[watch.name] = State(rule)
+        return self.states[watch.name]
+
+    def follow(
+        self, watches: Sequence[Watch], metrics: Metrics
+    ) -> Iterator[tuple[Watch, Judgement]]:
+        """Follows one step; yields the rules of which an episode begins, with their judgements."""
+        for watch in watches:
+            judged = watch.follow(self.state_of(watch), metrics)
+            if judged is not None:
+                yield watch, judged
+
+    def to_state(self) -> dict[str, dict[str, Any]]:
+        """Returns the states as plain values."""
+        return {name: asdict(state) for name, state in self.states.items()}
+
+    def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Restores what `to_state` has returned."""
+        self.states = {name: State(**state) for name, state in saved.items()}

@@ -1,0 +1,140 @@
+"""Ends a run before its last step by the rules of `stop`; docs/alarms.md defines them.
+
+They are made as alarms are (`watches.py`). Every process has the same metrics and the same rules,
+so that all end together; of the time, which each measures by itself, the longest counts. A
+checkpoint stores the states of the rules, and a rule whose limit is changed begins anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from grpo_cli.config.schema import Stop
+from grpo_cli.distributed.workers import Workers
+from grpo_cli.evaluation.improvement import Measured, has_improved
+from grpo_cli.reporting.watches import Level, Metrics, Watch, Watches, measured
+from grpo_cli.training.credit import ZERO_ADVANTAGE
+
+HOUR = 3600.0
+
+
+class Reason(NamedTuple):
+    """Why a run ended before its last step."""
+
+    rule: str  # a key of the recipe
+    sentence: str
+
+
+class StopRules:
+    """The rules of a run and their states; the same on every process."""
+
+    def __init__(self, config: Stop) -> None:
+        self.config = config
+        self.rules = {watch.name: watch for watch in rules_of(config)}
+        self.watches = Watches()
+        self.sentences: dict[str, str] = {}  # of the rules that have ended the run
+        self.seconds = self.process_seconds = 0.0  # up to the last step; times processes
+        self.reference: Measured | None = None  # the evaluation that others have to improve on
+        self.not_better = 0  # evaluations in a row since then
+
+    @property
+    def reason(self) -> Reason | None:
+        """The rule that has ended the run, if one has."""
+        for name, watch in self.rules.items():
+            if self.watches.state_of(watch).holds:
+                return Reason(f"stop.{name}", self.sentences[name])
+        return None
+
+    def follow_step(self, metrics: Metrics, seconds: float, workers: Workers) -> None:
+        """Follows a step that is complete, before its evaluation.
+
+        Args:
+            seconds: of the run so far, on this process.
+        """
+        self.process_seconds += (seconds - self.seconds) * workers.size
+        self.seconds = seconds
+        spent = {}
+        if self.config.hours is not None:
+            spent["hours"] = workers.max(seconds) / HOUR
+        if self.config.gpu_hours is not None:
+            spent["gpu_hours"] = workers.max(self.process_seconds) / HOUR
+        self._follow({**metrics, **spent})
+
+    def follow_evaluation(self, found: Measured, direction: str) -> None:
+        """Follows an evaluation: whether it improves on the one of reference."""
+        if self.reference is None or has_improved(found, self.reference, direction):
+            self.reference, self.not_better = found, 0
+        else:
+            self.not_better += 1
+        self._follow({"not_better": float(self.not_better)})
+
+    def _follow(self, metrics: Metrics) -> None:
+        for watch, judged in self.watches.follow(list(self.rules.values()), metrics):
+            limit = getattr(self.config, watch.name)
+            text = SENTENCES[watch.name].format(value=judged.value, steps=watch.rule.steps)
+            self.sentences[watch.name] = f"{text} (stop.{watch.name} = {limit:g})"
+
+    def to_state(self) -> dict[str, Any]:
+        """Returns what a checkpoint stores, as plain values."""
+        return {
+            "watches": self.watches.to_state(),
+            "sentences": self.sentences,
+            "seconds": self.seconds,
+            "process_seconds": self.process_seconds,
+            "reference": None if self.reference is None else asdict(self.reference),
+            "not_better": self.not_better,
+        }
+
+    def restore(self, saved: Mapping[str, Any] | None, seconds: float, processes: int) -> None:
+        """Restores what `to_state` has returned.
+
+        Args:
+            saved: None in a checkpoint of an earlier version.
+            seconds: of the run up to the checkpoint.
+            processes: that the run had then.
+        """
+        if saved is None:
+            self.seconds, self.process_seconds = seconds, seconds * processes
+            return
+        self.watches.restore(saved["watches"])
+        self.sentences = dict(saved["sentences"])
+        self.seconds, self.process_seconds = saved["seconds"], saved["process_seconds"]
+        reference = saved["reference"]
+        self.reference = None if reference is None else Measured(**reference)
+        self.not_better = saved["not_better"]
+
+
+SENTENCES = {
+    "zero_gradient": "no completion had an advantage in the last {steps} steps",
+    "hours": "{value:.3g} hours are spent",
+    "gpu_hours": "{value:.3g} hours times processes are spent",
+    "tokens": "{value:,.0f} tokens are sampled",
+    "plateau": "no improvement beyond its interval in the last {value:.0f} evaluations",
+    "max_kl": "the KL to the reference is {value:.3g} nats a token, the last of {steps} above",
+    "min_entropy": "the entropy is {value:.3g} nats a token, the last of {steps} below",
+    "max_entropy": "the entropy is {value:.3g} nats a token, the last of {steps} above",
+    "min_length": "completions have a mean length of {value:.3g} tokens, the last of {steps} below",
+    "max_length": "completions have a mean length of {value:.3g} tokens, the last of {steps} above",
+}
+BUDGETS = {"hours": "hours", "gpu_hours": "gpu_hours", "tokens": "num_tokens"}
+BOUNDED = {"kl": "kl", "entropy": "entropy", "length": "completions/mean_length"}
+
+
+def rules_of(config: Stop) -> Iterator[Watch]:
+    """Yields the rules that a recipe has set."""
+    if config.zero_gradient:
+        rule = Level(above=1.0, steps=config.zero_gradient)
+        yield Watch("zero_gradient", rule, measured(ZERO_ADVANTAGE))
+    for name, key in BUDGETS.items():
+        if (limit := getattr(config, name)) is not None:
+            yield Watch(name, Level(above=limit), measured(key))
+    if config.plateau:
+        yield Watch("plateau", Level(above=config.plateau), measured("not_better"))
+    for name, key in BOUNDED.items():
+        for end, side in (("min", "below"), ("max", "above")):
+            limit = getattr(config, f"{end}_{name}", None)
+            if limit is not None:
+                rule = Level(**{side: limit}, steps=config.steps)
+                yield Watch(f"{end}_{name}", rule, measured(key))

@@ -1,0 +1,164 @@
+"""Each alarm with a simulated run that raises it and one that must not."""
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from grpo_cli.config.schema import ALARMS, AlarmSettings, Recipe, Reward, Scoring
+from grpo_cli.errors import TrainingError
+from grpo_cli.reporting.alarms import Alarms
+from tests.tables import table
+
+NAN = math.nan
+Series = Callable[[int], dict[str, float]]  # the metrics of a step, from 1
+
+
+def make_recipe(**alarms: Any) -> Recipe:
+    rewards = {
+        "right": Reward("x"),
+        "style": Reward("x", weight=0.5),
+        "logged": Reward("x", weight=0),
+    }
+    return Recipe(reward=rewards, alarms=AlarmSettings(**alarms))
+
+
+def raised(series: Series, steps: int = 120, recipe: Recipe | None = None) -> list[tuple[int, str]]:
+    """(step, name) of each alarm of a simulated run, which is healthy but for `series`."""
+    alarms, draw = Alarms(recipe or make_recipe()), random.Random(0)
+    found = []
+    for step in range(1, steps + 1):
+        metrics = healthy(step, draw) | series(step)
+        found += [(step, alarm.name) for alarm in alarms.follow(step, metrics)]
+    return found
+
+
+def healthy(step: int, draw: random.Random) -> dict[str, float]:
+    """A step of a run that learns: the length grows, the entropy falls, the rest is noise."""
+    share = draw.uniform(0.4, 0.9)
+    metrics = {
+        "reward": 0.3 + 0.005 * step + draw.gauss(0, 0.05),
+        "frac_zero_advantage": draw.uniform(0.1, 0.7),
+        "completions/mean_length": (300 + 3 * step) * draw.uniform(0.85, 1.15),
+        "completions/clipped_ratio": draw.uniform(0.02, 0.15),
+        "clip_ratio/region_mean": draw.uniform(0.0, 0.05),
+        "sampling/sampling_logp_difference/mean": draw.uniform(0.003, 0.006),
+        "grad_norm": math.exp(draw.gauss(0, 0.5)),
+        "rewards/right/std": draw.uniform(0.2, 0.5),
+        "rewards/style/std": draw.uniform(0.2, 0.5),
+        "rewards/right/advantage_share": share,
+        "rewards/style/advantage_share": 1 - share,
+        "rewards/logged/advantage_share": 0.0,
+        "rewards/right/timeouts": 0.0,
+    }
+    if step == 1 or step % 10 == 0:
+        metrics["entropy"] = 0.6 * math.exp(-step / 100)
+    return metrics
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_healthy_run_raises_no_alarm(seed: int) -> None:
+    alarms, draw = Alarms(make_recipe()), random.Random(seed)
+    for step in range(1, 201):
+        assert alarms.follow(step, healthy(step, draw)) == []
+
+
+def after(step: int, **values: float) -> Series:
+    names = {key.replace("__", "/"): value for key, value in values.items()}
+    return lambda now: names if now > step else {}
+
+
+def only(first: int, last: int, **values: float) -> Series:
+    inner = after(first - 1, **values)
+    return lambda now: inner(now) if now <= last else {}
+
+
+LENGTH, CUT = "completions__mean_length", "completions__clipped_ratio"
+MISMATCH = "sampling__sampling_logp_difference__mean"
+
+
+@table(
+    "series, expected",
+    [
+        (after(50, reward=NAN), [(51, "no_reward")]),
+        (after(50, frac_zero_advantage=1.0), [(53, "equal_rewards")]),
+        (only(51, 52, frac_zero_advantage=1.0), []),
+        (after(50, frac_zero_advantage=0.99), []),
+        (after(50, frac_zero_advantage=1.0, reward=NAN), [(51, "no_reward")]),
+        (after(50, rewards__right__timeouts=2.0), [(51, "reward_calls/right/timeouts")]),
+        (after(50, rewards__style__errors=2.0), [(51, "reward_calls/style/errors")]),
+        (after(50, rewards__right__advantage_share=0.99), [(70, "one_reward/right")]),
+        (after(50, rewards__right__advantage_share=0.94), []),
+        # The other is constant, which is its own alarm: what varies carries everything.
+        (
+            after(50, rewards__right__advantage_share=1.0, rewards__style__std=0.0),
+            [(100, "constant_reward/style")],
+        ),
+        (only(51, 99, rewards__style__std=0.0), []),
+        (after(50, completions__mean_length=1200.0), [(53, "length")]),
+        (only(51, 52, completions__mean_length=1200.0), []),
+        (after(50, completions__mean_length=500.0), []),
+        (lambda step: {"completions/mean_length": 3 + 3.0 * (step > 50)}, []),  # of 3 to 6 tokens
+        (after(50, completions__clipped_ratio=0.6), [(53, "truncated")]),
+        (after(50, completions__clipped_ratio=0.25), []),
+        (after(0, completions__clipped_ratio=0.95), [(10, "mostly_truncated")]),
+        (after(0, completions__clipped_ratio=0.7), []),
+        (lambda step: {"entropy": 0.02} if step > 50 and step % 10 == 0 else {}, [(70, "entropy")]),
+        (lambda step: {"entropy": 0.1} if step > 50 and step % 10 == 0 else {}, []),
+        (after(50, clip_ratio__region_mean=0.4), [(53, "clip_ratio")]),
+        (after(50, clip_ratio__region_mean=0.25), []),
+        (after(50, **{MISMATCH: 0.03}), [(55, "mismatch")]),
+        (after(50, **{MISMATCH: 0.012}), []),
+        (lambda step: {"sampling/sampling_logp_difference/mean": 1e-7 * step}, []),
+        (lambda step: {"staleness/logp_difference": 0.001 * step}, [(55, "mismatch")]),
+        (only(51, 51, grad_norm=40.0), [(51, "grad_norm")]),
+        (only(51, 51, grad_norm=5.0), []),
+    ],
+)
+def test_alarms(series: Series, expected: list[tuple[int, str]]) -> None:
+    assert raised(series) == expected
+
+
+def test_an_episode_is_told_once_and_a_second_one_again() -> None:
+    long = {"completions/mean_length": 1200.0}
+    found = raised(lambda step: long if 51 <= step <= 70 or step >= 90 else {})
+    assert found == [(53, "length"), (92, "length")]
+
+
+def test_an_ignored_alarm_is_not_raised() -> None:
+    series = after(50, completions__mean_length=1200.0, reward=NAN)
+    assert raised(series, recipe=make_recipe(ignore=["length"])) == [(51, "no_reward")]
+    alarms = Alarms(make_recipe(ignore=[*ALARMS]))
+    assert [alarm.watch.name for alarm in alarms.alarms] == ["no_reward"], "it also ends the run"
+
+
+def test_the_share_of_one_reward_is_a_knob() -> None:
+    series = after(50, rewards__right__advantage_share=0.94)
+    assert raised(series, recipe=make_recipe(reward_share=0.93)) == [(70, "one_reward/right")]
+
+
+def test_every_alarm_has_a_sentence_with_its_numbers() -> None:
+    alarms = Alarms(make_recipe())
+    for step in range(1, 31):
+        length = 1200.0 if step > 20 else 300.0
+        metrics = healthy(step, random.Random(step)) | {"completions/mean_length": length}
+        for alarm in alarms.follow(step, metrics):
+            assert alarm.message.startswith(
+                "step 23: completions have a mean length of 1200 tokens, 300 in the median"
+            )
+    assert alarms.active == 1
+
+
+def test_steps_without_any_reward_end_the_run() -> None:
+    alarms = Alarms(Recipe(scoring=Scoring(max_steps_without_reward=3)))
+    nothing, something = ({"reward": r, "frac_zero_advantage": 0.0} for r in (NAN, 0.5))
+    for step, metrics in enumerate([nothing, nothing, something, nothing, nothing], start=1):
+        alarms.follow(step, metrics)
+        alarms.check_rewards(step)
+    alarms.follow(6, nothing)
+    with pytest.raises(TrainingError, match="step 6: no completion of the last 3 steps"):
+        alarms.check_rewards(6)
+    alarms.most_without_reward = 0
+    alarms.check_rewards(6)

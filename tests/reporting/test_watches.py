@@ -1,0 +1,89 @@
+import json
+from typing import Any
+
+import pytest
+
+from grpo_cli.reporting.watches import Level, Rule, Shift, Watch, Watches, measured
+from tests.tables import table
+
+
+def episodes(rule: Rule, values: list[float | None]) -> list[int]:
+    """The indices at which an episode begins."""
+    watch, watches = Watch("x", rule, measured("x")), Watches()
+    steps = ({} if value is None else {"x": value} for value in values)
+    return [i for i, metrics in enumerate(steps) if [*watches.follow([watch], metrics)]]
+
+
+NAN = float("nan")
+
+
+@table(
+    "rule, values, expected",
+    [
+        (Level(above=2), [1, 2, 3, 1, 2], [1, 4]),
+        (Level(below=2), [3, 2, 1, 3, 1], [1, 4]),
+        (Level(above=2, steps=3), [2, 2, 1, 2, 2, 2], [5]),
+        (Level(above=2, steps=2), [2, None, 2], [2]),  # a step that measured nothing
+        (Level(above=2, steps=2), [2, NAN, 2], [2]),
+        # An episode ends after as many usual values, and only then another begins.
+        (Level(above=2, steps=2), [2, 2, 1, 2, 2, 2], [1]),
+        (Level(above=2, steps=2), [2, 2, 1, 1, 2, 2], [1, 5]),
+        (Level(above=2, calm=1), [2, 1.5, 2, 0.5, 2], [0, 4]),
+        (Level(below=2, calm=3), [2, 2.5, 2, 3.5, 2], [0, 4]),
+        (Shift(factor=2, least=3, steps=1), [1, 1, 9], []),  # nothing to compare with yet
+        (Shift(factor=2, least=3, steps=1), [1, 1, 1, 2, 2.1], [4]),
+        (Shift(factor=2, least=3, steps=1), [1, 1, 1, 3, 1.6, 3, 1.4, 3], [3, 7]),
+        (Shift(factor=2, added=5, least=3, steps=1), [1, 1, 1, 3, 6.5], [4]),
+        (Shift(factor=2, least=3, steps=1), [1, 2, 3, 11], [3]),  # 2 + 6 · 1.48 · 1 = 10.9
+        (Shift(factor=2, least=3, steps=1), [1, 2, 3, 10], []),
+        # What is beyond does not become the usual.
+        (
+            Shift(factor=2, least=3, window=3, steps=2),
+            [1, 1, 1, 3, 3, 3, 3, 3, 3, 1, 1, 3, 3],
+            [4, 12],
+        ),
+        # The last three, and the first three.
+        (Shift(factor=2, least=3, window=3, steps=1), [1, 1, 1, 2, 2, 2, 3, 3], []),
+        (Shift(factor=2, least=3, window=3, steps=1, first=True), [1, 1, 1, 2, 2, 2, 3], [6]),
+        (Shift(factor=0.1, least=3, window=3, steps=1, first=True), [1, 1, 1, 0.2, 0.09], [4]),
+        (Shift(factor=10, least=3, steps=1), [0, 0, 0, 9], []),  # ten times nothing
+        (Shift(factor=10, added=1, least=3, steps=1), [0, 0, 0, 9], [3]),
+    ],
+)
+def test_episodes(rule: Rule, values: list[float | None], expected: list[int]) -> None:
+    assert episodes(rule, values) == expected
+
+
+def test_a_judgement_names_its_numbers() -> None:
+    watch = Watch("x", Shift(factor=2, least=3, steps=1), measured("x"))
+    watches = Watches()
+    found: list[Any] = []
+    for value in (1.0, 2.0, 3.0, 11.0):
+        found += [j for _, j in watches.follow([watch], {"x": value})]
+    (judged,) = found
+    assert (judged.value, judged.usual) == (11.0, 2.0)
+    assert judged.limit == pytest.approx(10.8956)
+
+
+@pytest.mark.parametrize("stop_after", range(9))
+def test_a_stored_state_goes_on_as_if_nothing_had_happened(stop_after: int) -> None:
+    rules = [Level(above=2, steps=2), Shift(factor=2, least=3, steps=2)]
+    watches = [Watch(f"{number}", rule, measured("x")) for number, rule in enumerate(rules)]
+    values = [1.0, 1.0, 1.0, 3.0, 3.0, 1.0, 1.0, 3.0, 3.0]
+    state, found = Watches(), []
+    for number, value in enumerate(values):
+        if number == stop_after:
+            stored = json.loads(json.dumps(state.to_state()))
+            state = Watches()
+            state.restore(stored)
+        found += [(number, w.name) for w, _ in state.follow(watches, {"x": value})]
+    assert found == [(4, "0"), (4, "1"), (8, "0"), (8, "1")]
+
+
+def test_a_changed_rule_begins_anew() -> None:
+    watches = Watches()
+    old, new = (Watch("x", Level(above=2, steps=n), measured("x")) for n in (2, 3))
+    for _ in range(2):
+        assert [*watches.follow([new], {"x": 2.0})] == []
+    assert [*watches.follow([old], {"x": 2.0})] == []
+    assert watches.state_of(old).beyond == 1

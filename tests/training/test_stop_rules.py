@@ -1,0 +1,247 @@
+"""Each rule that ends a run with a simulated run that it ends and one that it must not."""
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_cli import train
+from grpo_cli.config.schema import Stop
+from grpo_cli.errors import UserError
+from grpo_cli.evaluation.improvement import Measured
+from grpo_cli.training.stop_rules import StopRules
+from tests.tables import table
+from tests.training.test_interrupted import leaving_at, timeless
+from tests.training.test_train import built, metrics, recipe, trained
+
+ONE: Any = SimpleNamespace(size=1, max=float)
+
+
+def ended(config: dict[str, Any], steps: list[dict[str, float]]) -> tuple[int, str] | None:
+    """(step, sentence) at which a run with these metrics ends; a step takes 6 minutes."""
+    rules = StopRules(Stop(**config))
+    for step, values in enumerate(steps, start=1):
+        rules.follow_step(values, 360.0 * step, ONE)
+        if rules.reason is not None:
+            return step, rules.reason.sentence
+    return None
+
+
+def repeated(times: int, **values: float) -> list[dict[str, float]]:
+    return [{key.replace("__", "/"): v for key, v in values.items()}] * times
+
+
+SILENT, HEARD = repeated(3, frac_zero_advantage=1.0), repeated(1, frac_zero_advantage=0.9)
+LENGTH = "completions__mean_length"
+
+
+@table(
+    "config, steps, expected",
+    [
+        (
+            {"zero_gradient": 3},
+            HEARD + SILENT,
+            (4, "no completion had an advantage in the last 3 steps (stop.zero_gradient = 3)"),
+        ),
+        ({"zero_gradient": 4}, SILENT + HEARD + SILENT, None),
+        ({"hours": 0.25}, [{}] * 9, (3, "0.3 hours are spent (stop.hours = 0.25)")),
+        ({"hours": 1.0}, [{}] * 9, None),
+        (
+            {"gpu_hours": 0.5},
+            [{}] * 9,
+            (5, "0.5 hours times processes are spent (stop.gpu_hours = 0.5)"),
+        ),
+        (
+            {"tokens": 1000},
+            [{"num_tokens": 400.0 * n} for n in range(9)],
+            (4, "1,200 tokens are sampled (stop.tokens = 1000)"),
+        ),
+        ({"tokens": 1000}, [{"num_tokens": 999.0}], None),
+        (
+            {"max_kl": 0.1, "steps": 2},
+            [{"kl": 0.2}, {"kl": 0.05}, {"kl": 0.1}, {}, {"kl": 0.3}],
+            (5, "the KL to the reference is 0.3 nats a token, the last of 2 above "
+             "(stop.max_kl = 0.1)"),
+        ),
+        ({"max_kl": 0.1, "steps": 2}, [{"kl": 0.2}, {"kl": 0.05}] * 9, None),
+        (
+            {"min_entropy": 0.1, "steps": 1},
+            [{"entropy": 0.2}, {}, {"entropy": 0.09}],
+            (3, "the entropy is 0.09 nats a token, the last of 1 below (stop.min_entropy = 0.1)"),
+        ),
+        ({"min_entropy": 0.1, "max_entropy": 3.0, "steps": 1}, repeated(9, entropy=1.0), None),
+        (
+            {"max_entropy": 3.0, "steps": 2},
+            repeated(9, entropy=4.0),
+            (2, "the entropy is 4 nats a token, the last of 2 above (stop.max_entropy = 3)"),
+        ),
+        (
+            {"max_length": 500.0},
+            repeated(4, **{LENGTH: 400.0}) + repeated(9, **{LENGTH: 600.0}),
+            (9, "completions have a mean length of 600 tokens, the last of 5 above "
+             "(stop.max_length = 500)"),
+        ),
+        (
+            {"min_length": 5.0, "steps": 1},
+            repeated(9, **{LENGTH: 2.0}),
+            (1, "completions have a mean length of 2 tokens, the last of 1 below "
+             "(stop.min_length = 5)"),
+        ),
+        ({"max_length": 500.0, "min_length": 5.0}, repeated(99, **{LENGTH: 400.0}), None),
+        ({}, SILENT * 99, None),
+    ],
+)  # fmt: skip
+def test_rules(
+    config: dict[str, Any], steps: list[dict[str, float]], expected: tuple[int, str] | None
+) -> None:
+    assert ended(config, steps) == expected
+
+
+def plateau(accuracies: list[float], patience: int = 3, problems: int = 100) -> int | None:
+    """The evaluation after which the run ends: of problems that are right up to an accuracy."""
+    rules = StopRules(Stop(plateau=patience))
+    for number, accuracy in enumerate(accuracies):
+        right = [float(i < accuracy * problems) for i in range(problems)]
+        rules.follow_evaluation(Measured(accuracy, by_problem=right), "max")
+        if rules.reason is not None:
+            assert rules.reason.rule == "stop.plateau"
+            return number
+    return None
+
+
+@table(
+    "accuracies, expected",
+    [
+        ([0.3, 0.5, 0.51, 0.5, 0.52], 4),  # 0.52 is a new best, and within the interval of 0.5
+        ([0.3, 0.5, 0.51, 0.5, 0.6], None),
+        ([0.3, 0.31, 0.32, 0.33, 0.34, 0.35], 3),  # slower than 3 evaluations can see
+        ([0.3, 0.34, 0.38, 0.42, 0.46, 0.5, 0.54, 0.58], None),  # compared with the reference
+        ([0.3, 0.2, 0.2, 0.2], 3),
+    ],
+)
+def test_a_plateau(accuracies: list[float], expected: int | None) -> None:
+    assert plateau(accuracies) == expected
+
+
+def test_the_longest_time_of_all_processes_counts() -> None:
+    """Two processes: of this one's hour, the other's two; the GPU hours of both."""
+    slower: Any = SimpleNamespace(size=2, max=lambda value: 2 * value)
+    rules = StopRules(Stop(hours=1.5, gpu_hours=5.0))
+    rules.follow_step({}, 3600.0, slower)
+    assert rules.reason == ("stop.hours", "2 hours are spent (stop.hours = 1.5)")
+    rules.follow_step({}, 5400.0, slower)
+    assert rules.sentences["gpu_hours"] == (
+        "6 hours times processes are spent (stop.gpu_hours = 5)"
+    )
+
+
+def test_a_stored_state_goes_on_as_if_nothing_had_happened() -> None:
+    config = Stop(zero_gradient=4, plateau=2, gpu_hours=1.0)
+    for stop_after in range(7):
+        rules, draw = StopRules(config), random.Random(1)
+        found = []
+        for step in range(1, 8):
+            rules.follow_step({"frac_zero_advantage": float(step > 2)}, 60.0 * step, ONE)
+            rules.follow_evaluation(Measured(0.5, by_problem=[draw.random() for _ in "123"]), "max")
+            found.append(rules.reason)
+            if step == stop_after:
+                stored = json.loads(json.dumps(rules.to_state()))
+                rules = StopRules(config)
+                rules.restore(stored, 0.0, 1)
+        assert [reason.rule if reason else "" for reason in found] == [
+            "", "", "stop.plateau", "stop.plateau", "stop.plateau",
+            "stop.zero_gradient", "stop.zero_gradient",
+        ]  # fmt: skip
+        assert rules.process_seconds == 420.0
+
+
+def test_a_checkpoint_of_an_earlier_version_has_spent_its_time() -> None:
+    rules = StopRules(Stop(gpu_hours=2.0))
+    rules.restore(None, 3600.0, 2)
+    rules.follow_step({}, 3660.0, ONE)
+    assert rules.process_seconds == 7260.0
+    assert rules.reason is not None
+
+
+# Runs
+
+
+STOPPED: dict[str, Any] = {
+    "steps": 8,
+    "reward": {"same": {"function": "tests.training.test_stop_rules:same"}},
+    "stop": {"zero_gradient": 3},
+    "eval__every": 0,
+}
+
+
+def same(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    """A reward that teaches nothing."""
+    return [0.0] * len(completion_ids)
+
+
+def alarms(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "alarms.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.runs
+def test_a_stopped_run_ends_well_and_goes_on_with_another_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = trained(tmp_path, **STOPPED)
+    sentence = "no completion had an advantage in the last 3 steps (stop.zero_gradient = 3)"
+    summary = json.loads((live.folder / "summary.json").read_text())
+    assert (summary["stopped_by"], summary["stopped_because"]) == ("stop.zero_gradient", sentence)
+    assert summary["steps"] == summary["after_step"] == 3, "evaluated as after the last step"
+    assert summary["last_checkpoint"].endswith("checkpoints/step-3")
+    kinds = [(line["step"], line["kind"], line["name"]) for line in alarms(live.folder)]
+    assert kinds == [(3, "alarm", "equal_rewards"), (3, "stop", "stop.zero_gradient")]
+    assert f"ended after step 3: {sentence}" in " ".join(capsys.readouterr().out.split())
+
+    again = trained(tmp_path, resume="auto", **STOPPED)
+    assert again.state.step == 3, "the rule still holds"
+    assert [line["kind"] for line in alarms(live.folder)] == ["alarm", "stop"], "told once"
+    went_on = trained(tmp_path, resume="auto", **{**STOPPED, "stop": {"zero_gradient": 0}})
+    assert went_on.state.step == 8
+    assert json.loads((live.folder / "summary.json").read_text())["stopped_by"] is None
+    assert [line["kind"] for line in alarms(live.folder)] == ["alarm"], "one episode"
+
+
+@pytest.mark.runs
+def test_an_interrupted_run_counts_on(tmp_path: Path) -> None:
+    outputs = [str(tmp_path / name) for name in ("straight", "left")]
+    changes = {**STOPPED, "stop": {"zero_gradient": 5}}
+    straight = trained(tmp_path, output_dir=outputs[0], **changes)
+    left = built(tmp_path, output_dir=outputs[1], **changes)
+    leaving_at(left, 40)
+    train.train(left)
+    left.close()
+    assert left.state.step < 5
+    resumed = trained(tmp_path, output_dir=outputs[1], resume="auto", **changes)
+    assert resumed.state.step == straight.state.step == 5
+    assert timeless(resumed) == timeless(straight)
+    seen = [[(a["step"], a["name"]) for a in alarms(run.folder)] for run in (straight, resumed)]
+    assert seen[0] == seen[1]
+    assert [line["alarms/active"] for line in metrics(resumed)] == [0.0, 0.0, 1.0, 1.0, 1.0]
+
+
+@table(
+    "changes, expected",
+    [
+        ({"stop__max_kl": 0.1}, "stop.max_kl: there is no KL without a reference"),
+        ({"stop__min_entropy": 0.1, "log__entropy_every": 0}, "measures no entropy"),
+        ({"stop__min_length": 9.0, "stop__max_length": 9.0}, "stop.min_length = 9: must be below"),
+        ({"stop__plateau": 3, "eval__every": 0}, "is only read when eval.every is set"),
+        ({"stop__hours": 0}, "stop.hours = 0"),
+        ({"alarms__ignore": ["lenght"]}, "Did you mean length?"),
+    ],
+)
+def test_mistakes(
+    tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        recipe(tmp_path_factory.mktemp("stop"), **changes)
+    assert expected in str(error.value)
