@@ -46,6 +46,7 @@ def test_knobs_walks_into_every_section() -> None:
         schema.NamedRows,
         schema.HeldOut,
         schema.MixturePart,
+        schema.Callback,
         Schedule,
     )  # the whole, and entries of mappings
     inside = sum(len(dataclasses.fields(kind)) for kind in sections if kind not in apart)
