@@ -51,6 +51,7 @@ grpo: train language models with GRPO
   grpo watch RUN                             show a run while it goes on, or after it
   grpo explain recipe=NAME KEY               print a knob's value and the place that sets it
   grpo report RUN [OTHER]                    write a run, or two, as one HTML file to look through
+  grpo replay RUN --step=N                   recompute a kept step and explain its completions
   grpo serve model=PATH ...                  start a vLLM server that training can sample from
   grpo slurm recipe=NAME nodes=N ...         write (and submit) a SLURM batch script for a recipe
   grpo doctor [recipe=NAME]                  print what this machine has, and what recipes lack
@@ -232,6 +233,13 @@ def report(argv: list[str]) -> None:
     report.main(argv)
 
 
+def replay(argv: list[str]) -> None:
+    """`grpo replay RUN --step=N`: recomputes a step that a run has kept, and explains it."""
+    from grpo_cli.commands import replay
+
+    replay.main(argv)
+
+
 def serve(argv: list[str]) -> None:
     """`grpo serve`: starts vLLM's server with a model or with the model of a recipe."""
     from grpo_cli.commands import serve
@@ -312,6 +320,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "watch": watch,
     "explain": explain,
     "report": report,
+    "replay": replay,
     "serve": serve,
     "slurm": slurm,
     "preflight": preflight,

@@ -18,11 +18,13 @@ the advantage, and ascend a clipped surrogate, less β times a KL to a reference
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from grpo_cli.algorithm.batch import collate
 from grpo_cli.algorithm.loss import (
@@ -36,7 +38,7 @@ from grpo_cli.config.schedules import learning_rate
 from grpo_cli.distributed.fsdp import norm_of, zero_gradients
 from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.records import Group, Rollout, StepStats
-from grpo_cli.training import ending, evaluation, logprob_passes, probe, resume
+from grpo_cli.training import ending, evaluation, kept_steps, logprob_passes, probe, resume
 from grpo_cli.training.balance import minibatch_of
 from grpo_cli.training.collect import collect, gathered
 from grpo_cli.training.credit import (
@@ -85,6 +87,7 @@ def take_step(run: Run, step: Step) -> None:
         Interrupted: the run has to end before the step could be finished.
     """
     batch = step.batch or step.keep(collect(run, step.recipe, step.clock))  # sample and score
+    kept_steps.keep(run, step)  # for `grpo replay`, if log.keep_steps names it
     run.queue.prefetch(step.number)
     run.generator.offload()
     step_stats = fill_logprobs(run, step, batch)
@@ -120,8 +123,13 @@ def fill_logprobs(run: Run, step: Step, batch: StepBatch) -> StepStats:
     return gathered(run.workers, batch.groups)
 
 
-def update_policy(run: Run, step: Step) -> dict[str, float]:
+def update_policy(
+    run: Run, step: Step, take: Callable[[Run, Step, int], None] | None = None
+) -> dict[str, float]:
     """Takes every optimizer step on the step's rollouts; returns the metrics of the update.
+
+    Args:
+        take: takes one optimizer step; None: `optimizer_step`. `grpo replay` measures more in it.
 
     Raises:
         TrainingError: a loss or a gradient is not finite; its optimizer step was not taken.
@@ -130,7 +138,7 @@ def update_policy(run: Run, step: Step) -> dict[str, float]:
     for parameters in run.optimizer.param_groups:
         parameters["lr"] = rate
     for update in step.updates():  # num_iterations × minibatches
-        optimizer_step(run, step, update)
+        (take or optimizer_step)(run, step, update)
     metrics = step.update_metrics()
     run.beta.update(step.recipe.loss, step.measured_kl)
     return {"learning_rate": rate} | metrics
@@ -142,9 +150,18 @@ def optimizer_step(run: Run, step: Step, update: int) -> None:
         coefficient = run.entropy_bonus.value(step.recipe.loss)
         step.progress.coefficients = {"entropy_coef": coefficient}
     with step.clock.stage("forward_backward"):
-        sums = accumulate(run, step, minibatch(step, update), update)
-    if sums is None:  # nothing trains, on any process
-        return
+        batch = optimizer_batch(run, step, minibatch(step, update), update)
+        sums = None if batch is None else accumulate(run, step, batch)
+    if sums is not None:  # something trains, on some process
+        apply_gradient(run, step, sums)
+
+
+def apply_gradient(run: Run, step: Step, sums: LossSums) -> None:
+    """Sums the gradient over processes, clips it, checks it, and lets the optimizer step with it.
+
+    Args:
+        sums: the measurements of this process in the optimizer batch.
+    """
     with step.clock.waiting():  # for the slowest process
         run.workers.barrier()
     with step.clock.stage("optimizer"):
@@ -167,11 +184,21 @@ def minibatch(step: Step, update: int) -> list[Group]:
     return [g for g in collected.groups if part[g.prompt_index] == update % minibatches]
 
 
-def accumulate(run: Run, step: Step, groups: Sequence[Group], update: int) -> LossSums | None:
-    """Adds up this process's gradient of one optimizer batch, over micro-batches.
+class OptimizerBatch(NamedTuple):
+    """The rollouts of one optimizer step on this process, with what is counted over all of them."""
+
+    coefficients: Coefficients
+    with_gradient: list[Rollout]
+    entropy_only: list[Rollout]  # of which only the entropy is logged
+
+
+def optimizer_batch(
+    run: Run, step: Step, groups: Sequence[Group], update: int
+) -> OptimizerBatch | None:
+    """Counts over an optimizer batch, before its first backward, what its loss is divided by.
 
     Returns:
-        The measurements of this process; None if there is nothing to train on, on any process.
+        None if there is nothing to train on, on any process.
     """
     loss = step.recipe.loss
     rollouts = [r for g in groups for r in g.rollouts if r.loss_tokens]
@@ -191,6 +218,16 @@ def accumulate(run: Run, step: Step, groups: Sequence[Group], update: int) -> Lo
     if coefficients.router:  # experts are counted over all processes before the first backward
         load = logprob_passes.load_of_experts(run, step.recipe, with_gradient)
         coefficients = replace(coefficients, load=load)
+    return OptimizerBatch(coefficients, with_gradient, entropy_only)
+
+
+def accumulate(run: Run, step: Step, batch: OptimizerBatch) -> LossSums:
+    """Adds up this process's gradient of one optimizer batch, over micro-batches.
+
+    Returns:
+        The measurements of this process.
+    """
+    coefficients, with_gradient, entropy_only = batch
     compute_loss = partial(forward, run, step, coefficients)
 
     def forward_backward(micro_batch: list[Rollout]) -> LossOutput:
@@ -217,15 +254,22 @@ def forward(
     run: Run, step: Step, coefficients: Coefficients, micro_batch: list[Rollout]
 ) -> LossOutput:
     """Computes the loss of a micro-batch."""
-    logprobs, entropies = run.policy_logprobs(
+    logprobs, entropies = policy_outputs(run, step, coefficients, micro_batch)
+    batch = collate(micro_batch, run.workers.device)
+    routing = run.policy_logprobs.routing
+    return grpo_loss(step.recipe.loss, batch, logprobs, entropies, coefficients, routing)
+
+
+def policy_outputs(
+    run: Run, step: Step, coefficients: Coefficients, micro_batch: list[Rollout]
+) -> tuple[Tensor, Tensor | None]:
+    """Computes the policy's log-probabilities, and the entropies where they are measured."""
+    return run.policy_logprobs(
         micro_batch,
         step.recipe.generation.temperature,
         entropy=step.measures_entropy,
         entropy_gradient=coefficients.entropy > 0,
     )
-    batch = collate(micro_batch, run.workers.device)
-    routing = run.policy_logprobs.routing
-    return grpo_loss(step.recipe.loss, batch, logprobs, entropies, coefficients, routing)
 
 
 def split_by_gradient(

@@ -36,13 +36,16 @@ from grpo_cli.checkpoints import manifest, model_folder, provenance, shards
 from grpo_cli.checkpoints.manifest import Entry
 from grpo_cli.checkpoints.model_folder import Processing
 from grpo_cli.checkpoints.paths import (
+    KEPT,
     REPLACED,
     TRAINING,
     checkpoint_path,
     is_interrupted,
+    kept_path,
     recover,
     resumable,
     step_of,
+    steps_kept,
     steps_saved,
 )
 from grpo_cli.checkpoints.shards import Parts, Piece, Shards
@@ -90,6 +93,12 @@ class _Job:
     def partial(self) -> Path:
         """Its folder while it is being written."""
         return self.path.with_name(self.path.name + PARTIAL)
+
+    @property
+    def title(self) -> str:
+        """Its name in messages: `checkpoint step-2`, `replay/step-2`."""
+        folder, name = self.path.parent.name, self.path.name
+        return f"checkpoint {name}" if folder != KEPT else f"{folder}/{name}"
 
 
 class Checkpointer:
@@ -232,7 +241,7 @@ class Checkpointer:
             else:
                 why = manifest.reason(error, job.path.parent, needed[0])
             why = str(error) if isinstance(error, _Failed) else why
-            self.error = f"checkpoint {job.path.name} could not be written: {why}"
+            self.error = f"{job.title} could not be written: {why}"
             if self.workers.is_main:
                 self.say(f"{self.error}; the run continues")
         finally:
@@ -274,7 +283,7 @@ class Checkpointer:
             try:
                 job.done()
             except Exception as error:  # the checkpoint itself is complete
-                self.say(f"checkpoint {job.path.name} is written, but then: {error}")
+                self.say(f"{job.title} is written, but then: {error}")
 
         folder = job.path.parent
         needed[0] = sum(on_all(local_bytes))
@@ -575,6 +584,17 @@ def prune(
     for path in resumable(folder):
         if is_interrupted(path) and newest not in (None, path):
             shutil.rmtree(path)
+
+
+def discard_kept(folder: Path, after: int) -> None:
+    """Removes the steps kept for `grpo replay` that a resumed run takes again.
+
+    Args:
+        after: the last step that stays, counted from 1.
+    """
+    for step in steps_kept(folder):
+        if step > after:
+            shutil.rmtree(kept_path(folder, step))
 
 
 def set_aside(folder: Path, path: Path, after: int) -> list[str]:

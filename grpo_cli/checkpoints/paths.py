@@ -73,6 +73,20 @@ def steps_saved(folder: Path) -> list[int]:
     return sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step-(\d+)", name)))
 
 
+KEPT = "replay"  # the folder of the steps that `grpo replay` recomputes
+
+
+def kept_path(folder: Path, step: int) -> Path:
+    """Returns the path of what a run keeps of step `step`, counted from 1 (log.keep_steps)."""
+    return folder / KEPT / f"step-{step}"
+
+
+def steps_kept(folder: Path) -> list[int]:
+    """Returns the steps that a run has kept for `grpo replay`, in order."""
+    names = (p.name for p in (folder / KEPT).glob("step-*"))
+    return sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step-(\d+)", name)))
+
+
 INTERRUPTED = ".interrupted"
 REPLACED = ".replaced"  # while another takes its name
 

@@ -139,7 +139,7 @@ def _reaches_out(key: str, value: Any) -> bool:
         return bool(value == "limits")
     if key == "model.attn_implementation":  # OWNER/NAME: a kernel from the hub
         return "/" in str(value)
-    if key == "generation.engine":
+    if key in ("generation.engine", "loss.policy", "advantage.rule", "optimizer.algorithm"):
         return ":" in str(value)
     prefixes = ("scoring.modules", "generation.vllm.servers", "generation.vllm.engine_args.")
     return key.startswith(prefixes)

@@ -56,6 +56,7 @@ class Parts:
     optimizer: torch.optim.Optimizer
     # If it is no longer the policy that the run began with; of an adapter its weights by name.
     reference: nn.Module | Mapping[str, Tensor] | None = None
+    keeps_optimizer: bool = True  # whether the optimizer's state is saved
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns every tensor to be saved, by its name in a checkpoint."""
@@ -85,7 +86,9 @@ class Parts:
         }
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """Returns the optimizer's state of each parameter that has one."""
+        """Returns the optimizer's state of each parameter that has one, if it is saved."""
+        if not self.keeps_optimizer:
+            return {}
         state = self.optimizer.state
         return {name: state[p] for name, p in self.trained().items() if p in state}
 

@@ -1510,6 +1510,15 @@ class Log:
     report: bool = knob(
         True, "Write report.html when the run ends, as `grpo report RUN` does at any time."
     )
+    keep_steps: list[int] = knob(
+        [],
+        "Steps, counted from 1, of which the run keeps rollouts and weights in replay/step-N, so "
+        "that grpo replay can recompute their loss and explain each completion.",
+        ge=1,
+    )
+    keep_steps_every: int = knob(
+        0, "Keep every N-th step for grpo replay, in addition to log.keep_steps; 0: none.", ge=0
+    )
 
 
 @dataclass

@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import transformers
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -126,24 +127,8 @@ def assemble(
     if recipe.dataset.streaming or recipe.has_episodes:
         prompts.append(Prompt.from_ids(prompts[0].ids[:1] * recipe.dataset.max_prompt_tokens))
     reporter.progress.total = recipe.steps
-    second = recipe.needs_reference and recipe.adapter.method == "none"
-    reference_model = loading.frozen_copy(model) if second else None
-    router_coef = balancing_coefficient(model, recipe.loss.router_aux_loss_coef)
-    policy_logprobs = make_logprobs(model, recipe, workers, reporter)
-    if router_coef and recipe.model.compile:
-        raise UserError(
-            f"model.compile: the load-balancing loss of experts (weight {router_coef:g}) reads "
-            "outputs inside the layers; set loss.router_aux_loss_coef=0 or model.compile=false."
-        )
-    if router_coef:
-        policy_logprobs.routers = RouterRecorder(model)
-    reference = None
-    if reference_model is not None:
-        reference = Reference(make_logprobs(reference_model, recipe, workers, reporter))
-    elif recipe.needs_reference:
-        reference = adapter_reference(model, recipe, workers, reporter)
-    optimizer = optimizers.make(
-        recipe.optimizer, model, offload=recipe.distributed.offload, seed=recipe.seed
+    policy_logprobs, reference, optimizer, router_coef = make_networks(
+        model, recipe, workers, reporter
     )
     to_solve = make_tasks(prepared, tokenizer, vision, reporter)
     held_out = [prompt for task in to_solve for prompt in task.prompts]
@@ -235,6 +220,45 @@ def assemble(
         run.close(error)
         raise
     return run
+
+
+class Networks(NamedTuple):
+    """The policy and its reference on their devices, and what trains the policy."""
+
+    policy_logprobs: PolicyLogprobs
+    reference: Reference | None
+    optimizer: torch.optim.Optimizer
+    router_coef: float  # weight of the load-balancing loss of experts
+
+
+def make_networks(
+    model: PreTrainedModel, recipe: Recipe, workers: Workers, reporter: Reporter
+) -> Networks:
+    """Places a loaded policy, and makes its reference and its optimizer. Every process calls it.
+
+    Raises:
+        UserError: the load of the model's experts cannot be balanced with model.compile.
+    """
+    second = recipe.needs_reference and recipe.adapter.method == "none"
+    reference_model = loading.frozen_copy(model) if second else None
+    router_coef = balancing_coefficient(model, recipe.loss.router_aux_loss_coef)
+    policy_logprobs = make_logprobs(model, recipe, workers, reporter)
+    if router_coef and recipe.model.compile:
+        raise UserError(
+            f"model.compile: the load-balancing loss of experts (weight {router_coef:g}) reads "
+            "outputs inside the layers; set loss.router_aux_loss_coef=0 or model.compile=false."
+        )
+    if router_coef:
+        policy_logprobs.routers = RouterRecorder(model)
+    reference: Reference | None = None
+    if reference_model is not None:
+        reference = Reference(make_logprobs(reference_model, recipe, workers, reporter))
+    elif recipe.needs_reference:
+        reference = adapter_reference(model, recipe, workers, reporter)
+    optimizer = optimizers.make(
+        recipe.optimizer, model, offload=recipe.distributed.offload, seed=recipe.seed
+    )
+    return Networks(policy_logprobs, reference, optimizer, router_coef)
 
 
 def with_room_for_observations(
@@ -435,13 +459,25 @@ def load_policy(
             path = str(build_model(recipe, prepared.train, prepared.sessions, reporter.console))
     if prepared.train:
         loading.check_trainable(recipe.model, path)
+    return load_from(path, recipe, workers, reporter, trains=bool(prepared.train), whole=whole)
+
+
+def load_from(
+    path: str, recipe: Recipe, workers: Workers, reporter: Reporter, *, trains: bool, whole: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, VisionProcessor | None]:
+    """Returns model, tokenizer and processor of images from a folder or the hub.
+
+    Args:
+        trains: whether the model is trained, so that parts of it are frozen.
+        whole: False: only the model's structure is loaded.
+    """
     model, tokenizer = loading.load(recipe.model, path, weights=whole, half_type=workers.half_type)
     vision = None
     try:
         vision = loading.load_vision(recipe.model, path, tokenizer)
     except UserError as error:  # which a run on texts does not need
         reporter.say(f"note: {error} The model reads text only.")
-    if recipe.model.freeze and prepared.train:
+    if recipe.model.freeze and trains:
         frozen = loading.freeze(model, recipe.model.freeze)
         reporter.say(f"{frozen / 1e6:.4g} M parameters are frozen (model.freeze)")
     if recipe.adapter.method != "none":

@@ -26,6 +26,7 @@ from grpo_cli.models.optimizers import EIGHT_BIT
 from grpo_cli.records import Group
 from grpo_cli.reporting.model_card import model_card
 from grpo_cli.training import prefetch, step_progress
+from grpo_cli.training.prefetch import PrefetchedGroups
 from grpo_cli.training.run import Run, State
 from grpo_cli.training.stored_groups import (
     from_entries,
@@ -83,16 +84,26 @@ def is_due(run: Run) -> bool:
     return on_schedule or run.is_over or step == run.state.best_step
 
 
-def _write(run: Run, path: Path, *, wait: bool) -> None:
-    state, workers, queue = run.state, run.workers, run.queue
-    progress = run.recovery.progress
+def to_keep(run: Run, *, wait: bool) -> list[PrefetchedGroups]:
+    """Returns the prefetched groups that a checkpoint stores; the others are sampled again."""
     kept = []
-    for batch in queue.prefetched:
+    for batch in run.queue.prefetched:
         # A failed one is no reason to lose the checkpoint: its step will say why.
         unfit = not (wait or batch.is_done) or batch.has_failed()
-        if workers.max(float(unfit)):
+        if run.workers.max(float(unfit)):
             break
         kept.append(batch)
+    return kept
+
+
+def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
+    """Returns the state of the run, with a step that is not complete, as plain values.
+
+    Args:
+        kept: of the prefetched groups, the first ones, which are stored with it.
+    """
+    state, workers, queue = run.state, run.workers, run.queue
+    progress = run.recovery.progress
     first = state.step + (progress is not None)  # the step of the first prefetched groups
     prefetched = [
         workers.gather(to_entries(batch.groups(), sampling_fingerprint(run.recipe, first + number)))
@@ -103,7 +114,7 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
     own = None if progress is None else workers.gather(progress.own(fingerprint))
     now = time.monotonic()
     state.seconds, run.started = state.seconds + now - run.started, now
-    entries = {
+    return {
         "run": asdict(state)
         | {
             "position": queue.position - sampled_again,
@@ -130,8 +141,12 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         "alarms": run.reporter.alarms.to_state(),
         "stop": run.stop_rules.to_state(),
         "grad_scaler": run.scaler.state_dict(),  # {} unless the arithmetic is float16
-        "callbacks": run.callbacks.states(run),
     }
+
+
+def _write(run: Run, path: Path, *, wait: bool) -> None:
+    entries = state_of(run, to_keep(run, wait=wait)) | {"callbacks": run.callbacks.states(run)}
+    state, workers = run.state, run.workers
     best, began, last = state.best_step, time.monotonic(), run.is_over
     moved = run.reference.weights_to_save if run.reference is not None else None
 
@@ -341,6 +356,40 @@ def restore(run: Run, path: Path) -> None:
     Raises:
         UserError: the checkpoint is of another model.
     """
+    saved = restore_state(run, path)
+    workers = run.workers
+    before = yaml.safe_load((path / paths.TRAINING / "recipe.yaml").read_text("utf-8"))
+    if path == paths.checkpoint_path(run.folder, run.state.step):
+        run.recovery.saved_step = run.state.step
+    where = f"in step {run.state.step + 1}" if run.recovery.progress else f"step {run.state.step}"
+    run.reporter.say(f"resuming from {path}, {where}")
+    for change in saved_recipe.differences(before, run.recipe):
+        run.reporter.say(f"  changed since: {change}")
+        run.state.stop_reason = None  # of the recipe as it was
+    run.callbacks.restore(run, saved.get("callbacks", []))
+    if len(saved["rng"]) != workers.size:
+        run.reporter.say(
+            f"  {len(saved['rng'])} processes then, {workers.size} now: the same run except for "
+            "rounding"
+        )
+    # A step whose evaluation was interrupted is logged when that is complete. It may have been
+    # logged since, by a run that was killed before its next checkpoint.
+    run.reporter.rewind(run.state.step - (run.recovery.unreported is not None))
+    if workers.is_main:
+        for name in checkpointer.set_aside(run.folder, path, run.state.step):
+            run.reporter.say(f"  checkpoint {name} is of another course: now {name}.old")
+        checkpointer.discard_kept(run.folder, run.state.step + (run.recovery.progress is not None))
+
+
+def restore_state(run: Run, path: Path) -> dict[str, Any]:
+    """Puts what a checkpoint, or a kept step, stores into a run; changes no file.
+
+    Returns:
+        The stored state.
+
+    Raises:
+        UserError: the checkpoint is of another model.
+    """
     saved = _load(run, path)
     workers, stored = run.workers, StoredRun.of(saved["run"])
     run.state, run.beta, run.entropy_bonus = stored.state, stored.beta, stored.entropy_bonus
@@ -375,25 +424,7 @@ def restore(run: Run, path: Path) -> None:
         run.beta.adapted = None
     if before["loss"].get("entropy_coef") != run.recipe.loss.entropy_coef:
         run.entropy_bonus.adapted = None
-    if path == paths.checkpoint_path(run.folder, run.state.step):
-        run.recovery.saved_step = run.state.step
-    where = f"in step {run.state.step + 1}" if run.recovery.progress else f"step {run.state.step}"
-    run.reporter.say(f"resuming from {path}, {where}")
-    for change in saved_recipe.differences(before, run.recipe):
-        run.reporter.say(f"  changed since: {change}")
-        run.state.stop_reason = None  # of the recipe as it was
-    run.callbacks.restore(run, saved.get("callbacks", []))
-    if not same_processes:
-        run.reporter.say(
-            f"  {len(saved['rng'])} processes then, {workers.size} now: the same run except for "
-            "rounding"
-        )
-    # A step whose evaluation was interrupted is logged when that is complete. It may have been
-    # logged since, by a run that was killed before its next checkpoint.
-    run.reporter.rewind(run.state.step - (run.recovery.unreported is not None))
-    if workers.is_main:
-        for name in checkpointer.set_aside(run.folder, path, run.state.step):
-            run.reporter.say(f"  checkpoint {name} is of another course: now {name}.old")
+    return saved
 
 
 def _load(run: Run, path: Path) -> dict[str, Any]:

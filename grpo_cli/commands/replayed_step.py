@@ -1,0 +1,398 @@
+"""Recomputes a kept step as `train.py` takes it, and explains each completion of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_cli import train
+from grpo_cli.algorithm.baselines import BASELINES
+from grpo_cli.algorithm.batch import collate
+from grpo_cli.algorithm.loss import Coefficients, grpo_loss
+from grpo_cli.algorithm.variants import apply
+from grpo_cli.checkpoints import paths
+from grpo_cli.config.schema import Recipe
+from grpo_cli.errors import TrainingError
+from grpo_cli.models.loading import inference
+from grpo_cli.models.memory import is_out_of_memory
+from grpo_cli.random_streams import rng_state, set_rng_state
+from grpo_cli.records import Group, Rollout, StepStats, reward_tensors
+from grpo_cli.training import completion_terms, replay_run
+from grpo_cli.training.completion_terms import Terms, terms_of
+from grpo_cli.training.credit import assign_advantages
+from grpo_cli.training.gradient_parts import GradientParts, Part
+from grpo_cli.training.run import Run
+from grpo_cli.training.step import Step, begin
+
+NO_PART = Part(0.0, 0.0)
+AGREES = 1e-4  # of an advantage: rounding to float32 is smaller
+
+Chosen = Callable[[Group, int], bool]  # whether a completion of a group is to be explained alone
+
+
+@dataclass
+class Explanation:
+    """One completion in one optimizer step."""
+
+    terms: Terms | None = None  # None: nothing in it trains
+    part: Part = NO_PART
+    weight: float = 0.0  # of each token
+
+
+@dataclass
+class UpdateReport:
+    """One optimizer step: its completions, and how their gradients add up."""
+
+    number: int
+    completions: dict[tuple[int, int], Explanation] = field(default_factory=dict)
+    # ^ by (prompt index, sample)
+    rest: Part = NO_PART  # of the completions that were not chosen, together
+    difference: float = math.nan  # ‖Σ g_i − g‖ / ‖g‖
+    loss: float = math.nan
+    norm: float = math.nan
+
+
+@dataclass
+class Replay:
+    """A recomputed step."""
+
+    step: int  # counted from 1
+    recipe: Recipe
+    device: str
+    processes: int  # that took the step
+    metrics: dict[str, float]  # of its update, recomputed
+    updates: list[UpdateReport]
+    groups: list[Group]
+    baselines: dict[tuple[int, int], tuple[float, float]]  # (baseline, divisor) of the advantage
+    texts: dict[tuple[int, int], list[str]]  # the tokens of the chosen completions
+    prompts: dict[int, str]
+    has_dropout: bool
+
+
+def replay(folder: Path, step: int, chosen: Chosen | None, device: str | None) -> Replay:
+    """Recomputes a kept step with all its optimizer steps.
+
+    Args:
+        step: counted from 1.
+        chosen: the completions whose gradients are taken one by one, while all others are one
+            part; None: all of them.
+        device: to compute on; None: that of the run.
+
+    Raises:
+        UserError: the step is damaged or of another version.
+        TrainingError: the model does not fit into the memory of one process.
+    """
+    kept = replay_run.restore(folder, paths.kept_path(folder, step), device)
+    try:
+        return _replay(kept, step, chosen)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise TrainingError(
+            f"out of memory: grpo replay computes in one process, which needs room for the "
+            f"model, its optimizer and two gradients; {kept.processes} processes have trained it. "
+            "Use --device=cpu on a machine with more memory."
+        ) from error
+
+
+def _replay(kept: replay_run.Kept, number: int, chosen: Chosen | None) -> Replay:
+    run = kept.run
+    step = begin(run)
+    batch = step.batch
+    assert batch is not None, "a kept step has its rollouts"
+    step_stats = train.fill_logprobs(run, step, batch)
+    assign_advantages(step.recipe, batch.groups, step_stats, step.number)
+    reports: list[UpdateReport] = []
+
+    def take(run: Run, step: Step, update: int) -> None:
+        report = explained_step(run, step, update, chosen, kept.has_dropout)
+        reports.append(report)
+
+    metrics = train.update_policy(run, step, take)
+    decode = run.tokenizer.convert_ids_to_tokens
+    texts = {
+        (g.prompt_index, j): [
+            run.tokenizer.convert_tokens_to_string([token]) for token in decode(r.completion.ids)
+        ]
+        for g in batch.groups
+        for j, r in enumerate(g.rollouts)
+        if chosen is not None and chosen(g, j)
+    }
+    return Replay(
+        number,
+        step.recipe,
+        str(run.workers.device),
+        kept.processes,
+        metrics,
+        reports,
+        batch.groups,
+        baselines_of(step.recipe, batch.groups, step_stats),
+        texts,
+        {g.prompt_index: run.tokenizer.decode(g.prompt.ids) for g in batch.groups},
+        kept.has_dropout,
+    )
+
+
+def explained_step(
+    run: Run, step: Step, update: int, chosen: Chosen | None, has_dropout: bool
+) -> UpdateReport:
+    """Takes one optimizer step as `train.optimizer_step` does, and explains its gradient."""
+    report = UpdateReport(update)
+    groups = train.minibatch(step, update)
+    batch = train.optimizer_batch(run, step, groups, update)
+    if batch is None:
+        return report
+    before = rng_state()
+    sums = train.accumulate(run, step, batch)
+    after = rng_state()
+    parts = GradientParts(run.policy)
+    set_rng_state(before)  # the same dropout
+    with parts.watching():
+        explain(run, step, groups, batch, report, parts, chosen, has_dropout)
+    report.difference = parts.difference
+    parts.restore()
+    set_rng_state(after)
+    train.apply_gradient(run, step, sums)
+    report.loss, report.norm = step.progress.totals[-1].loss, step.progress.norms[-1]
+    return report
+
+
+def explain(
+    run: Run,
+    step: Step,
+    groups: Sequence[Group],
+    batch: train.OptimizerBatch,
+    report: UpdateReport,
+    parts: GradientParts,
+    chosen: Chosen | None,
+    has_dropout: bool,
+) -> None:
+    """Computes the gradient of each chosen completion, and of all others together.
+
+    Without dropout each chosen completion is a micro-batch of its own. With dropout it is not: its
+    masks are those of the micro-batch that it was trained in, so that the forward passes are
+    repeated as they were, and each completion has a backward pass through the complete one.
+    """
+    places = {id(r): (g, j) for g in groups for j, r in enumerate(g.rollouts)}
+    own = {id(r) for r in batch.with_gradient if chosen is None or chosen(*places[id(r)])}
+    of_others: list[Part] = []
+
+    of_batch, load = batch.coefficients, batch.coefficients.load
+
+    def explained(micro_batch: list[Rollout]) -> None:
+        logprobs, entropies = train.policy_outputs(run, step, of_batch, micro_batch)
+        routing, coefficients = run.policy_logprobs.routing, of_batch
+        if has_dropout and load is not None and routing is not None:  # not of single completions
+            coefficients = replace(of_batch, load=None)
+            aux_loss = run.scaler.scale(of_batch.router * load.loss(routing))
+            aux_loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            of_others.append(parts.take_part())
+        alone = [[i] for i, r in enumerate(micro_batch) if id(r) in own]
+        rest = [i for i, r in enumerate(micro_batch) if id(r) not in own]
+        for members in [*alone, *([rest] if rest else [])]:
+            rollouts = [micro_batch[i] for i in members]
+            width = max(len(r.completion.ids) for r in rollouts)
+            of_members = logprobs[members, :width]
+            own_entropies = None if entropies is None else entropies[members, :width]
+            output = grpo_loss(
+                step.recipe.loss,
+                collate(rollouts, run.workers.device),
+                of_members,
+                own_entropies,
+                coefficients,
+                routing,
+            )
+            is_last = members is rest or (not rest and members is alone[-1])
+            loss = run.scaler.scale(output.loss)
+            loss.backward(retain_graph=not is_last)  # type: ignore[no-untyped-call]
+            part = parts.take_part()
+            if members is rest:
+                of_others.append(part)
+                continue
+            (r,) = rollouts
+            g, j = places[id(r)]
+            terms = terms_of(step.recipe.loss, r, of_members, own_entropies, of_batch)
+            of_completion = Part(part.share, part.norm / run.scaler.get_scale())
+            report.completions[g.prompt_index, j] = Explanation(terms, of_completion, r.weight)
+
+    if has_dropout:
+        with torch.no_grad():  # which draws random numbers first
+            compute = partial(train.forward, run, step, of_batch)
+            run.micro_batches.map(compute, batch.entropy_only, run.policy_logprobs)
+        run.micro_batches.map(explained, batch.with_gradient, run.policy_logprobs)
+    else:
+        for r in batch.with_gradient:
+            if id(r) in own:
+                explained([r])
+        others = [r for r in batch.with_gradient if id(r) not in own]
+        run.micro_batches.map(explained, others, run.policy_logprobs)
+    report.rest = Part(sum(p.share for p in of_others), math.nan)
+    for r_id, (g, j) in places.items():
+        if (chosen is None or chosen(g, j)) and r_id not in own:
+            r = g.rollouts[j]
+            terms = without_gradient(run, step, r, of_batch)
+            report.completions[g.prompt_index, j] = Explanation(terms, NO_PART, r.weight)
+
+
+def without_gradient(
+    run: Run, step: Step, rollout: Rollout, coefficients: Coefficients
+) -> Terms | None:
+    """Returns the numbers of a completion that has no gradient; None if nothing in it trains."""
+    if not rollout.loss_tokens:
+        return None
+    with inference(run.policy):
+        logprobs, entropies = train.policy_outputs(run, step, coefficients, [rollout])
+    return terms_of(step.recipe.loss, rollout, logprobs, entropies, coefficients)
+
+
+def baselines_of(
+    recipe: Recipe, groups: Sequence[Group], step_stats: StepStats
+) -> dict[tuple[int, int], tuple[float, float]]:
+    """Returns (baseline, divisor) of the advantages that the recipe's rule computes from them."""
+    function = BASELINES.get(recipe.advantage.rule)
+    if function is None:
+        return {}
+    weights = {name: reward.weight for name, reward in recipe.reward.items()}
+    tensors = reward_tensors(step_stats, weights)
+    baseline, divisor = apply(function, tensors, recipe.advantage)
+    rows = {p: row for row, p in enumerate(sorted(step_stats))}
+    found = {}
+    for g in groups:
+        for j, r in enumerate(g.rollouts):
+            reward = tensors["rewards"][rows[g.prompt_index], j].item()
+            own = baseline[rows[g.prompt_index], j].item(), divisor[rows[g.prompt_index], j].item()
+            expected = (reward - own[0]) / own[1]
+            if abs(expected - r.advantage) <= AGREES * (1 + abs(expected)):
+                found[g.prompt_index, j] = own
+    return found
+
+
+# Metrics of an update that are compared with the recorded ones. A step whose first two differ is
+# not the step that was taken.
+COMPARED = ("loss", "grad_norm", "policy_loss", "kl", "entropy", "aux_loss")
+DECISIVE = COMPARED[:2]
+
+
+def compared(
+    recorded: Mapping[str, Any], recomputed: Mapping[str, float], tolerance: float
+) -> list[dict[str, Any]]:
+    """Returns the recorded and the recomputed metrics of an update, and whether they agree.
+
+    Args:
+        tolerance: largest difference; of a metric beyond 1, relative to it.
+    """
+    out = []
+    for name in COMPARED:
+        if name in recorded or name in recomputed:
+            before = recorded.get(name, math.nan)
+            now = recomputed.get(name, math.nan)
+            agrees = abs(now - before) <= tolerance * max(1.0, abs(before))
+            out.append({"name": name, "recorded": before, "recomputed": now, "agrees": agrees})
+    return out
+
+
+def as_data(found: Replay, checks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns a recomputed step as plain values, for --json and for printing."""
+    return {
+        "step": found.step,
+        "device": found.device,
+        "processes": found.processes,
+        "dropout": found.has_dropout,
+        "checks": list(checks),
+        "updates": [_update(found, report) for report in found.updates],
+    }
+
+
+def _update(found: Replay, report: UpdateReport) -> dict[str, Any]:
+    places = {(g.prompt_index, j): (g, r) for g in found.groups for j, r in enumerate(g.rollouts)}
+    completions = [
+        {**_completion(found, key, *places[key]), **_explained(found, key, own)}
+        for key, own in report.completions.items()
+    ]
+    minibatches = found.recipe.update.minibatches
+    shares = [own.part.share for own in report.completions.values()]
+    return {
+        "update": report.number + 1,
+        "iteration": report.number // minibatches + 1,
+        "minibatch": report.number % minibatches + 1,
+        "loss": report.loss,
+        "grad_norm": report.norm,
+        "share_sum": math.fsum([*shares, report.rest.share]),
+        "share_of_others": report.rest.share,
+        "difference": report.difference,
+        "completions": completions,
+    }
+
+
+def _completion(found: Replay, key: tuple[int, int], g: Group, r: Rollout) -> dict[str, Any]:
+    rewards = [o.outcome_reward for o in g.rollouts if not math.isnan(o.outcome_reward)]
+    baseline, divisor = found.baselines.get(key, (None, None))
+    step_values = None if r.token_advantages is None else r.token_advantages
+    return {
+        "prompt_index": key[0],
+        "row": g.prompt.row,
+        "sample": key[1],
+        "prompt": found.prompts[key[0]],
+        "completion": r.text,
+        "finish_reason": r.completion.finish_reason,
+        "reward": None if math.isnan(r.reward) else r.reward,
+        "outcome_reward": None if math.isnan(r.outcome_reward) else r.outcome_reward,
+        "reward_parts": dict(r.reward_parts),
+        "group_rewards": rewards,
+        "advantage": r.advantage,
+        "token_advantages": None if step_values is None else step_values.tolist(),
+        "baseline": baseline,
+        "divisor": divisor,
+        "excluded": r.excluded,
+        "tokens": len(r.completion.ids),
+        "loss_tokens": r.loss_tokens,
+    }
+
+
+def _explained(found: Replay, key: tuple[int, int], own: Explanation) -> dict[str, Any]:
+    values: dict[str, Any] = {"weight": own.weight, "share": own.part.share, "norm": own.part.norm}
+    terms = own.terms
+    if terms is None:
+        return values
+    trains = torch.tensor([mark != completion_terms.MASKED for mark in terms.marks])
+    ratio = terms.ratio[trains]
+    values |= {
+        "ratio": {
+            "mean": ratio.mean().item(),
+            "min": ratio.min().item(),
+            "max": ratio.max().item(),
+        },
+        "kl": None if terms.kl is None else terms.kl[trains].mean().item(),
+        **{
+            name: terms.marks.count(mark)
+            for name, mark in (
+                ("clipped", completion_terms.CLIPPED),
+                ("masked", completion_terms.MASKED),
+                ("left_out", completion_terms.LEFT_OUT),
+            )
+        },
+    }
+    if key in found.texts:
+        r = next(g for g in found.groups if g.prompt_index == key[0]).rollouts[key[1]]
+        values["token_values"] = [
+            {
+                "token": text,
+                "id": r.completion.ids[t],
+                "logprob": terms.logprobs[t].item(),
+                "old_logprob": terms.old_logprobs[t].item(),
+                "sampling_logprob": r.completion.sampling_logprobs[t],
+                "ratio": terms.ratio[t].item(),
+                "advantage": r.advantages[t].item(),
+                "kl": None if terms.kl is None else terms.kl[t].item(),
+                "pull": terms.pull[t].item(),
+                "mark": terms.marks[t],
+            }
+            for t, text in enumerate(found.texts[key])
+        ]
+    return values

@@ -1,0 +1,122 @@
+"""Keeps what `grpo replay` needs to recompute a step: an interrupted checkpoint of its beginning.
+
+    replay/step-7/training/shards/     the weights before step 7's first update, a moved reference,
+                                       and, with several updates, the optimizer's state
+    replay/step-7/training/state.pt    the state of the run, with the rollouts of all processes
+    replay/step-7/training/...         recipe.yaml, config and tokenizer, manifest.json
+
+It is what `resume.save_interrupted` writes of a run that ends in the middle of a step, with the
+prompts in addition: replaying a step needs neither the data nor the rewards of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from grpo_cli.checkpoints import paths
+from grpo_cli.checkpoints.shards import Parts
+from grpo_cli.config import saved_recipe
+from grpo_cli.config.schema import Log
+from grpo_cli.data import PromptStream
+from grpo_cli.images import StoredImage
+from grpo_cli.models.vision import VisionProcessor
+from grpo_cli.records import Group, Prompt
+from grpo_cli.training import resume
+from grpo_cli.training.run import Run
+from grpo_cli.training.step import Step
+
+ENTRY = "replay"  # of the state, which no other checkpoint has
+
+
+def is_kept(config: Log, step: int) -> bool:
+    """Whether the run keeps a step, counted from 1."""
+    every = config.keep_steps_every
+    return step in config.keep_steps or (every > 0 and step % every == 0)
+
+
+def keep(run: Run, step: Step) -> None:
+    """Starts to write a step that log.keep_steps names, before its first update. Collective.
+
+    A disk that is full is a note: see `Checkpointer.save`.
+    """
+    number = step.number + 1
+    if not is_kept(run.recipe.log, number) or step.progress.updates:  # kept before a resume
+        return
+    groups = step.progress.collected.groups
+    moved = run.reference.weights_to_save if run.reference is not None else None
+    own = {
+        "carried": [[] for _ in range(run.workers.size)],  # of the steps to come
+        "stream": None,
+        "lengths": {},
+        "log_history": "[]",
+        ENTRY: {
+            "prompts": run.workers.gather(prompts_of(groups)),
+            "model": run.policy.name_or_path,  # that the run began with
+            "samples_from_policy": run.generator.samples_from_policy,
+            "prefetch_steps": run.generator.prefetch_steps,
+            "dropout": has_dropout(run.policy),
+        },
+    }
+    run.checkpointer.save(
+        paths.kept_path(run.folder, number),
+        Parts(run.policy, run.optimizer, moved, keeps_optimizer=step.num_updates > 1),
+        resume.state_of(run, []) | own,
+        saved_recipe.as_yaml(run.recipe),
+        run.vision or run.tokenizer,
+        with_model=False,
+    )
+
+
+def has_dropout(model: torch.nn.Module) -> bool:
+    """Whether a forward pass in training mode draws random numbers."""
+    rates = (getattr(m, name, 0.0) for m in model.modules() for name in ("p", "attention_dropout"))
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def prompts_of(groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
+    """Returns what the groups' entries lack of their prompts: row and images, by prompt index."""
+    return {
+        g.prompt_index: {
+            "row": g.prompt.row,
+            "images": [_bytes_of(image) for image in g.prompt.images],
+        }
+        for g in groups
+    }
+
+
+def _bytes_of(image: StoredImage) -> torch.Tensor:
+    """Returns an encoded image as a tensor of bytes, as which a state is loaded without pickle."""
+    return torch.frombuffer(bytearray(image.encoded()["bytes"]), dtype=torch.uint8)
+
+
+class KeptPrompts(PromptStream):
+    """The prompts of a kept step, by their index in the run."""
+
+    def __init__(self, saved: Mapping[str, Any], vision: VisionProcessor | None) -> None:
+        """Reads the prompts of `load_state`.
+
+        Args:
+            vision: the model's processor of images.
+        """
+        rows = {n: row for part in saved[ENTRY]["prompts"] for n, row in part.items()}
+        self.found = {}
+        for entry in (entry for part in saved["work"]["own"] for entry in part):
+            row = rows[entry["position"]]
+            images = tuple(
+                StoredImage(image.numpy().tobytes(), f"row {row['row']}") for image in row["images"]
+            )
+            self.found[entry["position"]] = Prompt(
+                row["row"],
+                list(entry["prompt_ids"]),
+                "",
+                {},
+                images,
+                vision if images else None,
+            )
+        super().__init__([*self.found.values()], 0, False)
+
+    def prompt_at(self, position: int) -> Prompt:
+        return self.found[position]

@@ -1,0 +1,147 @@
+"""Builds the run that a kept step belongs to, as far as its update needs it, in one process.
+
+There are no data, rewards, environments, engine or trackers: the rollouts are stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from grpo_cli.checkpoints import checkpointer, manifest, provenance
+from grpo_cli.checkpoints.checkpointer import Checkpointer
+from grpo_cli.config.renamed import translate
+from grpo_cli.config.schema import Recipe
+from grpo_cli.distributed.interrupts import Interrupts
+from grpo_cli.distributed.workers import Workers
+from grpo_cli.errors import UserError
+from grpo_cli.generation.base import Generator
+from grpo_cli.models.memory import MicroBatchBudget
+from grpo_cli.models.micro_batches import MicroBatcher
+from grpo_cli.random_streams import derive_seed
+from grpo_cli.reporting.hub import Pusher
+from grpo_cli.reporting.reporter import Reporter
+from grpo_cli.scoring.scorer import Scorer
+from grpo_cli.training import build, prepare, resume
+from grpo_cli.training.kept_steps import ENTRY, KeptPrompts
+from grpo_cli.training.rollout_queue import RolloutQueue
+from grpo_cli.training.run import Run
+
+
+class StoredCompletions(Generator):
+    """Stands for the engine that has sampled the stored completions; samples nothing itself."""
+
+    def __init__(self, saved: dict[str, Any]) -> None:
+        self.samples_from_policy = saved["samples_from_policy"]
+        self.prefetch_steps = saved["prefetch_steps"]
+
+
+class NoInterrupts(Interrupts):
+    """Never interrupts the present work: there is nothing to save."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+
+    def begin_step(self) -> None:
+        pass
+
+    def is_due(self) -> bool:
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A kept step, restored: the run as it was before the step's first update."""
+
+    run: Run
+    processes: int  # that took the step
+    has_dropout: bool
+
+
+def recipe_of(path: Path, device: str | None) -> Recipe:
+    """Returns the recipe of a kept step, for one process.
+
+    Args:
+        device: to compute on; None: that of the run.
+
+    Raises:
+        UserError: the recipe cannot be read, or this version does not take it.
+    """
+    stored = translate(provenance.read(path))
+    tree = {key: value for key, value in stored.items() if key != "defaults"}
+    recipe = prepare.parse(tree)
+    offload = recipe.distributed.offload
+    # One process shards nothing; FSDP2's offload changes no number.
+    distributed = dataclasses.replace(
+        recipe.distributed, strategy="ddp", offload="none" if offload == "all" else offload
+    )
+    return dataclasses.replace(recipe, distributed=distributed, device=device or recipe.device)
+
+
+def restore(folder: Path, path: Path, device: str | None) -> Kept:
+    """Builds the run of a kept step and puts its state into it.
+
+    Args:
+        folder: of the run.
+        path: of the kept step.
+        device: to compute on; None: that of the run.
+
+    Raises:
+        UserError: the step is damaged or of another version, or the model is not there any more.
+    """
+    if wrong := manifest.verify(path):
+        raise UserError(f"{path}: {wrong}; resume the run before this step to keep it anew.")
+    saved = checkpointer.load_state(path)
+    own = saved[ENTRY]
+    recipe = recipe_of(path, device)
+    workers = Workers(recipe.device, recipe.mixed_precision, recipe.distributed)
+    reporter = Reporter(recipe, folder, main=False)  # which writes and prints nothing
+    transformers.set_seed(derive_seed(recipe.seed, 0) % 2**32)
+    if Path(own["model"]).is_absolute() and not Path(own["model"]).is_dir():
+        raise UserError(
+            f"{path}: the model that its run began with, {own['model']}, is gone; a kept step "
+            "holds the trained weights, and the rest is read from there."
+        )
+    model, tokenizer, vision = build.load_from(
+        own["model"], recipe, workers, reporter, trains=True, whole=True
+    )
+    policy_logprobs, reference, optimizer, router_coef = build.make_networks(
+        model, recipe, workers, reporter
+    )
+    generator, interrupts = StoredCompletions(own), NoInterrupts(workers)
+    budget = MicroBatchBudget(recipe.update.tokens_per_micro_batch, reporter.say)
+    run = Run(
+        recipe=recipe,
+        folder=folder,
+        lock=None,
+        workers=workers,
+        interrupts=interrupts,
+        tokenizer=tokenizer,
+        policy=model,
+        policy_logprobs=policy_logprobs,
+        reference=reference,
+        micro_batches=MicroBatcher(
+            workers, interrupts, budget, optimizer, policy_logprobs, reference
+        ),
+        optimizer=optimizer,
+        scaler=workers.grad_scaler(),
+        generator=generator,
+        queue=RolloutQueue(recipe, KeptPrompts(saved, vision), workers, generator, tokenizer),
+        scorer=Scorer({}, [], ""),
+        evaluator=None,
+        reporter=reporter,
+        checkpointer=Checkpointer(workers, reporter.say, background=False),
+        pusher=Pusher(Recipe(), folder, reporter.say, main=False),
+        router_coef=router_coef,
+        vision=vision,
+    )
+    resume.restore_state(run, path)
+    if run.recovery.progress is None:
+        raise UserError(
+            f"{path}: was kept by another version of grpo, whose knobs of loss, sampling or "
+            "rewards are others; replay it with that version."
+        )
+    return Kept(run, len(saved["rng"]), own["dropout"])
