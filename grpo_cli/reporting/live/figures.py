@@ -125,7 +125,8 @@ def seconds_left(run: Followed) -> float | None:
     evaluated += first == 0 and run.status.get("before") is not None
     per_evaluation = seconds.get("evaluate", 0.0) / evaluated if evaluated else 0.0
     total = left * per_step + evaluations_left(run.recipe, run.step, steps) * per_evaluation
-    return max(0.0, total - max(0.0, run.status["time"] - finished["time"]))
+    passed = float(run.status["time"] - finished["time"])
+    return max(0.0, total - max(0.0, passed))
 
 
 def resample(values: Sequence[float], width: int) -> list[float]:
