@@ -124,7 +124,7 @@ def seconds_left(run: Followed) -> float | None:
     evaluated = sum(step > first for step in run.series[EVALUATION].steps)
     evaluated += first == 0 and run.status.get("before") is not None
     per_evaluation = seconds.get("evaluate", 0.0) / evaluated if evaluated else 0.0
-    total = left * per_step + evaluations_left(run.recipe, run.step, steps) * per_evaluation
+    total: float = left * per_step + evaluations_left(run.recipe, run.step, steps) * per_evaluation
     passed = float(run.status["time"] - finished["time"])
     return max(0.0, total - max(0.0, passed))
 
