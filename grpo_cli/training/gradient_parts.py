@@ -46,7 +46,10 @@ class GradientParts:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Compares what each backward inside computes, instead of adding it up in the model."""
-        handles = [p.register_post_accumulate_grad_hook(self._take) for p in self.weights]
+        handles = [
+            p.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+            for p in self.weights
+        ]
         try:
             yield
         finally:
@@ -89,5 +92,5 @@ class GradientParts:
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     """Returns the scalar product of two tensors of one shape, [] on their device."""
     wide = torch.float32 if a.device.type == "mps" else torch.float64
-    parts = zip(a.flatten().split(CHUNK), b.flatten().split(CHUNK), strict=True)
+    parts = zip(torch.split(a.flatten(), CHUNK), torch.split(b.flatten(), CHUNK), strict=True)
     return torch.stack([(x.to(wide) * y.to(wide)).sum() for x, y in parts]).sum()

@@ -47,7 +47,7 @@ def keep(run: Run, step: Step) -> None:
         return
     groups = step.progress.collected.groups
     moved = run.reference.weights_to_save if run.reference is not None else None
-    own = {
+    own: dict[str, Any] = {
         "carried": [[] for _ in range(run.workers.size)],  # of the steps to come
         "stream": None,
         "lengths": {},

@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.state import AcceleratorState
+from transformers import PreTrainedTokenizerFast
 
 from grpo_cli import cli
 from grpo_cli.checkpoints import manifest, paths
 from grpo_cli.commands import replayed_step
 from grpo_cli.commands.replayed_step import Chosen
 from tests import programs
+from tests.models.test_routers import changes_for
 from tests.tables import table
+from tests.training.test_train import trained
 
 Grpo = Callable[..., tuple[int, str, str]]
 
@@ -53,7 +57,7 @@ RECIPES: dict[str, list[str]] = {
     "gspo": [*SUMS, "loss=gspo", "update.minibatches=3"],
     "cispo": [*SUMS, "loss=cispo", "update.num_iterations=3"],
     "clip-cov": [*SUMS, "loss=clip_cov", "update.num_iterations=2"],
-    "entropy-bonus": [*SUMS, "loss.entropy_coef=0.01", "loss.entropy_target=2.0",
+    "entropy-bonus": [*SUMS, "loss.entropy_coef=0.01", "loss.entropy_target=6.0",
                       "update.minibatches=2"],
     "top-entropy": [*SUMS, "loss.top_entropy=0.3", "update.num_iterations=2"],
     "dropout": [*SUMS, "model.dropout=0.1", "update.tokens_per_micro_batch=60", "loss.beta=0.02"],
@@ -63,11 +67,12 @@ RECIPES: dict[str, list[str]] = {
                        "update.tokens_per_micro_batch=60"],
     "bfloat16": [*SUMS, "mixed_precision=bf16", "update.minibatches=2"],
     "bfloat16-weights": [*SUMS, "model.dtype=bfloat16", "update.minibatches=2"],
-    "guess-number": ["recipe=guess_number", *EPISODES],
-    "calculator": ["recipe=calculator", *EPISODES],
+    "guess-number": ["recipe=guess_number", *EPISODES, "reward=[environment,length]",
+                     "reward.length.args.target=9"],
+    "calculator": ["recipe=calculator", *EPISODES, "reward=[math,length]",
+                   "reward.length.args.target=9"],
     "images": ["recipe=shapes_tiny", *QUIET, "model.build.warmup_steps=5", "loss.beta=0.05"],
-    "schedule": [*SUMS, "loss.beta=0.05", "+schedules.loss.beta.to=0.1",
-                 "+schedules.loss.beta.steps=3"],
+    "schedule": [*SUMS, "loss.beta=0.05", "+schedules.loss.beta.to=0.1"],
 }  # fmt: skip
 # Products in bfloat16 round differently for a completion that shares its prompt with others.
 ROUGH = {"bfloat16": 0.05, "bfloat16-weights": 0.05}
@@ -112,6 +117,7 @@ def check(data: dict[str, Any], rounding: float = 1e-4) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes(name: str, grpo: Grpo) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)  # of another precision
     code, _, err = grpo("train", *RECIPES[name], "log.keep_steps=[2]", "output_dir=run")
     assert code == 0, err
     data = recomputed(Path("run"), 2)
@@ -251,6 +257,21 @@ def test_two_processes(strategy: str, tmp_path: Path) -> None:
     data = recomputed(tmp_path / "run", 2)
     assert data["processes"] == 2
     check(data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", [None, 0.2])
+def test_experts(dropout: float | None, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    asking = {"output_router_logits": True, "router_aux_loss_coef": 0.25}
+    changes = changes_for("qwen3_moe", tokenizer, tmp_path, **asking)
+    changes["model"]["dropout"] = dropout
+    changes["generation__max_logp_difference"] = None  # dropout makes it large
+    run = trained(tmp_path, log__keep_steps=[2], update__tokens_per_micro_batch=60, **changes)
+    data = recomputed(run.folder, 2)
+    assert "aux_loss" in [c["name"] for c in data["checks"]]
+    check(data)
+    of_others = data["updates"][0]["share_of_others"]
+    assert (of_others == 0) == (dropout is None), "what balances the experts is apart"
 
 
 @table(

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from grpo_cli import train
 from grpo_cli.checkpoints import manifest, paths
 from grpo_cli.checkpoints.checkpointer import load_state
+from grpo_cli.commands import replayed_step
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError
@@ -665,3 +666,21 @@ def test_a_batch_that_failed_stops_the_step_that_takes_it(halted: tuple[Path, Fa
     with pytest.raises(TrainingError, match="no server is left") as error:
         collect(live, live.recipe, Clock(CPU))
     assert error.value.alone
+
+
+@pytest.mark.runs
+def test_a_prefetched_step_is_replayed_without_its_servers(
+    tmp_path: Path, fakes: list[FakeVllm]
+) -> None:
+    live, _ = trained(
+        tmp_path, log__keep_steps=[3], loss__beta=0.05, **serve(fakes, prefetch_steps=1)
+    )
+    for fake in fakes:
+        fake.end()
+    found = replayed_step.replay(live.folder, 3, None, None)
+    recorded = metrics(live)[2]
+    assert recorded["staleness/max"] == 1
+    checks = replayed_step.compared(recorded, found.metrics, 1e-6)
+    assert [c["name"] for c in checks if c["agrees"]] == ["loss", "grad_norm", "policy_loss", "kl"]
+    ratios = [own.terms.ratio for own in found.updates[0].completions.values() if own.terms]
+    assert max((ratio - 1).abs().max() for ratio in ratios) > 1e-3, "of an older policy"
