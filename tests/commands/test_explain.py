@@ -111,6 +111,15 @@ def test_a_recipe_with_a_mistake_is_explained(capsys: pytest.CaptureFixture[str]
     assert "\noptimizer.learning_rate = -1.0\n" in out
 
 
+def test_a_variable_that_is_not_set(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("my.yaml").write_text(
+        "defaults: [arithmetic_tiny, _self_]\noutput_dir: ${oc.env:NOT_SET_HERE}\n"
+    )
+    out = explain(capsys, "recipe=./my.yaml", "output_dir")
+    assert out.startswith("note: the recipe is refused as it stands: ")
+    assert "\noutput_dir = ${oc.env:NOT_SET_HERE}\n" in out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
