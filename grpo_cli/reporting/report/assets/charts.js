@@ -75,17 +75,24 @@ function chart(spec) {
     h('figcaption', {}, h('span', { class: 'chart-title', title: spec.hint || spec.title }, spec.title), readout),
     host, spec.legend ? legend(spec.lines) : null);
   const state = { spec, host, readout, plot: null, watcher: null };
-  state.watcher = new ResizeObserver(() => {
-    const width = Math.floor(host.clientWidth);
-    if (!width) return;
-    if (!state.plot) draw(state, width);
-    else if (Math.abs(state.plot.width - width) > 1) state.plot.setSize({ width, height: spec.height || HEIGHT });
-  });
+  state.watcher = new ResizeObserver(() => fit(state));
   state.watcher.observe(host);
   host.setAttribute('role', 'img');
   host.setAttribute('aria-label', described(spec));
   live.add(state);
   return box;
+}
+
+// Draws a chart in the width that it has, unless it is not shown.
+function fit(state) {
+  const width = Math.floor(state.host.clientWidth);
+  if (!width) return;
+  if (!state.plot) draw(state, width);
+  else if (Math.abs(state.plot.width - width) > 1) state.plot.setSize({ width, height: state.spec.height || HEIGHT });
+}
+
+function fitAll() {
+  for (const state of live) fit(state);
 }
 
 function legend(lines) {

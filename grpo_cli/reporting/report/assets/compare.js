@@ -8,7 +8,11 @@ function compareTab() {
 function sideBySide(a, b) {
   const last = (run) => evaluations(run).filter((e) => e.step > 0).pop();
   const first = (run) => evaluations(run).find((e) => e.step === 0);
-  const evaluation = (e, run) => (e ? `${run.measure === 'accuracy' ? share(e.value) : number(e.value)}${interval(e, (v) => (run.measure === 'accuracy' ? share(v) : number(v)))}` : 'not recorded');
+  const evaluation = (e, run) => {
+    if (!e) return 'not recorded';
+    const format = run.measure === 'accuracy' ? (v) => share(v) : number;
+    return h('span', {}, format(e.value), e.low === null ? null : h('small', { class: 'range' }, `${format(e.low)} – ${format(e.high)}`));
+  };
   const rows = [
     [`held-out ${a.measure}, before`, evaluation(first(a), a), evaluation(first(b), b)],
     [`held-out ${a.measure}, last`, evaluation(last(a), a), evaluation(last(b), b)],

@@ -183,7 +183,7 @@ function select(table, view) {
   const flipped = view.filter === 'to_right' || view.filter === 'to_wrong' ? new Set(table[view.filter]) : null;
   const ends = endsOf(table);
   const query = view.query.trim().toLowerCase();
-  table.lower ??= { completion: table.completion.map((t) => t.toLowerCase()), texts: table.texts.map((t) => t.toLowerCase()) };
+  if (query) table.lower ??= { completion: table.completion.map((t) => t.toLowerCase()), texts: table.texts.map((t) => t.toLowerCase()) };
   const found = [];
   for (let i = 0; i < table.completion.length; i++) {
     const p = table.problem[i];

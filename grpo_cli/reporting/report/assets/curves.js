@@ -71,7 +71,7 @@ function curvesTab() {
       h('button', { type: 'button', class: 'button', id: 'zoom-reset', onclick: resetAll }, 'Reset zoom'),
       h('p', { class: 'note grow' }, `Drag across a chart to zoom all of them.${every > 1 ? ` Each point is the mean of ${every} steps.` : ''}`)),
     area,
-    card({ title: `All ${names.length} metrics`, note: 'Choose which curves are drawn. docs/metrics.md defines each.' },
+    card({ title: `All ${names.length} metrics`, note: 'Choose which curves are drawn. docs/metrics.md defines each.', only: 'on-screen' },
       h('label', { class: 'field grow' }, h('span', {}, 'Find a metric'), search),
       h('div', { class: 'chips', role: 'group', 'aria-label': 'Metrics' }, buttons), none));
 }

@@ -24,9 +24,9 @@ function filled(node, attributes, children) {
 }
 
 function card(title, ...children) {
-  const { note, id, tools } = typeof title === 'object' ? title : {};
+  const { note, id, tools, only } = typeof title === 'object' ? title : {};
   const text = typeof title === 'object' ? title.title : title;
-  return h('section', { class: 'card', id },
+  return h('section', { class: only ? `card ${only}` : 'card', id },
     h('div', { class: 'card-head' }, h('h2', {}, text), tools || null),
     note ? h('p', { class: 'note' }, note) : null, children);
 }

@@ -46,7 +46,7 @@ function page() {
   }, title));
   const main = h('main', { id: 'page', tabindex: '-1' });
   for (const [key, title] of shown) {
-    const panel = h('div', { role: 'tabpanel', id: `panel-${key}`, 'aria-labelledby': `tab-${key}`, hidden: true }, h('h2', { class: 'print-title' }, title));
+    const panel = h('div', { role: 'tabpanel', id: `panel-${key}`, 'aria-labelledby': `tab-${key}`, class: 'unmade', hidden: true }, h('h2', { class: 'print-title' }, title));
     panels.set(key, panel);
     main.append(panel);
   }
@@ -54,6 +54,7 @@ function page() {
   const make = (key) => {
     if (made.has(key)) return;
     made.add(key);
+    panels.get(key).classList.remove('unmade');
     panels.get(key).append(shown.find(([k]) => k === key)[2]());
   };
   const select_ = (key, isChosen) => {
@@ -76,7 +77,12 @@ function page() {
     next.focus();
     select_(next.dataset.tab, true);
   } }, tabs);
-  addEventListener('beforeprint', () => { shown.forEach(([key]) => key !== 'completions' && make(key)); });
+  addEventListener('beforeprint', () => {
+    shown.forEach(([key]) => key !== 'completions' && make(key));
+    document.body.classList.add('printing');
+    fitAll();
+  });
+  addEventListener('afterprint', () => { document.body.classList.remove('printing'); fitAll(); });
   addEventListener('hashchange', () => { const key = location.hash.slice(1); if (panels.has(key)) select_(key, false); });
   const title = report.two ? report.runs.map((run, i) => h('span', { class: `run-name run-${i}` }, h('i', {}), run.label)) : report.runs[0].label;
   const written = new Date(1000 * report.head.written);

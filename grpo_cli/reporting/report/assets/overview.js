@@ -7,7 +7,7 @@ const STATES = {
 
 function overviewTab() {
   return h('div', { class: 'stack' },
-    report.runs.map((run, i) => hero(run, i)),
+    h('div', { class: report.two ? 'heroes' : 'stack' }, report.runs.map((run, i) => hero(run, i))),
     report.runs.some((run) => run.curves.steps.length) ? tiles() : missing('No step is complete yet: there are no curves.'),
     alarmsCard(),
     h('div', { class: 'charts two' },
