@@ -43,7 +43,7 @@ NAME = "report.html"  # in the run's folder
 
 @dataclass(frozen=True)
 class RunData:
-    """What the report shows of a run."""
+    """Holds the parts of a run that the report shows."""
 
     head: dict[str, Any]  # facts and curves: small, read first
     completions: Completions
