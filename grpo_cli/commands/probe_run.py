@@ -14,9 +14,7 @@ from grpo_cli.evaluation.probe import ProbeResult, run_probe
 from grpo_cli.evaluation.probe_samples import Policy, Size
 from grpo_cli.evaluation.probe_tables import show
 from grpo_cli.generation.factory import make_generator
-from grpo_cli.models import loading
 from grpo_cli.models.vision import has_images
-from grpo_cli.records import Prompt
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter, completion_row, write_parquet
 from grpo_cli.scoring.registry import TrainerState
@@ -65,14 +63,9 @@ def _probe(prepared: Prepared, size: Size, workers: Workers, reporter: Reporter)
     stream = build.make_stream(prepared, tokenizer, vision, reporter)
     prompts = list(stream.prompts)
     recipe = parsing.with_steps(recipe, len(prompts))
-    # Of streamed prompts, and of first observations, nothing is known but the limit.
-    if recipe.dataset.streaming or recipe.has_episodes:
-        prompts.append(Prompt.from_ids(prompts[0].ids[:1] * recipe.dataset.max_prompt_tokens))
+    prompts += build.longest_unknown(recipe, prompts)
     policy_logprobs = build.make_logprobs(model, recipe, workers, reporter)
-    if recipe.model.path is not None and recipe.model.build is None:
-        loading.check_embeddings(model, recipe.model.path, prompts)
-        longest, key = recipe.generation.max_completion_tokens, "generation.max_completion_tokens"
-        loading.check_context(model, recipe.model.path, prompts, longest, key)
+    build.check_fits(recipe, model, prompts)
     episodes = build.make_episodes(prepared, model, tokenizer, vision, say)
     generator = make_generator(recipe, model, tokenizer, workers, prompts, say)
     for line in prepared.scorer.descriptions:

@@ -118,7 +118,7 @@ def tolerant(scorer: Scorer) -> Scorer:
 def choose_prompts(recipe: Recipe, stream: PromptStream, number: int) -> list[tuple[int, Prompt]]:
     """Returns (position, prompt) of some prompts that the run trains on, chosen at random.
 
-    Of streamed rows they are the first, since no others have been read. A prompt comes once.
+    A prompt comes once. With streaming they are the first, since no other rows have been read.
     """
     if recipe.dataset.streaming:
         positions = list(range(min(number, len(stream.prompts))))

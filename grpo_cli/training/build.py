@@ -123,9 +123,7 @@ def assemble(
         recipe.dataset.streaming or any(prompt.images for prompt in prompts)
     )
     recipe = parsing.with_steps(recipe, len(prompts))
-    # Of streamed prompts, and of first observations, nothing is known but the limit.
-    if recipe.dataset.streaming or recipe.has_episodes:
-        prompts.append(Prompt.from_ids(prompts[0].ids[:1] * recipe.dataset.max_prompt_tokens))
+    prompts += longest_unknown(recipe, prompts)
     reporter.progress.total = recipe.steps
     policy_logprobs, reference, optimizer, router_coef = make_networks(
         model, recipe, workers, reporter
@@ -135,10 +133,7 @@ def assemble(
     reads_images = may_have_images(recipe, [*prompts, *held_out])
     if vision is not None and reads_images:
         policy_logprobs.tower = tower_flops.measure(model, vision)
-    if recipe.model.path is not None and recipe.model.build is None:
-        loading.check_embeddings(model, recipe.model.path, [*prompts, *held_out])
-        longest, knob = recipe.generation.max_completion_tokens, "generation.max_completion_tokens"
-        loading.check_context(model, recipe.model.path, prompts, longest, knob)
+    check_fits(recipe, model, prompts, held_out)
     episodes = make_episodes(prepared, model, tokenizer, vision, reporter.say)
     longest_prompts = [*prompts, *with_room_for_observations(recipe, model, held_out)]
     generator = factory.make_generator(
@@ -259,6 +254,34 @@ def make_networks(
         recipe.optimizer, model, offload=recipe.distributed.offload, seed=recipe.seed
     )
     return Networks(policy_logprobs, reference, optimizer, router_coef)
+
+
+def longest_unknown(recipe: Recipe, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Returns a prompt of the largest length if prompts may come that are not known yet.
+
+    They are those of a stream, and those with an environment's first observation.
+    """
+    if not (recipe.dataset.streaming or recipe.has_episodes):
+        return []
+    return [Prompt.from_ids(prompts[0].ids[:1] * recipe.dataset.max_prompt_tokens)]
+
+
+def check_fits(
+    recipe: Recipe,
+    model: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    held_out: Sequence[Prompt] = (),
+) -> None:
+    """Checks that a model which was loaded can read the prompts and complete those of training.
+
+    Raises:
+        UserError: a token that it has no embedding of, or a prompt that leaves too little room.
+    """
+    if recipe.model.path is None or recipe.model.build is not None:
+        return
+    loading.check_embeddings(model, recipe.model.path, [*prompts, *held_out])
+    longest, knob = recipe.generation.max_completion_tokens, "generation.max_completion_tokens"
+    loading.check_context(model, recipe.model.path, prompts, longest, knob)
 
 
 def with_room_for_observations(
