@@ -1,6 +1,6 @@
 """Probes recipes of which half can learn and half cannot, and compares the verdicts.
 
-    python scripts/check_probe.py [--only NAME ...]
+    python scripts/check_probe.py [--only NAME ...] [--words prompts=12 samples=8]
 
 Prints a table: what was changed, the verdict that is right, the verdict that `grpo probe` gave, the
 name of its first finding, and seconds. Exit code 1 if a verdict is wrong. On two cores it takes
@@ -18,6 +18,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,7 +64,7 @@ CASES = (
     ),
     Case(
         "completions too short to end",
-        ("recipe=gsm8k_tiny", "generation.max_completion_tokens=4"),
+        ("generation.max_completion_tokens=1",),  # nearly all answers have two digits
         "truncated",
     ),
     Case("temperature near 0", ("generation.temperature=0.001",), "identical"),
@@ -85,7 +86,7 @@ def write_rows(path: Path) -> None:
             file.write(json.dumps({**json.loads(line), "id": f"row-{number}"}) + "\n")
 
 
-def probed(case: Case) -> tuple[int, str, float]:
+def probed(case: Case, more: Sequence[str]) -> tuple[int, str, float]:
     """Returns (exit code, name of the first finding, seconds)."""
     words = (
         case.words
@@ -94,7 +95,7 @@ def probed(case: Case) -> tuple[int, str, float]:
     )
     out, began = io.StringIO(), time.monotonic()
     with contextlib.redirect_stdout(out):
-        code = cli.run_command(["probe", *words, "device=cpu", "--json"])
+        code = cli.run_command(["probe", *words, *more, "device=cpu", "--json"])
     found = json.loads(out.getvalue())["findings"] if code in (0, 3) else []
     first = ", ".join(f"{f['kind']} {f['name']}" for f in found) or "none"
     return code, first, time.monotonic() - began
@@ -104,7 +105,8 @@ def main() -> int:
     """Probes the cases and prints the table; returns 1 if a verdict is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", help="names of cases")
-    chosen = parser.parse_args().only
+    parser.add_argument("--words", nargs="*", default=[], help="such as prompts=12 samples=8")
+    chosen, more = vars(parser.parse_args()).values()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     wrong = 0
     table = Table("recipe", "right", "verdict", "findings", "s")
@@ -114,7 +116,7 @@ def main() -> int:
         for case in CASES:
             if chosen and case.name not in chosen:
                 continue
-            code, found, seconds = probed(case)
+            code, found, seconds = probed(case, more)
             first = found.split(",")[0].removeprefix("stops ")
             is_right = code == (0 if case.finding is None else 3)
             is_right = is_right and case.finding in (None, first)

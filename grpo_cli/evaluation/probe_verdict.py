@@ -23,6 +23,7 @@ LOW_SIGNAL = 0.5  # share of groups with a signal below which larger groups are 
 GAIN = 0.1  # that a larger group has to bring
 MANY_TRUNCATED = 0.3
 ALL_TRUNCATED = 0.99
+BY_ACCIDENT = 0.05  # of completions that are all cut off: right ones
 ALL_CUT = 0.9
 ALL_IDENTICAL = 0.9
 MANY = 0.5  # of prompts that are solved, or that no completion solves
@@ -221,6 +222,7 @@ def signal(recipe: Recipe, m: Measured) -> Iterator[Finding]:
         return
     is_over_step = recipe.advantage.rule == "reinforce_pp" and recipe.advantage.baseline == "none"
     if m.differing:
+        yield from _never_ends(recipe, m)
         yield from _group_size(recipe, m)
         return
     if is_over_step and not m.is_constant:
@@ -295,6 +297,25 @@ def _without_signal(recipe: Recipe, m: Measured) -> Finding:
     )
 
 
+def _never_ends(recipe: Recipe, m: Measured) -> Iterator[Finding]:
+    """Finds runs whose completions are all cut off, where one is right by accident only.
+
+    Tasks whose answer is as long as the limit, such as a choice of one token, are right more often.
+    """
+    if m.truncated < ALL_TRUNCATED or m.pass_rate is None or m.pass_rate.value >= BY_ACCIDENT:
+        return
+    key, limit = limit_of(recipe, m)
+    yield Finding(
+        "stops",
+        "truncated",
+        f"{m.truncated:.0%} of {m.completions} completions of {m.prompts} prompts reach {key} = "
+        f"{limit} before they end, and {m.pass_rate.value:.1%} of them are right: the rewards "
+        "differ by accidents of what was cut off.",
+        (f"{key}={4 * limit}",),
+        True,
+    )
+
+
 def _constant(m: Measured) -> str:
     return f": all are {m.reward_mean:.3g}" if m.is_constant and m.reward_mean is not None else ""
 
@@ -365,7 +386,8 @@ def endings(recipe: Recipe, m: Measured) -> Iterator[Finding]:
     ended = "none ended" if m.ended_length is None else (
         f"99 % of those that ended have at most {m.ended_length:.0f} tokens"
     )  # fmt: skip
-    if m.truncated > MANY_TRUNCATED and (m.differing or m.truncated < ALL_TRUNCATED):
+    never_ends = any(True for _ in _never_ends(recipe, m)) or not m.differing
+    if m.truncated > MANY_TRUNCATED and not (never_ends and m.truncated >= ALL_TRUNCATED):
         yield Finding(
             "slows",
             "truncated",

@@ -171,6 +171,16 @@ def test_turns_that_are_cut_off() -> None:
     assert [f.name for f in judged(whole).findings] == ["truncated"], "it is said once"
 
 
+def test_completions_that_never_end() -> None:
+    few = Estimate(0.02, 0.01, 0.05)
+    verdict = judged({"truncated": 1.0, "eos": 0.0, "pass_rate": few})
+    assert [f.name for f in verdict.findings] == ["truncated"]
+    assert not verdict.can_learn
+    assert "2.0% of them are right" in verdict.sentence
+    assert judged({"truncated": 1.0, "eos": 0.0}).can_learn, "answers as long as the limit"
+    assert judged({"truncated": 0.9, "pass_rate": few}).can_learn
+
+
 def test_a_rule_that_trains_on_differences_between_prompts() -> None:
     own = replace(RECIPE, advantage=Advantage(rule="reinforce_pp", baseline="none"))
     assert judged(NO_SIGNAL, own).can_learn
