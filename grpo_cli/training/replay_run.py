@@ -29,6 +29,7 @@ from grpo_cli.training import build, prepare, resume
 from grpo_cli.training.kept_steps import ENTRY, KeptPrompts
 from grpo_cli.training.rollout_queue import RolloutQueue
 from grpo_cli.training.run import Run
+from grpo_cli.training.stop_rules import StopRules
 
 
 class StoredCompletions(Generator):
@@ -114,6 +115,7 @@ def restore(folder: Path, path: Path, device: str | None) -> Kept:
     generator, interrupts = StoredCompletions(own), NoInterrupts(workers)
     budget = MicroBatchBudget(recipe.update.tokens_per_micro_batch, reporter.say)
     run = Run(
+        stop_rules=StopRules(recipe.stop),
         recipe=recipe,
         folder=folder,
         lock=None,
