@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from grpo_cli.config.schema import Recipe, Stop
+from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.models.memory import MicroBatchBudget
@@ -15,7 +15,6 @@ from grpo_cli.models.micro_batches import MicroBatcher
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.models.reference import Reference
 from grpo_cli.training.run import Run
-from grpo_cli.training.stop_rules import StopRules
 
 
 def partial_run(
@@ -45,7 +44,6 @@ def partial_run(
         ),
         optimizer=optimizer,
         scaler=workers.grad_scaler(),
-        stop_rules=StopRules(Stop()),
         queue=cast(Any, SimpleNamespace(prefetch_steps=0)),
         **absent,
     )

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo_cli.algorithm.controllers import AdaptiveBeta, AdaptiveEntropyBonus
 from grpo_cli.checkpoints.checkpointer import Checkpointer
 from grpo_cli.checkpoints.lock import Lock
-from grpo_cli.config.schema import Recipe
+from grpo_cli.config.schema import Recipe, Stop
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.sessions import Sessions
@@ -76,11 +76,11 @@ class Run:
     reporter: Reporter
     checkpointer: Checkpointer
     pusher: Pusher
-    stop_rules: StopRules
     state: State = field(default_factory=State)
     recovery: Recovery = field(default_factory=Recovery)
     beta: AdaptiveBeta = field(default_factory=AdaptiveBeta)
     entropy_bonus: AdaptiveEntropyBonus = field(default_factory=AdaptiveEntropyBonus)
+    stop_rules: StopRules = field(default_factory=lambda: StopRules(Stop()))
     router_coef: float = 0.0  # weight of the load-balancing loss of experts
     log_history: list[dict[str, Any]] | None = None  # as logged; None if no reward reads it
     sessions: Sessions | None = None  # opens the environments of rollouts
