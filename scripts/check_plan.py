@@ -1,26 +1,29 @@
 """Compares `grpo plan` with runs on this machine: peak memory and time of a step, by stage.
 
     python scripts/check_plan.py [CASE ...] [--json FILE]
-    python scripts/check_plan.py --table FILE ...     prints the tables of stored results
+    python scripts/check_plan.py --table FILE         prints the tables of stored results
 
-Each case trains a random model for a few steps in a process of its own, and reads what the run has
-measured from its plan.json. Then `grpo plan` predicts the same recipe in another process, with the
-mean length of the completions and the share of groups with a gradient that were measured, which
-nobody knows before. Both processes have one thread and count its processor time in place of wall
-time, so that other programs on the machine change little. docs/plan.md has the tables.
+Each case trains a random model for a few steps, and reads what the run has measured from its
+plan.json. Then `grpo plan` predicts the same recipe, with the mean length of the completions and
+the share of groups with a gradient that were measured, which nobody knows before. Times are seconds
+of the processor, of one thread, so that other programs on the machine change little. Memory is that
+of a second run, whose malloc gives freed memory back at once: then resident memory is memory in
+use. It makes a step slower, so that times are those of the first. docs/plan.md has the tables.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +48,8 @@ MODELS |= {
     },
 }  # fmt: skip
 MEMORY_BOUND, TIME_BOUND = 0.15, 0.25
+MEMORY_STEPS = 3  # a CPU's memory is measured from the second step on
+SIDES: dict[str, dict[str, str]] = {"times": {}, "memory": GIVES_BACK}  # variables of the process
 SHORT = Workload("short", (24, 24), limit=48, prompts=8, min_tokens=48)
 LONG = Workload("long", (30, 130), limit=256, prompts=4)
 LARGE = Workload("large", (64, 64), limit=56, prompts=2, generations=4, min_tokens=56)
@@ -81,59 +86,96 @@ CASES = {
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--one"]:
-        time.perf_counter = time.process_time
-        from grpo_cli.cli import run_command  # whose clocks take the one that is there now
-
-        sys.exit(run_command(sys.argv[2:]))
     parser = argparse.ArgumentParser(description="Compare grpo plan with runs on this machine.")
     parser.add_argument("cases", nargs="*", help="names of cases; none: all")
-    parser.add_argument("--json", type=Path, help="file to which a line for each case is added")
-    parser.add_argument("--table", nargs="+", type=Path, help="files whose results are printed")
+    parser.add_argument("--json", type=Path, help="file to which lines with results are added")
+    parser.add_argument("--table", type=Path, help="file of results, which are only printed")
+    parser.add_argument("--side", choices=list(SIDES), help="run one side in this process")
     args = parser.parse_args()
     if args.table:
-        lines = [line for path in args.table for line in path.read_text("utf-8").splitlines()]
-        found = {name: result for line in lines for name, result in json.loads(line).items()}
-        print(tables({name: found[name] for name in CASES if name in found}))
+        print(tables(read(args.table)))
+        return
+    if args.side:
+        run_side(args.side, args.cases, args.json)
         return
     print(machine(), flush=True)
-    results: dict[str, dict[str, Any]] = {}
-    for name in args.cases or CASES:
-        say(name)
+    with tempfile.TemporaryDirectory(prefix="grpo-plan-") as root:
+        path = args.json or Path(root) / "results.jsonl"
+        for side in SIDES:
+            call(side, args.cases or list(CASES), path)
+        print(tables(read(path)))
+
+
+def call(side: str, cases: Sequence[str], path: Path) -> None:
+    """Runs one side of some cases in a process of its own."""
+    scripts = Path(bench_setup.__file__).parent
+    paths = os.pathsep.join([str(scripts), str(scripts.parent)])
+    variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, __file__, *cases, "--side", side, "--json", str(path)]
+    subprocess.run(command, env={**os.environ, **variables, **SIDES[side]}, check=True)
+
+
+def run_side(side: str, cases: Sequence[str], path: Path) -> None:
+    """Measures one side of some cases, and adds a line to the file for each."""
+    time.perf_counter = time.process_time
+    measure = {"times": times, "memory": peaks}[side]
+    for name in cases:
         with tempfile.TemporaryDirectory(prefix="grpo-plan-") as root:
-            results[name] = compare(Path(root), CASES[name])
-        if args.json:
-            with args.json.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({name: results[name]}) + "\n")
-        say(row(name, results[name]))
-    print(tables(results))
+            found = measure(Path(root), CASES[name])
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"case": name, **found}) + "\n")
+        say(f"{side}: {name}")
 
 
-def compare(root: Path, case: Case) -> dict[str, Any]:
-    """Returns what is predicted and measured of a case."""
-    words = [
-        f"output_dir={root / 'run'}", f"steps={case.steps}", "eval.at_start=false",
-        "eval.at_end=false", "eval.every=0", "checkpoint.every=0", "log.plots=false",
-        *case.overrides,
-    ]  # fmt: skip
-    if case.recipe:
-        words.insert(0, f"recipe={case.recipe}")
-    else:
-        words.insert(0, f"recipe={make(root, case)}")
-    call("train", *words)
-    stored = json.loads((root / "run" / "plan.json").read_text(encoding="utf-8"))
-    measured = stored["measured"]
-    # Once more, with a malloc that gives freed memory back at once: then resident memory is memory
-    # in use. It makes a step slower, so that times are those of the first run.
-    call("train", *words, "overwrite=true", environment=GIVES_BACK)
-    again = json.loads((root / "run" / "plan.json").read_text(encoding="utf-8"))["measured"]
-    measured |= {"resident": measured["peak"], "peak": again["peak"], "memory": again["memory"]}
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """Returns the results of the cases of which both sides are there, in their order."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        result = json.loads(line)
+        found.setdefault(result.pop("case"), {}).update(result)
+    return {name: found[name] for name in CASES if {*found.get(name, {})} >= {"times", "memory"}}
+
+
+def times(root: Path, case: Case) -> dict[str, Any]:
+    """Returns the prediction of a case and what its run measures, for the times."""
+    words, measured = trained(root, case, case.steps)
     known = (
         f"mean_tokens={measured['completion_tokens']}",
         f"signal={min(max(measured['signal'], 0.01), 1.0)}",
     )
-    predicted = json.loads(call("plan", *words, *known, "--json"))
-    return {"predicted": predicted, "measured": measured, "assumed": stored["predicted_at_mean"]}
+    predicted = json.loads(grpo("plan", *words, *known, "--json"))
+    return {"predicted": predicted, "times": measured}
+
+
+def peaks(root: Path, case: Case) -> dict[str, Any]:
+    """Returns what the run of a case measures, for the memory."""
+    return {"memory": trained(root, case, min(case.steps, MEMORY_STEPS))[1]}
+
+
+def trained(root: Path, case: Case, steps: int) -> tuple[list[str], dict[str, Any]]:
+    """Trains a case; returns the words of its recipe, and what plan.json says was measured."""
+    words = [
+        f"output_dir={root / 'run'}", f"steps={steps}", "eval.at_start=false", "device=cpu",
+        "eval.at_end=false", "eval.every=0", "checkpoint.every=0", "log.plots=false",
+        *case.overrides,
+    ]  # fmt: skip
+    recipe = case.recipe or str(make(root, case))
+    words.insert(0, f"recipe={recipe}")
+    grpo("train", *words)
+    stored = json.loads((root / "run" / "plan.json").read_text(encoding="utf-8"))
+    return words, stored["measured"]
+
+
+def grpo(*words: str) -> str:
+    """Runs a command of grpo in this process; returns what it prints."""
+    from grpo_cli.cli import run_command  # late: its clocks take the one that is there now
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = run_command([*words])
+    if code:
+        raise SystemExit(f"{' '.join(words)}\n{out.getvalue()[-2000:]}")
+    return out.getvalue()
 
 
 def make(root: Path, case: Case) -> Path:
@@ -146,19 +188,6 @@ def make(root: Path, case: Case) -> Path:
     recipe["defaults"].insert(1, {"adapter": "none"})
     (root / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
     return root / "recipe.yaml"
-
-
-def call(*words: str, environment: Mapping[str, str] | None = None) -> str:
-    """Runs a command of grpo and returns what it prints."""
-    scripts = Path(bench_setup.__file__).parent
-    paths = os.pathsep.join([str(scripts), str(scripts.parent)])
-    variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment = {**os.environ, **variables, **(environment or {})}
-    command = [sys.executable, __file__, "--one", *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
-    return done.stdout
 
 
 def error(predicted: float, measured: float) -> float:
@@ -174,15 +203,16 @@ def percent(share: float, bound: float) -> str:
 
 def row(name: str, found: Mapping[str, Any]) -> str:
     """Returns a case's line of the first table."""
-    p, m = found["predicted"], found["measured"]
+    p, m = found["predicted"], found["times"]
+    peak = found["memory"]["peak"]
     cells = [
         name,
         f"{p['parameters'] / 1e6:.3g} M",
         f"{m['completion_tokens']:.3g}",
         f"{p['peak'] / 1e6:,.0f} MB",
+        f"{peak / 1e6:,.0f} MB",
+        percent(error(p["peak"], peak), MEMORY_BOUND),
         f"{m['peak'] / 1e6:,.0f} MB",
-        percent(error(p["peak"], m["peak"]), MEMORY_BOUND),
-        f"{m['resident'] / 1e6:,.0f} MB",
         f"{p['step_seconds']:.3g} s",
         f"{m['step_seconds']:.3g} s",
         percent(error(p["step_seconds"], m["step_seconds"]), TIME_BOUND),
@@ -213,12 +243,11 @@ def tables(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def by_stage(found: Mapping[str, Any], what: str, stage: str, bound: float) -> str:
     """Returns the error of a stage, with its share of the step's time in brackets."""
-    p, m = (found[side][what].get(stage, 0.0) for side in ("predicted", "measured"))
+    own = found["memory" if what == "memory" else "times"]
+    p, m = found["predicted"][what].get(stage, 0.0), own[what].get(stage, 0.0)
     if not (p and m):
         return ""
-    share = ""
-    if what == "time":
-        share = f" ({100 * m / found['measured']['step_seconds']:.0f} %)"
+    share = f" ({100 * m / own['step_seconds']:.0f} %)" if what == "time" else ""
     return percent(error(p, m), bound) + share
 
 
