@@ -141,6 +141,7 @@ def times(root: Path, case: Case) -> dict[str, Any]:
     words, measured = trained(root, case, case.steps)
     known = (
         f"mean_tokens={measured['completion_tokens']}",
+        f"longest_tokens={measured['longest_tokens']}",
         f"signal={min(max(measured['signal'], 0.01), 1.0)}",
     )
     predicted = json.loads(grpo("plan", *words, *known, "--json"))

@@ -45,6 +45,11 @@ class Settings:
         "generation.max_completion_tokens.",
         gt=0,
     )
+    longest_tokens: int | None = knob(
+        None,
+        "Length of the longest completions, in tokens; null: generation.max_completion_tokens.",
+        ge=1,
+    )
     prompt_tokens: int | None = knob(
         None,
         "Length of a prompt, in tokens; null: the mean of the training rows if they are local, "

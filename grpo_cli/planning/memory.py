@@ -248,7 +248,7 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
         twice = 0 if s.reshards else count(experts[-1:])
         kept_head = {} if adapter else {"head's gradient": head * s.compute_bytes}
         trained_root = 0 if adapter else 1
-        moments = {
+        in_update = {
             "forward": state | gathered(in_forward) | activations | scores,
             "backward of the head": state | gathered(at_head) | activations | head_gradient,
             "backward of a layer": state
@@ -276,7 +276,7 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
         if s.stochastic:  # a chunk at a time: weights, gradients and temporaries in float32
             temporaries = 3 * CHUNK_OF_WEIGHTS
         kept_copies = {} if s.gradient_checkpointing else copies
-        moments = {
+        in_update = {
             "forward": state | copies | activations | scores | dequantized,
             "backward of the head": state | kept_copies | activations | head_gradient | dequantized,
             "optimizer": state | {"optimizer's temporaries": temporaries},
@@ -291,12 +291,12 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
         before["old log-probabilities"] = resting | _copies(shape, s) | passing
     if s.reference:
         before["reference log-probabilities"] = resting | _copies(shape, s) | passing
-    moments = before | moments
+    moments: dict[str, Mapping[str, float]] = {**before, **in_update}
     if s.vllm_share:
         engine = {"vLLM": s.vllm_share * cluster.memory}
         moments["generating"] = resting | engine
         if not s.vllm_sleeps:
-            moments = {moment: parts | engine for moment, parts in moments.items()}
+            moments = {moment: {**parts, **engine} for moment, parts in moments.items()}
     if not s.embedded:
         largest = max(map(math.prod, [*shape.layer(), *shape.root()])) * s.weight_bytes
         bucket = max(s.bucket_bytes, largest)
@@ -340,17 +340,17 @@ def while_decoding(shape: Shape, settings: Settings, gpus: int) -> dict[str, flo
     prompts = -(-rows // s.num_generations) * s.prompt_tokens
     lengths = completion_lengths(s.completion_tokens, s.max_completion_tokens, 256)
     own = cache_tokens(lengths, rows, s.max_completion_tokens)
-    cache = {"keys and values": (prompts + own) * cache_bytes(shape, s)}
-    logits = {"logits": 2 * rows * shape.vocab * s.compute_bytes}
+    cache: dict[str, float] = {"keys and values": (prompts + own) * cache_bytes(shape, s)}
+    logits: dict[str, float] = {"logits": 2 * rows * shape.vocab * s.compute_bytes}
     of_prompts = min(prompts, PREFILL) * passing_bytes(shape, s)
     of_rows = rows * passing_bytes(shape, s)
     first = prompts + rows * min(ROOM, s.max_completion_tokens)
-    beginning = {"keys and values": first * cache_bytes(shape, s)}
-    moments = (
+    beginning: dict[str, float] = {"keys and values": first * cache_bytes(shape, s)}
+    both: tuple[dict[str, float], ...] = (
         beginning | {"logits": logits["logits"], "activations": of_prompts},
         cache | logits | {"activations": of_rows},
     )
-    return max(moments, key=lambda parts: sum(parts.values()))
+    return max(both, key=lambda parts: sum(parts.values()))
 
 
 def cache_tokens(lengths: Sequence[int], rows: int, limit: int) -> float:

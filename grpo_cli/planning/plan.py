@@ -64,12 +64,13 @@ class Plan:
     def flops_per_step(self) -> float:
         """The model FLOPs of a step over all devices: sampling, reference, update."""
         s, work = self.settings, self.work
-        forward = work.scale * sum(
-            self.shape.forward_flops(m.tokens, m.attended, m.logits) for m in work.micro_batches
+        forward, trained = (
+            work.scale * sum(self.shape.forward_flops(m.tokens, m.attended, m.logits) for m in some)
+            for some in (work.micro_batches, work.trained)
         )
         passes = FORWARD_BACKWARD - (1 if s.adapter_rank else 0)
-        every = 1 + s.reference + s.old_logprobs + s.iterations * s.signal_share * passes
-        return every * forward * s.prompts / work.groups
+        of_one = (1 + s.reference + s.old_logprobs) * forward + s.iterations * passes * trained
+        return of_one * s.prompts / work.groups
 
     @property
     def disk(self) -> int:
@@ -98,7 +99,7 @@ class Plan:
             "tokens_per_step": round(self.work.tokens),
             "flops_per_step": rounded(self.flops_per_step),
             "tokens_per_micro_batch": s.micro_tokens,
-            "micro_batches": round(self.work.scale * len(self.work.micro_batches)),
+            "micro_batches": round(self.work.scale * len(self.work.trained)),
             "parameters": self.shape.parameters,
             "checkpoint_bytes": self.disk,
             "prompt_tokens": s.prompt_tokens,

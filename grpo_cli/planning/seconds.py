@@ -83,17 +83,17 @@ def stage_seconds(
 ) -> dict[str, float]:
     """Returns the seconds of the busiest process by stage; stages that take none are left out."""
     s, work = settings, Workload(settings, gpus)
-    forward = work.scale * sum(
-        shape.forward_flops(m.tokens, m.attended, m.logits) for m in work.micro_batches
+    forward, trained = (
+        work.scale * sum(shape.forward_flops(m.tokens, m.attended, m.logits) for m in some)
+        for some in (work.micro_batches, work.trained)
     )
     batches = work.scale * len(work.micro_batches)
     without_gradient = forward / speeds.forward + batches * speeds.micro_batch / 3
     passes = FORWARD_BACKWARD - (1 if s.adapter_rank else 0)
     if s.gradient_checkpointing and not speeds.recomputed:
         passes += 1
-    with_gradient = s.signal_share * (
-        passes * forward / speeds.train + batches * speeds.micro_batch
-    )
+    batches = work.scale * len(work.trained)
+    with_gradient = passes * trained / speeds.train + batches * speeds.micro_batch
     updates = s.iterations * s.minibatches
     optimizer = updates * speeds.optimizer
     if gpus > 1 and not s.sharded:  # a ring sends and receives each gradient nearly once

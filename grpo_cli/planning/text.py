@@ -26,7 +26,7 @@ def text_of(recipe: str, plan: Plan, changes: Sequence[Change], notes: Sequence[
         f"a step: {s.prompts:,} prompts of {s.prompt_tokens:,} tokens x {s.num_generations} "
         f"completions of {mean:,.4g} tokens in the mean; {number(plan.work.tokens)}tokens, "
         f"{number(plan.flops_per_step, UNITS)}FLOPs",
-        f"micro-batches: {round(work.scale * len(work.micro_batches)):,} of at most "
+        f"micro-batches: {round(work.scale * len(work.trained)):,} of at most "
         f"{s.micro_tokens:,} tokens on each device",
         f"time of a step ({rates}): {duration(plan.step_seconds)}",
     ]

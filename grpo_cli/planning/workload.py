@@ -72,11 +72,22 @@ class Workload:
 
     @cached_property
     def micro_batches(self) -> list[MicroBatch]:
-        """The micro-batches of `rollouts`, split as the run splits them."""
+        """The micro-batches of all `rollouts`, split as the run splits them."""
+        return self._split(self.rollouts)
+
+    @cached_property
+    def trained(self) -> list[MicroBatch]:
+        """The micro-batches of the groups that have a gradient."""
+        s = self.settings
+        some = len(self.lengths) // s.num_generations
+        groups = max(round(s.signal_share * some), 1)
+        return self._split(self.rollouts[: groups * s.num_generations])
+
+    def _split(self, every: list[Rollout]) -> list[MicroBatch]:
         s = self.settings
         split = packing.packed_micro_batches if s.packed else packing.padded_micro_batches
         made = []
-        for rollouts in split(self.rollouts, s.micro_tokens):
+        for rollouts in split(every, s.micro_tokens):
             logits = sum(len(r.completion.ids) for r in rollouts)
             if s.packed:
                 tokens, pairs = packing.unique_tokens(rollouts)
@@ -88,8 +99,8 @@ class Workload:
 
     @property
     def largest(self) -> MicroBatch:
-        """The micro-batch of the most tokens."""
-        return max(self.micro_batches, key=lambda m: m.tokens)
+        """The micro-batch of the most tokens that has a gradient."""
+        return max(self.trained, key=lambda m: m.tokens)
 
     @property
     def prompt_tokens(self) -> int:

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 NAME = "plan.json"
 STEPS = 200  # the last of a run, whose times count
-Predict = Callable[[float | None, float], Plan]  # of (mean length or None, share with a gradient)
+# Of (mean length, longest; None: the limit), and the share of groups with a gradient.
+Predict = Callable[[float | None, int | None, float], Plan]
 
 
 @dataclass
@@ -71,8 +72,9 @@ class PlanRecord:
         if self.metrics:
             self.measured = self._measured(micro_tokens)
             if self.predict is not None:
-                mean, signal = self.measured["completion_tokens"], self.measured["signal"]
-                self.at_mean = self.predict(mean, signal).as_json()
+                names = ("completion_tokens", "longest_tokens", "signal")
+                mean, longest, signal = (self.measured[name] for name in names)
+                self.at_mean = self.predict(mean, longest, signal).as_json()
         found = {
             "predicted": self.predicted,
             "why_not_predicted": self.why,
@@ -120,6 +122,7 @@ class PlanRecord:
             "completion_tokens": rounded(
                 statistics.fmean(m.get("completions/mean_length", 0.0) for m in steps)
             ),
+            "longest_tokens": round(max(m.get("completions/max_length", 0.0) for m in steps)),
             "signal": rounded(max(1 - flat, 0.01)),
             "steps_measured": len(steps),
             "device": self.device,
@@ -137,7 +140,7 @@ def begin(run: Run, prompts: Sequence[Prompt]) -> PlanRecord:
     predict_at, predicted, why = None, None, None
     try:
         predict_at = prediction(run, prompts)
-        predicted = predict_at(None, 1.0).as_json()
+        predicted = predict_at(None, None, 1.0).as_json()
     except UserError as error:
         predict_at, why = None, str(error)
     before = read_json(path) or {}  # of a run that is resumed
@@ -172,10 +175,12 @@ def prediction(run: Run, prompts: Sequence[Prompt]) -> Predict:
     derive = recipe.update.tokens_per_micro_batch is None
     mean_prompt = sum(len(p.ids) for p in prompts) / len(prompts)
 
-    def predict_at(mean: float | None, signal: float) -> Plan:
+    def predict_at(mean: float | None, longest: int | None, signal: float) -> Plan:
+        most = min(longest or limit, limit)
         known: dict[str, Any] = {
             "prompt_tokens": max(round(mean_prompt), 1),
-            "completion_tokens": min(mean or limit, limit),
+            "completion_tokens": min(mean or most, most),
+            "max_completion_tokens": most,
             "decoded_rows": recipe.generation.max_num_seqs,
             "signal_share": signal,
         }

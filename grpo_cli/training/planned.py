@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -37,6 +37,7 @@ class Request:
     gpus: int = 1
     nodes: int = 1
     mean_tokens: float | None = None
+    longest_tokens: int | None = None
     prompt_tokens: int | None = None
     signal: float = 1.0
     utilisation: float | None = None
@@ -78,9 +79,11 @@ def plan_of(recipe: Recipe, request: Request) -> Planned:
     if prompt_tokens is None:
         prompt_tokens = measured_prompt(recipe, rows, tokenizer, notes)
     limit = recipe.generation.max_completion_tokens
-    known = {
+    longest = min(request.longest_tokens or limit, limit)
+    known: dict[str, object] = {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": min(request.mean_tokens or limit, limit),
+        "completion_tokens": min(request.mean_tokens or longest, longest),
+        "max_completion_tokens": longest,
         "decoded_rows": recipe.generation.max_num_seqs,
         "signal_share": request.signal,
     }
@@ -113,10 +116,10 @@ def plan_of(recipe: Recipe, request: Request) -> Planned:
     return Planned(recipe, plan, found, [*notes, *left_out(recipe)])
 
 
-def settings_of(recipe: Recipe, known: dict[str, object]) -> Settings:
+def settings_of(recipe: Recipe, known: Mapping[str, object]) -> Settings:
     """Returns the settings of a recipe whose micro-batches may still have to be derived."""
     if recipe.update.tokens_per_micro_batch is None:
-        known = known | {"micro_tokens": 1}
+        known = {**known, "micro_tokens": 1}
     return Settings.of(recipe, **known)
 
 

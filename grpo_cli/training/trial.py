@@ -145,7 +145,8 @@ class Trial:
         of_row = 2 * self.shape.active / self.rate
         most = max(min(rows, int(SECONDS / 2 / of_row)), 1)
         sizes = sorted({most, max(most // 4, 1), max(most // 16, 1), 1})
-        points, prefill, key = [], 0.0, 0.0
+        points: list[tuple[float, float]] = []
+        prefill, key = 0.0, 0.0
         middle = int(s.completion_tokens // 2)  # of a completion
         with inference(self.model), self.workers.autocast():
             for size in sizes:
@@ -181,7 +182,7 @@ class Trial:
         work()
         self._synchronize()
         first = time.perf_counter() - start
-        found = []
+        found: list[float] = []
         while len(found) < 3 and (not found or sum(found) + found[-1] < most - first):
             start = time.perf_counter()
             work()
