@@ -54,7 +54,7 @@ PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)  # what a check
 
 @dataclass
 class Outcome:
-    """What the callbacks of one process have done in one call of a hook."""
+    """Collects the results of one process's callbacks in one call of a hook."""
 
     metrics: dict[str, float] = field(default_factory=dict)  # by full name
     stop: str | None = None
@@ -63,7 +63,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Event:
-    """What a hook is given; for reading, except for `log` and `stop`."""
+    """Tells a hook what has happened; for reading, except for `log` and `stop`."""
 
     name: str  # of the callback in the recipe
     hook: str
