@@ -139,7 +139,7 @@ def test_a_callback_ends_a_run(
     live = trained(tmp_path, callbacks={"mine": of(Stopper, at=2, hook=hook)}, **changes)
     last = live.state.step
     assert last == (3 if hook == "on_checkpoint" else 2)
-    assert f"ended after step {last}: callbacks.mine: enough" in capsys.readouterr().out
+    assert f"ended after step {last}: enough (callbacks.mine)" in capsys.readouterr().out
     assert json.loads((live.folder / "summary.json").read_text())["steps"] == last
     assert paths.steps_saved(live.folder)[-1] == last
     same = {"callbacks": {"mine": of(Stopper, at=2, hook=hook)}, "resume": "auto"}
