@@ -296,7 +296,9 @@ def training(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
 
 
 @pytest.mark.programs
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+@pytest.mark.skipif(
+    shutil.which("tmux") is None and not os.environ.get("CI"), reason="tmux is not installed"
+)
 def test_a_run_that_goes_on_and_is_killed(
     training: tuple[subprocess.Popen[bytes], Path], tmp_path: Path
 ) -> None:
