@@ -99,8 +99,9 @@ def compare(first: RunFolder, second: RunFolder) -> dict[str, Any]:
 
     from grpo_cli.evaluation import compare
 
+    one, other = (e[-1] for e in evaluations)  # the newest
     try:
-        paired = compare.compare(*(e[-1] for e in evaluations), Console(file=io.StringIO()))
+        paired = compare.compare(one, other, Console(file=io.StringIO()))
     except UserError as error:
         return found | {"why": str(error)}
     return found | {"paired": paired}
