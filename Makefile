@@ -35,9 +35,10 @@ help: ## List the targets
 
 install: .venv/dev.stamp ## Make .venv with grpo and its development tools
 
-demo: .venv/run.stamp ## Train a tiny model on sums, offline, on the CPU, and evaluate it
+demo: .venv/run.stamp ## Train a tiny model on sums, offline, on the CPU, evaluate it, and write a report
 	HF_HUB_OFFLINE=1 $(BIN)/grpo train recipe=arithmetic_tiny overwrite=true output_dir=$(DEMO) $(ARGS)
 	HF_HUB_OFFLINE=1 $(BIN)/grpo eval $(DEMO)
+	$(BIN)/grpo report $(DEMO)
 
 quick: .venv/dev.stamp ## Run the tests of the algorithm, the configuration and the rewards, in under 45 seconds
 	$(PYTEST) $(SPREAD) -m "$(DEFAULT_TIER) and not smoke" tests/algorithm tests/config tests/rewards $(ARGS)
