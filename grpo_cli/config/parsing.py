@@ -65,8 +65,8 @@ def parse(
         tree = OmegaConf.to_container(composed, resolve=True)
         if isinstance(tree, dict) and tree.get("mixed_precision") is False:
             tree["mixed_precision"] = "no"  # which YAML reads as false
-        if isinstance(tree, dict) and isinstance(tree.get("probe"), bool):
-            tree["probe"] = as_written(tree["probe"])
+        if isinstance(tree, dict) and str(tree.get("probe")) in ("True", "False"):
+            tree["probe"] = str(tree["probe"]).lower()  # YAML and Hydra read true as a bool
         if isinstance(tree, dict) and isinstance(tree.get("tracking"), dict):
             backend = tree["tracking"].get("backend")
             if isinstance(backend, str):  # one name, or several with commas

@@ -253,10 +253,12 @@ class Tmux:
         self(["new-session", "-d", "-s", self.name, *shape, "-c", str(folder), command])
 
     def __call__(self, words: list[str]) -> str:
+        variables = programs.environment()
+        for name in ("COLUMNS", "LINES"):  # of pytest's terminal, which xdist hands on
+            variables.pop(name, None)
         done = subprocess.run(
-            [*self.base, *words], capture_output=True, text=True, env=programs.environment(),
-            check=True,
-        )  # fmt: skip
+            [*self.base, *words], capture_output=True, text=True, env=variables, check=True
+        )
         return done.stdout
 
     def keys(self, *names: str) -> None:
