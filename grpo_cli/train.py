@@ -38,10 +38,11 @@ from grpo_cli.config.schedules import learning_rate
 from grpo_cli.distributed.fsdp import norm_of, zero_gradients
 from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.records import Group, Rollout, StepStats
-from grpo_cli.training import ending, evaluation, kept_steps, logprob_passes, probe, resume
-from grpo_cli.training.balance import minibatch_of
-from grpo_cli.training.collect import collect, gathered
-from grpo_cli.training.credit import (
+from grpo_cli.training import ending, evaluation, logprob_passes, probe, resume
+from grpo_cli.training.replay import kept_steps
+from grpo_cli.training.rollouts.balance import minibatch_of
+from grpo_cli.training.rollouts.collect import collect, gathered
+from grpo_cli.training.rollouts.credit import (
     assign_advantages,
     set_token_weights,
     subtract_kl_from_rewards,

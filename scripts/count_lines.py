@@ -47,12 +47,21 @@ def table() -> str:
     rows = [
         f"| `{name}` | {BEFORE.get(name, (0, 0))[0]} | {BEFORE.get(name, (0, 0))[1]:,} "
         f"| {modules[name]} | {lines[name]:,} |\n"
-        for name in [*BEFORE, *sorted(set(lines) - set(BEFORE))]
+        for name in in_order(set(lines) - set(BEFORE))
     ]
     before = [sum(column) for column in zip(*BEFORE.values(), strict=True)]
     total = f"| **all** | {before[0]} | {before[1]:,} | {modules.total()} | {lines.total():,} |\n"
     head = "| package | modules before | lines before | modules | lines |\n"
     return head + "| --- | --- | --- | --- | --- |\n" + "".join(rows) + total
+
+
+def in_order(added: set[str]) -> list[str]:
+    """Returns the packages from the top layer down, each added one behind its parent."""
+    names = list(BEFORE)
+    for name in sorted(added):
+        parent = name.rpartition("/")[0]
+        names.insert(names.index(parent) + 1 if parent in names else len(names), name)
+    return names
 
 
 def main() -> None:

@@ -113,13 +113,13 @@ def _model(recipe: Recipe) -> Iterator[Finding]:
 def _memory(recipe: Recipe, gpus: Sequence[str]) -> Iterator[Finding]:
     """Yields a line if the recipe is predicted not to fit into this machine's GPUs."""
     from grpo_cli.planning import devices
-    from grpo_cli.training import planned
+    from grpo_cli.training.plan import run_plan
 
     listed = [name for name, (card, *_) in devices.GPUS.items() if card in gpus[:1]]
     if not listed or recipe.device == "cpu":
         return
     try:
-        plan = planned.plan_of(recipe, planned.Request(gpu=listed[0], gpus=len(gpus))).plan
+        plan = run_plan.plan_of(recipe, run_plan.Request(gpu=listed[0], gpus=len(gpus))).plan
     except UserError:  # a model whose shape is not described
         return
     if not plan.fits:

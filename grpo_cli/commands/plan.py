@@ -15,7 +15,7 @@ from grpo_cli.config.words import check_recipe_words, described, parse, split
 from grpo_cli.errors import UserError
 
 if TYPE_CHECKING:
-    from grpo_cli.training.planned import Planned, Request
+    from grpo_cli.training.plan.run_plan import Planned, Request
 
 USAGE = """\
 grpo plan [recipe=NAME] [gpus=8 gpu=h100-80gb nodes=1] [--json] [word=value ...] [key=value ...]
@@ -80,10 +80,11 @@ def main(argv: list[str]) -> None:
     settings, rest = split_words(words)
 
     def task(cfg: DictConfig) -> None:
-        from grpo_cli.training import planned, prepare
+        from grpo_cli.training import prepare
+        from grpo_cli.training.plan import run_plan
 
         recipe = prepare.with_stored_dtype(prepare.parse(cfg, given_keys(cfg)))
-        show(planned.plan_of(recipe, request(settings)), as_json)
+        show(run_plan.plan_of(recipe, request(settings)), as_json)
 
     compose_and_call([*rest, *options], task)
 
@@ -103,7 +104,7 @@ def split_words(argv: Sequence[str]) -> tuple[Settings, list[str]]:
 
 def request(settings: Settings) -> Request:
     """Returns what the plan is asked for."""
-    from grpo_cli.training.planned import Request
+    from grpo_cli.training.plan.run_plan import Request
 
     return Request(**asdict(settings))
 

@@ -10,9 +10,9 @@ from grpo_cli.config import parsing
 from grpo_cli.data.stored_completions import images_cell
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import CannotLearn
-from grpo_cli.evaluation.probe import ProbeResult, run_probe
-from grpo_cli.evaluation.probe_samples import Policy, Size
-from grpo_cli.evaluation.probe_tables import show
+from grpo_cli.evaluation.probe.run import ProbeResult, run_probe
+from grpo_cli.evaluation.probe.samples import Policy, Size
+from grpo_cli.evaluation.probe.tables import show
 from grpo_cli.generation.factory import make_generator
 from grpo_cli.models.vision import has_images
 from grpo_cli.reporting.progress import Bar

@@ -23,10 +23,11 @@ from grpo_cli.models.loading import inference
 from grpo_cli.models.memory import is_out_of_memory
 from grpo_cli.random_streams import rng_state, set_rng_state
 from grpo_cli.records import Group, Rollout, StepStats, reward_tensors
-from grpo_cli.training import completion_terms, replay_run
-from grpo_cli.training.completion_terms import Terms, terms_of
-from grpo_cli.training.credit import assign_advantages
-from grpo_cli.training.gradient_parts import GradientParts, Part
+from grpo_cli.training.replay import completion_terms
+from grpo_cli.training.replay import run as replay_run
+from grpo_cli.training.replay.completion_terms import Terms, terms_of
+from grpo_cli.training.replay.gradient_parts import GradientParts, Part
+from grpo_cli.training.rollouts.credit import assign_advantages
 from grpo_cli.training.run import Run
 from grpo_cli.training.step import Step, begin
 

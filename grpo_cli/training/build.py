@@ -58,10 +58,11 @@ from grpo_cli.records import Prompt
 from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter, readable, write_text
-from grpo_cli.training import plan_record, resume
+from grpo_cli.training import resume
 from grpo_cli.training.callbacks import Callbacks
+from grpo_cli.training.plan import record as plan_record
 from grpo_cli.training.prepare import Prepared, TrainRows, find_resume
-from grpo_cli.training.rollout_queue import RolloutQueue
+from grpo_cli.training.rollouts.queue import RolloutQueue
 from grpo_cli.training.run import Run
 from grpo_cli.training.stop_rules import StopRules
 

@@ -17,9 +17,9 @@ from grpo_cli.config.schedules import at_step
 from grpo_cli.evaluation.tasks import Task
 from grpo_cli.models.loading import inference
 from grpo_cli.records import Group, Rollout
-from grpo_cli.training.collect import gathered
-from grpo_cli.training.credit import assign_advantages, set_token_weights
 from grpo_cli.training.logprob_passes import fill_ref_logprobs
+from grpo_cli.training.rollouts.collect import gathered
+from grpo_cli.training.rollouts.credit import assign_advantages, set_token_weights
 from grpo_cli.training.run import Run
 
 

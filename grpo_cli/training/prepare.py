@@ -115,7 +115,7 @@ def for_training(recipe: Recipe) -> Prepared:
     """
     from grpo_cli.models import optimizers  # which imports torch
     from grpo_cli.training import callback_loading
-    from grpo_cli.training.episode_credit import check_episode_credit
+    from grpo_cli.training.rollouts.episode_credit import check_episode_credit
 
     if not recipe.reward:
         named = "environment" if recipe.has_environment else "math"

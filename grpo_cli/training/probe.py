@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from grpo_cli.errors import CannotLearn
-from grpo_cli.evaluation.probe import run_probe
-from grpo_cli.evaluation.probe_samples import Policy, Size
-from grpo_cli.evaluation.probe_tables import verdict_lines
+from grpo_cli.evaluation.probe.run import run_probe
+from grpo_cli.evaluation.probe.samples import Policy, Size
+from grpo_cli.evaluation.probe.tables import verdict_lines
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.training.run import Run
 

@@ -25,16 +25,17 @@ from grpo_cli.errors import UserError
 from grpo_cli.models.optimizers import EIGHT_BIT
 from grpo_cli.records import Group
 from grpo_cli.reporting.model_card import model_card
-from grpo_cli.training import prefetch, step_progress
-from grpo_cli.training.prefetch import PrefetchedGroups
-from grpo_cli.training.run import Run, State
-from grpo_cli.training.stored_groups import (
+from grpo_cli.training import step_progress
+from grpo_cli.training.rollouts import prefetch
+from grpo_cli.training.rollouts.prefetch import PrefetchedGroups
+from grpo_cli.training.rollouts.stored_groups import (
     from_entries,
     reward_fingerprint,
     sampling_fingerprint,
     step_fingerprint,
     to_entries,
 )
+from grpo_cli.training.run import Run, State
 
 MODEL_FOLDER_UP_TO = 8 * 10**9  # bytes of weights up to which a checkpoint is a model folder
 BYTES_PER_SECOND = 0.5e9  # expected rate of the first checkpoint

@@ -30,9 +30,9 @@ from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.training.callbacks import Callbacks
-from grpo_cli.training.plan_record import PlanRecord
+from grpo_cli.training.plan.record import PlanRecord
 from grpo_cli.training.recovery import Recovery
-from grpo_cli.training.rollout_queue import RolloutQueue
+from grpo_cli.training.rollouts.queue import RolloutQueue
 from grpo_cli.training.stop_rules import Reason, StopRules
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from grpo_cli.algorithm.loss import MeasuredUpdate
 from grpo_cli.data import PromptStream
 from grpo_cli.records import EpisodeStats, Group, RolloutStats, StepStats, with_current_names
-from grpo_cli.training.stored_groups import from_entries, to_entries
+from grpo_cli.training.rollouts.stored_groups import from_entries, to_entries
 
 
 @dataclass

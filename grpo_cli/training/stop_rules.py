@@ -15,7 +15,7 @@ from grpo_cli.config.schema import Stop
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.evaluation.improvement import Measured, has_improved
 from grpo_cli.reporting.watches import Level, Metrics, Watch, Watches, measured
-from grpo_cli.training.credit import ZERO_ADVANTAGE
+from grpo_cli.training.rollouts.credit import ZERO_ADVANTAGE
 
 HOUR = 3600.0
 

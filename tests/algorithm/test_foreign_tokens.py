@@ -26,7 +26,7 @@ from grpo_cli.config.schema import Advantage, Loss, Recipe, Reward
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.models.token_logprobs import token_entropy, token_logprobs
 from grpo_cli.records import Group, reward_tensors, rollout_stats
-from grpo_cli.training import credit
+from grpo_cli.training.rollouts import credit
 from tests.algorithm.test_loss import config_of, every_loss
 from tests.conftest import CPU, make_group, make_rollout
 from tests.optimizer_batch import Found, all_gradients, make_groups

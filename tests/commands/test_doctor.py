@@ -32,7 +32,7 @@ from grpo_cli.config.schema import (
     Recipe,
     Reward,
 )
-from grpo_cli.training import planned
+from grpo_cli.training.plan import run_plan
 from tests.tables import table
 
 
@@ -286,18 +286,18 @@ def test_a_hub_name_offline_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = planned.plan_of(recipe(model=Model(build=Build())), planned.Request(gpu="l4"))
+    plan = run_plan.plan_of(recipe(model=Model(build=Build())), run_plan.Request(gpu="l4"))
     big = dataclasses.replace(plan.plan, device=dataclasses.replace(plan.plan.device, memory=1e6))
-    asked: list[planned.Request] = []
+    asked: list[run_plan.Request] = []
 
-    def plan_of(recipe: Recipe, request: planned.Request) -> planned.Planned:
+    def plan_of(recipe: Recipe, request: run_plan.Request) -> run_plan.Planned:
         asked.append(request)
         return dataclasses.replace(plan, plan=big)
 
-    monkeypatch.setattr(planned, "plan_of", plan_of)
+    monkeypatch.setattr(run_plan, "plan_of", plan_of)
     tiny = recipe(model=Model(build=Build()))
     (found,) = doctor_recipes.needs(tiny, gpus=["NVIDIA L4", "NVIDIA L4"])
-    assert asked == [planned.Request(gpu="l4", gpus=2)]
+    assert asked == [run_plan.Request(gpu="l4", gpus=2)]
     assert (found.name, found.status) == ("memory", NOTE)
     assert found.advice == "grpo plan recipe=r gpu=l4 gpus=2 tells what to change"
     assert [*doctor_recipes.needs(tiny, gpus=["Some other GPU"])] == []

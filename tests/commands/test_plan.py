@@ -102,15 +102,15 @@ def test_times_are_assumed_where_the_model_cannot_be_timed(
     def refuse(*_: object) -> None:
         raise attention.UnsupportedModelError("not this one")
 
-    monkeypatch.setattr("grpo_cli.training.trial.decode_seconds", refuse)
-    monkeypatch.setattr("grpo_cli.training.trial.Trial._micro_batch", refuse)
+    monkeypatch.setattr("grpo_cli.training.plan.trial.decode_seconds", refuse)
+    monkeypatch.setattr("grpo_cli.training.plan.trial.Trial._micro_batch", refuse)
     found = json.loads(plan("prompts_per_step=4", "--json", "device=cpu")[1])
     assert not found["measured_speeds"]
     assert "times are assumed, not measured: not this one" in found["notes"]
 
 
 def test_a_large_model_is_timed_with_some_of_its_layers(tmp_path: Path) -> None:
-    from grpo_cli.training.trial import MOST_BYTES, smaller
+    from grpo_cli.training.plan.trial import MOST_BYTES, smaller
 
     config = transformers.AutoConfig.from_pretrained(folder_of(tmp_path / "seven"))
     assert smaller(config).num_hidden_layers == 1, "its embeddings alone are 4.4 GB"

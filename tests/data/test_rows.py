@@ -27,7 +27,7 @@ from grpo_cli.data.prompts import epoch_order
 from grpo_cli.errors import UserError
 from grpo_cli.images import StoredImage
 from grpo_cli.records import Prompt
-from grpo_cli.training.rollout_queue import RolloutQueue
+from grpo_cli.training.rollouts.queue import RolloutQueue
 
 ROWS = [{"question": f"{n}+1=", "answer": str(n + 1), "level": n} for n in range(4)]
 

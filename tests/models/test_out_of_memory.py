@@ -24,8 +24,8 @@ from grpo_cli.models.attention import Layout
 from grpo_cli.models.memory import MicroBatchBudget
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.training import build, run
-from grpo_cli.training.collect import collect
 from grpo_cli.training.logprob_passes import token_stats
+from grpo_cli.training.rollouts.collect import collect
 from tests import optimizer_batch, programs
 from tests.conftest import as_prompts
 from tests.distributed.test_workers import launch, results

@@ -20,7 +20,8 @@ from grpo_cli import cli
 from grpo_cli.commands import preflight, probe_run, replay, serve
 from grpo_cli.config.compose import compose_and_call, given_keys
 from grpo_cli.data import rows
-from grpo_cli.training import planned, prepare
+from grpo_cli.training import prepare
+from grpo_cli.training.plan import run_plan
 from tests.programs import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -183,7 +184,7 @@ def test_every_other_command_on_a_page_runs(
     monkeypatch.setattr(probe_run, "probe", stop)
     monkeypatch.setattr(replay, "find", stop)  # a step that the run has kept
     if "_qwen" in " ".join(words):
-        monkeypatch.setattr(planned, "config_of", stop)
+        monkeypatch.setattr(run_plan, "config_of", stop)
     monkeypatch.setattr(preflight, "main", preflight.parse_options)  # the nodes are not there
     if words[0] == "slurm":  # whose rows may be on the hub
         words = [*words, "check=false"]

@@ -11,12 +11,12 @@ import torch
 
 from grpo_cli import train
 from grpo_cli.errors import CannotLearn
-from grpo_cli.evaluation.probe import ProbeResult, run_probe
-from grpo_cli.evaluation.probe_samples import Policy, Size
+from grpo_cli.evaluation.probe.run import ProbeResult, run_probe
+from grpo_cli.evaluation.probe.samples import Policy, Size
 from grpo_cli.training import probe
 from grpo_cli.training.run import Run
 from tests.fake_vllm import serving
-from tests.training.test_prefetch import SamplingVllm, serve
+from tests.training.rollouts.test_prefetch import SamplingVllm, serve
 from tests.training.test_train import built, metrics, recipe, trained, weights
 
 pytestmark = pytest.mark.runs

@@ -22,8 +22,8 @@ from grpo_cli.records import (
     StepStats,
     rollout_stats,
 )
-from grpo_cli.training.collect import use_samplers_logprobs
-from grpo_cli.training.credit import subtract_kl_from_rewards
+from grpo_cli.training.rollouts.collect import use_samplers_logprobs
+from grpo_cli.training.rollouts.credit import subtract_kl_from_rewards
 from grpo_cli.training.step_progress import StepBatch, StepProgress, from_state
 from tests.conftest import make_group, make_rollout
 from tests.episodes import make_episode

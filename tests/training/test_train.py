@@ -25,9 +25,9 @@ from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.training import build, prepare, run
-from grpo_cli.training.collect import collect
-from grpo_cli.training.credit import set_token_weights
 from grpo_cli.training.logprob_passes import fill_old_logprobs, fill_ref_logprobs, select_tokens
+from grpo_cli.training.rollouts.collect import collect
+from grpo_cli.training.rollouts.credit import set_token_weights
 from grpo_cli.training.step import Step
 from grpo_cli.training.step_progress import StepBatch
 

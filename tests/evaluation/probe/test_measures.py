@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_cli.config.schema import Advantage, Generation, Loss, Recipe, Reward
-from grpo_cli.evaluation.probe_measures import (
+from grpo_cli.evaluation.probe.measures import (
     Bin,
     Measured,
     as_data,
@@ -18,8 +18,8 @@ from grpo_cli.evaluation.probe_measures import (
     shortened,
     signal_key,
 )
-from grpo_cli.evaluation.probe_samples import Scored, Size, spread
-from grpo_cli.evaluation.prompt_checks import PromptChecks
+from grpo_cli.evaluation.probe.prompt_checks import PromptChecks
+from grpo_cli.evaluation.probe.samples import Scored, Size, spread
 from grpo_cli.records import Completion, Group, Rollout
 from grpo_cli.scoring.scorer import RewardResult, Scorer
 from tests.conftest import make_group, make_rollout

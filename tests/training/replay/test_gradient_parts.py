@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_cli.training.gradient_parts import GradientParts
+from grpo_cli.training.replay.gradient_parts import GradientParts
 
 
 def test_the_shares_of_three_parts() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from grpo_cli.algorithm.loss import Coefficients
 from grpo_cli.config.schema import Loss
-from grpo_cli.training.completion_terms import CLIPPED, LEFT_OUT, MASKED, TRAINS, terms_of
+from grpo_cli.training.replay.completion_terms import CLIPPED, LEFT_OUT, MASKED, TRAINS, terms_of
 from tests.conftest import make_rollout
 
 COEFFICIENTS = Coefficients(beta=0.5, entropy=0.1, entropy_tokens=5.0)

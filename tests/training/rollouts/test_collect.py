@@ -9,7 +9,7 @@ import pytest
 from grpo_cli.config.schema import EnvironmentSettings, Recipe, Reward
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.records import StepStats, rollout_stats
-from grpo_cli.training.collect import check_environments, check_reward_names
+from grpo_cli.training.rollouts.collect import check_environments, check_reward_names
 from tests.conftest import make_group
 from tests.episodes import make_episode
 

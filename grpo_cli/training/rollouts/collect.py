@@ -23,11 +23,11 @@ from grpo_cli.records import Group, Rollout, RolloutStats, StepStats, rollout_st
 from grpo_cli.reporting.rollout_metrics import mean, staleness_metrics
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.scoring.scorer import ScoringSession, metrics_of
-from grpo_cli.training.balance import minibatch_of, moves
-from grpo_cli.training.credit import has_signal
-from grpo_cli.training.episode_credit import unknown_reward_names
 from grpo_cli.training.logprob_passes import fill_old_logprobs
-from grpo_cli.training.prefetch import PrefetchedGroups
+from grpo_cli.training.rollouts.balance import minibatch_of, moves
+from grpo_cli.training.rollouts.credit import has_signal
+from grpo_cli.training.rollouts.episode_credit import unknown_reward_names
+from grpo_cli.training.rollouts.prefetch import PrefetchedGroups
 from grpo_cli.training.run import Run
 from grpo_cli.training.step_progress import StepBatch
 

@@ -218,7 +218,7 @@ def time_model(
     notes: list[str],
 ) -> Speeds:
     """Returns the rates of a model of this shape, timed; assumed ones if it cannot be timed."""
-    from grpo_cli.training.trial import Trial  # late: it imports the engine
+    from grpo_cli.training.plan.trial import Trial  # late: it imports the engine
 
     try:
         trial = Trial(recipe, config, workers)

@@ -12,7 +12,7 @@ import torch
 
 from grpo_cli.data import PromptStream
 from grpo_cli.records import NOT_STORED, Completion, Group, Prompt, Rollout, Turn
-from grpo_cli.training.stored_groups import from_entries, to_entries
+from grpo_cli.training.rollouts.stored_groups import from_entries, to_entries
 
 # What a step computes once it trains on the group: not there yet when a group is carried.
 LATER = {

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from grpo_cli.evaluation.signal import RewardCounts, bounds, pass_rate, signal_share
+from grpo_cli.evaluation.probe.signal import RewardCounts, bounds, pass_rate, signal_share
 
 PROBES = 200
 PROMPTS, SAMPLES = 32, 16  # the defaults of `grpo probe`

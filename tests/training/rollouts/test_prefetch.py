@@ -32,10 +32,11 @@ from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Completion, Group, Prompt, Rollout
 from grpo_cli.reporting.rollout_metrics import staleness_metrics
 from grpo_cli.reporting.stage_clock import Clock
-from grpo_cli.training import prefetch, resume, run
-from grpo_cli.training.collect import collect, use_samplers_logprobs
-from grpo_cli.training.prefetch import PrefetchedGroups
-from grpo_cli.training.rollout_queue import RolloutQueue
+from grpo_cli.training import resume, run
+from grpo_cli.training.rollouts import prefetch
+from grpo_cli.training.rollouts.collect import collect, use_samplers_logprobs
+from grpo_cli.training.rollouts.prefetch import PrefetchedGroups
+from grpo_cli.training.rollouts.queue import RolloutQueue
 from grpo_cli.training.step import Step
 from tests.conftest import as_prompts, make_group, make_rollout
 from tests.fake_vllm import Drawn, FakeVllm, Process, serving

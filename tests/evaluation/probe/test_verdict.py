@@ -7,10 +7,10 @@ from typing import Any
 
 from grpo_cli.config.schema import Advantage, Dataset, EpisodeSettings, Generation, Recipe, Reward
 from grpo_cli.evaluation.estimates import Estimate
-from grpo_cli.evaluation.probe_measures import Measured, Mismatch, RewardStats
-from grpo_cli.evaluation.probe_verdict import Finding, Verdict, judge
-from grpo_cli.evaluation.prompt_checks import PromptChecks
-from grpo_cli.evaluation.signal import SignalShare
+from grpo_cli.evaluation.probe.measures import Measured, Mismatch, RewardStats
+from grpo_cli.evaluation.probe.prompt_checks import PromptChecks
+from grpo_cli.evaluation.probe.signal import SignalShare
+from grpo_cli.evaluation.probe.verdict import Finding, Verdict, judge
 from tests.tables import table
 
 REWARD = RewardStats(

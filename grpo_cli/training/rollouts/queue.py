@@ -19,8 +19,8 @@ from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.generation.base import Generator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Group, Prompt
-from grpo_cli.training.prefetch import Arrived, PrefetchedGroups
-from grpo_cli.training.prefetch_depth import PrefetchDepth
+from grpo_cli.training.rollouts.prefetch import Arrived, PrefetchedGroups
+from grpo_cli.training.rollouts.prefetch_depth import PrefetchDepth
 
 
 class RolloutQueue:

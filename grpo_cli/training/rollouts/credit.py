@@ -25,7 +25,7 @@ from grpo_cli.records import (
     reward_tensors,
     weighted_parts,
 )
-from grpo_cli.training.episode_credit import one_gradient, rewards_of_turns
+from grpo_cli.training.rollouts.episode_credit import one_gradient, rewards_of_turns
 
 ZERO_ADVANTAGE = "frac_zero_advantage"
 

@@ -18,8 +18,8 @@ from grpo_cli.config.schema import (
 from grpo_cli.environments.protocol import Observation
 from grpo_cli.errors import UserError
 from grpo_cli.reporting.stage_clock import Clock
-from grpo_cli.training.collect import collect
-from grpo_cli.training.episode_credit import check_episode_credit
+from grpo_cli.training.rollouts.collect import collect
+from grpo_cli.training.rollouts.episode_credit import check_episode_credit
 from tests.conftest import CPU
 from tests.training.test_train import built, metrics
 

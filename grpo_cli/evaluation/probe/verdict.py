@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from grpo_cli.config.schedules import at_step
 from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import listed
-from grpo_cli.evaluation.probe_measures import Measured, RewardStats
-from grpo_cli.evaluation.signal import SignalShare
+from grpo_cli.evaluation.probe.measures import Measured, RewardStats
+from grpo_cli.evaluation.probe.signal import SignalShare
 
 LOW_SIGNAL = 0.5  # share of groups with a signal below which larger groups are looked at
 GAIN = 0.1  # that a larger group has to bring

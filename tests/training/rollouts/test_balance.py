@@ -13,8 +13,8 @@ import pytest
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed.balance import split_balanced
 from grpo_cli.records import RolloutStats
-from grpo_cli.training.balance import UNEVEN, moves
-from grpo_cli.training.collect import _work
+from grpo_cli.training.rollouts.balance import UNEVEN, moves
+from grpo_cli.training.rollouts.collect import _work
 from tests.tables import table
 
 CASES = [random.Random(seed) for seed in range(60)]

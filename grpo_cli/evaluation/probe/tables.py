@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_cli.config.interpolation import masked
-from grpo_cli.evaluation.probe_measures import Example, Measured, RewardStats
-from grpo_cli.evaluation.probe_verdict import Finding, Verdict
+from grpo_cli.evaluation.probe.measures import Example, Measured, RewardStats
+from grpo_cli.evaluation.probe.verdict import Finding, Verdict
 
 WIDTH = 40  # characters of the longest bar
 

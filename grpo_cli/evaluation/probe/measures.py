@@ -14,9 +14,9 @@ from grpo_cli.algorithm.variants import parameters
 from grpo_cli.config.schedules import at_step
 from grpo_cli.config.schema import Recipe
 from grpo_cli.evaluation.estimates import Estimate, quantile
-from grpo_cli.evaluation.probe_samples import Scored, Size
-from grpo_cli.evaluation.prompt_checks import PromptChecks
-from grpo_cli.evaluation.signal import (
+from grpo_cli.evaluation.probe.prompt_checks import PromptChecks
+from grpo_cli.evaluation.probe.samples import Scored, Size
+from grpo_cli.evaluation.probe.signal import (
     SIZES,
     RewardCounts,
     SignalShare,

@@ -14,11 +14,11 @@ from grpo_cli.config.schema import (
 )
 from grpo_cli.errors import TrainingError
 from grpo_cli.records import Rollout, RolloutStats, rollout_stats
-from grpo_cli.training import credit
+from grpo_cli.training.rollouts import credit
 from tests.conftest import make_group, make_rollout
 from tests.episodes import make_episode
 from tests.reporting.test_rollout_metrics import outcome
-from tests.training.test_episode_credit import by_turns
+from tests.training.rollouts.test_episode_credit import by_turns
 
 NAN = math.nan
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from grpo_cli.config.schema import Dataset, Model, Recipe, Reward
-from grpo_cli.evaluation.prompt_checks import PromptChecks, check_prompts
+from grpo_cli.evaluation.probe.prompt_checks import PromptChecks, check_prompts
 from grpo_cli.records import Prompt
 from grpo_cli.scoring.scorer import Scorer
 

@@ -2,7 +2,7 @@ import json
 import math
 
 from grpo_cli.config.schema import Vllm
-from grpo_cli.training.prefetch_depth import CALM_STEPS, PrefetchDepth
+from grpo_cli.training.rollouts.prefetch_depth import CALM_STEPS, PrefetchDepth
 from tests.tables import table
 
 HIGH, MIDDLE, LOW = 0.06, 0.04, 0.01

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.config.interpolation import masked
-from grpo_cli.evaluation.probe_measures import Measured, as_data, measure
-from grpo_cli.evaluation.probe_samples import Policy, Size, sample_and_score
-from grpo_cli.evaluation.probe_verdict import Verdict, judge
-from grpo_cli.evaluation.prompt_checks import check_prompts
+from grpo_cli.evaluation.probe.measures import Measured, as_data, measure
+from grpo_cli.evaluation.probe.prompt_checks import check_prompts
+from grpo_cli.evaluation.probe.samples import Policy, Size, sample_and_score
+from grpo_cli.evaluation.probe.verdict import Verdict, judge
 from grpo_cli.models import loading
 from grpo_cli.records import Group
 from grpo_cli.reporting.reporter import write_text

@@ -26,8 +26,8 @@ from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.training import build, prepare, resume
-from grpo_cli.training.kept_steps import ENTRY, KeptPrompts
-from grpo_cli.training.rollout_queue import RolloutQueue
+from grpo_cli.training.replay.kept_steps import ENTRY, KeptPrompts
+from grpo_cli.training.rollouts.queue import RolloutQueue
 from grpo_cli.training.run import Run
 from grpo_cli.training.stop_rules import StopRules
 
