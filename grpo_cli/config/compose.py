@@ -7,6 +7,7 @@ multirun, completion.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -215,6 +216,7 @@ def _choices(group: str) -> list[str]:
     return [p.stem for p in (recipe_files()[0].parent / group).glob("*.yaml")] if group else []
 
 
+@functools.cache
 def register_schema() -> None:
     """Makes the typed `Recipe` known to Hydra as the `schema` that every recipe begins with.
 

@@ -64,18 +64,16 @@ def test_no_file_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipe_composes_and_passes_the_schema(name: str, composed: Composed) -> None:
+def test_recipe_composes_and_passes_the_schema(
+    name: str, tmp_path: Path, composed: Composed
+) -> None:
     recipe = composed(f"recipe={name}")
     assert recipe.recipe == name
     assert recipe.output_dir == f"outputs/{name}"
     assert recipe.description, "`grpo recipes` shows it"
     for reward in recipe.reward.values():
         registry.resolve(reward.function)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipe_survives_being_stored(name: str, tmp_path: Path, composed: Composed) -> None:
-    recipe = composed(f"recipe={name}")
+    # And it survives being stored.
     (tmp_path / "stored.yaml").write_text(saved_recipe.as_yaml(recipe), encoding="utf-8")
     kept = tree_of(tmp_path / "stored.yaml")
     assert kept.pop("defaults")
