@@ -33,7 +33,16 @@ from grpo_cli.config.compose import (
 from grpo_cli.config.interpolation import masked
 from grpo_cli.distributed.parent import die_with_torchrun
 from grpo_cli.distributed.stop_signal import is_started_again
-from grpo_cli.errors import CannotLearn, Stopped, TrainingError, UserError, listed, nearest
+from grpo_cli.errors import (
+    NO_READER,
+    CannotLearn,
+    Stopped,
+    TrainingError,
+    UserError,
+    listed,
+    lost_reader,
+    nearest,
+)
 
 # A full or read-only disk is nobody's bug; wherever it shows, it is one sentence.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -117,8 +126,14 @@ def run_command(argv: list[str]) -> int:
     except Stopped as stopped:
         resumes = stopped.requeued or is_started_again()
         return _leave(str(stopped), 0 if resumes else 128 + stopped.signal)
-    except BrokenPipeError:  # `grpo ... | head` has read enough
+    except (BrokenPipeError, SystemExit) as error:  # `grpo ... | head` has read enough
+        if not lost_reader(error):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if argv[0] == "train":
+            return _leave(f"ended: {NO_READER}; everything after the last checkpoint is lost", 1)
+        if argv[0] == "eval":
+            return _leave(f"ended: {NO_READER}; the same command resumes the evaluation", 1)
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
@@ -280,9 +295,11 @@ def recipes(argv: list[str]) -> None:
     if {"-h", "--help"} & {*argv}:
         print("grpo recipes: prints the name and the description of each shipped recipe")
         return
-    for path in recipe_files():
+    files = recipe_files()
+    width = max((len(path.stem) for path in files), default=0)
+    for path in files:
         text = yaml.safe_load(path.read_text(encoding="utf-8"))
-        print(f"{path.stem:16} {text['description']}")
+        print(f"{path.stem:{width}} {text['description']}")
 
 
 def rewards(argv: list[str]) -> None:

@@ -35,6 +35,16 @@ class Stopped(Exception):  # noqa: N818 - not an error
         self.signal, self.requeued = signal, requeued
 
 
+NO_READER = "its output has no reader any more: the pipe was closed"
+
+
+def lost_reader(error: BaseException) -> bool:
+    """Whether nobody reads a command's output, as with `grpo ... | head`."""
+    if isinstance(error, SystemExit):  # rich's, in place of a BrokenPipeError
+        return isinstance(error.__context__, BrokenPipeError)
+    return isinstance(error, BrokenPipeError)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A sentence that offers the name meant, or "" when nothing known is near `name`."""
     close = difflib.get_close_matches(name, sorted(set(known)), n=2, cutoff=0.7)

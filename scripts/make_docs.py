@@ -29,6 +29,7 @@ KINDS = {
     "float": "number",
     "str": "text",
     "list[float]": "numbers",
+    "list[int]": "whole numbers",
     "list[str]": "texts",
     "dict[str, str]": "mapping of names to names",
     "dict[str, Any]": "mapping",

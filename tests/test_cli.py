@@ -792,3 +792,25 @@ def test_train_then_eval(tmp_path: Path, grpo: Callable[..., tuple[int, str, str
     )
     assert len(stored) == 3 * 8
     assert {"prompt", "completion", "reward", "sampling_logprobs"} <= {*stored.column_names}
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [("train", 1, "everything after the last checkpoint is lost"), ("show", 0, "")],
+)
+def test_a_reader_that_leaves(
+    command: str,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """`grpo show | head` has read enough; a run that cannot print has failed."""
+
+    def print_to_nobody(words: list[str]) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setitem(cli.COMMANDS, command, print_to_nobody)
+    monkeypatch.setattr(os, "dup2", lambda *ends: None)
+    assert cli.run_command([command]) == code
+    assert said in capfd.readouterr().err

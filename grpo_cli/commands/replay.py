@@ -58,7 +58,7 @@ class Settings:
     device: str | None = knob(
         None,
         "Device to compute on; null: that of the run.",
-        choices=("cpu", "cuda", "mps"),
+        choices=("auto", "cpu", "cuda", "mps"),
     )
     json: bool = knob(False, "Print everything as one JSON object, with all iterations.")
     trust: bool = knob(
@@ -157,6 +157,18 @@ def show(data: Mapping[str, Any], settings: Settings) -> None:
             f"--iteration = {settings.iteration}: the step has {iterations} "
             "(update.num_iterations)."
         )
+    shown = [
+        (completion, update)
+        for update in data["updates"]
+        for completion in update["completions"]
+        if update["iteration"] == settings.iteration
+    ]
+    if settings.row is not None and not shown:
+        which = f"--row = {settings.row}"
+        which += "" if settings.sample is None else f", --sample = {settings.sample}"
+        raise UserError(
+            f"{which}: the step has no such completion; without --row all of them are listed."
+        )
     console = Console(highlight=False)
     of_processes = f", trained by {data['processes']} processes" if data["processes"] > 1 else ""
     title = f"{data['run']}, step {data['step']}, on {data['device']}{of_processes}"
@@ -164,17 +176,6 @@ def show(data: Mapping[str, Any], settings: Settings) -> None:
     replay_tables.print_checks(console, data)
     replay_tables.print_table(console, data, settings.iteration)
     if settings.row is not None:
-        shown = [
-            (completion, update)
-            for update in data["updates"]
-            for completion in update["completions"]
-            if update["iteration"] == settings.iteration
-        ]
-        if not shown:
-            raise UserError(
-                f"--row = {settings.row}: the step has no such completion; without --row all of "
-                "them are listed."
-            )
         for completion, update in shown:
             replay_tables.print_completion(console, data, completion, update)
     for line in replay_tables.legend(data):

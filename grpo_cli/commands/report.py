@@ -62,11 +62,13 @@ def output_path(run: RunFolder, given: str | None) -> Path:
     """Returns the file to write.
 
     Raises:
-        UserError: it is a folder.
+        UserError: it is a folder or a device, which the report would replace.
     """
     path = run.path / page.NAME if given is None else Path(given).expanduser()
     if path.is_dir():
         raise UserError(f"--output = {given}: is a folder; give a file such as report.html.")
+    if path.exists() and not path.is_file():
+        raise UserError(f"--output = {given}: is no plain file; give one such as report.html.")
     return path
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from grpo_cli.config.interpolation import as_text, plain_secrets
 from grpo_cli.config.knob import as_written
 from grpo_cli.config.schedules import at_step, steps_to_check, warmup_steps
-from grpo_cli.config.schema import ADAM, Benchmark, Eval, HeldOut, Hub, Recipe
+from grpo_cli.config.schema import ADAM, Benchmark, Eval, HeldOut, Hub, Recipe, Stop
 from grpo_cli.errors import listed, nearest
 from grpo_cli.rewards import WITH_AN_ANSWER, has_votes
 
@@ -536,6 +536,9 @@ def _of_stopping(recipe: Recipe) -> Iterator[str]:
         low, high = getattr(stop, f"min_{what}"), getattr(stop, f"max_{what}")
         if low is not None and high is not None and low >= high:
             yield f"stop.min_{what} = {low:g}: must be below stop.max_{what} = {high:g}."
+    measured = ("max_kl", "min_entropy", "max_entropy", "min_length", "max_length")
+    if stop.steps != Stop().steps and all(getattr(stop, name) is None for name in measured):
+        yield f"stop.steps = {stop.steps}: is only read with one of stop.{listed(measured)}."
 
 
 def _no_such_metric(recipe: Recipe) -> Iterator[str]:
@@ -564,6 +567,12 @@ def notices(recipe: Recipe) -> Iterator[str]:
         yield (
             f"optimizer.warmup_steps = {warmup}: the run has {recipe.steps} steps, "
             f"so that its learning rate stays below {optimizer.learning_rate:g}."
+        )
+    late = [step for step in recipe.log.keep_steps if step > recipe.steps]
+    if late:
+        yield (
+            f"log.keep_steps: the run has {recipe.steps} steps; there is no step "
+            f"{', '.join(map(str, late))} to be kept."
         )
     dtype = recipe.model.dtype
     in_float32 = optimizer.rounding == "stochastic" or recipe.distributed.offload == "optimizer"

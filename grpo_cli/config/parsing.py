@@ -362,6 +362,8 @@ def omegaconf_message(error: BaseException) -> str | None:
             return "the recipe lacks `schema`, the first entry of every recipe's defaults."
         if isinstance(e, (ConfigKeyError, ConfigAttributeError)) and key:
             return no_such_key(key)
+        if isinstance(e, ValidationError) and key and "is not a ListConfig" in str(e):
+            return f"{key}: must be a list, in quotes for the shell: '{key}=[...]'."
         if isinstance(e, ValidationError) and key:
             return f"{key}: {first_line(e)}."
     return first_line(error) if isinstance(error, OmegaConfBaseException) else None

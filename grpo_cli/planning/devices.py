@@ -79,9 +79,9 @@ def named(name: str, dtype: torch.dtype, nodes: int = 1) -> Device:
         UserError: it is not listed, or does not multiply in this type.
     """
     if name.lower() not in GPUS:
-        raise UserError(
-            f"gpu = {name}: is not listed; there are {listed(GPUS)}.{nearest(name.lower(), GPUS)}"
-        )
+        sizes = [known for known in GPUS if known.startswith(f"{name.lower()}-")]
+        meant = f" Did you mean {' or '.join(sizes)}?" if sizes else nearest(name.lower(), GPUS)
+        raise UserError(f"gpu = {name}: is not listed; there are {listed(GPUS)}.{meant}")
     card, memory, bandwidth, link = GPUS[name.lower()]
     peak = listed_peak(card, dtype, tf32=False)
     if peak is None:

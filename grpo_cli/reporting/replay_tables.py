@@ -18,6 +18,7 @@ from rich.text import Text
 from grpo_cli.reporting.trajectories import printable
 
 PROMPT_CHARACTERS, COMPLETION_CHARACTERS = 18, 34  # of a cell in the table
+ROOMY_WIDTH = 100  # of a terminal, from which columns stand three characters apart
 STYLES = {"clipped": "reverse", "left out": "dim", "masked": "dim italic"}
 SIGNS = {"clipped": "c", "left out": "o", "masked": "m", "trains": ""}
 
@@ -40,19 +41,21 @@ def print_table(console: Console, data: Mapping[str, Any], iteration: int) -> No
         if update["iteration"] != iteration:
             continue
         several = len(data["updates"]) > 1
-        console.print(_table(update, several))
+        console.print(_table(update, several, console.width))
         console.print(Text(_sums(update)), soft_wrap=True)
 
 
-def _table(update: Mapping[str, Any], several: bool) -> Table:
+def _table(update: Mapping[str, Any], several: bool, width: int) -> Table:
+    """Returns the table. In a narrow terminal completions are cut, and numbers never are."""
     has_kl = any(c.get("kl") is not None for c in update["completions"])
     title = f"update {update['update']}" if several else None
-    table = Table(title=title, pad_edge=False, box=SIMPLE)
+    padding = (0, 1 if width >= ROOMY_WIDTH else 0)
+    table = Table(title=title, pad_edge=False, padding=padding, box=SIMPLE)
     for name in ("share", "row", "sample", "reward", "advantage", "ratio", "clip", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
     if has_kl:
         table.add_column("KL", justify="right", no_wrap=True)
-    table.add_column("completion", no_wrap=True, overflow="ellipsis")
+    table.add_column("completion", overflow="ellipsis")  # the one that may be made narrower
     for c in sorted(update["completions"], key=lambda c: -_number(c["share"])):
         ratio = "" if "ratio" not in c else f"{c['ratio']['mean']:.3f}"
         clipped = f"{c['clipped']}" if c.get("clipped") else ""
@@ -67,7 +70,8 @@ def _table(update: Mapping[str, Any], several: bool) -> Table:
             str(c["loss_tokens"]),
         ]
         cells += [_shown(c.get("kl"), ".2e")] if has_kl else []
-        table.add_row(*cells, Text(_cut(c["completion"], COMPLETION_CHARACTERS)))
+        text = _cut(c["completion"], COMPLETION_CHARACTERS)
+        table.add_row(*cells, Text(text, no_wrap=True, overflow="ellipsis"))
     return table
 
 

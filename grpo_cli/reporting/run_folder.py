@@ -72,7 +72,7 @@ class RunFolder:
         path = self.path / "recipe.yaml"
         try:
             stored = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise UserError(f"{path}: cannot be read: {error}.") from error
         if not isinstance(stored, dict):
             raise UserError(f"{path}: this is no recipe.")
@@ -155,26 +155,35 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is damaged: {error}.") from error
     lines = text.splitlines(keepends=True)
     if lines and not lines[-1].endswith("\n"):
         del lines[-1]
     found = []
     for number, line in enumerate(lines, start=1):
         try:
-            found.append(json.loads(line))
+            entry = json.loads(line)
         except ValueError as error:
             raise UserError(f"{path}, line {number}: is not JSON: {error}.") from error
+        if not isinstance(entry, dict):
+            raise UserError(f"{path}, line {number}: is no JSON object.")
+        found.append(entry)
     return found
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Returns the object of a JSON file; None if there is no such file."""
+    """Returns the object of a JSON file; None if there is no such file.
+
+    Raises:
+        UserError: the file is damaged.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    try:
-        found: dict[str, Any] = json.loads(text)
-    except ValueError as error:
+    except ValueError as error:  # also bytes that are no UTF-8
         raise UserError(f"{path}: is not JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: is no JSON object.")
     return found

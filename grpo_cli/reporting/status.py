@@ -24,7 +24,7 @@ from grpo_cli import __version__
 from grpo_cli.config.interpolation import masked
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.stop_signal import StoppedWhileStarting
-from grpo_cli.errors import Stopped
+from grpo_cli.errors import NO_READER, Stopped, lost_reader
 from grpo_cli.reporting.run_folder import STATUS
 
 SECONDS = 1.0  # between two writes
@@ -82,6 +82,9 @@ class Status:
     def end_with(self, error: BaseException) -> None:
         """Writes that the run ends with an error, or with a request to stop."""
         text = str(error)
+        if lost_reader(error):
+            self.end("failed", NO_READER)
+            return
         if isinstance(error, STOPS):
             self.end("stopped", text or None)
             return

@@ -93,6 +93,7 @@ def test_evaluations_that_cannot_be_compared_are_explained(runs: Path) -> None:
         (["gone"], "RUN = gone: there is no such folder"),
         (["a", "gone"], "OTHER = gone: there is no such folder"),
         (["a", "--output=."], "is a folder; give a file"),
+        (["a", "--output=/dev/null"], "is no plain file; give one such as"),
         (["a", "--output=a/recipe.yaml/x"], "cannot be written"),
         (["a", "--outptu=x"], "there is no such option"),
         (["a", "--completions=-1"], "--completions"),

@@ -448,6 +448,11 @@ PLAIN_REINFORCE_PP = {"advantage.rule": "reinforce_pp", "advantage.baseline": "n
             "episode.max_turns = 3: is only read with tools or an environment. "
             "episode.max_turns=null takes it back.",
         ),
+        (
+            {"stop.steps": 7},
+            "stop.steps = 7: is only read with one of stop.max_entropy, max_kl, max_length, "
+            "min_entropy, min_length.",
+        ),
     ],
     ids=lambda v: str(v)[:60] if isinstance(v, dict) else "",
 )
@@ -486,6 +491,7 @@ def test_a_contradiction(changes: dict[str, Any], expected: str) -> None:
         {"generation.stop": ["\n\n", " "]},
         {**TALKS, "tools.add": "my:add", "episode.max_turns": 3},
         {"rollout": "my:function", "episode.max_turns": 3},
+        {"stop.steps": 7, "stop.max_length": 90},
     ],
     ids=str,
 )
@@ -1020,6 +1026,11 @@ K1_IN_LOSS = {"loss.beta": 0.1, "loss.kl_estimator": "k1"}
         ({"loss.ratio_level": "sequence", "loss.normalize": "completions"}, None),
         ({"loss.ratio_level": "sequence", "loss.normalize": "sums"}, None),
         ({"loss.normalize": "sums"}, "loss.normalize = sums with loss.ratio_level = token: LUSPO"),
+        (
+            {"steps": 5, "log.keep_steps": [5, 6]},
+            "log.keep_steps: the run has 5 steps; there is no step 6 to be kept.",
+        ),
+        ({"steps": 5, "log.keep_steps": [5]}, None),
     ],
     ids=lambda v: str(v)[:70] if isinstance(v, dict) else "",
 )
@@ -1044,7 +1055,7 @@ def test_a_notice_says_what_does_less_than_it_seems(
         ({"steps": 2.5}, ["steps", "2.5"]),
         ({"loss.beta": "much"}, ["loss.beta", "much"]),
         ({"overwrite": "perhaps"}, ["overwrite", "perhaps"]),
-        ({"optimizer.betas": 0.9}, ["optimizer.betas"]),
+        ({"optimizer.betas": 0.9}, ["optimizer.betas: must be a list", "'optimizer.betas=[...]'"]),
         (scheduled("loss.beta", to="much"), ["schedules.loss.beta.to", "much"]),
         (scheduled("loss.beta", to=None), ["schedules.loss.beta.to", "None"]),
         (scheduled("loss.beta", to=1, end=2.5), ["schedules.loss.beta.end", "2.5"]),

@@ -27,6 +27,11 @@ def test_an_unknown_gpu_is_refused_with_the_nearest() -> None:
         devices.named("h100-80", torch.bfloat16)
 
 
+def test_a_gpu_of_several_sizes_is_refused_with_all_of_them() -> None:
+    with pytest.raises(UserError, match=r"Did you mean a100-40gb or a100-80gb\?"):
+        devices.named("A100", torch.bfloat16)
+
+
 def test_a_gpu_without_the_type_is_refused() -> None:
     with pytest.raises(UserError, match=r"^gpu = v100-16gb: has no bfloat16; use mixed_precision="):
         devices.named("v100-16gb", torch.bfloat16)

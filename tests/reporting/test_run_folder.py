@@ -57,6 +57,15 @@ def test_what_is_no_run_is_said(tmp_path: Path, given: str, said: str) -> None:
         RunFolder.open(tmp_path / given)
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "recipe.yaml"])
+@pytest.mark.parametrize("content", [b"\xff\n", b"[1]\n"])
+def test_a_damaged_file_is_named(folder: Path, name: str, content: bytes) -> None:
+    (folder / name).write_bytes(content)
+    run = RunFolder(folder)
+    with pytest.raises(UserError, match=name):
+        _ = run.metrics(), run.summary(), run.recipe
+
+
 def test_a_damaged_recipe_is_named(folder: Path) -> None:
     (folder / "recipe.yaml").write_text("a: [", encoding="utf-8")
     with pytest.raises(UserError, match=r"recipe\.yaml: cannot be read"):

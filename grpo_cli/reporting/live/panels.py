@@ -105,13 +105,15 @@ def step_seconds(times: Sequence[float]) -> str:
 
 def alarms(run: Followed, most: int) -> list[Text]:
     """Draws the number of alarms and the newest ones, the last one first."""
-    if not run.alarms:
+    raised = [a for a in run.alarms if a.get("kind") != "stop"]  # a rule's end is in the state
+    if not raised:
         return [Text("no alarms", style="dim")]
     lines = []
-    for alarm in run.alarms[: -most - 1 : -1]:
+    for alarm in raised[: -most - 1 : -1]:
         message = printable(str(alarm.get("message") or alarm.get("name", "")))
-        lines.append(f"step {alarm.get('step')}: {' '.join(message.split())}")
-    count = len(run.alarms)
+        step = f"step {alarm.get('step')}: "
+        lines.append(step + " ".join(message.split()).removeprefix(step))
+    count = len(raised)
     lines[0] = f"{count} alarm{'s, the newest in' if count > 1 else ' in'} {lines[0]}"
     return [Text(f"! {said}", style="bold red") for said in lines]
 

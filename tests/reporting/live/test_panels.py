@@ -57,7 +57,10 @@ def test_alarms_the_last_one_first(tmp_path: Path) -> None:
         "! step 30: entropy fell to 0.30",
     ]
     assert len(panels.alarms(run, 1)) == 1
-    run.alarms = [{"step": 1, "message": "a\nb\x1b[2J"}]
+    run.alarms = [
+        {"step": 1, "kind": "alarm", "message": "step 1: a\nb\x1b[2J"},
+        {"step": 2, "kind": "stop", "message": "no alarm"},
+    ]
     assert panels.alarms(run, 4)[0].plain == "! 1 alarm in step 1: a b\\x1b[2J"
 
 
