@@ -285,7 +285,7 @@ def test_experts(dropout: float | None, tokenizer: PreTrainedTokenizerFast, tmp_
         (["run", "--step=2"], "run/metrics.jsonl has no line of this step yet."),
         (["run", "--step=2", "--sample=1"], "--sample: is only read with --row."),
         (["run", "--step=0"], "--step = 0: must be >= 1."),
-        (["run", "--step=2", "--device=tpu"], "--device = 'tpu': must be one of auto, cpu, cuda, mps."),
+        (["run", "--step=2", "--device=tpu"], "= 'tpu': must be one of auto, cpu, cuda, mps."),
         (["run", "--stp=2"], "there is no such option"),
         (["nowhere", "--step=2"], "RUN = nowhere: there is no such folder."),
         (["--step=2"], "grpo replay: give one run, such as outputs/NAME; got nothing."),
