@@ -10,7 +10,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from grpo_cli.evaluation.estimates import Estimate, estimate, maj_at_k, pass_at_k, quantile, wilson
+from grpo_cli.evaluation.estimates import (
+    Estimate,
+    estimate,
+    maj_at_k,
+    pass_at_k,
+    quantile,
+    student_95,
+    wilson,
+)
 
 EVALUATIONS = 2000
 
@@ -201,3 +209,10 @@ def test_the_interval_holds_the_truth(
 def test_quantile(share: float, expected: float) -> None:
     assert quantile([1.0, 2.0, 3.0, 4.0], share) == expected
     assert quantile([7.0], share) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("degrees", "quantile_of_tables"), [(4, 2.776), (9, 2.262), (31, 2.040), (1000, 1.962)]
+)
+def test_the_quantile_of_students_t(degrees: int, quantile_of_tables: float) -> None:
+    assert student_95(degrees) == pytest.approx(quantile_of_tables, rel=0.005)

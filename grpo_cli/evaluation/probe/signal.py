@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_cli.evaluation.estimates import Estimate, estimate
+from grpo_cli.evaluation.estimates import Estimate, estimate, student_95
 
 SIZES = (2, 4, 8, 16, 32, 64)
 RESAMPLES = 1000  # of the prompts, for the interval of an upper bound
@@ -96,7 +96,7 @@ def signal_share(prompts: Sequence[RewardCounts], size: int) -> SignalShare:
     """Returns the share of groups of `size` completions whose rewards differ.
 
     Up to the n completions of a prompt it is unbiased, and its interval is that of a mean over
-    prompts (`estimates.estimate`). Beyond, see `bounds`.
+    prompts (`over_prompts`). Beyond, see `bounds`.
 
     Args:
         prompts: with the same number of completions each, at least 2.
@@ -105,7 +105,7 @@ def signal_share(prompts: Sequence[RewardCounts], size: int) -> SignalShare:
     if size > most:
         return bounds(prompts, size)
     values = [1 - counts.without_signal(size) for counts in prompts]
-    found = estimate(values, sum(counts.completions for counts in prompts))
+    found = over_prompts(values, sum(counts.completions for counts in prompts))
     return SignalShare(size, found.value, found.low, found.high)
 
 
@@ -142,4 +142,12 @@ def bounds(prompts: Sequence[RewardCounts], size: int) -> SignalShare:
 
 def pass_rate(rights: Sequence[Sequence[bool]]) -> Estimate:
     """Returns the share of completions that are right, with an interval clustered by prompt."""
-    return estimate([sum(own) / len(own) for own in rights], sum(map(len, rights)))
+    return over_prompts([sum(own) / len(own) for own in rights], sum(map(len, rights)))
+
+
+def over_prompts(values: Sequence[float], completions: int) -> Estimate:
+    """Returns the mean of the prompts' values with a 95% interval, for as few prompts as a probe's.
+
+    Their spread is known from few of them, hence the quantile of Student's t.
+    """
+    return estimate(values, completions, student_95(max(len(values) - 1, 1)))

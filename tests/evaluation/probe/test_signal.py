@@ -96,9 +96,9 @@ def test_the_intervals_cover_the_truth(name: str) -> None:
             covered[size] += found.low <= truth + 1e-9 and truth <= found.high + 1e-9
             if found.share is not None:
                 total[size] += found.share / PROBES
-    # Of 200 intervals that hold the truth with a probability of 0.95, fewer than 183 (0.915) do
-    # in 1.5 % of all cases.
-    assert min(covered.values()) >= 0.915 * PROBES, covered
+    # Of 200 intervals that hold the truth with a probability of 0.95, fewer than 185 (0.925) do
+    # in 4 % of all cases.
+    assert min(covered.values()) >= 0.925 * PROBES, covered
     for size, mean in total.items():  # unbiased: within 4 standard errors of at most 0.09 each
         assert mean == pytest.approx(1 - EQUAL[name](size), abs=4 * 0.09 / math.sqrt(PROBES))
 
