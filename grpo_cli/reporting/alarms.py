@@ -44,7 +44,7 @@ class Alarms:
     """Follows the metrics of each step. Every process has the same ones."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.alarms = list(alarmsmeasured(recipe))
+        self.alarms = list(alarms_of(recipe))
         self.watches = Watches()
         self.most_without_reward = recipe.scoring.max_steps_without_reward
 
@@ -85,7 +85,7 @@ class Alarms:
         self.watches.restore(saved)
 
 
-def alarmsmeasured(recipe: Recipe) -> Iterator[Alarm]:
+def alarms_of(recipe: Recipe) -> Iterator[Alarm]:
     """Yields the alarms of a recipe, in the order of `ALARMS`, without those that it ignores."""
     for name in ALARMS:
         if name not in recipe.alarms.ignore or name == "no_reward":

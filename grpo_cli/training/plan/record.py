@@ -74,7 +74,10 @@ class PlanRecord:
             if self.predict is not None:
                 names = ("completion_tokens", "longest_tokens", "signal")
                 mean, longest, signal = (self.measured[name] for name in names)
-                self.at_mean = self.predict(mean, longest, signal).as_json()
+                try:
+                    self.at_mean = self.predict(mean, longest, signal).as_json()
+                except Exception as error:  # no run ends for its prediction
+                    self.why = reason(error)
         found = {
             "predicted": self.predicted,
             "why_not_predicted": self.why,
@@ -141,8 +144,8 @@ def begin(run: Run, prompts: Sequence[Prompt]) -> PlanRecord:
     try:
         predict_at = prediction(run, prompts)
         predicted = predict_at(None, None, 1.0).as_json()
-    except UserError as error:
-        predict_at, why = None, str(error)
+    except Exception as error:  # no run ends for its prediction
+        predict_at, why = None, reason(error)
     before = read_json(path) or {}  # of a run that is resumed
     record = PlanRecord(
         path,
@@ -157,6 +160,11 @@ def begin(run: Run, prompts: Sequence[Prompt]) -> PlanRecord:
     )
     record.write(None)
     return record
+
+
+def reason(error: Exception) -> str:
+    """Returns why there is no prediction; with its type, an error that is a fault of this code."""
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
 def prediction(run: Run, prompts: Sequence[Prompt]) -> Predict:

@@ -9,6 +9,7 @@ import transformers
 
 from grpo_cli import train
 from grpo_cli.training import build, prepare
+from grpo_cli.training.plan import record
 from tests.training.test_train import recipe
 
 pytestmark = pytest.mark.runs
@@ -65,3 +66,14 @@ def test_a_family_that_is_not_described_has_no_prediction(tmp_path: Path) -> Non
     found = stored(tmp_path)
     assert found["predicted"] is None
     assert found["why_not_predicted"].startswith("model_type = gpt2: its parameters are not")
+
+
+def test_no_run_ends_for_a_fault_of_its_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def divide(config: object) -> None:
+        raise ZeroDivisionError("float division by zero")
+
+    monkeypatch.setattr(record.Shape, "of", divide)
+    build.build(prepare.for_training(recipe(tmp_path)), ["grpo"]).close()
+    assert stored(tmp_path)["why_not_predicted"] == "ZeroDivisionError: float division by zero"
