@@ -129,6 +129,14 @@ def seconds_left(run: Followed) -> float | None:
     return max(0.0, total - max(0.0, passed))
 
 
+def may_end_early(recipe: Mapping[str, Any]) -> bool:
+    """Whether a rule of the recipe or a callback may end the run before its last step."""
+    rules = recipe.get("stop") or {}
+    named = any(limit for name, limit in rules.items() if name != "steps")
+    patience = (recipe.get("eval") or {}).get("patience")
+    return bool(named or patience or recipe.get("callbacks"))
+
+
 def resample(values: Sequence[float], width: int) -> list[float]:
     """Returns at most `width` values: each the mean of an equal share of consecutive ones.
 

@@ -85,7 +85,8 @@ def progress(run: Followed, health: Health, width: int) -> Text:
     more = f" · {step_seconds(times)} a step" if times else ""
     left = figures.seconds_left(run)
     if health.is_live and left is not None and run.step < (steps or 0):
-        more += f" · {duration(left)} left"
+        more += " · at most " if figures.may_end_early(run.recipe) else " · "
+        more += f"{duration(left)} left"
     if steps is None:
         return Text(said + more)
     done = min(1.0, run.step / steps)

@@ -215,3 +215,17 @@ def test_the_newest_evaluation() -> None:
 @pytest.mark.parametrize("state", ["ended", "dead", "unknown"])
 def test_only_a_living_run_has_time_left(state: str) -> None:
     assert not figures.Health(state, "").is_live
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        ({}, False),
+        ({"stop": {"steps": 3, "hours": None, "zero_gradient": 0}, "eval": {"patience": 0}}, False),
+        ({"stop": {"steps": 3, "hours": 2.0}}, True),
+        ({"eval": {"patience": 2}}, True),
+        ({"callbacks": {"mine": {"path": "my:Callback"}}}, True),
+    ],
+)
+def test_a_run_that_may_end_before_its_last_step(recipe: dict[str, Any], expected: bool) -> None:
+    assert figures.may_end_early(recipe) is expected
