@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx2
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
@@ -34,6 +33,9 @@ from grpo_cli.reporting.model_card import dataset_card
 LAST_CHECKPOINT = "last-checkpoint"  # in the repository
 ATTEMPTS = 3  # of the last push, when the run ends
 PAUSE_SECONDS = 10.0  # between these
+# What a request raises without an answer: HTTPError of httpx2, with huggingface_hub 1 of httpx, and
+# OSError.
+UNREACHABLE: tuple[type[Exception], ...] = HfHubHTTPError.__bases__  # type: ignore[assignment]
 
 
 def check(recipe: Recipe) -> str | None:
@@ -82,7 +84,7 @@ def check(recipe: Recipe) -> str | None:
                 f"({hub_upload.reason(error)}); use one that may (HF_TOKEN, or hf auth login), or "
                 "another repository."
             ) from error
-        except (httpx2.HTTPError, OSError) as error:
+        except UNREACHABLE as error:
             return _unreachable(where, error)
     return None
 

@@ -272,6 +272,8 @@ def test_a_loss_scaler_unscales_the_gradients_of_the_weights() -> None:
 def test_on_a_gpu_the_steps_are_near_those_on_a_cpu(
     name: str, mode: str, wide: PreTrainedModel
 ) -> None:
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
     options = {"algorithm": name, "args": EVERY[name]}
     other = copy.deepcopy(wide).cuda()
     for own in (wide, other):

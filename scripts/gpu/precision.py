@@ -1,0 +1,184 @@
+"""Stage precision: attention, log-probabilities and decoding against the same in float64."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import workloads
+from cases import Case, Figures, Setting
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grpo_cli.generation.engine import Engine
+from grpo_cli.generation.sampling import Sampling
+from grpo_cli.generation.transformers import TransformersGenerator
+from grpo_cli.models.attention import Layout, Prefix
+from grpo_cli.models.policy_logprobs import PolicyLogprobs
+from grpo_cli.records import Prompt, Rollout
+
+# Relative error of outputs and gradients of attention that counts as rounding, by dtype.
+ATTENTION_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+# Times the error of the simplest mode in the same precision; no error can be as small as the floor.
+TIMES, FLOOR = 3.0, 1e-6
+DECODING_ERROR = {"float32": 1e-3, "bfloat16": 0.1}  # mean difference of log-probabilities, nats
+PRECISIONS = ("float32", "bfloat16")
+MODES = {
+    "packed, logits in chunks": {"packed": True, "chunked": True},
+    "packed, logits whole": {"packed": True, "chunked": False},
+    "padded, logits in chunks": {"packed": False, "chunked": True},
+}
+
+
+def cases(setting: Setting) -> list[Case]:
+    modes: dict[str, dict[str, Any]] = dict(MODES)
+    if not setting.dry:  # to compile takes longer than the whole dry run
+        modes["packed, compiled"] = {"packed": True, "compile_backend": "inductor"}
+    calls: dict[str, Callable[[], Figures]] = {}
+    for precision in PRECISIONS:
+        dtype = getattr(torch, precision)
+        for dim in (64, 128):
+            name = f"attention, heads of {dim}, {precision}"
+            calls[name] = partial(attention_error, setting, dim, dtype)
+        for name, mode in modes.items():
+            calls[f"logprobs, {name}, {precision}"] = partial(
+                logprob_error, setting, mode, precision
+            )
+        calls[f"decoding, {precision}"] = partial(decoding, setting, precision)
+    return [Case("precision", name, call) for name, call in calls.items()]
+
+
+def attention_error(setting: Setting, dim: int, dtype: torch.dtype) -> Figures:
+    """Compares a layout's attention and its gradients with masked softmax in float64."""
+    segments = [(0, 70), (70, 75), (75, 203), (203, 220), (220, 221), (221, 300)]
+    prefixes = [Prefix(0, 70, 70, 203), Prefix(203, 220, 220, 300)]
+    device = torch.device(setting.device)
+    torch.manual_seed(0)
+    heads = [torch.randn(300, h, dim, device=device) for h in (4, 2, 2)]
+    grad = torch.randn(300, 4, dim, device=device).to(dtype)
+    given = [t.to(dtype).requires_grad_() for t in heads]
+    layout = Layout(segments, prefixes, device)
+    query, key, value = given
+    out = layout.attend(0, query, key, value, dim**-0.5)
+    results = [out, *torch.autograd.grad(out, given, grad)]
+    exact = [t.detach().double().requires_grad_() for t in given]
+    query, key, value = exact
+    right = dense(query, key, value, segments, prefixes)
+    expected = [right, *torch.autograd.grad(right, exact, grad.double())]
+    errors = {
+        name: relative(a, b)
+        for name, a, b in zip(("output", "dq", "dk", "dv"), results, expected, strict=True)
+    }
+    return errors | verdict(max(errors.values()), ATTENTION_ERROR[dtype])
+
+
+def dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: list[tuple[int, int]],
+    prefixes: list[Prefix],
+) -> Tensor:
+    """Computes the attention of a layout with an [N, N] mask."""
+    count = len(query)
+    sees = torch.zeros(count, count, dtype=torch.bool, device=query.device)
+    for start, end in segments:
+        sees[start:end, start:end] = True
+    sees &= torch.ones_like(sees).tril()
+    for p in prefixes:
+        sees[p.first : p.last, p.start : p.end] = True
+    repeats = query.shape[1] // key.shape[1]
+    k, v = (t.repeat_interleave(repeats, 1) for t in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, k) * query.shape[-1] ** -0.5
+    weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def logprob_error(setting: Setting, mode: dict[str, Any], precision: str) -> Figures:
+    """Compares a mode's log-probabilities and gradient with those of the float64 model."""
+    model = workloads.model("dry" if setting.dry else "precise", setting)
+    length, groups = (48, 2) if setting.dry else (384, 4)
+    rollouts = workloads.rollouts(model.config.vocab_size, length, groups, size=4)
+    notes: list[str] = []
+    mode = {"autocast": workloads.half(setting)} | mode if precision == "bfloat16" else mode
+    own = PolicyLogprobs(model, say=notes.append, **mode)
+    own.check(rollouts, 1.0)
+    plain = PolicyLogprobs(model, **{**mode, "packed": False, "chunked": False,
+                                     "compile_backend": None})  # fmt: skip
+    exact = PolicyLogprobs(copy.deepcopy(model).double(), packed=False, chunked=False)
+    (mine, slope), (simple, simple_slope), (right, right_slope) = (
+        outcome(p, rollouts) for p in (own, plain, exact)
+    )
+    apart = (mine.double() - right).abs()
+    error = relative(slope, right_slope)
+    least = {
+        "mean": (simple.double() - right).abs().mean().item(),
+        "gradient": relative(simple_slope, right_slope),
+    }
+    figures = {
+        "mean": apart.mean().item(), "max": apart.max().item(), "gradient": error,
+        "mean, simplest mode": least["mean"], "gradient, simplest mode": least["gradient"],
+    }  # fmt: skip
+    if notes:
+        return figures | {"status": "wrong", "error": notes[0]}
+    excess = max(
+        figures["mean"] / (TIMES * least["mean"] + FLOOR),
+        error / (TIMES * least["gradient"] + FLOOR),
+    )
+    return figures | verdict(excess, 1.0)
+
+
+def outcome(policy_logprobs: PolicyLogprobs, rollouts: list[Rollout]) -> tuple[Tensor, Tensor]:
+    """Returns log-probabilities [B, C], and the gradient of a mixture of them, flat."""
+    model = policy_logprobs.model
+    model.zero_grad(set_to_none=True)
+    logprobs, _ = policy_logprobs(rollouts, 1.0)
+    signs = torch.tensor([[r.advantage] for r in rollouts], device=logprobs.device)
+    (logprobs * signs).sum().backward()  # type: ignore[no-untyped-call]
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad(set_to_none=True)
+    return logprobs.detach(), gradient
+
+
+def decoding(setting: Setting, precision: str) -> Figures:
+    """Compares what the embedded engine reports while it samples with the float64 model."""
+    model = workloads.model("dry" if setting.dry else "precise", setting)
+    how: dict[str, Any] = {} if precision == "float32" else {"autocast": workloads.half(setting)}
+    notes: list[str] = []
+    generator = TransformersGenerator(model, [], say=notes.append, **how)
+    draws = random.Random(0)
+    words = range(model.config.vocab_size)
+    prompts = [Prompt(n, draws.choices(words, k=9 + 7 * n), "", {}) for n in range(4)]
+    tokens = 8 if setting.dry else 100
+    groups = generator.generate(prompts, 4, Sampling(max_tokens=tokens), [*range(4)])
+    rollouts = [Rollout(p, c, "") for p, g in zip(prompts, groups, strict=True) for c in g]
+    with torch.no_grad():
+        right = exact_logprobs(model, rollouts)
+    reported = torch.tensor([r.completion.sampling_logprobs for r in rollouts])
+    apart = (reported.double() - right.cpu()).abs()
+    figures = {"mean": apart.mean().item(), "max": apart.max().item()}
+    if generator.decoder is not Engine:
+        return figures | {"status": "wrong", "error": notes[0]}
+    return figures | verdict(figures["mean"], DECODING_ERROR[precision])
+
+
+def exact_logprobs(model: PreTrainedModel, rollouts: list[Rollout]) -> Tensor:
+    """Computes log-probabilities [B, C] in float64, padded and with complete logits."""
+    exact = PolicyLogprobs(copy.deepcopy(model).double(), packed=False, chunked=False)
+    return exact(rollouts, 1.0)[0]
+
+
+def relative(value: Tensor, expected: Tensor) -> float:
+    """Returns ‖value − expected‖ / ‖expected‖."""
+    return float((value.double() - expected).norm() / expected.norm())
+
+
+def verdict(error: float, limit: float) -> Figures:
+    """Returns the status of a case; NaN is wrong."""
+    if error <= limit:
+        return {}
+    return {"status": "wrong", "error": f"{error:.2g} is more than {limit:.2g}"}

@@ -1,0 +1,198 @@
+"""Stage speed: seconds, tokens per second, MFU and memory of generation and update.
+
+By model and length: packed against padded rows, and against transformers alone (`plain.py`).
+"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import plain
+import torch
+import workloads
+from cases import Case, Figures, Setting
+from transformers import PreTrainedModel
+
+from grpo_cli.generation.sampling import Sampling
+from grpo_cli.generation.transformers import TransformersGenerator
+from grpo_cli.models.flops import peak_flops
+from grpo_cli.models.memory import is_out_of_memory, release
+from grpo_cli.models.policy_logprobs import PolicyLogprobs
+from grpo_cli.records import Prompt, Rollout
+
+MICRO_BATCH = 16384  # tokens, halved as often as memory needs it
+NEW_TOKENS = 64  # sampled at a length; a step samples all
+PROMPTS = {512: 8, 2048: 8, 8192: 2}  # of a generation, by their length with the new tokens
+
+
+def cases(setting: Setting) -> list[Case]:
+    found = []
+    for model in workloads.names(setting):
+        for number, length in enumerate(workloads.lengths(setting)):
+            measured = [("update", update, ["packed", "padded", "plain"])]
+            measured += [("generation", generation, ["ours", "plain"])]
+            measured += [("step", step, ["ours", "plain"])] if number == 0 else []
+            for what, call, ways in measured:
+                for way in ways:
+                    name = f"{model}, {length}, {what}, {way}"
+                    found.append(Case("speed", name, partial(call, setting, model, length, way)))
+    return found
+
+
+def update(setting: Setting, name: str, length: int, way: str) -> Figures:
+    """Measures one optimizer step over random rollouts."""
+    model = workloads.model(name, setting)
+    groups = workloads.GROUPS.get(length, 2)
+    rollouts = workloads.rollouts(model.config.vocab_size, length, groups)
+    return measured_update(setting, model, rollouts, way)
+
+
+def measured_update(
+    setting: Setting, model: PreTrainedModel, rollouts: list[Rollout], way: str
+) -> Figures:
+    """Returns the figures of one optimizer step: forward, backward and AdamW.
+
+    Args:
+        way: packed or padded rows of `PolicyLogprobs`, or plain.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-9)
+    notes: list[str] = []
+    own = PolicyLogprobs(
+        model, packed=way == "packed", autocast=workloads.half(setting), say=notes.append
+    )
+    if way != "plain":
+        own.check(rollouts, 1.0)
+    tokens = MICRO_BATCH
+
+    def take() -> None:
+        if way == "plain":
+            with workloads.half(setting)():
+                plain.backward(model, rollouts, tokens)
+        else:
+            backward(own, rollouts, tokens)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    while True:
+        try:
+            seconds, peak = workloads.measure(setting, take)
+            break
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or tokens < 512:
+                raise
+        optimizer.zero_grad(set_to_none=True)
+        release()
+        tokens //= 2
+    return figures(setting, own, rollouts, seconds, peak, backward=True) | {
+        "micro-batch": tokens, **({"note": notes[0]} if notes else {})
+    }  # fmt: skip
+
+
+def backward(policy_logprobs: PolicyLogprobs, rollouts: list[Rollout], max_tokens: int) -> None:
+    """Adds up the gradient of -advantage · logprob of every completion token."""
+    total = sum(len(r.completion.ids) for r in rollouts)
+    for some in policy_logprobs.micro_batches(rollouts, max_tokens):
+        logprobs, _ = policy_logprobs(some, 1.0)
+        advantages = torch.tensor([[r.advantage] for r in some], device=logprobs.device)
+        loss = -(logprobs * advantages).sum() / total
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def figures(
+    setting: Setting,
+    policy_logprobs: PolicyLogprobs,
+    rollouts: list[Rollout],
+    seconds: float,
+    peak: float,
+    *,
+    backward: bool,
+) -> Figures:
+    """Returns seconds, completion tokens per second, MFU and peak memory.
+
+    The FLOPs count each prompt once and no padding, whatever was computed.
+    """
+    rate = peak_flops(torch.device(setting.device), torch.bfloat16)
+    flops = policy_logprobs.flops(rollouts, backward=backward)
+    return {
+        "seconds": seconds,
+        "tokens/s": sum(len(r.completion.ids) for r in rollouts) / seconds,
+        "MFU %": 100 * flops / seconds / rate,
+        "GiB": peak,
+    }
+
+
+def prompts_of(model: PreTrainedModel, count: int, length: int) -> list[Prompt]:
+    """Returns random prompts of one length."""
+    draws, words = random.Random(0), range(model.config.vocab_size)
+    return [Prompt(n, draws.choices(words, k=length), "", {}) for n in range(count)]
+
+
+def sample(
+    setting: Setting,
+    model: PreTrainedModel,
+    prompts: list[Prompt],
+    size: int,
+    tokens: int,
+    way: str,
+) -> list[Rollout]:
+    """Samples `tokens` tokens of `size` completions of each prompt; returns them as rollouts."""
+    if way == "ours":
+        generator = TransformersGenerator(model, [], autocast=workloads.half(setting))
+        found = generator.generate(
+            prompts, size, Sampling(max_tokens=tokens), [*range(len(prompts))]
+        )
+        completions = [c for group in found for c in group]
+    else:
+        rows = [p.ids for p in prompts for _ in range(size)]
+        with workloads.half(setting)():
+            ids = plain.generate(model, rows, tokens)
+        completions = [workloads.completion(row[-tokens:]) for row in ids.tolist()]
+    each = [p for p in prompts for _ in range(size)]
+    return [
+        Rollout(p, c, "", reward=1.0, advantage=1.0 if n % 2 else -1.0)
+        for n, (p, c) in enumerate(zip(each, completions, strict=True))
+    ]
+
+
+def generation(setting: Setting, name: str, length: int, way: str) -> Figures:
+    """Measures the last tokens of completions whose rows are `length` tokens long at their end."""
+    model = workloads.model(name, setting)
+    new = 4 if setting.dry else NEW_TOKENS
+    prompts = prompts_of(model, PROMPTS.get(length, 2), length - new)
+    return measured_generation(setting, model, prompts, workloads.NUM_GENERATIONS, new, way)
+
+
+def measured_generation(
+    setting: Setting, model: PreTrainedModel, prompts: list[Prompt], size: int, new: int, way: str
+) -> Figures:
+    """Returns the figures of sampling `new` tokens, the prompts' forward pass included."""
+    kept: list[list[Rollout]] = []
+    seconds, peak = workloads.measure(
+        setting, lambda: kept.append(sample(setting, model, prompts, size, new, way)), repeats=1
+    )
+    own = PolicyLogprobs(model)
+    found: dict[str, Any] = figures(setting, own, kept[-1], seconds, peak, backward=False)
+    return found | {"ms a token": 1e3 * seconds / new, "rows": len(kept[-1])}
+
+
+def step(setting: Setting, name: str, length: int, way: str) -> Figures:
+    """Measures a step: samples whole completions and trains on them."""
+    model = workloads.model(name, setting)
+    new = length - length // 8
+    prompts = prompts_of(model, workloads.PROMPTS_OF_STEP, length // 8)
+    device = torch.device(setting.device)
+    start = workloads.now(device)
+    rollouts = sample(setting, model, prompts, workloads.NUM_GENERATIONS, new, way)
+    generated = workloads.now(device) - start
+    updated = measured_update(setting, model, rollouts, "packed" if way == "ours" else "plain")
+    seconds = generated + updated["seconds"]
+    return {
+        "seconds": seconds,
+        "tokens/s": len(rollouts) * new / seconds,
+        "GiB": updated["GiB"],
+        "generation s": generated,
+        "update s": updated["seconds"],
+    }

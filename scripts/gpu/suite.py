@@ -1,0 +1,40 @@
+"""Stage tests: those marked `gpu`. The dry run only collects them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from cases import Case, Figures, Setting
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "@pytest.mark.gpu"
+
+
+def cases(setting: Setting) -> list[Case]:
+    return [Case("tests", "pytest -m gpu", lambda: run(setting))]
+
+
+def files() -> list[str]:
+    """Returns the files that have tests marked `gpu`; to import all others takes long."""
+    found = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path) for path in found if MARK in path.read_text(encoding="utf-8")]
+
+
+def run(setting: Setting) -> Figures:
+    """Returns pytest's counts."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *files()]
+    command += ["--collect-only"] if setting.dry else ["--durations=5", "--tb=short"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
+    print(done.stdout, done.stderr, flush=True)
+    counts = re.findall(
+        r"(\d+)[/ ]?\d* (passed|failed|errors?|skipped|tests collected)", done.stdout
+    )
+    figures: Figures = {what: int(count) for count, what in counts}
+    if done.returncode:
+        failed = re.findall(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)
+        figures |= {"status": "failed", "error": "; ".join(failed) or done.stderr.strip()[-300:]}
+    return figures
