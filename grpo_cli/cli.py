@@ -278,9 +278,9 @@ def preflight(argv: list[str]) -> None:
 
 def doctor(argv: list[str]) -> None:
     """`grpo doctor`: prints what this machine has, what is broken, and what recipes lack."""
-    from grpo_cli.commands import doctor
+    from grpo_cli.commands.doctor import command
 
-    doctor.main(argv)
+    command.main(argv)
 
 
 def export(argv: list[str]) -> None:

@@ -13,14 +13,8 @@ from typing import Any
 import pytest
 
 from grpo_cli import cli, sandbox
-from grpo_cli.commands import (
-    doctor,
-    doctor_findings,
-    doctor_machine,
-    doctor_recipes,
-    doctor_software,
-)
-from grpo_cli.commands.doctor_findings import BROKEN, NOTE, OK, Check, Finding
+from grpo_cli.commands.doctor import command, findings, machine, recipes, software
+from grpo_cli.commands.doctor.findings import BROKEN, NOTE, OK, Check, Finding
 from grpo_cli.config.schema import (
     Adapter,
     Build,
@@ -57,7 +51,7 @@ def test_a_check_that_raises_or_hangs_is_a_line() -> None:
         Check("b", "works", lambda: [Finding("one", "1"), Finding("two", "2")]),
     ]
     found = [(section, f.name, f.value, f.status) for section, fs in
-             doctor_findings.run_all(checks) for f in fs]  # fmt: skip
+             findings.run_all(checks) for f in fs]  # fmt: skip
     hang.set()
     assert found == [
         ("a", "fails", "cannot be found out: OSError: no", NOTE),
@@ -74,10 +68,10 @@ def gpu(name: str, free: float = 80, peers: tuple[int, ...] = ()) -> dict[str, A
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_software, "driver_version", lambda: "580.1")
+    monkeypatch.setattr(software, "driver_version", lambda: "580.1")
     facts = {"version": "2.13", "cuda": "13.0", "threads": 8, "nccl": "2.27", "mps": False}
     two = [gpu("H100", peers=(1,)), gpu("H100 MIG 1g.10gb", free=10)]
-    found = [*doctor_software.of_torch({**facts, "gpus": two})]
+    found = [*software.of_torch({**facts, "gpus": two})]
     assert [f.value for f in found] == [
         "2.13 (CUDA 13.0, NCCL 2.27), 8 threads",
         "580.1",
@@ -86,7 +80,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "no other",
     ]
     assert [f.status for f in found] == [OK, OK, OK, NOTE]
-    none = [*doctor_software.of_torch({**facts, "gpus": []})][-1]
+    none = [*software.of_torch({**facts, "gpus": []})][-1]
     assert (none.status, none.value) == (NOTE, "torch sees none, though there is a driver")
 
 
@@ -123,26 +117,26 @@ def test_limits_of_cgroups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "own").write_text(own)
-    monkeypatch.setattr(doctor_machine, "OWN", tmp_path / "own")
+    monkeypatch.setattr(machine, "OWN", tmp_path / "own")
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert doctor_machine.cpu_quota(tmp_path) == cores
-    assert doctor_machine.memory_limit(tmp_path) == limit
+    assert machine.cpu_quota(tmp_path) == cores
+    assert machine.memory_limit(tmp_path) == limit
 
 
 def test_few_cores_by_the_cgroup_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(doctor_machine, "cpu_quota", lambda: 0.5)
-    cores = next(f for f in doctor_machine.processor() if f.name == "cores")
+    monkeypatch.setattr(machine, "cpu_quota", lambda: 0.5)
+    cores = next(f for f in machine.processor() if f.name == "cores")
     assert (cores.status, cores.advice) == (NOTE, "export OMP_NUM_THREADS=1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    cores = next(f for f in doctor_machine.processor() if f.name == "cores")
+    cores = next(f for f in machine.processor() if f.name == "cores")
     assert (cores.status, cores.advice) == (OK, "")
 
 
 def test_variables_show_no_secret() -> None:
-    found = doctor_machine.variables({
+    found = machine.variables({
         "HF_TOKEN": "hf_abc", "HF_HOME": "/x", "HOME": "/root", "RANK": "1", "MY_API_KEY": "secret",
         "https_proxy": "http://me:word@proxy:80", "WANDB_API_KEY": "w", "NCCL_DEBUG": "INFO",
         "SLURM_JOB_ID": "3", "SLURM_CONF": "x", "RANKS": "2",
@@ -159,29 +153,27 @@ def test_variables_show_no_secret() -> None:
 
 
 def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, *_ = doctor_machine.disk("output_dir", tmp_path / "outputs" / "x", 1e-9)
+    found, *_ = machine.disk("output_dir", tmp_path / "outputs" / "x", 1e-9)
     assert found.status == OK
     assert found.value.startswith(f"{tmp_path}/outputs/x (to be made in {tmp_path}): ")
     assert not (tmp_path / "outputs").exists()
-    few, *_ = doctor_machine.disk("output_dir", tmp_path, 1e12)
+    few, *_ = machine.disk("output_dir", tmp_path, 1e12)
     assert (few.status, few.advice[:12]) == (NOTE, "a checkpoint")
     (tmp_path / "file").touch()
-    broken, *_ = doctor_machine.disk("output_dir", tmp_path / "file" / "x", 1.0)
+    broken, *_ = machine.disk("output_dir", tmp_path / "file" / "x", 1.0)
     assert (broken.status, broken.value.rpartition(": ")[2]) == (BROKEN, "Not a directory")
-    skew = [*doctor_machine.clock(tmp_path)][1]
+    skew = [*machine.clock(tmp_path)][1]
     assert (skew.name, skew.status) == ("file system's time", OK)
     stat = os.stat
     late = type("Late", (), {"st_mtime": 0.0})
     monkeypatch.setattr(os, "stat", lambda p, **k: late if "/tmp" in str(p) else stat(p, **k))
-    assert [*doctor_machine.clock(tmp_path)][1].status == NOTE
+    assert [*machine.clock(tmp_path)][1].status == NOTE
 
 
 def test_packages_too_old_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"transformers": "4.0", "numpy": "none", "peft": "0.1", "trackio": "none"}
-    monkeypatch.setattr(
-        doctor_software, "installed_version", lambda *names: versions.get(names[0], "99")
-    )
-    found = {f.name: f for f in doctor_software.packages()}
+    monkeypatch.setattr(software, "installed_version", lambda *names: versions.get(names[0], "99"))
+    found = {f.name: f for f in software.packages()}
     assert found["transformers"].status == BROKEN
     assert found["transformers"].value.startswith("4.0; grpo needs >=5")
     assert found["transformers"].advice.startswith("pip install 'transformers>=5")
@@ -205,9 +197,9 @@ def test_vllm(
 ) -> None:
     stderr = "Traceback\nImportError: libx\n" if code == 1 else ""
     done = type("Done", (), {"returncode": code, "stderr": stderr, "stdout": ""})
-    monkeypatch.setattr(doctor_software, "installed_version", lambda *names: version)
+    monkeypatch.setattr(software, "installed_version", lambda *names: version)
     monkeypatch.setattr("subprocess.run", lambda *a, **k: done)
-    assert [(f.status, f.value) for f in doctor_software.vllm()] == [(status, said)]
+    assert [(f.status, f.value) for f in software.vllm()] == [(status, said)]
 
 
 @pytest.mark.parametrize(
@@ -223,8 +215,8 @@ def test_a_torch_that_crashes(
 ) -> None:
     done = type("Done", (), {"returncode": code, "stderr": "", "stdout": stdout})
     monkeypatch.setattr("subprocess.run", lambda *a, **k: done)
-    monkeypatch.setattr(doctor_software, "of_torch", lambda facts: [Finding("torch", "2")])
-    found = [*doctor_software.torch_and_gpus()]
+    monkeypatch.setattr(software, "of_torch", lambda facts: [Finding("torch", "2")])
+    found = [*software.torch_and_gpus()]
     assert [f.status for f in found] == statuses
     if code == -4:
         assert "Illegal instruction" in found[1].value
@@ -268,7 +260,7 @@ def test_what_a_recipe_lacks(
         patch.setattr(sandbox, "find_level", refuse)
         if "adapter" in changes:
             patch.setattr("importlib.util.find_spec", lambda name: None)
-        found = [*doctor_recipes.needs(recipe(**changes), gpus=[])]
+        found = [*recipes.needs(recipe(**changes), gpus=[])]
     assert [(f.name, f.status) for f in found] == [(name, status)]
     assert said in found[0].value
 
@@ -279,10 +271,10 @@ def refuse(guards: str) -> None:
 
 def test_a_hub_name_offline_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    found = [*doctor_recipes.needs(recipe(model=Model(path="no/such")), gpus=["NVIDIA L4"])]
+    found = [*recipes.needs(recipe(model=Model(path="no/such")), gpus=["NVIDIA L4"])]
     assert [(f.name, f.status) for f in found] == [("model.path", BROKEN)]
     small = recipe(mixed_precision="bf16", model=Model(build=Build()))
-    assert [*doctor_recipes.needs(small, gpus=["NVIDIA L4"])] == []
+    assert [*recipes.needs(small, gpus=["NVIDIA L4"])] == []
 
 
 def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,11 +288,11 @@ def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(run_plan, "plan_of", plan_of)
     tiny = recipe(model=Model(build=Build()))
-    (found,) = doctor_recipes.needs(tiny, gpus=["NVIDIA L4", "NVIDIA L4"])
+    (found,) = recipes.needs(tiny, gpus=["NVIDIA L4", "NVIDIA L4"])
     assert asked == [run_plan.Request(gpu="l4", gpus=2)]
     assert (found.name, found.status) == ("memory", NOTE)
     assert found.advice == "grpo plan recipe=r gpu=l4 gpus=2 tells what to change"
-    assert [*doctor_recipes.needs(tiny, gpus=["Some other GPU"])] == []
+    assert [*recipes.needs(tiny, gpus=["Some other GPU"])] == []
 
 
 @pytest.fixture
@@ -309,12 +301,10 @@ def light(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def put(*findings: Finding) -> None:
         own = [Finding("torch", "2.13"), *findings]
-        monkeypatch.setattr(
-            doctor_machine, "checks", lambda *a: [Check("devices", "x", lambda: own)]
-        )
+        monkeypatch.setattr(machine, "checks", lambda *a: [Check("devices", "x", lambda: own)])
 
     shipped = [Path("arithmetic_tiny.yaml")]
-    monkeypatch.setattr(doctor, "recipe_files", lambda: shipped)
+    monkeypatch.setattr(command, "recipe_files", lambda: shipped)
     return put
 
 

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 
 import grpo_cli
 from grpo_cli import __version__
-from grpo_cli.commands.doctor_findings import BROKEN, NOTE, OK, Finding
+from grpo_cli.commands.doctor.findings import BROKEN, NOTE, OK, Finding
 from grpo_cli.commands.preflight import driver_version, hash_of_code, installed_version
 
 GIB = 2**30

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from grpo_cli.commands import doctor_machine, doctor_recipes
-from grpo_cli.commands.doctor_findings import BROKEN, NOTE, OK, Check, Finding, run_all
+from grpo_cli.commands.doctor import machine, recipes
+from grpo_cli.commands.doctor.findings import BROKEN, NOTE, OK, Check, Finding, run_all
 from grpo_cli.config.compose import recipe_files
 from grpo_cli.config.interpolation import publishable
 from grpo_cli.config.knob import knob
@@ -62,10 +62,10 @@ def main(argv: list[str]) -> None:
     own, words = split(Settings, without_dashes(Settings, argv, "grpo doctor"))
     check_recipe_words(Settings, words)
     settings = parse(Settings, own)
-    recipe = doctor_recipes.composed(words) if words else None
+    recipe = recipes.composed(words) if words else None
     folder = Path(recipe.output_dir if isinstance(recipe, Recipe) else "outputs")
     sections: Sections = {}
-    for section, findings in run_all(doctor_machine.checks(folder, settings.network)):
+    for section, findings in run_all(machine.checks(folder, settings.network)):
         sections.setdefault(section, []).extend(findings)
     sections[RECIPES] = of_recipes(words, recipe, sections)
     if settings.json:
@@ -98,7 +98,7 @@ def of_recipes(
         return found or [Finding(recipe.recipe, "nothing is missing")]
     out = []
     for path in recipe_files():
-        shipped = doctor_recipes.composed([f"recipe={path.stem}"])
+        shipped = recipes.composed([f"recipe={path.stem}"])
         lacks = [shipped] if isinstance(shipped, Finding) else within_time(shipped, gpus)
         status = NOTE if lacks else OK  # not asked for: nothing that has to work here
         said = "; ".join(f.short or f"{f.name}: {f.value}" for f in lacks)
@@ -108,7 +108,7 @@ def of_recipes(
 
 def within_time(recipe: Recipe, gpus: Sequence[str]) -> list[Finding]:
     """Returns what a recipe lacks here, found within a deadline."""
-    check = Check(RECIPES, recipe.recipe, lambda: doctor_recipes.needs(recipe, gpus), 60.0)
+    check = Check(RECIPES, recipe.recipe, lambda: recipes.needs(recipe, gpus), 60.0)
     return [f for _, findings in run_all([check]) for f in findings]
 
 

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli import sandbox
 from grpo_cli.checkpoints import lookup, paths
-from grpo_cli.commands.doctor_findings import BROKEN, NOTE, Finding
+from grpo_cli.commands.doctor.findings import BROKEN, NOTE, Finding
 from grpo_cli.commands.preflight import GB
 from grpo_cli.config import parsing, sources
 from grpo_cli.config.compose import compose_and_call, error_message, given_keys

@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 
 from grpo_cli import sandbox
-from grpo_cli.commands import doctor_software as software
-from grpo_cli.commands.doctor_findings import BROKEN, NOTE, OK, Check, Finding
+from grpo_cli.commands.doctor import software
+from grpo_cli.commands.doctor.findings import BROKEN, NOTE, OK, Check, Finding
 from grpo_cli.commands.preflight import GB, MAX_CLOCK_SKEW, is_free
 from grpo_cli.config.cache import cache_dir
 from grpo_cli.config.interpolation import SECRET
