@@ -152,7 +152,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def student_95(degrees: int) -> float:
+def student_95(degrees: float) -> float:
     """Returns the 97.5% quantile of Student's t, good to 0.5% from 4 degrees of freedom on.
 
     The first terms of its expansion at the normal quantile (Fisher and Cornish 1960, Technometrics

@@ -129,7 +129,10 @@ def kept_in_layer(shape: Shape, kept: Kept, rank: int = 0) -> int:
         UserError: an adapter of a model with experts, which is not described.
     """
     if rank and shape.experts:
-        raise UserError("adapter_rank: adapters of models with experts are not described.")
+        raise UserError(
+            "adapter: adapters of models with experts are not described, so that their memory "
+            "cannot be planned; adapter=none plans the training of all weights."
+        )
     total = kept.heads * shape.queries + 4 * shape.heads + 8 + kept.adapter * rank
     if shape.qk_norm:
         total += kept.norm * (shape.queries + shape.keys) + 4 * (shape.heads + shape.kv_heads)

@@ -350,7 +350,7 @@ def test_a_quantized_base_needs_an_adapter_and_complete_weights(wrong: dict[str,
 
 
 def test_an_adapter_of_experts_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^adapter_rank: adapters of models with experts"):
+    with pytest.raises(UserError, match=r"^adapter: adapters of models with experts"):
         memory(replace(TINY, experts=2, chosen=1), Cluster(1), replace(PLAIN, adapter_rank=4))
 
 

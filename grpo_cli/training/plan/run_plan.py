@@ -135,11 +135,16 @@ def config_of(recipe: Recipe) -> PretrainedConfig:
     try:
         return loading.read_config(base, source)
     except loading.FAILURES as error:
-        where = "its folder" if sources.is_local(source) else "the hub or its cache here"
+        where, instead = "the hub or its cache here", "give a folder that holds the file"
+        if sources.is_local(source):
+            where = "its folder"
+        else:
+            instead = (
+                f"run `hf download {source} config.json` where there is a network, or {instead}"
+            )
         raise UserError(
             f"model.path = {path}: its config.json, which is all that a plan reads, cannot be read "
-            f"from {where}; run `hf download {source} config.json` where there is a network, or "
-            "give a folder that holds the file."
+            f"from {where}; {instead}."
         ) from error
 
 
@@ -151,7 +156,8 @@ def built(
     assert build is not None
     if build.vision_layers:
         raise UserError(
-            "model.build.vision_layers: the parameters of a vision tower are not described."
+            "model.build.vision_layers: the parameters of a vision tower are not described, so "
+            "that a model that reads images cannot be planned; its first steps show what it needs."
         )
     pairs = list(data.solution_pairs(rows, recipe.dataset)) if rows and build.merges else []
     tokenizer = tiny.tokenizer_of(build, pairs)

@@ -9,7 +9,13 @@ from collections.abc import Callable
 
 import pytest
 
-from grpo_cli.evaluation.probe.signal import RewardCounts, bounds, pass_rate, signal_share
+from grpo_cli.evaluation.probe.signal import (
+    RewardCounts,
+    bounds,
+    degrees_of_freedom,
+    pass_rate,
+    signal_share,
+)
 
 PROBES = 200
 PROMPTS, SAMPLES = 32, 16  # the defaults of `grpo probe`
@@ -22,10 +28,12 @@ RATES: dict[str, Callable[[random.Random], float]] = {
     "a mixture of 0, 0.5 and 1": lambda rng: rng.choice([0.0, 0.5, 1.0]),
     "a mixture of 0 and 0.05": lambda rng: rng.choice([0.0, 0.05]),
     "uniform": lambda rng: rng.random(),
+    "Beta(0.05, 0.5): few prompts decide": lambda rng: rng.betavariate(0.05, 0.5),
 }
 # Mean over prompts of the rate, and of p^G + (1 - p)^G.
 MEANS: dict[str, float] = {"0": 0, "1": 1, "0.5": 0.5, "a mixture of 0, 0.5 and 1": 0.5,
-                           "a mixture of 0 and 0.05": 0.025, "uniform": 0.5}  # fmt: skip
+                           "a mixture of 0 and 0.05": 0.025, "uniform": 0.5,
+                           "Beta(0.05, 0.5): few prompts decide": 0.05 / 0.55}  # fmt: skip
 EQUAL: dict[str, Callable[[int], float]] = {
     "0": lambda size: 1.0,
     "1": lambda size: 1.0,
@@ -33,7 +41,24 @@ EQUAL: dict[str, Callable[[int], float]] = {
     "a mixture of 0, 0.5 and 1": lambda size: (1 + 2 * 0.5**size + 1) / 3,
     "a mixture of 0 and 0.05": lambda size: (1 + 0.05**size + 0.95**size) / 2,
     "uniform": lambda size: 2 / (size + 1),
+    "Beta(0.05, 0.5): few prompts decide": lambda size: (
+        beta_moment(0.05, size) + beta_moment(0.5, size)
+    ),
 }
+
+
+def beta_moment(a: float, size: int) -> float:
+    """The mean of p^G of a Beta(a, 0.55 - a)."""
+    return math.prod((a + i) / (0.55 + i) for i in range(size))
+
+
+def test_few_prompts_that_decide_leave_few_degrees_of_freedom() -> None:
+    assert degrees_of_freedom([0.5] * 8) == 7, "no spread"
+    assert degrees_of_freedom([0, 1] * 4) == 7, "kurtosis 1"
+    # Mean 0.1, squares 9 x 0.01 and 0.81: kurtosis (9 x 1e-4 + 0.6561) / 10 / 0.09^2 = 8.11.
+    assert degrees_of_freedom([1.0] + [0.0] * 9) == 4, "20 / 7.11, but at least 4"
+    # Of 100 values with 10 ones the kurtosis is 8.11, too.
+    assert degrees_of_freedom(([1.0] + [0.0] * 9) * 10) == pytest.approx(200 / (64 / 9))
 
 
 def test_by_hand() -> None:
