@@ -102,7 +102,7 @@ class Status:
 
     def _write(self) -> None:
         partial = self.path.with_name(self.path.name + ".tmp")
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # whatever it is: the run goes on without it
             partial.write_text(json.dumps(self._now()), encoding="utf-8")
             os.replace(partial, self.path)
 

@@ -213,8 +213,8 @@ function verdict(table, i) {
 }
 
 function preview(text, length = 90) {
-  const messages = text.startsWith('[{"role": ') ? parsed(text) : null;
-  const plain = Array.isArray(messages) ? contentOf(messages[messages.length - 1] || {}) : text;
+  const messages = messagesOf(text);
+  const plain = messages ? contentOf(messages[messages.length - 1]) : text;
   const line = plain.replace(/\s+/g, ' ').trim();
   return line.length > length ? `${line.slice(0, length)}…` : line;
 }

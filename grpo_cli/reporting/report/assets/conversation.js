@@ -4,11 +4,18 @@ function parsed(text, fallback = null) {
   try { return JSON.parse(text); } catch { return fallback; }
 }
 
+// Returns the messages of a text in the form of a chat; null for any other, such as a model's own.
+function messagesOf(text) {
+  const found = text.startsWith('[{"role": ') ? parsed(text) : null;
+  const isMessage = (m) => m && typeof m === 'object' && typeof m.role === 'string';
+  return Array.isArray(found) && found.every(isMessage) ? found : null;
+}
+
 function contentOf(message) {
   const { content } = message;
   if (typeof content === 'string') return content;
   if (!Array.isArray(content)) return content ? JSON.stringify(content) : '';
-  return content.map((part) => (part.type === 'image' || part.image ? '[image]\n' : part.text ?? JSON.stringify(part))).join('');
+  return content.map((part) => (part?.type === 'image' || part?.image ? '[image]\n' : part?.text ?? JSON.stringify(part))).join('');
 }
 
 function callsOf(message) {
@@ -26,8 +33,8 @@ function messageBox(role, body, { foreign = false, extra = null, title = role } 
 }
 
 function promptBoxes(text) {
-  const messages = text.startsWith('[{"role": ') ? parsed(text) : null;
-  if (!Array.isArray(messages)) return [messageBox('prompt', text, { foreign: true })];
+  const messages = messagesOf(text);
+  if (!messages) return [messageBox('prompt', text, { foreign: true })];
   return messages.map((m) => messageBox(m.role, contentOf(m), { foreign: true }));
 }
 
