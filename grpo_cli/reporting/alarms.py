@@ -82,7 +82,7 @@ class Alarms:
 
     def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Restores what `to_state` has returned; {} of a checkpoint of an earlier version."""
-        self.watches.restore(saved)
+        self.watches.restore(saved, [alarm.watch for alarm in self.alarms])
 
 
 def alarms_of(recipe: Recipe) -> Iterator[Alarm]:

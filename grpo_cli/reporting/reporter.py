@@ -63,6 +63,7 @@ class Reporter:
         self.progress = Bar(self.console, "train", recipe.steps)
         self.alarms = Alarms(recipe)
         self.unwritten: list[str] = []  # lines of metrics.jsonl that could not be written yet
+        self.unwritten_alarms: list[str] = []  # of alarms.jsonl
         self.skips_completions = False  # whether the last completions could not be written
         self.has_images = False  # whether prompts of the run have images
 
@@ -107,23 +108,16 @@ class Reporter:
             lines.append(json.dumps(line | {"time": time.time()}) + "\n")
         if not (self.main and lines):
             return
-        with contextlib.suppress(OSError), (self.folder / ALARMS).open("a", encoding="utf-8") as f:
-            f.write("".join(lines))
+        self.unwritten_alarms += lines
+        if append(self.folder / ALARMS, self.unwritten_alarms) is None:
+            self.unwritten_alarms.clear()
 
     def write_lines(self) -> OSError | None:
         """Appends the unwritten lines to metrics.jsonl; returns the error if that fails."""
-        path, size = self.metrics_file, None
-        try:
-            size = path.stat().st_size if path.exists() else 0
-            with path.open("a", encoding="utf-8") as file:
-                file.write("".join(self.unwritten))
-        except OSError as error:
-            if size is not None:
-                with contextlib.suppress(OSError):  # removes a partial line
-                    os.truncate(path, size)
-            return error
-        self.unwritten.clear()
-        return None
+        error = append(self.metrics_file, self.unwritten)
+        if error is None:
+            self.unwritten.clear()
+        return error
 
     def sync(self) -> None:
         """Waits until metrics.jsonl is on the disk, as it must be before a checkpoint is."""
@@ -179,7 +173,7 @@ class Reporter:
         for path in (self.metrics_file, self.folder / ALARMS):
             if path.exists():
                 lines = path.read_text(encoding="utf-8").splitlines()
-                kept = [s for s in lines if s.endswith("}") and is_kept(json.loads(s), step)]
+                kept = [s for s in lines if is_kept(s, step)]
                 write_text(path, "".join(s + "\n" for s in kept))
 
     def close(self) -> None:
@@ -220,12 +214,32 @@ class Reporter:
         self.say(f"{clock(summary['seconds'])} in all; {written}: {self.folder}")
 
 
-def is_kept(line: Mapping[str, Any], step: int) -> bool:
+def is_kept(line: str, step: int) -> bool:
     """Whether a line of metrics.jsonl or alarms.jsonl is of a run that is resumed after `step`.
 
-    What ended the run is not: it is written again when the run ends again.
+    A line that a crash has torn is not. What ended the run is not either: it is written again when
+    the run ends again.
     """
-    return bool(line["step"] <= step and line.get("kind") != "stop")
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return False
+    return bool(found["step"] <= step and found.get("kind") != "stop")
+
+
+def append(path: Path, lines: Sequence[str]) -> OSError | None:
+    """Appends lines to a file, all of them or none; returns the error if that fails."""
+    size = None
+    try:
+        size = path.stat().st_size if path.exists() else 0
+        with path.open("a", encoding="utf-8") as file:
+            file.write("".join(lines))
+    except OSError as error:
+        if size is not None:
+            with contextlib.suppress(OSError):  # removes a partial line
+                os.truncate(path, size)
+        return error
+    return None
 
 
 @contextlib.contextmanager

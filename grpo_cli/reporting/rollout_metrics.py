@@ -41,7 +41,8 @@ def rollout_metrics(step_stats: StepStats) -> dict[str, float]:
     for name in every[0].reward_parts:
         values = [v for o in every if (v := o.reward_parts[name]) is not None]
         metrics[f"rewards/{name}/mean"] = mean(values)
-        spread = torch.tensor(values, dtype=torch.float64).std() if len(values) > 1 else 0.0
+        varies = len(set(values)) > 1  # of equal values rounding can leave a spread above 0
+        spread = torch.tensor(values, dtype=torch.float64).std() if varies else 0.0
         metrics[f"rewards/{name}/std"] = float(spread)
     return metrics | episode_metrics(every)
 

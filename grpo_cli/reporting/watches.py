@@ -12,7 +12,7 @@ metric was not measured changes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -131,7 +131,7 @@ class Watch:
         if value is None or math.isnan(value):
             return None
         judged = self.rule.judge(value, state.values)
-        if judged is None or not judged.is_beyond:
+        if math.isfinite(value) and (judged is None or not judged.is_beyond):
             self.rule.remember(state, value)
         if judged is None:
             return None
@@ -175,6 +175,10 @@ class Watches:
         """Returns the states as plain values."""
         return {name: asdict(state) for name, state in self.states.items()}
 
-    def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restores what `to_state` has returned."""
-        self.states = {name: State(**state) for name, state in saved.items()}
+    def restore(self, saved: Mapping[str, Mapping[str, Any]], watches: Iterable[Watch]) -> None:
+        """Restores what `to_state` has returned, of the rules that there are now.
+
+        The state of a rule that was taken out is dropped: set again later, it begins anew.
+        """
+        names = {watch.name for watch in watches}
+        self.states = {name: State(**state) for name, state in saved.items() if name in names}

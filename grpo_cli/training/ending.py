@@ -19,7 +19,7 @@ def finish(run: Run) -> None:
     """Writes summary.json and the curves, and prints the closing table.
 
     Raises:
-        TrainingError: the last checkpoint could not be written.
+        TrainingError: the last checkpoint could not be written, or a callback's on_end failed.
     """
     state = run.state
     error = run.checkpointer.wait()
@@ -57,12 +57,18 @@ def finish(run: Run) -> None:
         "versions": versions(),
     }
     run.reporter.finish(summary)
-    run.callbacks.end(run, summary)
+    failure: TrainingError | None = None
+    try:
+        run.callbacks.end(run, summary)
+    except TrainingError as caught:  # the run is complete: it is pushed and reported all the same
+        failure = caught
     if run.workers.is_main:
         run.pusher.finish(lambda: run.interrupts.stop.is_requested)
         resume.prune(run)  # those that the pushes kept
         if run.recipe.log.report:
             write_report(run)
+        if failure is not None:  # of the main process only: torchrun ends all when one fails
+            raise failure
 
 
 def write_report(run: Run) -> None:

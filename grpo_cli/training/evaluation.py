@@ -94,6 +94,11 @@ def follow_plateau(run: Run, metrics: dict[str, float], results: Sequence[TaskRe
             f"stop.plateau: is judged by an interval, and eval.best = {best} has none; set "
             f"eval.best to one of {listed(names)}, or stop.plateau=0."
         )
+    else:  # not worth the steps that were trained
+        run.reporter.say(
+            f"note: stop.plateau: this evaluation has no interval for eval.best = {best}, and does "
+            "not count"
+        )
 
 
 def is_better(value: float, state: State, direction: str) -> bool:

@@ -7,6 +7,7 @@ checkpoint stores the states of the rules, and a rule whose limit is changed beg
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -64,7 +65,8 @@ class StopRules:
 
     def follow_evaluation(self, found: Measured, direction: str) -> None:
         """Follows an evaluation: whether it improves on the one of reference."""
-        if self.reference is None or has_improved(found, self.reference, direction):
+        known = self.reference
+        if known is None or math.isnan(known.value) or has_improved(found, known, direction):
             self.reference, self.not_better = found, 0
         else:
             self.not_better += 1
@@ -98,7 +100,7 @@ class StopRules:
         if saved is None:
             self.seconds, self.process_seconds = seconds, seconds * processes
             return
-        self.watches.restore(saved["watches"])
+        self.watches.restore(saved["watches"], self.rules.values())
         self.sentences = dict(saved["sentences"])
         self.seconds, self.process_seconds = saved["seconds"], saved["process_seconds"]
         reference = saved["reference"]

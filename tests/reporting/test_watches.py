@@ -48,6 +48,7 @@ NAN = float("nan")
         (Shift(factor=0.1, least=3, window=3, steps=1, first=True), [1, 1, 1, 0.2, 0.09], [4]),
         (Shift(factor=10, least=3, steps=1), [0, 0, 0, 9], []),  # ten times nothing
         (Shift(factor=10, added=1, least=3, steps=1), [0, 0, 0, 9], [3]),
+        (Shift(factor=2, least=3, steps=1), [float("inf"), 1, 1, 1, 3], [4]),
     ],
 )
 def test_episodes(rule: Rule, values: list[float | None], expected: list[int]) -> None:
@@ -75,7 +76,7 @@ def test_a_stored_state_goes_on_as_if_nothing_had_happened(stop_after: int) -> N
         if number == stop_after:
             stored = json.loads(json.dumps(state.to_state()))
             state = Watches()
-            state.restore(stored)
+            state.restore(stored, watches)
         found += [(number, w.name) for w, _ in state.follow(watches, {"x": value})]
     assert found == [(4, "0"), (4, "1"), (8, "0"), (8, "1")]
 
@@ -87,3 +88,12 @@ def test_a_changed_rule_begins_anew() -> None:
         assert [*watches.follow([new], {"x": 2.0})] == []
     assert [*watches.follow([old], {"x": 2.0})] == []
     assert watches.state_of(old).beyond == 1
+
+
+def test_a_rule_that_was_taken_out_begins_anew_when_it_is_set_again() -> None:
+    watch, watches = Watch("x", Level(above=2), measured("x")), Watches()
+    assert [*watches.follow([watch], {"x": 2.0})]
+    without, again = Watches(), Watches()
+    without.restore(watches.to_state(), [])
+    again.restore(without.to_state(), [watch])
+    assert not again.state_of(watch).holds

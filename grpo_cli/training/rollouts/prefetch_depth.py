@@ -10,6 +10,7 @@ from grpo_cli.config.schema import Vllm
 
 CALM_SHARE = 0.5  # of the limit, below which one more step is prefetched
 CALM_STEPS = 5  # in a row
+MOST_CALM_STEPS = 80  # after several raises that did not hold
 
 
 class PrefetchDepth:
@@ -17,8 +18,10 @@ class PrefetchDepth:
 
     A step whose `staleness/logp_difference` is above the limit lowers it by 1, and CALM_STEPS steps
     in a row below half of the limit raise it by 1. After a change as many steps are passed over as
-    were prefetched before it, since only those after them have the new age. The difference is over
-    all processes, so that these decide alike.
+    were prefetched before it, since only those after them have the new age. Where one more step
+    always takes the difference from below half of the limit to above it, the number would swing for
+    ever: a raise that is taken back at once doubles the calm steps that the next one needs. The
+    difference is over all processes, so that these decide alike.
     """
 
     def __init__(self, most: int, vllm: Vllm) -> None:
@@ -27,6 +30,8 @@ class PrefetchDepth:
         self.limit = vllm.prefetch_max_difference if is_auto else None
         self.passing = 0  # steps to pass over
         self.calm = 0  # steps in a row
+        self.calm_needed = CALM_STEPS  # to raise the number
+        self.held = MOST_CALM_STEPS  # steps measured since the last raise
 
     @property
     def adapts(self) -> bool:
@@ -39,19 +44,28 @@ class PrefetchDepth:
         Args:
             difference: its `staleness/logp_difference`; None if nothing was trained on.
         """
-        if self.limit is None or difference is None or math.isnan(difference):
+        if self.limit is None:
             return
         if self.passing > 0:
             self.passing -= 1
             return
+        if difference is None or math.isnan(difference):
+            return
+        self.held = min(self.held + 1, MOST_CALM_STEPS)
         self.calm = self.calm + 1 if difference < CALM_SHARE * self.limit else 0
-        before = self.steps
-        if difference > self.limit:
-            self.steps = max(before - 1, 0)
-        elif self.calm >= CALM_STEPS:
-            self.steps = min(before + 1, self.most)
-        if self.steps != before:
-            self.passing, self.calm = max(before, self.steps), 0
+        if difference > self.limit and self.steps > 0:
+            was_too_early = self.held <= self.calm_needed
+            self.calm_needed = (
+                min(2 * self.calm_needed, MOST_CALM_STEPS) if was_too_early else CALM_STEPS
+            )
+            self._change(-1)
+        elif self.calm >= self.calm_needed and self.steps < self.most:
+            self.held = 0
+            self._change(+1)
+
+    def _change(self, by: int) -> None:
+        self.passing = max(self.steps, self.steps + by)
+        self.steps, self.calm = self.steps + by, 0
 
     def to_state(self) -> dict[str, Any]:
         """Returns what a checkpoint stores."""

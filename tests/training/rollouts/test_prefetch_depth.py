@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 
@@ -27,7 +28,7 @@ def depths(most: int, differences: list[float | None], vllm: Vllm = AUTO) -> lis
         (1, [HIGH] * 4, [0, 0, 0, 0]),
         (1, [HIGH, HIGH, *[LOW] * 5], [0] * 6 + [1]),
         (2, [HIGH, LOW, LOW, *[LOW] * 4, MIDDLE, *[LOW] * 5], [1] * 12 + [2]),  # in a row
-        (2, [HIGH, LOW, LOW, *[LOW] * 2, None, math.nan, *[LOW] * 3], [1] * 9 + [2]),
+        (2, [HIGH, None, math.nan, *[LOW] * 2, None, math.nan, *[LOW] * 3], [1] * 9 + [2]),
         (2, [LOW] * 20, [2] * 20),  # never more than the recipe says
         (0, [HIGH] * 4, [0] * 4),
     ],
@@ -55,3 +56,16 @@ def test_a_stored_depth_goes_on_unless_its_settings_have_changed() -> None:
     fresh = PrefetchDepth(2, AUTO)
     fresh.restore(None)
     assert fresh.steps == 2
+
+
+def test_a_limit_between_two_depths_makes_no_lasting_swing() -> None:
+    """One step of age is above the limit, none is below half of it: raises become rare."""
+    depth, ages, raises = PrefetchDepth(1, AUTO), [1], []
+    for step in range(400):
+        before = depth.steps
+        depth.follow(HIGH if ages[-1] else LOW)
+        ages.append(before)  # what is sampled with the new number is used one step later
+        raises += [step] if depth.steps > before else []
+    gaps = [b - a for a, b in itertools.pairwise(raises)]
+    assert gaps == sorted(gaps), gaps
+    assert gaps[-1] > 80, gaps
