@@ -587,11 +587,12 @@ def prune(
 
 
 def discard_kept(folder: Path, after: int) -> None:
-    """Removes the steps kept for `grpo replay` that a resumed run takes again.
+    """Removes the steps kept for `grpo replay` that a run takes again, and incomplete ones.
 
     Args:
         after: the last step that stays, counted from 1.
     """
+    remove_torn(folder / KEPT)
     for step in steps_kept(folder):
         if step > after:
             shutil.rmtree(kept_path(folder, step))

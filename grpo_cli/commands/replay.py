@@ -147,7 +147,7 @@ def show(data: Mapping[str, Any], settings: Settings) -> None:
     """Prints a recomputed step.
 
     Raises:
-        UserError: it has no such row, completion or iteration.
+        UserError: it has no such iteration.
     """
     from grpo_cli.reporting import replay_tables
 
@@ -163,12 +163,6 @@ def show(data: Mapping[str, Any], settings: Settings) -> None:
         for completion in update["completions"]
         if update["iteration"] == settings.iteration
     ]
-    if settings.row is not None and not shown:
-        which = f"--row = {settings.row}"
-        which += "" if settings.sample is None else f", --sample = {settings.sample}"
-        raise UserError(
-            f"{which}: the step has no such completion; without --row all of them are listed."
-        )
     console = Console(highlight=False)
     of_processes = f", trained by {data['processes']} processes" if data["processes"] > 1 else ""
     title = f"{data['run']}, step {data['step']}, on {data['device']}{of_processes}"
@@ -187,10 +181,11 @@ def disagreement(
 ) -> str:
     """Returns the sentence about a step that could not be recomputed."""
     apart = listed(
-        f"{c['name']} ({c['recomputed']:.9g}, recorded {c['recorded']:.9g}, apart by "
-        f"{abs(c['recomputed'] - c['recorded']):.1e})"
+        f"{c['name']} ({_shown(c['recomputed'])}, recorded {_shown(c['recorded'])}"
+        + (")" if None in (c["recomputed"], c["recorded"]) else
+           f", apart by {abs(c['recomputed'] - c['recorded']):.1e})")
         for c in wrong
-    )
+    )  # fmt: skip
     why = "another device, other versions of torch or another number of threads round differently"
     if data["processes"] > 1:
         why += f", and so do {data['processes']} processes"
@@ -200,3 +195,7 @@ def disagreement(
         f"step {data['step']} of {data['run']}: not recomputed to {tolerance:g}: {apart}; {why} "
         "(--tolerance)."
     )
+
+
+def _shown(value: float | None) -> str:
+    return "none" if value is None else f"{value:.9g}"

@@ -18,11 +18,12 @@ from grpo_cli.algorithm.loss import Coefficients, grpo_loss
 from grpo_cli.algorithm.variants import apply
 from grpo_cli.checkpoints import paths
 from grpo_cli.config.schema import Recipe
-from grpo_cli.errors import TrainingError
+from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.models.loading import inference
 from grpo_cli.models.memory import is_out_of_memory
 from grpo_cli.random_streams import rng_state, set_rng_state
 from grpo_cli.records import Group, Rollout, StepStats, reward_tensors
+from grpo_cli.reporting.reporter import finite
 from grpo_cli.training.replay import completion_terms
 from grpo_cli.training.replay import run as replay_run
 from grpo_cli.training.replay.completion_terms import Terms, terms_of
@@ -86,7 +87,7 @@ def replay(folder: Path, step: int, chosen: Chosen | None, device: str | None) -
         device: to compute on; None: that of the run.
 
     Raises:
-        UserError: the step is damaged or of another version.
+        UserError: the step is damaged or of another version, or has none of the chosen completions.
         TrainingError: the model does not fit into the memory of one process.
     """
     kept = replay_run.restore(folder, paths.kept_path(folder, step), device)
@@ -107,6 +108,14 @@ def _replay(kept: replay_run.Kept, number: int, chosen: Chosen | None) -> Replay
     step = begin(run)
     batch = step.batch
     assert batch is not None, "a kept step has its rollouts"
+    every = [(g, j) for g in batch.groups for j in range(len(g.rollouts))]
+    if chosen is not None and not any(chosen(*one) for one in every):
+        rows = sorted({g.prompt.row for g in batch.groups})
+        raise UserError(
+            f"--row: step {number} has no such completion; its rows are "
+            f"{', '.join(map(str, rows))}, each with the completions 0 to "
+            f"{max(j for _, j in every)} (--sample)."
+        )
     step_stats = train.fill_logprobs(run, step, batch)
     assign_advantages(step.recipe, batch.groups, step_stats, step.number)
     reports: list[UpdateReport] = []
@@ -287,13 +296,17 @@ def compared(
 
     Args:
         tolerance: largest difference; of a metric beyond 1, relative to it.
+
+    A value that is not finite, or was not measured, is None.
     """
     out = []
     for name in COMPARED:
         if name in recorded or name in recomputed:
-            before = recorded.get(name, math.nan)
-            now = recomputed.get(name, math.nan)
-            agrees = abs(now - before) <= tolerance * max(1.0, abs(before))
+            values = [one.get(name) for one in (recorded, recomputed)]
+            before, now = (None if value is None else finite(value) for value in values)
+            agrees = before == now  # also if neither is finite, as with overflows of float16
+            if before is not None and now is not None:
+                agrees = abs(now - before) <= tolerance * max(1.0, abs(before))
             out.append({"name": name, "recorded": before, "recomputed": now, "agrees": agrees})
     return out
 
@@ -322,11 +335,11 @@ def _update(found: Replay, report: UpdateReport) -> dict[str, Any]:
         "update": report.number + 1,
         "iteration": report.number // minibatches + 1,
         "minibatch": report.number % minibatches + 1,
-        "loss": report.loss,
-        "grad_norm": report.norm,
-        "share_sum": math.fsum([*shares, report.rest.share]),
-        "share_of_others": report.rest.share,
-        "difference": report.difference,
+        "loss": finite(report.loss),
+        "grad_norm": finite(report.norm),
+        "share_sum": finite(math.fsum([*shares, report.rest.share])),
+        "share_of_others": finite(report.rest.share),
+        "difference": finite(report.difference),  # None: the gradient is 0
         "completions": completions,
     }
 
@@ -357,7 +370,8 @@ def _completion(found: Replay, key: tuple[int, int], g: Group, r: Rollout) -> di
 
 
 def _explained(found: Replay, key: tuple[int, int], own: Explanation) -> dict[str, Any]:
-    values: dict[str, Any] = {"weight": own.weight, "share": own.part.share, "norm": own.part.norm}
+    share, norm = finite(own.part.share), finite(own.part.norm)
+    values: dict[str, Any] = {"weight": own.weight, "share": share, "norm": norm}
     terms = own.terms
     if terms is None:
         return values

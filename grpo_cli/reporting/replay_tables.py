@@ -27,9 +27,10 @@ def print_checks(console: Console, data: Mapping[str, Any]) -> None:
     """Prints whether loss and gradient norm are the recorded ones."""
     for check in data["checks"]:
         said = "equals" if check["agrees"] else "DIFFERS from"
-        apart = abs(check["recomputed"] - check["recorded"])
-        line = f"{check['name']}: {check['recomputed']:.9g} {said} the recorded"
-        line += f" {check['recorded']:.9g} (apart by {apart:.1e})"
+        line = f"{check['name']}: {_shown(check['recomputed'], '.9g')} {said} the recorded"
+        line += f" {_shown(check['recorded'], '.9g')}"
+        if None not in (check["recomputed"], check["recorded"]):
+            line += f" (apart by {abs(check['recomputed'] - check['recorded']):.1e})"
         console.print(Text(line, style="" if check["agrees"] else "bold red"), soft_wrap=True)
     if not data["checks"]:
         console.print("nothing in this step had a gradient", markup=False)
@@ -76,6 +77,8 @@ def _table(update: Mapping[str, Any], several: bool, width: int) -> Table:
 
 
 def _sums(update: Mapping[str, Any]) -> str:
+    if update["difference"] is None:
+        return "the gradient of this update is 0"
     others = update["share_of_others"]
     of_others = f"; the completions not listed have {_percent(others)}" if others else ""
     return (
@@ -141,7 +144,7 @@ def _lines(
     yield f"weight of each token in the loss {found['weight']:.4g}"
     yield (
         f"share of the gradient {_percent(found['share'])}; its own norm is "
-        f"{found['norm']:.4g}, that of the gradient {_shown(update['grad_norm'])}"
+        f"{_shown(found['norm'])}, that of the gradient {_shown(update['grad_norm'])}"
     )
 
 
@@ -180,12 +183,12 @@ def legend(data: Mapping[str, Any]) -> Sequence[str]:
     )
 
 
-def _number(value: float) -> float:
-    return value if math.isfinite(value) else -math.inf
+def _number(value: float | None) -> float:
+    return -math.inf if value is None else value
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.2f} %" if math.isfinite(share) else "-"
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2f} %"
 
 
 def _shown(value: float | None, form: str = ".4g") -> str:

@@ -423,6 +423,8 @@ def start(run: Run, resume_from: Path | None, command: list[str]) -> None:
             record_command(run.folder, run.recipe, command)
     else:
         run.reporter.rewind(0)  # lines of a run that was stopped before its first checkpoint
+        if run.workers.is_main:
+            checkpointer.discard_kept(run.folder, 0)
     with run.workers.raise_together():
         if run.workers.is_main:
             run.state.tracker_ids = run.reporter.trackers.start(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from accelerate.state import AcceleratorState
 from transformers import PreTrainedTokenizerFast
 
 from grpo_cli import cli
-from grpo_cli.checkpoints import manifest, paths
+from grpo_cli.checkpoints import checkpointer, manifest, paths
 from grpo_cli.commands import replayed_step
 from grpo_cli.commands.replayed_step import Chosen
 from tests import programs
@@ -300,3 +301,18 @@ def test_mistakes(words: list[str], said: str, grpo: Grpo) -> None:
     code, out, err = grpo("replay", *words)
     assert (code, out) == (2, "")
     assert said in err
+
+
+def test_values_that_are_not_finite() -> None:
+    recorded = {"loss": 0.5, "grad_norm": None, "kl": None}
+    found = replayed_step.compared(recorded, {"loss": 0.5, "grad_norm": math.nan, "kl": 1.0}, 1e-6)
+    assert [(c["name"], c["recomputed"], c["agrees"]) for c in found] == [
+        ("loss", 0.5, True), ("grad_norm", None, True), ("kl", 1.0, False),
+    ]  # fmt: skip
+
+
+def test_kept_steps_that_a_run_takes_again_are_removed(tmp_path: Path) -> None:
+    for name in ("step-2", "step-3", "step-2.tmp"):
+        (tmp_path / "replay" / name).mkdir(parents=True)
+    checkpointer.discard_kept(tmp_path, 2)
+    assert [p.name for p in (tmp_path / "replay").iterdir()] == ["step-2"]
