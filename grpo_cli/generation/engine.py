@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_cli.generation.decoding_state import DecodingState, check_logits
+from grpo_cli.generation.direct_forward import DirectForward
 from grpo_cli.generation.kept_caches import KeptCache, KeptCaches
 from grpo_cli.generation.prefill import Continuation, Prefill
 from grpo_cli.models import vision
@@ -278,6 +279,7 @@ class Engine:
         """
         waiting: deque[Waiting] = deque()
         batches: list[DecodeBatch] = []
+        direct = DirectForward.of(self.model)
         steps = 0  # since it was asked
         while True:
             for state in states:
@@ -295,7 +297,7 @@ class Engine:
             if begun:
                 batches += self._begin(begun[0][0], [number for _, number in begun])
             else:
-                self._step(batches)
+                self._step(batches, direct)
             batches = [batch for batch in batches if batch.rows]
             states, steps = [], steps + 1
             # Not after each token, since many small batches are slow.
@@ -384,14 +386,18 @@ class Engine:
         self._take(batch, *state.next(batch.rows, logits), active=len(batch))
         return batch
 
-    def _step(self, batches: list[DecodeBatch]) -> None:
+    def _step(self, batches: list[DecodeBatch], direct: DirectForward | None) -> None:
         """Draws one more token of every row."""
         for batch in batches:
             batch.make_room()
         positions = [p for batch in batches for p in batch.positions()]
         ids = torch.cat([batch.tokens for batch in batches])
         at = torch.tensor([positions], device=ids.device)
-        logits = self._forward(ids[None], at, Step(batches))
+        step = Step(batches)
+        if direct is not None and step.longest <= direct.window:
+            logits = direct(ids[None], at, step)
+        else:  # which says why a model cannot be decoded so
+            logits = self._forward(ids[None], at, step)
         start = 0
         for state, group in groupby(batches, key=lambda batch: batch.state):
             together = list(group)
