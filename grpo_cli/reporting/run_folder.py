@@ -118,8 +118,9 @@ class RunFolder:
 
     @property
     def is_running(self) -> bool | None:
-        """Whether a process holds the folder's lock; None if that is a process of another machine.
+        """Whether a process holds the folder's lock; None if it is not known.
 
+        It is not of a process of another machine, and while a file system does not answer.
         The lock is tried only if the process that took it is alive: a try holds it for a moment,
         in which a run that starts would be refused.
         """
@@ -128,6 +129,8 @@ class RunFolder:
             holder = re.match(r"process (\d+) on (\S+),", path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return False
+        except (OSError, UnicodeDecodeError):
+            return None
         if holder is None:
             return False
         if holder[2] != heartbeat.node():

@@ -44,6 +44,11 @@ def test_a_held_lock_is_a_running_run(folder: Path) -> None:
     assert RunFolder.open(folder).is_running is False
 
 
+def test_a_lock_that_cannot_be_read_tells_nothing(folder: Path) -> None:
+    (folder / ".lock").mkdir()  # any OSError, such as of a network file system
+    assert RunFolder.open(folder).is_running is None
+
+
 def test_a_run_of_another_machine_is_not_known_to_run(folder: Path) -> None:
     (folder / ".lock").write_text("process 1 on elsewhere, since 2026-11-25 10:00:00\n")
     assert RunFolder.open(folder).is_running is None

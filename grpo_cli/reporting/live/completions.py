@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_cli.data.stored_completions import IMAGES, Sample, sample_of
+from grpo_cli.errors import UserError
 
 Kind = Literal["good", "bad", "all"]
 # Columns of tokens take most of a file; of an episode the numbers of tokens are shown.
@@ -47,7 +48,11 @@ class Pages:
     def sample(self, number: int) -> Sample:
         """Returns the completion in a line of the file, counted from 0."""
         cells = self.table.slice(number, 1).to_pylist()[0]
-        return sample_of(cells, number, f"{self.path}, row {number}")
+        where = f"{self.path}, row {number}"
+        try:
+            return sample_of(cells, number, where)
+        except UserError:  # a text that looks like a conversation and is none
+            return sample_of({**cells, "prompt": f" {cells['prompt']}"}, number, where)
 
     def _order(self, kind: str) -> list[int]:
         """Returns lines above the mean reward from the highest on, or below from the lowest on.

@@ -107,7 +107,9 @@ def html(runs: Sequence[RunData], compared: dict[str, Any] | None = None) -> str
         lstrip_blocks=True,
     ).get_template("page.html.j2")
     return template.render(
-        title=mask(" and ".join(run.head["name"] for run in runs)),
+        title=mask(" and ".join(run.head["name"] for run in runs))
+        .encode("utf-8", "replace")
+        .decode(),
         blocks={name: Markup(block) for name, block in blocks.items()},
         style=Markup("\n".join(map(_asset, STYLES))),
         script=Markup(script),

@@ -32,6 +32,13 @@ def test_good_ones_from_the_highest_and_bad_ones_from_the_lowest(tmp_path: Path)
     assert pages.sample(3).columns["reward"] is None
 
 
+def test_a_prompt_that_only_looks_like_a_conversation_is_a_text(tmp_path: Path) -> None:
+    prompt = '[{"role": "x"}, null]'
+    group = make_group(0, [make_rollout(prompt=prompt, text="a", reward=1.0)])
+    write_parquet(tmp_path / "a.parquet", [completion_row(3, group, 0)])
+    assert Pages(tmp_path / "a.parquet").sample(0).prompt == f" {prompt}"
+
+
 def test_equal_rewards_are_good_and_bad(tmp_path: Path) -> None:
     pages = Pages(store(tmp_path / "a.parquet", [1.0, 1.0]))
     assert pages.orders == {"good": [0, 1], "bad": [0, 1], "all": [0, 1]}
