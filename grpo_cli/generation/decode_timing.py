@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from grpo_cli.generation.base import Request, ignore
 from grpo_cli.generation.decoding_state import DecodingState
+from grpo_cli.generation.direct_forward import DirectForward
 from grpo_cli.generation.engine import DecodeBatch, Engine
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Prompt
@@ -54,7 +55,7 @@ def decode_seconds(
         None,
         ignore,
     )
-    engine = Engine(model, prompts * num_generations)
+    engine, direct = Engine(model, prompts * num_generations), DirectForward.of(model)
     start = time.perf_counter()
     batches = engine._begin(state, list(range(prompts)))
     synchronize()
@@ -64,7 +65,7 @@ def decode_seconds(
     seconds: list[float] = []
     while len(seconds) < MOST_STEPS and sum(seconds) < ENOUGH:
         start = time.perf_counter()
-        engine._step(batches)
+        engine._step(batches, direct)
         synchronize()
         seconds.append(time.perf_counter() - start)
     return of_prompts, statistics.median(seconds)

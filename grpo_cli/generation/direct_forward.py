@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -40,8 +41,9 @@ class Norm:
     eps: float
 
     @classmethod
-    def of(cls, module: nn.Module) -> Norm:
-        return cls(module.weight, module.variance_epsilon)  # type: ignore[arg-type]
+    def of(cls, module: Any) -> Norm:
+        """Reads the weight of a module of transformers."""
+        return cls(module.weight, module.variance_epsilon)
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.to(torch.float32)
@@ -70,7 +72,7 @@ class Layer:
     scale: float
 
     @classmethod
-    def of(cls, module: nn.Module) -> Layer:
+    def of(cls, module: Any) -> Layer:
         """Reads the weights of a layer of one of `LAYERS`."""
         attn, mlp = module.self_attn, module.mlp
         query_norm, key_norm = (
@@ -135,8 +137,9 @@ class DirectForward:
     @classmethod
     def of(cls, model: PreTrainedModel) -> DirectForward | None:
         """Reads a model's weights; None if its forward pass is not computed here."""
-        decoder = getattr(model, "model", None)
-        layers = getattr(decoder, "layers", None)
+        decoder: Any = getattr(model, "model", None)
+        layers: Any = getattr(decoder, "layers", None)
+        head: Any = getattr(model, "lm_head", None)
         if decoder is None or not layers or {*map(class_of, layers)} - LAYERS:
             return None
         family = {type(module).__module__ for module in (model, decoder, *layers)}
@@ -147,7 +150,7 @@ class DirectForward:
             decoder.rotary_emb,
             [Layer.of(layer) for layer in layers],
             Norm.of(decoder.norm),
-            (model.lm_head.weight, model.lm_head.bias),
+            (head.weight, head.bias),
             narrowest_window(model),
         )
 
