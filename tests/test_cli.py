@@ -271,7 +271,7 @@ MISTAKES = {
         ["row 0 ends with a message of the assistant", "dataset.final_assistant=drop"],
     ),
     "no steps": (["steps="], ["steps"]),
-    "steps with a unit": (["steps=10k"], ["steps", "10k", "Integer"]),
+    "steps with a unit": (["steps=10k"], ["steps = 10k: must be a whole number"]),
     "top_p of 0": (["generation.top_p=0"], ["generation.top_p = 0", "must be > 0"]),
     "negative learning rate": (["optimizer.learning_rate=-1"], ["optimizer.learning_rate = -1"]),
     "steps with a fraction": (["steps=1.5"], ["steps", "1.5"]),

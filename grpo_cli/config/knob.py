@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from grpo_cli.errors import nearest
 
 T = TypeVar("T")
+TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 
 

@@ -18,7 +18,7 @@ from omegaconf.errors import (
 
 from grpo_cli.config import interpolation
 from grpo_cli.config.contradictions import contradictions, contradictions_by_step
-from grpo_cli.config.knob import allowed, as_written, scheduled_violation, violation
+from grpo_cli.config.knob import TYPES, allowed, as_written, scheduled_violation, violation
 from grpo_cli.config.renamed import OTHER_NAMES, renamed
 from grpo_cli.config.schema import (
     ENTRIES,
@@ -29,6 +29,7 @@ from grpo_cli.config.schema import (
     Recipe,
     Reward,
     Schedule,
+    entry_field,
     knobs,
 )
 from grpo_cli.config.sources import has_splits
@@ -205,7 +206,7 @@ def _entry(kind: type[E], key: str, value: Any) -> E:
     try:
         return cast(E, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), value)))
     except OmegaConfBaseException as error:
-        raise UserError(f"{key}.{omegaconf_message(error)}") from error
+        raise UserError(str(omegaconf_message(error, within=f"{key}."))) from error
 
 
 def _range_violations(node: Any, prefix: str = "") -> Iterator[str]:
@@ -351,8 +352,12 @@ def _unread_of_files(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
             yield f"{key} = {shown}: is only read for a hub data set or a folder; {there}."
 
 
-def omegaconf_message(error: BaseException) -> str | None:
-    """Returns OmegaConf's error as one message; None if the error is of another kind."""
+def omegaconf_message(error: BaseException, within: str = "") -> str | None:
+    """Returns OmegaConf's error as one message; None if the error is of another kind.
+
+    Args:
+        within: start of the full key, with its dot, where a part of a recipe was parsed.
+    """
     chain = [error]
     while (cause := chain[-1].__cause__) is not None:
         chain.append(cause)
@@ -361,12 +366,29 @@ def omegaconf_message(error: BaseException) -> str | None:
         if key == "recipe":
             return "the recipe lacks `schema`, the first entry of every recipe's defaults."
         if isinstance(e, (ConfigKeyError, ConfigAttributeError)) and key:
-            return no_such_key(key)
-        if isinstance(e, ValidationError) and key and "is not a ListConfig" in str(e):
-            return f"{key}: must be a list, in quotes for the shell: '{key}=[...]'."
+            return no_such_key(within + key)
         if isinstance(e, ValidationError) and key:
-            return f"{key}: {first_line(e)}."
-    return first_line(error) if isinstance(error, OmegaConfBaseException) else None
+            return _wrong_type(within + key, first_line(e))
+    return within + first_line(error) if isinstance(error, OmegaConfBaseException) else None
+
+
+def _wrong_type(key: str, reason: str) -> str:
+    """Returns the message for a value of another type than its knob's, from OmegaConf's reason."""
+    if "is not a ListConfig" in reason:
+        return f"{key}: must be a list, in quotes for the shell: '{key}=[...]'."
+    entry = entry_field(key)
+    field = entry[0] if entry else dict(knobs()).get(key)
+    kind, _, optional = str(field.type).partition(" | ") if field else ("", "", "")
+    below = next((name for name, _ in knobs() if name.startswith(f"{key}.")), None)
+    if field is None or kind.startswith("list") or (entry and entry[1]):
+        return f"{key}: {reason}."
+    if below or kind.startswith("dict"):
+        return f"{key}: is a section, which takes no value; write {below or key + '.NAME'}=VALUE."
+    given = re.search(r"[Vv]alue '(.*)' (?:of type|is not|for field)", reason)
+    value = given[1] if given else "null"  # "is not Optional"
+    what = ", ".join(filter(None, [TYPES.get(kind, "text"), allowed(field.metadata)]))
+    or_null = ", or null" if optional else ""
+    return f"{key} = {'null' if value == 'None' else value}: must be {what}{or_null}."
 
 
 def no_such_key(key: str, where: str = "") -> str:

@@ -26,14 +26,13 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_cli.config.knob import allowed, as_written, violation
+from grpo_cli.config.knob import TYPES, allowed, as_written, violation
 from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import UserError, listed, nearest
 
 S = TypeVar("S")
 
 RECIPE_KEYS = frozenset(f.name for f in dataclasses.fields(Recipe))
-TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
 def split(

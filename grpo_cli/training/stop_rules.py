@@ -112,7 +112,7 @@ SENTENCES = {
     "zero_gradient": "no completion had an advantage in the last {steps} steps",
     "hours": "{value:.3g} hours are spent",
     "gpu_hours": "{value:.3g} hours times processes are spent",
-    "tokens": "{value:,.0f} tokens are sampled",
+    "tokens": "{value:,.0f} tokens of prompts and completions",
     "plateau": "no improvement beyond its interval in the last {value:.0f} evaluations",
     "max_kl": "the KL to the reference is {value:.3g} nats a token, the last of {steps} above",
     "min_entropy": "the entropy is {value:.3g} nats a token, the last of {steps} below",

@@ -57,7 +57,7 @@ LENGTH = "completions__mean_length"
         (
             {"tokens": 1000},
             [{"num_tokens": 400.0 * n} for n in range(9)],
-            (4, "1,200 tokens are sampled (stop.tokens = 1000)"),
+            (4, "1,200 tokens of prompts and completions (stop.tokens = 1000)"),
         ),
         ({"tokens": 1000}, [{"num_tokens": 999.0}], None),
         (
