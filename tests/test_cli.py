@@ -91,7 +91,7 @@ MISTAKES = {
     ),
     "adapter of peft's": (["adapter=lora", "+adapter.args.nonsense=1"], ["peft", "nonsense"]),
     "unknown group choice": (["loss=dappo"], ["loss = dappo", "dapo?"]),
-    "wrong type": (["steps=many"], ["steps", "many", "Integer"]),
+    "wrong type": (["steps=many"], ["steps = many: must be a whole number"]),
     "wrong type deep": (["optimizer.learning_rate=fast"], ["optimizer.learning_rate", "fast"]),
     "out of range": (["generation.top_p=1.5"], ["generation.top_p = 1.5", "<= 1"]),
     "below the range": (["steps=0"], ["steps = 0", ">= 1"]),
