@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from grpo_cli import cli
 from grpo_cli.checkpoints import checkpointer, manifest, paths
 from grpo_cli.commands import replayed_step
 from grpo_cli.commands.replayed_step import Chosen
+from grpo_cli.images import ImageError
+from grpo_cli.records import Group
+from grpo_cli.training.replay import kept_steps
 from tests import programs
 from tests.models.test_routers import changes_for
 from tests.tables import table
@@ -246,6 +249,18 @@ def test_a_full_disk_is_a_note(grpo: Grpo, tmp_path: Path, monkeypatch: pytest.M
     assert "replay/step-1 could not be written: No space left on device" in out
     assert paths.steps_kept(Path("run")) == []
     assert paths.steps_saved(Path("run")) == [3]
+
+
+@pytest.mark.runs
+def test_an_image_that_is_gone_is_a_note(grpo: Grpo, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
+        raise ImageError("row 3: a.png is gone")
+
+    monkeypatch.setattr(kept_steps, "prompts_of", gone)
+    code, out, err = grpo("train", *SUMS, "log.keep_steps=[1]", "output_dir=run")
+    assert (code, err) == (0, "")
+    assert "note: step 1 is not kept for grpo replay: row 3: a.png is gone" in out
+    assert paths.steps_kept(Path("run")) == []
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from grpo_cli.checkpoints.shards import Parts
 from grpo_cli.config import saved_recipe
 from grpo_cli.config.schema import Log
 from grpo_cli.data import PromptStream
-from grpo_cli.images import StoredImage
+from grpo_cli.images import ImageError, StoredImage
 from grpo_cli.models.vision import VisionProcessor
 from grpo_cli.records import Group, Prompt
 from grpo_cli.training import resume
@@ -40,12 +40,20 @@ def is_kept(config: Log, step: int) -> bool:
 def keep(run: Run, step: Step) -> None:
     """Starts to write a step that log.keep_steps names, before its first update. Collective.
 
-    A disk that is full is a note: see `Checkpointer.save`.
+    A disk that is full is a note: see `Checkpointer.save`. So is an image that is gone.
     """
     number = step.number + 1
     if not is_kept(run.recipe.log, number) or step.progress.updates:  # kept before a resume
         return
-    groups = step.progress.collected.groups
+    own_prompts: dict[int, dict[str, Any]] | str
+    try:
+        own_prompts = prompts_of(step.progress.collected.groups)
+    except ImageError as error:
+        own_prompts = str(error)
+    prompts = run.workers.gather(own_prompts)
+    if failed := next((found for found in prompts if isinstance(found, str)), None):
+        run.reporter.say(f"note: step {number} is not kept for grpo replay: {failed}")
+        return
     moved = run.reference.weights_to_save if run.reference is not None else None
     own: dict[str, Any] = {
         "carried": [[] for _ in range(run.workers.size)],  # of the steps to come
@@ -53,7 +61,7 @@ def keep(run: Run, step: Step) -> None:
         "lengths": {},
         "log_history": "[]",
         ENTRY: {
-            "prompts": run.workers.gather(prompts_of(groups)),
+            "prompts": prompts,
             "model": run.policy.name_or_path,  # that the run began with
             "samples_from_policy": run.generator.samples_from_policy,
             "prefetch_steps": run.generator.prefetch_steps,
