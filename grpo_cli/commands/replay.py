@@ -89,19 +89,20 @@ def main(argv: list[str]) -> None:
         raise UserError("grpo replay: runs in one process; start it without torchrun.")
     from grpo_cli.commands import replayed_step
     from grpo_cli.records import Group
+    from grpo_cli.training.replay import results
 
     def is_chosen(group: Group, sample: int) -> bool:
         return group.prompt.row == settings.row and settings.sample in (None, sample)
 
     chosen = None if settings.row is None else is_chosen
     found = replayed_step.replay(run.path, number, chosen, settings.device)
-    checks = replayed_step.compared(recorded, found.metrics, settings.tolerance)
-    data = {"run": str(run.path), **replayed_step.as_data(found, checks)}
+    checks = results.compared(recorded, found.metrics, settings.tolerance)
+    data = {"run": str(run.path), **results.as_data(found, checks)}
     if settings.json:
         print(json.dumps(data, ensure_ascii=False))
     else:
         show(data, settings)
-    wrong = [c for c in checks if not c["agrees"] and c["name"] in replayed_step.DECISIVE]
+    wrong = [c for c in checks if not c["agrees"] and c["name"] in results.DECISIVE]
     if wrong:
         raise TrainingError(disagreement(data, wrong, settings.tolerance))
 

@@ -22,7 +22,7 @@ from grpo_cli.commands import replayed_step
 from grpo_cli.commands.replayed_step import Chosen
 from grpo_cli.images import ImageError
 from grpo_cli.records import Group
-from grpo_cli.training.replay import kept_steps
+from grpo_cli.training.replay import kept_steps, results
 from tests import programs
 from tests.models.test_routers import changes_for
 from tests.tables import table
@@ -103,7 +103,7 @@ def recomputed(folder: Path, step: int, chosen: Chosen | None = None) -> dict[st
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     (line,) = [m for m in map(json.loads, lines) if m["step"] == step]
     found = replayed_step.replay(folder, step, chosen, None)
-    data = replayed_step.as_data(found, replayed_step.compared(line, found.metrics, 1e-6))
+    data = results.as_data(found, results.compared(line, found.metrics, 1e-6))
     assert data["updates"], "the step has trained"
     return data
 
@@ -320,7 +320,7 @@ def test_mistakes(words: list[str], said: str, grpo: Grpo) -> None:
 
 def test_values_that_are_not_finite() -> None:
     recorded = {"loss": 0.5, "grad_norm": None, "kl": None}
-    found = replayed_step.compared(recorded, {"loss": 0.5, "grad_norm": math.nan, "kl": 1.0}, 1e-6)
+    found = results.compared(recorded, {"loss": 0.5, "grad_norm": math.nan, "kl": 1.0}, 1e-6)
     assert [(c["name"], c["recomputed"], c["agrees"]) for c in found] == [
         ("loss", 0.5, True), ("grad_norm", None, True), ("kl", 1.0, False),
     ]  # fmt: skip

@@ -33,6 +33,7 @@ from grpo_cli.records import Completion, Group, Prompt, Rollout
 from grpo_cli.reporting.rollout_metrics import staleness_metrics
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.training import resume, run
+from grpo_cli.training.replay import results
 from grpo_cli.training.rollouts import prefetch
 from grpo_cli.training.rollouts.collect import collect, use_samplers_logprobs
 from grpo_cli.training.rollouts.prefetch import PrefetchedGroups
@@ -702,7 +703,7 @@ def test_a_prefetched_step_is_replayed_without_its_servers(
     found = replayed_step.replay(live.folder, 3, None, None)
     recorded = metrics(live)[2]
     assert recorded["staleness/max"] == 1
-    checks = replayed_step.compared(recorded, found.metrics, 1e-6)
+    checks = results.compared(recorded, found.metrics, 1e-6)
     assert [c["name"] for c in checks if c["agrees"]] == ["loss", "grad_norm", "policy_loss", "kl"]
     ratios = [own.terms.ratio for own in found.updates[0].completions.values() if own.terms]
     assert max((ratio - 1).abs().max() for ratio in ratios) > 1e-3, "of an older policy"
