@@ -43,7 +43,7 @@ class Limits:
     """The most that a report holds; more would make it slow to open and to send."""
 
     completions: int = 20_000
-    characters: int = 16_000_000  # of all completions
+    characters: int = 16_000_000  # of all completions; also of all prompts, and of all episodes
     text: int = 20_000  # characters of one completion or prompt
     tokens: int = 3_000_000  # with colours
     image_bytes: int = 1_500_000
@@ -171,14 +171,18 @@ class Texts:
     """Texts, each once."""
 
     longest: int
+    most: int  # characters of all of them, after which texts are cut to LEAST_CHARACTERS
     texts: list[str] = field(default_factory=list)
     _places: dict[str, int] = field(default_factory=dict)
+    _characters: int = 0
 
     def place(self, text: str) -> int:
         """Returns the place of a text."""
         if text not in self._places:
             self._places[text] = len(self.texts)
-            self.texts.append(shortened(text, self.longest)[0])
+            longest = self.longest if self._characters < self.most else LEAST_CHARACTERS
+            self.texts.append(shortened(text, longest)[0])
+            self._characters += len(self.texts[-1])
         return self._places[text]
 
 
@@ -203,7 +207,7 @@ def columns_of(
     if rows:
         share = limits.characters // len(rows)
         longest = min(longest, max(LEAST_CHARACTERS, share))
-    texts, mask = Texts(limits.text), masker()
+    texts, mask = Texts(limits.text, limits.characters), masker()
     problems: dict[tuple[int, int], int] = {}
     cut = [shortened(str(row.get("completion") or ""), longest) for row in rows]
     whole = [not missing and mask(text) == text for text, missing in cut]
@@ -214,7 +218,11 @@ def columns_of(
         problem.append(problems.setdefault(key, len(problems)))
     names = dict.fromkeys(name for row in rows for name in row)
     parts = {n.removeprefix("rewards/"): number(n) for n in names if n.startswith("rewards/")}
-    extras = {n.removeprefix("extras/"): [r.get(n) for r in rows] for n in names if _is_extra(n)}
+    extras = {
+        n.removeprefix("extras/"): [_short(row.get(n)) for row in rows]
+        for n in names
+        if n.startswith("extras/")
+    }
     steps = [int(row["step"]) for row in rows]
     is_right = [value == 1 for value in parts[right]] if right in parts else None
     to_right, to_wrong = flips(steps, problem, is_right) if is_right else ([], [])
@@ -235,7 +243,7 @@ def columns_of(
         "right": is_right,
         "to_right": to_right,
         "to_wrong": to_wrong,
-        "episodes": episodes(rows, limits.text),
+        "episodes": episodes(rows, limits),
     }
     return table, whole
 
@@ -245,8 +253,8 @@ def _number(rows: Sequence[Mapping[str, Any]], name: str) -> list[float | None]:
     return [rounded(v, 4) if isinstance(v, int | float) else None for v in values]
 
 
-def _is_extra(name: str) -> bool:
-    return name.startswith("extras/")
+def _short(value: Any) -> Any:
+    return shortened(value, LEAST_CHARACTERS)[0] if isinstance(value, str) else value
 
 
 def flips(
@@ -272,16 +280,20 @@ def flips(
     return to_right, to_wrong
 
 
-def episodes(rows: Sequence[Mapping[str, Any]], longest: int) -> dict[str, dict[str, str]]:
+def episodes(rows: Sequence[Mapping[str, Any]], limits: Limits) -> dict[str, dict[str, str]]:
     """Returns the cells of episodes as they are stored (JSON), by the place of the completion.
 
-    Messages that are too long are left out: the page then shows the text.
+    Messages that are too long, or too many, are left out: the page then shows the text.
     """
     found: dict[str, dict[str, str]] = {}
+    characters = 0
     for place, row in enumerate(rows):
         cells = {name: masked(row[name]) for name in EPISODE if row.get(name)}
-        if len(cells.get("messages", "")) > 2 * longest:
+        length = len(cells.get("messages", ""))
+        if length > min(2 * limits.text, limits.characters - characters):
             del cells["messages"]
+        else:
+            characters += length
         if cells:
             found[str(place)] = cells
     return found

@@ -12,6 +12,7 @@ from grpo_cli.reporting.report.completions import (
     Completions,
     Limits,
     chosen_steps,
+    columns_of,
     flips,
     read,
     shortened,
@@ -123,3 +124,18 @@ def test_a_secret_is_in_no_text_and_no_token(
 def test_a_run_without_completions(tmp_path: Path) -> None:
     found = read_run(write_run(tmp_path, stored=()))
     assert (found.table["completion"], found.table["stored"]) == ([], 0)
+
+
+def test_prompts_episodes_and_extras_have_limits_of_their_own() -> None:
+    messages = '[{"role": "user", "content": "' + "m" * 900 + '"}]'
+    rows = [
+        completion(1, i, 0, 10, "a")
+        | {"prompt": f"{i}" * 1000, "messages": messages, "extras/note": "n" * 5000, "extras/k": i}
+        for i in range(4)
+    ]
+    table, _ = columns_of(rows, None, Limits(text=800, characters=2000))
+    prompts = [table["texts"][place] for _, place in table["problems"]]
+    assert [len(p.partition("\n")[0]) for p in prompts] == [400, 400, 400, 200]
+    assert [len(value) < 500 for value in table["extras"]["note"]] == [True] * 4
+    assert table["extras"]["k"] == [0, 1, 2, 3]
+    assert sorted(table["episodes"]) == ["0", "1"], "of the others the page shows the text"
