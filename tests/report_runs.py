@@ -16,7 +16,13 @@ from grpo_cli.config.schema import Recipe, Reward
 from grpo_cli.reporting.reporter import write_parquet
 
 HOSTILE = '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">'
-ALARM = {"step": 3, "kind": "alarm", "name": "length", "message": "twice as long", "time": 0}
+ALARM = {
+    "step": 3,
+    "kind": "alarm",
+    "name": "length",
+    "message": "step 3: twice as long",
+    "time": 0,
+}
 STAGES = {"generate": 0.5, "reward": 0.1, "forward_backward": 0.8, "optimizer": 0.1, "idle": 0.2}
 
 

@@ -83,6 +83,8 @@ def test_the_overview_says_what_was_reached(browser: Browser, one: Path) -> None
     for said in ("30.0 %", "80.0 %", "+50 points", "90 of 90", "grpo train recipe=made_up"):
         assert said in text
     assert "step 3" in text  # the alarm
+    assert "twice as long" in text
+    assert "step 3: " not in text, "it stands beside"
     assert "16 GiB" in text  # of the machine
 
 

@@ -112,8 +112,14 @@ function alarmsCard() {
   const shown = all.slice(0, 50);
   return card({ title: `Alarms (${all.length})`, id: 'alarms', note: 'Marked on the curves by dashed lines.' },
     h('ul', { class: 'alarms' }, shown.map((a) => h('li', { class: a.kind === 'stop' ? 'bad' : 'warn' },
-      h('b', {}, `${report.two ? `${a.run}, ` : ''}step ${a.step}`), h('span', { class: 'pill' }, a.name), h('span', {}, a.message)))),
+      h('b', {}, `${report.two ? `${a.run}, ` : ''}step ${a.step}`), h('span', { class: 'pill' }, a.name), h('span', {}, sentenceOf(a))))),
     all.length > shown.length ? h('p', { class: 'note' }, `and ${all.length - shown.length} more`) : null);
+}
+
+// Returns an alarm's message without its step, which stands beside it.
+function sentenceOf(alarm) {
+  const step = `step ${alarm.step}: `;
+  return alarm.message.startsWith(step) ? alarm.message.slice(step.length) : alarm.message;
 }
 
 function evaluationsCard(run) {
