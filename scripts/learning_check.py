@@ -51,20 +51,29 @@ def digits(completions: list[str], answer: list[str], **_: Any) -> list[list[tup
     ]
 
 
-def run(name: str, overrides: list[str], seed: int, steps: int, out: Path) -> dict[str, float]:
-    """One training run; accuracy on the held-out sums before and after it."""
+def words(name: str, seed: int, steps: int, folder: Path) -> list[str]:
+    """The words of `grpo train` for one run."""
+    return [
+        "recipe=arithmetic_tiny", "loss=dapo", *variants()[name], "update.minibatches=2",
+        f"seed={seed}", f"steps={steps}", "eval.every=0", "checkpoint.every=0", "log.plots=false",
+        "log.report=false", "log.completions_every=0", "overwrite=true", f"output_dir={folder}",
+    ]  # fmt: skip
+
+
+def run(name: str, seed: int, steps: int, out: Path) -> dict[str, float]:
+    """One training run in a process of its own, unless it is there; see `result`."""
     folder = out / f"{name.replace('=', '-').replace(' ', '-')}-seed{seed}"
     if not (folder / "summary.json").exists():
-        command = [
-            sys.executable, "-m", "grpo_cli", "train", "recipe=arithmetic_tiny", "loss=dapo",
-            *overrides, "update.minibatches=2", f"seed={seed}", f"steps={steps}", "eval.every=0",
-            "checkpoint.every=0", "log.plots=false", "log.report=false", "log.completions_every=0",
-            "overwrite=true", f"output_dir={folder}",
-        ]  # fmt: skip
+        command = [sys.executable, "-m", "grpo_cli", "train", *words(name, seed, steps, folder)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{name}, seed {seed}: {done.stderr}")
+    return result(folder)
+
+
+def result(folder: Path) -> dict[str, float]:
+    """Accuracy on the held-out sums before and after a run."""
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     return {"before": summary["before"]["accuracy"], "after": summary["after"]["accuracy"]}
 
@@ -81,9 +90,9 @@ def main() -> None:
     def job(name_and_seed: tuple[str, int]) -> dict[str, float]:
         name, seed = name_and_seed
         steps = given.steps * LONGER.get(name, 1)
-        result = run(name, variants()[name], seed, steps, given.out.resolve())
-        print(f"{name} seed {seed}: {result['before']:.3f} -> {result['after']:.3f}", flush=True)
-        return result
+        reached = run(name, seed, steps, given.out.resolve())
+        print(f"{name} seed {seed}: {reached['before']:.3f} -> {reached['after']:.3f}", flush=True)
+        return reached
 
     with ThreadPoolExecutor(given.jobs) as pool:
         found = dict(zip(jobs, pool.map(job, jobs), strict=True))

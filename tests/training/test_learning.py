@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.learning_check import LONGER, run, variants
+from grpo_cli import cli
+from scripts.learning_check import LONGER, result, variants, words
 
 pytestmark = pytest.mark.slow
 
@@ -15,5 +16,6 @@ SEEDS = {"rewarded steps": 1}
 @pytest.mark.parametrize("name", variants())
 def test_held_out_accuracy_rises(name: str, tmp_path: Path) -> None:
     seed, steps = SEEDS.get(name, 0), 40 * LONGER.get(name, 1)
-    result = run(name, variants()[name], seed=seed, steps=steps, out=tmp_path)
-    assert result["after"] > result["before"] + 0.05, result
+    assert cli.run_command(["train", *words(name, seed, steps, tmp_path)]) == 0
+    reached = result(tmp_path)
+    assert reached["after"] > reached["before"] + 0.05, reached
