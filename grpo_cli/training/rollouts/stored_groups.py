@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -38,6 +39,11 @@ def step_fingerprint(recipe: Recipe, step: int) -> str:
     return repr((*how, recipe.update, recipe.loss))
 
 
+def digest(fingerprint: str) -> str:
+    """Returns what stands for a fingerprint in a file: arguments of rewards may be secret."""
+    return hashlib.sha256(fingerprint.encode()).hexdigest()
+
+
 def to_entries(groups: Sequence[Group], fingerprint: str) -> list[dict[str, Any]]:
     """Returns groups as plain values and tensors, each prompt as its index.
 
@@ -48,7 +54,7 @@ def to_entries(groups: Sequence[Group], fingerprint: str) -> list[dict[str, Any]
         {
             "position": g.prompt_index,
             "prompt_ids": g.prompt.ids if g.prompt.row_ids is None else g.prompt.row_ids,
-            "rewards": fingerprint,
+            "rewards": digest(fingerprint),
             "rollouts": [
                 # Functions log values of any type, and a checkpoint holds plain values.
                 {**to_state(r), "extras": json.dumps(r.extras)}
@@ -74,7 +80,8 @@ def from_entries(
     for entry in saved:
         position = entry["position"]
         prompt = stream.prompt_at(position)
-        if prompt.ids != entry["prompt_ids"] or fingerprint != entry["rewards"]:
+        known = (digest(fingerprint), fingerprint)  # earlier versions stored it as it is
+        if prompt.ids != entry["prompt_ids"] or entry["rewards"] not in known:
             continue
         rollouts = [from_state(prompt, values) for values in entry["rollouts"]]
         for rollout in rollouts:
