@@ -219,8 +219,8 @@ def _chooser(layer: Layer, layers: Sequence[Layer], words: Sequence[str]) -> str
     if not group:
         return ""
     for word in reversed(words):
-        named, _, chosen = word.lstrip("+").partition("=")
-        if named.partition("@")[0] == group and choice in re.split(r"[\[\],\s]+", chosen):
+        key, _, chosen = word.lstrip("+").partition("=")
+        if key.partition("@")[0] == group and choice in re.split(r"[\[\],\s]+", chosen):
             return f"command line, {word}"
     for other in reversed(layers):
         for line, text in enumerate(_defaults(other), start=1):
