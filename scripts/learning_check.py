@@ -52,7 +52,7 @@ def digits(completions: list[str], answer: list[str], **_: Any) -> list[list[tup
 
 
 def words(name: str, seed: int, steps: int, folder: Path) -> list[str]:
-    """The words of `grpo train` for one run."""
+    """Returns the words of `grpo train` for one run."""
     return [
         "recipe=arithmetic_tiny", "loss=dapo", *variants()[name], "update.minibatches=2",
         f"seed={seed}", f"steps={steps}", "eval.every=0", "checkpoint.every=0", "log.plots=false",
@@ -61,7 +61,7 @@ def words(name: str, seed: int, steps: int, folder: Path) -> list[str]:
 
 
 def run(name: str, seed: int, steps: int, out: Path) -> dict[str, float]:
-    """One training run in a process of its own, unless it is there; see `result`."""
+    """Trains in a process of its own, unless the run is there; returns its `result`."""
     folder = out / f"{name.replace('=', '-').replace(' ', '-')}-seed{seed}"
     if not (folder / "summary.json").exists():
         command = [sys.executable, "-m", "grpo_cli", "train", *words(name, seed, steps, folder)]
@@ -73,7 +73,7 @@ def run(name: str, seed: int, steps: int, out: Path) -> dict[str, float]:
 
 
 def result(folder: Path) -> dict[str, float]:
-    """Accuracy on the held-out sums before and after a run."""
+    """Returns the accuracy on the held-out sums before and after a run."""
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     return {"before": summary["before"]["accuracy"], "after": summary["after"]["accuracy"]}
 

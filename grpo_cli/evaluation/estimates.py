@@ -106,7 +106,7 @@ class Estimate:
     high: float
 
 
-def estimate(values: Sequence[float], completions: int, quantile: float = Z_95) -> Estimate:
+def estimate(values: Sequence[float], completions: int, z: float = Z_95) -> Estimate:
     """Returns the mean of the problems' values with a 95% interval, clustered by problem.
 
     Problems are taken for a sample of all such problems; completions of one problem hang together.
@@ -123,14 +123,14 @@ def estimate(values: Sequence[float], completions: int, quantile: float = Z_95) 
     little of how far the others of their kind lie apart. In simulations (Beta-distributed problems
     in its tests) the interval holds the truth in 93 to 97% of evaluations; without
     PRIOR in as few as 55 to 90% near 0 and 1, by pass@4 of 30 to 250 problems. With it coverage
-    exceeds 97% where all problems together miss (or reach) less than about one whole problem. A
-    quantile of Student's t in the place of the normal one is not needed beside it for the 30
-    problems and more of a benchmark, and would be wrong with one completion a problem.
+    exceeds 97% where all problems together miss (or reach) less than about one whole problem. The
+    normal quantile is enough for the 30 problems or more of a benchmark; that of Student's t would
+    be wrong with one completion a problem.
 
     Args:
         values: one for each problem, in [0, 1].
         completions: number over all problems.
-        quantile: of the distribution of the mean's error, in its standard errors.
+        z: half the width of the interval, in standard errors of the mean.
 
     Returns:
         NaN with (0, 1) for no problems.
@@ -144,7 +144,7 @@ def estimate(values: Sequence[float], completions: int, quantile: float = Z_95) 
     p = math.fsum(values) / n  # rounded once, whatever the order of the problems
     squares = math.fsum(((array - p) ** 2).tolist())
     design_effect = (squares + PRIOR) / (n * p * (1 - p) + PRIOR)
-    return Estimate(p, *wilson(p, min(max(n / design_effect, n), completions), quantile))
+    return Estimate(p, *wilson(p, min(max(n / design_effect, n), completions), z))
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

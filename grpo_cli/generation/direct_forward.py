@@ -35,7 +35,7 @@ Product = tuple[Tensor, Tensor | None]  # weight and bias
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm (arXiv 1910.07467), in float32."""
+    """Divides by the root mean square in float32 (RMSNorm, arXiv 1910.07467)."""
 
     weight: Tensor
     eps: float
@@ -53,7 +53,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of one decoder layer."""
+    """Computes one decoder layer from its weights."""
 
     number: int
     before_attention: Norm
@@ -125,7 +125,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class DirectForward:
-    """The weights of a decoder as they are now; to be read anew when tensors are replaced."""
+    """Computes logits from a decoder's weights as they were when `of` has read them."""
 
     embedding: Tensor
     rotary: nn.Module

@@ -1,4 +1,4 @@
-"""Stage adapters: an update of all weights against one of a LoRA adapter."""
+"""Stage adapters: measures an update of all weights, and one of a LoRA adapter."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the results."""
+    """Describes one row of the results."""
 
     stage: str
     name: str

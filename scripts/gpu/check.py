@@ -50,7 +50,7 @@ FAILED = ("failed", "wrong", "died", "cut off", "not begun")
 
 
 class Worker:
-    """A process that runs cases, one at a time, as it is told."""
+    """Runs cases in a process of its own, one at a time."""
 
     def __init__(self, setting: Setting) -> None:
         command = [sys.executable, __file__, "--worker", "--out", str(setting.out)]

@@ -1,4 +1,4 @@
-"""Stage decoding: sampled tokens per second by the number of rows that are decoded together."""
+"""Stage decoding: measures sampled tokens per second by the number of rows in a batch."""
 
 from __future__ import annotations
 

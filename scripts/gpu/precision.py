@@ -1,4 +1,4 @@
-"""Stage precision: attention, log-probabilities and decoding against the same in float64."""
+"""Stage precision: compares attention, log-probabilities and decoding with float64."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def dense(
 
 
 def logprob_error(setting: Setting, mode: dict[str, Any], precision: str) -> Figures:
-    """Compares a mode's log-probabilities and gradient with those of the float64 model."""
+    """Compares log-probabilities and gradient of a mode with the float64 model's."""
     model = workloads.model("dry" if setting.dry else "precise", setting)
     length, groups = (48, 2) if setting.dry else (384, 4)
     rollouts = workloads.rollouts(model.config.vocab_size, length, groups, size=4)

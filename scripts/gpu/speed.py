@@ -1,4 +1,4 @@
-"""Stage speed: seconds, tokens per second, MFU and memory of generation and update.
+"""Stage speed: measures seconds, tokens per second, MFU and memory of generation and update.
 
 By model and length: packed against padded rows, and against transformers alone (`plain.py`).
 """

@@ -1,4 +1,4 @@
-"""Stage tests: those marked `gpu`. The dry run only collects them."""
+"""Stage tests: runs the tests marked `gpu`. The dry run only collects them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages demo and resume: `grpo train` on the GPU, and its second half again from a checkpoint."""
+"""Stages demo and resume: trains on the GPU, and repeats the second half from a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with random weights, random rollouts, and the clock of the speed stages."""
+"""Makes models with random weights and random rollouts, and times the speed stages."""
 
 from __future__ import annotations
 

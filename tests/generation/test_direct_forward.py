@@ -43,7 +43,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 
 def model_of(config: PreTrainedConfig) -> PreTrainedModel:
-    """Returns a model whose norms and biases are not those of its beginning."""
+    """Returns a random model in which norms and biases differ from their initial values."""
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     with torch.no_grad():

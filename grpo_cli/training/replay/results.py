@@ -1,4 +1,4 @@
-"""The results of a replay: each completion's part of a step, compared and as plain values."""
+"""Holds the results of a replay, compares them with the record and returns them as plain values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_PART = Part(0.0, 0.0)
 
 @dataclass
 class Explanation:
-    """One completion in one optimizer step."""
+    """Explains one completion in one optimizer step."""
 
     terms: Terms | None = None  # None: nothing in it trains
     part: Part = NO_PART
@@ -30,7 +30,7 @@ class Explanation:
 
 @dataclass
 class UpdateReport:
-    """One optimizer step: its completions, and how their gradients add up."""
+    """Holds the completions of one optimizer step, and how their gradients add up."""
 
     number: int
     completions: dict[tuple[int, int], Explanation] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class UpdateReport:
 
 @dataclass
 class Replay:
-    """A recomputed step."""
+    """Holds a recomputed step."""
 
     step: int  # counted from 1
     recipe: Recipe
