@@ -101,11 +101,12 @@ def train(parts: Path, folder: Path, *words: str, processes: int = 1, data: str 
         command.append("+reward.bright.function=bright:brightness")
     if not any(word.startswith("model") for word in words):
         command.append(f"model.path={parts / 'model'}")
+    if processes > 1:
+        started = programs.started(processes, "-m", "grpo_cli", *command)
+        return programs.run(started, PYTHONPATH=f"{programs.ROOT}:{parts}", HF_HUB_OFFLINE="1")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setenv("PYTHONPATH", f"{programs.ROOT}:{parts}")
-        if processes > 1:
-            return programs.run(programs.started(processes, "-m", "grpo_cli", *command))
+        patch.setenv("PYTHONPATH", f"{programs.ROOT}:{parts}")  # of the reward's worker
         patch.syspath_prepend(str(parts))
         patch.setattr(sys, "argv", ["grpo"])  # Hydra replaces them
         out, err = io.StringIO(), io.StringIO()
