@@ -864,6 +864,12 @@ class Generation:
         "split.",
         ge=1,
     )
+    cuda_graphs: bool = knob(
+        True,
+        "On a GPU, decode with CUDA graphs, which launch the kernels of a step together (Llama, "
+        "Mistral, Qwen2 and Qwen3 without an adapter); false: launch them one by one.",
+        read_if=("generation.engine", "transformers"),
+    )
     max_logp_difference: float | None = knob(
         1.0,
         "Stop when the mean over tokens of |trainer's − sampler's log-probability| exceeds "

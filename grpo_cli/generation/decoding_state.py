@@ -109,6 +109,27 @@ class DecodingState:
                 self._end(row)
         return tokens, ended
 
+    @property
+    def draws_alone(self) -> bool:
+        """Whether a token can be drawn without the tokens before it being known to the host."""
+        s = self.sampling
+        rules = s.stop or s.min_tokens or self.bad_words or s.no_repeat_ngram_size
+        penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
+        return not (rules or penalties)
+
+    def take(self, row: int, tokens: Sequence[int], logprobs: Sequence[float]) -> bool:
+        """Takes a row's next tokens, up to the one that ends it; returns whether one does.
+
+        For a state that `draws_alone`, whose tokens were drawn elsewhere.
+        """
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            self.tokens[row].append(token)
+            self.logprobs[row].append(logprob)
+            if self._has_ended(row, token):
+                self._end(row)
+                return True
+        return False
+
     def _has_ended(self, row: int, token: int) -> bool:
         ids = self.tokens[row]
         stops = token in self.eos_ids
@@ -135,13 +156,16 @@ class DecodingState:
         """Returns a uniform number for each row from the row's own stream, [B]."""
         if self.sampling.temperature == 0:
             return None
-        for row in rows:
-            if row not in self.noise:
-                seed = self.seeds[row // self.num_generations]
-                own = derive_seed(seed, row % self.num_generations)
-                self.noise[row] = uniforms(own, self.sampling.max_tokens).numpy()
-        drawn = [self.noise[row][len(self.tokens[row])] for row in rows]
+        drawn = [self.stream(row)[len(self.tokens[row])] for row in rows]
         return torch.tensor(np.array(drawn), device=device)
+
+    def stream(self, row: int) -> np.ndarray:
+        """Returns the uniform numbers that a row's tokens are drawn with, [max_tokens]."""
+        if row not in self.noise:
+            seed = self.seeds[row // self.num_generations]
+            own = derive_seed(seed, row % self.num_generations)
+            self.noise[row] = uniforms(own, self.sampling.max_tokens).numpy()
+        return self.noise[row]
 
     def _seen(self, rows: Sequence[int], logits: Tensor) -> Tensor | None:
         """Returns the tokens of prompt and completion, [B, V] bool; None if nothing reads them."""

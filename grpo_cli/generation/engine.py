@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +31,10 @@ from transformers import PreTrainedModel
 
 from grpo_cli.generation.decoding_state import DecodingState, check_logits
 from grpo_cli.generation.direct_forward import DirectForward
+from grpo_cli.generation.graphs import FallbackGraphs
 from grpo_cli.generation.kept_caches import KeptCache, KeptCaches
 from grpo_cli.generation.prefill import Continuation, Prefill
+from grpo_cli.generation.static_decoding import StaticDecoding
 from grpo_cli.models import vision
 from grpo_cli.models.attention import (
     NOT_PASSED_ON,
@@ -265,6 +268,7 @@ class Engine:
     model: PreTrainedModel
     max_rows: int  # decoded at the same time; a group is never split, and may be larger
     caches: KeptCaches | None = None  # of conversations that go on; None: none does
+    graphs: FallbackGraphs | None = None  # capture steps; None: decode step by step
 
     @torch.no_grad()
     def decode(
@@ -278,8 +282,10 @@ class Engine:
             arrived: returns more that is to be decoded; asked when there is room.
         """
         waiting: deque[Waiting] = deque()
-        batches: list[DecodeBatch] = []
+        batches: list[Any] = []  # DecodeBatch or StaticBatch
         direct = DirectForward.of(self.model)
+        # Conversations come and go one by one, each of which would need another bucket.
+        static = None if self.caches is not None else StaticDecoding.of(direct, self.graphs, states)
         steps = 0  # since it was asked
         while True:
             for state in states:
@@ -296,7 +302,10 @@ class Engine:
                 begun = self._admitted(waiting, free)
             if begun:
                 batches += self._begin(begun[0][0], [number for _, number in begun])
+            elif static is not None and (moved := static.advance(batches)) is not None:
+                batches = [moved]
             else:
+                static = None  # there is no memory for it
                 self._step(batches, direct)
             batches = [batch for batch in batches if batch.rows]
             states, steps = [], steps + 1

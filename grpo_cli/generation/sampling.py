@@ -135,17 +135,30 @@ def choose(
                 "no_repeat_ngram_size and min_completion_tokens together rule out all of them.",
                 alone=True,
             )
-        log_p = filtered(scores, sampling)
-        if sampling.temperature == 0:
-            token = scores.argmax(-1)  # of the scores: rounding makes some log-probs equal
-        else:
-            assert uniforms is not None, "a draw takes a uniform number for each row"
-            token = draw(log_p, uniforms[part])
+        token, logprob = pick(scores, sampling, None if uniforms is None else uniforms[part])
         tokens.append(token)
-        logprobs.append(log_p.gather(-1, token[:, None]).squeeze(-1))
+        logprobs.append(logprob)
     if not rows:
         return logits.new_zeros(0, dtype=torch.long), logits.new_zeros(0, dtype=torch.float32)
     return torch.cat(tokens), torch.cat(logprobs)
+
+
+def pick(
+    scores: Tensor, sampling: Sampling, uniforms: Tensor | None, *, at_once: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Draws a token for each row of scores that are adjusted; see `choose`.
+
+    Args:
+        scores: [B, V]. uniforms: [B].
+        at_once: never wait for the device to see whether more is to be done.
+    """
+    log_p = filtered(scores, sampling, at_once=at_once)
+    if sampling.temperature == 0:
+        token = scores.argmax(-1)  # of the scores: rounding makes some log-probs equal
+    else:
+        assert uniforms is not None, "a draw takes a uniform number for each row"
+        token = draw(log_p, uniforms)
+    return token, log_p.gather(-1, token[:, None]).squeeze(-1)
 
 
 def adjusted(
@@ -179,7 +192,7 @@ def adjusted(
     return scores
 
 
-def filtered(scores: Tensor, sampling: Sampling) -> Tensor:
+def filtered(scores: Tensor, sampling: Sampling, *, at_once: bool = False) -> Tensor:
     """Temperature, top-k, top-p and min-p, [B, V] -> [B, V] normalised log-probabilities.
 
     Tokens as likely as the last one that top-k or top-p keeps stay too, so that what is kept does
@@ -193,7 +206,7 @@ def filtered(scores: Tensor, sampling: Sampling) -> Tensor:
         scores = without(scores, scores.topk(sampling.top_k, dim=-1).values[:, -1:])
     if sampling.top_p < 1:
         scores = scores.log_softmax(-1)
-        scores = without(scores, least_of_share(scores, sampling.top_p))
+        scores = without(scores, least_of_share(scores, sampling.top_p, at_once=at_once))
     if sampling.min_p > 0:
         scores = without(scores, scores.amax(-1, keepdim=True) + math.log(sampling.min_p))
     return scores.log_softmax(-1)
@@ -204,17 +217,17 @@ def without(scores: Tensor, least: Tensor) -> Tensor:
     return scores.masked_fill(scores < least, -torch.inf)
 
 
-def least_of_share(log_p: Tensor, share: float) -> Tensor:
+def least_of_share(log_p: Tensor, share: float, *, at_once: bool = False) -> Tensor:
     """Log-probability of the last of the likeliest tokens that together fill a share, [B, 1].
 
     A token is among them if those before it do not yet fill the share; so the first always is.
     Sorting a large vocabulary is slow, and mostly a few tokens fill it: looks at the likeliest 64
-    first, and at more only for the rows that need it.
+    first, and at more only for the rows that need it; `at_once` sorts all of it.
     """
     size = log_p.shape[-1]
     least = torch.empty_like(log_p[:, :1])
     rows = torch.arange(len(log_p), device=log_p.device)  # whose share is not filled yet
-    width = FIRST if size > FIRST * MORE else size
+    width = FIRST if size > FIRST * MORE and not at_once else size
     while len(rows):
         some = log_p if len(rows) == len(log_p) else log_p[rows]
         if width < size:

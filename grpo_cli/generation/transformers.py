@@ -26,6 +26,7 @@ from grpo_cli.generation.base import (
 from grpo_cli.generation.cached_decoding import CachedDecoder, UncachedDecoder
 from grpo_cli.generation.decoding_state import DecodingState
 from grpo_cli.generation.engine import Engine
+from grpo_cli.generation.graphs import CudaGraphs, FallbackGraphs
 from grpo_cli.generation.kept_caches import KeptCaches
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models import attention, loading, memory
@@ -111,16 +112,19 @@ class TransformersGenerator(Generator):
     tokenizer: PreTrainedTokenizerBase | None = None  # finds stop strings
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # of the arithmetic
     say: Callable[[str], None] = print
+    cuda_graphs: bool = True  # on a GPU, replay captured steps (`static_decoding.py`)
     cache_tokens: int | None = None
     decoder: Decoder | None = None  # found by the first prompts
     checked_images: bool = False  # whether they, or later ones, had images
+    graphs: FallbackGraphs | None = None  # if steps are captured and their numbers are right
 
     @classmethod
     def make(cls, setup: EngineSetup) -> Generator:
         """Returns a `GatheringGenerator` where the policy is sharded."""
         model, workers = setup.model, setup.workers
-        rows = setup.recipe.generation.max_num_seqs
-        how = setup.eos_ids, rows, setup.tokenizer, workers.autocast, setup.say
+        generation = setup.recipe.generation
+        rows, graphs = generation.max_num_seqs, generation.cuda_graphs
+        how = setup.eos_ids, rows, setup.tokenizer, workers.autocast, setup.say, graphs
         if fsdp.is_sharded(model):
             return GatheringGenerator(model, workers.half_type or model.dtype, *how)
         return TransformersGenerator(model, *how)
@@ -190,7 +194,7 @@ class TransformersGenerator(Generator):
             failed = None
             try:
                 if self.decoder is Engine:
-                    Engine(self.policy, rows, caches).decode(states, arrived)
+                    Engine(self.policy, rows, caches, self.graphs).decode(states, arrived)
                 else:
                     for state in states:
                         self.decoder(self.policy, rows).decode([state])
@@ -282,13 +286,26 @@ class TransformersGenerator(Generator):
             why = self._mismatch(Engine, prompts)
             if why is not None:
                 self.fall_back(why)
+            elif self.cuda_graphs and self.graphs is None and self.policy.device.type == "cuda":
+                self.check_graphs(FallbackGraphs(CudaGraphs(), self.say), prompts)
         elif self.decoder is CachedDecoder and is_recurrent(self.policy):
             # A state that is only nearly right shows after some tokens.
             why = self._mismatch(CachedDecoder, prompts, tokens=16)
             if why is not None:
                 self.fall_back(f"with a cache, {why}", UncachedDecoder)
 
-    def _mismatch(self, decoder: Decoder, prompts: Sequence[Prompt], tokens: int = 4) -> str | None:
+    def check_graphs(self, graphs: FallbackGraphs, prompts: Sequence[Prompt]) -> None:
+        """Captures steps from now on, if what they report are the model's log-probabilities."""
+        why = self._mismatch(partial(Engine, graphs=graphs), prompts, tokens=16)
+        if why is None:
+            self.graphs = graphs
+        else:
+            self.cuda_graphs = False
+            self.say(f"note: decoding step by step, without CUDA graphs ({why})")
+
+    def _mismatch(
+        self, decoder: Callable[..., Any], prompts: Sequence[Prompt], tokens: int = 4
+    ) -> str | None:
         """Returns why a decoder cannot be used; None if its log-probabilities are the model's."""
         some = sorted(prompts, key=lambda p: not p.images)[:2]
         begun = [p if p.images else Prompt.from_ids(p.ids[-CHECKED_TOKENS:]) for p in some]

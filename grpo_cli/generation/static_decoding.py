@@ -1,0 +1,396 @@
+"""Decodes in buffers that stay where they are, so that a step is captured once and replayed.
+
+    bucket    space for R rows of C columns, and for the prompts of their groups; a step of all rows
+              reads and writes only these buffers, and draws each row's token on the device
+    look      every `STEPS` steps the host reads the tokens that were drawn, cuts the rows that have
+              ended at their eos, and hands them over; what such a row drew meanwhile is not read
+    next      when the columns are used up, half of the rows have ended or others begin, the rows
+              that are left move to another bucket: 64, 96, 128, 192, ... columns; 1, 2, 4, 8, 16,
+              24, ... rows
+
+Rows need not have begun together: each has its own column t, up to which a mask lets it see.
+
+    shared    [R, C] own tokens; prompts [groups, P] once for each group: two attentions are merged
+    alone     [R, C] prompt and own tokens of each row, where repeating the prompts costs less
+
+The random numbers of a row are those of its own stream, and the tokens those of `Engine._step`;
+log-probabilities differ from its by rounding, since attention is over more columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_cli.distributed import heartbeat
+from grpo_cli.generation.decoding_state import DecodingState
+from grpo_cli.generation.direct_forward import DirectForward
+from grpo_cli.generation.graphs import FallbackGraphs, Graphs, Replay
+from grpo_cli.generation.kept_caches import KeptCache
+from grpo_cli.generation.sampling import adjusted, pick
+from grpo_cli.models.attention import flash, merge
+from grpo_cli.models.memory import free_memory
+
+if TYPE_CHECKING:
+    from grpo_cli.generation.engine import DecodeBatch
+
+STEPS = 8  # between two looks at which rows have ended
+COLUMNS = 64  # of the first bucket
+MULTIPLE = 8  # that numbers of rows and columns are rounded to
+LEAST = 4  # steps that are worth capturing one
+# Bytes, in a layer, of prompts that may be read twice to spare the merging of two attentions.
+WORTH = 2**20
+SHARE = 0.9  # of the free memory that buffers may take
+# Rotary embeddings of these kinds ask the device for the largest position.
+ASKING_ROPE = ("dynamic", "longrope")
+
+
+def row_bucket(rows: int) -> int:
+    """Returns the number of rows of the smallest bucket that holds so many."""
+    if rows <= MULTIPLE:
+        return 1 << max(rows - 1, 0).bit_length()
+    return -(-rows // MULTIPLE) * MULTIPLE
+
+
+def column_bucket(columns: int, most: int) -> int:
+    """Returns the columns of the smallest bucket that holds so many, `most` being ever needed."""
+    size = COLUMNS
+    while size < columns:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return min(size, -(-most // MULTIPLE) * MULTIPLE)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Describes a completion that is decoded."""
+
+    state: DecodingState
+    number: int  # in its state
+    prompt_length: int
+    first_position: int  # of its first token
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Identifies its prompt."""
+        return id(self.state), self.number // self.state.num_generations
+
+    @property
+    def own(self) -> int:
+        """Number of its own tokens in the cache: all but the one drawn last."""
+        return len(self.state.tokens[self.number]) - 1
+
+    @property
+    def left(self) -> int:
+        """Number of tokens that it may still get."""
+        return self.state.sampling.max_tokens - len(self.state.tokens[self.number])
+
+
+@dataclass(frozen=True)
+class Source:
+    """Says in which batch, and at which place there, the cache of a row lies."""
+
+    row: Row
+    batch: StaticBatch | DecodeBatch
+    place: int
+
+    @property
+    def cache(self) -> KeptCache:
+        """Returns the keys and values of its prompt and its tokens but the last."""
+        return self.batch.cache_of(self.place)
+
+
+class Layout:
+    """Describes the bucket that holds some rows."""
+
+    def __init__(self, rows: Sequence[Row], like: Tensor) -> None:
+        """like: keys [L, B, Hkv, T, D]."""
+        self.rows = list(rows)
+        layers, _, heads, _, dim = like.shape
+        prompts = {row.group: row.prompt_length for row in rows}
+        self.size = row_bucket(len(rows))
+        column = 2 * heads * dim * like.element_size()  # bytes in a layer
+        self.prompt_columns = max(prompts.values())
+        again = (self.size - len(prompts)) * self.prompt_columns
+        self.shared = again * column > WORTH
+        self.groups = prompts if self.shared else {}  # length of the prompts that are shared
+        used = max(map(self.used, rows))
+        most = max(self.used(row) + row.left for row in rows)
+        self.columns = column_bucket(used + STEPS, most)
+        self.steps = min(self.columns - used, max(row.left for row in rows))
+        self.shape = layers, self.size, heads, self.columns, dim
+        self.prompt_shape = layers, len(self.groups), heads, self.prompt_columns, dim
+        columns = self.size * self.columns + len(self.groups) * self.prompt_columns
+        self.bytes = layers * column * columns
+
+    def used(self, row: Row) -> int:
+        """Returns the number of columns that a row's tokens fill."""
+        return row.own + (0 if self.shared else row.prompt_length)
+
+
+class StaticBatch:
+    """Holds the buffers of a bucket, and decodes the rows in it."""
+
+    def __init__(self, direct: DirectForward, layout: Layout, sources: Sequence[Source]) -> None:
+        """sources: of the layout's rows."""
+        rows, like = layout.rows, sources[0].batch.keys
+        self.direct, self.shared = direct, layout.shared
+        self.keys: Tensor
+        self.values: Tensor
+        self.sampling = rows[0].state.sampling
+        self.longest = max(row.prompt_length + row.own for row in rows) + layout.steps + 1
+        # Zeros, since what is masked must be finite.
+        self.keys, self.values = (like.new_zeros(layout.shape) for _ in range(2))
+        self.prompt_keys, self.prompt_values = (
+            like.new_zeros(layout.prompt_shape) for _ in range(2)
+        )
+        self._copy(layout, sources)
+        self.rows = dict(enumerate(rows))  # those that have not ended, by their places
+        self.slots = {group: slot for slot, group in enumerate(layout.groups)}
+        self.steps = layout.steps  # that the bucket has columns for
+        self.done = 0  # of them
+        self.size, device = layout.size, like.device
+        tokens = [row.state.tokens[row.number][-1] for row in rows]
+        self.tokens = self._of_rows(tokens)  # [R] drawn last
+        self.positions = self._of_rows([row.first_position + row.own for row in rows])  # [R]
+        self.column = self._of_rows([layout.used(row) for row in rows])  # [R] of these tokens
+        self.all = torch.arange(self.size, device=device)
+        hidden = torch.arange(layout.columns, device=device) >= self.column[:, None]
+        self.mask = hides(hidden, like)  # [R, 1, 1, C]
+        if self.shared:
+            self._arrange()
+            columns = torch.arange(layout.prompt_columns, device=device)
+            lengths = torch.tensor([*layout.groups.values()], device=device)
+            self.prompt_mask = hides(columns >= lengths[:, None], like)  # [groups, 1, 1, P]
+        self.bias = self.sampling.bias(len(direct.head[0]), device)
+        self.at = torch.zeros(1, dtype=torch.long, device=device)  # `done`, on the device
+        self.noise = self._noise().to(device)  # [steps, R]
+        self.drawn = torch.zeros(self.steps, self.size, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(self.steps, self.size, device=device)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Names the shapes of the buffers."""
+        return (*self.keys.shape, *self.prompt_keys.shape)
+
+    @property
+    def steps_left(self) -> int:
+        """Number of steps that the bucket has columns for and that some row still takes."""
+        longest = max((row.left for row in self.rows.values()), default=0)
+        return min(self.steps - self.done, longest)
+
+    def _of_rows(self, values: Sequence[int]) -> Tensor:
+        """Returns a number for each place, [R]; 0 where no row is."""
+        padding = [0] * (self.size - len(values))
+        return torch.tensor([*values, *padding], device=self.keys.device)
+
+    def _noise(self) -> Tensor:
+        """Returns the uniform numbers of each step, [steps, R], from the rows' own streams."""
+        noise = np.full((self.steps, self.size), 0.5, np.float32)
+        if self.sampling.temperature > 0:
+            for place, row in self.rows.items():
+                stream = row.state.stream(row.number)[row.own + 1 :][: self.steps]
+                noise[: len(stream), place] = stream
+        return torch.from_numpy(noise)
+
+    def _copy(self, layout: Layout, sources: Sequence[Source]) -> None:
+        """Copies the caches of rows, and of prompts where they are shared."""
+        first: dict[tuple[int, int], Source] = {}
+        for source in sources:
+            first.setdefault(source.row.group, source)
+        for slot, (group, length) in enumerate(layout.groups.items()):
+            cache = first[group].cache
+            self.prompt_keys[:, slot, :, :length] = cache.keys[:, :, :length]
+            self.prompt_values[:, slot, :, :length] = cache.values[:, :, :length]
+        begin = 0
+        for batch, group_of in groupby(sources, key=lambda source: source.batch):
+            together = list(group_of)
+            places = range(begin, begin + len(together))
+            begin = places.stop
+            if begins_alike(batch, layout.shared):
+                used = max(layout.used(source.row) for source in together)
+                index = torch.tensor([s.place for s in together], device=self.keys.device)
+                for own, other in ((self.keys, batch.keys), (self.values, batch.values)):
+                    for layer in range(len(own)):  # one at a time, which needs less memory
+                        some = other[layer, :, :, :used].index_select(0, index)
+                        own[layer, places.start : places.stop, :, :used] = some
+                continue
+            for place, source in zip(places, together, strict=True):
+                used, cache = layout.used(source.row), source.cache
+                behind = source.row.prompt_length if layout.shared else 0
+                self.keys[:, place, :, :used] = cache.keys[:, :, behind:]
+                self.values[:, place, :, :used] = cache.values[:, :, behind:]
+
+    def _arrange(self) -> None:
+        """Finds the place of each row among its prompt's rows; all prompts have the same width."""
+        count = [0] * len(self.slots)
+        found = []
+        for row in self.rows.values():
+            slot = self.slots[row.group]
+            found.append((slot, count[slot]))
+            count[slot] += 1
+        self.width = max(count)
+        flat = [slot * self.width + i for slot, i in found]
+        whose = [0] * (len(count) * self.width)  # where no row is, one is computed and not read
+        for place, position in enumerate(flat):
+            whose[position] = place
+        self.whose = torch.tensor(whose, device=self.keys.device)  # [groups * width] places
+        self.back = self._of_rows(flat)  # [R] among them
+
+    def step(self) -> None:
+        """Draws the next token of every row, on the device alone."""
+        self.mask.scatter_(-1, self.column[:, None, None, None], 0.0)
+        logits = self.direct(self.tokens[None], self.positions[None], self)
+        scores = adjusted(logits, self.sampling, self.bias, None, None, None)
+        uniforms = self.noise.index_select(0, self.at)[0]
+        token, logprob = pick(scores, self.sampling, uniforms, at_once=True)
+        self.drawn.index_copy_(0, self.at, token[None])
+        self.logprobs.index_copy_(0, self.at, logprob[None])
+        self.tokens.copy_(token)
+        for counter in (self.positions, self.column, self.at):
+            counter.add_(1)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Returns the attention of one new token of each row, [R, Hq, D]."""
+        size, heads, dim = key.shape
+        self.keys[layer][self.all, :, self.column] = key
+        self.values[layer][self.all, :, self.column] = value
+        queries = query.view(size, heads, -1, dim)  # [R, Hkv, query heads of a key head, D]
+        out, lse = flash(queries, self.keys[layer], self.values[layer], mask=self.mask, scale=scale)
+        if not self.shared:
+            return out.reshape(size, -1, dim)
+        repeats = queries.shape[2]
+        together = queries.index_select(0, self.whose).view(-1, self.width, heads, repeats, dim)
+        of_prompt, lse_of_prompt = flash(
+            together.transpose(1, 2).reshape(-1, heads, self.width * repeats, dim),
+            self.prompt_keys[layer],
+            self.prompt_values[layer],
+            mask=self.prompt_mask,
+            scale=scale,
+        )
+        of_prompt, lse_of_prompt = (
+            t.view(-1, heads, self.width, repeats, *t.shape[3:])
+            .transpose(1, 2)
+            .flatten(0, 1)
+            .index_select(0, self.back)
+            for t in (of_prompt, lse_of_prompt)
+        )
+        return merge(out, lse, of_prompt, lse_of_prompt)[0].reshape(size, -1, dim)
+
+    def cache_of(self, place: int) -> KeptCache:
+        """Returns the cache of the row at a place: of its prompt and its tokens but the last."""
+        row = self.rows[place]
+        used = row.own + (0 if self.shared else row.prompt_length)
+        keys, values = (t[:, place, :, :used] for t in (self.keys, self.values))
+        if self.shared:
+            slot, length = self.slots[row.group], row.prompt_length
+            keys, values = (
+                torch.cat([prompts[:, slot, :, :length], own], 2)
+                for prompts, own in ((self.prompt_keys, keys), (self.prompt_values, values))
+            )
+        return KeptCache(row.state.ids(row.number)[:-1], keys, values)
+
+    def look(self, steps: int) -> None:
+        """Takes the tokens of the last steps; lets rows go that have ended with one of them."""
+        heartbeat.beat()
+        last = slice(self.done - steps, self.done)
+        tokens, logprobs = (t[last].T.tolist() for t in (self.drawn, self.logprobs))
+        for place, row in [*self.rows.items()]:
+            some = slice(row.left)  # a row that may be shorter than others goes on beyond its end
+            if row.state.take(row.number, tokens[place][some], logprobs[place][some]):
+                del self.rows[place]
+
+
+def hides(hidden: Tensor, like: Tensor) -> Tensor:
+    """Returns a bias for scores from what is hidden, [n, K] -> [n, 1, 1, K]."""
+    bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+    return bias.masked_fill_(hidden, -torch.inf)[:, None, None]
+
+
+def begins_alike(batch: StaticBatch | DecodeBatch, shared: bool) -> bool:
+    """Whether column 0 of a batch's caches is what it is in a bucket."""
+    if isinstance(batch, StaticBatch):
+        return batch.shared == shared
+    return shared and not batch.before
+
+
+def sources_of(batches: Sequence[StaticBatch | DecodeBatch]) -> Iterator[Source]:
+    """Yields the rows of batches, and where they are."""
+    for batch in batches:
+        if isinstance(batch, StaticBatch):
+            for place, row in batch.rows.items():
+                yield Source(row, batch, place)
+            continue
+        for place, number in enumerate(batch.rows):
+            prompt = number // batch.num_generations
+            first = batch.first_positions[prompt]
+            row = Row(batch.state, number, batch.prompt_lengths[prompt], first)
+            yield Source(row, batch, place)
+
+
+class StaticDecoding:
+    """Decodes the batches of an engine in buckets; see the top of this file."""
+
+    def __init__(self, direct: DirectForward, graphs: Graphs) -> None:
+        self.direct = direct
+        self.graphs = graphs
+        self.replay: Replay | None = None  # of the bucket that is decoded in
+
+    @classmethod
+    def of(
+        cls,
+        direct: DirectForward | None,
+        graphs: FallbackGraphs | None,
+        states: Sequence[DecodingState],
+    ) -> StaticDecoding | None:
+        """Returns what decodes states; None if they are to be decoded step by step."""
+        if direct is None or graphs is None or graphs.has_failed or not states:
+            return None
+        if getattr(direct.rotary, "rope_type", None) in ASKING_ROPE:
+            return None
+        settings = {replace(s.sampling, max_tokens=0) for s in states}
+        if len(settings) > 1 or not all(s.draws_alone for s in states):
+            return None
+        if max(s.longest for s in states) > direct.window:
+            return None
+        return cls(direct, graphs)
+
+    def advance(self, batches: Sequence[StaticBatch | DecodeBatch]) -> StaticBatch | None:
+        """Draws up to `STEPS` tokens of every row; returns the batch that holds the rows now.
+
+        None if there is no memory for it; nothing is drawn then.
+        """
+        batch: StaticBatch | None = None
+        if len(batches) == 1 and isinstance(batches[0], StaticBatch):
+            batch = batches[0]
+        if batch is None or not batch.steps_left or row_bucket(len(batch)) <= batch.size // 2:
+            self.replay = None  # and with it a graph and its memory
+            batch = self._moved(batches)
+        if batch is None:
+            return None
+        steps = min(STEPS, batch.steps_left)
+        for _ in range(steps):
+            # The first step of a bucket sets up what is set up once; the second is captured.
+            if self.replay is None and batch.done and batch.steps_left >= LEAST:
+                self.replay = self.graphs.capture(batch.key, batch.step)
+            (batch.step if self.replay is None else self.replay)()
+            batch.done += 1
+        batch.look(steps)
+        return batch
+
+    def _moved(self, batches: Sequence[StaticBatch | DecodeBatch]) -> StaticBatch | None:
+        """Returns the bucket that holds the rows of some batches from now on."""
+        sources, keys = list(sources_of(batches)), batches[0].keys
+        layout = Layout([source.row for source in sources], keys)
+        begins = not any(isinstance(batch, StaticBatch) for batch in batches)
+        if begins and layout.bytes > SHARE * free_memory(keys.device):
+            return None
+        return StaticBatch(self.direct, layout, sources)

@@ -1,0 +1,231 @@
+"""Captured steps on static buffers sample what the engine samples step by step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grpo_cli.generation import static_decoding
+from grpo_cli.generation.base import Request
+from grpo_cli.generation.decoding_state import DecodingState
+from grpo_cli.generation.engine import Engine
+from grpo_cli.generation.graphs import EagerGraphs, FallbackGraphs, Graphs
+from grpo_cli.generation.sampling import Sampling, pick
+from grpo_cli.generation.static_decoding import column_bucket, row_bucket
+from grpo_cli.generation.transformers import TransformersGenerator
+from grpo_cli.records import Completion, Prompt
+from tests.fake_graphs import RecordingGraphs
+from tests.generation.test_direct_forward import CONFIGS, model_of
+from tests.tables import table
+
+PROMPTS = [Prompt.from_ids([5 + n, 6, 7, *range(8, 8 + n)]) for n in range(5)]
+LONG = Sampling(max_tokens=40)
+
+
+def sample(
+    model: PreTrainedModel,
+    graphs: Graphs | None,
+    sampling: Sampling = LONG,
+    rows: int = 15,
+    eos: int = 4,
+) -> list[Completion]:
+    """Samples three completions of each of PROMPTS."""
+    found: dict[int, list[Completion]] = {}
+    request = Request(PROMPTS, 3, sampling, [*range(len(PROMPTS))])
+    state = DecodingState(request, [eos], None, found.__setitem__)
+    fallback = None if graphs is None else FallbackGraphs(graphs, pytest.fail)
+    Engine(model, rows, graphs=fallback).decode([state])
+    return flat(found)
+
+
+def flat(found: dict[int, list[Completion]]) -> list[Completion]:
+    return [completion for n in range(len(PROMPTS)) for completion in found[n]]
+
+
+def assert_same(found: list[Completion], expected: list[Completion]) -> None:
+    for mine, right in zip(found, expected, strict=True):
+        assert (mine.ids, mine.finish_reason) == (right.ids, right.finish_reason)
+        logprobs = (torch.tensor(c.sampling_logprobs) for c in (mine, right))
+        torch.testing.assert_close(*logprobs, atol=2e-5, rtol=1e-5)
+
+
+@pytest.fixture(params=["alone", "shared"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to keep prompts."""
+    monkeypatch.setattr(static_decoding, "WORTH", 2**20 if request.param == "alone" else -1)
+    return str(request.param)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"top_p": 0.9, "temperature": 0.7},
+        {"top_k": 9, "min_p": 0.02, "logit_bias": ((4, 4.0),), "never": (11,)},
+        {"temperature": 0.0},
+    ],
+    ids=["plain", "top_p", "others", "greedy"],
+)
+def test_replays_sample_what_steps_sample(way: str, how: dict[str, Any]) -> None:
+    model, graphs = model_of(CONFIGS["qwen3"]), RecordingGraphs()
+    sampling = replace(LONG, **how)
+    expected = sample(model, None, sampling)
+    found = sample(model, graphs, sampling)
+    assert_same(found, expected)
+    assert found == sample(model, EagerGraphs(), sampling)
+    if sampling.temperature:
+        lengths = {len(c.ids) for c in expected}
+        assert len(lengths) > 3, "rows end at several steps"
+    assert graphs.replays > 2 * len(graphs.captures)
+    assert len({*graphs.captures}) == len(graphs.captures), "one for each bucket"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family(name: str) -> None:
+    model = model_of(CONFIGS[name])
+    assert_same(sample(model, EagerGraphs()), sample(model, None))
+
+
+def test_under_autocast(way: str) -> None:
+    model, graphs = model_of(CONFIGS["qwen2"]), RecordingGraphs()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = sample(model, graphs), sample(model, None)
+    # Rounded to 8 bits, some tokens differ, after which all do.
+    same = [a.ids == b.ids for a, b in zip(found, expected, strict=True)]
+    assert sum(same) > len(same) / 2
+
+
+def test_prompts_take_the_place_of_rows_that_have_ended(way: str) -> None:
+    model, graphs = model_of(CONFIGS["llama"]), RecordingGraphs()
+    assert_same(sample(model, graphs, rows=6), sample(model, None, rows=6))
+    assert len(graphs.captures) > 1, "and rows move"
+
+
+@table(
+    "rows, bucket",
+    [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (17, 24), (500, 504)],
+)
+def test_row_bucket(rows: int, bucket: int) -> None:
+    assert row_bucket(rows) == bucket
+
+
+@table(
+    "columns, most, bucket",
+    [(1, 500, 64), (65, 500, 96), (97, 500, 128), (129, 500, 192), (385, 500, 504), (9, 12, 16)],
+)
+def test_column_bucket(columns: int, most: int, bucket: int) -> None:
+    assert column_bucket(columns, most) == bucket
+
+
+class Failing:
+    """Fails as the driver does when something cannot be captured."""
+
+    def capture(self, key: object, function: object) -> Any:
+        raise RuntimeError("CUDA error: operation not permitted\nCUDA kernel errors might be")
+
+
+def test_a_capture_that_fails_is_said_once_and_the_rows_go_on() -> None:
+    model, notes = model_of(CONFIGS["llama"]), list[str]()
+    graphs = FallbackGraphs(Failing(), notes.append)
+    found: dict[int, list[Completion]] = {}
+    request = Request(PROMPTS, 3, LONG, [*range(len(PROMPTS))])
+    for _ in range(2):
+        state = DecodingState(request, [4], None, found.__setitem__)
+        Engine(model, 15, graphs=graphs).decode([state])
+        assert_same(flat(found), sample(model, None))
+    assert notes == [
+        "note: decoding step by step, without CUDA graphs (CUDA error: operation not permitted)"
+    ]
+
+
+@pytest.mark.parametrize(
+    "rule", [{"repetition_penalty": 1.2}, {"min_tokens": 3}, {"no_repeat_ngram_size": 2}]
+)
+def test_rules_that_read_earlier_tokens_are_left_to_steps(rule: dict[str, Any]) -> None:
+    model, graphs = model_of(CONFIGS["llama"]), RecordingGraphs()
+    sampling = replace(LONG, **rule)
+    assert sample(model, graphs, sampling) == sample(model, None, sampling)
+    assert not graphs.captures
+
+
+def test_without_memory_nothing_is_static(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(static_decoding, "free_memory", lambda device: 1000)
+    model, graphs = model_of(CONFIGS["llama"]), RecordingGraphs()
+    assert sample(model, graphs) == sample(model, None)
+    assert not graphs.captures
+
+
+def generator_of(model: PreTrainedModel, notes: list[str]) -> TransformersGenerator:
+    """Returns a generator that has checked captured steps, as on a GPU with the first prompts."""
+    generator = TransformersGenerator(model, [4], say=notes.append)
+    generator.check_graphs(FallbackGraphs(RecordingGraphs(), notes.append), PROMPTS)
+    return generator
+
+
+def test_a_generator_takes_checked_graphs() -> None:
+    notes = list[str]()
+    generator = generator_of(model_of(CONFIGS["llama"]), notes)
+    found = generator.generate(PROMPTS, 3, LONG, [*range(len(PROMPTS))])
+    graphs = generator.graphs
+    assert graphs is not None
+    assert isinstance(graphs.graphs, RecordingGraphs)
+    assert graphs.graphs.captures[0][1] == 4, "the check's rows"
+    assert graphs.graphs.captures[1][1] == 16, "those that are asked for"
+    assert_same([c for group in found for c in group], sample(generator.policy, None))
+    assert not notes
+
+
+def test_a_generator_refuses_graphs_whose_numbers_are_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def shifted(t: Tensor, *ends: Any, **how: Any) -> tuple[Tensor, Tensor]:
+        token, logprob = pick(t, *ends, **how)
+        return token, logprob + 0.1
+
+    monkeypatch.setattr(static_decoding, "pick", shifted)
+    notes = list[str]()
+    generator = generator_of(model_of(CONFIGS["llama"]), notes)
+    assert generator.graphs is None
+    assert len(notes) == 1
+    assert "without CUDA graphs (log-probabilities differ" in notes[0]
+
+
+COUNTER = torch.zeros(2)
+
+
+def item() -> None:
+    COUNTER.add_(COUNTER.sum().item())
+
+
+def by_mask() -> None:
+    COUNTER[COUNTER > 0] = 0
+
+
+def of_the_host() -> None:
+    COUNTER.add_(torch.tensor([1.0, 2.0]))
+
+
+@table("function", [item, by_mask, of_the_host])
+def test_the_fake_refuses_what_waits_for_the_device(function: Any) -> None:
+    with pytest.raises(RuntimeError, match="waits for the device"):
+        RecordingGraphs().capture("key", function)
+
+
+def test_the_fake_replays_what_was_captured_whatever_python_says() -> None:
+    total, steps = torch.zeros(3), [1.0]
+    held: list[Tensor] = [torch.ones(3)]
+
+    def function() -> None:
+        total.add_(held[0] * 2 + steps[-1])
+
+    replay = RecordingGraphs().capture("key", function)
+    assert total.tolist() == [0.0] * 3, "capturing does nothing"
+    held[0], steps[:] = torch.zeros(3), [50.0]
+    replay()
+    replay()
+    assert total.tolist() == [6.0] * 3
