@@ -40,7 +40,7 @@ STAGES = {  # the module of each stage, and its seconds at most
     "demo": ("training", 60.0),
     "precision": ("precision", 60.0),
     "speed": ("speed", 240.0),
-    "decoding": ("decoding", 45.0),
+    "decoding": ("decoding", 60.0),
     "adapters": ("adapter_cost", 45.0),
     "resume": ("training", 45.0),
 }

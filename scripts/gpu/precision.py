@@ -14,7 +14,7 @@ from cases import Case, Figures, Setting
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo_cli.generation.engine import Engine
+from grpo_cli.generation.graphs import EagerGraphs, FallbackGraphs
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.transformers import TransformersGenerator
 from grpo_cli.models.attention import Layout, Prefix
@@ -48,7 +48,9 @@ def cases(setting: Setting) -> list[Case]:
             calls[f"logprobs, {name}, {precision}"] = partial(
                 logprob_error, setting, mode, precision
             )
-        calls[f"decoding, {precision}"] = partial(decoding, setting, precision)
+        for way in ("graphs", "steps"):
+            calls[f"decoding, {way}, {precision}"] = partial(decoding, setting, precision, way)
+    calls["decoding, graphs against steps"] = partial(graphs_against_steps, setting)
     return [Case("precision", name, call) for name, call in calls.items()]
 
 
@@ -144,26 +146,59 @@ def outcome(policy_logprobs: PolicyLogprobs, rollouts: list[Rollout]) -> tuple[T
     return logprobs.detach(), gradient
 
 
-def decoding(setting: Setting, precision: str) -> Figures:
+def decoding(setting: Setting, precision: str, way: str) -> Figures:
     """Compares what the embedded engine reports while it samples with the float64 model."""
-    model = workloads.model("dry" if setting.dry else "precise", setting)
-    how: dict[str, Any] = {} if precision == "float32" else {"autocast": workloads.half(setting)}
-    notes: list[str] = []
-    generator = TransformersGenerator(model, [], say=notes.append, **how)
-    draws = random.Random(0)
-    words = range(model.config.vocab_size)
-    prompts = [Prompt(n, draws.choices(words, k=9 + 7 * n), "", {}) for n in range(4)]
-    tokens = 8 if setting.dry else 100
-    groups = generator.generate(prompts, 4, Sampling(max_tokens=tokens), [*range(4)])
-    rollouts = [Rollout(p, c, "") for p, g in zip(prompts, groups, strict=True) for c in g]
+    generator, rollouts, notes = sampled(setting, precision, way)
     with torch.no_grad():
-        right = exact_logprobs(model, rollouts)
+        right = exact_logprobs(generator.policy, rollouts)
     reported = torch.tensor([r.completion.sampling_logprobs for r in rollouts])
     apart = (reported.double() - right.cpu()).abs()
     figures = {"mean": apart.mean().item(), "max": apart.max().item()}
-    if generator.decoder is not Engine:
+    if notes:
         return figures | {"status": "wrong", "error": notes[0]}
     return figures | verdict(figures["mean"], DECODING_ERROR[precision])
+
+
+def graphs_against_steps(setting: Setting) -> Figures:
+    """Compares completions and log-probabilities with CUDA graphs with those step by step."""
+    (_, replayed, notes), (_, stepped, _) = (
+        sampled(setting, "float32", way) for way in ("graphs", "steps")
+    )
+    pairs = [(a.completion, b.completion) for a, b in zip(replayed, stepped, strict=True)]
+    same = [(a, b) for a, b in pairs if a.ids == b.ids]
+    apart = [
+        abs(p - q)
+        for a, b in same
+        for p, q in zip(a.sampling_logprobs, b.sampling_logprobs, strict=True)
+    ]
+    figures = {"same completions": len(same) / len(pairs), "max": max(apart, default=0.0)}
+    if notes:
+        return figures | {"status": "wrong", "error": notes[0]}
+    # Rounding changes a draw about once in 1e5 tokens.
+    if figures["same completions"] < 0.75:
+        return figures | {"status": "wrong", "error": "completions differ"}
+    return figures | verdict(figures["max"], DECODING_ERROR["float32"])
+
+
+def sampled(
+    setting: Setting, precision: str, way: str
+) -> tuple[TransformersGenerator, list[Rollout], list[str]]:
+    """Samples with CUDA graphs or step by step; returns the engine, rollouts and its notes."""
+    model = workloads.model("dry" if setting.dry else "precise", setting)
+    how: dict[str, Any] = {} if precision == "float32" else {"autocast": workloads.half(setting)}
+    notes: list[str] = []
+    generator = TransformersGenerator(
+        model, [], say=notes.append, cuda_graphs=way == "graphs", **how
+    )
+    if setting.dry and way == "graphs":
+        generator.graphs = FallbackGraphs(EagerGraphs(), notes.append)
+    draws = random.Random(0)
+    words = range(model.config.vocab_size)
+    prompts = [Prompt(n, draws.choices(words, k=9 + 7 * n), "", {}) for n in range(4)]
+    tokens = 12 if setting.dry else 100
+    groups = generator.generate(prompts, 4, Sampling(max_tokens=tokens), [*range(4)])
+    rollouts = [Rollout(p, c, "") for p, g in zip(prompts, groups, strict=True) for c in g]
+    return generator, rollouts, notes
 
 
 def exact_logprobs(model: PreTrainedModel, rollouts: list[Rollout]) -> Tensor:

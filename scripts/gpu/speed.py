@@ -6,6 +6,7 @@ By model and length: packed against padded rows, and against transformers alone 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import workloads
 from cases import Case, Figures, Setting
 from transformers import PreTrainedModel
 
+from grpo_cli.generation.graphs import EagerGraphs, FallbackGraphs
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.transformers import TransformersGenerator
 from grpo_cli.models.flops import peak_flops
@@ -32,7 +34,7 @@ def cases(setting: Setting) -> list[Case]:
     for model in workloads.names(setting):
         for number, length in enumerate(workloads.lengths(setting)):
             measured = [("update", update, ["packed", "padded", "plain"])]
-            measured += [("generation", generation, ["ours", "plain"])]
+            measured += [("generation", generation, ["ours", "steps", "plain"])]
             measured += [("step", step, ["ours", "plain"])] if number == 0 else []
             for what, call, ways in measured:
                 for way in ways:
@@ -130,31 +132,40 @@ def prompts_of(model: PreTrainedModel, count: int, length: int) -> list[Prompt]:
     return [Prompt(n, draws.choices(words, k=length), "", {}) for n in range(count)]
 
 
-def sample(
-    setting: Setting,
-    model: PreTrainedModel,
-    prompts: list[Prompt],
-    size: int,
-    tokens: int,
-    way: str,
-) -> list[Rollout]:
-    """Samples `tokens` tokens of `size` completions of each prompt; returns them as rollouts."""
-    if way == "ours":
-        generator = TransformersGenerator(model, [], autocast=workloads.half(setting))
-        found = generator.generate(
-            prompts, size, Sampling(max_tokens=tokens), [*range(len(prompts))]
-        )
-        completions = [c for group in found for c in group]
-    else:
-        rows = [p.ids for p in prompts for _ in range(size)]
-        with workloads.half(setting)():
-            ids = plain.generate(model, rows, tokens)
-        completions = [workloads.completion(row[-tokens:]) for row in ids.tolist()]
-    each = [p for p in prompts for _ in range(size)]
-    return [
-        Rollout(p, c, "", reward=1.0, advantage=1.0 if n % 2 else -1.0)
-        for n, (p, c) in enumerate(zip(each, completions, strict=True))
-    ]
+Sampler = Callable[[list[Prompt], int, int], list[Rollout]]
+
+
+def sampler(setting: Setting, model: PreTrainedModel, way: str) -> Sampler:
+    """Returns what samples completions as rollouts: (prompts, completions of each, tokens of each).
+
+    Args:
+        way: ours, with CUDA graphs; steps, without them; or plain.
+    """
+    half = workloads.half(setting)
+    generator = TransformersGenerator(model, [], autocast=half, cuda_graphs=way != "steps")
+    if setting.dry and way == "ours":
+        generator.graphs = FallbackGraphs(EagerGraphs(), print)
+
+    def sample(prompts: list[Prompt], size: int, tokens: int) -> list[Rollout]:
+        if way == "plain":
+            rows = [p.ids for p in prompts for _ in range(size)]
+            with half():
+                ids = plain.generate(model, rows, tokens)
+            completions = [workloads.completion(row[-tokens:]) for row in ids.tolist()]
+        else:
+            settings = Sampling(max_tokens=tokens)
+            found = generator.generate(prompts, size, settings, [*range(len(prompts))])
+            completions = [c for group in found for c in group]
+        graphs = generator.graphs
+        if way == "ours" and (graphs is None or graphs.has_failed):
+            raise RuntimeError("no CUDA graphs; the log says why")
+        each = [p for p in prompts for _ in range(size)]
+        return [
+            Rollout(p, c, "", reward=1.0, advantage=1.0 if n % 2 else -1.0)
+            for n, (p, c) in enumerate(zip(each, completions, strict=True))
+        ]
+
+    return sample
 
 
 def generation(setting: Setting, name: str, length: int, way: str) -> Figures:
@@ -170,8 +181,9 @@ def measured_generation(
 ) -> Figures:
     """Returns the figures of sampling `new` tokens, the prompts' forward pass included."""
     kept: list[list[Rollout]] = []
+    sample = sampler(setting, model, way)
     seconds, peak = workloads.measure(
-        setting, lambda: kept.append(sample(setting, model, prompts, size, new, way)), repeats=1
+        setting, lambda: kept.append(sample(prompts, size, new)), repeats=1
     )
     own = PolicyLogprobs(model)
     found: dict[str, Any] = figures(setting, own, kept[-1], seconds, peak, backward=False)
@@ -185,7 +197,7 @@ def step(setting: Setting, name: str, length: int, way: str) -> Figures:
     prompts = prompts_of(model, workloads.PROMPTS_OF_STEP, length // 8)
     device = torch.device(setting.device)
     start = workloads.now(device)
-    rollouts = sample(setting, model, prompts, workloads.NUM_GENERATIONS, new, way)
+    rollouts = sampler(setting, model, way)(prompts, workloads.NUM_GENERATIONS, new)
     generated = workloads.now(device) - start
     updated = measured_update(setting, model, rollouts, "packed" if way == "ours" else "plain")
     seconds = generated + updated["seconds"]
