@@ -24,28 +24,53 @@ attention: a `Layout` from this file, or the cache of `generation/engine.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from grpo_cli.models.families import ATTENTION_EXTRAS, window_of
+from grpo_cli.models.kernels.arithmetic import flash as flash  # for the embedded engine
+from grpo_cli.models.kernels.arithmetic import merge as merge
+from grpo_cli.models.kernels.base import Kernel
+from grpo_cli.models.kernels.flex import block_mask
+from grpo_cli.models.kernels.plain import Bucket, Plain
+from grpo_cli.models.kernels.ragged import Ragged
+from grpo_cli.models.kernels.varlen import HALVES, RepeatedVarlen
+from grpo_cli.models.memory import is_out_of_memory
 
 NAME = "grpo_sdpa"  # the implementation's name: transformers' sdpa unless `attending` is passed
 MAX_PADDING = 1.25  # rows of one bucket are padded to at most this many times the shortest
-
 
 NOT_PASSED_ON = "it passes no further arguments to its attention"  # so that `attending` is lost
 
 
 class UnsupportedModelError(Exception):
     """Raised when a model's attention cannot be computed by parts; the message says why."""
+
+
+def mismatch(attempt: Callable[[], object]) -> str | None:
+    """Returns why an attempt that runs a model's own code fails, or None.
+
+    Raises:
+        Exception: the attempt runs out of memory; the caller can repeat it with less.
+    """
+    try:
+        attempt()
+    except UnsupportedModelError as error:
+        return str(error)
+    except Exception as error:  # a model's code may raise anything
+        if is_out_of_memory(error):
+            raise
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return None
 
 
 class Attending(Protocol):
@@ -177,7 +202,11 @@ class Layout:
     """The tokens that each token of a row of N sees; see the example at the top of this file."""
 
     def __init__(
-        self, segments: Sequence[tuple[int, int]], prefixes: Sequence[Prefix], device: torch.device
+        self,
+        segments: Sequence[tuple[int, int]],
+        prefixes: Sequence[Prefix],
+        device: torch.device,
+        kernel: Kernel | None = None,
     ) -> None:
         """Describes a row.
 
@@ -185,7 +214,9 @@ class Layout:
             segments: [start, end) of each segment, together all N tokens; causal inside.
             prefixes: prompts that other segments see as well.
             device: where the indices for the kernels are made.
+            kernel: computes the attention, in place of `usual_kernel`.
         """
+        self.kernel = kernel
         self.segments = list(segments)
         self.prefixes = list(prefixes)
         self.device = device
@@ -199,11 +230,8 @@ class Layout:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Returns the attention's output [N, Hq, D]; see `Attending`. Differentiable once."""
         self.is_used = True
-        repeats = query.shape[1] // key.shape[1]
-        if repeats > 1:  # its backward sums over the query heads of a key head
-            key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
-        out: Tensor = _Attention.apply(query, key, value, self, scale)  # type: ignore[no-untyped-call]
-        return out
+        kernel = self.kernel or usual_kernel(query)
+        return kernel.attend(self, query, key, value, scale)
 
     @cached_property
     def buckets(self) -> list[Bucket]:
@@ -228,295 +256,12 @@ class Layout:
             parts.append(Ragged.of(queries, keys, self.device, causal=False))
         return parts
 
-
-@dataclass(frozen=True)
-class Bucket:
-    """n segments as rows of W columns, padded on the right, where causality hides the padding."""
-
-    index: Tensor  # [n, W] index of each token in the row of N; padding: the segment's first token
-    padding: Tensor | None  # [n, W] True on padding; None without padding
-
-    @classmethod
-    def of(cls, segments: Sequence[tuple[int, int]], device: torch.device) -> Bucket:
-        """Builds the bucket of n segments [start, end)."""
-        starts = torch.tensor([[start] for start, _ in segments], device=device)
-        lengths = torch.tensor([[end - start] for start, end in segments], device=device)
-        columns = torch.arange(int(lengths.max()), device=device)
-        padding = columns >= lengths
-        index = starts + columns.masked_fill(padding, 0)
-        return cls(index, padding if bool(padding.any()) else None)
-
-    def take(self, flat: Tensor) -> Tensor:
-        """Gathers [N, H, ...] -> [n, H, W, ...]."""
-        return flat[self.index].transpose(1, 2)
-
-    def put(self, flat: Tensor, rows: Tensor) -> None:
-        """Writes rows [n, H, W, ...] into flat [N, H, ...], except padding."""
-        rows = rows.transpose(1, 2)
-        if self.padding is None:
-            flat[self.index.flatten()] = rows.flatten(0, 1)
-        else:
-            flat[self.index[~self.padding]] = rows[~self.padding]
-
-    def blank(self, rows: Tensor, value: float) -> Tensor:
-        """Returns rows [n, H, W, ...] with `value` on the padding."""
-        if self.padding is None:
-            return rows
-        mask = self.padding[:, None].reshape(len(rows), 1, -1, *[1] * (rows.ndim - 3))
-        return rows.masked_fill(mask, value)
+    @cached_property
+    def block_mask(self) -> BlockMask:
+        """The tokens that see one another, by blocks, for FlexAttention."""
+        return block_mask(self)
 
 
-class _Attention(torch.autograd.Function):
-    """Maps queries, keys and values [N, H, D] to outputs [N, H, D] by a layout."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float
-    ) -> Tensor:
-        kernel = _Varlen if _has_varlen(query) else _Bucketed
-        out, lse = kernel.forward(layout, scale, query, key, value)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.layout, ctx.scale, ctx.kernel = layout, scale, kernel
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grads = ctx.kernel.backward(ctx.layout, ctx.scale, grad, *ctx.saved_tensors)
-        return (*grads, None, None)
-
-
-class _Bucketed:
-    """Computes segments in padded buckets and prefixes one by one, on any device in any dtype."""
-
-    @staticmethod
-    def forward(layout: Layout, scale: float, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (out, lse) of tensors (query, key, value)."""
-        query, key, value = tensors
-        out = torch.empty_like(query)  # [N, H, D]
-        lse = query.new_empty(query.shape[:2], dtype=wide(query.dtype))  # [N, H]
-        for bucket in layout.buckets:
-            rows = (bucket.take(t) for t in (query, key, value))
-            part, part_lse = flash(*rows, causal=True, scale=scale)
-            bucket.put(out, part)
-            bucket.put(lse, part_lse)
-        for p in layout.prefixes:
-            queries = slice(p.first, p.last)
-            k, v = (by_head(t[p.start : p.end]) for t in (key, value))
-            part, part_lse = flash(by_head(query[queries]), k, v, scale=scale)
-            out[queries], lse[queries] = merge(
-                out[queries], lse[queries], part[0].transpose(0, 1), part_lse[0].transpose(0, 1)
-            )
-        return out, lse
-
-    @staticmethod
-    def backward(layout: Layout, scale: float, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Returns the gradients of tensors (grad, query, key, value, out, lse) 1 to 3."""
-        grad, query, key, value, out, lse = tensors
-        grads = [torch.empty_like(t) for t in (query, key, value)]
-        for bucket in layout.buckets:
-            q, k, v, o = (bucket.take(t) for t in (query, key, value, out))
-            # No gradient comes from padding, and exp(score − inf) is 0 there.
-            do, part_lse = bucket.blank(bucket.take(grad), 0), bucket.blank(bucket.take(lse), inf)
-            parts = flash_backward(do, q, k, v, o, part_lse, causal=True, scale=scale)
-            for total, part in zip(grads, parts, strict=True):
-                bucket.put(total, part)
-        for p in layout.prefixes:
-            keys, queries = slice(p.start, p.end), slice(p.first, p.last)
-            q, o, do = (by_head(t[queries]) for t in (query, out, grad))
-            k, v = (by_head(t[keys]) for t in (key, value))
-            part_lse = lse[queries].transpose(0, 1)[None]
-            parts = flash_backward(do, q, k, v, o, part_lse, causal=False, scale=scale)
-            for total, rows, part in zip(grads, (queries, keys, keys), parts, strict=True):
-                total[rows] += part[0].transpose(0, 1)
-        return tuple(grads)
-
-
-@dataclass(frozen=True)
-class Ragged:
-    """Ranges of queries that each see a range of keys, as offsets: the form that kernels take."""
-
-    queries: Tensor | slice  # [M] indices of the tokens; a slice: all of them
-    keys: Tensor | slice  # [K]
-    query_offsets: Tensor  # [ranges + 1] int32
-    key_offsets: Tensor  # [ranges + 1] int32
-    most_queries: int
-    most_keys: int
-    causal: bool
-
-    @classmethod
-    def of(
-        cls,
-        queries: Sequence[tuple[int, int]],
-        keys: Sequence[tuple[int, int]],
-        device: torch.device,
-        *,
-        causal: bool,
-    ) -> Ragged:
-        """Builds the offsets of ranges [start, end); causal: of segments, which are all tokens."""
-
-        def tokens(ranges: Sequence[tuple[int, int]]) -> Tensor | slice:
-            if causal:
-                return slice(None)
-            return torch.cat([torch.arange(*r, device=device) for r in ranges])
-
-        def offsets(lengths: Sequence[int]) -> Tensor:
-            return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-
-        m, n = [b - a for a, b in queries], [b - a for a, b in keys]
-        return cls(tokens(queries), tokens(keys), offsets(m), offsets(n), max(m), max(n), causal)
-
-    @property
-    def ranges(self) -> tuple[Tensor, Tensor, int, int]:
-        """The arguments of a kernel that say which rows belong together."""
-        return self.query_offsets, self.key_offsets, self.most_queries, self.most_keys
-
-
-class _Varlen:
-    """Calls PyTorch's flash attention for rows of unequal length: CUDA, half precision."""
-
-    @staticmethod
-    def forward(layout: Layout, scale: float, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (out, lse) of tensors (query, key, value)."""
-        query, key, value = tensors
-        segments, *prefixes = layout.ragged
-        out, lse = _Varlen.part(segments, scale, query, key, value)
-        for r in prefixes:
-            part, part_lse = _Varlen.part(r, scale, query[r.queries], key[r.keys], value[r.keys])
-            merged = merge(out[r.queries], lse[r.queries], part, part_lse)
-            out[r.queries], lse[r.queries] = merged
-        return out, lse
-
-    @staticmethod
-    def part(
-        r: Ragged, scale: float, query: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, *r.ranges, 0.0, r.causal, False, scale=scale
-        )
-        return out, lse.transpose(0, 1).contiguous()  # [N, H, D], [N, H]
-
-    @staticmethod
-    def backward(layout: Layout, scale: float, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Returns the gradients of tensors (grad, query, key, value, out, lse) 1 to 3."""
-        grad, query, key, value, out, lse = tensors
-        segments, *prefixes = layout.ragged
-        grads = _Varlen.part_backward(segments, scale, *tensors)
-        for r in prefixes:
-            do, q, o, s = (t[r.queries] for t in (grad, query, out, lse))
-            parts = _Varlen.part_backward(r, scale, do, q, key[r.keys], value[r.keys], o, s)
-            for total, rows, part in zip(grads, (r.queries, r.keys, r.keys), parts, strict=True):
-                total.index_add_(0, rows, part)  # type: ignore[arg-type]
-        return grads
-
-    @staticmethod
-    def part_backward(r: Ragged, scale: float, *tensors: Tensor) -> tuple[Tensor, ...]:
-        grad, query, key, value, out, lse = tensors
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        grads: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(
-            grad.contiguous(), query, key, value, out, lse.transpose(0, 1).contiguous(), *r.ranges,
-            0.0, r.causal, no_dropout, no_dropout, scale=scale,
-        )  # fmt: skip
-        return grads
-
-
-inf = float("inf")
-
-
-def _has_varlen(query: Tensor) -> bool:
-    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of a log-sum-exp: float32, or float64 for float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def by_head(flat: Tensor) -> Tensor:
-    """Reshapes [M, H, D] -> [1, H, M, D]."""
-    return flat.transpose(0, 1)[None]
-
-
-def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merges attention to two sets of keys into attention to both.
-
-    Args:
-        out, other: outputs [..., D]. lse, other_lse: their log-sum-exps [...].
-
-    Returns:
-        (output [..., D], log-sum-exp [...]).
-    """
-    both = torch.logaddexp(lse, other_lse)
-    share, other_share = (lse - both).exp()[..., None], (other_lse - both).exp()[..., None]
-    return (out * share + other * other_share).to(out.dtype), both
-
-
-def flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    causal: bool = False,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Computes attention and its log-sum-exp.
-
-    Args:
-        query: [n, H, M, D]. key, value: [n, H, K, D].
-        mask: [n, 1, 1, K], added to the scores.
-
-    Returns:
-        (output [n, H, M, D], log-sum-exp [n, H, M]).
-    """
-    if query.device.type == "cpu":
-        pair: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
-        )
-        return pair
-    scores = _scores(query, key, causal, scale)
-    if mask is not None:
-        scores = scores + mask
-    lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp().to(value.dtype) @ value, lse
-
-
-def flash_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of queries [n, H, M, D], keys and values [n, H, K, D].
-
-    `grad`, `out` [n, H, M, D] and `lse` [n, H, M] may belong to attention over more keys than
-    these: then the result is the share of these keys.
-    """
-    if query.device.type == "cpu":
-        grads: tuple[Tensor, Tensor, Tensor] = (
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, query, key, value, out, lse, 0.0, causal, scale=scale
-            )
-        )
-        return grads
-    scores = _scores(query, key, causal, scale)
-    grad, out, q, k, v = (t.to(scores.dtype) for t in (grad, out, query, key, value))
-    p = (scores - lse[..., None]).exp()  # [n, H, M, K]
-    ds = p * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scale
-    parts = ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
-    dq, dk, dv = (part.to(query.dtype) for part in parts)
-    return dq, dk, dv
-
-
-def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
-    """Returns scores [n, H, M, K], −inf where a query does not see a key."""
-    scores = (query @ key.transpose(-1, -2)).to(wide(query.dtype)) * scale
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(hidden, -inf)
-    return scores
+def usual_kernel(query: Tensor) -> Kernel:
+    """Returns the kernel of a layout for which none was chosen, by the queries [N, Hq, D]."""
+    return RepeatedVarlen() if query.is_cuda and query.dtype in HALVES else Plain()

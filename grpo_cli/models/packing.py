@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from grpo_cli.models import vision
 from grpo_cli.models.attention import Layout, Prefix
+from grpo_cli.models.kernels.base import Kernel
 from grpo_cli.models.vision import PositionIds
 from grpo_cli.records import Prompt, Rollout
 
@@ -49,12 +50,16 @@ class Inputs:
 
 
 def pack(
-    rollouts: Sequence[Rollout], device: torch.device, model: PreTrainedModel | None = None
+    rollouts: Sequence[Rollout],
+    device: torch.device,
+    model: PreTrainedModel | None = None,
+    kernel: Kernel | None = None,
 ) -> Inputs:
     """Packs rollouts into one row of W = N tokens, in which each prompt lies once, images too.
 
     Args:
         model: gives the positions and the dtype of images; needed if prompts have some.
+        kernel: computes the attention; None: the usual one.
     """
     ids: list[int] = []
     position_ids = PositionIds()
@@ -84,7 +89,7 @@ def pack(
     return Inputs(
         input_ids=input_ids,
         attention_mask=None,
-        layout=Layout(segments, prefixes, device),
+        layout=Layout(segments, prefixes, device, kernel),
         predictors=as_places([p for row in predictors for p in row], device),
         targets=targets(rollouts, device),
         arguments={"position_ids": position_ids.tensor(device)}

@@ -28,6 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from grpo_cli.algorithm.load_balancing import Routing
 from grpo_cli.distributed import fsdp
 from grpo_cli.models import attention, packing
+from grpo_cli.models.attention import mismatch as mismatch
 from grpo_cli.models.families import (
     BIDIRECTIONAL,
     RECURRENT,
@@ -36,8 +37,11 @@ from grpo_cli.models.families import (
     without_router_logits,
 )
 from grpo_cli.models.flops import FORWARD_BACKWARD, forward_flops, params_in_products, passes
+from grpo_cli.models.kernels import choice
+from grpo_cli.models.kernels.base import Kernel
+from grpo_cli.models.kernels.table import Needs
 from grpo_cli.models.loading import inference
-from grpo_cli.models.memory import is_out_of_memory, saved_bytes
+from grpo_cli.models.memory import saved_bytes
 from grpo_cli.models.routers import RouterRecorder
 from grpo_cli.models.token_logprobs import Head, linear_logprobs, token_entropy, token_logprobs
 from grpo_cli.models.tower_flops import TowerFlops
@@ -80,6 +84,7 @@ class PolicyLogprobs:
         *,
         packed: bool = True,
         chunked: bool = True,
+        attention_kernel: str = "auto",
         compile_backend: str | None = None,
         autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         say: Callable[[str], None] = print,
@@ -89,6 +94,7 @@ class PolicyLogprobs:
 
         Args:
             packed, chunked: whether to use these modes where the model supports them.
+            attention_kernel: `update.attention_kernel`, of packed rows.
             compile_backend: of torch.compile, which compiles the decoder layers; None: it does not.
             autocast: makes a context that is entered around every forward pass.
             say: receives a line for each fallback.
@@ -109,6 +115,8 @@ class PolicyLogprobs:
         elif packed and not attention.install(model):
             packed = False
             say(f"note: rows are padded: the model's attention is {attention.name_of(model)}")
+        self.attention_kernel = attention_kernel
+        self.kernel: Kernel | None = None  # of packed rows, once it is chosen
         self.compile_backend = compile_backend
         self.modes = [
             ForwardMode(p, c, compiled)
@@ -233,6 +241,13 @@ class PolicyLogprobs:
         device = fsdp.device_of(self.model)
         devices = [device] if device.type == "cuda" else []
         with inference(self.model), self.autocast(), torch.random.fork_rng(devices):
+            if self.modes[0].packed and self.kernel is None:
+                self.kernel = choice.choose(
+                    Needs.of(self.model, device),
+                    self.attention_kernel,
+                    say=self.say,
+                    agree_on=self.agree_on,
+                )
             expected = self._with_gradient(SIMPLEST, some, temperature)
             while self.modes[0] != SIMPLEST:
                 reason = self.agree_on(self._difference(some, temperature, expected))
@@ -317,7 +332,7 @@ class PolicyLogprobs:
     ) -> tuple[Tensor, Tensor | None]:
         device = fsdp.device_of(self.model)
         if mode.packed:
-            inputs = packing.pack(rollouts, device, self.model)
+            inputs = packing.pack(rollouts, device, self.model, self.kernel)
         else:
             inputs = packing.pad(rollouts, device, self.model, right=self.is_recurrent)
         router_logits: list[Tensor] = []
@@ -513,23 +528,6 @@ def explained() -> Iterator[None]:
         cause = getattr(error, "inner_exception", error)  # of a backend
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise attention.UnsupportedModelError(f"torch.compile fails: {reason}") from error
-
-
-def mismatch(attempt: Callable[[], object]) -> str | None:
-    """Returns why an attempt that runs a model's own code fails, or None.
-
-    Raises:
-        Exception: the attempt runs out of memory; the caller can repeat it with less.
-    """
-    try:
-        attempt()
-    except attention.UnsupportedModelError as error:
-        return str(error)
-    except Exception as error:  # a model's code may raise anything
-        if is_out_of_memory(error):
-            raise
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return None
 
 
 def tolerance(model: PreTrainedModel) -> tuple[float, float, float]:

@@ -358,6 +358,7 @@ def logprobs_of(
         model,
         packed=recipe.update.packing,
         chunked=recipe.update.chunked_logits,
+        attention_kernel=recipe.update.attention_kernel,
         compile_backend=recipe.model.compile_backend if recipe.model.compile else None,
         autocast=autocast,
         say=reporter.say,

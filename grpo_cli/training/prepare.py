@@ -114,6 +114,7 @@ def for_training(recipe: Recipe) -> Prepared:
         UserError: the folder holds another run; the data, a reward or the model is not there.
     """
     from grpo_cli.models import optimizers  # which imports torch
+    from grpo_cli.models.kernels import table as attention_kernels
     from grpo_cli.training import callback_loading
     from grpo_cli.training.rollouts.episode_credit import check_episode_credit
 
@@ -126,6 +127,7 @@ def for_training(recipe: Recipe) -> Prepared:
     recipe = with_stored_dtype(recipe)
     check_dtype(recipe)
     optimizers.check(recipe)
+    attention_kernels.check(recipe)
     tracking.require(recipe.tracking.backend)
     check_model_path(recipe)
     check_adapter(recipe)

@@ -66,6 +66,7 @@ def own_logprobs(run: Run) -> PolicyLogprobs:
         run.policy,
         packed=update.packing,
         chunked=update.chunked_logits,
+        attention_kernel=update.attention_kernel,
         autocast=workers.autocast,
         say=lambda text: None,
         agree_on=workers.first if workers.runs_in_lockstep else lambda mismatch: mismatch,

@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 from grpo_cli.generation.graphs import EagerGraphs, FallbackGraphs
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.transformers import TransformersGenerator
-from grpo_cli.models.attention import Layout, Prefix
+from grpo_cli.models.kernels import self_check
+from grpo_cli.models.kernels.self_check import relative
+from grpo_cli.models.kernels.table import TABLE, Needs
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Prompt, Rollout
 
-# Relative error of outputs and gradients of attention that counts as rounding, by dtype.
-ATTENTION_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 # Times the error of the simplest mode in the same precision; no error can be as small as the floor.
 TIMES, FLOOR = 3.0, 1e-6
 DECODING_ERROR = {"float32": 1e-3, "bfloat16": 0.1}  # mean difference of log-probabilities, nats
@@ -42,8 +42,10 @@ def cases(setting: Setting) -> list[Case]:
     for precision in PRECISIONS:
         dtype = getattr(torch, precision)
         for dim in (64, 128):
-            name = f"attention, heads of {dim}, {precision}"
-            calls[name] = partial(attention_error, setting, dim, dtype)
+            needs = Needs(torch.device(setting.device), dtype, dim, heads=4, key_heads=2)
+            for kernel in dict.fromkeys(r.name for r in TABLE if r.fits(needs)):
+                name = f"attention by {kernel}, heads of {dim}, {precision}"
+                calls[name] = partial(attention_error, setting, kernel, dim, dtype)
         for name, mode in modes.items():
             calls[f"logprobs, {name}, {precision}"] = partial(
                 logprob_error, setting, mode, precision
@@ -54,50 +56,22 @@ def cases(setting: Setting) -> list[Case]:
     return [Case("precision", name, call) for name, call in calls.items()]
 
 
-def attention_error(setting: Setting, dim: int, dtype: torch.dtype) -> Figures:
-    """Compares a layout's attention and its gradients with masked softmax in float64."""
-    segments = [(0, 70), (70, 75), (75, 203), (203, 220), (220, 221), (221, 300)]
-    prefixes = [Prefix(0, 70, 70, 203), Prefix(203, 220, 220, 300)]
-    device = torch.device(setting.device)
-    torch.manual_seed(0)
-    heads = [torch.randn(300, h, dim, device=device) for h in (4, 2, 2)]
-    grad = torch.randn(300, 4, dim, device=device).to(dtype)
-    given = [t.to(dtype).requires_grad_() for t in heads]
-    layout = Layout(segments, prefixes, device)
-    query, key, value = given
-    out = layout.attend(0, query, key, value, dim**-0.5)
-    results = [out, *torch.autograd.grad(out, given, grad)]
-    exact = [t.detach().double().requires_grad_() for t in given]
-    query, key, value = exact
-    right = dense(query, key, value, segments, prefixes)
-    expected = [right, *torch.autograd.grad(right, exact, grad.double())]
-    errors = {
-        name: relative(a, b)
-        for name, a, b in zip(("output", "dq", "dk", "dv"), results, expected, strict=True)
-    }
-    return errors | verdict(max(errors.values()), ATTENTION_ERROR[dtype])
-
-
-def dense(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: list[tuple[int, int]],
-    prefixes: list[Prefix],
-) -> Tensor:
-    """Computes the attention of a layout with an [N, N] mask."""
-    count = len(query)
-    sees = torch.zeros(count, count, dtype=torch.bool, device=query.device)
-    for start, end in segments:
-        sees[start:end, start:end] = True
-    sees &= torch.ones_like(sees).tril()
-    for p in prefixes:
-        sees[p.first : p.last, p.start : p.end] = True
-    repeats = query.shape[1] // key.shape[1]
-    k, v = (t.repeat_interleave(repeats, 1) for t in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, k) * query.shape[-1] ** -0.5
-    weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, v)
+def attention_error(setting: Setting, name: str, dim: int, dtype: torch.dtype) -> Figures:
+    """Compares a kernel's attention and its gradients with masked softmax in float64."""
+    needs = Needs(torch.device(setting.device), dtype, dim, heads=4, key_heads=2)
+    rows = [r for r in TABLE if r.name == name and r.fits(needs)]
+    if absence := rows[0].absence(needs):
+        return {"status": "not here", "error": absence}
+    notes: list[str] = []
+    for row in rows:  # the same kernel again with repeated key heads, if there is such a row
+        try:
+            errors = self_check.errors_of(row.make(), needs.device, dtype, dim, 4, 2)
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            notes.append(str(error).splitlines()[0])
+            continue
+        figures: Figures = {**errors, "rows tried": len(notes) + 1}
+        return figures | verdict(max(errors.values()), self_check.TOLERANCE[dtype])
+    return {"status": "wrong", "error": notes[0]}
 
 
 def logprob_error(setting: Setting, mode: dict[str, Any], precision: str) -> Figures:
@@ -205,11 +179,6 @@ def exact_logprobs(model: PreTrainedModel, rollouts: list[Rollout]) -> Tensor:
     """Computes log-probabilities [B, C] in float64, padded and with complete logits."""
     exact = PolicyLogprobs(copy.deepcopy(model).double(), packed=False, chunked=False)
     return exact(rollouts, 1.0)[0]
-
-
-def relative(value: Tensor, expected: Tensor) -> float:
-    """Returns ‖value − expected‖ / ‖expected‖."""
-    return float((value.double() - expected).norm() / expected.norm())
 
 
 def verdict(error: float, limit: float) -> Figures:

@@ -58,6 +58,7 @@ class Trial:
             self.model,
             packed=recipe.update.packing,
             chunked=recipe.update.chunked_logits,
+            attention_kernel=recipe.update.attention_kernel,
             autocast=workers.autocast,
             say=lambda text: None,
         )

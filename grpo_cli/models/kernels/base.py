@@ -1,0 +1,80 @@
+"""Says what a kernel is, and makes one out of a forward and a backward by parts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from grpo_cli.models.attention import Layout
+
+
+class Kernel(Protocol):
+    """Computes the attention of a row whose tokens see what a layout says."""
+
+    def attend(
+        self, layout: Layout, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
+        """Returns the outputs [N, Hq, D], differentiable once.
+
+        Args:
+            query: [N, Hq, D]. key, value: [N, Hkv, D], Hq a multiple of Hkv.
+            scale: factor of the scores.
+        """
+        ...
+
+
+class ByParts:
+    """Computes segments and prefixes separately, and merges them by their log-sum-exp.
+
+    The backward gives each part the merged output and log-sum-exp, so that it returns that part's
+    share of the gradient. A kernel has to offer both, which the public functions of flash attention
+    do not: their backward takes the output of their own forward.
+    """
+
+    reads_groups = True  # several query heads of one key head; False: key heads are repeated
+
+    def attend(
+        self, layout: Layout, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
+        """Returns the outputs [N, Hq, D]; see `Kernel`."""
+        repeats = query.shape[1] // key.shape[1]
+        if repeats > 1 and not self.reads_groups:  # its backward sums over a key head's queries
+            key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+        out: Tensor = _Attention.apply(query, key, value, layout, scale, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def forward(self, layout: Layout, scale: float, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (out [N, Hq, D], lse [N, Hq]) of tensors (query, key, value)."""
+        raise NotImplementedError
+
+    def backward(self, layout: Layout, scale: float, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Returns the gradients of tensors (grad, query, key, value, out, lse) 1 to 3."""
+        raise NotImplementedError
+
+
+class _Attention(torch.autograd.Function):
+    """Maps queries, keys and values to outputs [N, Hq, D] by a layout."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: Layout,
+        scale: float,
+        kernel: ByParts,
+    ) -> Tensor:
+        out, lse = kernel.forward(layout, scale, query, key, value)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.layout, ctx.scale, ctx.kernel = layout, scale, kernel
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads = ctx.kernel.backward(ctx.layout, ctx.scale, grad, *ctx.saved_tensors)
+        return (*grads, None, None, None)

@@ -1,0 +1,62 @@
+"""Chooses the kernel for the attention of packed rows, and checks what it offers.
+
+The first row of the table that fits the device, the precision and the heads is compared with a
+masked softmax on a few rows of unequal length (`self_check.py`). Where it is not installed, fails
+or is wrong, the next row is taken. The last one runs everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from grpo_cli.models.attention import mismatch
+from grpo_cli.models.kernels import self_check
+from grpo_cli.models.kernels.base import Kernel
+from grpo_cli.models.kernels.table import TABLE, Needs, Row, refusal, unfit
+
+
+def choose(
+    needs: Needs,
+    wanted: str = "auto",
+    *,
+    say: Callable[[str], None],
+    agree_on: Callable[[str | None], str | None] = lambda reason: reason,
+    table: Sequence[Row] = TABLE,
+) -> Kernel:
+    """Returns the first kernel of the table that fits and passes the check.
+
+    Args:
+        wanted: `update.attention_kernel`.
+        say: receives a line for each kernel that fails.
+        agree_on: reduces a reason over all processes to one, so that they take the same kernel.
+
+    Raises:
+        UserError: the wanted kernel does not fit, is not installed or fails.
+    """
+    rows = [r for r in table if r.fits(needs) and wanted in (r.name, "auto")]
+    if wanted == "auto":
+        rows = [r for r in rows if r.is_automatic(needs)]
+    reason = unfit([r for r in table if r.name == wanted], needs)
+    for row in rows:
+        if row.name == "plain":  # what the others are compared with
+            return row.make()
+        absence = agree_on(row.absence(needs))
+        if absence is not None:
+            reason = absence
+            continue
+        made: list[Kernel] = []
+        failure = agree_on(mismatch(partial(_attempt, row, needs, made)))
+        if failure is None:
+            return made[0]
+        reason = f"its check fails: {failure}"
+        if wanted == "auto":
+            say(f"note: attention kernel {row.name} is not used ({failure})")
+    raise refusal(wanted, reason)
+
+
+def _attempt(row: Row, needs: Needs, made: list[Kernel]) -> None:
+    """Makes and checks a kernel, and appends it to `made`."""
+    made.append(row.make())
+    heads = needs.head_dim, needs.heads, needs.key_heads
+    self_check.compare(made[0], needs.device, needs.dtype, *heads)

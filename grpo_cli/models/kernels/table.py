@@ -1,0 +1,136 @@
+"""Lists the kernels in the order in which they are tried, and what each of them needs.
+
+Imports no transformers, so that a wanted kernel that cannot run is refused early.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from grpo_cli.config.schema import Recipe
+from grpo_cli.errors import UserError
+from grpo_cli.models.kernels.base import Kernel
+from grpo_cli.models.kernels.flash_attn import Flash2, Flash3
+from grpo_cli.models.kernels.flex import Flex
+from grpo_cli.models.kernels.plain import Plain
+from grpo_cli.models.kernels.varlen import HALVES, RepeatedVarlen, Varlen
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+KNOB = "update.attention_kernel"
+HOPPER = (9, 0)
+WIDEST = 256  # head dimension of flash attention
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The attention that a kernel has to compute."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    heads: int
+    key_heads: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, device: torch.device) -> Needs:
+        """Reads a model's config, and the precision of autocast where it is on."""
+        config = model.config.get_text_config(decoder=True)
+        layers = getattr(config, "per_layer_config", None) or [config]  # where layers differ
+        heads = int(layers[0].num_attention_heads)
+        dims = [getattr(c, "head_dim", None) or c.hidden_size // heads for c in layers]
+        key_heads = getattr(layers[0], "num_key_value_heads", None) or heads
+        dtype = model.dtype
+        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device.type)
+        return cls(device, dtype, int(max(dims)), heads, int(key_heads))
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} on {self.device.type} with heads of {self.head_dim}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table."""
+
+    name: str  # value of update.attention_kernel
+    make: Callable[[], Kernel]
+    # Depends on device type, precision and heads only, which all processes share.
+    fits: Callable[[Needs], bool]
+    needs: str  # what `fits` asks for, in words
+    package: str | None = None  # that has to be installed
+    capability: tuple[int, int] | None = None  # of the GPU, exactly
+    # Of those that fit, which ones `auto` takes.
+    is_automatic: Callable[[Needs], bool] = lambda needs: True
+
+    def absence(self, needs: Needs) -> str | None:
+        """Returns why the kernel is not on this machine, or None."""
+        if self.package is not None and importlib.util.find_spec(self.package) is None:
+            return f"the package {self.package} is not installed"
+        if self.capability is not None:
+            found = torch.cuda.get_device_capability(needs.device)
+            if found != self.capability:
+                return "it needs a GPU of compute capability {}.{}".format(*self.capability)
+        return None
+
+
+def _half(needs: Needs) -> bool:
+    return needs.device.type == "cuda" and needs.dtype in HALVES
+
+
+def _flash(needs: Needs) -> bool:
+    return _half(needs) and needs.head_dim % 8 == 0 and needs.head_dim <= WIDEST
+
+
+FLASH_NEEDS = f"bfloat16 or float16 on cuda, with heads of a multiple of 8 up to {WIDEST}"
+
+TABLE: Sequence[Row] = (
+    Row("flash3", Flash3.installed, _flash, FLASH_NEEDS, "flash_attn_interface", HOPPER),
+    Row("varlen", Varlen, _flash, FLASH_NEEDS),
+    Row("varlen", RepeatedVarlen, lambda n: _flash(n) and n.heads != n.key_heads, FLASH_NEEDS),
+    Row("flash2", Flash2.installed, _flash, FLASH_NEEDS, "flash_attn"),
+    # It runs code from the hub.
+    Row("hub", Flash2.of_hub, _flash, FLASH_NEEDS, "kernels", is_automatic=lambda n: False),
+    # In float32 short runs would wait for the compiler longer than they compute.
+    Row("flex", Flex, lambda n: n.device.type == "cuda", "on cuda", is_automatic=_half),
+    Row("plain", Plain, lambda n: True, ""),
+)
+
+
+def check(recipe: Recipe) -> None:
+    """Checks what can be known of a wanted kernel before a model is loaded.
+
+    Raises:
+        UserError: it does not run on the run's device in its precision, or is not installed.
+    """
+    wanted = recipe.update.attention_kernel
+    rows = [r for r in TABLE if r.name == wanted]
+    if not rows:
+        return
+    on_cuda = recipe.device in ("auto", "cuda") and torch.cuda.is_available()
+    device = torch.device("cuda" if on_cuda else "cpu")
+    needs = Needs(
+        device, getattr(torch, recipe.arithmetic_dtype), head_dim=64, heads=1, key_heads=1
+    )
+    fitting = [r for r in rows if r.fits(needs)]
+    reason = fitting[0].absence(needs) if fitting else unfit(rows, needs)
+    if reason is not None:
+        raise refusal(wanted, reason)
+
+
+def unfit(rows: Sequence[Row], needs: Needs) -> str:
+    """Returns why none of a kernel's rows fits."""
+    return f"it computes {rows[0].needs if rows else 'nothing'}, and this is {needs}"
+
+
+def refusal(wanted: str, reason: str) -> UserError:
+    return UserError(
+        f"{KNOB} = {wanted}: {reason}; use {KNOB}=auto, which takes the first kernel that works."
+    )

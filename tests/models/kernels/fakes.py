@@ -1,0 +1,141 @@
+"""Stands in for kernels of CUDA: records its arguments and computes the right result on the CPU.
+
+Each function has the arguments of the one that it stands for, by place and by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_cli.models.kernels.arithmetic import by_head, flash, flash_backward
+
+
+@dataclass
+class Call:
+    """The arguments of one call that a test looks at."""
+
+    is_backward: bool
+    causal: bool
+    scale: float
+    key_heads: int
+
+
+@dataclass
+class Calls:
+    """Records calls; the functions of torch 2.11 to 2.13, flash-attn 2.7 and flash-attn 3."""
+
+    made: list[Call] = field(default_factory=list)
+
+    def varlen(
+        self, query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor, cum_seq_k: Tensor,
+        max_q: int, max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *,
+        scale: float,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert not dropout_p
+        assert not return_debug_mask
+        return self._forward(
+            (query, key, value), (cum_seq_q, cum_seq_k, max_q, max_k), is_causal, scale
+        )
+
+    def varlen_backward(
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor,
+        logsumexp: Tensor, cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int, max_k: int,
+        dropout_p: float, is_causal: bool, rng_state: Tensor, unused: Tensor, *, scale: float,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert not dropout_p
+        tensors = (grad_out, query, key, value, out, logsumexp)
+        return self._backward(tensors, (cum_seq_q, cum_seq_k, max_q, max_k), is_causal, scale)
+
+    def flash2(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+        max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float,
+        causal: bool, window_size_left: int = -1, window_size_right: int = -1,
+        softcap: float = 0.0, alibi_slopes: Tensor | None = None, return_softmax: bool = False,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert (dropout_p, window_size_left, window_size_right, softcap) == (0, -1, -1, 0)
+        ranges = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return self._forward((q, k, v), ranges, causal, softmax_scale)
+
+    def flash2_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+        dq: Tensor, dk: Tensor, dv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+        max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float,
+        causal: bool, window_size_left: int, window_size_right: int, softcap: float,
+        alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        assert (dropout_p, window_size_left, window_size_right, softcap) == (0, -1, -1, 0)
+        ranges = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        tensors = (dout, q, k, v, out, softmax_lse)
+        grads = self._backward(tensors, ranges, causal, softmax_scale)
+        for given, grad in zip((dq, dk, dv), grads, strict=True):
+            given.copy_(grad)
+
+    def flash3(
+        self, q: Tensor, k: Tensor, v: Tensor, k_new: None = None, v_new: None = None,
+        qv: None = None, out_: None = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+        cu_seqlens_k_new: None = None, seqused_q: None = None, seqused_k: None = None,
+        max_seqlen_q: Any = None, max_seqlen_k: Any = None, softmax_scale: Any = None,
+        causal: bool = False, window_size_left: int = -1, window_size_right: int = -1,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ranges = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return self._forward((q, k, v), ranges, causal, softmax_scale)
+
+    def flash3_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+        cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, sequed_q: None, sequed_k: None,
+        max_seqlen_q: int, max_seqlen_k: int, dq: Tensor, dk: Tensor, dv: Tensor,
+        softmax_scale: float, is_causal: bool, window_size_left: int = -1,
+    ) -> None:  # fmt: skip
+        assert sequed_q is None
+        assert sequed_k is None
+        self.flash2_backward(
+            dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+            max_seqlen_k, 0, softmax_scale, is_causal, window_size_left, -1, 0, None, False,
+        )  # fmt: skip
+
+    def _forward(
+        self, tensors: tuple[Tensor, ...], ranges: tuple[Any, ...], causal: bool, scale: float
+    ) -> tuple[Tensor, ...]:
+        """Returns out [M, Hq, D], lse [Hq, M], and what a kernel returns besides."""
+        q, k, v = tensors
+        self.made.append(Call(False, causal, scale, k.shape[1]))
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        done = [
+            flash(by_head(q[a]), by_head(k[b]), by_head(v[b]), causal=causal, scale=scale)
+            for a, b in rows_of(*ranges)
+        ]
+        out = torch.cat([o[0].transpose(0, 1) for o, _ in done])
+        return out, torch.cat([s[0] for _, s in done], -1), torch.empty(0), torch.empty(0)
+
+    def _backward(
+        self, tensors: tuple[Tensor, ...], ranges: tuple[Any, ...], causal: bool, scale: float
+    ) -> tuple[Tensor, ...]:
+        grad, q, k, v, out, lse = tensors
+        assert grad.is_contiguous()
+        assert lse.is_contiguous()
+        self.made.append(Call(True, causal, scale, k.shape[1]))
+        repeats = q.shape[1] // k.shape[1]
+        k, v = (t.repeat_interleave(repeats, 1) for t in (k, v))
+        done = []
+        for a, b in rows_of(*ranges):
+            rows = [by_head(t) for t in (grad[a], q[a], k[b], v[b], out[a])]
+            lses = lse[:, a][None]
+            done.append(flash_backward(*rows, lses, causal=causal, scale=scale))
+        dq, dk, dv = (torch.cat([t[0].transpose(0, 1) for t in p]) for p in zip(*done, strict=True))
+        return dq, *(t.unflatten(1, (-1, repeats)).sum(2) for t in (dk, dv))
+
+
+def rows_of(
+    q_offsets: Tensor, k_offsets: Tensor, longest_q: int, longest_k: int
+) -> list[tuple[slice, slice]]:
+    """Returns the queries and the keys of each row."""
+    assert q_offsets.dtype == k_offsets.dtype == torch.int32
+    a, b = (list(pairwise(offsets.tolist())) for offsets in (q_offsets, k_offsets))
+    assert longest_q == max(y - x for x, y in a)
+    assert longest_k == max(y - x for x, y in b)
+    return [(slice(*x), slice(*y)) for x, y in zip(a, b, strict=True)]

@@ -1,0 +1,42 @@
+"""Attention by parts with PyTorch's own operations against one softmax."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_cli.models.kernels import plain
+from tests.models.kernels.layouts import DTYPES, GROUPS, KERNELS, assert_same, make_layout
+
+
+@KERNELS
+@DTYPES
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("name", GROUPS)
+def test_by_parts_is_one_softmax(
+    name: str, heads: int, key_heads: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    assert_same(GROUPS[name], heads, key_heads, dtype, tolerance)
+
+
+def test_buckets_with_and_without_padding_are_among_the_cases() -> None:
+    buckets = {name: make_layout(groups).buckets for name, groups in GROUPS.items()}
+    assert [b.padding is None for b in buckets["even"]] == [True, True]
+    (own, prompt) = buckets["one group"]
+    assert own.padding is not None
+    assert own.padding.tolist() == [[False] * 4 + [True]] * 2 + [[False] * 5]
+    assert own.index.tolist() == [[7, 8, 9, 10, 7], [16, 17, 18, 19, 16], [11, 12, 13, 14, 15]]
+    assert prompt.index.tolist() == [[*range(7)]]
+    for name, groups in GROUPS.items():
+        widths = [b.index.shape[1] for b in buckets[name]]
+        assert widths == sorted(widths)
+        real = [i for b in buckets[name] for i in b.index[real_places(b)].tolist()]
+        assert sorted(real) == list(range(sum(p + sum(c) for p, c in groups))), "each token once"
+        for b in buckets[name]:
+            shortest = real_places(b).sum(-1).min().item()
+            assert b.index.shape[1] <= 1.25 * shortest
+
+
+def real_places(b: plain.Bucket) -> Tensor:
+    return torch.ones_like(b.index, dtype=torch.bool) if b.padding is None else ~b.padding
