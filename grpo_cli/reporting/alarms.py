@@ -245,7 +245,7 @@ def _mismatch(recipe: Recipe) -> Iterator[Alarm]:
 def _grad_norm(recipe: Recipe) -> Iterator[Alarm]:
     return _alarm(
         "grad_norm",
-        Shift(factor=10.0, least=20, steps=1),
+        Shift(factor=10.0, least=20, steps=1, of_start=3.0),
         measured("grad_norm"),
         "the gradient's norm is {value:.3g}, {usual:.3g} in the median of the steps before.",
     )

@@ -39,6 +39,7 @@ class State:
 
     rule: str = ""  # its parameters: another rule begins anew
     values: list[float] = field(default_factory=list)  # earlier ones, of a Shift
+    start: list[float] = field(default_factory=list)  # the first ones, of a Shift that reads them
     beyond: int = 0  # measurements in a row
     usual: int = 0
     holds: bool = False
@@ -58,7 +59,7 @@ class Level:
     calm: float | None = None
     steps: int = 1
 
-    def judge(self, value: float, earlier: Sequence[float]) -> Judgement:
+    def judge(self, value: float, state: State) -> Judgement:
         """Compares a value with the limit."""
         if self.above < math.inf:
             calm = self.above if self.calm is None else self.calm
@@ -75,9 +76,10 @@ class Shift:
     """A value is beyond what earlier values lead one to expect.
 
     The limit is the largest of median · factor, median + added and median + 6 · 1.4826 · MAD, the
-    median absolute deviation; with a factor below 1 it is median · factor, and a value below it is
-    beyond. An episode ends half way back to the median. Values beyond the limit are no part of the
-    window: else a lasting change would become the usual.
+    median absolute deviation, and, with `of_start`, of that multiple of the median of the first
+    `least` values; with a factor below 1 it is median · factor, and a value below it is beyond. An
+    episode ends half way back to the median. Values beyond the limit are no part of the window:
+    else a lasting change would become the usual.
 
     Args:
         added: smallest difference to the median, in the metric's unit.
@@ -85,6 +87,8 @@ class Shift:
         first: the window holds the first values of the run rather than the last ones.
         least: values below which nothing is judged.
         steps: measurements in a row.
+        of_start: for a metric that falls by orders of magnitude in a run that goes well: single
+            values as large as at the beginning are no fault.
     """
 
     factor: float
@@ -93,9 +97,11 @@ class Shift:
     first: bool = False
     least: int = 10
     steps: int = 3
+    of_start: float = 0.0
 
-    def judge(self, value: float, earlier: Sequence[float]) -> Judgement | None:
+    def judge(self, value: float, state: State) -> Judgement | None:
         """Compares a value with the limit; None if earlier values do not give one."""
+        earlier = state.values
         usual = median(earlier) if len(earlier) >= self.least else math.nan
         if math.isnan(usual) or (usual == 0 and not self.added):  # no multiple of 0 is a limit
             return None
@@ -104,10 +110,14 @@ class Shift:
             return Judgement(value, limit, value < limit, value > (usual + limit) / 2, usual)
         spread = MAD_TO_STD * median(abs(v - usual) for v in earlier)
         limit = max(usual * self.factor, usual + self.added, usual + 6 * spread)
+        if self.of_start:
+            limit = max(limit, self.of_start * median(state.start))
         return Judgement(value, limit, value > limit, value < (usual + limit) / 2, usual)
 
     def remember(self, state: State, value: float) -> None:
         """Adds a value to the window."""
+        if self.of_start and len(state.start) < self.least:
+            state.start.append(value)
         if not self.first:
             state.values = [*state.values, value][-self.window :]
         elif len(state.values) < self.window:
@@ -130,7 +140,7 @@ class Watch:
         value = self.value(metrics)
         if value is None or math.isnan(value):
             return None
-        judged = self.rule.judge(value, state.values)
+        judged = self.rule.judge(value, state)
         if math.isfinite(value) and (judged is None or not judged.is_beyond):
             self.rule.remember(state, value)
         if judged is None:

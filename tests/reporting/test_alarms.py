@@ -115,6 +115,12 @@ MISMATCH = "sampling__sampling_logp_difference__mean"
         (lambda step: {"staleness/logp_difference": 0.001 * step}, [(55, "mismatch")]),
         (only(51, 51, grad_norm=40.0), [(51, "grad_norm")]),
         (only(51, 51, grad_norm=5.0), []),
+        # A converged run: a single step with an advantage is no larger than those at the beginning.
+        (lambda step: {"grad_norm": 0.02 if step % 10 else 1.5} if step > 30 else {}, []),
+        (
+            lambda step: {"grad_norm": 0.02 if step != 90 else 40.0} if step > 30 else {},
+            [(90, "grad_norm")],
+        ),
     ],
 )
 def test_alarms(series: Series, expected: list[tuple[int, str]]) -> None:
