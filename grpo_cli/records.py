@@ -18,6 +18,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -382,12 +383,30 @@ def weighted_parts(step_stats: StepStats, weights: Mapping[str, float]) -> Tenso
 
 def sampled_mask(rollouts: Sequence[Rollout]) -> Tensor:
     """Returns 1 on the completion tokens that were sampled, [B, C] bool; C is the longest."""
-    lengths = torch.tensor([[len(r.completion.ids)] for r in rollouts])
-    mask = torch.arange(int(lengths.max())) < lengths
+    lengths = [[len(r.completion.ids)] for r in rollouts]
+    mask = torch.arange(max(lengths)[0]) < torch.tensor(lengths)
     for row, r in zip(mask, rollouts, strict=True):
         if r.completion.is_sampled is not None:
             row[: len(r.completion.ids)] = r.completion.sampled_mask
     return mask
+
+
+def sampled_places(rollouts: Sequence[Rollout]) -> list[int]:
+    """Returns the places of ones in `sampled_mask`, flattened, one row after another."""
+    width = max(len(r.completion.ids) for r in rollouts)
+    places: list[int] = []
+    for i, r in enumerate(rollouts):
+        row = range(i * width, i * width + len(r.completion.ids))
+        sampled = r.completion.is_sampled
+        places += row if sampled is None else compress(row, sampled)
+    return places
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a tensor of the host to the device; the host does not wait for a GPU."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def dummy_rollout(*, reference: bool) -> Rollout:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_cli.records import Rollout, sampled_mask
+from grpo_cli.records import Rollout, on_device, sampled_mask
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ def collate(rollouts: Sequence[Rollout], device: torch.device) -> Batch:
             return None
         absent = torch.full((width,), math.nan)
         padded = rows(absent if v is None else v for v in values)
-        return padded.masked_fill(masked, 0.0).to(device)
+        return on_device(padded.masked_fill(masked, 0.0), device)
 
     sampling_logprobs = rows(r.completion.sampling_logprobs for r in rollouts)
     return Batch(
-        loss_mask=loss_mask.to(device),
-        weights=(loss_mask * torch.tensor([[r.weight] for r in rollouts])).to(device),
-        advantages=rows(r.advantages for r in rollouts).to(device),
-        sampling_logprobs=sampling_logprobs.masked_fill(masked, 0.0).to(device),
+        loss_mask=on_device(loss_mask, device),
+        weights=on_device(loss_mask * torch.tensor([[r.weight] for r in rollouts]), device),
+        advantages=on_device(rows(r.advantages for r in rollouts), device),
+        sampling_logprobs=on_device(sampling_logprobs.masked_fill(masked, 0.0), device),
         old_logprobs=masked_rows([r.old_logprobs for r in rollouts]),
         ref_logprobs=masked_rows([r.ref_logprobs for r in rollouts]),
         high_entropy=masked_rows([r.high_entropy for r in rollouts]),

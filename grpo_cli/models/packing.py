@@ -30,7 +30,7 @@ from grpo_cli.models import vision
 from grpo_cli.models.attention import Layout, Prefix
 from grpo_cli.models.kernels.base import Kernel
 from grpo_cli.models.vision import PositionIds
-from grpo_cli.records import Prompt, Rollout
+from grpo_cli.records import Prompt, Rollout, on_device
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def pack(
                 segments.append((begin, begin + len(fed)))
         if len(ids) > first:
             prefixes.append(Prefix(start, first, first, len(ids)))
-    input_ids = torch.tensor([ids], device=device)
+    input_ids = on_device(torch.tensor([ids]), device)
     return Inputs(
         input_ids=input_ids,
         attention_mask=None,
@@ -139,7 +139,7 @@ def targets(rollouts: Sequence[Rollout], device: torch.device) -> Tensor:
 def trains(rollouts: Sequence[Rollout], device: torch.device) -> Tensor:
     """Returns 1 for each token of `targets` that trains, and 0 for the others, [T]."""
     kept = [r.loss_tokens > 0 for r in rollouts for _ in range(r.completion.sampled_tokens)]
-    return torch.tensor(kept, device=device).float()
+    return on_device(torch.tensor(kept).float(), device)
 
 
 def sampled_of(values: Sequence[int], r: Rollout) -> Sequence[int]:
@@ -150,7 +150,7 @@ def sampled_of(values: Sequence[int], r: Rollout) -> Sequence[int]:
 
 def as_places(values: list[int], device: torch.device) -> Tensor:
     """Returns places or token ids as a tensor, [T]; also of none."""
-    return torch.tensor(values, dtype=torch.long, device=device)
+    return on_device(torch.tensor(values, dtype=torch.long), device)
 
 
 def by_prompt(rollouts: Sequence[Rollout]) -> list[list[int]]:
@@ -226,9 +226,9 @@ def unique_tokens(rollouts: Sequence[Rollout]) -> tuple[int, int]:
 def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Pads B lists of ids on the left with zeros: (ids [B, T], attention mask [B, T])."""
     width = max(map(len, rows))
-    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-    return ids, mask
+    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return on_device(ids, device), on_device(mask, device)
 
 
 def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,7 @@ from grpo_cli.models.routers import RouterRecorder
 from grpo_cli.models.token_logprobs import Head, linear_logprobs, token_entropy, token_logprobs
 from grpo_cli.models.tower_flops import TowerFlops
 from grpo_cli.models.vision import has_images, parameters_of_images, takes_images
-from grpo_cli.records import Completion, Prompt, Rollout, sampled_mask
+from grpo_cli.records import Completion, Prompt, Rollout, sampled_mask, sampled_places
 
 CHECKED_ROLLOUTS = 4  # rollouts that are also computed in the simplest mode
 CHECKED_TOKENS = 64  # tokens of a prompt, and of a completion, that this check reads
@@ -357,10 +357,11 @@ class PolicyLogprobs:
             raise attention.UnsupportedModelError(attention.NOT_PASSED_ON)
         if not torch.is_grad_enabled():
             fsdp.offload(self.model)
-        mask = sampled_mask(rollouts).to(device)  # [B, C]
+        shape = len(rollouts), max(len(r.completion.ids) for r in rollouts)
+        places = packing.as_places(sampled_places(rollouts), device)  # [T] in [B · C]
 
         def rows(values: Tensor) -> Tensor:  # [T] -> [B, C]
-            return values.new_zeros(mask.shape).masked_scatter(mask, values)
+            return values.new_zeros(math.prod(shape)).index_copy(0, places, values).view(shape)
 
         return rows(flat[0]), None if flat[1] is None else rows(flat[1])
 

@@ -30,7 +30,7 @@ from transformers.utils.hub import cached_file
 
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.images import ImageError, StoredImage
-from grpo_cli.records import Prompt
+from grpo_cli.records import Prompt, on_device
 
 KEPT_BYTES = 2**30  # of model inputs that are kept, so that a step does not process images twice
 PROBE = 64  # sides, in pixels, of the images that a processor is tried out with
@@ -494,7 +494,7 @@ class PositionIds:
 
     def tensor(self, device: torch.device) -> Tensor:
         """Returns the positions as a model takes them, [1, N] or [3, 1, N]."""
-        positions = torch.tensor(self.axes, device=device)
+        positions = on_device(torch.tensor(self.axes), device)
         return positions if len(positions) == 1 else positions[:, None]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from grpo_cli.models.kernels.arithmetic import by_head
+from grpo_cli.records import on_device
 
 if TYPE_CHECKING:
     from grpo_cli.models.attention import Layout
@@ -69,7 +70,7 @@ def block_mask(layout: Layout, size: int = BLOCK) -> BlockMask:
         first[p.first : p.last], last[p.first : p.last] = p.start, p.end
         touched[p.first // size : -(-p.last // size), p.start // size : -(-p.end // size)] = True
         whole[-(-p.first // size) : p.last // size, -(-p.start // size) : p.end // size] = True
-    number, first, last = (t.to(layout.device) for t in (number, first, last))
+    number, first, last = (on_device(t, layout.device) for t in (number, first, last))
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own = (number[query] == number[key]) & (query >= key)
@@ -79,7 +80,7 @@ def block_mask(layout: Layout, size: int = BLOCK) -> BlockMask:
         """Returns (how many key blocks each query block has, their numbers first in its row)."""
         order = where.int().argsort(dim=-1, descending=True, stable=True).int()
         counts = where.sum(-1, dtype=torch.int32)
-        return tuple(t[None, None].to(layout.device) for t in (counts, order))  # type: ignore[return-value]
+        return tuple(on_device(t[None, None], layout.device) for t in (counts, order))  # type: ignore[return-value]
 
     return BlockMask.from_kv_blocks(
         *listed(touched & ~whole),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from grpo_cli.models.kernels.arithmetic import by_head, flash, flash_backward, inf, merge, wide
 from grpo_cli.models.kernels.base import ByParts
+from grpo_cli.records import on_device
 
 if TYPE_CHECKING:
     from grpo_cli.models.attention import Layout
@@ -22,16 +23,21 @@ class Bucket:
 
     index: Tensor  # [n, W] index of each token in the row of N; padding: the segment's first token
     padding: Tensor | None  # [n, W] True on padding; None without padding
+    places: Tensor | None  # of the tokens that are no padding, in [n · W]; None without padding
 
     @classmethod
     def of(cls, segments: Sequence[tuple[int, int]], device: torch.device) -> Bucket:
         """Builds the bucket of n segments [start, end)."""
-        starts = torch.tensor([[start] for start, _ in segments], device=device)
-        lengths = torch.tensor([[end - start] for start, end in segments], device=device)
-        columns = torch.arange(int(lengths.max()), device=device)
-        padding = columns >= lengths
-        index = starts + columns.masked_fill(padding, 0)
-        return cls(index, padding if bool(padding.any()) else None)
+        lengths = [end - start for start, end in segments]
+        width = max(lengths)
+        columns = torch.arange(width)
+        padding = columns >= torch.tensor(lengths)[:, None]
+        index = torch.tensor([[start] for start, _ in segments]) + columns.masked_fill(padding, 0)
+        index = on_device(index, device)
+        if min(lengths) == width:
+            return cls(index, None, None)
+        real = [torch.arange(n * width, n * width + length) for n, length in enumerate(lengths)]
+        return cls(index, on_device(padding, device), on_device(torch.cat(real), device))
 
     def take(self, flat: Tensor) -> Tensor:
         """Gathers [N, H, ...] -> [n, H, W, ...]."""
@@ -39,11 +45,10 @@ class Bucket:
 
     def put(self, flat: Tensor, rows: Tensor) -> None:
         """Writes rows [n, H, W, ...] into flat [N, H, ...], except padding."""
-        rows = rows.transpose(1, 2)
-        if self.padding is None:
-            flat[self.index.flatten()] = rows.flatten(0, 1)
-        else:
-            flat[self.index[~self.padding]] = rows[~self.padding]
+        index, rows = self.index.flatten(), rows.transpose(1, 2).flatten(0, 1)
+        if self.places is not None:
+            index, rows = index[self.places], rows[self.places]
+        flat[index] = rows
 
     def blank(self, rows: Tensor, value: float) -> Tensor:
         """Returns rows [n, H, W, ...] with `value` on the padding."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from grpo_cli.models.kernels.arithmetic import merge
 from grpo_cli.models.kernels.base import ByParts
+from grpo_cli.records import on_device
 
 if TYPE_CHECKING:
     from grpo_cli.models.attention import Layout
@@ -42,10 +43,10 @@ class Ragged:
         def tokens(ranges: Sequence[tuple[int, int]]) -> Tensor | slice:
             if causal:
                 return slice(None)
-            return torch.cat([torch.arange(*r, device=device) for r in ranges])
+            return on_device(torch.cat([torch.arange(*r) for r in ranges]), device)
 
         def offsets(lengths: Sequence[int]) -> Tensor:
-            return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+            return on_device(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device)
 
         m, n = [b - a for a, b in queries], [b - a for a, b in keys]
         return cls(tokens(queries), tokens(keys), offsets(m), offsets(n), max(m), max(n), causal)
