@@ -304,8 +304,7 @@ class StaticBatch:
         last = slice(self.done - steps, self.done)
         tokens, logprobs = (t[last].T.tolist() for t in (self.drawn, self.logprobs))
         for place, row in [*self.rows.items()]:
-            some = slice(row.left)  # a row that may be shorter than others goes on beyond its end
-            if row.state.take(row.number, tokens[place][some], logprobs[place][some]):
+            if row.state.take(row.number, tokens[place], logprobs[place]):
                 del self.rows[place]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -104,6 +105,38 @@ def test_prompts_take_the_place_of_rows_that_have_ended(way: str) -> None:
     model, graphs = model_of(CONFIGS["llama"]), RecordingGraphs()
     assert_same(sample(model, graphs, rows=6), sample(model, None, rows=6))
     assert len(graphs.captures) > 1, "and rows move"
+
+
+def test_top_p_of_a_large_vocabulary_does_not_wait_for_the_device() -> None:
+    scores = torch.randn(3, 2000, generator=torch.Generator().manual_seed(0))
+    sampling, uniforms = Sampling(1, top_p=0.97), torch.tensor([0.1, 0.5, 0.9])
+    found = torch.zeros(2, 3)
+
+    def draw() -> None:
+        found.copy_(torch.stack(pick(scores, sampling, uniforms, at_once=True)))
+
+    RecordingGraphs().capture("key", draw)()
+    assert torch.equal(found, torch.stack(pick(scores, sampling, uniforms)))
+
+
+class CompiledGraphs:
+    """Compiles steps for the CPU."""
+
+    def __init__(self) -> None:
+        self.compiled = 0
+
+    def capture(self, key: object, function: Callable[[], None]) -> Callable[[], None]:
+        torch._dynamo.reset()
+        self.compiled += 1
+        return torch.compile(function, fullgraph=True)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_gives_the_same_tokens() -> None:
+    model, graphs = model_of(CONFIGS["qwen2"]), CompiledGraphs()
+    sampling = replace(LONG, max_tokens=12)  # and no eos, so that only one bucket is compiled
+    assert_same(sample(model, graphs, sampling, eos=99), sample(model, None, sampling, eos=99))
+    assert graphs.compiled == 1
 
 
 @table(
