@@ -34,6 +34,8 @@ from grpo_cli.generation.direct_forward import DirectForward
 from grpo_cli.generation.graphs import FallbackGraphs
 from grpo_cli.generation.kept_caches import KeptCache, KeptCaches
 from grpo_cli.generation.prefill import Continuation, Prefill
+from grpo_cli.generation.ragged_batch import RaggedBatch, RaggedRow
+from grpo_cli.generation.speculation import Drafter, Speculation
 from grpo_cli.generation.static_decoding import StaticDecoding
 from grpo_cli.models import vision
 from grpo_cli.models.attention import (
@@ -86,6 +88,11 @@ class DecodeBatch:
             self._arrange()
 
     def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the next step computes: one a row."""
         return len(self.rows)
 
     def positions(self) -> list[int]:
@@ -175,6 +182,17 @@ class DecodeBatch:
             of_prompt, lse_of_prompt = of_prompt[self.places], lse_of_prompt[self.places]
         return merge(out, lse, of_prompt, lse_of_prompt)[0].reshape(size, -1, dim)
 
+    def conversation_of(self, i: int) -> int:
+        """Returns the number of the conversation that row i continues."""
+        return self.state.conversations[self.rows[i]]
+
+    def ragged_row(self, i: int) -> RaggedRow:
+        """Returns row i as one of a `RaggedBatch`, for which `cache_of` returns the cache."""
+        number = self.rows[i] // self.num_generations
+        length = self.prompt_lengths[number]
+        shift = self.first_positions[number] - length
+        return RaggedRow(self.state, self.rows[i], length + self.length, shift)
+
     def cache_of(self, i: int) -> KeptCache:
         """Returns the cache of row i: of its prompt and its tokens except the one just drawn."""
         number = self.rows[i] // self.num_generations
@@ -241,12 +259,15 @@ class DecodeBatch:
         self.places = None if in_order else torch.tensor(flat, device=self.keys.device)
 
 
-class Step:
-    """Computes the attention of one new token of every row of several batches."""
+Batch = DecodeBatch | RaggedBatch
 
-    def __init__(self, batches: Sequence[DecodeBatch]) -> None:
+
+class Step:
+    """Computes the attention of the new tokens of every row of several batches."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
         self.batches = batches
-        self.sizes = [len(c) for c in batches]
+        self.sizes = [c.num_tokens for c in batches]
         self.longest = max(c.longest for c in batches)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -269,6 +290,7 @@ class Engine:
     max_rows: int  # decoded at the same time; a group is never split, and may be larger
     caches: KeptCaches | None = None  # of conversations that go on; None: none does
     graphs: FallbackGraphs | None = None  # capture steps; None: decode step by step
+    speculation: Speculation | None = None  # None: no drafts
 
     @torch.no_grad()
     def decode(
@@ -282,10 +304,14 @@ class Engine:
             arrived: returns more that is to be decoded; asked when there is room.
         """
         waiting: deque[Waiting] = deque()
-        batches: list[Any] = []  # DecodeBatch or StaticBatch
+        batches: list[Any] = []  # of any kind
+        drafter = None if self.speculation is None else Drafter(self.speculation)
         direct = DirectForward.of(self.model)
-        # Conversations come and go one by one, each of which would need another bucket.
-        static = None if self.caches is not None else StaticDecoding.of(direct, self.graphs, states)
+        # Conversations come and go one by one, and drafts differ in length: each would need another
+        # bucket.
+        static = None
+        if self.caches is None and drafter is None:
+            static = StaticDecoding.of(direct, self.graphs, states)
         steps = 0  # since it was asked
         while True:
             for state in states:
@@ -308,6 +334,8 @@ class Engine:
                 static = None  # there is no memory for it
                 self._step(batches, direct)
             batches = [batch for batch in batches if batch.rows]
+            if drafter is not None and not waiting:
+                batches = self._with_drafts(batches, drafter)
             states, steps = [], steps + 1
             # Not after each token, since many small batches are slow.
             if has_room and not waiting and steps > len(batches):
@@ -395,20 +423,38 @@ class Engine:
         self._take(batch, *state.next(batch.rows, logits), active=len(batch))
         return batch
 
-    def _step(self, batches: list[DecodeBatch], direct: DirectForward | None) -> None:
-        """Draws one more token of every row."""
-        for batch in batches:
+    def _with_drafts(self, batches: list[Batch], drafter: Drafter) -> list[Batch]:
+        """Returns the batches; as one whose rows get drafts, where few are left and it pays."""
+        if all(isinstance(batch, RaggedBatch) for batch in batches):
+            return batches
+        if not drafter.may_begin(sum(map(len, batches))):
+            return batches
+        places = [(batch, i) for batch in batches for i in range(len(batch))]
+        rows = [batch.ragged_row(i) for batch, i in places]
+        states = list(dict.fromkeys(row.state for row in rows))
+        if not drafter.pays([(row.state, row.number) for row in rows]):
+            return batches
+        order = sorted(range(len(rows)), key=lambda i: states.index(rows[i].state))
+        caches = [places[i][0].cache_of(places[i][1]) for i in order]
+        return [RaggedBatch([rows[i] for i in order], caches, drafter)]
+
+    def _step(self, batches: Sequence[Batch], direct: DirectForward | None) -> None:
+        """Draws one more token of every row, or several of a row that has a draft."""
+        plain = [batch for batch in batches if isinstance(batch, DecodeBatch)]
+        ragged = [batch for batch in batches if isinstance(batch, RaggedBatch)]
+        ordered: list[Batch] = [*plain, *ragged]
+        for batch in ordered:
             batch.make_room()
-        positions = [p for batch in batches for p in batch.positions()]
-        ids = torch.cat([batch.tokens for batch in batches])
+        positions = [p for batch in ordered for p in batch.positions()]
+        ids = torch.cat([batch.tokens for batch in ordered])
         at = torch.tensor([positions], device=ids.device)
-        step = Step(batches)
+        step = Step(ordered)
         if direct is not None and step.longest <= direct.window:
             logits = direct(ids[None], at, step)
         else:  # which says why a model cannot be decoded so
             logits = self._forward(ids[None], at, step)
-        start = 0
-        for state, group in groupby(batches, key=lambda batch: batch.state):
+        active, start = sum(map(len, batches)), 0
+        for state, group in groupby(plain, key=lambda batch: batch.state):
             together = list(group)
             rows = [row for batch in together for row in batch.rows]
             of_state = slice(start, start + len(rows))
@@ -419,18 +465,28 @@ class Engine:
                 own = slice(first, first + len(batch))
                 first += len(batch)
                 batch.length += 1
-                self._take(batch, drawn[own], ended[own], active=len(positions))
+                self._take(batch, drawn[own], ended[own], active=active)
+        for drafted in ragged:
+            own = slice(start, start + drafted.num_tokens)
+            start += drafted.num_tokens
+            ended = drafted.draw(logits[own])
+            self._keep(drafted, ended, active)
+            drafted.drop(ended)
 
     def _take(
         self, batch: DecodeBatch, tokens: Tensor, ended: Sequence[bool], *, active: int
     ) -> None:
         """Takes the next tokens of a batch; keeps the caches of rows that have ended."""
-        if self.caches is not None:
-            gone = [i for i, has_ended in enumerate(ended) if has_ended]
-            for i in gone:
-                conversation = batch.state.conversations[batch.rows[i]]
-                self.caches.keep(conversation, batch.cache_of(i), active - len(gone))
+        self._keep(batch, ended, active)
         batch.take(tokens, ended)
+
+    def _keep(self, batch: Batch, ended: Sequence[bool], active: int) -> None:
+        """Keeps the caches of rows that have ended, if their conversations may go on."""
+        if self.caches is None:
+            return
+        gone = [i for i, has_ended in enumerate(ended) if has_ended]
+        for i in gone:
+            self.caches.keep(batch.conversation_of(i), batch.cache_of(i), active - len(gone))
 
     def _forward(
         self,

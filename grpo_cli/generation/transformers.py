@@ -28,7 +28,9 @@ from grpo_cli.generation.decoding_state import DecodingState
 from grpo_cli.generation.engine import Engine
 from grpo_cli.generation.graphs import CudaGraphs, FallbackGraphs
 from grpo_cli.generation.kept_caches import KeptCaches
+from grpo_cli.generation.kept_completions import KeptCompletions
 from grpo_cli.generation.sampling import Sampling
+from grpo_cli.generation.speculation import Speculation
 from grpo_cli.models import attention, loading, memory
 from grpo_cli.models.families import (
     BIDIRECTIONAL,
@@ -113,6 +115,7 @@ class TransformersGenerator(Generator):
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # of the arithmetic
     say: Callable[[str], None] = print
     cuda_graphs: bool = True  # on a GPU, replay captured steps (`static_decoding.py`)
+    speculation: Speculation | None = None  # of the engine; None: no drafts
     cache_tokens: int | None = None
     decoder: Decoder | None = None  # found by the first prompts
     checked_images: bool = False  # whether they, or later ones, had images
@@ -123,8 +126,10 @@ class TransformersGenerator(Generator):
         """Returns a `GatheringGenerator` where the policy is sharded."""
         model, workers = setup.model, setup.workers
         generation = setup.recipe.generation
+        most = generation.num_speculative_tokens
+        drafts = Speculation(most, model.device.type, KeptCompletions()) if most else None
         rows, graphs = generation.max_num_seqs, generation.cuda_graphs
-        how = setup.eos_ids, rows, setup.tokenizer, workers.autocast, setup.say, graphs
+        how = setup.eos_ids, rows, setup.tokenizer, workers.autocast, setup.say, graphs, drafts
         if fsdp.is_sharded(model):
             return GatheringGenerator(model, workers.half_type or model.dtype, *how)
         return TransformersGenerator(model, *how)
@@ -194,7 +199,9 @@ class TransformersGenerator(Generator):
             failed = None
             try:
                 if self.decoder is Engine:
-                    Engine(self.policy, rows, caches, self.graphs).decode(states, arrived)
+                    Engine(self.policy, rows, caches, self.graphs, self.speculation).decode(
+                        states, arrived
+                    )
                 else:
                     for state in states:
                         self.decoder(self.policy, rows).decode([state])

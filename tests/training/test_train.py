@@ -20,6 +20,7 @@ from grpo_cli.config import parsing, schema
 from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.generation import drafts, speculation
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.reporting.stage_clock import Clock
@@ -285,13 +286,25 @@ def test_the_checkpoint_is_a_model_with_the_generators_logprobs(tmp_path: Path) 
             "distributed__offload": "optimizer",
             "update__minibatches": 2,
         },
+        {
+            "generation__num_speculative_tokens": 4,
+            "generation__temperature": 0.1,
+            "optimizer__learning_rate": 1e-5,  # so that a step repeats the last
+            "dataset__train_limit": 2,
+            "prompts_per_step": 2,
+        },
     ],
     ids=[
         *("plain", "off-policy-kl", "moving-reference", "entropy", "dynamic-sampling-schedules"),
-        *("muon", "8-bit", "stochastic-rounding", "offload"),
+        *("muon", "8-bit", "stochastic-rounding", "offload", "drafts-of-the-last-epoch"),
     ],
 )
-def test_stop_and_resume_is_the_same_run(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_stop_and_resume_is_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(drafts, "LEAST_PROBABILITY", 0.0)  # else a random policy has none
+    monkeypatch.setattr(speculation, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(speculation, "ENOUGH", 0)
     straight = trained(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
 
     halted = built(tmp_path, output_dir=str(tmp_path / "halted"), **changes)
@@ -314,6 +327,8 @@ def test_stop_and_resume_is_the_same_run(tmp_path: Path, changes: dict[str, Any]
         for m in metrics(live)
     ]
     assert timeless[:4] == timeless[4:]
+    used = any(m.get("drafts/tokens", 0) for m in timeless)
+    assert used == ("generation__num_speculative_tokens" in changes)
 
 
 def test_a_resumed_run_keeps_its_optimizer(tmp_path: Path) -> None:

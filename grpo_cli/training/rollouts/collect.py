@@ -19,6 +19,7 @@ from grpo_cli.config.interpolation import masked
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.generation.speculation import Speculation, draft_metrics
 from grpo_cli.records import Group, Rollout, RolloutStats, StepStats, rollout_stats
 from grpo_cli.reporting.rollout_metrics import mean, staleness_metrics
 from grpo_cli.reporting.stage_clock import Clock
@@ -50,9 +51,29 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
     streams = recipe.dataset.streaming  # of which rows do not come again soon
     for _, group in sorted(collected.sampled.items()) if not streams else ():
         run.queue.lengths[group[0].row] = mean([o.tokens for o in group])
+    if run.generator.speculation is not None:
+        with clock.waiting():
+            collected.metrics |= keep_drafts(run.generator.speculation, run.workers, collected)
     with clock.waiting():
         rebalance(run, recipe, collected)
     return collected
+
+
+def keep_drafts(
+    speculation: Speculation, workers: Workers, collected: StepBatch
+) -> dict[str, float]:
+    """Keeps a step's completions as drafts for the next epoch, and returns how drafts did.
+
+    Every process keeps those of all, so that a resumed run may have another number of processes.
+    """
+    if speculation.kept is not None:
+        own = [
+            (g.prompt_index, g.prompt.ids, [r.completion.first_turn for r in g.rollouts])
+            for g in collected.groups
+        ]
+        for _, prompt, completions in sorted(g for part in workers.gather(own) for g in part):
+            speculation.kept.keep(prompt, completions)
+    return draft_metrics(workers.sum(speculation.take_counts()))
 
 
 def rebalance(run: Run, recipe: Recipe, collected: StepBatch) -> None:
