@@ -201,7 +201,9 @@ class ColocatedGenerator(VllmGenerator):
                     is_own = first <= i < first + len(request.prompts)  # not another process's
                     number = next(numbers)
                     asked[number] = hand_over if is_own else None, i - first, request
-                    self._add_request(number, inputs[i], _typed(params))
+                    # Lists of numbers, in place of a dict and an object for each token.
+                    typed = _typed(params, flat_logprobs=True)
+                    self._add_request(number, inputs[i], typed)
 
         self._wake_up()
         with self.apart():
@@ -371,23 +373,24 @@ class ColocatedGenerator(VllmGenerator):
 
     def _completion(self, output: Any) -> Completion:
         ids = list(output.token_ids)
-        logprobs = [d[t].logprob for d, t in zip(output.logprobs, ids, strict=True)]
+        logprobs = output.logprobs  # flat, with one entry a position: the sampled token's
+        assert logprobs.token_ids == ids, "vLLM reports the log-probability of the sampled token"
         found = {span.version for span in output.weight_versions or ()}
         if found != {str(self.step)}:
             raise TrainingError(
                 f"vLLM sampled with weights {sorted(found)}, not with those of step {self.step}.",
                 alone=True,
             )
-        return completion(ids, logprobs, output.finish_reason, self.step)
+        return completion(ids, logprobs.logprobs, output.finish_reason, self.step)
 
 
-def _typed(params: dict[str, Any]) -> Any:
+def _typed(params: dict[str, Any], **more: Any) -> Any:
     """Returns SamplingParams made from these fields."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
     if "structured_outputs" in params:
         params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
-    return SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
+    return SamplingParams(**params, **more, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 class _Apart:

@@ -56,7 +56,8 @@ def engine(
 ) -> Iterator[ColocatedGenerator]:
     folder = save_model(tmp_path_factory.mktemp("model"), tokenizer, tied=request.param)
     model = make_model(tokenizer, tied=request.param)
-    generator = ColocatedGenerator.make(setup_for(recipe_for(folder, "vllm_colocate"), model, 100))
+    recipe = recipe_for(folder, "vllm_colocate", engine_args={"disable_log_stats": False})
+    generator = ColocatedGenerator.make(setup_for(recipe, model, 150))
     yield generator
     generator.close()
 
@@ -166,6 +167,21 @@ def test_a_seed_is_a_completion(engine: ColocatedGenerator, policy: PreTrainedMo
     assert len({tuple(c.ids) for c in groups[3]}) == 4
     others = engine.generate(as_prompts(PROMPTS[3:4]), 4, SAMPLING, [5])
     assert [c.ids for c in others[0]] != [c.ids for c in groups[3]]
+
+
+def test_a_groups_prompt_is_computed_once(
+    engine: ColocatedGenerator, policy: PreTrainedModel
+) -> None:
+    def hits() -> int:
+        found = {m.name: m.value for m in engine.llm.get_metrics() if hasattr(m, "value")}
+        return int(found["vllm:prefix_cache_hits"])
+
+    block = engine.engine.vllm_config.cache_config.block_size
+    shared = (len(LONG[0]) - 1) // block * block  # complete blocks, without the last token
+    before = hits()
+    groups = engine.generate(as_prompts(LONG[:2]), 4, SAMPLING, SEEDS[:2])
+    assert hits() - before == 2 * (4 - 1) * shared > 0
+    assert difference(policy, groups, prompts=LONG[:2]) < 1e-3
 
 
 def test_without_seeds_the_engine_draws_on_and_the_trainers_streams_stand_still(
@@ -336,8 +352,8 @@ def test_weights_that_were_not_sent_are_found_by_their_version(
 def test_too_long_is_said_before_it_is_cut(
     engine: ColocatedGenerator, policy: PreTrainedModel
 ) -> None:
-    with pytest.raises(TrainingError, match=r"prompt of 110 tokens .* 24 does not fit into 124"):
-        engine.generate(as_prompts([[70] * 110]), 2, SAMPLING, [0])
+    with pytest.raises(TrainingError, match=r"prompt of 160 tokens .* 24 does not fit into 174"):
+        engine.generate(as_prompts([[70] * 160]), 2, SAMPLING, [0])
     engine.generate(as_prompts(PROMPTS), 2, SAMPLING, SEEDS)
 
 
