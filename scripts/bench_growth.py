@@ -131,10 +131,10 @@ def child(root: Path, workload: Workload, metered: bool) -> None:
     from bench_probe import peak_memory
     from check_plan import Case, make, trained
 
+    from grpo_cli.reporting.stage_clock import Clock
     from grpo_cli.training import step
 
-    of_processor: Any = functools.partial(step.Clock, timer=time.process_time)
-    step.Clock = of_processor  # type: ignore[misc]
+    vars(step)["Clock"] = functools.partial(Clock, timer=time.process_time)
     steps = WARM_UP + (1 if metered else STEPS)
     case = Case(workload.model, workload, OVERRIDES, steps=steps)
     recipe = make(root, case)
@@ -263,9 +263,19 @@ def exponent(values: Sequence[float], costs: Sequence[float]) -> str:
     return f"{fit_power(values, costs).text()} ({last:.2f})"
 
 
+def brief(value: float) -> str:
+    """Returns a number of at most three digits, such as 16k for 16,384 and 1.7M for 1,702,912."""
+    for size, letter in ((1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.{0 if value >= 10 * size else 1}f}{letter}"
+    return f"{value:.0f}"
+
+
 def plot(path: Path, found: Mapping[str, Sequence[Point]], names: Mapping[str, str]) -> None:
     """Draws seconds and memory along each axis, on logarithmic scales."""
     plt = neutral_pyplot()
+    from matplotlib.ticker import LogLocator
+
     figure, cells = plt.subplots(
         2, len(found), figsize=(2.3 * len(found), 4.4), squeeze=False, sharex="col", sharey="row"
     )
@@ -281,6 +291,10 @@ def plot(path: Path, found: Mapping[str, Sequence[Point]], names: Mapping[str, s
             lower.loglog(values, own, "o-", color=color, ms=3, label=label)
             lower.loglog(values, [p[f"{stage} plan"] for p in points], ":", color=color)
         for cell in (upper, lower):
+            cell.minorticks_off()
+            cell.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+            cell.yaxis.set_major_formatter("{x:g}")
+            cell.set_xticks(values, labels=[brief(value) for value in values])
             cell.legend(frameon=False, fontsize=7)
         lower.set_xlabel(names[axis])
     cells[0][0].set_ylabel("seconds of a step")

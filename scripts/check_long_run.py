@@ -115,13 +115,17 @@ def sizes(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def of_processes(samples: Sequence[Sample], settled: int = SETTLED) -> list[str]:
-    """Returns a Markdown table of the processes; the slopes are of steps after `settled`."""
+    """Returns a Markdown table of the processes, while they train.
+
+    The slopes are of steps after `settled`. After the last step a run draws its curves and writes
+    its report: these samples do not count.
+    """
     header = [
         "process", "resident at the end", "a 1,000 steps", "proportional at the end",
         "a 1,000 steps", "threads", "open files", "first seconds a step", "last",
     ]  # fmt: skip
     lines = [f"| {' | '.join(header)} |", "| --- " * len(header) + "|"]
-    late = [s for s in samples if s["steps"] > settled]
+    late = [s for s in samples if settled < s["steps"] < samples[-1]["steps"]]
     brief = 0
     for pid, name in names(late).items():
         own = [(s["steps"], s["processes"][pid]) for s in late if pid in s["processes"]]

@@ -12,12 +12,13 @@ OF_TEXT = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "yt
 def neutral_pyplot() -> Any:
     """Returns pyplot with colors of middle lightness, which light and dark pages show."""
     import matplotlib as mpl
+    from cycler import cycler  # type: ignore[import-untyped]
 
     mpl.use("Agg")
     mpl.rcParams.update(
         {
             "svg.fonttype": "none", "svg.hashsalt": "grpo", "font.size": 8,
-            "axes.prop_cycle": mpl.cycler(color=[BLUE, ORANGE, GREEN, RED]),
+            "axes.prop_cycle": cycler(color=[BLUE, ORANGE, GREEN, RED]),
             "axes.facecolor": "none", **dict.fromkeys(OF_TEXT, GRAY),
         }
     )  # fmt: skip
