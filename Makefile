@@ -86,7 +86,7 @@ docs-site: .venv/docs.stamp ## Build the documentation as a site, in site/
 bench: .venv-bench/made.stamp ## Measure time and memory of a step beside TRL's, in a venv of its own
 	HF_HUB_OFFLINE=1 .venv-bench/bin/python scripts/bench.py --workloads $(WORKLOADS) --rounds $(ROUNDS) $(ARGS)
 
-bench-growth: .venv/dev.stamp ## Measure how time and memory of a step grow with its sizes, in about 10 minutes
+bench-growth: .venv/dev.stamp ## Measure how time and memory of a step grow with its sizes, in 10 to 30 minutes
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/bench_growth.py $(ARGS)
 
 long-run: .venv/dev.stamp ## Check memory, files and step time of a run of 5,000 steps, in about half an hour

@@ -1,6 +1,6 @@
 """Measures how the cost of a step grows: `make bench-growth`.
 
-    python scripts/bench_growth.py [AXIS ...] [--rounds 2] [--plot growth.svg] [--json FILE]
+    python scripts/bench_growth.py [AXIS ...] [--rounds 1] [--plot growth.svg] [--json FILE]
     python scripts/bench_growth.py --from FILE        prints and draws stored results
 
 One axis at a time is changed: prompts of a step, completions of a prompt, tokens of a completion
@@ -307,7 +307,7 @@ def arguments(short: Sequence[str]) -> argparse.Namespace:
     """Returns the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("axes", nargs="*", help=f"some of {', '.join(short)}; none: all")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each point for the times")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each point for the times")
     parser.add_argument("--points", type=int, default=5, help="only the first points of each axis")
     parser.add_argument("--plot", type=Path, help="file of the curves, such as growth.svg")
     parser.add_argument("--json", type=Path, help="file of the medians")

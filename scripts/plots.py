@@ -12,7 +12,7 @@ OF_TEXT = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "yt
 def neutral_pyplot() -> Any:
     """Returns pyplot with colors of middle lightness, which light and dark pages show."""
     import matplotlib as mpl
-    from cycler import cycler  # type: ignore[import-untyped]
+    from cycler import cycler
 
     mpl.use("Agg")
     mpl.rcParams.update(
