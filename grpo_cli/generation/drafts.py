@@ -84,9 +84,12 @@ class NgramDrafts:
 
     def hits(self, completion: Sequence[int], start: int = 0) -> int:
         """Returns how many tokens of a completion, from number `start` on, would be drafted."""
-        ids, skipped = [*self.beginning, *completion], len(self.beginning)
+        skipped = max(start - ORDERS[0], 0)
+        ids = list(completion[skipped:])
+        if start < ORDERS[0]:
+            ids, skipped = [*self.beginning, *completion], -len(self.beginning)
         hits = 0
-        for end in range(start + skipped, len(ids)):
+        for end in range(start - skipped, len(ids)):
             found = self.predict(ids[max(end - ORDERS[0], 0) : end])
             hits += found is not None and found[0] == ids[end] and found[1] >= LEAST_PROBABILITY
         return hits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -31,10 +31,9 @@ class KeptCompletions:
     def _give_up(self, name: str) -> None:
         self.tokens -= sum(map(len, self.groups.pop(name, [])))
 
-    def of(self, prompt: Sequence[int]) -> Iterator[list[int]]:
-        """Yields the token ids of each completion that is kept of a prompt."""
-        for ids in self.groups.get(name_of(prompt), []):
-            yield ids.tolist()
+    def of(self, prompt: Sequence[int]) -> list[list[int]]:
+        """Returns the token ids of each completion that is kept of a prompt."""
+        return [ids.tolist() for ids in self.groups.get(name_of(prompt), [])]
 
     def to_state(self) -> dict[str, Any]:
         """Returns what a checkpoint stores."""

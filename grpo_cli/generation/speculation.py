@@ -96,11 +96,13 @@ class Drafter:
         return self.judged >= ENOUGH and self.hits >= LEAST_SHARE * self.judged
 
     def _with_kept(self, prompt: Sequence[int]) -> NgramDrafts:
-        """Returns what has followed a prompt in the last epoch."""
+        """Returns what has followed a prompt in the last epoch; the last completion is judged."""
         drafts, kept = NgramDrafts(prompt), self.speculation.kept
-        for ids in kept.of(prompt) if kept is not None else ():
-            self.judged += len(ids)
-            self.hits += drafts.hits(ids)
+        completions = [] if kept is None else kept.of(prompt)
+        for i, ids in enumerate(completions, 1):
+            if i == len(completions):
+                self.judged += len(ids)
+                self.hits += drafts.hits(ids)
             drafts.add(ids)
         return drafts
 

@@ -50,12 +50,12 @@ def test_kept_completions_are_bounded_and_restored() -> None:
     kept.keep([1], [[1, 2, 3], [4]])
     kept.keep([2], [[5, 6]])
     kept.keep([1], [[7, 8], []])
-    assert (list(kept.of([1])), kept.tokens) == ([[7, 8], []], 4)
+    assert (kept.of([1]), kept.tokens) == ([[7, 8], []], 4)
     kept.keep([3], [[9] * 7])  # 11 tokens: those of prompt 2 are the oldest
-    assert [list(kept.of([n])) for n in (1, 2, 3)] == [[[7, 8], []], [], [[9] * 7]]
+    assert [kept.of([n]) for n in (1, 2, 3)] == [[[7, 8], []], [], [[9] * 7]]
     again = KeptCompletions()
     again.restore(kept.to_state())
-    assert [list(again.of([n])) for n in (1, 2, 3)] == [[[7, 8], []], [], [[9] * 7]]
+    assert [again.of([n]) for n in (1, 2, 3)] == [[[7, 8], []], [], [[9] * 7]]
     assert again.tokens == kept.tokens
     again.restore(KeptCompletions().to_state())
     assert not again.groups
