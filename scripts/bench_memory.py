@@ -48,6 +48,10 @@ BF16 = ["model.dtype=bfloat16", "mixed_precision=bf16"]
 CASES: dict[str, tuple[str, list[str]]] = {  # model, overrides
     "110M, all weights, AdamW": ("110m", []),
     "110M, all weights, AdamW, checkpointing": ("110m", [CHECKPOINTED]),
+    "110M, all weights, AdamW, half of the layers checkpointed": (
+        "110m",
+        [CHECKPOINTED, "model.checkpointed_layers=0.5"],
+    ),
     "110M, all weights, SGD": ("110m", ["optimizer=sgd"]),
     "110M, all weights, 8-bit AdamW": ("110m", ["optimizer=adamw_8bit"]),
     "110M, LoRA rank 16": ("110m", ["adapter=lora"]),

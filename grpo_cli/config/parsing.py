@@ -292,7 +292,8 @@ def _unread(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
         if any(v in values if values else v not in (None, False, 0, "none") for v in ways):
             continue
         shown = ", ".join(map(str, found)) if isinstance(found, list) else found
-        when = f"with {other} = {' or '.join(values)}; it is {shown}"
+        wanted = " or ".join(map(as_written, values))
+        when = f"with {other} = {wanted}; it is {as_written(shown)}"
         when = when if values else f"when {other} is set"
         yield from unread(recipe, key, value_at(defaults, key), given, when)
 

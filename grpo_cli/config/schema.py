@@ -130,6 +130,14 @@ class Model:
     gradient_checkpointing: bool = knob(
         False, "Recompute activations in the backward pass to save memory."
     )
+    checkpointed_layers: float = knob(
+        1.0,
+        "Share of the decoder layers whose activations are recomputed, evenly spread; 0.5: every "
+        "other layer. A smaller share is faster and needs more memory; the gradient is the same.",
+        gt=0,
+        le=1,
+        read_if=("model.gradient_checkpointing",),
+    )
     compile: bool = knob(
         False,
         "Compile the decoder layers of the update with torch.compile; the embedded engine decodes "

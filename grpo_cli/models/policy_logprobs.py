@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_cli.algorithm.load_balancing import Routing
 from grpo_cli.distributed import fsdp
-from grpo_cli.models import attention, packing
+from grpo_cli.models import activation_checkpointing, attention, packing
 from grpo_cli.models.attention import mismatch as mismatch
 from grpo_cli.models.families import (
     BIDIRECTIONAL,
@@ -481,9 +481,8 @@ def bytes_per_token(
     model = policy_logprobs.model
     kept = _slope(policy_logprobs, rollouts, temperature)
     if getattr(model, "is_gradient_checkpointing", False):
-        model.gradient_checkpointing_disable()
-        all_layers = _slope(policy_logprobs, rollouts, temperature)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with activation_checkpointing.disabled(model):
+            all_layers = _slope(policy_logprobs, rollouts, temperature)
         kept += all_layers / model.config.get_text_config(decoder=True).num_hidden_layers
     return kept
 

@@ -146,13 +146,16 @@ def kept_in_layer(shape: Shape, kept: Kept, rank: int = 0) -> int:
 def activation_bytes(shape: Shape, settings: Settings) -> int:
     """Returns the bytes per token that a forward pass keeps for its backward.
 
-    With gradient checkpointing: the inputs of all layers, and one layer in full.
+    With gradient checkpointing: the inputs of the layers that are recomputed, and in full the
+    others and one layer.
     """
     kept = kept_by(settings)
     tail = kept.tail * shape.hidden + kept.rotary * shape.head_dim
     of_layer = kept_in_layer(shape, kept, settings.adapter_rank)
     if settings.gradient_checkpointing:
-        return shape.layers * kept.stream * shape.hidden + of_layer + tail
+        recomputed = int(shape.layers * settings.checkpointed_layers + 1e-9)
+        in_full = shape.layers - recomputed + (recomputed > 0)
+        return recomputed * kept.stream * shape.hidden + in_full * of_layer + tail
     return shape.layers * of_layer + tail
 
 
@@ -278,7 +281,8 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
         temporaries = 0 if s.optimizer in IN_PLACE or s.offload != "none" else trained_bytes
         if s.stochastic:  # a chunk at a time: weights, gradients and temporaries in float32
             temporaries = 3 * CHUNK_OF_WEIGHTS
-        kept_copies = {} if s.gradient_checkpointing else copies
+        recomputes_all = s.gradient_checkpointing and s.checkpointed_layers == 1
+        kept_copies = {} if recomputes_all else copies
         in_update = {
             "forward": state | copies | activations | scores | dequantized,
             "backward of the head": state | kept_copies | activations | head_gradient | dequantized,

@@ -589,6 +589,9 @@ def met(key: str) -> dict[str, Any]:
     return {**met(other), other: [*(v for v in value_at(DEFAULTS, other) if v != "none"), value]}
 
 
+ENGINES = ("transformers", "vllm_colocate")
+
+
 def unmet(key: str) -> dict[str, Any]:
     """Settings with which it is not, and everything else is sound."""
     other, *values = READ_IF[key]
@@ -598,10 +601,12 @@ def unmet(key: str) -> dict[str, Any]:
         return {}  # off by default: asserted below
     default = value_at(DEFAULTS, other)
     # An engine and a mode may also be of the user's: their knobs have no choices.
-    choices = {"loss.policy": POLICY, "advantage.rule": RULES}.get(other)
+    of_names = {"loss.policy": POLICY, "advantage.rule": RULES, "generation.engine": ENGINES}
+    choices = of_names.get(other)
     choices = (
         choices
         or KNOBS[other].metadata["choices"]
+        or ((True, False) if isinstance(default, bool) else None)
         or (default if isinstance(default, list) else (default,))
     )
     value = next(c for c in choices if c not in values)
@@ -623,7 +628,8 @@ def test_a_knob_that_is_set_and_not_read_is_an_error(key: str) -> None:
     found = message(**unmet(key), **{key: value})
     assert found.startswith(f"{key} = {as_written(value)}: is only read ")
     assert found.count("\n") == 0
-    what = f"with {other} = {' or '.join(values)}; it is " if values else f"when {other} is set."
+    named = " or ".join(map(as_written, values))
+    what = f"with {other} = {named}; it is " if values else f"when {other} is set."
     assert what in found
 
 

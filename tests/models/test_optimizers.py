@@ -20,6 +20,7 @@ from grpo_cli.config.schema import Distributed, Optimizer, Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.models import memory, optimizers
+from grpo_cli.models.master_weights import stepped
 from tests.models.families import FAMILIES, Family
 from tests.models.test_architectures import make
 
@@ -105,6 +106,48 @@ def test_a_resumed_optimizer_goes_on_with_the_same_bits(
     assert same(parts, resumed)
     kinds = {k: type(v) for state in resumed.optimizer.state.values() for k, v in state.items()}
     assert kinds == {k: type(v) for s in parts.optimizer.state.values() for k, v in s.items()}
+
+
+@pytest.mark.parametrize(
+    ("cuda", "offload", "args", "fused"),
+    [
+        (True, "none", {}, True),
+        (True, "none", {"foreach": True}, False),
+        (True, "none", {"fused": False}, False),
+        (False, "optimizer", {}, True),
+        (False, "none", {}, None),
+        (False, "none", {"fused": True}, True),
+    ],
+)
+def test_adamw_is_fused_on_cuda_and_where_asked(
+    cuda: bool,
+    offload: str,
+    args: dict[str, Any],
+    fused: bool | None,
+    model: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if cuda:
+        monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
+    optimizer = optimizers.make(Optimizer(args=args), model, offload=offload)
+    assert stepped(optimizer).defaults["fused"] is fused
+
+
+def test_a_fused_optimizer_resumes_from_one_that_was_not(
+    model: PreTrainedModel, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    plain = Parts(model, made(model))
+    step(plain)
+    saver = Checkpointer(Workers("cpu"), print, background=False)
+    path = checkpoint_path(tmp_path, 1)
+    saver.save(path, plain, {}, "steps: 3\n", tokenizer, with_model=False)
+    other = copy.deepcopy(model)
+    fused = Parts(other, made(other, args={"fused": True}))
+    checkpointer.load(path, fused)
+    for parts in (plain, fused):
+        step(parts)
+    for key, value in fused.tensors().items():
+        assert torch.allclose(value, plain.tensors()[key], rtol=1e-4, atol=1e-7), key
 
 
 def test_a_state_that_is_neither_tensor_nor_number_is_refused(model: PreTrainedModel) -> None:

@@ -34,7 +34,7 @@ class Needs:
 
     device: torch.device
     dtype: torch.dtype
-    head_dim: int
+    head_dim: int  # 0: not known yet
     heads: int
     key_heads: int
 
@@ -53,7 +53,8 @@ class Needs:
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype} on {self.device.type} with heads of {self.head_dim}"
+        heads = f" with heads of {self.head_dim}" if self.head_dim else ""
+        return f"{dtype} on {self.device.type}{heads}"
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,7 @@ def check(recipe: Recipe) -> None:
         return
     on_cuda = recipe.device in ("auto", "cuda") and torch.cuda.is_available()
     device = torch.device("cuda" if on_cuda else "cpu")
-    needs = Needs(
-        device, getattr(torch, recipe.arithmetic_dtype), head_dim=64, heads=1, key_heads=1
-    )
+    needs = Needs(device, getattr(torch, recipe.arithmetic_dtype), head_dim=0, heads=1, key_heads=1)
     fitting = [r for r in rows if r.fits(needs)]
     reason = fitting[0].absence(needs) if fitting else unfit(rows, needs)
     if reason is not None:

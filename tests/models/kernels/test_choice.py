@@ -157,7 +157,7 @@ def test_capability_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         ("plain", False, "float32", None),
         ("varlen", True, "bfloat16", None),
         ("flex", True, "float32", None),
-        ("flex", False, "float32", "it computes on cuda, and this is float32 on cpu"),
+        ("flex", False, "float32", "it computes on cuda, and this is float32 on cpu; use"),
         (
             "varlen",
             True,
