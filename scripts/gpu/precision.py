@@ -65,7 +65,7 @@ def attention_error(setting: Setting, name: str, dim: int, dtype: torch.dtype) -
     notes: list[str] = []
     for row in rows:  # the same kernel again with repeated key heads, if there is such a row
         try:
-            errors = self_check.errors_of(row.make(), needs.device, dtype, dim, 4, 2)
+            errors = self_check.errors_of(row.make(), needs)
         except (RuntimeError, NotImplementedError, ValueError) as error:
             notes.append(str(error).splitlines()[0])
             continue

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from grpo_cli.models.attention import Layout, Prefix, UnsupportedModelError
 from grpo_cli.models.kernels.base import Kernel
+from grpo_cli.models.kernels.table import Needs
 
 # Norm of the error relative to the norm of the right values that counts as rounding, by dtype.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-2}
@@ -17,41 +18,30 @@ SEGMENTS = [(0, 70), (70, 75), (75, 203), (203, 220), (220, 221), (221, 300)]
 PREFIXES = [Prefix(0, 70, 70, 203), Prefix(203, 220, 220, 300)]
 
 
-def compare(
-    kernel: Kernel,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    heads: int,
-    key_heads: int,
-) -> None:
+def compare(kernel: Kernel, needs: Needs) -> None:
     """Compares a kernel for heads of this kind.
 
     Raises:
         UnsupportedModelError: its output or a gradient is not the right one.
         Exception: whatever the kernel raises.
     """
-    errors = errors_of(kernel, device, dtype, head_dim, heads, key_heads)
+    errors = errors_of(kernel, needs)
     name, error = max(errors.items(), key=lambda item: (item[1] != item[1], item[1]))
-    if not error <= TOLERANCE[dtype]:
+    limit = TOLERANCE[needs.dtype]
+    if not error <= limit:
         raise UnsupportedModelError(
-            f"its {name} differs by {error:.1e} from float64, more than {TOLERANCE[dtype]:.0e}"
+            f"its {name} differs by {error:.1e} from float64, more than {limit:.0e}"
         )
 
 
-def errors_of(
-    kernel: Kernel,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    heads: int,
-    key_heads: int,
-) -> dict[str, float]:
+def errors_of(kernel: Kernel, needs: Needs) -> dict[str, float]:
     """Returns the relative error of the output and of each gradient, by name."""
+    device, head_dim = needs.device, needs.head_dim
+    heads, key_heads = needs.heads, needs.key_heads
     draws = torch.Generator().manual_seed(0)
     count = SEGMENTS[-1][1]
     shapes = [(count, n, head_dim) for n in (heads, key_heads, key_heads, heads)]
-    tensors = [torch.randn(shape, generator=draws).to(device, dtype) for shape in shapes]
+    tensors = [torch.randn(shape, generator=draws).to(device, needs.dtype) for shape in shapes]
     grad, scale = tensors.pop(), head_dim**-0.5
     layout = Layout(SEGMENTS, PREFIXES, device, kernel)
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
