@@ -427,7 +427,7 @@ class Engine:
         """Returns the batches; as one whose rows get drafts, where few are left and it pays."""
         if all(isinstance(batch, RaggedBatch) for batch in batches):
             return batches
-        if not drafter.may_begin(sum(map(len, batches))):
+        if not drafter.is_due(sum(map(len, batches))):
             return batches
         places = [(batch, i) for batch in batches for i in range(len(batch))]
         rows = [batch.ragged_row(i) for batch, i in places]

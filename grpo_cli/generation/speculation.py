@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
 
+from transformers import PreTrainedModel
+
 from grpo_cli.generation.decoding_state import DecodingState
 from grpo_cli.generation.drafts import NgramDrafts
 from grpo_cli.generation.kept_completions import KeptCompletions
@@ -13,8 +15,7 @@ from grpo_cli.generation.ragged_batch import RaggedRow
 
 # Tokens that a step may compute for little more than it takes for one: on the CPU while the weights
 # are read, on a GPU while the host launches its kernels.
-BUDGET = {"cpu": 16}
-BUDGET_ON_A_GPU = 64
+BUDGET, BUDGET_ON_A_GPU = 16, 64
 ENOUGH = 48  # tokens from which a share of right drafts is estimated
 LEAST_SHARE = 0.3  # of tokens whose drafts have to be right
 # Steps of rows that may have drafts, the tokens drawn in them, those drafted, and those accepted.
@@ -26,19 +27,19 @@ class Speculation:
     """Settings and counts of speculative decoding; one for each generator."""
 
     most: int  # tokens drafted for a row
-    device: str
+    budget: int = BUDGET  # tokens that a step computes at most
     kept: KeptCompletions | None = None  # of earlier epochs
     counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0.0))
-
-    @property
-    def budget(self) -> int:
-        """Number of tokens that a step computes at most."""
-        return BUDGET.get(self.device, BUDGET_ON_A_GPU)
 
     def take_counts(self) -> dict[str, float]:
         """Returns what was counted since this was last called."""
         counts, self.counts = self.counts, dict.fromkeys(COUNTS, 0.0)
         return counts
+
+
+def budget_of(model: PreTrainedModel) -> int:
+    """Returns how many tokens a step computes at most where rows have drafts."""
+    return BUDGET if model.device.type == "cpu" else BUDGET_ON_A_GPU
 
 
 def draft_metrics(counts: Mapping[str, float]) -> dict[str, float]:
@@ -59,24 +60,27 @@ class Drafter:
     counted: dict[tuple[DecodingState, int], int] = field(default_factory=dict)  # tokens, by row
     judged: float = 0.0  # tokens for which it is known whether their drafts are right
     hits: float = 0.0  # those of them that are
-    next_check: int = 0  # tokens drawn at which it is asked again whether drafts pay
+    wait: int = 0  # tokens until it is asked again whether drafts pay
     proposed: int = 0
     accepted: int = 0
 
-    def may_begin(self, rows: int) -> bool:
-        """Whether few enough rows are left that each may have a draft."""
-        return 2 * rows <= self.speculation.budget
+    def is_due(self, rows: int) -> bool:
+        """Whether to ask if drafts pay, now that each of these rows has one token more.
+
+        They do not while so many rows are left that none could have a draft. Asked anew each time
+        that the rows have half as many tokens again.
+        """
+        self.wait -= rows
+        return self.wait <= 0 and 2 * rows <= self.speculation.budget
 
     def pays(self, rows: Sequence[tuple[DecodingState, int]]) -> bool:
         """Whether drafts would have been right often enough in the tokens of these rows so far.
 
-        Asked anew each time that the rows have half as many tokens again; older tokens then count
-        half. Rows that are decoded together do not know one another's tokens.
+        Tokens that were judged before count half. Rows that are decoded together do not know one
+        another's tokens.
         """
         tokens = sum(len(state.tokens[row]) for state, row in rows)
-        if tokens < self.next_check:
-            return False
-        self.next_check = max(tokens + tokens // 2, ENOUGH)
+        self.wait = max(tokens // 2, ENOUGH)
         self.judged, self.hits = self.judged / 2, self.hits / 2
         active = set(rows)
         for state, prompt in dict.fromkeys((s, row // s.num_generations) for s, row in rows):
@@ -96,11 +100,13 @@ class Drafter:
         return self.judged >= ENOUGH and self.hits >= LEAST_SHARE * self.judged
 
     def _with_kept(self, prompt: Sequence[int]) -> NgramDrafts:
-        """Returns what has followed a prompt in the last epoch; the last completion is judged."""
+        """Returns what has followed a prompt in the last epoch; judges the last of it."""
         drafts, kept = NgramDrafts(prompt), self.speculation.kept
         completions = [] if kept is None else kept.of(prompt)
-        for i, ids in enumerate(completions, 1):
-            if i == len(completions):
+        left = sum(map(len, completions))
+        for ids in completions:
+            left -= len(ids)
+            if left < ENOUGH:
                 self.judged += len(ids)
                 self.hits += drafts.hits(ids)
             drafts.add(ids)

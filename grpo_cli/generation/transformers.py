@@ -30,7 +30,7 @@ from grpo_cli.generation.graphs import CudaGraphs, FallbackGraphs
 from grpo_cli.generation.kept_caches import KeptCaches
 from grpo_cli.generation.kept_completions import KeptCompletions
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.generation.speculation import Speculation
+from grpo_cli.generation.speculation import Speculation, budget_of
 from grpo_cli.models import attention, loading, memory
 from grpo_cli.models.families import (
     BIDIRECTIONAL,
@@ -127,7 +127,7 @@ class TransformersGenerator(Generator):
         model, workers = setup.model, setup.workers
         generation = setup.recipe.generation
         most = generation.num_speculative_tokens
-        drafts = Speculation(most, model.device.type, KeptCompletions()) if most else None
+        drafts = Speculation(most, budget_of(model), KeptCompletions()) if most else None
         rows, graphs = generation.max_num_seqs, generation.cuda_graphs
         how = setup.eos_ids, rows, setup.tokenizer, workers.autocast, setup.say, graphs, drafts
         if fsdp.is_sharded(model):

@@ -63,10 +63,9 @@ def test_completions_are_those_without_drafts(
     sampling: Sampling,
     max_rows: int,
 ) -> None:
-    monkeypatch.setitem(speculation.BUDGET, "cpu", 50)
     expected = generate(model, sampling, None, max_rows=max_rows)
     monkeypatch.setattr(NgramDrafts, "draft", _half_right([c.ids for c in expected]))
-    how = Speculation(5, "cpu")
+    how = Speculation(5, budget=50)
     found = generate(model, sampling, how, max_rows=max_rows)
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))
     counts = how.counts
@@ -93,7 +92,6 @@ def _half_right(completions: Sequence[Sequence[int]]) -> Callable[..., list[int]
 def test_no_draft_goes_beyond_the_limit_or_the_budget(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, budget: int, longest: int
 ) -> None:
-    monkeypatch.setitem(speculation.BUDGET, "cpu", budget)
     widths: list[tuple[int, int, int]] = []
     whole = RaggedBatch.make_room
 
@@ -106,7 +104,7 @@ def test_no_draft_goes_beyond_the_limit_or_the_budget(
     greedy = Sampling(6, temperature=0)
     for i, completion in enumerate(generate(model, greedy, None, num_generations=1)):
         kept.keep(PROMPTS[i], [[*completion.ids, 9, 9, 9]])
-    generate(model, greedy, Speculation(3, "cpu", kept), num_generations=2, max_rows=2)
+    generate(model, greedy, Speculation(3, budget, kept), num_generations=2, max_rows=2)
     assert max(draft for draft, _, _ in widths) == longest
     assert all(draft < left for draft, left, _ in widths)
     assert max(tokens for _, _, tokens in widths) <= budget
@@ -114,7 +112,7 @@ def test_no_draft_goes_beyond_the_limit_or_the_budget(
 
 def test_drafts_that_do_not_pay_are_not_begun(model: PreTrainedModel) -> None:
     """A random model repeats nothing; the numbers are then the same to the last bit."""
-    how = Speculation(8, "cpu", KeptCompletions())
+    how = Speculation(8, kept=KeptCompletions())
     long = Sampling(40)
     generator = TransformersGenerator(model, [], 100, speculation=how)
     found = generator.generate(as_prompts(PROMPTS[:1]), 4, long, SEEDS[:1])
@@ -124,7 +122,7 @@ def test_drafts_that_do_not_pay_are_not_begun(model: PreTrainedModel) -> None:
 
 
 def test_drafts_end_where_too_few_are_right() -> None:
-    drafter = speculation.Drafter(Speculation(4, "cpu"))
+    drafter = speculation.Drafter(Speculation(4))
     state = _state(rows=1, vocabulary=5, tokens=9)
     known = NgramDrafts([1])
     for _ in range(9):
@@ -193,7 +191,6 @@ def test_whole_completions_have_the_models_probabilities(
     """Chi-square over the 125 completions of three tokens of five, drawn 20,000 times."""
     tokens = [40, 41, 42, 43, 44]
     sampling = Sampling(3, allowed_token_ids=tuple(tokens))
-    monkeypatch.setitem(speculation.BUDGET, "cpu", 8000)
     prompt = PROMPTS[0]
     outcomes = [[a, b, c] for a in tokens for b in tokens for c in tokens]
     logits = model(torch.tensor([prompt + ids for ids in outcomes])).logits[:, len(prompt) - 1 : -1]
@@ -202,7 +199,7 @@ def test_whole_completions_have_the_models_probabilities(
     p = only.gather(-1, places).squeeze(-1).sum(-1).exp()
     kept = KeptCompletions()
     kept.keep(prompt, [[41, 44, 40], [41, 42, 43], [44, 44, 44]])
-    how = Speculation(2, "cpu", kept)
+    how = Speculation(2, 8000, kept)
     generator = TransformersGenerator(model, [], 2000, speculation=how)
     seen: dict[tuple[int, ...], int] = {}
     for part in range(DRAWS[1] // 2000):
