@@ -44,7 +44,7 @@ demo: .venv/run.stamp ## Train a tiny model on sums, offline, on the CPU, evalua
 quick: .venv/dev.stamp ## Run the tests of the algorithm, the configuration and the rewards, in under 45 seconds
 	$(PYTEST) $(SPREAD) -m "$(DEFAULT_TIER) and not smoke" tests/algorithm tests/config tests/rewards $(ARGS)
 
-test: lint types ## Check style and types and run the default tests, in at most 5 minutes on 2 cores
+test: lint types ## Check style and types and run the default tests, in about 7 minutes on 2 cores
 	$(PYTEST) $(SPREAD) -m "$(DEFAULT_TIER)" $(ARGS)
 
 test-runs: .venv/dev.stamp ## Run the tests that train a model or start programs (markers runs and programs)

@@ -79,6 +79,8 @@ def test_what_a_knob_waits_for_is_another_knob_and_values_of_it(key: str) -> Non
     choices = KNOBS[other].metadata["choices"]
     if other == "generation.engine":  # may also be an engine of the user's
         choices = tuple(ENGINES)
+    elif isinstance(default_of(KNOBS[other]), bool):
+        choices = (True, False)
     elif other == "eval.mode":  # any mode that a benchmark defines
         choices = tuple(schema.Benchmark().modes)
     assert set(values) <= set(choices or ()), "a value that it cannot have"
