@@ -108,7 +108,7 @@ class Completion:
 
     @property
     def first_turn(self) -> list[int]:
-        """The tokens that follow the prompt until an environment replies; without one all."""
+        """Returns the tokens that follow the prompt until an environment replies, or all."""
         return self.ids[: self.turns[0].end] if self.turns else self.ids
 
     @property

@@ -226,7 +226,8 @@ def read_if(key: str, field: Field) -> str:
     other, *values = field.metadata["read_if"]
     is_flag = dict(schema.knobs())[other].type == "bool"
     if is_flag or values:
-        return f"Only with `{other}` = {listed(values) if values else 'true'}."
+        wanted = [str(v).lower() if isinstance(v, bool) else v for v in values]
+        return f"Only with `{other}` = {listed(wanted) if wanted else 'true'}."
     return f"Only when `{other}` is set."
 
 

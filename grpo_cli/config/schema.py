@@ -875,7 +875,8 @@ class Generation:
     cuda_graphs: bool = knob(
         True,
         "On a GPU, decode with CUDA graphs, which launch the kernels of a step together (Llama, "
-        "Mistral, Qwen2 and Qwen3 without an adapter); false: launch them one by one.",
+        "Mistral, Qwen2 and Qwen3 without an adapter, penalties, stop strings or episodes); "
+        "false: launch them one by one.",
         read_if=("generation.engine", "transformers"),
     )
     max_logp_difference: float | None = knob(
@@ -887,7 +888,8 @@ class Generation:
     num_speculative_tokens: int = knob(
         0,
         "Tokens drafted at most for a completion in a decoding step, from completions of its "
-        "prompt in this group and in the last epoch (n-gram lookup). Completions are the same but "
+        "prompt in this group and in the last epoch, as far as they are among the last 4 million "
+        "tokens (n-gram lookup). Completions are the same but "
         "for rounding. Used once few completions are left, and only where drafts are often right. "
         "0: none. Not with vLLM; on a GPU in place of CUDA graphs.",
         ge=0,

@@ -19,6 +19,7 @@ Two prompts of 3 and 2 tokens with two completions each, max_rows = 4:
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from grpo_cli.generation.direct_forward import DirectForward
 from grpo_cli.generation.graphs import FallbackGraphs
 from grpo_cli.generation.kept_caches import KeptCache, KeptCaches
 from grpo_cli.generation.prefill import Continuation, Prefill
-from grpo_cli.generation.ragged_batch import RaggedBatch, RaggedRow
+from grpo_cli.generation.ragged_batch import RaggedBatch, RaggedRow, shape_of
 from grpo_cli.generation.speculation import Drafter, Speculation
 from grpo_cli.generation.static_decoding import StaticDecoding
 from grpo_cli.models import vision
@@ -46,6 +47,7 @@ from grpo_cli.models.attention import (
     no_mask,
 )
 from grpo_cli.models.families import image_tokens, without_router_logits
+from grpo_cli.models.memory import free_memory
 from grpo_cli.records import Prompt
 
 PREFILL = 8192  # prompt tokens computed at once
@@ -435,8 +437,11 @@ class Engine:
         if not drafter.pays([(row.state, row.number) for row in rows]):
             return batches
         order = sorted(range(len(rows)), key=lambda i: states.index(rows[i].state))
-        caches = [places[i][0].cache_of(places[i][1]) for i in order]
-        return [RaggedBatch([rows[i] for i in order], caches, drafter)]
+        rows, like = [rows[i] for i in order], batches[0].keys
+        if 2 * math.prod(shape_of(rows, like)) * like.element_size() > free_memory(like.device) / 2:
+            return batches  # the old caches are there meanwhile
+        caches = (places[i][0].cache_of(places[i][1]) for i in order)
+        return [RaggedBatch(rows, caches, like, drafter)]
 
     def _step(self, batches: Sequence[Batch], direct: DirectForward | None) -> None:
         """Draws one more token of every row, or several of a row that has a draft."""

@@ -42,9 +42,17 @@ class EagerGraphs:
 class CudaGraphs:
     """Captures CUDA graphs, each with memory of its own, which is free once the graph is."""
 
+    def __init__(self) -> None:
+        # One for all: cuBLAS keeps a workspace for each stream that it has met.
+        self.stream: torch.cuda.Stream | None = None
+
     def capture(self, key: Hashable, function: Callable[[], None]) -> Replay:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # as torch.cuda.graph does: the graph allocates memory of its own
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        if self.stream is None:
+            self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = self.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             # Rewards and the collation of prompts may use the device in other threads meanwhile.

@@ -19,7 +19,9 @@ class KeptCompletions:
         self.tokens = 0
         self.groups: dict[str, list[np.ndarray]] = {}
 
-    def keep(self, prompt: Sequence[int], completions: Sequence[Sequence[int]]) -> None:
+    def keep(
+        self, prompt: Sequence[int], completions: Sequence[Sequence[int] | np.ndarray]
+    ) -> None:
         """Keeps the completions of a prompt instead of those kept before."""
         self._give_up(name_of(prompt))
         group = [np.asarray(ids, dtype=np.int32) for ids in completions]

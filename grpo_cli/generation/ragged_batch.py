@@ -14,7 +14,7 @@ Two rows, of which the first has a draft of two tokens and the second none:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -45,42 +45,52 @@ class RaggedRow:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens of the completion so far."""
+        """Returns the tokens of the completion so far."""
         return self.state.tokens[self.number]
 
     @property
     def prompt(self) -> int:
-        """Number of the row's prompt in its state."""
+        """Returns the number of the row's prompt in its state."""
         return self.number // self.state.num_generations
 
     @property
     def left(self) -> int:
-        """Number of tokens that may still come."""
+        """Returns the number of tokens that may still come."""
         return self.state.sampling.max_tokens - len(self.tokens)
 
     @property
     def width(self) -> int:
-        """Number of tokens that the next step computes."""
+        """Returns the number of tokens that the next step computes."""
         return 1 + len(self.draft)
+
+
+def shape_of(rows: Sequence[RaggedRow], like: Tensor) -> tuple[int, ...]:
+    """Returns the shape of the keys of a batch that begins with some rows, [L, B, Hkv, C, D]."""
+    layers, _, heads, _, dim = like.shape
+    columns = min(
+        max(row.cached for row in rows) + ROOM, max(row.cached + 1 + row.left for row in rows)
+    )
+    return layers, len(rows), heads, columns, dim
 
 
 class RaggedBatch:
     """Holds rows with caches of their own, [L, B, Hkv, columns, D], filled from the left."""
 
     def __init__(
-        self, rows: Sequence[RaggedRow], caches: Sequence[KeptCache], drafter: Drafter
+        self, rows: Sequence[RaggedRow], caches: Iterable[KeptCache], like: Tensor, drafter: Drafter
     ) -> None:
-        """Takes rows, the caches of their tokens except the last, and what drafts for them."""
+        """Copies the caches of rows.
+
+        Args:
+            caches: of the rows' tokens except the last; read one after another.
+            like: keys of a batch, [L, B, Hkv, T, D].
+            drafter: drafts for the rows.
+        """
         self.rows = list(rows)
         self.drafter = drafter
-        layers, heads, _, dim = caches[0].keys.shape
-        columns = max(row.cached for row in rows) + ROOM
-        shape = (layers, len(rows), heads, columns, dim)
-        self.keys, self.values = (caches[0].keys.new_zeros(shape) for _ in range(2))
-        self._fill(caches)
-        self.device = self.keys.device
-
-    def _fill(self, caches: Sequence[KeptCache]) -> None:
+        self.device = like.device
+        shape = shape_of(rows, like)
+        self.keys, self.values = (like.new_zeros(shape) for _ in range(2))
         for i, cache in enumerate(caches):
             length = cache.keys.shape[2]
             self.keys[:, i, :, :length], self.values[:, i, :, :length] = cache.keys, cache.values
@@ -90,12 +100,12 @@ class RaggedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that the next step computes."""
+        """Returns the number of tokens that the next step computes."""
         return sum(row.width for row in self.rows)
 
     @property
     def longest(self) -> int:
-        """Number of tokens that a token of the next step sees, itself included, at most."""
+        """Returns how many tokens a token of the next step sees at most, itself included."""
         return max(row.cached + row.width for row in self.rows)
 
     def positions(self) -> list[int]:
@@ -109,7 +119,9 @@ class RaggedBatch:
         if self.longest > room:
             for name in ("keys", "values"):
                 cache = getattr(self, name)[:, : len(self.rows)]
-                new = cache.new_zeros(*cache.shape[:3], self.longest + room, cache.shape[4])
+                most = max(row.cached + 1 + row.left for row in self.rows)
+                grown = min(self.longest + room, most)
+                new = cache.new_zeros(*cache.shape[:3], grown, cache.shape[4])
                 new[:, :, :, :room] = cache
                 setattr(self, name, new)
         widths = [row.width for row in self.rows]

@@ -71,7 +71,7 @@ class Drafter:
         that the rows have half as many tokens again.
         """
         self.wait -= rows
-        return self.wait <= 0 and 2 * rows <= self.speculation.budget
+        return self.wait <= 0 and 2 * rows <= self.speculation.budget and self._agrees()
 
     def pays(self, rows: Sequence[tuple[DecodingState, int]]) -> bool:
         """Whether drafts would have been right often enough in the tokens of these rows so far.

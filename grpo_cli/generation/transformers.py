@@ -257,9 +257,13 @@ class TransformersGenerator(Generator):
 
     def fallback_state(self) -> dict[str, str]:
         stored = STORED.get(self.decoder) if self.decoder is not None else None
-        return {} if stored is None else {"decoder": stored}
+        fallbacks = {} if stored is None else {"decoder": stored}
+        has_failed = self.graphs is not None and self.graphs.has_failed
+        return fallbacks | ({"graphs": "off"} if has_failed else {})
 
     def restore_fallbacks(self, state: Mapping[str, str]) -> None:
+        if "graphs" in state:
+            self.graphs = FallbackGraphs(CudaGraphs(), self.say, has_failed=True)
         for decoder, name in STORED.items():
             if state.get("decoder") == name:
                 if not is_recurrent(self.policy):
@@ -293,7 +297,7 @@ class TransformersGenerator(Generator):
             why = self._mismatch(Engine, prompts)
             if why is not None:
                 self.fall_back(why)
-            elif self.cuda_graphs and self.graphs is None and self.policy.device.type == "cuda":
+            elif self._may_capture and self.graphs is None:
                 self.check_graphs(FallbackGraphs(CudaGraphs(), self.say), prompts)
         elif self.decoder is CachedDecoder and is_recurrent(self.policy):
             # A state that is only nearly right shows after some tokens.
@@ -301,13 +305,18 @@ class TransformersGenerator(Generator):
             if why is not None:
                 self.fall_back(f"with a cache, {why}", UncachedDecoder)
 
+    @property
+    def _may_capture(self) -> bool:
+        """Whether steps may be captured; drafts of unequal lengths cannot."""
+        on_gpu = self.policy.device.type == "cuda"
+        return self.cuda_graphs and on_gpu and self.speculation is None
+
     def check_graphs(self, graphs: FallbackGraphs, prompts: Sequence[Prompt]) -> None:
         """Captures steps from now on, if what they report are the model's log-probabilities."""
         why = self._mismatch(partial(Engine, graphs=graphs), prompts, tokens=16)
-        if why is None:
-            self.graphs = graphs
-        else:
-            self.cuda_graphs = False
+        self.graphs = graphs
+        if why is not None:
+            graphs.has_failed = True
             self.say(f"note: decoding step by step, without CUDA graphs ({why})")
 
     def _mismatch(

@@ -167,7 +167,8 @@ class Watches:
 
     def state_of(self, watch: Watch) -> State:
         """Returns a rule's state; a new one if the rule has other parameters now."""
-        rule = repr(watch.rule)
+        # Without `of_start`, as it was before that: states of earlier runs go on.
+        rule = repr(watch.rule).replace(", of_start=0.0", "")
         if watch.name not in self.states or self.states[watch.name].rule != rule:
             self.states[watch.name] = State(rule)
         return self.states[watch.name]

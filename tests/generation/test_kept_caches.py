@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_cli.generation import engine, prefill
+from grpo_cli.generation import engine, prefill, speculation
 from grpo_cli.generation.base import Generator
+from grpo_cli.generation.drafts import NgramDrafts
 from grpo_cli.generation.kept_caches import KeptCache, KeptCaches
 from grpo_cli.generation.sampling import Sampling
+from grpo_cli.generation.speculation import Speculation
 from grpo_cli.generation.transformers import TransformersGenerator
 from tests.conversations import Conversations
 
@@ -93,6 +95,40 @@ def test_conversations_given_up_are_computed_again(
     kept.run(generator)
     assert same(plain, kept)
     assert max(held) <= most
+
+
+@pytest.mark.parametrize("is_repeatable", [True, False])
+@pytest.mark.parametrize("stop", [(), ("e",)])
+def test_conversations_with_drafts_are_the_same(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    is_repeatable: bool,
+    stop: tuple[str, ...],
+) -> None:
+    """Caches of drafted rows are kept, and others that arrive are decoded beside them."""
+    monkeypatch.setattr(speculation, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(speculation, "ENOUGH", 0)
+    sampling = Sampling(max_tokens=12, temperature=0.2, stop=stop)
+    feeds = [Conversations(PROMPTS, 3, sampling, 4, is_repeatable=r) for r in (True, is_repeatable)]
+    plain, drafted = feeds
+    plain.run(TransformersGenerator(model, MANY_EOS, 100, tokenizer))
+
+    def draft(_: NgramDrafts, completion: Sequence[int], most: int) -> list[int]:
+        """Returns what follows these tokens in a conversation; every third token is wrong."""
+        last = [*completion[-3:]]
+        for ids in plain.ids:
+            for at in range(len(ids) - 3):
+                if ids[at : at + 3] == last:
+                    following = ids[at + 3 : at + 3 + most]
+                    return [t if i % 3 < 2 else 7 for i, t in enumerate(following)]
+        return []
+
+    monkeypatch.setattr(NgramDrafts, "draft", draft)
+    how = Speculation(4, budget=40)
+    drafted.run(TransformersGenerator(model, MANY_EOS, 100, tokenizer, speculation=how))
+    assert same(plain, drafted)
+    assert 0 < how.counts["accepted"] < how.counts["drafted"]
 
 
 def test_one_conversation_does_not_wait_for_another(model: PreTrainedModel) -> None:

@@ -223,7 +223,11 @@ def test_a_generator_refuses_graphs_whose_numbers_are_wrong(
     monkeypatch.setattr(static_decoding, "pick", shifted)
     notes = list[str]()
     generator = generator_of(model_of(CONFIGS["llama"]), notes)
-    assert generator.graphs is None
+    assert generator.fallback_state() == {"graphs": "off"}
+    resumed = TransformersGenerator(generator.policy, [4])
+    resumed.restore_fallbacks(generator.fallback_state())
+    assert resumed.graphs is not None
+    assert resumed.graphs.has_failed
     assert len(notes) == 1
     assert "without CUDA graphs (log-probabilities differ" in notes[0]
 

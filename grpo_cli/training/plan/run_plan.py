@@ -229,7 +229,7 @@ def time_model(
     try:
         trial = Trial(recipe, config, workers)
         found = trial.speeds(settings, gpus, device)
-    except (TrainingError, UnsupportedModelError) as error:
+    except (TrainingError, UserError, UnsupportedModelError) as error:
         notes.append(f"times are assumed, not measured: {error}")
         return listed_speeds(Shape.of(config), settings, device, gpus)
     if trial.shape.layers < trial.whole.layers:

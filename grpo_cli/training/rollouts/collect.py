@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 
 from grpo_cli.algorithm.loss import every_rollout_has_gradient
@@ -53,25 +54,35 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
         run.queue.lengths[group[0].row] = mean([o.tokens for o in group])
     if run.generator.speculation is not None:
         with clock.waiting():
-            collected.metrics |= keep_drafts(run.generator.speculation, run.workers, collected)
+            collected.metrics |= keep_drafts(
+                run.generator.speculation, run.workers, collected, streams=streams
+            )
     with clock.waiting():
         rebalance(run, recipe, collected)
     return collected
 
 
 def keep_drafts(
-    speculation: Speculation, workers: Workers, collected: StepBatch
+    speculation: Speculation, workers: Workers, collected: StepBatch, *, streams: bool
 ) -> dict[str, float]:
     """Keeps a step's completions as drafts for the next epoch, and returns how drafts did.
 
     Every process keeps those of all, so that a resumed run may have another number of processes.
+
+    Args:
+        streams: rows do not come again soon, and nothing is kept.
     """
-    if speculation.kept is not None:
+    if speculation.kept is not None and not streams:
         own = [
-            (g.prompt_index, g.prompt.ids, [r.completion.first_turn for r in g.rollouts])
+            (
+                g.prompt_index,
+                g.prompt.ids,
+                [np.asarray(r.completion.first_turn, np.int32) for r in g.rollouts],
+            )
             for g in collected.groups
         ]
-        for _, prompt, completions in sorted(g for part in workers.gather(own) for g in part):
+        gathered = [group for part in workers.gather(own) for group in part]
+        for _, prompt, completions in sorted(gathered, key=lambda group: group[0]):
             speculation.kept.keep(prompt, completions)
     return draft_metrics(workers.sum(speculation.take_counts()))
 
