@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 ORDERS = 6, 3  # tokens of the n-grams that are looked up
+MOST_OF_PROMPT = 1024  # its last tokens, which are counted: a conversation may be long
 # Least probability, by the counts, that a draft is right up to a token. A token more takes some
 # hundredths of a step of few rows; one that is wrong gains nothing.
 LEAST_PROBABILITY = 0.4
@@ -30,7 +31,7 @@ class NgramDrafts:
     def __init__(self, prompt: Sequence[int]) -> None:
         self.beginning = list(prompt[-ORDERS[0] :])  # what the first tokens of a completion follow
         self.counts: list[dict[tuple[int, ...], dict[int, int]]] = [{} for _ in ORDERS]
-        self._count(prompt, 1)
+        self._count(prompt[-MOST_OF_PROMPT:], 1)
 
     def add(self, completion: Sequence[int], start: int = 0) -> None:
         """Counts the tokens of a completion from number `start` on; those before are known."""

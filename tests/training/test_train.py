@@ -258,6 +258,14 @@ def test_the_checkpoint_is_a_model_with_the_generators_logprobs(tmp_path: Path) 
             )
 
 
+@pytest.fixture
+def all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts also what is hardly ever right: a random policy repeats little."""
+    monkeypatch.setattr(drafts, "LEAST_PROBABILITY", 0.0)
+    monkeypatch.setattr(speculation, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(speculation, "ENOUGH", 0)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -299,12 +307,8 @@ def test_the_checkpoint_is_a_model_with_the_generators_logprobs(tmp_path: Path) 
         *("muon", "8-bit", "stochastic-rounding", "offload", "drafts-of-the-last-epoch"),
     ],
 )
-def test_stop_and_resume_is_the_same_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
-) -> None:
-    monkeypatch.setattr(drafts, "LEAST_PROBABILITY", 0.0)  # else a random policy has none
-    monkeypatch.setattr(speculation, "LEAST_SHARE", 0.0)
-    monkeypatch.setattr(speculation, "ENOUGH", 0)
+@pytest.mark.usefixtures("all_drafts")
+def test_stop_and_resume_is_the_same_run(tmp_path: Path, changes: dict[str, Any]) -> None:
     straight = trained(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
 
     halted = built(tmp_path, output_dir=str(tmp_path / "halted"), **changes)
