@@ -427,7 +427,8 @@ def test_nothing_is_left_over_of_requests_that_failed_together(
         except TrainingError as error:
             assert "was refused: no" in str(error)  # noqa: PT017
         gc.collect()
-    assert [r.getMessage() for r in caplog.records] == []
+    # Tasks of earlier tests may be collected meanwhile: their servers gave other reasons.
+    assert [m for r in caplog.records if ": no" in (m := r.getMessage())] == []
     generator.close()
 
 
