@@ -889,9 +889,9 @@ class Generation:
         0,
         "Tokens drafted at most for a completion in a decoding step, from completions of its "
         "prompt in this group and in the last epoch, as far as they are among the last 4 million "
-        "tokens (n-gram lookup). Completions are the same but "
-        "for rounding. Used once few completions are left, and only where drafts are often right. "
-        "0: none. Not with vLLM; on a GPU in place of CUDA graphs.",
+        "tokens (n-gram lookup). Completions are the same except for rounding. Used once few "
+        "completions are left, and only where drafts are often right. 0: none. "
+        "Not with vLLM; on a GPU in place of CUDA graphs.",
         ge=0,
         le=32,
     )

@@ -111,8 +111,8 @@ class DecodingState:
         return tokens, ended
 
     @property
-    def draws_alone(self) -> bool:
-        """Whether a token can be drawn without the tokens before it being known to the host."""
+    def reads_no_history(self) -> bool:
+        """Whether no setting reads the tokens drawn before, such as a penalty or a stop string."""
         s = self.sampling
         rules = s.stop or s.min_tokens or self.bad_words or s.no_repeat_ngram_size
         penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
@@ -121,7 +121,7 @@ class DecodingState:
     def take(self, row: int, tokens: Sequence[int], logprobs: Sequence[float]) -> bool:
         """Takes a row's next tokens, up to the one that ends it; returns whether one does.
 
-        For a state that `draws_alone`, whose tokens were drawn elsewhere.
+        For a state where `reads_no_history`, whose tokens were drawn elsewhere.
         """
         for token, logprob in zip(tokens, logprobs, strict=True):
             self.tokens[row].append(token)
@@ -140,10 +140,10 @@ class DecodingState:
         of probability p is accepted with probability p, and what is drawn otherwise comes from the
         other tokens in proportion. To draw from the distribution and to compare does just that.
         Since each draw takes the row's own number, a completion is what it would be without drafts,
-        but for the rounding of logits.
+        except for the rounding of logits.
 
         Args:
-            logits: [N, V] of the tokens that follow each row's last one and each of its draft.
+            logits: [N, V], for the token after each row's last token and after each draft token.
 
         Returns:
             Whether each row has ended.

@@ -1,7 +1,7 @@
 """Drafts what comes next in a completion from other completions of its prompt, by n-grams.
 
-Completions of a prompt repeat one another, those of a policy that has learned most of all. The
-counts of what has followed the last tokens so far are the draft model of speculative decoding
+Completions of a prompt repeat one another, especially once the policy has learned. The counts of
+the tokens that have followed the last few tokens are the draft model of speculative decoding
 (arXiv 2211.17192): nothing is loaded or trained, and a lookup takes a microsecond.
 
     completions so far      the cat sat .  |  the cat sat down  |  the dog sat .

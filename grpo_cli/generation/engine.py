@@ -94,7 +94,7 @@ class DecodeBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that the next step computes: one a row."""
+        """Returns the number of tokens that the next step computes: one a row."""
         return len(self.rows)
 
     def positions(self) -> list[int]:

@@ -12,7 +12,7 @@ MOST_TOKENS = 2**22  # of all completions that are kept: 16 MiB
 
 
 class KeptCompletions:
-    """Holds completions by their prompts' tokens; those kept longest are given up first."""
+    """Holds completions by their prompts' tokens; the oldest are dropped first."""
 
     def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
         self.most_tokens = most_tokens
@@ -23,14 +23,14 @@ class KeptCompletions:
         self, prompt: Sequence[int], completions: Sequence[Sequence[int] | np.ndarray]
     ) -> None:
         """Keeps the completions of a prompt instead of those kept before."""
-        self._give_up(name_of(prompt))
+        self._drop(name_of(prompt))
         group = [np.asarray(ids, dtype=np.int32) for ids in completions]
         self.groups[name_of(prompt)] = group
         self.tokens += sum(map(len, group))
         while self.tokens > self.most_tokens:
-            self._give_up(next(iter(self.groups)))
+            self._drop(next(iter(self.groups)))
 
-    def _give_up(self, name: str) -> None:
+    def _drop(self, name: str) -> None:
         self.tokens -= sum(map(len, self.groups.pop(name, [])))
 
     def of(self, prompt: Sequence[int]) -> list[list[int]]:

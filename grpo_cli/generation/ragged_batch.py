@@ -34,7 +34,7 @@ ROOM = 64  # columns that a cache gets more than it needs
 
 @dataclass
 class RaggedRow:
-    """A completion: where it is, and what the next step computes of it."""
+    """Describes a completion: its place, and the tokens that the next step computes."""
 
     state: DecodingState
     number: int  # of the row in its state
@@ -182,7 +182,7 @@ class RaggedBatch:
         """Draws the next tokens of every row; returns which rows have ended.
 
         Args:
-            logits: [N, V] of the tokens that follow those of the step.
+            logits: [N, V], for the token after each token of the step.
         """
         ended: list[bool] = []
         start = 0

@@ -24,7 +24,7 @@ COUNTS = "steps", "drawn", "drafted", "accepted"
 
 @dataclass
 class Speculation:
-    """Settings and counts of speculative decoding; one for each generator."""
+    """Holds the settings and counts of speculative decoding, one for each generator."""
 
     most: int  # tokens drafted for a row
     budget: int = BUDGET  # tokens that a step computes at most

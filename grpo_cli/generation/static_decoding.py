@@ -77,17 +77,17 @@ class Row:
 
     @property
     def group(self) -> tuple[int, int]:
-        """Identifies its prompt."""
+        """Returns the state and the number of its prompt."""
         return id(self.state), self.number // self.state.num_generations
 
     @property
     def own(self) -> int:
-        """Number of its own tokens in the cache: all but the one drawn last."""
+        """Returns the number of its own tokens in the cache: all but the one drawn last."""
         return len(self.state.tokens[self.number]) - 1
 
     @property
     def left(self) -> int:
-        """Number of tokens that it may still get."""
+        """Returns the number of tokens that it may still get."""
         return self.state.sampling.max_tokens - len(self.state.tokens[self.number])
 
 
@@ -183,7 +183,7 @@ class StaticBatch:
 
     @property
     def steps_left(self) -> int:
-        """Number of steps that the bucket has columns for and that some row still takes."""
+        """Returns how many steps the bucket has columns for and some row still takes."""
         longest = max((row.left for row in self.rows.values()), default=0)
         return min(self.steps - self.done, longest)
 
@@ -356,7 +356,7 @@ class StaticDecoding:
         if getattr(direct.rotary, "rope_type", None) in ASKING_ROPE:
             return None
         settings = {replace(s.sampling, max_tokens=0) for s in states}
-        if len(settings) > 1 or not all(s.draws_alone for s in states):
+        if len(settings) > 1 or not all(s.reads_no_history for s in states):
             return None
         if max(s.longest for s in states) > direct.window:
             return None

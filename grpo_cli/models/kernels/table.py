@@ -30,7 +30,7 @@ WIDEST = 256  # head dimension of flash attention
 
 @dataclass(frozen=True)
 class Needs:
-    """The attention that a kernel has to compute."""
+    """Describes the attention that a kernel has to compute."""
 
     device: torch.device
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table."""
+    """Describes a kernel: its name, its needs, and when `auto` takes it."""
 
     name: str  # value of update.attention_kernel
     make: Callable[[], Kernel]
