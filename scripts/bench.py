@@ -2,7 +2,7 @@
 
     python scripts/bench.py [--workloads tail,short] [--rounds 3]    time and memory, side by side
     python scripts/bench.py curve    what a sampled token costs, by number of prompts and by limit
-    python scripts/bench.py peak     this machine's matrix products; the update's share of them
+    python scripts/bench.py peak     limits of this machine, and the share that `tail` reaches
 
 The sides take turns, each in a process of its own: ours, TRL, ours, TRL ... They get the same
 weights, prompt tokens (checked), rewards, sampling settings and limits; what they sample differs by
@@ -52,6 +52,7 @@ STAGES = {  # that a side is compared in
     "trl_vllm": ("step", "generate", "update", "tokens"),
 }  # fmt: skip
 TOLERANCE = 0.03  # sides whose tokens differ by more are compared by the token too
+READ_NUMBERS = 2**26  # of the matrix that the bandwidth of memory is measured with
 CURVE_PROMPTS = (1, 2, 4, 8, 16, 32, 64)
 CURVE_LIMITS = (64, 128, 256, 512, 1024)
 # Freed memory goes back to the system at once, so that resident memory is memory in use.
@@ -161,16 +162,55 @@ def update_flops(shape: Mapping[str, int], lengths: Sequence[tuple[int, Sequence
         lengths: tokens of each prompt (counted once for its group) and of each completion.
     """
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
-    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * shape["intermediate_size"]
     completed = sum(sum(c) for _, c in lengths)
     tokens = sum(p for p, _ in lengths) + completed
     pairs = sum(
         p * (p + 1) / 2 + sum(c * p + c * (c + 1) / 2 for c in completions)
         for p, completions in lengths
     )
-    weights = 2.0 * (layers * layer * tokens + hidden * shape["vocab_size"] * completed)
+    weights = 2.0 * (layer_weights(shape) * tokens + hidden * shape["vocab_size"] * completed)
     return 3 * (weights + 4 * hidden * layers * pairs)
+
+
+def layer_weights(shape: Mapping[str, int]) -> int:
+    """Returns the number of weights in the products of all decoder layers."""
+    hidden = shape["hidden_size"]
+    layer = 2 * hidden * (hidden + kv_width(shape)) + 3 * hidden * shape["intermediate_size"]
+    return shape["num_hidden_layers"] * layer
+
+
+def kv_width(shape: Mapping[str, int]) -> int:
+    """Returns the width of a token's keys in one layer, which is also that of its values."""
+    return shape["hidden_size"] // shape["num_attention_heads"] * shape["num_key_value_heads"]
+
+
+def decoding_limit(
+    shape: Mapping[str, int],
+    lengths: Sequence[tuple[int, Sequence[int]]],
+    flops: float,
+    bandwidth: float,
+    width: int,
+) -> float:
+    """Returns the seconds that decoding takes at least, without a draft.
+
+    A step is limited by reading all weights, the keys and values of its rows and, once for each
+    prompt, those of the prompts; or by the products of its rows. Prompts are computed before it.
+
+    Args:
+        lengths: tokens of each prompt and of its completions.
+        flops: floating-point operations a second.
+        bandwidth: bytes a second from memory.
+        width: bytes of a number.
+    """
+    weights = layer_weights(shape) + shape["hidden_size"] * shape["vocab_size"]
+    cached = 2 * kv_width(shape) * shape["num_hidden_layers"]  # numbers of a token
+    seconds = 2.0 * layer_weights(shape) * sum(p for p, _ in lengths) / flops
+    for done in range(1, max(max(c) for _, c in lengths)):  # the first token is the prompt's
+        rows = [sum(n > done for n in completions) for _, completions in lengths]
+        seen = sum(p + r * done for (p, _), r in zip(lengths, rows, strict=True) if r)
+        read = width * (weights + cached * seen) / bandwidth
+        seconds += max(read, 2.0 * weights * sum(rows) / flops)
+    return seconds
 
 
 class Bench:
@@ -328,7 +368,7 @@ def curve(bench: Bench, model: str, rounds: int, longest: int) -> None:
 
 
 def peak(bench: Bench, model: str, changes: Mapping[str, Any]) -> None:
-    """Prints the machine's rate of matrix products and the share of it that an update reaches."""
+    """Prints the machine's limits, and the share of them that a step of `tail` reaches."""
     shape = MODELS[model]
     hidden, best = shape["hidden_size"], 0.0
     for tokens in (64, 1024, 8192):
@@ -336,14 +376,21 @@ def peak(bench: Bench, model: str, changes: Mapping[str, Any]) -> None:
             rate = product_rate(tokens, hidden, width, bench.bf16)
             best = max(best, rate)
             print(f"peak     {tokens:6,} x {hidden} x {width:7,}  {rate / 1e9:8,.1f} GFLOP/s")
+    bandwidth, size = read_rate(bench.bf16), 2 if bench.bf16 else 4
+    print(f"peak     reading {READ_NUMBERS * size / 2**20:,.0f} MiB  {bandwidth / 1e9:,.1f} GB/s")
     # Groups without a signal are not skipped: their tokens are counted.
     workload = dataclasses.replace(WORKLOADS["tail"], **changes)
     found = bench.turn(workload, "all", workload.steps)[WARM_UP:]
-    rates = [update_flops(shape, s["lengths"]) / s["seconds"]["update"] for s in found]
-    own = Figure.of([[rate / 1e9 for rate in rates]])
-    print(
-        f"peak     update of tail  {own.text('GFLOP/s')}, {own.median * 1e9 / best:.0%} of the best"
-    )
+    for stage, limits in (
+        ("update", [update_flops(shape, s["lengths"]) / best for s in found]),
+        ("generate", [decoding_limit(shape, s["lengths"], best, bandwidth, size) for s in found]),
+    ):
+        taken = [s["seconds"][stage] for s in found]
+        share = Figure.of([[a / b for a, b in zip(limits, taken, strict=True)]])
+        print(
+            f"peak     {stage} of tail  {Figure.of([taken]).text('s')}, at least "
+            f"{Figure.of([limits]).text('s')}: {share.median:.0%} of the limit"
+        )
 
 
 def product_rate(tokens: int, inner: int, width: int, bf16: bool) -> float:
@@ -364,6 +411,24 @@ def product_rate(tokens: int, inner: int, width: int, bf16: bool) -> float:
             torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
     return 2.0 * tokens * inner * width * repeat / min(taken)
+
+
+def read_rate(bf16: bool) -> float:
+    """Bytes a second that a product with one row reads of a matrix larger than caches, at best."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    matrix = torch.ones(READ_NUMBERS // 4096, 4096, device=device, dtype=dtype)
+    row = torch.ones(4096, device=device, dtype=dtype)
+    taken = []
+    for _ in range(10):
+        start = time.perf_counter()
+        torch.mv(matrix, row)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return matrix.numel() * matrix.element_size() / min(taken)
 
 
 def machine() -> str:
