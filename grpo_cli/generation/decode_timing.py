@@ -57,7 +57,7 @@ def decode_seconds(
     )
     engine, direct = Engine(model, prompts * num_generations), DirectForward.of(model)
     start = time.perf_counter()
-    batches = engine._begin(state, list(range(prompts)))
+    batches = engine._begin(state, list(range(prompts)), direct)
     synchronize()
     of_prompts = time.perf_counter() - start
     for batch in batches:

@@ -1,10 +1,11 @@
 """Computes the forward pass of a decoder without the calls of its modules, for decoding.
 
 A step that decodes few rows takes longer in Python than in its products: transformers' modules make
-about 60 calls a layer. Here a layer is the same operations on the same weights in the same order,
-so that the logits are the same to the last bit; only what surrounds them is left out. The families
-in `LAYERS` are computed so. For any other model, and where a part of the model is not what
-transformers made it (adapters, quantized or sharded weights, hooks), `of` returns None.
+about 60 calls a layer. Here a layer is the same operations on the same weights in the same order;
+only what surrounds them is left out. The logits are the same to the last bit, except for the
+rounding of products with prepacked weights (`products.py`). The families in `LAYERS` are computed
+so. For any other model, and where a part of the model is not what transformers made it (adapters,
+quantized or sharded weights, hooks), `of` returns None.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 
+from grpo_cli.generation.products import Product, may_prepack
 from grpo_cli.models.attention import Attending, narrowest_window
 
 # Decoder layers of transformers: pre-norm, rotary positions, a gated feed-forward.
@@ -30,7 +33,8 @@ LAYERS = {
         ("qwen3", "Qwen3"),
     )
 }
-Product = tuple[Tensor, Tensor | None]  # weight and bias
+# Rotary embeddings of these kinds depend on the largest position, for which they ask the device.
+ASKING_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,45 @@ class Norm:
         return cls(module.weight, module.variance_epsilon)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32 and x.device.type == "cpu":  # the same operations in one call
+            return torch.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = x.to(torch.float32)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
+
+
+class Rotary:
+    """Computes rotary embeddings (arXiv 2104.09864), on the CPU by a table of positions."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """module: transformers' own, called as module(x, positions)."""
+        self.module = module
+        self.asks = getattr(module, "rope_type", None) in ASKING_ROPE
+        self.table: Tensor | None = None  # [P, 2, 1, D] for the positions below P
+
+    def __call__(self, positions: Tensor, longest: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (cosines, sines) of tokens, [N, 1, D] each; the first half of sines is negated.
+
+        Heads are rotated by x * cos + swap(x) * sin, where `swap` exchanges the halves.
+
+        Args:
+            positions: [1, N], all of them below `longest`.
+            like: a tensor of the dtype to be returned.
+        """
+        if self.asks or like.device.type != "cpu":
+            cos, sin = self._compute(positions, like).unbind(1)
+            return cos, sin
+        if self.table is None or len(self.table) < longest:
+            size = 1 << (longest - 1).bit_length()
+            self.table = self._compute(torch.arange(size)[None], like)
+        cos, sin = self.table[positions[0]].unbind(1)
+        return cos, sin
+
+    def _compute(self, positions: Tensor, like: Tensor) -> Tensor:
+        """Returns cosines and sines of positions [1, N], [N, 2, 1, D]."""
+        cos, sin = (t[0] for t in self.module(like[None], positions))  # [N, D]
+        half = sin.shape[-1] // 2
+        return torch.stack((cos, torch.cat((-sin[:, :half], sin[:, half:]), dim=-1)), 1)[:, :, None]
 
 
 @dataclass(frozen=True)
@@ -57,9 +97,7 @@ class Layer:
 
     number: int
     before_attention: Norm
-    query: Product
-    key: Product
-    value: Product
+    query_key_value: Product
     query_norm: Norm | None
     key_norm: Norm | None
     output: Product
@@ -67,60 +105,55 @@ class Layer:
     gate: Product
     up: Product
     down: Product
-    activation: Callable[[Tensor], Tensor]
+    activation: Callable[[Tensor], Tensor] | None  # None: SiLU
     head_dim: int
+    key_heads: int
     scale: float
 
     @classmethod
-    def of(cls, module: Any) -> Layer:
+    def of(cls, module: Any, *, prepacks: bool) -> Layer:
         """Reads the weights of a layer of one of `LAYERS`."""
         attn, mlp = module.self_attn, module.mlp
         query_norm, key_norm = (
             None if (norm := getattr(attn, name, None)) is None else Norm.of(norm)
             for name in ("q_norm", "k_norm")
         )
-        query, key, value, output, gate, up, down = (
-            (linear.weight, linear.bias)
-            for linear in (
-                *(attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj),
-                *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
-            )
-        )
         return cls(
             attn.layer_idx,
             Norm.of(module.input_layernorm),
-            query,
-            key,
-            value,
+            Product.of(attn.q_proj, attn.k_proj, attn.v_proj, prepacks=prepacks),
             query_norm,
             key_norm,
-            output,
+            Product.of(attn.o_proj, prepacks=prepacks),
             Norm.of(module.post_attention_layernorm),
-            gate,
-            up,
-            down,
-            mlp.act_fn,
+            Product.of(mlp.gate_proj, prepacks=prepacks),
+            Product.of(mlp.up_proj, prepacks=prepacks),
+            Product.of(mlp.down_proj, prepacks=prepacks),
+            None if isinstance(mlp.act_fn, nn.SiLU | SiLUActivation) else mlp.act_fn,
             attn.head_dim,
+            len(attn.k_proj.weight) // attn.head_dim,
             attn.scaling,
         )
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attending: Attending) -> Tensor:
-        """Computes [N, H] -> [N, H]; cos, sin: [N, 1, D]."""
-        normed = self.before_attention(x)
-        heads = (len(x), -1, self.head_dim)
-        q = F.linear(normed, *self.query).view(heads)  # [N, Hq, D]
-        k = F.linear(normed, *self.key).view(heads)
-        v = F.linear(normed, *self.value).view(heads)
+        """Computes [N, H] -> [N, H]; cos, sin: [N, 1, D] as `Rotary` returns them."""
+        heads = self.query_key_value(self.before_attention(x)).view(len(x), -1, self.head_dim)
+        qk, v = heads[:, : -self.key_heads], heads[:, -self.key_heads :]
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        half = self.head_dim // 2
-        q, k = (t * cos + torch.cat((-t[..., half:], t[..., :half]), dim=-1) * sin for t in (q, k))
+            q, k = qk[:, : -self.key_heads], qk[:, -self.key_heads :]
+            qk = torch.cat((self.query_norm(q), self.key_norm(k)), dim=1)
+        qk = qk * cos + qk.roll(self.head_dim // 2, -1) * sin  # [N, Hq + Hkv, D]
         # Under autocast, rotary embeddings leave queries and keys wider than values.
-        attended = attending.attend(self.number, q.to(v.dtype), k.to(v.dtype), v, self.scale)
-        x = x + F.linear(attended.reshape(len(x), -1), *self.output)
+        qk = qk.to(v.dtype)
+        q, k = qk[:, : -self.key_heads], qk[:, -self.key_heads :]
+        attended = attending.attend(self.number, q, k, v, self.scale)
+        x = self.output.plus(attended.reshape(len(x), -1), x)
         normed = self.before_feed_forward(x)
-        gated = self.activation(F.linear(normed, *self.gate)) * F.linear(normed, *self.up)
-        return x + F.linear(gated, *self.down)
+        if self.activation is None:
+            gate = self.gate.silu(normed)
+        else:
+            gate = self.activation(self.gate(normed))
+        return self.down.plus(self.up.times(normed, gate), x)
 
 
 @dataclass(frozen=True)
@@ -128,7 +161,7 @@ class DirectForward:
     """Computes logits from a decoder's weights as they were when `of` has read them."""
 
     embedding: Tensor
-    rotary: nn.Module
+    rotary: Rotary
     layers: list[Layer]
     norm: Norm
     head: Product
@@ -145,26 +178,30 @@ class DirectForward:
         family = {type(module).__module__ for module in (model, decoder, *layers)}
         if len(family) > 1 or not all(map(is_plain, model.modules())):
             return None
+        prepacks = may_prepack(model)
         return cls(
             decoder.embed_tokens.weight,
-            decoder.rotary_emb,
-            [Layer.of(layer) for layer in layers],
+            Rotary(decoder.rotary_emb),
+            [Layer.of(layer, prepacks=prepacks) for layer in layers],
             Norm.of(decoder.norm),
-            (head.weight, head.bias),
+            Product.of(head, prepacks=prepacks),
             narrowest_window(model),
         )
 
-    def __call__(self, ids: Tensor, positions: Tensor, attending: Attending) -> Tensor:
-        """Returns the logits [N, V] of N tokens.
+    def __call__(
+        self, ids: Tensor, positions: Tensor, attending: Attending, kept: Tensor | None = None
+    ) -> Tensor:
+        """Returns the logits [N, V] of N tokens, or those of some tokens.
 
         Args:
             ids, positions: [1, N].
+            kept: the places of tokens whose logits are returned; None: all.
         """
         x = F.embedding(ids[0], self.embedding)  # [N, H]
-        cos, sin = (t[0, :, None] for t in self.rotary(x[None], positions))  # [N, 1, D]
+        cos, sin = self.rotary(positions, attending.longest, x)
         for layer in self.layers:
             x = layer(x, cos, sin, attending)
-        return F.linear(self.norm(x), *self.head)
+        return self.head(self.norm(x if kept is None else x[kept]))
 
 
 def class_of(module: nn.Module) -> str:

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ PREFILL = 8192  # prompt tokens computed at once
 ROOM = 64  # tokens that a batch's cache begins with; it doubles when it is full
 REFILL = 0.5  # share of the rows that have to be free for the next prompts to come in
 # Bytes, in a layer, that a step may read twice to spare itself the merging of two attentions.
-WORTH = 2**20
+WORTH = 3 * 2**19
 
 
 class DecodeBatch:
@@ -84,8 +85,8 @@ class DecodeBatch:
         self.keys, self.values = (
             self.prompt_keys.new_empty(layers, len(self.rows), heads, room, dim) for _ in range(2)
         )
-        if isinstance(prefill, Continuation):
-            self._part_prompts()  # no two rows have the same
+        if len(self.rows) == len(self.groups):  # no two rows have the same prompt
+            self._part_prompts()
         if not self.before:
             self._arrange()
 
@@ -109,11 +110,15 @@ class DecodeBatch:
 
     def make_room(self) -> None:
         """Makes space in the cache for one more token of each row."""
-        room = self.keys.shape[3]
-        if self.before + self.length < room:
-            return
-        own = min(2 * (room - self.before), self.max_tokens)
-        self._move(self.before + own, lambda cache, new: new[:, :, :, :room].copy_(cache))
+        room, t = self.keys.shape[3], self.before + self.length
+        if t == room:
+            own = min(2 * (room - self.before), self.max_tokens)
+            self._move(self.before + own, lambda cache, new: new[:, :, :, :room].copy_(cache))
+        caches = [cache[:, : len(self.rows)] for cache in (self.keys, self.values)]
+        # The parts of every layer, made at once: a step has no time to make them one by one.
+        self.new_keys, self.new_values = (cache[:, :, :, t].unbind() for cache in caches)
+        self.seen_keys, self.seen_values = (cache[:, :, :, : t + 1].unbind() for cache in caches)
+        self.seen_mask = None if self.mask is None else self.mask[..., : t + 1]
 
     def _move(self, room: int, fill: Callable[[Tensor, Tensor], object]) -> None:
         """Replaces the caches by some of [L, rows, Hkv, room, D]; `fill` copies what counts."""
@@ -149,14 +154,14 @@ class DecodeBatch:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Returns the attention of one new token of each row, [B, Hq, D]."""
         size, heads, dim = key.shape
-        t = self.before + self.length
-        self.keys[layer, :size, :, t], self.values[layer, :size, :, t] = key, value
+        self.new_keys[layer].copy_(key)
+        self.new_values[layer].copy_(value)
         queries = query.view(size, heads, -1, dim)  # [B, Hkv, query heads of a key head, D]
         out, lse = flash(
             queries,
-            self.keys[layer, :size, :, : t + 1],
-            self.values[layer, :size, :, : t + 1],
-            mask=None if self.mask is None else self.mask[..., : t + 1],
+            self.seen_keys[layer],
+            self.seen_values[layer],
+            mask=self.seen_mask,
             scale=scale,
         )
         if self.before:
@@ -329,7 +334,7 @@ class Engine:
             if waiting and has_room:
                 begun = self._admitted(waiting, free)
             if begun:
-                batches += self._begin(begun[0][0], [number for _, number in begun])
+                batches += self._begin(begun[0][0], [number for _, number in begun], direct)
             elif static is not None and (moved := static.advance(batches)) is not None:
                 batches = [moved]
             else:
@@ -358,7 +363,9 @@ class Engine:
             admitted.append(waiting.popleft())
         return admitted
 
-    def _begin(self, state: DecodingState, numbers: list[int]) -> list[DecodeBatch]:
+    def _begin(
+        self, state: DecodingState, numbers: list[int], direct: DirectForward | None
+    ) -> list[DecodeBatch]:
         """Computes prompts and draws the first token of each of their rows."""
         kept: dict[int, KeptCache] = {}
         if self.caches is not None and state.num_generations == 1:
@@ -372,14 +379,14 @@ class Engine:
         if new := [n for n in numbers if n not in kept]:
             prompts = [state.sources[n] for n in new]
             prefill = Prefill([p.ids for p in prompts], self.model.device)
-            batches.append(self._prefill(state, new, prompts, prefill))
+            batches.append(self._prefill(state, new, prompts, prefill, direct))
         if kept:
             prompts = [state.sources[n] for n in kept]
             ids = [p.ids for p in prompts]
             continuation = Continuation(ids, list(kept.values()), self.model.device)
             kept_numbers = list(kept)
             kept.clear()  # the copies in the batch are enough
-            batches.append(self._prefill(state, kept_numbers, prompts, continuation))
+            batches.append(self._prefill(state, kept_numbers, prompts, continuation, direct))
         return batches
 
     def _has_image(self, prompt: Prompt, known: int) -> bool:
@@ -393,6 +400,7 @@ class Engine:
         numbers: list[int],
         prompts: Sequence[Prompt],
         prefill: Prefill | Continuation,
+        direct: DirectForward | None,
     ) -> DecodeBatch:
         """Computes what is not kept of prompts, and draws the first token of their rows."""
         known, device = prefill.known, self.model.device
@@ -404,19 +412,15 @@ class Engine:
         ]
         ids = [t for p, k in zip(prompts, known, strict=True) for t in p.ids[k:]]
         input_ids = torch.tensor([ids], device=device)
-        logits = self._forward(
+        # Tokens that are kept hold the images of their prompts.
+        images = vision.image_arguments(
+            [p for p, k in zip(prompts, known, strict=True) if not k],
             input_ids,
-            positions.tensor(device),
-            prefill,
-            logits_to_keep=torch.tensor(ends, device=device) - 1,
-            # Tokens that are kept hold the images of their prompts.
-            **vision.image_arguments(
-                [p for p, k in zip(prompts, known, strict=True) if not k],
-                input_ids,
-                self.model,
-                packed=True,
-            ),
+            self.model,
+            packed=True,
         )
+        last = torch.tensor(ends, device=device) - 1
+        logits = self._logits(input_ids, positions.tensor(device), prefill, direct, last, images)
         if not prefill.keys:
             raise UnsupportedModelError(NOT_PASSED_ON)
         check_logits(logits)
@@ -453,11 +457,7 @@ class Engine:
         positions = [p for batch in ordered for p in batch.positions()]
         ids = torch.cat([batch.tokens for batch in ordered])
         at = torch.tensor([positions], device=ids.device)
-        step = Step(ordered)
-        if direct is not None and step.longest <= direct.window:
-            logits = direct(ids[None], at, step)
-        else:  # which says why a model cannot be decoded so
-            logits = self._forward(ids[None], at, step)
+        logits = self._logits(ids[None], at, Step(ordered), direct)
         active, start = sum(map(len, batches)), 0
         for state, group in groupby(plain, key=lambda batch: batch.state):
             together = list(group)
@@ -493,25 +493,32 @@ class Engine:
         for i in gone:
             self.caches.keep(batch.conversation_of(i), batch.cache_of(i), active - len(gone))
 
-    def _forward(
+    def _logits(
         self,
         ids: Tensor,
         positions: Tensor,
         attending: Prefill | Continuation | Step,
-        **arguments: Tensor,
+        direct: DirectForward | None,
+        kept: Tensor | None = None,
+        images: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Tensor:
-        """Returns the logits of N tokens in one packed row, [N, V]; or of `logits_to_keep`.
+        """Returns the logits of N tokens in one packed row, [N, V]; or of those at `kept`.
 
         Args:
             ids: [1, N]. positions: [1, N], or [3, 1, N] with M-RoPE.
+            images: the arguments of the model that hold images.
         """
+        if direct is not None and not images and attending.longest <= direct.window:
+            return direct(ids, positions, attending, kept)
+        # This also says why a model cannot be decoded so.
         logits: Tensor = self.model(
             input_ids=ids,
             position_ids=positions,
             attention_mask=no_mask(ids.device),
             use_cache=False,
             attending=attending,
+            **({} if kept is None else {"logits_to_keep": kept}),
             **without_router_logits(self.model),
-            **arguments,
+            **images,
         ).logits
         return logits[0]

@@ -47,8 +47,6 @@ LEAST = 4  # steps that are worth capturing one
 # Bytes, in a layer, of prompts that may be read twice to spare the merging of two attentions.
 WORTH = 2**20
 SHARE = 0.9  # of the free memory that buffers may take
-# Rotary embeddings of these kinds ask the device for the largest position.
-ASKING_ROPE = ("dynamic", "longrope")
 
 
 def row_bucket(rows: int) -> int:
@@ -167,7 +165,7 @@ class StaticBatch:
             columns = torch.arange(layout.prompt_columns, device=device)
             lengths = torch.tensor([*layout.groups.values()], device=device)
             self.prompt_mask = hides(columns >= lengths[:, None], like)  # [groups, 1, 1, P]
-        self.bias = self.sampling.bias(len(direct.head[0]), device)
+        self.bias = self.sampling.bias(direct.head.width, device)
         self.at = torch.zeros(1, dtype=torch.long, device=device)  # `done`, on the device
         self.noise = self._noise().to(device)  # [steps, R]
         self.drawn = torch.zeros(self.steps, self.size, dtype=torch.long, device=device)
@@ -353,7 +351,7 @@ class StaticDecoding:
         """Returns what decodes states; None if they are to be decoded step by step."""
         if direct is None or graphs is None or graphs.has_failed or not states:
             return None
-        if getattr(direct.rotary, "rope_type", None) in ASKING_ROPE:
+        if direct.rotary.asks:
             return None
         settings = {replace(s.sampling, max_tokens=0) for s in states}
         if len(settings) > 1 or not all(s.reads_no_history for s in states):

@@ -25,6 +25,7 @@ SMALLEST = 256  # tokens of a micro-batch to begin with
 # More tokens at once do not make a step quicker, once every core or multiprocessor has its fill.
 LARGEST = {"cpu": 2048, "mps": 4096, "cuda": 32768}
 MOST_ROWS = {"cpu": 256, "mps": 256, "cuda": 512}
+CGROUP = Path("/sys/fs/cgroup")  # of a container
 SHARE = 0.4  # of the free memory that saved activations may take; backward needs room besides
 OUT_OF_MEMORY = (
     "can't allocate memory",
@@ -188,20 +189,34 @@ def free_memory(device: torch.device) -> int:
     return int(free // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def _free_in_cgroup() -> float:
-    """Bytes left of a container's memory; infinity without a limit."""
-    folder = Path("/sys/fs/cgroup")
+def total_memory() -> int:
+    """Bytes of the machine's memory, or of its container's limit, for this process."""
+    total = min(psutil.virtual_memory().total, _limit_of_cgroup())
+    return int(total // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _limit_of_cgroup() -> float:
+    """Bytes of a container's memory; infinity without a limit."""
     try:
-        limit = (folder / "memory.max").read_text().strip()
-        return math.inf if limit == "max" else int(limit) - _used_in_cgroup(folder)
+        limit = (CGROUP / "memory.max").read_text().strip()
+        return math.inf if limit == "max" else int(limit)
     except (OSError, ValueError):
         return math.inf
 
 
-def _used_in_cgroup(folder: Path) -> int:
+def _free_in_cgroup() -> float:
+    """Bytes left of a container's memory; infinity without a limit."""
+    limit = _limit_of_cgroup()
+    try:
+        return limit if limit == math.inf else limit - _used_in_cgroup()
+    except (OSError, ValueError):
+        return math.inf
+
+
+def _used_in_cgroup() -> int:
     """Bytes in use, without the page cache that would be given up."""
-    used = int((folder / "memory.current").read_text())
-    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    used = int((CGROUP / "memory.current").read_text())
+    stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
     return used - int(stat.get("inactive_file", 0))
 
 

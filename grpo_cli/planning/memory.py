@@ -45,6 +45,7 @@ STAGE_OF = {
     "sending weights": "weights",
 }
 PREFILL = 8192  # prompt tokens that the embedded engine computes at once (engine.PREFILL)
+LARGE = 2**17  # numbers of a matrix from which it is prepacked (products.LARGE)
 ROOM = 64  # tokens that a row's cache begins with; it doubles when it is full (engine.ROOM)
 WHOLE_LOGITS = 4  # tensors of the logits' size in a backward with update.chunked_logits=false
 IN_PLACE = ("adamw", "adamw_8bit", "paged_adamw_8bit")  # fused: a step makes no tensors of its own
@@ -292,7 +293,7 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
     before: dict[str, Mapping[str, float]] = {}
     if s.embedded:
         copy = {"whole copy": whole * s.compute_bytes} if s.sharded else _copies(shape, s)
-        before["generating"] = resting | copy | while_decoding(shape, s, n)
+        before["generating"] = resting | copy | _prepacked(shape, s) | while_decoding(shape, s, n)
     passing = {"activations": s.micro_tokens * passing_bytes(shape, s)} | scores
     if s.old_logprobs:
         before["old log-probabilities"] = resting | _copies(shape, s) | passing
@@ -397,6 +398,18 @@ def _copies(shape: Shape, settings: Settings) -> dict[str, int]:
         return {}
     matrices = count(t for t in shape.layer() if len(t) == 2)
     return {"bf16 copies": 2 * (shape.layers * matrices + shape.vocab * shape.hidden)}
+
+
+def _prepacked(shape: Shape, settings: Settings) -> dict[str, int]:
+    """Returns copies of large matrices in oneDNN's layout, while the embedded engine decodes."""
+    if not settings.on_cpu or settings.compute_bytes != 4:
+        return {}
+    if settings.adapter_rank or shape.experts:  # decoded by their modules
+        return {}
+    products = [shape.queries + 2 * shape.keys, shape.queries, *[shape.width] * 3]
+    large = [shape.hidden * n for n in products if shape.hidden * n >= LARGE]
+    head = shape.hidden * shape.vocab
+    return {"prepacked weights": 4 * (shape.layers * sum(large) + head * (head >= LARGE))}
 
 
 def cache_bytes(shape: Shape, settings: Settings) -> int:

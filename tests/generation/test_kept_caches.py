@@ -34,14 +34,14 @@ def conversations(**how: Any) -> Conversations:
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts the tokens of prompts that are computed, at each beginning."""
     found: list[int] = []
-    forward = engine.Engine._forward
+    logits = engine.Engine._logits
 
-    def counting(self: Any, ids: Any, positions: Any, attending: Any, **arguments: Any) -> Any:
-        if "logits_to_keep" in arguments:
+    def counting(self: Any, ids: Any, *others: Any) -> Any:
+        if len(others) > 3:  # only those of prompts' last tokens are wanted
             found.append(ids.numel())
-        return forward(self, ids, positions, attending, **arguments)
+        return logits(self, ids, *others)
 
-    monkeypatch.setattr(engine.Engine, "_forward", counting)
+    monkeypatch.setattr(engine.Engine, "_logits", counting)
     return found
 
 

@@ -21,6 +21,7 @@ from grpo_cli.models.memory import (
     free_memory,
     saved_bytes,
     tokens_that_fit,
+    total_memory,
 )
 from tests.training.test_train import evens
 
@@ -111,8 +112,8 @@ def cgroup(
     """A machine with so much memory and these files in its cgroup."""
     for name, text in files.items():
         (folder / name).write_text(text)
-    monkeypatch.setattr(memory, "Path", lambda path: folder if path == "/sys/fs/cgroup" else 1 / 0)
-    fake = types.SimpleNamespace(available=available)
+    monkeypatch.setattr(memory, "CGROUP", folder)
+    fake = types.SimpleNamespace(available=available, total=2 * available)
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: fake)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
@@ -152,10 +153,10 @@ def test_processes_of_a_machine_share_its_memory(
 ) -> None:
     cgroup(monkeypatch, tmp_path, 9001, {})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert free_memory(CPU) == 2250
+    assert (free_memory(CPU), total_memory()) == (2250, 4500)
     cgroup(monkeypatch, tmp_path, 9001, LIMIT)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert free_memory(CPU) == 1125
+    assert (free_memory(CPU), total_memory()) == (1125, 2000)
 
 
 def test_saved_bytes_count_a_storage_once_and_no_weights() -> None:

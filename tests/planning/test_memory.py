@@ -15,8 +15,11 @@ from transformers import PretrainedConfig
 
 from grpo_cli.config.schema import Adapter
 from grpo_cli.errors import UserError
+from grpo_cli.generation.engine import PREFILL, ROOM
+from grpo_cli.generation.products import LARGE
 from grpo_cli.models import adapters
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, bytes_per_token
+from grpo_cli.planning import memory as planned
 from grpo_cli.planning.memory import (
     Memory,
     activation_bytes,
@@ -415,6 +418,22 @@ def test_generation_by_hand() -> None:
     ddp = memory(TINY, Cluster(4), replace(embedded, strategy="ddp")).moments["generating"]
     assert "whole copy" not in ddp
     assert ddp["bf16 copies"] == 2 * (2 * 160 + 40)
+
+
+def test_large_matrices_are_prepacked_on_a_cpu() -> None:
+    shape = replace(TINY, hidden=256, heads=4, kv_heads=2, head_dim=64, width=511, vocab=512)
+    embedded = replace(PLAIN, bf16=False, embedded=True, on_cpu=True)
+    # Queries, keys and values together 512 wide; the others of a layer have fewer than 2**17.
+    packed = {"prepacked weights": 4 * (shape.layers * 512 * 256 + 512 * 256)}
+    generating = memory(shape, Cluster(1), embedded).moments["generating"]
+    assert packed.items() <= generating.items()
+    for other in ({"on_cpu": False}, {"bf16": True}, {"adapter_rank": 4}):
+        changed = replace(embedded, **other)
+        assert "prepacked weights" not in memory(shape, Cluster(1), changed).moments["generating"]
+
+
+def test_the_constants_are_those_of_the_engine() -> None:
+    assert (planned.PREFILL, planned.ROOM, planned.LARGE) == (PREFILL, ROOM, LARGE)
 
 
 def test_the_first_wall_is_named() -> None:

@@ -191,6 +191,7 @@ def prediction(run: Run, prompts: Sequence[Prompt]) -> Predict:
             "max_completion_tokens": most,
             "decoded_rows": recipe.generation.max_num_seqs,
             "signal_share": signal,
+            "on_cpu": device.kind == "cpu",
         }
         known |= {"micro_tokens": 1} if derive else {}
         settings = Settings.of(recipe, **known)

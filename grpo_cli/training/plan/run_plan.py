@@ -86,6 +86,7 @@ def plan_of(recipe: Recipe, request: Request) -> Planned:
         "max_completion_tokens": longest,
         "decoded_rows": recipe.generation.max_num_seqs,
         "signal_share": request.signal,
+        "on_cpu": device.kind == "cpu",
     }
     settings = settings_of(recipe, known)
     if rows is not None:

@@ -1,0 +1,134 @@
+"""Products with prepacked weights are those of `F.linear`, and a row's are its own."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from grpo_cli.generation import products
+from grpo_cli.generation.base import Request
+from grpo_cli.generation.decoding_state import DecodingState
+from grpo_cli.generation.direct_forward import DirectForward
+from grpo_cli.generation.engine import Engine
+from grpo_cli.generation.products import Product, may_prepack
+from grpo_cli.generation.sampling import Sampling
+from grpo_cli.models.attention import install
+from grpo_cli.records import Completion, Prompt
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() not in products.ARCHITECTURES, reason="nothing is prepacked here"
+)
+# A layer whose products all have as many numbers as are prepacked, except for the output's.
+LARGE: dict[str, Any] = {
+    "vocab_size": 600, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def linears() -> tuple[nn.Linear, nn.Linear]:
+    torch.manual_seed(0)
+    return nn.Linear(256, 512), nn.Linear(256, 128, bias=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("number", [1, 2])
+def test_products_are_those_of_linear_layers(number: int) -> None:
+    of = linears()[:number]
+    x, width = torch.randn(5, 256), sum(len(linear.weight) for linear in of)
+    other = torch.randn(5, width)
+    expected = torch.cat([linear(x) for linear in of], dim=-1)
+    packed, plain = (Product.of(*of, prepacks=prepacks) for prepacks in (True, False))
+    assert packed.packed is not None
+    assert plain.packed is None
+    assert packed.width == plain.width == width
+    for product, tolerance in ((packed, 2e-5), (plain, 0.0)):
+        for found, wanted in (
+            (product(x), expected),
+            (product.silu(x), F.silu(expected)),
+            (product.times(x, other), expected * other),
+            (product.plus(x, other), expected + other),
+        ):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
+
+
+@torch.no_grad()
+def test_a_row_does_not_depend_on_the_others() -> None:
+    product = Product.of(*linears(), prepacks=True)
+    x, other = torch.randn(64, 256), torch.randn(64, 640)
+
+    def of(some: slice) -> Tensor:
+        a, b = x[some], other[some]
+        return torch.stack([product(a), product.silu(a), product.times(a, b), product.plus(a, b)])
+
+    whole = of(slice(None))
+    for rows in (1, 2, 7, 16):
+        for start in range(0, 64, rows):
+            some = slice(start, start + rows)
+            assert torch.equal(of(some), whole[:, some])
+
+
+def test_small_weights_are_left_as_they_are() -> None:
+    assert Product.of(nn.Linear(256, 511), prepacks=True).packed is None
+    assert Product.of(nn.Linear(256, 512), prepacks=True).packed is not None
+
+
+def model_of(config: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * torch.randn_like(weight)
+    assert install(model)
+    return model.eval()
+
+
+def test_what_may_be_prepacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(LlamaConfig(**LARGE))
+    size = sum(weight.nbytes for weight in model.parameters())
+    assert may_prepack(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not may_prepack(model), "autocast computes in bfloat16"
+    for memory, expected in ((8 * size, True), (8 * size - 8, False)):
+        monkeypatch.setattr(products, "total_memory", lambda memory=memory: memory)
+        assert may_prepack(model) == expected
+    monkeypatch.undo()
+    assert not may_prepack(model.bfloat16())
+
+
+def completions_of(model: PreTrainedModel, rows: int) -> list[Completion]:
+    found: dict[int, list[Completion]] = {}
+    prompts = [Prompt.from_ids([5, 6, 7]), Prompt.from_ids([8, 9])]
+    request = Request(prompts, 3, Sampling(max_tokens=24), [0, 1])
+    Engine(model, rows).decode([DecodingState(request, [4], None, found.__setitem__)])
+    return [completion for n in sorted(found) for completion in found[n]]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**LARGE, attention_bias=True, mlp_bias=True),
+        LlamaConfig(**LARGE, hidden_act="gelu"),
+        Qwen3Config(**LARGE, head_dim=64),
+    ],
+    ids=["llama with biases", "gelu", "qwen3"],
+)
+def test_the_engine_samples_the_same(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(config)
+    direct = DirectForward.of(model)
+    assert direct is not None
+    layer = direct.layers[0]
+    used = (layer.query_key_value, layer.gate, layer.up, layer.down, direct.head)
+    assert all(product.packed is not None for product in used)
+    packed = completions_of(model, 6)
+    monkeypatch.setattr(DirectForward, "of", lambda model: None)
+    plain = completions_of(model, 6)
+    assert [c.ids for c in packed] == [c.ids for c in plain]
+    logprobs = ([lp for c in found for lp in c.sampling_logprobs] for found in (packed, plain))
+    assert next(logprobs) == pytest.approx(next(logprobs), abs=1e-4)
