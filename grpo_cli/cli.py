@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -47,6 +48,8 @@ from grpo_cli.errors import (
 # A full or read-only disk is nobody's bug; wherever it shows, it is one sentence.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 PRINT_SECONDS = 3.0  # that a node's first process has to print an error that all of them raise
+RUNNING = Path("/proc/loadavg")  # its fourth field: threads that run now / all threads
+SPINS_ALONE, SPINS_SHARED = 4000, 1000
 
 USAGE = """\
 grpo: train language models with GRPO
@@ -79,8 +82,7 @@ grpo: train language models with GRPO
 def main() -> None:
     """Entry point of the console script."""
     die_with_torchrun()
-    # Threads that spin while they wait make a step 10 times slower if others use the cores too.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", str(spin_count()))
     # A completion may hold characters that the terminal cannot show.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -89,6 +91,19 @@ def main() -> None:
     code = run_command(sys.argv[1:])
     workers = sys.modules.get("grpo_cli.distributed.workers")  # not imported for it: torch is slow
     (workers.exit_process if workers else sys.exit)(code)
+
+
+def spin_count() -> int:
+    """Returns how often a thread of OpenMP looks for work before it sleeps.
+
+    To wake a thread takes as long as a small product of decoding. But threads that spin without end
+    make a step 10 times slower if other programs use the cores too.
+    """
+    try:
+        running = int(RUNNING.read_text().split()[3].split("/")[0])
+    except (OSError, ValueError, IndexError):  # not on Linux
+        return SPINS_SHARED
+    return SPINS_ALONE if running <= 1 else SPINS_SHARED  # this thread runs itself
 
 
 def _print_traceback(*error: Any) -> None:

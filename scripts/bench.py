@@ -33,6 +33,8 @@ from typing import Any
 
 from bench_setup import MODELS, OURS, WARM_UP, WORKLOADS, Job, Workload, make_folder, write_recipe
 
+from grpo_cli.cli import spin_count
+
 SCRIPTS = Path(__file__).resolve().parent
 LABELS = {
     "ours": "ours",
@@ -298,7 +300,12 @@ def environment(root: Path, metered: bool) -> dict[str, str]:
     # As `grpo` sets it. OpenMP's own would be threads that spin: slower where others use the cores.
     # vLLM on a CPU: one small function takes 24 s to compile, and TRL's engine its memory by GiB.
     chosen |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return {"GOMP_SPINCOUNT": "1000", **os.environ, **chosen, **(GIVES_BACK if metered else {})}
+    return {
+        "GOMP_SPINCOUNT": str(spin_count()),
+        **os.environ,
+        **chosen,
+        **(GIVES_BACK if metered else {}),
+    }
 
 
 def check_prompts(turns: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:

@@ -24,8 +24,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from grpo_cli.cli import spin_count
+
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("GOMP_SPINCOUNT", str(spin_count()))
 
 import httpx2
 import torch
