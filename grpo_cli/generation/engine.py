@@ -7,7 +7,8 @@
     attention    of a row to its prompt and to its own tokens, merged by their log-sum-exp; all rows
                  of a group read their prompt's keys together
 
-A step runs the model's own forward over one token a row, as one packed sequence (`attention.py`).
+A step is one forward pass over one token a row, as one packed sequence (`attention.py`): of the
+model itself, or for some families without its modules (`direct_forward.py`).
 
 Two prompts of 3 and 2 tokens with two completions each, max_rows = 4:
 

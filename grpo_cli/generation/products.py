@@ -42,11 +42,12 @@ class Product:
         """Reads the weights of linear layers.
 
         Args:
-            prepacks: copy them into oneDNN's layout where they are large.
+            prepacks: copy them into oneDNN's layout if they are large, and float32.
         """
         weights: tuple[Tensor, ...] = tuple(linear.weight for linear in linears)
         biases: tuple[Tensor | None, ...] = tuple(linear.bias for linear in linears)
-        if prepacks and sum(weight.numel() for weight in weights) >= LARGE:
+        is_large = sum(weight.numel() for weight in weights) >= LARGE
+        if prepacks and is_large and all(weight.dtype == torch.float32 for weight in weights):
             return cls(weights, biases, *prepack(weights, biases))
         return cls(weights, biases)
 

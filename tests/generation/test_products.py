@@ -77,6 +77,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 def test_small_weights_are_left_as_they_are() -> None:
     assert Product.of(nn.Linear(256, 511), prepacks=True).packed is None
     assert Product.of(nn.Linear(256, 512), prepacks=True).packed is not None
+    assert Product.of(nn.Linear(256, 512).bfloat16(), prepacks=True).packed is None
 
 
 def model_of(config: Any) -> PreTrainedModel:
