@@ -122,7 +122,7 @@ def one(root: Path) -> None:
             live.close()
         live.workers.close()
         shape = Shape.of(live.policy.config)
-        found = memory(shape, Cluster(1, math.inf), Settings.of(recipe, on_cpu=True))
+        found = memory(shape, Cluster(1, math.inf), Settings.of(recipe, prepacks=True))
         result.update(predicted=found.peak, parts=found.at_peak, measured=max(peaks) - building[0])
 
     given = [f"recipe={root / 'recipe.yaml'}", f"output_dir={root / 'run'}", *overrides]

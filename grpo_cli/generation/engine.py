@@ -79,6 +79,10 @@ class DecodeBatch:
         self.rows = [n * num_generations + j for n in numbers for j in range(num_generations)]
         self.length = 0  # tokens of each row in the cache
         self.tokens: Tensor  # [B] drawn, not yet in the cache
+        self.new_keys: Sequence[Tensor] = ()  # of each layer in a step: see `make_room`
+        self.new_values: Sequence[Tensor] = ()
+        self.seen_keys: Sequence[Tensor] = ()
+        self.seen_values: Sequence[Tensor] = ()
         self.before = 0  # columns of the cache that hold its prompt, once rows share it no more
         self.mask: Tensor | None = None  # then: what hides the padding of prompts, [B, 1, 1, K]
         layers, _, heads, _, dim = self.prompt_keys.shape
@@ -86,7 +90,10 @@ class DecodeBatch:
         self.keys, self.values = (
             self.prompt_keys.new_empty(layers, len(self.rows), heads, room, dim) for _ in range(2)
         )
-        if len(self.rows) == len(self.groups):  # no two rows have the same prompt
+        # No two rows have the same prompt; and prompts are copied whenever a row's cache grows.
+        if isinstance(prefill, Continuation) or (
+            len(self.rows) == len(self.groups) and self.prompt_keys[0].nbytes * 2 <= WORTH
+        ):
             self._part_prompts()
         if not self.before:
             self._arrange()
@@ -123,6 +130,7 @@ class DecodeBatch:
 
     def _move(self, room: int, fill: Callable[[Tensor, Tensor], object]) -> None:
         """Replaces the caches by some of [L, rows, Hkv, room, D]; `fill` copies what counts."""
+        self.new_keys = self.new_values = self.seen_keys = self.seen_values = ()  # of the old ones
         for name in ("keys", "values"):
             cache = getattr(self, name)[:, : len(self.rows)]
             new = cache.new_empty(*cache.shape[:3], room, cache.shape[4])
@@ -150,7 +158,10 @@ class DecodeBatch:
             self.mask = self.prompt_mask.new_zeros(len(slots), 1, 1, columns + self.max_tokens)
             self.mask[..., :columns] = self.prompt_mask[slots]
         self.before = columns
-        self.prompt_keys = self.prompt_values = self.prompt_keys[:, :0]  # no longer read
+        # No longer read, and not a part of the old ones, which would stay.
+        self.prompt_keys = self.prompt_values = self.prompt_keys.new_empty(
+            self.keys.shape[0], 0, heads, columns, dim
+        )
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Returns the attention of one new token of each row, [B, Hq, D]."""

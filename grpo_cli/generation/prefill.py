@@ -28,8 +28,8 @@ class Prefill:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         assert layer == len(self.keys), "layers come one after another, each once"
-        self.keys.append(key)
-        self.values.append(value)
+        self.keys.append(key.clone())  # they may be parts of tensors that also hold queries
+        self.values.append(value.clone())
         return self.layout.attend(layer, query, key, value, scale)
 
     def padded(self, layers: list[Tensor]) -> Tensor:

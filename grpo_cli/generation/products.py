@@ -2,8 +2,9 @@
 
 The product of a few rows with a large weight takes as long as reading the weight, at best. The BLAS
 behind `F.linear` copies the weight into another layout in each call; oneDNN, which torch ships,
-does so once (`prepack`). Its sums are those of `F.linear` except for rounding, and a row's are the
-same to the last bit however many rows are computed together.
+does so once (`prepack`). Its sums are those of `F.linear` except for rounding. With up to 1,024
+inputs a row's are the same to the last bit however many rows are computed together (seen with
+AVX-512); with more, one row alone may differ.
 """
 
 from __future__ import annotations
@@ -95,17 +96,23 @@ def may_prepack(model: PreTrainedModel) -> bool:
         model.device.type == "cpu"
         and model.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
-        and platform.machine() in ARCHITECTURES
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and is_faster_here()
         and sum(w.nbytes for w in model.parameters()) <= SHARE * total_memory()
     )
+
+
+def is_faster_here() -> bool:
+    """Whether oneDNN is there, and was measured on this kind of CPU."""
+    is_there: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return is_there and platform.machine() in ARCHITECTURES
 
 
 def prepack(
     weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
     """Copies weights [out, in] into one of oneDNN's layout; returns it with their bias."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(torch.cat(list(weights)))
+    together = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(together)
     if all(bias is None for bias in biases):
         return packed, None
     zeros = (weight.new_zeros(len(weight)) for weight in weights)

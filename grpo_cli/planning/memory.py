@@ -46,6 +46,7 @@ STAGE_OF = {
 }
 PREFILL = 8192  # prompt tokens that the embedded engine computes at once (engine.PREFILL)
 LARGE = 2**17  # numbers of a matrix from which it is prepacked (products.LARGE)
+PACKED_SHARE = 1 / 8  # of the memory that prepacked weights may take (products.SHARE)
 ROOM = 64  # tokens that a row's cache begins with; it doubles when it is full (engine.ROOM)
 WHOLE_LOGITS = 4  # tensors of the logits' size in a backward with update.chunked_logits=false
 IN_PLACE = ("adamw", "adamw_8bit", "paged_adamw_8bit")  # fused: a step makes no tensors of its own
@@ -293,7 +294,8 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
     before: dict[str, Mapping[str, float]] = {}
     if s.embedded:
         copy = {"whole copy": whole * s.compute_bytes} if s.sharded else _copies(shape, s)
-        before["generating"] = resting | copy | _prepacked(shape, s) | while_decoding(shape, s, n)
+        packed = _prepacked(shape, s) if 4 * whole <= PACKED_SHARE * cluster.memory else {}
+        before["generating"] = resting | copy | packed | while_decoding(shape, s, n)
     passing = {"activations": s.micro_tokens * passing_bytes(shape, s)} | scores
     if s.old_logprobs:
         before["old log-probabilities"] = resting | _copies(shape, s) | passing
@@ -402,7 +404,7 @@ def _copies(shape: Shape, settings: Settings) -> dict[str, int]:
 
 def _prepacked(shape: Shape, settings: Settings) -> dict[str, int]:
     """Returns copies of large matrices in oneDNN's layout, while the embedded engine decodes."""
-    if not settings.on_cpu or settings.compute_bytes != 4:
+    if not settings.prepacks or settings.compute_bytes != 4:
         return {}
     if settings.adapter_rank or shape.experts:  # decoded by their modules
         return {}

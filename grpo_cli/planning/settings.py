@@ -45,7 +45,7 @@ class Settings:
     completion_tokens: float = 2048  # in the mean
     max_completion_tokens: int = 4096
     embedded: bool = False  # the embedded engine; else vLLM
-    on_cpu: bool = False  # where the embedded engine prepacks large float32 matrices
+    prepacks: bool = False  # the embedded engine, large float32 matrices: on x86 CPUs
     bucket_bytes: int = 256 * MIB  # generation.vllm.bucket_mb
     packed: bool = True  # update.packing
     chunked: bool = True  # update.chunked_logits

@@ -22,6 +22,7 @@ from grpo_cli.generation.base import Request
 from grpo_cli.generation.decoding_state import DecodingState
 from grpo_cli.generation.direct_forward import DirectForward
 from grpo_cli.generation.engine import Engine
+from grpo_cli.generation.prefill import Prefill
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.attention import install, no_mask
 from grpo_cli.records import Completion, Prompt
@@ -128,3 +129,14 @@ def test_a_model_that_was_changed_is_left_to_its_modules() -> None:
         assert DirectForward.of(model) is None
     other = AutoModelForCausalLM.from_config(GPT2Config(n_embd=16, n_layer=1, n_head=2))
     assert DirectForward.of(other) is None
+
+
+def test_prompts_keep_only_their_keys_and_values() -> None:
+    model = model_of(CONFIGS["llama"])
+    direct, prefill = DirectForward.of(model), Prefill([[3, 1, 4], [1, 5]], model.device)
+    assert direct is not None
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    with torch.no_grad():
+        direct(ids, torch.tensor([[0, 1, 2, 0, 1]]), prefill)
+    kept = [t.untyped_storage().nbytes() for t in (*prefill.keys, *prefill.values)]
+    assert kept == [5 * 2 * 8 * 4] * 4  # 5 tokens of 2 heads of 8

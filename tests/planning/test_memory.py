@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from grpo_cli.config.schema import Adapter
 from grpo_cli.errors import UserError
 from grpo_cli.generation.engine import PREFILL, ROOM
-from grpo_cli.generation.products import LARGE
+from grpo_cli.generation.products import LARGE, SHARE
 from grpo_cli.models import adapters
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, bytes_per_token
 from grpo_cli.planning import memory as planned
@@ -422,18 +422,21 @@ def test_generation_by_hand() -> None:
 
 def test_large_matrices_are_prepacked_on_a_cpu() -> None:
     shape = replace(TINY, hidden=256, heads=4, kv_heads=2, head_dim=64, width=511, vocab=512)
-    embedded = replace(PLAIN, bf16=False, embedded=True, on_cpu=True)
+    embedded = replace(PLAIN, bf16=False, embedded=True, prepacks=True)
     # Queries, keys and values together 512 wide; the others of a layer have fewer than 2**17.
     packed = {"prepacked weights": 4 * (shape.layers * 512 * 256 + 512 * 256)}
     generating = memory(shape, Cluster(1), embedded).moments["generating"]
     assert packed.items() <= generating.items()
-    for other in ({"on_cpu": False}, {"bf16": True}, {"adapter_rank": 4}):
+    small = Cluster(1, 8 * 4 * shape.parameters - 1)
+    assert "prepacked weights" not in memory(shape, small, embedded).moments["generating"]
+    for other in ({"prepacks": False}, {"bf16": True}, {"adapter_rank": 4}):
         changed = replace(embedded, **other)
         assert "prepacked weights" not in memory(shape, Cluster(1), changed).moments["generating"]
 
 
 def test_the_constants_are_those_of_the_engine() -> None:
     assert (planned.PREFILL, planned.ROOM, planned.LARGE) == (PREFILL, ROOM, LARGE)
+    assert planned.PACKED_SHARE == SHARE
 
 
 def test_the_first_wall_is_named() -> None:

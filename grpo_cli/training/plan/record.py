@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo_cli.errors import UserError
+from grpo_cli.generation.products import is_faster_here
 from grpo_cli.models.flops import peak_flops
 from grpo_cli.models.memory import free_memory
 from grpo_cli.planning import devices
@@ -191,7 +192,7 @@ def prediction(run: Run, prompts: Sequence[Prompt]) -> Predict:
             "max_completion_tokens": most,
             "decoded_rows": recipe.generation.max_num_seqs,
             "signal_share": signal,
-            "on_cpu": device.kind == "cpu",
+            "prepacks": device.kind == "cpu" and is_faster_here(),
         }
         known |= {"micro_tokens": 1} if derive else {}
         settings = Settings.of(recipe, **known)

@@ -14,6 +14,7 @@ from grpo_cli.config import parsing, sources
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.generation.products import is_faster_here
 from grpo_cli.models import loading, tiny
 from grpo_cli.models.attention import UnsupportedModelError
 from grpo_cli.models.flops import peak_flops
@@ -86,7 +87,7 @@ def plan_of(recipe: Recipe, request: Request) -> Planned:
         "max_completion_tokens": longest,
         "decoded_rows": recipe.generation.max_num_seqs,
         "signal_share": request.signal,
-        "on_cpu": device.kind == "cpu",
+        "prepacks": device.kind == "cpu" and is_faster_here(),
     }
     settings = settings_of(recipe, known)
     if rows is not None:
