@@ -193,10 +193,10 @@ def decoding_limit(
     bandwidth: float,
     width: int,
 ) -> float:
-    """Returns the seconds that decoding takes at least, without a draft.
+    """Returns a lower bound of the seconds that generation takes without speculative decoding.
 
-    A step is limited by reading all weights, the keys and values of its rows and, once for each
-    prompt, those of the prompts; or by the products of its rows. Prompts are computed before it.
+    The prompts are computed once. Each decoding step then takes the longer of two times: reading
+    the weights and the keys and values (a prompt's once for its group), or the matrix products.
 
     Args:
         lengths: tokens of each prompt and of its completions.

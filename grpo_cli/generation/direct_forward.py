@@ -34,7 +34,7 @@ LAYERS = {
     )
 }
 # Rotary embeddings of these kinds depend on the largest position, for which they ask the device.
-ASKING_ROPE = ("dynamic", "longrope")
+DYNAMIC_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Rotary:
     def __init__(self, module: nn.Module) -> None:
         """module: transformers' own, called as module(x, positions)."""
         self.module = module
-        self.asks = getattr(module, "rope_type", None) in ASKING_ROPE
+        self.is_dynamic = getattr(module, "rope_type", None) in DYNAMIC_ROPE
         self.table: Tensor | None = None  # [P, 2, 1, D] for the positions below P
 
     def __call__(self, positions: Tensor, longest: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class Rotary:
             positions: [1, N], all of them below `longest`.
             like: a tensor of the dtype to be returned.
         """
-        if self.asks or like.device.type != "cpu":
+        if self.is_dynamic or like.device.type != "cpu":
             cos, sin = self._compute(positions, like).unbind(1)
             return cos, sin
         if self.table is None or len(self.table) < longest:
@@ -191,11 +191,11 @@ class DirectForward:
     def __call__(
         self, ids: Tensor, positions: Tensor, attending: Attending, kept: Tensor | None = None
     ) -> Tensor:
-        """Returns the logits [N, V] of N tokens, or those of some tokens.
+        """Returns the logits of N tokens, [N, V], or only those of the tokens at `kept`.
 
         Args:
             ids, positions: [1, N].
-            kept: the places of tokens whose logits are returned; None: all.
+            kept: indices of the tokens whose logits are returned; None: all tokens.
         """
         x = F.embedding(ids[0], self.embedding)  # [N, H]
         cos, sin = self.rotary(positions, attending.longest, x)

@@ -310,6 +310,7 @@ class Engine:
     caches: KeptCaches | None = None  # of conversations that go on; None: none does
     graphs: FallbackGraphs | None = None  # capture steps; None: decode step by step
     speculation: Speculation | None = None  # None: no drafts
+    direct: DirectForward | None = None  # of these weights; None: made in each call, if it can be
 
     @torch.no_grad()
     def decode(
@@ -325,7 +326,7 @@ class Engine:
         waiting: deque[Waiting] = deque()
         batches: list[Any] = []  # of any kind
         drafter = None if self.speculation is None else Drafter(self.speculation)
-        direct = DirectForward.of(self.model)
+        direct = self.direct or DirectForward.of(self.model)
         # Conversations come and go one by one, and drafts differ in length: each would need another
         # bucket.
         static = None

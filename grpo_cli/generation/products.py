@@ -2,9 +2,9 @@
 
 The product of a few rows with a large weight takes as long as reading the weight, at best. The BLAS
 behind `F.linear` copies the weight into another layout in each call; oneDNN, which torch ships,
-does so once (`prepack`). Its sums are those of `F.linear` except for rounding. With up to 1,024
-inputs a row's are the same to the last bit however many rows are computed together (seen with
-AVX-512); with more, one row alone may differ.
+does so once (`prepack`). The results equal those of `F.linear` except for rounding. With up to
+1,024 input features the result of a row does not depend on the number of rows (seen with AVX-512);
+with more, the result of a single row may differ in the last bits.
 """
 
 from __future__ import annotations

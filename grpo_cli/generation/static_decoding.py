@@ -351,7 +351,7 @@ class StaticDecoding:
         """Returns what decodes states; None if they are to be decoded step by step."""
         if direct is None or graphs is None or graphs.has_failed or not states:
             return None
-        if direct.rotary.asks:
+        if direct.rotary.is_dynamic:
             return None
         settings = {replace(s.sampling, max_tokens=0) for s in states}
         if len(settings) > 1 or not all(s.reads_no_history for s in states):

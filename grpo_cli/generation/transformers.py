@@ -25,6 +25,7 @@ from grpo_cli.generation.base import (
 )
 from grpo_cli.generation.cached_decoding import CachedDecoder, UncachedDecoder
 from grpo_cli.generation.decoding_state import DecodingState
+from grpo_cli.generation.direct_forward import DirectForward
 from grpo_cli.generation.engine import Engine
 from grpo_cli.generation.graphs import CudaGraphs, FallbackGraphs
 from grpo_cli.generation.kept_caches import KeptCaches
@@ -97,7 +98,7 @@ class _Unfinished:
 
 @dataclass(eq=False)
 class TransformersGenerator(Generator):
-    """Decodes with the policy's own module: there is no second copy of the weights to be stale.
+    """Decodes with the policy's own weights: no copy of them outlives a request, to become stale.
 
     It uses the embedded engine (`engine.py`) if the engine's log-probabilities of a few tokens are
     the model's, and transformers' own cache (`cached_decoding.py`) if they are not. A recurrent
@@ -117,6 +118,7 @@ class TransformersGenerator(Generator):
     cuda_graphs: bool = True  # on a GPU, replay captured steps (`static_decoding.py`)
     speculation: Speculation | None = None  # of the engine; None: no drafts
     cache_tokens: int | None = None
+    direct: DirectForward | None = None  # of the weights, while it samples: for all rounds
     decoder: Decoder | None = None  # found by the first prompts
     checked_images: bool = False  # whether they, or later ones, had images
     graphs: FallbackGraphs | None = None  # if steps are captured and their numbers are right
@@ -161,7 +163,10 @@ class TransformersGenerator(Generator):
             self.autocast(),
             torch.compiler.set_stance("force_eager"),
         ):
-            yield
+            try:
+                yield
+            finally:
+                self.direct = None  # which may hold copies of the weights
 
     def _finish(
         self,
@@ -199,9 +204,10 @@ class TransformersGenerator(Generator):
             failed = None
             try:
                 if self.decoder is Engine:
-                    Engine(self.policy, rows, caches, self.graphs, self.speculation).decode(
-                        states, arrived
-                    )
+                    if self.direct is None:
+                        self.direct = DirectForward.of(self.policy)
+                    how = caches, self.graphs, self.speculation, self.direct
+                    Engine(self.policy, rows, *how).decode(states, arrived)
                 else:
                     for state in states:
                         self.decoder(self.policy, rows).decode([state])

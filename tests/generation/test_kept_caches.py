@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_cli.generation import engine, prefill, speculation
 from grpo_cli.generation.base import Generator
+from grpo_cli.generation.direct_forward import DirectForward
 from grpo_cli.generation.drafts import NgramDrafts
 from grpo_cli.generation.kept_caches import KeptCache, KeptCaches
 from grpo_cli.generation.sampling import Sampling
@@ -37,7 +38,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     logits = engine.Engine._logits
 
     def counting(self: Any, ids: Any, *others: Any) -> Any:
-        if len(others) > 3:  # only those of prompts' last tokens are wanted
+        if len(others) > 3:  # a prefill passes `kept`, a decoding step does not
             found.append(ids.numel())
         return logits(self, ids, *others)
 
@@ -73,6 +74,24 @@ def test_what_is_kept_is_not_computed_again(
     # The prompts once, then each reply and the token before it, which was drawn and not computed.
     replies = sum(map(len, kept.ids)) - 3 * sum(map(len, PROMPTS)) - sum(map(len, kept.sampled))
     assert sum(counts) == sum(map(len, PROMPTS)) + replies + 3 * len(kept.ids)
+
+
+def test_weights_are_read_once_for_all_turns(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = sampler(model)
+    conversations().run(generator)  # also chooses the decoder
+    read, calls = DirectForward.of, []
+
+    def counting(policy: PreTrainedModel) -> DirectForward | None:
+        calls.append(read(policy))
+        return calls[-1]
+
+    monkeypatch.setattr(DirectForward, "of", counting)
+    conversations().run(generator)
+    assert len(calls) == 1
+    assert calls[0] is not None
+    assert generator.direct is None, "copies of the weights do not stay"
 
 
 @pytest.mark.parametrize("most", [1, 4, 7])

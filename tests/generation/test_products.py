@@ -1,4 +1,4 @@
-"""Products with prepacked weights are those of `F.linear`, and a row's are its own."""
+"""Prepacked weights give the results of `F.linear`, and rows do not affect one another."""
 
 from __future__ import annotations
 
@@ -9,18 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers import LlamaConfig, Qwen3Config
 
 from grpo_cli.generation import products
-from grpo_cli.generation.base import Request
-from grpo_cli.generation.decoding_state import DecodingState
 from grpo_cli.generation.direct_forward import DirectForward
-from grpo_cli.generation.engine import Engine
 from grpo_cli.generation.products import Product, may_prepack
-from grpo_cli.generation.sampling import Sampling
-from grpo_cli.models.attention import install
-from grpo_cli.records import Completion, Prompt
+from tests.generation.test_direct_forward import completions_of, model_of
 
 pytestmark = pytest.mark.skipif(
     platform.machine() not in products.ARCHITECTURES, reason="nothing is prepacked here"
@@ -80,16 +74,6 @@ def test_small_weights_are_left_as_they_are() -> None:
     assert Product.of(nn.Linear(256, 512).bfloat16(), prepacks=True).packed is None
 
 
-def model_of(config: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.1 * torch.randn_like(weight)
-    assert install(model)
-    return model.eval()
-
-
 def test_what_may_be_prepacked(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(LlamaConfig(**LARGE))
     size = sum(weight.nbytes for weight in model.parameters())
@@ -101,14 +85,6 @@ def test_what_may_be_prepacked(monkeypatch: pytest.MonkeyPatch) -> None:
         assert may_prepack(model) == expected
     monkeypatch.undo()
     assert not may_prepack(model.bfloat16())
-
-
-def completions_of(model: PreTrainedModel, rows: int) -> list[Completion]:
-    found: dict[int, list[Completion]] = {}
-    prompts = [Prompt.from_ids([5, 6, 7]), Prompt.from_ids([8, 9])]
-    request = Request(prompts, 3, Sampling(max_tokens=24), [0, 1])
-    Engine(model, rows).decode([DecodingState(request, [4], None, found.__setitem__)])
-    return [completion for n in sorted(found) for completion in found[n]]
 
 
 @pytest.mark.parametrize(
@@ -127,9 +103,9 @@ def test_the_engine_samples_the_same(config: Any, monkeypatch: pytest.MonkeyPatc
     layer = direct.layers[0]
     used = (layer.query_key_value, layer.gate, layer.up, layer.down, direct.head)
     assert all(product.packed is not None for product in used)
-    packed = completions_of(model, 6)
+    packed = completions_of(model)
     monkeypatch.setattr(DirectForward, "of", lambda model: None)
-    plain = completions_of(model, 6)
+    plain = completions_of(model)
     assert [c.ids for c in packed] == [c.ids for c in plain]
     logprobs = ([lp for c in found for lp in c.sampling_logprobs] for found in (packed, plain))
     assert next(logprobs) == pytest.approx(next(logprobs), abs=1e-4)
