@@ -138,7 +138,6 @@ def child(root: Path, workload: Workload, metered: bool) -> None:
     steps = WARM_UP + (1 if metered else STEPS)
     case = Case(workload.model, workload, OVERRIDES, steps=steps)
     recipe = make(root, case)
-    without_spaces(root / "folder" / "prompts.jsonl")
     looking = peak_memory(torch.device("cpu")) if metered else contextlib.nullcontext([0, 0])
     with looking as seen:
         trained(root, replace(case, recipe=str(recipe)), steps)
@@ -149,17 +148,6 @@ def child(root: Path, workload: Workload, metered: bool) -> None:
         "process": seen[1] - seen[0],
     }
     (root / "result.json").write_text(json.dumps(found), encoding="utf-8")
-
-
-def without_spaces(path: Path) -> None:
-    """Replaces the spaces in a file of prompts, so that each character is a token.
-
-    transformers loads the tokenizer of a folder with a Qwen2 by the rules of Qwen2's own, which
-    look for another character in place of a space: it is not in the vocabulary, and is left out.
-    """
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    lines = (json.dumps({**row, "prompt": row["prompt"].replace(" ", "+")}) + "\n" for row in rows)
-    path.write_text("".join(lines), encoding="utf-8")
 
 
 def run(workload: Workload, metered: bool) -> dict[str, Any]:

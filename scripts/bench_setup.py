@@ -171,8 +171,9 @@ def make_prompts(
     rows = []
     for number in range(count):
         length = draws.randint(*tokens)
-        text = " ".join(str(draws.randint(0, 99)) for _ in range(length))
-        rows.append({"prompt": text[: length - 2] + " =", "flat": half_flat and number % 2 == 1})
+        # No spaces: transformers loads a Qwen2's tokenizer by rules of its own, which drop them.
+        text = "+".join(str(draws.randint(0, 99)) for _ in range(length))
+        rows.append({"prompt": text[: length - 1] + "=", "flat": half_flat and number % 2 == 1})
     return rows
 
 

@@ -48,8 +48,8 @@ from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.sessions import Sessions
 from grpo_cli.generation.base import Generator
+from grpo_cli.generation.embedded.generator import GatheringGenerator, TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.generation.transformers import GatheringGenerator, TransformersGenerator
 from grpo_cli.generation.vllm.weights import AdapterWeights, Weights
 from grpo_cli.models import (
     adapters,
@@ -68,7 +68,7 @@ from grpo_cli.training import logprob_passes
 from grpo_cli.training.run import Run
 from tests.conftest import BUILD, as_prompts
 from tests.fake_vllm import FakeVllm, recipe_for, serving
-from tests.generation.test_transformers import MANY_EOS, PROMPTS, SEEDS, same
+from tests.generation.embedded.test_generator import MANY_EOS, PROMPTS, SEEDS, same
 from tests.models.families import MAMBA_2, Family
 from tests.models.test_architectures import make
 from tests.partial_run import partial_run

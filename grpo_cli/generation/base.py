@@ -24,7 +24,7 @@ from grpo_cli.records import Completion, Prompt
 if TYPE_CHECKING:
     from grpo_cli.config.schema import Recipe
     from grpo_cli.distributed.workers import Workers
-    from grpo_cli.generation.speculation import Speculation
+    from grpo_cli.generation.embedded.speculation.drafter import Speculation
 
 OnGroup = Callable[[int, list[Completion]], None]
 

@@ -20,7 +20,7 @@ from grpo_cli.models import loading
 from grpo_cli.records import Prompt
 
 ENGINES = {
-    "transformers": "grpo_cli.generation.transformers:TransformersGenerator",
+    "transformers": "grpo_cli.generation.embedded.generator:TransformersGenerator",
     "vllm_colocate": "grpo_cli.generation.vllm.colocate:ColocatedGenerator",
     "vllm_server": "grpo_cli.generation.vllm.server:ServerGenerator",
 }

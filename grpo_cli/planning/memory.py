@@ -47,7 +47,7 @@ STAGE_OF = {
 PREFILL = 8192  # prompt tokens that the embedded engine computes at once (engine.PREFILL)
 LARGE = 2**17  # numbers of a matrix from which it is prepacked (products.LARGE)
 PACKED_SHARE = 1 / 8  # of the memory that prepacked weights may take (products.SHARE)
-ROOM = 64  # tokens that a row's cache begins with; it doubles when it is full (engine.ROOM)
+ROOM = 64  # tokens that a row's cache begins with; it doubles when it is full (decode_batch.ROOM)
 WHOLE_LOGITS = 4  # tensors of the logits' size in a backward with update.chunked_logits=false
 IN_PLACE = ("adamw", "adamw_8bit", "paged_adamw_8bit")  # fused: a step makes no tensors of its own
 # Bytes of a quantized weight. nf4: 4 bits, 1 byte for each block of 64 and 4 for each of 64 * 256.

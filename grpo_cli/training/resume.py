@@ -22,7 +22,7 @@ from grpo_cli.config import saved_recipe
 from grpo_cli.config.renamed import translate
 from grpo_cli.config.schema import Adapter, Model, Optimizer, Recipe
 from grpo_cli.errors import UserError
-from grpo_cli.generation.kept_completions import KeptCompletions
+from grpo_cli.generation.embedded.speculation.kept_completions import KeptCompletions
 from grpo_cli.models.optimizers import EIGHT_BIT
 from grpo_cli.records import Group
 from grpo_cli.reporting.model_card import model_card

@@ -14,9 +14,9 @@ from cases import Case, Figures, Setting
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo_cli.generation.graphs import EagerGraphs, FallbackGraphs
+from grpo_cli.generation.embedded.generator import TransformersGenerator
+from grpo_cli.generation.embedded.graphs import EagerGraphs, FallbackGraphs
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.generation.transformers import TransformersGenerator
 from grpo_cli.models.kernels import self_check
 from grpo_cli.models.kernels.self_check import relative
 from grpo_cli.models.kernels.table import TABLE, Needs

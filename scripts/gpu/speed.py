@@ -16,9 +16,9 @@ import workloads
 from cases import Case, Figures, Setting
 from transformers import PreTrainedModel
 
-from grpo_cli.generation.graphs import EagerGraphs, FallbackGraphs
+from grpo_cli.generation.embedded.generator import TransformersGenerator
+from grpo_cli.generation.embedded.graphs import EagerGraphs, FallbackGraphs
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.generation.transformers import TransformersGenerator
 from grpo_cli.models.flops import peak_flops
 from grpo_cli.models.memory import is_out_of_memory, release
 from grpo_cli.models.policy_logprobs import PolicyLogprobs

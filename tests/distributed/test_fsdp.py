@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from grpo_cli.distributed import fsdp
 from grpo_cli.models import memory
-from tests.generation.test_transformers_sharded import OF_GATHERING
+from tests.generation.embedded.test_generator_sharded import OF_GATHERING
 from tests.models.families import FAMILIES, Family
 from tests.models.test_architectures import make
 from tests.sharded import CASES, outcome

@@ -27,9 +27,9 @@ from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation import base
 from grpo_cli.generation.base import Generator, OnGroup, Request, ignore
+from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.stop_strings import StopStrings
-from grpo_cli.generation.transformers import TransformersGenerator
 from grpo_cli.models import tiny
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.random_streams import derive_seed

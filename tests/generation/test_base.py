@@ -11,8 +11,8 @@ from grpo_cli.config.schema import Tools
 from grpo_cli.environments.programs import program_loop
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import Generator, OnGroup, Request
+from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.generation.transformers import TransformersGenerator
 from grpo_cli.images import StoredImage
 from grpo_cli.records import Completion, Prompt
 

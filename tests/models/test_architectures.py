@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.checkpoints import paths
-from grpo_cli.generation.cached_decoding import CachedDecoder, UncachedDecoder
-from grpo_cli.generation.engine import Engine
+from grpo_cli.generation.embedded.cached_decoding import CachedDecoder, UncachedDecoder
+from grpo_cli.generation.embedded.engine import Engine
+from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.generation.transformers import TransformersGenerator
 from grpo_cli.models.families import is_recurrent, reads_both_directions
 from grpo_cli.models.loading import set_dropout
 from grpo_cli.models.policy_logprobs import ForwardMode, PolicyLogprobs

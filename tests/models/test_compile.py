@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from grpo_cli.distributed import fsdp
-from grpo_cli.generation.transformers import TransformersGenerator
+from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.models.attention import UnsupportedModelError
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, bytes_per_token
 from tests.conftest import as_prompts
-from tests.generation.test_transformers import SEEDS, Sampling
+from tests.generation.embedded.test_generator import SEEDS, Sampling
 from tests.sharded import gradients, make_model, make_rollouts, weighted
 from tests.training.test_train import test_stop_and_resume_is_the_same_run as stop_and_resume
 from tests.training.test_train import trained

@@ -17,9 +17,9 @@ from grpo_cli.checkpoints import checkpointer, paths
 from grpo_cli.config.schema import Loss
 from grpo_cli.distributed.workers import Workers, exit_process
 from grpo_cli.errors import TrainingError
-from grpo_cli.generation.engine import Step
-from grpo_cli.generation.prefill import Prefill
-from grpo_cli.generation.transformers import TransformersGenerator
+from grpo_cli.generation.embedded.engine import Step
+from grpo_cli.generation.embedded.generator import TransformersGenerator
+from grpo_cli.generation.embedded.prefill import Prefill
 from grpo_cli.models.attention import Layout
 from grpo_cli.models.memory import MicroBatchBudget
 from grpo_cli.reporting.stage_clock import Clock
@@ -29,7 +29,7 @@ from grpo_cli.training.rollouts.collect import collect
 from tests import optimizer_batch, programs
 from tests.conftest import as_prompts
 from tests.distributed.test_workers import launch, results
-from tests.generation.test_transformers import MANY_EOS, PROMPTS, SAMPLING, SEEDS, same
+from tests.generation.embedded.test_generator import MANY_EOS, PROMPTS, SAMPLING, SEEDS, same
 from tests.training.test_train import ROWS, built, metrics, one_update, updated, weights
 
 ERRORS: dict[str, Callable[[], Exception]] = {

@@ -22,10 +22,10 @@ from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.evaluation import benchmarks
-from grpo_cli.generation.cached_decoding import CachedDecoder
-from grpo_cli.generation.engine import Engine
+from grpo_cli.generation.embedded.cached_decoding import CachedDecoder
+from grpo_cli.generation.embedded.engine import Engine
+from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.generation.transformers import TransformersGenerator
 from grpo_cli.images import StoredImage
 from grpo_cli.models import loading, micro_batches, vision
 from grpo_cli.models.families import image_tokens

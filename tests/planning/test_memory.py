@@ -15,8 +15,9 @@ from transformers import PretrainedConfig
 
 from grpo_cli.config.schema import Adapter
 from grpo_cli.errors import UserError
-from grpo_cli.generation.engine import PREFILL, ROOM
-from grpo_cli.generation.products import LARGE, SHARE
+from grpo_cli.generation.embedded.decode_batch import ROOM
+from grpo_cli.generation.embedded.engine import PREFILL
+from grpo_cli.generation.embedded.products import LARGE, SHARE
 from grpo_cli.models import adapters
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, bytes_per_token
 from grpo_cli.planning import memory as planned

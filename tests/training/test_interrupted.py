@@ -15,7 +15,7 @@ from grpo_cli.checkpoints import paths
 from grpo_cli.config.schema import Vllm
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.interrupts import Interrupts
-from grpo_cli.generation.transformers import TransformersGenerator
+from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.vllm.colocate import ColocatedGenerator
 from grpo_cli.training import resume
 from grpo_cli.training.run import Run

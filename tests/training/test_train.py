@@ -20,7 +20,7 @@ from grpo_cli.config import parsing, schema
 from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.generation import drafts, speculation
+from grpo_cli.generation.embedded.speculation import drafter, drafts
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.reporting.stage_clock import Clock
@@ -262,8 +262,8 @@ def test_the_checkpoint_is_a_model_with_the_generators_logprobs(tmp_path: Path) 
 def all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts also what is hardly ever right: a random policy repeats little."""
     monkeypatch.setattr(drafts, "LEAST_PROBABILITY", 0.0)
-    monkeypatch.setattr(speculation, "LEAST_SHARE", 0.0)
-    monkeypatch.setattr(speculation, "ENOUGH", 0)
+    monkeypatch.setattr(drafter, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(drafter, "ENOUGH", 0)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo_cli.errors import UserError
-from grpo_cli.generation.products import is_faster_here
+from grpo_cli.generation.embedded.products import is_faster_here
 from grpo_cli.models.flops import peak_flops
 from grpo_cli.models.memory import free_memory
 from grpo_cli.planning import devices

@@ -14,7 +14,7 @@ from grpo_cli.config import parsing, sources
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.generation.products import is_faster_here
+from grpo_cli.generation.embedded.products import is_faster_here
 from grpo_cli.models import loading, tiny
 from grpo_cli.models.attention import UnsupportedModelError
 from grpo_cli.models.flops import peak_flops

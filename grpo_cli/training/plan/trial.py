@@ -21,7 +21,6 @@ from grpo_cli.algorithm.loss import Coefficients, grpo_loss
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed.fsdp import norm_of
 from grpo_cli.distributed.workers import Workers
-from grpo_cli.generation.decode_timing import decode_seconds
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models import adapters, loading, optimizers
 from grpo_cli.models.flops import FORWARD_BACKWARD, peak_flops
@@ -34,6 +33,7 @@ from grpo_cli.planning.settings import Settings
 from grpo_cli.planning.shapes import Shape
 from grpo_cli.planning.workload import Workload
 from grpo_cli.records import Completion, Prompt, Rollout
+from grpo_cli.training.plan.decode_timing import decode_seconds
 
 MOST_BYTES = 1e9  # of float32 weights
 SECONDS = 3.0  # that one micro-batch, or one step of decoding, is expected to take at most

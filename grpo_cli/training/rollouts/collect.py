@@ -20,7 +20,7 @@ from grpo_cli.config.interpolation import masked
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.generation.speculation import Speculation, draft_metrics
+from grpo_cli.generation.embedded.speculation.drafter import Speculation, draft_metrics
 from grpo_cli.records import Group, Rollout, RolloutStats, StepStats, rollout_stats
 from grpo_cli.reporting.rollout_metrics import mean, staleness_metrics
 from grpo_cli.reporting.stage_clock import Clock

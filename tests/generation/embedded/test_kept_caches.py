@@ -9,14 +9,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_cli.generation import engine, prefill, speculation
 from grpo_cli.generation.base import Generator
-from grpo_cli.generation.direct_forward import DirectForward
-from grpo_cli.generation.drafts import NgramDrafts
-from grpo_cli.generation.kept_caches import KeptCache, KeptCaches
+from grpo_cli.generation.embedded import engine, prefill
+from grpo_cli.generation.embedded.direct_forward import DirectForward
+from grpo_cli.generation.embedded.generator import TransformersGenerator
+from grpo_cli.generation.embedded.kept_caches import KeptCache, KeptCaches
+from grpo_cli.generation.embedded.speculation import drafter
+from grpo_cli.generation.embedded.speculation.drafter import Speculation
+from grpo_cli.generation.embedded.speculation.drafts import NgramDrafts
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.generation.speculation import Speculation
-from grpo_cli.generation.transformers import TransformersGenerator
 from tests.conversations import Conversations
 
 PROMPTS = [[40, 41, 42, 43, 44, 45, 46], [50], [60, 61, 62], [70, 71, 72, 73], [80, 81, 80, 81]]
@@ -126,8 +127,8 @@ def test_conversations_with_drafts_are_the_same(
     stop: tuple[str, ...],
 ) -> None:
     """Caches of drafted rows are kept, and others that arrive are decoded beside them."""
-    monkeypatch.setattr(speculation, "LEAST_SHARE", 0.0)
-    monkeypatch.setattr(speculation, "ENOUGH", 0)
+    monkeypatch.setattr(drafter, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(drafter, "ENOUGH", 0)
     sampling = Sampling(max_tokens=12, temperature=0.2, stop=stop)
     feeds = [Conversations(PROMPTS, 3, sampling, 4, is_repeatable=r) for r in (True, is_repeatable)]
     plain, drafted = feeds

@@ -23,15 +23,15 @@ from grpo_cli.generation.base import (
     Request,
     Work,
 )
-from grpo_cli.generation.cached_decoding import CachedDecoder, UncachedDecoder
-from grpo_cli.generation.decoding_state import DecodingState
-from grpo_cli.generation.direct_forward import DirectForward
-from grpo_cli.generation.engine import Engine
-from grpo_cli.generation.graphs import CudaGraphs, FallbackGraphs
-from grpo_cli.generation.kept_caches import KeptCaches
-from grpo_cli.generation.kept_completions import KeptCompletions
+from grpo_cli.generation.embedded.cached_decoding import CachedDecoder, UncachedDecoder
+from grpo_cli.generation.embedded.decoding_state import DecodingState
+from grpo_cli.generation.embedded.direct_forward import DirectForward
+from grpo_cli.generation.embedded.engine import Engine
+from grpo_cli.generation.embedded.graphs import CudaGraphs, FallbackGraphs
+from grpo_cli.generation.embedded.kept_caches import KeptCaches
+from grpo_cli.generation.embedded.speculation.drafter import Speculation, budget_of
+from grpo_cli.generation.embedded.speculation.kept_completions import KeptCompletions
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.generation.speculation import Speculation, budget_of
 from grpo_cli.models import attention, loading, memory
 from grpo_cli.models.families import (
     BIDIRECTIONAL,

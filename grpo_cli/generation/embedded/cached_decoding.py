@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
-from grpo_cli.generation.decoding_state import DecodingState, check_logits
+from grpo_cli.generation.embedded.decoding_state import DecodingState, check_logits
 from grpo_cli.models import vision
 from grpo_cli.models.families import is_recurrent, without_router_logits
 from grpo_cli.models.packing import pad_left, pad_right

@@ -7,18 +7,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from grpo_cli.generation import drafts, speculation
 from grpo_cli.generation.base import Request, ignore
-from grpo_cli.generation.decoding_state import DecodingState
-from grpo_cli.generation.drafts import NgramDrafts
-from grpo_cli.generation.kept_completions import KeptCompletions
-from grpo_cli.generation.ragged_batch import RaggedBatch
+from grpo_cli.generation.embedded.decoding_state import DecodingState
+from grpo_cli.generation.embedded.generator import TransformersGenerator
+from grpo_cli.generation.embedded.rows import RaggedRow
+from grpo_cli.generation.embedded.speculation import drafter, drafts
+from grpo_cli.generation.embedded.speculation.drafter import Drafter, Speculation
+from grpo_cli.generation.embedded.speculation.drafts import NgramDrafts
+from grpo_cli.generation.embedded.speculation.kept_completions import KeptCompletions
+from grpo_cli.generation.embedded.speculation.ragged_batch import RaggedBatch
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.generation.speculation import Speculation
-from grpo_cli.generation.transformers import TransformersGenerator
 from grpo_cli.records import Completion
 from tests.conftest import as_prompts
-from tests.generation.test_transformers import MANY_EOS, PROMPTS, SEEDS, same
+from tests.generation.embedded.test_generator import MANY_EOS, PROMPTS, SEEDS, same
 
 DRAWS = 120_000, 20_000  # of the slow tier, and of the default one
 Z = 4.0  # standard deviations; a chi-square statistic beyond them has a probability of 3e-5
@@ -28,8 +29,8 @@ Z = 4.0  # standard deviations; a chi-square statistic beyond them has a probabi
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts all that may be, from the first token on, right or not."""
     monkeypatch.setattr(drafts, "LEAST_PROBABILITY", 0.0)
-    monkeypatch.setattr(speculation, "LEAST_SHARE", 0.0)
-    monkeypatch.setattr(speculation, "ENOUGH", 0)
+    monkeypatch.setattr(drafter, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(drafter, "ENOUGH", 0)
 
 
 def generate(
@@ -122,21 +123,21 @@ def test_drafts_that_do_not_pay_are_not_begun(model: PreTrainedModel) -> None:
 
 
 def test_drafts_end_where_too_few_are_right() -> None:
-    drafter = speculation.Drafter(Speculation(4))
+    drafts_of = Drafter(Speculation(4))
     state = _state(rows=1, vocabulary=5, tokens=9)
     known = NgramDrafts([1])
     for _ in range(9):
         known.add([2, 2, 2, 2])
     state.tokens[0] = [2, 2, 2]
-    drafter.known[state, 0] = known
-    drafter.counted[state, 0] = 3
-    (row,) = [speculation.RaggedRow(state, 0, 3, 0)]
-    for _ in range(speculation.ENOUGH // 4):
-        drafter.draft([row])
+    drafts_of.known[state, 0] = known
+    drafts_of.counted[state, 0] = 3
+    row = RaggedRow(state, 0, 3, 0)
+    for _ in range(drafter.ENOUGH // 4):
+        drafts_of.draft([row])
         assert len(row.draft) == 4
         row.drawn = 1  # none was right
-        drafter.count([row])
-    drafter.draft([row])
+        drafts_of.count([row])
+    drafts_of.draft([row])
     assert row.draft == []
 
 

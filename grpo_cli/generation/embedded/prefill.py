@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from grpo_cli.generation.kept_caches import KeptCache
+from grpo_cli.generation.embedded.kept_caches import KeptCache
 from grpo_cli.models.attention import Layout, flash
 
 

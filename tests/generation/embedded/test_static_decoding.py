@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo_cli.generation import static_decoding
 from grpo_cli.generation.base import Request
-from grpo_cli.generation.decoding_state import DecodingState
-from grpo_cli.generation.engine import Engine
-from grpo_cli.generation.graphs import EagerGraphs, FallbackGraphs, Graphs
+from grpo_cli.generation.embedded import static_decoding
+from grpo_cli.generation.embedded.decoding_state import DecodingState
+from grpo_cli.generation.embedded.engine import Engine
+from grpo_cli.generation.embedded.generator import TransformersGenerator
+from grpo_cli.generation.embedded.graphs import EagerGraphs, FallbackGraphs, Graphs
+from grpo_cli.generation.embedded.static_decoding import column_bucket, row_bucket
 from grpo_cli.generation.sampling import Sampling, pick
-from grpo_cli.generation.static_decoding import column_bucket, row_bucket
-from grpo_cli.generation.transformers import TransformersGenerator
 from grpo_cli.records import Completion, Prompt
 from tests.fake_graphs import RecordingGraphs
-from tests.generation.test_direct_forward import CONFIGS, model_of
+from tests.generation.embedded.test_direct_forward import CONFIGS, model_of
 from tests.tables import table
 
 PROMPTS = [Prompt.from_ids([5 + n, 6, 7, *range(8, 8 + n)]) for n in range(5)]

@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_cli.generation.base import Request, ignore
-from grpo_cli.generation.decoding_state import DecodingState
-from grpo_cli.generation.direct_forward import DirectForward
-from grpo_cli.generation.engine import DecodeBatch, Engine
+from grpo_cli.generation.embedded.decode_batch import DecodeBatch
+from grpo_cli.generation.embedded.decoding_state import DecodingState
+from grpo_cli.generation.embedded.direct_forward import DirectForward
+from grpo_cli.generation.embedded.engine import Engine
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Prompt
 

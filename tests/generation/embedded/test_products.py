@@ -11,10 +11,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 
-from grpo_cli.generation import products
-from grpo_cli.generation.direct_forward import DirectForward
-from grpo_cli.generation.products import Product, may_prepack
-from tests.generation.test_direct_forward import completions_of, model_of
+from grpo_cli.generation.embedded import products
+from grpo_cli.generation.embedded.direct_forward import DirectForward
+from grpo_cli.generation.embedded.products import Product, may_prepack
+from tests.generation.embedded.test_direct_forward import completions_of, model_of
 
 pytestmark = pytest.mark.skipif(
     platform.machine() not in products.ARCHITECTURES, reason="nothing is prepacked here"

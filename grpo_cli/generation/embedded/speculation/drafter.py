@@ -8,10 +8,10 @@ from math import nan
 
 from transformers import PreTrainedModel
 
-from grpo_cli.generation.decoding_state import DecodingState
-from grpo_cli.generation.drafts import NgramDrafts
-from grpo_cli.generation.kept_completions import KeptCompletions
-from grpo_cli.generation.ragged_batch import RaggedRow
+from grpo_cli.generation.embedded.decoding_state import DecodingState
+from grpo_cli.generation.embedded.rows import RaggedRow
+from grpo_cli.generation.embedded.speculation.drafts import NgramDrafts
+from grpo_cli.generation.embedded.speculation.kept_completions import KeptCompletions
 
 # Tokens that a step may compute for little more than it takes for one: on the CPU while the weights
 # are read, on a GPU while the host launches its kernels.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
-from grpo_cli.generation.products import Product, may_prepack
+from grpo_cli.generation.embedded.products import Product, may_prepack
 from grpo_cli.models.attention import Attending, narrowest_window
 
 # Decoder layers of transformers: pre-norm, rotary positions, a gated feed-forward.
@@ -137,6 +137,10 @@ class Layer:
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attending: Attending) -> Tensor:
         """Computes [N, H] -> [N, H]; cos, sin: [N, 1, D] as `Rotary` returns them."""
+        # Two functions, so that the tensors of the first are free in the second.
+        return self._feed_forward(self._attention(x, cos, sin, attending))
+
+    def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, attending: Attending) -> Tensor:
         heads = self.query_key_value(self.before_attention(x)).view(len(x), -1, self.head_dim)
         qk, v = heads[:, : -self.key_heads], heads[:, -self.key_heads :]
         if self.query_norm is not None and self.key_norm is not None:
@@ -147,7 +151,9 @@ class Layer:
         qk = qk.to(v.dtype)
         q, k = qk[:, : -self.key_heads], qk[:, -self.key_heads :]
         attended = attending.attend(self.number, q, k, v, self.scale)
-        x = self.output.plus(attended.reshape(len(x), -1), x)
+        return self.output.plus(attended.reshape(len(x), -1), x)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
         normed = self.before_feed_forward(x)
         if self.activation is None:
             gate = self.gate.silu(normed)

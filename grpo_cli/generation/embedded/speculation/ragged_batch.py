@@ -15,53 +15,17 @@ Two rows, of which the first has a draft of two tokens and the second none:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from grpo_cli.generation.decoding_state import DecodingState
-from grpo_cli.generation.kept_caches import KeptCache
+from grpo_cli.generation.embedded.kept_caches import KeptCache
+from grpo_cli.generation.embedded.rows import RaggedRow
+from grpo_cli.generation.embedded.speculation.drafter import Drafter
 from grpo_cli.models.attention import flash
 
-if TYPE_CHECKING:
-    from grpo_cli.generation.speculation import Drafter
-
 ROOM = 64  # columns that a cache gets more than it needs
-
-
-@dataclass
-class RaggedRow:
-    """Describes a completion: its place, and the tokens that the next step computes."""
-
-    state: DecodingState
-    number: int  # of the row in its state
-    cached: int  # tokens of prompt and completion in the cache: all except the last
-    shift: int  # the position of a token minus its column
-    draft: list[int] = field(default_factory=list)
-    drawn: int = 1  # tokens by the last step: of the draft those that agreed, and one more
-
-    @property
-    def tokens(self) -> list[int]:
-        """Returns the tokens of the completion so far."""
-        return self.state.tokens[self.number]
-
-    @property
-    def prompt(self) -> int:
-        """Returns the number of the row's prompt in its state."""
-        return self.number // self.state.num_generations
-
-    @property
-    def left(self) -> int:
-        """Returns the number of tokens that may still come."""
-        return self.state.sampling.max_tokens - len(self.tokens)
-
-    @property
-    def width(self) -> int:
-        """Returns the number of tokens that the next step computes."""
-        return 1 + len(self.draft)
 
 
 def shape_of(rows: Sequence[RaggedRow], like: Tensor) -> tuple[int, ...]:

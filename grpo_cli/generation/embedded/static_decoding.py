@@ -22,30 +22,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from grpo_cli.distributed import heartbeat
-from grpo_cli.generation.decoding_state import DecodingState
-from grpo_cli.generation.direct_forward import DirectForward
-from grpo_cli.generation.graphs import FallbackGraphs, Graphs, Replay
-from grpo_cli.generation.kept_caches import KeptCache
+from grpo_cli.generation.embedded.decode_batch import WORTH, DecodeBatch
+from grpo_cli.generation.embedded.decoding_state import DecodingState
+from grpo_cli.generation.embedded.direct_forward import DirectForward
+from grpo_cli.generation.embedded.graphs import FallbackGraphs, Graphs, Replay
+from grpo_cli.generation.embedded.kept_caches import KeptCache
+from grpo_cli.generation.embedded.rows import StaticRow
 from grpo_cli.generation.sampling import adjusted, pick
 from grpo_cli.models.attention import flash, merge
 from grpo_cli.models.memory import free_memory
-
-if TYPE_CHECKING:
-    from grpo_cli.generation.engine import DecodeBatch
 
 STEPS = 8  # between two looks at which rows have ended
 COLUMNS = 64  # of the first bucket
 MULTIPLE = 8  # that numbers of rows and columns are rounded to
 LEAST = 4  # steps that are worth capturing one
-# Bytes, in a layer, of prompts that may be read twice to spare the merging of two attentions.
-WORTH = 2**20
 SHARE = 0.9  # of the free memory that buffers may take
 
 
@@ -65,35 +61,10 @@ def column_bucket(columns: int, most: int) -> int:
 
 
 @dataclass(frozen=True)
-class Row:
-    """Describes a completion that is decoded."""
-
-    state: DecodingState
-    number: int  # in its state
-    prompt_length: int
-    first_position: int  # of its first token
-
-    @property
-    def group(self) -> tuple[int, int]:
-        """Returns the state and the number of its prompt."""
-        return id(self.state), self.number // self.state.num_generations
-
-    @property
-    def own(self) -> int:
-        """Returns the number of its own tokens in the cache: all but the one drawn last."""
-        return len(self.state.tokens[self.number]) - 1
-
-    @property
-    def left(self) -> int:
-        """Returns the number of tokens that it may still get."""
-        return self.state.sampling.max_tokens - len(self.state.tokens[self.number])
-
-
-@dataclass(frozen=True)
 class Source:
     """Says in which batch, and at which place there, the cache of a row lies."""
 
-    row: Row
+    row: StaticRow
     batch: StaticBatch | DecodeBatch
     place: int
 
@@ -103,10 +74,10 @@ class Source:
         return self.batch.cache_of(self.place)
 
 
-class Layout:
+class Bucket:
     """Describes the bucket that holds some rows."""
 
-    def __init__(self, rows: Sequence[Row], like: Tensor) -> None:
+    def __init__(self, rows: Sequence[StaticRow], like: Tensor) -> None:
         """like: keys [L, B, Hkv, T, D]."""
         self.rows = list(rows)
         layers, _, heads, _, dim = like.shape
@@ -126,7 +97,7 @@ class Layout:
         columns = self.size * self.columns + len(self.groups) * self.prompt_columns
         self.bytes = layers * column * columns
 
-    def used(self, row: Row) -> int:
+    def used(self, row: StaticRow) -> int:
         """Returns the number of columns that a row's tokens fill."""
         return row.own + (0 if self.shared else row.prompt_length)
 
@@ -134,36 +105,36 @@ class Layout:
 class StaticBatch:
     """Holds the buffers of a bucket, and decodes the rows in it."""
 
-    def __init__(self, direct: DirectForward, layout: Layout, sources: Sequence[Source]) -> None:
-        """sources: of the layout's rows."""
-        rows, like = layout.rows, sources[0].batch.keys
-        self.direct, self.shared = direct, layout.shared
+    def __init__(self, direct: DirectForward, bucket: Bucket, sources: Sequence[Source]) -> None:
+        """sources: of the bucket's rows."""
+        rows, like = bucket.rows, sources[0].batch.keys
+        self.direct, self.shared = direct, bucket.shared
         self.keys: Tensor
         self.values: Tensor
         self.sampling = rows[0].state.sampling
-        self.longest = max(row.prompt_length + row.own for row in rows) + layout.steps + 1
+        self.longest = max(row.prompt_length + row.own for row in rows) + bucket.steps + 1
         # Zeros, since what is masked must be finite.
-        self.keys, self.values = (like.new_zeros(layout.shape) for _ in range(2))
+        self.keys, self.values = (like.new_zeros(bucket.shape) for _ in range(2))
         self.prompt_keys, self.prompt_values = (
-            like.new_zeros(layout.prompt_shape) for _ in range(2)
+            like.new_zeros(bucket.prompt_shape) for _ in range(2)
         )
-        self._copy(layout, sources)
+        self._copy(bucket, sources)
         self.rows = dict(enumerate(rows))  # those that have not ended, by their places
-        self.slots = {group: slot for slot, group in enumerate(layout.groups)}
-        self.steps = layout.steps  # that the bucket has columns for
+        self.slots = {group: slot for slot, group in enumerate(bucket.groups)}
+        self.steps = bucket.steps  # that the bucket has columns for
         self.done = 0  # of them
-        self.size, device = layout.size, like.device
+        self.size, device = bucket.size, like.device
         tokens = [row.state.tokens[row.number][-1] for row in rows]
         self.tokens = self._of_rows(tokens)  # [R] drawn last
         self.positions = self._of_rows([row.first_position + row.own for row in rows])  # [R]
-        self.column = self._of_rows([layout.used(row) for row in rows])  # [R] of these tokens
+        self.column = self._of_rows([bucket.used(row) for row in rows])  # [R] of these tokens
         self.all = torch.arange(self.size, device=device)
-        hidden = torch.arange(layout.columns, device=device) >= self.column[:, None]
+        hidden = torch.arange(bucket.columns, device=device) >= self.column[:, None]
         self.mask = hides(hidden, like)  # [R, 1, 1, C]
         if self.shared:
             self._arrange()
-            columns = torch.arange(layout.prompt_columns, device=device)
-            lengths = torch.tensor([*layout.groups.values()], device=device)
+            columns = torch.arange(bucket.prompt_columns, device=device)
+            lengths = torch.tensor([*bucket.groups.values()], device=device)
             self.prompt_mask = hides(columns >= lengths[:, None], like)  # [groups, 1, 1, P]
         self.bias = self.sampling.bias(direct.head.width, device)
         self.at = torch.zeros(1, dtype=torch.long, device=device)  # `done`, on the device
@@ -199,12 +170,12 @@ class StaticBatch:
                 noise[: len(stream), place] = stream
         return torch.from_numpy(noise)
 
-    def _copy(self, layout: Layout, sources: Sequence[Source]) -> None:
+    def _copy(self, bucket: Bucket, sources: Sequence[Source]) -> None:
         """Copies the caches of rows, and of prompts where they are shared."""
         first: dict[tuple[int, int], Source] = {}
         for source in sources:
             first.setdefault(source.row.group, source)
-        for slot, (group, length) in enumerate(layout.groups.items()):
+        for slot, (group, length) in enumerate(bucket.groups.items()):
             cache = first[group].cache
             self.prompt_keys[:, slot, :, :length] = cache.keys[:, :, :length]
             self.prompt_values[:, slot, :, :length] = cache.values[:, :, :length]
@@ -213,8 +184,8 @@ class StaticBatch:
             together = list(group_of)
             places = range(begin, begin + len(together))
             begin = places.stop
-            if begins_alike(batch, layout.shared):
-                used = max(layout.used(source.row) for source in together)
+            if begins_alike(batch, bucket.shared):
+                used = max(bucket.used(source.row) for source in together)
                 index = torch.tensor([s.place for s in together], device=self.keys.device)
                 for own, other in ((self.keys, batch.keys), (self.values, batch.values)):
                     for layer in range(len(own)):  # one at a time, which needs less memory
@@ -222,8 +193,8 @@ class StaticBatch:
                         own[layer, places.start : places.stop, :, :used] = some
                 continue
             for place, source in zip(places, together, strict=True):
-                used, cache = layout.used(source.row), source.cache
-                behind = source.row.prompt_length if layout.shared else 0
+                used, cache = bucket.used(source.row), source.cache
+                behind = source.row.prompt_length if bucket.shared else 0
                 self.keys[:, place, :, :used] = cache.keys[:, :, behind:]
                 self.values[:, place, :, :used] = cache.values[:, :, behind:]
 
@@ -329,7 +300,7 @@ def sources_of(batches: Sequence[StaticBatch | DecodeBatch]) -> Iterator[Source]
         for place, number in enumerate(batch.rows):
             prompt = number // batch.num_generations
             first = batch.first_positions[prompt]
-            row = Row(batch.state, number, batch.prompt_lengths[prompt], first)
+            row = StaticRow(batch.state, number, batch.prompt_lengths[prompt], first)
             yield Source(row, batch, place)
 
 
@@ -386,8 +357,8 @@ class StaticDecoding:
     def _moved(self, batches: Sequence[StaticBatch | DecodeBatch]) -> StaticBatch | None:
         """Returns the bucket that holds the rows of some batches from now on."""
         sources, keys = list(sources_of(batches)), batches[0].keys
-        layout = Layout([source.row for source in sources], keys)
+        bucket = Bucket([source.row for source in sources], keys)
         begins = not any(isinstance(batch, StaticBatch) for batch in batches)
-        if begins and layout.bytes > SHARE * free_memory(keys.device):
+        if begins and bucket.bytes > SHARE * free_memory(keys.device):
             return None
-        return StaticBatch(self.direct, layout, sources)
+        return StaticBatch(self.direct, bucket, sources)

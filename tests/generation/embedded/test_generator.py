@@ -10,12 +10,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from grpo_cli.algorithm.batch import pad_right
 from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.errors import TrainingError
-from grpo_cli.generation import engine
 from grpo_cli.generation.base import Generator, OnGroup, ignore
-from grpo_cli.generation.decoding_state import uniforms
-from grpo_cli.generation.engine import Step
+from grpo_cli.generation.embedded import decode_batch
+from grpo_cli.generation.embedded.decoding_state import uniforms
+from grpo_cli.generation.embedded.engine import Step
+from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.generation.transformers import TransformersGenerator
 from grpo_cli.models import loading
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.random_streams import derive_seed
@@ -142,15 +142,17 @@ def test_when_rows_stop_sharing_their_prompt_has_no_say(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, worth: int
 ) -> None:
     expected = generate(model, SAMPLING, num_generations=4)
-    monkeypatch.setattr(engine, "WORTH", worth)  # never; when there is a row a prompt; at once
+    monkeypatch.setattr(
+        decode_batch, "WORTH", worth
+    )  # never; when there is a row a prompt; at once
     parted: list[int] = []
-    move = engine.DecodeBatch._move
+    move = decode_batch.DecodeBatch._move
 
-    def noted(decode_batch: engine.DecodeBatch, room: int, fill: Any) -> None:
-        parted.append(len(decode_batch.rows) if fill.__name__ == "fill" else 0)
-        move(decode_batch, room, fill)
+    def noted(batch: decode_batch.DecodeBatch, room: int, fill: Any) -> None:
+        parted.append(len(batch.rows) if fill.__name__ == "fill" else 0)
+        move(batch, room, fill)
 
-    monkeypatch.setattr(engine.DecodeBatch, "_move", noted)
+    monkeypatch.setattr(decode_batch.DecodeBatch, "_move", noted)
     for i, group in generate(model, SAMPLING, num_generations=4).items():
         assert all(same(a, b) for a, b in zip(group, expected[i], strict=True)), i
     assert any(parted) == (worth >= 0)
@@ -280,7 +282,7 @@ def test_an_engine_that_is_wrong_is_not_used(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = generate(model, SAMPLING)
-    monkeypatch.setattr(engine, "merge", lambda out, lse, other, other_lse: (out, lse))
+    monkeypatch.setattr(decode_batch, "merge", lambda out, lse, other, other_lse: (out, lse))
     found = generate(model, SAMPLING)
     assert "log-probabilities differ by" in capsys.readouterr().out
     for i, group in found.items():

@@ -1,7 +1,7 @@
 import random
 
-from grpo_cli.generation.drafts import ORDERS, NgramDrafts
-from grpo_cli.generation.kept_completions import KeptCompletions
+from grpo_cli.generation.embedded.speculation.drafts import ORDERS, NgramDrafts
+from grpo_cli.generation.embedded.speculation.kept_completions import KeptCompletions
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
 COMPLETION = list(range(10, 30))
