@@ -83,7 +83,7 @@ docs: .venv/dev.stamp ## Write the tables in docs/recipes.md and docs/scaling.md
 docs-site: .venv/docs.stamp ## Build the documentation as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-bench: .venv-bench/made.stamp ## Measure time and memory of a step beside TRL's, in a venv of its own
+bench: .venv-bench/made.stamp ## Measure time and memory of a step beside TRL's; tail takes 15 minutes a round
 	HF_HUB_OFFLINE=1 .venv-bench/bin/python scripts/bench.py --workloads $(WORKLOADS) --rounds $(ROUNDS) $(ARGS)
 
 bench-growth: .venv/dev.stamp ## Measure how time and memory of a step grow with its sizes, in 10 to 30 minutes
@@ -99,7 +99,7 @@ bench-vllm: .venv-vllm/trl.stamp ## Measure a step with vLLM beside TRL with vLL
 gpu-pack: .venv/dev.stamp ## Put the wheels that a GPU machine without a network lacks into .gpu-pack
 	$(BIN)/python scripts/gpu/pack.py $(ARGS)
 
-gpu-check: .venv/dev.stamp ## Check grpo on this machine's GPU in 9 minutes (ARGS=--dry-run: on the CPU, tiny)
+gpu-check: .venv/dev.stamp ## Check grpo on this machine's GPU in 9 minutes (without a network: scripts/gpu/check.sh)
 	PYTHON=$(BIN)/python scripts/gpu/check.sh $(ARGS)
 
 clean: ## Remove .venv, caches and build leftovers; outputs/ stays

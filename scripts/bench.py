@@ -320,8 +320,14 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def comparison(bench: Bench, chosen: Sequence[Workload], rounds: int) -> dict[str, Any]:
-    """Runs and prints the workloads; returns every step that was counted."""
+def comparison(
+    bench: Bench, chosen: Sequence[Workload], rounds: int, path: Path | None = None
+) -> None:
+    """Runs and prints the workloads.
+
+    Args:
+        path: of a JSON file that gets every counted step, written after each workload.
+    """
     has_trl = importlib.util.find_spec("trl") is not None
     if not has_trl:
         print("TRL is not installed here (make bench makes a venv that has it): ours alone")
@@ -339,7 +345,8 @@ def comparison(bench: Bench, chosen: Sequence[Workload], rounds: int) -> dict[st
         lines += [logits_row(workload)] if "plain" in sides else []
         lines += [] if len(sides) > 1 else alone(workload.name, found[sides[0]])
         print("\n".join(lines), flush=True)
-    return raw
+        if path is not None:
+            path.write_text(json.dumps(raw), encoding="utf-8")
 
 
 def alone(workload: str, ours: Rounds) -> list[str]:
@@ -488,9 +495,7 @@ def main() -> None:
         elif given.what == "peak":
             peak(bench, given.model or "small", given.changes)
         else:
-            raw = comparison(bench, given.workloads, given.rounds)
-            if given.json is not None:
-                given.json.write_text(json.dumps(raw), encoding="utf-8")
+            comparison(bench, given.workloads, given.rounds, given.json)
 
 
 if __name__ == "__main__":

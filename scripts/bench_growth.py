@@ -213,10 +213,11 @@ def memory_of(found: Mapping[str, Any]) -> Point:
 
 
 def table(name: str, points: Sequence[Point]) -> list[str]:
-    """Returns a Markdown table of an axis, with the exponents in its last row."""
+    """Returns a Markdown table of an axis, a row for each point."""
     header = [
-        name, "tokens", "sampling", "update", "step", "a token", "sampling holds", "planned",
-        "update holds", "planned", "process",
+        name, "tokens", "sampling time", "update time", "step time", "step time a token",
+        "sampling memory", "planned for sampling", "update memory", "planned for the update",
+        "process memory",
     ]  # fmt: skip
     lines = [f"| {' | '.join(header)} |", "| --- " * len(header) + "|"]
     for p in points:
@@ -232,7 +233,10 @@ def table(name: str, points: Sequence[Point]) -> list[str]:
 
 def exponents(found: Mapping[str, Sequence[Point]]) -> list[str]:
     """Returns a Markdown table: the exponent of each measure along each axis."""
-    header = ["axis", *TIMES, "step, a token", *MEMORY]
+    header = [
+        "exponents by", "sampling time", "update time", "step time", "step time a token",
+        "sampling memory", "update memory", "process memory",
+    ]  # fmt: skip
     lines = [f"| {' | '.join(header)} |", "| --- " * len(header) + "|"]
     for axis, points in found.items():
         costs = [[p[stage] for p in points] for stage in (*TIMES, *MEMORY)]
@@ -320,15 +324,15 @@ def main() -> None:
         os.environ |= {"OMP_NUM_THREADS": "1"}
         os.environ["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)
         multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED])
-    for short in [] if found else given.axes or named:
+    for short in [*(found or given.axes or named)]:
         axis = named[short]
-        points = dict([*axis.points.items()][: given.points])
-        found[short] = measure(replace(axis, points=points), given.rounds)
-        if given.json is not None:
-            given.json.write_text(json.dumps(found), encoding="utf-8")
-    for short, points_of in found.items():
-        print("\n" + "\n".join(table(named[short].name, points_of)), flush=True)
-    print("\n" + "\n".join(exponents(found)))
+        if short not in found:
+            points = dict([*axis.points.items()][: given.points])
+            found[short] = measure(replace(axis, points=points), given.rounds)
+            if given.json is not None:
+                given.json.write_text(json.dumps(found), encoding="utf-8")
+        print("\n" + "\n".join(table(axis.name, found[short])) + "\n", flush=True)
+    print("\n".join(exponents(found)))
     if given.plot is not None:
         plot(given.plot, found, {short: axis.name for short, axis in named.items()})
 

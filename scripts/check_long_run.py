@@ -50,6 +50,10 @@ def main() -> None:
     if given.stored is None:
         print(machine(), flush=True)
         words = [f"steps={given.steps}", f"output_dir={given.output}", *given.overrides]
+        # A run that resumes adds its samples to those that are there.
+        if not any(word.startswith("resume=") for word in given.overrides):
+            path.unlink(missing_ok=True)
+            words.append("overwrite=true")
         watch(["recipe=arithmetic_tiny", *words], given.output, path, given.every)
     samples = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     print("\n".join([*of_processes(samples), "", *of_files(samples)]))
@@ -58,11 +62,11 @@ def main() -> None:
 
 
 def watch(words: Sequence[str], folder: Path, path: Path, every: float) -> None:
-    """Trains in a process of its own, and writes a line of the file for each sample."""
+    """Trains in a process of its own, and adds a line to the file for each sample."""
     command = [sys.executable, "-m", "grpo_cli.cli", "train", *words]
     path.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    with path.open("w", encoding="utf-8") as file, subprocess.Popen(command) as run:
+    with path.open("a", encoding="utf-8") as file, subprocess.Popen(command) as run:
         while run.poll() is None:
             sample = {"seconds": time.monotonic() - began, **look(psutil.Process(run.pid), folder)}
             if sample["processes"]:

@@ -18,7 +18,7 @@ Example: a prompt p of 3 tokens with completions a of 2 tokens and b of 1 token,
     b0    x  x  x        x      (p0, p1, p2): o', s'; merged (e^s o + e^s' o') / (e^s + e^s')
 
 A model calls `attend` of the object that its forward gets as `attending`, in place of its own
-attention: a `Layout` from this file, or the cache of `generation/embedded/engine.py`.
+attention: a `Layout` from this file, or a batch of `generation/embedded/`.
 """
 
 from __future__ import annotations

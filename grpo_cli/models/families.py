@@ -7,6 +7,7 @@ name for its experts is described here, and nowhere else.
 from __future__ import annotations
 
 from inspect import signature
+from math import inf
 from typing import Any
 
 from torch import nn
@@ -34,6 +35,9 @@ RECURRENT = "layers carry a state from token to token"
 BIDIRECTIONAL = "images are read in both directions"
 # Names, in a config's layer_types, of layers that carry a state from token to token.
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"}
+
+# Rotary embeddings of these kinds depend on the largest position of a forward pass.
+DYNAMIC_ROPE = ("dynamic", "longrope")
 
 # Decoders whose configs have BERT's is_decoder=false all the same.
 DECODERS = ("gpt_neox", "gpt_neox_japanese")
@@ -77,6 +81,22 @@ def window_of(module: nn.Module) -> int | None:
 def reads_both_directions(config: PretrainedConfig) -> bool:
     """Whether a model is an encoder, as BERT and its relatives are, which cannot generate."""
     return getattr(config, "is_decoder", True) is False and config.model_type not in DECODERS
+
+
+def fixed_rope_tokens(config: PretrainedConfig) -> float:
+    """Returns up to how many tokens rotary embeddings do not depend on the other rows' lengths.
+
+    Infinity for most models. Dynamic NTK and LongRoPE (arXiv 2402.13753) take other frequencies
+    for all rows of a forward pass once one of them is longer than this.
+    """
+    text: Any = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    tokens = inf
+    for one in [rope] if "rope_type" in rope else rope.values():  # one for each type of layer
+        if isinstance(one, dict) and one.get("rope_type") in DYNAMIC_ROPE:
+            own = one.get("original_max_position_embeddings")
+            tokens = min(tokens, own or text.max_position_embeddings)
+    return tokens
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:

@@ -32,4 +32,5 @@ def decode(setting: Setting, name: str, rows: int, way: str) -> Figures:
     prompt, new = (8, 4) if setting.dry else (PROMPT, NEW)
     prompts = speed.prompts_of(model, rows // size, prompt)
     found = speed.measured_generation(setting, model, prompts, size, new, way)
-    return {key: found[key] for key in ("seconds", "tokens/s", "ms a token", "GiB")}
+    shown = ("seconds", "tokens/s", "ms a token", "GiB", "status", "error")
+    return {key: found[key] for key in shown if key in found}

@@ -35,25 +35,29 @@ MODES = {
 
 
 def cases(setting: Setting) -> list[Case]:
-    modes: dict[str, dict[str, Any]] = dict(MODES)
-    if not setting.dry:  # to compile takes longer than the whole dry run
-        modes["packed, compiled"] = {"packed": True, "compile_backend": "inductor"}
-    calls: dict[str, Callable[[], Figures]] = {}
+    quick: dict[str, Callable[[], Figures]] = {}
+    compiled: dict[str, Callable[[], Figures]] = {}  # last, since a stage may end before they do
+    for precision in PRECISIONS:
+        for way in ("graphs", "steps"):
+            quick[f"decoding, {way}, {precision}"] = partial(decoding, setting, precision, way)
+    quick["decoding, graphs against steps"] = partial(graphs_against_steps, setting)
     for precision in PRECISIONS:
         dtype = getattr(torch, precision)
+        for name, mode in MODES.items():
+            quick[f"logprobs, {name}, {precision}"] = partial(
+                logprob_error, setting, mode, precision
+            )
         for dim in (64, 128):
             needs = Needs(torch.device(setting.device), dtype, dim, heads=4, key_heads=2)
             for kernel in dict.fromkeys(r.name for r in TABLE if r.fits(needs)):
                 name = f"attention by {kernel}, heads of {dim}, {precision}"
+                calls = compiled if kernel == "flex" else quick
                 calls[name] = partial(attention_error, setting, kernel, dim, dtype)
-        for name, mode in modes.items():
-            calls[f"logprobs, {name}, {precision}"] = partial(
-                logprob_error, setting, mode, precision
-            )
-        for way in ("graphs", "steps"):
-            calls[f"decoding, {way}, {precision}"] = partial(decoding, setting, precision, way)
-    calls["decoding, graphs against steps"] = partial(graphs_against_steps, setting)
-    return [Case("precision", name, call) for name, call in calls.items()]
+        backend = "eager" if setting.dry else "inductor"
+        compiled[f"logprobs, packed, compiled, {precision}"] = partial(
+            logprob_error, setting, {"packed": True, "compile_backend": backend}, precision
+        )
+    return [Case("precision", name, call) for name, call in {**quick, **compiled}.items()]
 
 
 def attention_error(setting: Setting, name: str, dim: int, dtype: torch.dtype) -> Figures:
@@ -77,15 +81,17 @@ def attention_error(setting: Setting, name: str, dim: int, dtype: torch.dtype) -
 def logprob_error(setting: Setting, mode: dict[str, Any], precision: str) -> Figures:
     """Compares log-probabilities and gradient of a mode with the float64 model's."""
     model = workloads.model("dry" if setting.dry else "precise", setting)
+    # Copies, since a compiled model stays compiled.
+    model, simplest, precise = (copy.deepcopy(model) for _ in range(3))
     length, groups = (48, 2) if setting.dry else (384, 4)
     rollouts = workloads.rollouts(model.config.vocab_size, length, groups, size=4)
     notes: list[str] = []
     mode = {"autocast": workloads.half(setting)} | mode if precision == "bfloat16" else mode
     own = PolicyLogprobs(model, say=notes.append, **mode)
     own.check(rollouts, 1.0)
-    plain = PolicyLogprobs(model, **{**mode, "packed": False, "chunked": False,
-                                     "compile_backend": None})  # fmt: skip
-    exact = PolicyLogprobs(copy.deepcopy(model).double(), packed=False, chunked=False)
+    plain = PolicyLogprobs(simplest, **{**mode, "packed": False, "chunked": False,
+                                        "compile_backend": None})  # fmt: skip
+    exact = PolicyLogprobs(precise.double(), packed=False, chunked=False)
     (mine, slope), (simple, simple_slope), (right, right_slope) = (
         outcome(p, rollouts) for p in (own, plain, exact)
     )

@@ -6,19 +6,22 @@ By model and length: packed against padded rows, and against transformers alone 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import plain
 import torch
 import workloads
+from bench_probe import peak_memory
 from cases import Case, Figures, Setting
 from transformers import PreTrainedModel
 
+from grpo_cli.config.schema import Optimizer
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.embedded.graphs import EagerGraphs, FallbackGraphs
 from grpo_cli.generation.sampling import Sampling
+from grpo_cli.models import optimizers
 from grpo_cli.models.flops import peak_flops
 from grpo_cli.models.memory import is_out_of_memory, release
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
@@ -59,8 +62,7 @@ def measured_update(
     Args:
         way: packed or padded rows of `PolicyLogprobs`, or plain.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-9)
+    optimizer = optimizers.make(Optimizer(learning_rate=1e-9), model)
     notes: list[str] = []
     own = PolicyLogprobs(
         model, packed=way == "packed", autocast=workloads.half(setting), say=notes.append
@@ -132,40 +134,50 @@ def prompts_of(model: PreTrainedModel, count: int, length: int) -> list[Prompt]:
     return [Prompt(n, draws.choices(words, k=length), "", {}) for n in range(count)]
 
 
-Sampler = Callable[[list[Prompt], int, int], list[Rollout]]
+@dataclass
+class Sampler:
+    """Samples completions of a fixed length as rollouts."""
 
+    setting: Setting
+    model: PreTrainedModel
+    way: str  # ours, with CUDA graphs; steps, without them; or plain
+    notes: list[str] = field(default_factory=list)  # of the engine
 
-def sampler(setting: Setting, model: PreTrainedModel, way: str) -> Sampler:
-    """Returns what samples completions as rollouts: (prompts, completions of each, tokens of each).
+    def __post_init__(self) -> None:
+        self.half = workloads.half(self.setting)
+        self.generator = TransformersGenerator(
+            self.model,
+            [],
+            autocast=self.half,
+            say=self.notes.append,
+            cuda_graphs=self.way != "steps",
+        )
+        if self.setting.dry and self.way == "ours":
+            self.generator.graphs = FallbackGraphs(EagerGraphs(), self.notes.append)
 
-    Args:
-        way: ours, with CUDA graphs; steps, without them; or plain.
-    """
-    half = workloads.half(setting)
-    generator = TransformersGenerator(model, [], autocast=half, cuda_graphs=way != "steps")
-    if setting.dry and way == "ours":
-        generator.graphs = FallbackGraphs(EagerGraphs(), print)
-
-    def sample(prompts: list[Prompt], size: int, tokens: int) -> list[Rollout]:
-        if way == "plain":
+    def __call__(self, prompts: list[Prompt], size: int, tokens: int) -> list[Rollout]:
+        """Returns `size` completions of `tokens` tokens for each prompt."""
+        if self.way == "plain":
             rows = [p.ids for p in prompts for _ in range(size)]
-            with half():
-                ids = plain.generate(model, rows, tokens)
+            with self.half():
+                ids = plain.generate(self.model, rows, tokens)
             completions = [workloads.completion(row[-tokens:]) for row in ids.tolist()]
         else:
             settings = Sampling(max_tokens=tokens)
-            found = generator.generate(prompts, size, settings, [*range(len(prompts))])
+            found = self.generator.generate(prompts, size, settings, [*range(len(prompts))])
             completions = [c for group in found for c in group]
-        graphs = generator.graphs
-        if way == "ours" and (graphs is None or graphs.has_failed):
-            raise RuntimeError("no CUDA graphs; the log says why")
         each = [p for p in prompts for _ in range(size)]
         return [
             Rollout(p, c, "", reward=1.0, advantage=1.0 if n % 2 else -1.0)
             for n, (p, c) in enumerate(zip(each, completions, strict=True))
         ]
 
-    return sample
+    def verdict(self) -> Figures:
+        """Returns the status of a case that has sampled: wrong where graphs were not used."""
+        graphs = self.generator.graphs
+        if self.way != "ours" or (graphs is not None and not graphs.has_failed):
+            return {}
+        return {"status": "wrong", "error": next(iter(self.notes), "no CUDA graphs")}
 
 
 def generation(setting: Setting, name: str, length: int, way: str) -> Figures:
@@ -181,13 +193,13 @@ def measured_generation(
 ) -> Figures:
     """Returns the figures of sampling `new` tokens, the prompts' forward pass included."""
     kept: list[list[Rollout]] = []
-    sample = sampler(setting, model, way)
+    sample = Sampler(setting, model, way)
     seconds, peak = workloads.measure(
         setting, lambda: kept.append(sample(prompts, size, new)), repeats=1
     )
     own = PolicyLogprobs(model)
     found: dict[str, Any] = figures(setting, own, kept[-1], seconds, peak, backward=False)
-    return found | {"ms a token": 1e3 * seconds / new, "rows": len(kept[-1])}
+    return found | {"ms a token": 1e3 * seconds / new, "rows": len(kept[-1]), **sample.verdict()}
 
 
 def step(setting: Setting, name: str, length: int, way: str) -> Figures:
@@ -196,15 +208,19 @@ def step(setting: Setting, name: str, length: int, way: str) -> Figures:
     new = length - length // 8
     prompts = prompts_of(model, workloads.PROMPTS_OF_STEP, length // 8)
     device = torch.device(setting.device)
-    start = workloads.now(device)
-    rollouts = sampler(setting, model, way)(prompts, workloads.NUM_GENERATIONS, new)
-    generated = workloads.now(device) - start
+    sample = Sampler(setting, model, way)
+    sample(prompts, workloads.NUM_GENERATIONS, 4)  # checks the engine, which a run does once
+    with peak_memory(device) as seen:
+        start = workloads.now(device)
+        rollouts = sample(prompts, workloads.NUM_GENERATIONS, new)
+        generated = workloads.now(device) - start
     updated = measured_update(setting, model, rollouts, "packed" if way == "ours" else "plain")
     seconds = generated + updated["seconds"]
     return {
         "seconds": seconds,
         "tokens/s": len(rollouts) * new / seconds,
-        "GiB": updated["GiB"],
+        "GiB": max(workloads.gib(device, seen), updated["GiB"]),
         "generation s": generated,
         "update s": updated["seconds"],
+        **sample.verdict(),
     }

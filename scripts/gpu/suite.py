@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
-from cases import Case, Figures, Setting
+from cases import ROOT, Case, Figures, Setting
 
-ROOT = Path(__file__).resolve().parents[2]
 MARK = "@pytest.mark.gpu"
 
 
@@ -28,13 +24,10 @@ def run(setting: Setting) -> Figures:
     """Returns pytest's counts."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *files()]
     command += ["--collect-only"] if setting.dry else ["--durations=5", "--tb=short"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
-    print(done.stdout, done.stderr, flush=True)
-    counts = re.findall(
-        r"(\d+)[/ ]?\d* (passed|failed|errors?|skipped|tests collected)", done.stdout
-    )
+    code, printed = setting.run_program(command)
+    counts = re.findall(r"(\d+)[/ ]?\d* (passed|failed|errors?|skipped|tests collected)", printed)
     figures: Figures = {what: int(count) for count, what in counts}
-    if done.returncode:
-        failed = re.findall(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)
-        figures |= {"status": "failed", "error": "; ".join(failed) or done.stderr.strip()[-300:]}
+    if code:
+        failed = re.findall(r"^(?:FAILED|ERROR) (.*)$", printed, re.MULTILINE)
+        figures |= {"status": "failed", "error": "; ".join(failed) or printed.strip()[-300:]}
     return figures

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 from cases import Case, Figures, Setting
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = (  # of the dry run
     "prompts_per_step=2 dataset.train_limit=20 dataset.eval_limit=2 model.build.warmup_steps=0 "
     "model.build.hidden_size=32 generation.num_generations=2 generation.max_completion_tokens=4"
@@ -30,12 +27,11 @@ def cases(setting: Setting) -> list[Case]:
 def demo(setting: Setting, precision: str) -> Figures:
     """Trains the demo's recipe; returns the held-out accuracy before and after."""
     steps = 2 if setting.dry else 60
-    folder = setting.out / "runs" / "demo"
-    shutil.rmtree(folder, ignore_errors=True)
+    folder = setting.scratch / "demo"
     given = f"recipe=arithmetic_tiny device={setting.device} mixed_precision={precision} "
     given += f"steps={steps} checkpoint.every={steps // 2} eval.every={steps} log.plots=false "
     given += "log.report=false " + (TINY if setting.dry else "")
-    train(folder, given.split())
+    train(setting, folder, given.split())
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     last = json.loads(lines[-1])
@@ -56,18 +52,16 @@ def resume(setting: Setting) -> Figures:
     """
     from safetensors.torch import load_file
 
-    first, second = (setting.out / "runs" / name for name in ("demo", "resumed"))
+    first, second = setting.scratch / "demo", setting.scratch / "resumed"
     steps = 2 if setting.dry else 60
     last = f"checkpoints/step-{steps}"
     if not (first / last).exists():
         return {"status": "failed", "error": f"the demo has left no {last}"}
-    shutil.rmtree(second, ignore_errors=True)
     shutil.copytree(first, second, symlinks=True)
     shutil.rmtree(second / last)
-    command = json.loads((setting.out / "runs" / "demo.json").read_text(encoding="utf-8"))
-    train(second, [*command, f"resume={second / 'checkpoints' / f'step-{steps // 2}'}"])
+    command = json.loads((setting.scratch / "demo.json").read_text(encoding="utf-8"))
+    train(setting, second, [*command, f"resume={second / 'checkpoints' / f'step-{steps // 2}'}"])
     one, other = (load_file(f / last / "model.safetensors") for f in (first, second))
-    shutil.rmtree(setting.out / "runs")  # many files
     apart = max((one[name].double() - other[name].double()).abs().max().item() for name in one)
     largest = max(weight.double().abs().max().item() for weight in one.values())
     is_right = apart == 0 if setting.dry else apart < 0.02 * largest
@@ -76,18 +70,16 @@ def resume(setting: Setting) -> Figures:
     )
 
 
-def train(folder: Path, given: list[str]) -> None:
+def train(setting: Setting, folder: Path, given: list[str]) -> None:
     """Runs `grpo train`.
 
     Raises:
         RuntimeError: it fails.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
     kept = [word for word in given if not word.startswith("resume=")]
-    (folder.parent / "demo.json").write_text(json.dumps(kept), encoding="utf-8")
+    (setting.scratch / "demo.json").write_text(json.dumps(kept), encoding="utf-8")
     command = [sys.executable, "-m", "grpo_cli", "train", *given, f"output_dir={folder}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
-    print(done.stdout, done.stderr, flush=True)
-    if done.returncode:
-        words = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        raise RuntimeError(words[-1] if words else f"grpo train ended with {done.returncode}")
+    code, printed = setting.run_program(command)
+    if code:
+        words = printed.strip().splitlines()
+        raise RuntimeError(words[-1] if words else f"grpo train ended with {code}")

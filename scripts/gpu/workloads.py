@@ -7,7 +7,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -125,5 +125,9 @@ def measure(setting: Setting, call: Callable[[], object], repeats: int = 2) -> t
             start = now(device)
             call()
             taken.append(now(device) - start)
-    highest = seen[1] if device.type == "cuda" else seen[1] - seen[0]
-    return statistics.median(taken[1:] or taken), highest / 2**30
+    return statistics.median(taken[1:] or taken), gib(device, seen)
+
+
+def gib(device: torch.device, seen: Sequence[int]) -> float:
+    """Returns the peak of `peak_memory` in GiB; see `measure`."""
+    return (seen[1] if device.type == "cuda" else seen[1] - seen[0]) / 2**30

@@ -16,11 +16,12 @@ from transformers import PretrainedConfig
 from grpo_cli.config.schema import Adapter
 from grpo_cli.errors import UserError
 from grpo_cli.generation.embedded.decode_batch import ROOM
-from grpo_cli.generation.embedded.engine import PREFILL
+from grpo_cli.generation.embedded.engine import PREFILL, REFILL
 from grpo_cli.generation.embedded.products import LARGE, SHARE
 from grpo_cli.models import adapters
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, bytes_per_token
 from grpo_cli.planning import memory as planned
+from grpo_cli.planning import workload
 from grpo_cli.planning.memory import (
     Memory,
     activation_bytes,
@@ -436,6 +437,7 @@ def test_large_matrices_are_prepacked_on_a_cpu() -> None:
 
 
 def test_the_constants_are_those_of_the_engine() -> None:
+    assert workload.REFILL == REFILL
     assert (planned.PREFILL, planned.ROOM, planned.LARGE) == (PREFILL, ROOM, LARGE)
     assert planned.PACKED_SHARE == SHARE
 

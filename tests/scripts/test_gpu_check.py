@@ -83,7 +83,7 @@ def test_a_stage_goes_on_after_a_case_that_dies_breaks_or_hangs(
 ) -> None:
     monkeypatch.setattr(check, "Worker", FakeWorker)
     monkeypatch.setitem(check.STAGES, "tests", ("suite", 0.1))
-    checker = check.Checker(Setting(True, tmp_path))
+    checker = check.Checker(Setting(True, tmp_path, tmp_path))
     checker.stage("tests")
     rows = checker.results.rows
     statuses = [(r["case"], r["status"]) for r in rows]

@@ -1,4 +1,4 @@
-"""Rows that began together: their caches have one length, so that nothing of them is masked.
+"""Rows that began together: their caches have one length, so that no completion is padded.
 
 Two prompts of 3 and 2 tokens with two completions each, after two steps:
 
@@ -7,7 +7,8 @@ Two prompts of 3 and 2 tokens with two completions each, after two steps:
     step      4 queries, one a row; each sees its row, and its group's prompt: two attentions, which
               are merged by their log-sum-exp; the two rows of a prompt read its keys together
 
-Once few rows are left, each gets a copy of its prompt in front of its own tokens: one attention.
+Rows that share little (few of a group are left, or a conversation goes on) get copies of their
+prompts in front of their own tokens instead: one attention.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from grpo_cli.generation.embedded.rows import RaggedRow
 from grpo_cli.models.attention import flash, merge
 
 ROOM = 64  # tokens that a batch's cache begins with; it doubles when it is full
-# Bytes, in a layer, that a step may read twice to spare itself the merging of two attentions.
+# Bytes of prompts, in a layer, that a step may read more than once to spare itself the merging of
+# two attentions.
 WORTH = 3 * 2**19
+COPIED = 2**24  # bytes of prompts, in a layer, that are copied for it at most
 
 
 class DecodeBatch:
@@ -44,7 +47,7 @@ class DecodeBatch:
         self.prompt_keys, self.prompt_values = (
             prefill.padded(layers) for layers in (prefill.keys, prefill.values)
         )
-        self.prompt_mask = prefill.mask(self.prompt_keys.dtype, self.prompt_keys.device)
+        self.prompt_mask = prefill.mask(self.prompt_keys)
         self.rows = [n * num_generations + j for n in numbers for j in range(num_generations)]
         self.length = 0  # tokens of each row in the cache
         self.tokens: Tensor  # [B] drawn, not yet in the cache
@@ -52,7 +55,7 @@ class DecodeBatch:
         self.new_values: Sequence[Tensor] = ()
         self.seen_keys: Sequence[Tensor] = ()
         self.seen_values: Sequence[Tensor] = ()
-        self.before = 0  # columns of the cache that hold its prompt, once rows share it no more
+        self.prompt_columns = 0  # of the cache that hold its prompt, once rows share it no more
         self.mask: Tensor | None = None  # then: what hides the padding of prompts, [B, 1, 1, K]
         layers, _, heads, _, dim = self.prompt_keys.shape
         room = min(ROOM, max_tokens)
@@ -63,8 +66,8 @@ class DecodeBatch:
         if isinstance(prefill, Continuation) or (
             len(self.rows) == len(self.groups) and self.prompt_keys[0].nbytes * 2 <= WORTH
         ):
-            self._part_prompts()
-        if not self.before:
+            self._unshare_prompts()
+        if not self.prompt_columns:
             self._arrange()
 
     def __len__(self) -> int:
@@ -87,10 +90,11 @@ class DecodeBatch:
 
     def make_room(self) -> None:
         """Makes space in the cache for one more token of each row."""
-        room, t = self.keys.shape[3], self.before + self.length
+        room, t = self.keys.shape[3], self.prompt_columns + self.length
         if t == room:
-            own = min(2 * (room - self.before), self.max_tokens)
-            self._move(self.before + own, lambda cache, new: new[:, :, :, :room].copy_(cache))
+            before = self.prompt_columns
+            room_then = before + min(2 * (room - before), self.max_tokens)
+            self._move(room_then, lambda cache, new: new[:, :, :, :room].copy_(cache))
         caches = [cache[:, : len(self.rows)] for cache in (self.keys, self.values)]
         # The parts of every layer, made at once: a step has no time to make them one by one.
         self.new_keys, self.new_values = (cache[:, :, :, t].unbind() for cache in caches)
@@ -106,11 +110,12 @@ class DecodeBatch:
             fill(cache, new)
             setattr(self, name, new)
 
-    def _part_prompts(self) -> None:
+    def _unshare_prompts(self) -> None:
         """Gives each row a prompt of its own in its cache, where sharing gains nothing any more."""
         columns, heads, dim = self.prompt_keys.shape[3], *self.keys.shape[2::2]
-        again = (len(self.rows) - len(self.groups)) * columns
-        if self.before or again * 2 * heads * dim * self.keys.element_size() > WORTH:
+        prompt = columns * 2 * heads * dim * self.keys.element_size()  # bytes in a layer
+        again = (len(self.rows) - len(self.groups)) * prompt
+        if self.prompt_columns or again > WORTH or len(self.rows) * prompt > COPIED:
             return
         slot = {number: i for i, number in enumerate(self.groups)}
         slots = torch.tensor(
@@ -126,7 +131,7 @@ class DecodeBatch:
         if self.prompt_mask is not None:
             self.mask = self.prompt_mask.new_zeros(len(slots), 1, 1, columns + self.max_tokens)
             self.mask[..., :columns] = self.prompt_mask[slots]
-        self.before = columns
+        self.prompt_columns = columns
         # No longer read, and not a part of the old ones, which would stay.
         self.prompt_keys = self.prompt_values = self.prompt_keys.new_empty(
             self.keys.shape[0], 0, heads, columns, dim
@@ -145,7 +150,7 @@ class DecodeBatch:
             mask=self.seen_mask,
             scale=scale,
         )
-        if self.before:
+        if self.prompt_columns:
             return out.reshape(size, -1, dim)
         groups, width = len(self.groups), self.width
         if self.places is None:
@@ -184,11 +189,11 @@ class DecodeBatch:
     def cache_of(self, i: int) -> KeptCache:
         """Returns the cache of row i: of its prompt and its tokens except the one just drawn."""
         number = self.rows[i] // self.num_generations
-        slot = 0 if self.before else self.groups.index(number)
+        slot = 0 if self.prompt_columns else self.groups.index(number)
         parts = []
         for own, prompts in ((self.keys, self.prompt_keys), (self.values, self.prompt_values)):
-            prompt = own[:, i] if self.before else prompts[:, slot]
-            begin, end = self.before, self.before + self.length
+            prompt = own[:, i] if self.prompt_columns else prompts[:, slot]
+            begin, end = self.prompt_columns, self.prompt_columns + self.length
             parts.append(
                 torch.cat([prompt[:, :, : self.prompt_lengths[number]], own[:, i, :, begin:end]], 2)
             )
@@ -203,7 +208,7 @@ class DecodeBatch:
 
     def _drop(self, ended: Sequence[bool]) -> list[int]:
         """Takes rows out; returns where the rows that are left have been, in their new order."""
-        order, used = list(range(len(self.rows))), self.before + self.length
+        order, used = list(range(len(self.rows))), self.prompt_columns + self.length
         for i in reversed(range(len(ended))):
             if ended[i]:  # the last one takes its place
                 last = len(order) - 1
@@ -215,7 +220,9 @@ class DecodeBatch:
         self.rows = [self.rows[i] for i in order]
         if self.mask is not None:
             self.mask = self.mask[order]
-        if self.before or not order:
+        if 0 < 2 * len(order) <= self.keys.shape[1]:
+            self._shrink(used)
+        if self.prompt_columns or not order:
             return order
         left = {row // self.num_generations for row in self.rows}
         if len(left) < len(self.groups):
@@ -227,10 +234,18 @@ class DecodeBatch:
             )
             if self.prompt_mask is not None:
                 self.prompt_mask = self.prompt_mask[index]
-        self._part_prompts()
-        if not self.before:
+        self._unshare_prompts()
+        if not self.prompt_columns:
             self._arrange()
         return order
+
+    def _shrink(self, used: int) -> None:
+        """Gives back the space of rows that have ended; `used` columns of the others count."""
+
+        def copy(cache: Tensor, new: Tensor) -> None:
+            new[:, :, :, :used] = cache[:, :, :, :used]
+
+        self._move(self.keys.shape[3], copy)
 
     def _arrange(self) -> None:
         """Finds the place of each row among its prompt's rows; all prompts have the same width."""

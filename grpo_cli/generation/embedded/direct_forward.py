@@ -22,6 +22,7 @@ from transformers.activations import SiLUActivation
 
 from grpo_cli.generation.embedded.products import Product, may_prepack
 from grpo_cli.models.attention import Attending, narrowest_window
+from grpo_cli.models.families import DYNAMIC_ROPE
 
 # Decoder layers of transformers: pre-norm, rotary positions, a gated feed-forward.
 LAYERS = {
@@ -33,8 +34,6 @@ LAYERS = {
         ("qwen3", "Qwen3"),
     )
 }
-# Rotary embeddings of these kinds depend on the largest position, for which they ask the device.
-DYNAMIC_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)

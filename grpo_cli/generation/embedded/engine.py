@@ -24,6 +24,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any
@@ -124,13 +125,17 @@ class Engine:
             if waiting and has_room:
                 begun = self._admitted(waiting, free)
             if begun:
-                batches += self._begin(begun[0][0], [number for _, number in begun], direct)
+                active = sum(map(len, batches))
+                first = [number for _, number in begun]
+                batches += self._begin(begun[0][0], first, direct, active=active)
             elif static is not None and (moved := static.advance(batches)) is not None:
                 batches = [moved]
             else:
                 static = None  # there is no memory for it
                 self._step(batches, direct)
             batches = [batch for batch in batches if batch.rows]
+            if static is not None and not batches:
+                static.release()
             if drafter is not None and not waiting:
                 batches = self._with_drafts(batches, drafter)
             states, steps = [], steps + 1
@@ -154,30 +159,49 @@ class Engine:
         return admitted
 
     def _begin(
-        self, state: DecodingState, numbers: list[int], direct: DirectForward | None
+        self,
+        state: DecodingState,
+        numbers: list[int],
+        direct: DirectForward | None,
+        *,
+        active: int = 0,
     ) -> list[DecodeBatch]:
-        """Computes prompts and draws the first token of each of their rows."""
-        kept: dict[int, KeptCache] = {}
-        if self.caches is not None and state.num_generations == 1:
-            found = {n: self.caches.take(state.conversations[n], state.prompts[n]) for n in numbers}
-            kept = {
-                n: cache
-                for n, cache in found.items()
-                if cache is not None and not self._has_image(state.sources[n], len(cache.ids))
-            }
+        """Computes prompts and draws the first token of each of their rows.
+
+        Args:
+            active: rows that are decoded already.
+        """
+        active += len(numbers) * state.num_generations
+        kept = self._kept(state, numbers)
+        if self.caches is not None:
+            self.caches.make_room(active)
         batches = []
         if new := [n for n in numbers if n not in kept]:
             prompts = [state.sources[n] for n in new]
             prefill = Prefill([p.ids for p in prompts], self.model.device)
-            batches.append(self._prefill(state, new, prompts, prefill, direct))
+            batches.append(self._prefill(state, new, prompts, prefill, direct, active=active))
+            active -= len(new) - len(batches[-1])
         if kept:
             prompts = [state.sources[n] for n in kept]
             ids = [p.ids for p in prompts]
             continuation = Continuation(ids, list(kept.values()), self.model.device)
             kept_numbers = list(kept)
             kept.clear()  # the copies in the batch are enough
-            batches.append(self._prefill(state, kept_numbers, prompts, continuation, direct))
+            batches.append(
+                self._prefill(state, kept_numbers, prompts, continuation, direct, active=active)
+            )
         return batches
+
+    def _kept(self, state: DecodingState, numbers: Sequence[int]) -> dict[int, KeptCache]:
+        """Takes the caches that prompts continue, by the numbers of the prompts."""
+        kept: dict[int, KeptCache] = {}
+        if self.caches is None or state.num_generations > 1:
+            return kept
+        for n in numbers:
+            cache = self.caches.take(state.conversations[n], state.prompts[n])
+            if cache is not None and not self._has_image(state.sources[n], len(cache.ids)):
+                kept[n] = cache
+        return kept
 
     def _has_image(self, prompt: Prompt, known: int) -> bool:
         """Whether tokens of an image lie behind the first `known` tokens of a prompt."""
@@ -191,8 +215,14 @@ class Engine:
         prompts: Sequence[Prompt],
         prefill: Prefill | Continuation,
         direct: DirectForward | None,
+        *,
+        active: int,
     ) -> DecodeBatch:
-        """Computes what is not kept of prompts, and draws the first token of their rows."""
+        """Computes what is not kept of prompts, and draws the first token of their rows.
+
+        Args:
+            active: rows that are decoded, these among them.
+        """
         known, device = prefill.known, self.model.device
         own = [len(p.ids) - k for p, k in zip(prompts, known, strict=True)]
         ends = [start + n for start, n in zip(prefill.starts, own, strict=True)]
@@ -216,7 +246,7 @@ class Engine:
         check_logits(logits)
         batch = DecodeBatch(prefill, numbers, state)
         logits = logits.repeat_interleave(state.num_generations, 0)
-        self._take(batch, *state.next(batch.rows, logits), active=len(batch))
+        self._take(batch, *state.next(batch.rows, logits), active=active)
         return batch
 
     def _with_drafts(self, batches: list[Batch], drafter: Drafter) -> list[Batch]:
@@ -281,7 +311,8 @@ class Engine:
             return
         gone = [i for i, has_ended in enumerate(ended) if has_ended]
         for i in gone:
-            self.caches.keep(batch.conversation_of(i), batch.cache_of(i), active - len(gone))
+            cache = partial(batch.cache_of, i)
+            self.caches.keep(batch.conversation_of(i), cache, active - len(gone))
 
     def _logits(
         self,

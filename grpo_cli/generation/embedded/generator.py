@@ -36,6 +36,7 @@ from grpo_cli.models import attention, loading, memory
 from grpo_cli.models.families import (
     BIDIRECTIONAL,
     RECURRENT,
+    fixed_rope_tokens,
     has_bidirectional_images,
     image_tokens,
     is_recurrent,
@@ -98,7 +99,7 @@ class _Unfinished:
 
 @dataclass(eq=False)
 class TransformersGenerator(Generator):
-    """Decodes with the policy's own weights: no copy of them outlives a request, to become stale.
+    """Decodes with the policy's own weights: no copy of them outlives a call, to become stale.
 
     It uses the embedded engine (`engine.py`) if the engine's log-probabilities of a few tokens are
     the model's, and transformers' own cache (`cached_decoding.py`) if they are not. A recurrent
@@ -121,6 +122,7 @@ class TransformersGenerator(Generator):
     direct: DirectForward | None = None  # of the weights, while it samples: for all rounds
     decoder: Decoder | None = None  # found by the first prompts
     checked_images: bool = False  # whether they, or later ones, had images
+    has_noted_rope: bool = False
     graphs: FallbackGraphs | None = None  # if steps are captured and their numbers are right
 
     @classmethod
@@ -129,12 +131,18 @@ class TransformersGenerator(Generator):
         model, workers = setup.model, setup.workers
         generation = setup.recipe.generation
         most = generation.num_speculative_tokens
-        drafts = Speculation(most, budget_of(model), KeptCompletions()) if most else None
-        rows, graphs = generation.max_num_seqs, generation.cuda_graphs
-        how = setup.eos_ids, rows, setup.tokenizer, workers.autocast, setup.say, graphs, drafts
+        settings: dict[str, Any] = {
+            "eos_ids": setup.eos_ids,
+            "max_rows": generation.max_num_seqs,
+            "tokenizer": setup.tokenizer,
+            "autocast": workers.autocast,
+            "say": setup.say,
+            "cuda_graphs": generation.cuda_graphs,
+            "speculation": Speculation(most, budget_of(model), KeptCompletions()) if most else None,
+        }
         if fsdp.is_sharded(model):
-            return GatheringGenerator(model, workers.half_type or model.dtype, *how)
-        return TransformersGenerator(model, *how)
+            return GatheringGenerator(model, workers.half_type or model.dtype, **settings)
+        return TransformersGenerator(model, **settings)
 
     def sample(self, request: Request, hand_over: OnGroup) -> None:
         with self._inference():
@@ -144,7 +152,12 @@ class TransformersGenerator(Generator):
         """Samples in rounds, or all that is ready together, and keeps what waits in its caches."""
         self.refuse_images(request.prompts)
         caches = KeptCaches(len(request.prompts) * request.num_generations)
-        more = None if feed.is_repeatable else feed.take
+
+        def take() -> list[Work]:
+            caches.keep_only(feed.is_open)
+            return feed.take()
+
+        more = None if feed.is_repeatable else take
         with self._inference():
             works = [(request, hand_over)]
             while works:
@@ -196,6 +209,7 @@ class TransformersGenerator(Generator):
             assert self.decoder is not None
             states = [work.state(self.eos_ids, self.tokenizer, never) for work in works]
             longest = max(s.longest for s in states)
+            self._note_changing_rope(longest)
             wanted = sum(s.num_rows for s in states)
             if caches is not None:  # others may join them, or wait meanwhile
                 wanted = max(wanted, caches.num_conversations)
@@ -206,13 +220,23 @@ class TransformersGenerator(Generator):
                 if self.decoder is Engine:
                     if self.direct is None:
                         self.direct = DirectForward.of(self.policy)
-                    how = caches, self.graphs, self.speculation, self.direct
-                    Engine(self.policy, rows, *how).decode(states, arrived)
+                    engine = Engine(
+                        self.policy,
+                        rows,
+                        caches=caches,
+                        graphs=self.graphs,
+                        speculation=self.speculation,
+                        direct=self.direct,
+                    )
+                    engine.decode(states, arrived)
                 else:
                     for state in states:
                         self.decoder(self.policy, rows).decode([state])
             except attention.UnsupportedModelError as error:  # longer than what was checked
                 self.fall_back(str(error))
+                self.direct = None
+                if caches is not None:  # which only the engine reads
+                    caches.clear()
             except (RuntimeError, MemoryError) as error:
                 if any(work.is_handing_over for work in works) or not memory.is_out_of_memory(
                     error
@@ -225,7 +249,8 @@ class TransformersGenerator(Generator):
                 if caches is not None:
                     caches.clear()
                 memory.release()
-                self._halve(rows, works[0].request.num_generations, longest, failed)
+                if works:  # else it failed after the last completion
+                    self._halve(rows, works[0].request.num_generations, longest, failed)
 
     def update_weights(self, policy: PreTrainedModel, step: int) -> dict[str, float]:
         self.policy = policy
@@ -275,6 +300,18 @@ class TransformersGenerator(Generator):
                 if not is_recurrent(self.policy):
                     attention.install(self.policy)  # as it was when the engine was tried
                 self.fall_back("as before", decoder)
+
+    def _note_changing_rope(self, longest: int) -> None:
+        """Says once that numbers depend on what shares a batch, where it is so."""
+        fixed = fixed_rope_tokens(self.policy.config)
+        if longest > fixed and not self.has_noted_rope:
+            self.has_noted_rope = True
+            self.say(
+                f"note: prompt and completion may have {longest} tokens; from {fixed:g} on this "
+                "model's rotary embeddings depend on the longest row of a batch, and so do the "
+                "log-probabilities of the other rows. A smaller dataset.max_prompt_tokens or "
+                "generation.max_completion_tokens avoids it."
+            )
 
     def fall_back(self, why: str, decoder: Decoder = CachedDecoder) -> None:
         """Decodes with another decoder from now on."""
@@ -351,10 +388,10 @@ class GatheringGenerator(TransformersGenerator):
     """
 
     def __init__(
-        self, sharded: PreTrainedModel, dtype: torch.dtype, *settings: Any, **how: Any
+        self, sharded: PreTrainedModel, dtype: torch.dtype, *settings: Any, **named: Any
     ) -> None:
-        """dtype: of the copy. settings, how: those of `TransformersGenerator`."""
-        super().__init__(loading.skeleton(sharded), *settings, **how)
+        """dtype: of the copy. settings, named: those of `TransformersGenerator`."""
+        super().__init__(loading.skeleton(sharded), *settings, **named)
         self.sharded, self.dtype = sharded, dtype
 
     @contextmanager

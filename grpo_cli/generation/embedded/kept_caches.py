@@ -44,13 +44,21 @@ class KeptCaches:
     def __len__(self) -> int:
         return len(self.caches)
 
-    def keep(self, conversation: int, cache: KeptCache, under_way: int) -> None:
-        """Keeps a cache; gives up those kept longest if there is no memory for all."""
-        most = self.most - under_way
+    def keep(self, conversation: int, cache: Callable[[], KeptCache], under_way: int) -> None:
+        """Keeps a cache; drops those kept longest if there is no memory for all.
+
+        Args:
+            cache: makes the cache; not called if there is no memory for it.
+            under_way: rows that are decoded at the moment, which have caches of their own.
+        """
         self.caches.pop(conversation, None)
-        if most > 0:
-            self.caches[conversation] = cache
-        while len(self.caches) > max(most, 0):
+        self.make_room(under_way + 1)
+        if self.most > under_way:
+            self.caches[conversation] = cache()
+
+    def make_room(self, under_way: int) -> None:
+        """Drops the caches kept longest that have no room beside so many rows under way."""
+        while self.caches and len(self.caches) + under_way > self.most:
             del self.caches[next(iter(self.caches))]
 
     def take(self, conversation: int, prompt: Sequence[int]) -> KeptCache | None:
@@ -59,9 +67,9 @@ class KeptCaches:
         return None if cache is None else cache.beginning(prompt)
 
     def keep_only(self, is_open: Callable[[int], bool]) -> None:
-        """Gives up the caches of conversations that are over."""
+        """Drops the caches of conversations that are over."""
         self.caches = {n: cache for n, cache in self.caches.items() if is_open(n)}
 
     def clear(self) -> None:
-        """Gives up all caches."""
+        """Drops all caches."""
         self.caches.clear()

@@ -33,18 +33,25 @@ class Prefill:
         return self.layout.attend(layer, query, key, value, scale)
 
     def padded(self, layers: list[Tensor]) -> Tensor:
-        """Returns keys or values of all layers, a row for each prompt: [L, prompts, Hkv, P, D]."""
+        """Returns keys or values of all layers, a row for each prompt: [L, prompts, Hkv, P, D].
+
+        Empties the list, so that only one layer is there twice.
+        """
         device = layers[0].device
         columns = torch.arange(max(self.lengths), device=device)
         starts, lengths = (
             torch.tensor(t, device=device)[:, None] for t in (self.starts, self.lengths)
         )
         index = starts + torch.minimum(columns, lengths - 1)  # [prompts, P]
-        return torch.stack([t[index].transpose(1, 2) for t in layers])
+        _, heads, dim = layers[0].shape
+        padded = layers[0].new_empty(len(layers), len(index), heads, len(columns), dim)
+        for layer in padded:
+            layer.copy_(layers.pop(0)[index].transpose(1, 2))
+        return padded
 
-    def mask(self, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """Returns the bias that hides the padding of `padded`, [prompts, 1, 1, P], or None."""
-        return padding_bias(self.lengths, dtype, device)
+    def mask(self, like: Tensor) -> Tensor | None:
+        """Returns the mask of the padding in `padded`, [prompts, 1, 1, P], or None."""
+        return padding_mask(self.lengths, like)
 
 
 class Continuation:
@@ -95,6 +102,8 @@ class Continuation:
         )
         self.keys.append(keys)
         self.values.append(values)
+        if len(self.keys) == len(self.kept_keys):  # the last layer: they are no longer read
+            self.kept_keys = self.kept_values = keys.new_empty(0)
         if self.bias is None:
             self.bias = self._bias(query)
         n, heads, _, dim = keys.shape
@@ -119,28 +128,47 @@ class Continuation:
         return bias.masked_fill(hidden, -torch.inf)[:, None]
 
     def padded(self, layers: list[Tensor]) -> Tensor:
-        """Returns keys or values of all layers, a row for each prompt: [L, B, Hkv, P, D]."""
+        """Returns keys or values of all layers, a row for each prompt: [L, B, Hkv, P, D].
+
+        Empties the list, so that only one layer is there twice.
+        """
         known, lengths = (
             torch.tensor(t, device=self.device)[:, None] for t in (self.known, self.lengths)
         )
         place = torch.minimum(torch.arange(self.longest, device=self.device), lengths - 1)
         column = torch.where(place < known, place, place - known + self.columns)  # [B, P]
         row = torch.arange(len(column), device=self.device)[:, None]
-        return torch.stack([t[row, :, column].transpose(1, 2) for t in layers])
+        _, heads, _, dim = layers[0].shape
+        padded = layers[0].new_empty(len(layers), len(row), heads, self.longest, dim)
+        for layer in padded:
+            layer.copy_(layers.pop(0)[row, :, column].transpose(1, 2))
+        return padded
 
-    def mask(self, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """Returns the bias that hides the padding of `padded`, [B, 1, 1, P], or None."""
-        return padding_bias(self.lengths, dtype, device)
+    def mask(self, like: Tensor) -> Tensor | None:
+        """Returns the mask of the padding in `padded`, [B, 1, 1, P], or None."""
+        return padding_mask(self.lengths, like)
 
 
-def padding_bias(lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """Returns a bias that hides what lies behind each row's length, [rows, 1, 1, longest].
+def padding_mask(lengths: Sequence[int], like: Tensor) -> Tensor | None:
+    """Returns the mask of the columns behind each row's length, [rows, 1, 1, longest].
 
     None if all rows have the same length.
     """
     if min(lengths) == max(lengths):
         return None
-    columns = torch.arange(max(lengths), device=device)
-    hidden = columns >= torch.tensor(lengths, device=device)[:, None]
-    bias = torch.zeros(hidden.shape, dtype=dtype, device=device)
-    return bias.masked_fill(hidden, -torch.inf)[:, None, None]
+    columns = torch.arange(max(lengths), device=like.device)
+    return mask_of(columns >= torch.tensor(lengths, device=like.device)[:, None], like)
+
+
+def mask_of(hidden: Tensor, like: Tensor) -> Tensor:
+    """Returns what is added to scores so that some columns do not count.
+
+    Args:
+        hidden: [n, K], whether a row does not see a column.
+        like: a tensor of the dtype and on the device of the scores.
+
+    Returns:
+        [n, 1, 1, K]: 0, or minus infinity where hidden.
+    """
+    mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+    return mask.masked_fill_(hidden, -torch.inf)[:, None, None]

@@ -33,6 +33,7 @@ from grpo_cli.generation.embedded.decoding_state import DecodingState
 from grpo_cli.generation.embedded.direct_forward import DirectForward
 from grpo_cli.generation.embedded.graphs import FallbackGraphs, Graphs, Replay
 from grpo_cli.generation.embedded.kept_caches import KeptCache
+from grpo_cli.generation.embedded.prefill import mask_of
 from grpo_cli.generation.embedded.rows import StaticRow
 from grpo_cli.generation.sampling import adjusted, pick
 from grpo_cli.models.attention import flash, merge
@@ -130,12 +131,12 @@ class StaticBatch:
         self.column = self._of_rows([bucket.used(row) for row in rows])  # [R] of these tokens
         self.all = torch.arange(self.size, device=device)
         hidden = torch.arange(bucket.columns, device=device) >= self.column[:, None]
-        self.mask = hides(hidden, like)  # [R, 1, 1, C]
+        self.mask = mask_of(hidden, like)  # [R, 1, 1, C]
         if self.shared:
             self._arrange()
             columns = torch.arange(bucket.prompt_columns, device=device)
             lengths = torch.tensor([*bucket.groups.values()], device=device)
-            self.prompt_mask = hides(columns >= lengths[:, None], like)  # [groups, 1, 1, P]
+            self.prompt_mask = mask_of(columns >= lengths[:, None], like)  # [groups, 1, 1, P]
         self.bias = self.sampling.bias(direct.head.width, device)
         self.at = torch.zeros(1, dtype=torch.long, device=device)  # `done`, on the device
         self.noise = self._noise().to(device)  # [steps, R]
@@ -215,7 +216,7 @@ class StaticBatch:
         self.back = self._of_rows(flat)  # [R] among them
 
     def step(self) -> None:
-        """Draws the next token of every row, on the device alone."""
+        """Draws the next token of every row without a synchronization with the host."""
         self.mask.scatter_(-1, self.column[:, None, None, None], 0.0)
         logits = self.direct(self.tokens[None], self.positions[None], self)
         scores = adjusted(logits, self.sampling, self.bias, None, None, None)
@@ -277,17 +278,11 @@ class StaticBatch:
                 del self.rows[place]
 
 
-def hides(hidden: Tensor, like: Tensor) -> Tensor:
-    """Returns a bias for scores from what is hidden, [n, K] -> [n, 1, 1, K]."""
-    bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
-    return bias.masked_fill_(hidden, -torch.inf)[:, None, None]
-
-
 def begins_alike(batch: StaticBatch | DecodeBatch, shared: bool) -> bool:
     """Whether column 0 of a batch's caches is what it is in a bucket."""
     if isinstance(batch, StaticBatch):
         return batch.shared == shared
-    return shared and not batch.before
+    return shared and not batch.prompt_columns
 
 
 def sources_of(batches: Sequence[StaticBatch | DecodeBatch]) -> Iterator[Source]:
@@ -340,7 +335,7 @@ class StaticDecoding:
         if len(batches) == 1 and isinstance(batches[0], StaticBatch):
             batch = batches[0]
         if batch is None or not batch.steps_left or row_bucket(len(batch)) <= batch.size // 2:
-            self.replay = None  # and with it a graph and its memory
+            self.release()
             batch = self._moved(batches)
         if batch is None:
             return None
@@ -353,6 +348,10 @@ class StaticDecoding:
             batch.done += 1
         batch.look(steps)
         return batch
+
+    def release(self) -> None:
+        """Frees the captured step, and with it the buffers that it reads."""
+        self.replay = None
 
     def _moved(self, batches: Sequence[StaticBatch | DecodeBatch]) -> StaticBatch | None:
         """Returns the bucket that holds the rows of some batches from now on."""

@@ -79,5 +79,5 @@ def lengthen(batch: DecodeBatch, tokens: int) -> None:
         new.zero_()
 
     if tokens:
-        batch._move(batch.before + tokens + MOST_STEPS + 2, fill)
+        batch._move(batch.prompt_columns + tokens + MOST_STEPS + 2, fill)
         batch.length = tokens

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.algorithm.batch import pad_right
 from grpo_cli.environments.rollouter import Rollouter
@@ -137,25 +137,68 @@ def test_a_completion_does_not_depend_on_what_is_computed_with_it(
         assert all(same(a, b) for a, b in zip(group, expected[i], strict=False)), i
 
 
-@pytest.mark.parametrize("worth", [-1, 0, 10**9])
+@pytest.mark.parametrize(
+    ("limits", "unshares"),
+    [
+        ({"WORTH": -1}, False),
+        ({"WORTH": 0}, True),  # when there is a row a prompt
+        ({"WORTH": 10**9}, True),  # at once
+        ({"WORTH": 10**9, "COPIED": 0}, False),
+    ],
+)
 def test_when_rows_stop_sharing_their_prompt_has_no_say(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, worth: int
+    model: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    limits: dict[str, int],
+    unshares: bool,
 ) -> None:
     expected = generate(model, SAMPLING, num_generations=4)
-    monkeypatch.setattr(
-        decode_batch, "WORTH", worth
-    )  # never; when there is a row a prompt; at once
-    parted: list[int] = []
-    move = decode_batch.DecodeBatch._move
+    for name, value in limits.items():
+        monkeypatch.setattr(decode_batch, name, value)
+    columns: set[int] = set()
+    make_room = decode_batch.DecodeBatch.make_room
 
-    def noted(batch: decode_batch.DecodeBatch, room: int, fill: Any) -> None:
-        parted.append(len(batch.rows) if fill.__name__ == "fill" else 0)
-        move(batch, room, fill)
+    def noted(batch: decode_batch.DecodeBatch) -> None:
+        columns.add(batch.prompt_columns)
+        make_room(batch)
 
-    monkeypatch.setattr(decode_batch.DecodeBatch, "_move", noted)
+    monkeypatch.setattr(decode_batch.DecodeBatch, "make_room", noted)
     for i, group in generate(model, SAMPLING, num_generations=4).items():
         assert all(same(a, b) for a, b in zip(group, expected[i], strict=True)), i
-    assert any(parted) == (worth >= 0)
+    assert any(columns) == unshares
+
+
+def test_caches_of_rows_that_have_ended_are_given_back(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[tuple[int, int]] = []
+    make_room = decode_batch.DecodeBatch.make_room
+
+    def noted(batch: decode_batch.DecodeBatch) -> None:
+        sizes.append((batch.keys.shape[1], len(batch)))
+        make_room(batch)
+
+    monkeypatch.setattr(decode_batch.DecodeBatch, "make_room", noted)
+    generate(model, Sampling(40), num_generations=4)
+    assert min(rows for _, rows in sizes) < max(rows for _, rows in sizes) / 4
+    assert all(room < 2 * rows for room, rows in sizes)
+
+
+@pytest.mark.parametrize(("tokens", "told"), [(9, 0), (10, 1)])
+def test_it_says_when_positions_depend_on_other_rows(tokens: int, told: int) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=12, rope_parameters=rope,
+    )  # fmt: skip
+    notes: list[str] = []
+    model = AutoModelForCausalLM.from_config(config)
+    generator = TransformersGenerator(model, [], say=notes.append)
+    for _ in range(2):
+        generator.generate(as_prompts([[1, 2, 3]]), 2, Sampling(tokens), [0])
+    assert [("may have 13 tokens" in note, "from 12 on" in note) for note in notes] == [
+        (True, True)
+    ] * told
 
 
 def test_a_completion_is_drawn_from_its_prompts_seed_and_its_number(model: PreTrainedModel) -> None:
@@ -249,14 +292,13 @@ def test_no_more_rows_than_max_rows_are_decoded_at_once(model: PreTrainedModel) 
 
 def test_waiting_prompts_come_in_when_half_of_the_rows_are_free(model: PreTrainedModel) -> None:
     sizes = noted(model)
-    found = generate(model, Sampling(40), num_generations=2, max_rows=4)
+    few_eos = range(240, 259)
+    found = generate(model, Sampling(40), num_generations=1, eos_ids=few_eos, max_rows=4)
     steps = sizes[len(CHECK) :]
     assert max(steps) == 4
     begun = [i for i, size in enumerate(steps) if size == 0]
-    alive = [steps[i - 1] for i in begun[1:]]  # while the newcomers were still waiting
-    assert any(steps[i + 1] > 2 for i in begun[1:]), "newcomers joined rows that were at work"
-    assert len(begun) > 2
-    assert max(alive) <= 4
+    joined = [steps[i + 1] for i in begun[1:]]
+    assert joined == [3], "one that waited beside two that were at work"
     lengths = [len(c.ids) for g in found.values() for c in g]
     assert sum(steps) == sum(n - 1 for n in lengths), "a row was computed after it had ended"
 

@@ -13,7 +13,7 @@ from grpo_cli.generation.base import Generator
 from grpo_cli.generation.embedded import engine, prefill
 from grpo_cli.generation.embedded.direct_forward import DirectForward
 from grpo_cli.generation.embedded.generator import TransformersGenerator
-from grpo_cli.generation.embedded.kept_caches import KeptCache, KeptCaches
+from grpo_cli.generation.embedded.kept_caches import KeptCache
 from grpo_cli.generation.embedded.speculation import drafter
 from grpo_cli.generation.embedded.speculation.drafter import Speculation
 from grpo_cli.generation.embedded.speculation.drafts import NgramDrafts
@@ -96,25 +96,47 @@ def test_weights_are_read_once_for_all_turns(
 
 
 @pytest.mark.parametrize("most", [1, 4, 7])
-def test_conversations_given_up_are_computed_again(
+def test_conversations_that_have_no_room_are_computed_again(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     plain, kept = conversations(), conversations()
     plain.run(sampler(model))
-    held = []
-    keep = KeptCaches.keep
+    steps = []
+    step = engine.Engine._step
 
-    def noting(self: KeptCaches, *args: Any) -> None:
-        keep(self, *args)
-        held.append(len(self))
+    def counting(self: engine.Engine, batches: Any, direct: Any) -> None:
+        steps.append((len(self.caches or ()), sum(map(len, batches))))
+        step(self, batches, direct)
 
-    monkeypatch.setattr(KeptCaches, "keep", noting)
+    monkeypatch.setattr(engine.Engine, "_step", counting)
     generator = sampler(model, 3)
     longest = max(map(len, PROMPTS)) + SAMPLING.max_tokens
     generator.cache_tokens = most * longest
     kept.run(generator)
     assert same(plain, kept)
-    assert max(held) <= most
+    steps = [(held, rows) for held, rows in steps if held]
+    assert all(held + rows <= most for held, rows in steps)
+    assert bool(steps) == (most > 1)
+
+
+def test_memory_that_ends_after_the_last_completion_ends_nothing(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, kept = conversations(), conversations()
+    plain.run(sampler(model))
+    failed: list[int] = []
+    cache_of = engine.DecodeBatch.cache_of
+
+    def failing(self: engine.DecodeBatch, i: int) -> KeptCache:
+        if len(self) == 1 and not failed:
+            failed.append(i)
+            raise MemoryError
+        return cache_of(self, i)
+
+    monkeypatch.setattr(engine.DecodeBatch, "cache_of", failing)
+    kept.run(sampler(model))
+    assert failed
+    assert same(plain, kept)
 
 
 @pytest.mark.parametrize("is_repeatable", [True, False])

@@ -88,14 +88,16 @@ def test_replays_sample_what_steps_sample(way: str, how: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family(name: str) -> None:
-    model = model_of(CONFIGS[name])
-    assert_same(sample(model, EagerGraphs()), sample(model, None))
+    model, graphs = model_of(CONFIGS[name]), RecordingGraphs()
+    assert_same(sample(model, graphs), sample(model, None))
+    assert graphs.captures
 
 
 def test_under_autocast(way: str) -> None:
     model, graphs = model_of(CONFIGS["qwen2"]), RecordingGraphs()
     with torch.autocast("cpu", torch.bfloat16):
         found, expected = sample(model, graphs), sample(model, None)
+    assert graphs.captures
     # Rounded to 8 bits, some tokens differ, after which all do.
     same = [a.ids == b.ids for a, b in zip(found, expected, strict=True)]
     assert sum(same) > len(same) / 2
