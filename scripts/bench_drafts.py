@@ -73,6 +73,8 @@ def compare(
     for side in sides.values():  # chooses the decoder
         side.sample(warm_up, given.rows, given.tokens, 0)
         side.seconds.clear()
+        if side.speculation is not None:
+            side.speculation.take_counts()
     equal = 0
     for pair in range(given.pairs):
         first = pair * given.prompts

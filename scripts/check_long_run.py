@@ -42,7 +42,12 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="knobs of the recipe, as for grpo train")
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--every", type=float, default=20, help="seconds between two samples")
-    parser.add_argument("--output", type=Path, default=Path("outputs/long_run"), help="folder")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("outputs/long_run"),
+        help="folder of the run; an earlier run in it is discarded",
+    )
     parser.add_argument("--plot", type=Path, help="file of the curves, such as long_run.svg")
     parser.add_argument("--from", type=Path, dest="stored", help="samples that are only shown")
     given = parser.parse_args()

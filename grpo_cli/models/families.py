@@ -94,8 +94,10 @@ def fixed_rope_tokens(config: PretrainedConfig) -> float:
     tokens = inf
     for one in [rope] if "rope_type" in rope else rope.values():  # one for each type of layer
         if isinstance(one, dict) and one.get("rope_type") in DYNAMIC_ROPE:
-            own = one.get("original_max_position_embeddings")
-            tokens = min(tokens, own or text.max_position_embeddings)
+            original = one.get("original_max_position_embeddings")
+            if one["rope_type"] == "dynamic" or original is None:
+                original = text.max_position_embeddings
+            tokens = min(tokens, original)
     return tokens
 
 

@@ -120,10 +120,10 @@ class Checker:
     def stage(self, stage: str) -> None:
         """Runs the cases of a stage, each as long as the stage has time.
 
-        The start of a worker, which imports torch, does not count.
+        The start of a worker, which imports torch, does not count, except after one that is lost.
         """
         left = STAGES[stage][1]
-        if not self.cases and (error := self.start()):
+        if error := self.start():
             self.add(row(stage, "start", "died", error=error))
             return
         for number, (its_stage, name) in enumerate(self.cases):
@@ -136,10 +136,11 @@ class Checker:
         """Returns the row of a case, whatever happens to it, after so many seconds at most."""
         if min(seconds, self.left) <= 0:
             return row(stage, name, "not begun", error="no time was left")
-        if error := self.start():
-            return row(stage, name, "died", error=error)
-        assert self.worker is not None, "it has been started"
         begin = time.monotonic()
+        if error := self.start():
+            return row(stage, name, "died", time.monotonic() - begin, error)
+        assert self.worker is not None, "it has been started"
+        seconds -= time.monotonic() - begin
         try:
             found: Row | None = self.worker.run(number, min(seconds, self.left))
         except EOFError:

@@ -173,11 +173,12 @@ class Sampler:
         ]
 
     def verdict(self) -> Figures:
-        """Returns the status of a case that has sampled: wrong where graphs were not used."""
+        """Returns the status of a case that has sampled: wrong where no step was captured."""
         graphs = self.generator.graphs
-        if self.way != "ours" or (graphs is not None and not graphs.has_failed):
+        if self.way != "ours" or self.setting.dry or (graphs is not None and graphs.captures):
             return {}
-        return {"status": "wrong", "error": next(iter(self.notes), "no CUDA graphs")}
+        reasons = [note for note in self.notes if "CUDA graphs" in note]
+        return {"status": "wrong", "error": next(iter(reasons), "no step was captured")}
 
 
 def generation(setting: Setting, name: str, length: int, way: str) -> Figures:

@@ -3,7 +3,7 @@
     prompts      each computed once, packed, its keys and values kept once for its group
     rows         one a completion; a row that ends leaves at once, and when enough have left, the
                  next prompts take their place (continuous batching)
-    batch        rows that began together: their caches have one length, so that nothing is masked
+    batch        rows that began together: their caches have one length (`decode_batch.py`)
     attention    of a row to its prompt and to its own tokens, merged by their log-sum-exp; all rows
                  of a group read their prompt's keys together
 
@@ -128,11 +128,14 @@ class Engine:
                 active = sum(map(len, batches))
                 first = [number for _, number in begun]
                 batches += self._begin(begun[0][0], first, direct, active=active)
-            elif static is not None and (moved := static.advance(batches)) is not None:
-                batches = [moved]
             else:
-                static = None  # there is no memory for it
-                self._step(batches, direct)
+                moved = None if static is None else static.advance(batches)
+                if moved is None:
+                    static = None  # there is no memory for it
+                    self._step(batches, direct)
+                else:
+                    batches = [moved]
+                del moved  # so that its buffers are free with the batch
             batches = [batch for batch in batches if batch.rows]
             if static is not None and not batches:
                 static.release()
@@ -243,6 +246,8 @@ class Engine:
         logits = self._logits(input_ids, positions.tensor(device), prefill, direct, last, images)
         if not prefill.keys:
             raise UnsupportedModelError(NOT_PASSED_ON)
+        if len({keys.shape for keys in prefill.keys}) > 1:
+            raise UnsupportedModelError("its layers have keys of several sizes")
         check_logits(logits)
         batch = DecodeBatch(prefill, numbers, state)
         logits = logits.repeat_interleave(state.num_generations, 0)

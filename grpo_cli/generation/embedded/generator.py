@@ -220,15 +220,14 @@ class TransformersGenerator(Generator):
                 if self.decoder is Engine:
                     if self.direct is None:
                         self.direct = DirectForward.of(self.policy)
-                    engine = Engine(
+                    Engine(
                         self.policy,
                         rows,
                         caches=caches,
                         graphs=self.graphs,
                         speculation=self.speculation,
                         direct=self.direct,
-                    )
-                    engine.decode(states, arrived)
+                    ).decode(states, arrived)
                 else:
                     for state in states:
                         self.decoder(self.policy, rows).decode([state])
@@ -307,10 +306,10 @@ class TransformersGenerator(Generator):
         if longest > fixed and not self.has_noted_rope:
             self.has_noted_rope = True
             self.say(
-                f"note: prompt and completion may have {longest} tokens; from {fixed:g} on this "
-                "model's rotary embeddings depend on the longest row of a batch, and so do the "
-                "log-probabilities of the other rows. A smaller dataset.max_prompt_tokens or "
-                "generation.max_completion_tokens avoids it."
+                f"note: a prompt and its completion may have {longest:,} tokens. Beyond {fixed:,} "
+                "tokens, this model's rotary embeddings depend on the longest row of a batch, and "
+                "so do the log-probabilities of the other rows; a smaller "
+                "dataset.max_prompt_tokens or generation.max_completion_tokens avoids it."
             )
 
     def fall_back(self, why: str, decoder: Decoder = CachedDecoder) -> None:

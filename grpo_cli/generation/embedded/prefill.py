@@ -35,7 +35,7 @@ class Prefill:
     def padded(self, layers: list[Tensor]) -> Tensor:
         """Returns keys or values of all layers, a row for each prompt: [L, prompts, Hkv, P, D].
 
-        Empties the list, so that only one layer is there twice.
+        Empties the list while it fills the result.
         """
         device = layers[0].device
         columns = torch.arange(max(self.lengths), device=device)
@@ -130,7 +130,7 @@ class Continuation:
     def padded(self, layers: list[Tensor]) -> Tensor:
         """Returns keys or values of all layers, a row for each prompt: [L, B, Hkv, P, D].
 
-        Empties the list, so that only one layer is there twice.
+        Empties the list while it fills the result.
         """
         known, lengths = (
             torch.tensor(t, device=self.device)[:, None] for t in (self.known, self.lengths)

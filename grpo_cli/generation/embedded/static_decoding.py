@@ -350,7 +350,7 @@ class StaticDecoding:
         return batch
 
     def release(self) -> None:
-        """Frees the captured step, and with it the buffers that it reads."""
+        """Frees the captured step and its memory."""
         self.replay = None
 
     def _moved(self, batches: Sequence[StaticBatch | DecodeBatch]) -> StaticBatch | None:

@@ -196,7 +196,7 @@ def test_it_says_when_positions_depend_on_other_rows(tokens: int, told: int) -> 
     generator = TransformersGenerator(model, [], say=notes.append)
     for _ in range(2):
         generator.generate(as_prompts([[1, 2, 3]]), 2, Sampling(tokens), [0])
-    assert [("may have 13 tokens" in note, "from 12 on" in note) for note in notes] == [
+    assert [("may have 13 tokens" in note, "Beyond 12 tokens" in note) for note in notes] == [
         (True, True)
     ] * told
 
