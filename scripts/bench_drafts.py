@@ -38,6 +38,7 @@ from grpo_cli.models import loading
 from grpo_cli.records import Completion, Prompt
 
 WORDS, ENDING = 16_000, 123  # of the random model: all, and those that end a completion
+KINDS = ("none", "group", "epoch")  # drafts: none, of the group, and of the last epoch too
 LEAST = 8  # pairs that quartiles are worth printing of
 
 
@@ -45,7 +46,11 @@ class Side:
     """Samples the same completions with or without drafts, and keeps what that has taken."""
 
     def __init__(self, model: PreTrainedModel, eos_ids: Sequence[int], drafts: int) -> None:
-        """drafts: tokens that are drafted for a row at most; 0: none."""
+        """Makes the generator.
+
+        Args:
+            drafts: tokens that are drafted for a row at most; 0: none.
+        """
         self.speculation = Speculation(drafts) if drafts else None
         self.generator = TransformersGenerator(model, eos_ids, speculation=self.speculation)
         self.seconds: list[float] = []
@@ -98,9 +103,6 @@ def compare(
         pairs = zip(sides["none"].seconds, sides[kind].seconds, strict=True)
         cells += [ratio([plain / drafted for plain, drafted in pairs]), counts(sides[kind])]
     return " | ".join([*cells, f"{equal} of {given.pairs}"])
-
-
-KINDS = ("none", "group", "epoch")
 
 
 def ratio(values: Sequence[float]) -> str:

@@ -144,6 +144,7 @@ class Sampler:
     notes: list[str] = field(default_factory=list)  # of the engine
 
     def __post_init__(self) -> None:
+        self.captured = 0  # steps, by the last call
         self.half = workloads.half(self.setting)
         self.generator = TransformersGenerator(
             self.model,
@@ -157,6 +158,7 @@ class Sampler:
 
     def __call__(self, prompts: list[Prompt], size: int, tokens: int) -> list[Rollout]:
         """Returns `size` completions of `tokens` tokens for each prompt."""
+        before = self._captures()
         if self.way == "plain":
             rows = [p.ids for p in prompts for _ in range(size)]
             with self.half():
@@ -166,16 +168,21 @@ class Sampler:
             settings = Sampling(max_tokens=tokens)
             found = self.generator.generate(prompts, size, settings, [*range(len(prompts))])
             completions = [c for group in found for c in group]
+        self.captured = self._captures() - before
         each = [p for p in prompts for _ in range(size)]
         return [
             Rollout(p, c, "", reward=1.0, advantage=1.0 if n % 2 else -1.0)
             for n, (p, c) in enumerate(zip(each, completions, strict=True))
         ]
 
-    def verdict(self) -> Figures:
-        """Returns the status of a case that has sampled: wrong where no step was captured."""
+    def _captures(self) -> int:
+        """Returns how many steps were captured so far."""
         graphs = self.generator.graphs
-        if self.way != "ours" or self.setting.dry or (graphs is not None and graphs.captures):
+        return 0 if graphs is None else graphs.captures
+
+    def verdict(self) -> Figures:
+        """Returns the status of a case: wrong where the last call has captured no step."""
+        if self.way != "ours" or self.setting.dry or self.captured:
             return {}
         reasons = [note for note in self.notes if "CUDA graphs" in note]
         return {"status": "wrong", "error": next(iter(reasons), "no step was captured")}

@@ -84,7 +84,7 @@ class DecodeBatch:
 
     @property
     def longest(self) -> int:
-        """Number of tokens that the next token of a row sees, itself included, at most."""
+        """Returns how many tokens the next token of a row sees at most, itself included."""
         most = max(self.prompt_lengths[r // self.num_generations] for r in self.rows)
         return most + self.length + 1
 

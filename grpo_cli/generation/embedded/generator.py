@@ -389,7 +389,12 @@ class GatheringGenerator(TransformersGenerator):
     def __init__(
         self, sharded: PreTrainedModel, dtype: torch.dtype, *settings: Any, **named: Any
     ) -> None:
-        """dtype: of the copy. settings, named: those of `TransformersGenerator`."""
+        """Makes a model without weights, which are gathered whenever it samples.
+
+        Args:
+            dtype: of the gathered weights.
+            settings, named: arguments of `TransformersGenerator` behind the policy.
+        """
         super().__init__(loading.skeleton(sharded), *settings, **named)
         self.sharded, self.dtype = sharded, dtype
 
