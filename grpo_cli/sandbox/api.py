@@ -12,16 +12,26 @@ this is cheap: the standard library only.
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import importlib.util
+import math
+import symtable
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from grpo_cli.sandbox.isolation import find_level
+from grpo_cli.sandbox.judge import MODULES, TYPE_OF
 from grpo_cli.sandbox.process import Finished, Limits, Sandbox, Test
+
+Tests = str | Sequence[str | Mapping[str, str]]
+EVALUATING = {"eval", "exec", "compile", "__import__"}
+EVALUATING_MODULES = {"pickle", "marshal", "shelve", "runpy", "code", "timeit", "subprocess"}
+EVALUATING_MODULES |= {"importlib", "dill", "joblib", "cloudpickle"}
+NUMBERS = {"isclose", "pi", "e", "inf", "nan", "tau"}  # of math, always the tests' own
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ def run(
 
 def grade(
     code: str,
-    tests: str | Sequence[str | Mapping[str, str]],
+    tests: Tests,
     *,
     setup: str = "",
     entry_point: str | None = None,
@@ -89,23 +99,17 @@ def grade(
 
     Raises:
         SandboxError: fewer guards work here than `guards` asks for, or the sandbox failed.
-        ValueError: `tests` is empty, of another form, or has a test that would test nothing.
+        ValueError: see `prepare`.
     """
-    limits = limits or Limits()
-    prepared = [
-        _Test.of(test, setup, entry_point, site_packages)
-        for test in ([tests] if isinstance(tests, str) else tests)
-    ]
-    if not prepared:
-        raise ValueError("tests is empty; there must be at least one.")
-    runs = [test.stdin if test.judged is None else test.judged for test in prepared]
+    prepared = prepare(tests, setup, entry_point, site_packages)
+    runs = [test["input"] if isinstance(test, Mapping) else test for test in prepared]
     passed, seconds, reason = 0, 0.0, ""
     level = find_level(guards, site_packages)
-    with Sandbox(level, limits, code, runs, total_seconds) as sandbox:
+    with Sandbox(level, limits or Limits(), code, runs, total_seconds) as sandbox:
         for number, test in enumerate(prepared, start=1):
             finished = sandbox.next_result()
             seconds += finished.seconds
-            failure = test.failure(finished)
+            failure = _failure(test, finished)
             if failure is None:
                 passed += 1
                 continue
@@ -115,62 +119,194 @@ def grade(
     return SandboxResult(passed / len(prepared), passed, len(prepared), reason or "passed", seconds)
 
 
-@dataclass(frozen=True)
-class _Test:
-    stdin: str = ""
-    output: str | None = None
-    judged: Test | None = None
-
-    @classmethod
-    def of(
-        cls,
-        test: str | Mapping[str, str],
-        setup: str,
-        entry_point: str | None,
-        site_packages: bool,
-    ) -> _Test:
-        if isinstance(test, str):
-            collected = _collect(setup, test, entry_point is not None, site_packages)
-            return cls(judged=((setup, test), entry_point, list(collected)))
-        if isinstance(test, Mapping) and {"input", "output"} <= test.keys():
-            stdin, output = test["input"], test["output"]
-            if isinstance(stdin, str) and isinstance(output, str):
-                return cls(stdin=stdin, output=output)
-        raise ValueError(
-            f"a test is {_short(test)}; it must be a string, or a mapping whose input and output "
-            "are strings."
-        )
-
-    def failure(self, finished: Finished) -> str | None:
-        if self.output is None:
-            if finished.test_passed:
-                return None
-            ended = "the program ended before its test did"
-            return ended if finished.status == "ok" else finished.reason
-        if finished.status != "ok":
-            return finished.reason
-        if _lines(finished.stdout) == _lines(self.output):
+def _failure(test: Test | Mapping[str, str], finished: Finished) -> str | None:
+    if not isinstance(test, Mapping):
+        if finished.test_passed:
             return None
-        return f"printed {_short(finished.stdout)}, not {_short(self.output)}"
+        ended = "the program ended before its test did"
+        return ended if finished.status == "ok" else finished.reason
+    if finished.status != "ok":
+        return finished.reason
+    if _lines(finished.stdout) == _lines(test["output"]):
+        return None
+    return f"printed {_short(finished.stdout)}, not {_short(test['output'])}"
+
+
+def prepare(
+    tests: Tests, setup: str = "", entry_point: str | None = None, site_packages: bool = False
+) -> list[Test | Mapping[str, str]]:
+    """Returns the tests of a row, the snippets as the judge gets them. Arguments as for `grade`.
+
+    Raises:
+        ValueError: `tests` is empty or of another form, or a snippet would test nothing, or could
+            run what the program returns.
+    """
+    given = [tests] if isinstance(tests, str) else list(tests)
+    if not given:
+        raise ValueError("tests is empty; there must be at least one.")
+    for test in given:
+        pair = (test.get("input"), test.get("output")) if isinstance(test, Mapping) else ("", "")
+        if not isinstance(test, str | Mapping) or not all(isinstance(text, str) for text in pair):
+            raise ValueError(
+                f"a test is {_short(test)}; it must be a string, or a mapping whose input and "
+                "output are strings."
+            )
+    snippets = tuple(test for test in given if isinstance(test, str))
+    judged = iter(_judged(snippets, setup, entry_point, site_packages) if snippets else ())
+    return [next(judged) if isinstance(test, str) else test for test in given]
 
 
 @functools.lru_cache(maxsize=10_000)
-def _collect(setup: str, snippet: str, has_entry_point: bool, site_packages: bool) -> list[str]:
-    """Returns the names of the tests that a snippet defines and does not call itself.
+def _judged(
+    snippets: tuple[str, ...], setup: str, entry_point: str | None, site_packages: bool
+) -> list[Test]:
+    """Returns what the judge gets of each snippet of a row."""
+    parsed = [(_parse(setup, snippet), _parse(snippet, snippet)) for snippet in snippets]
+    packages = {
+        name
+        for snippet, trees in zip(snippets, parsed, strict=True)
+        for name in _packages(snippet, trees, site_packages)
+    }
+    collected = [
+        _collect(snippet, trees[1], entry_point is not None)
+        for snippet, trees in zip(snippets, parsed, strict=True)
+    ]
+    names = _names_of_the_program(setup, snippets, parsed, entry_point)
+    return [
+        ([_compiled(tree) for tree in trees], entry_point, tests, sorted(names), sorted(packages))
+        for trees, tests in zip(parsed, collected, strict=True)
+    ]
 
-    Raises:
-        ValueError: the snippet cannot be run, or would test nothing.
-    """
+
+def _parse(source: str, snippet: str) -> ast.Module:
     try:
         with warnings.catch_warnings(action="ignore"):
-            given, tree = ast.parse(setup), ast.parse(snippet)
+            return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"the test {_short(snippet)} is no Python: {error}.") from None
-    imports = _imports(given) | _imports(tree)
-    for name in sorted(imports - sys.stdlib_module_names - {"solution"}):
+
+
+class _Types(ast.NodeTransformer):
+    """Has a test ask the program for the type of what is the program's."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802
+        self.generic_visit(node)
+        if _called(node) == "type" and len(node.args) == 1:
+            node.func = ast.Name(TYPE_OF, ast.Load())
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:  # noqa: N802
+        self.generic_visit(node)
+        if node.attr != "__class__" or not isinstance(node.ctx, ast.Load):
+            return node
+        return ast.Call(ast.Name(TYPE_OF, ast.Load()), [node.value], [])
+
+
+def _compiled(tree: ast.Module) -> Any:
+    with warnings.catch_warnings(action="ignore"):
+        tree = ast.fix_missing_locations(_Types().visit(tree))
+        return compile(tree, "<test>", "exec", dont_inherit=True)
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def _names_of_the_program(
+    setup: str,
+    snippets: Sequence[str],
+    parsed: Sequence[tuple[ast.Module, ast.Module]],
+    entry_point: str | None,
+) -> set[str]:
+    """Returns the names that the tests of a row look up in the program.
+
+    They follow from the row alone: what is imported from `solution`, the entry point, and what is
+    not defined, unless it is a name of Python's. One of Python's is the program's if a row has no
+    other: `gcd`, or in `abs(sum(1, 2) - 3) < 1e-9` the one that no other is called in, `sum`.
+
+    Raises:
+        ValueError: there is no such name, or the tests could run what the program returns.
+    """
+    nodes = [node for trees in parsed for tree in trees for node in ast.walk(tree)]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _called(node)]
+    undefined = {name for snippet in snippets for name in _undefined(setup, snippet)}
+    imports = {name for trees in parsed for tree in trees for name in _imports(tree)}
+    if evaluating := EVALUATING & undefined | EVALUATING_MODULES & imports:
+        raise ValueError(
+            f"the tests use {', '.join(sorted(evaluating))}, which can run what a program returns."
+        )
+    called = {id(call.func) for call in calls}
+    used = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in called}
+    known = vars(builtins).keys() | vars(math).keys() | MODULES.keys()
+    names = undefined - known - (sys.stdlib_module_names & used) - {"__file__"}
+    names |= {n.id for n in ast.walk(ast.parse(entry_point or "")) if isinstance(n, ast.Name)}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module == "solution":
+            names |= {alias.name for alias in node.names} - {"*"}
+    if names or "solution" in imports:
+        return names
+    names = (undefined & vars(math).keys()) - NUMBERS
+    if not names:
+        inner = {_called(c) for c in calls if not any(id(n) in called for a in _arguments(c) for n in ast.walk(a))}
+        names = inner & undefined if len(inner & undefined) == 1 else names
+    if names:
+        return names
+    raise ValueError(
+        f"the test {_short(snippets[0])} has no name that must be the program's; add "
+        "`from solution import NAME`."
+    )
+
+
+def _arguments(call: ast.Call) -> Iterable[ast.AST]:
+    return (*call.args, *call.keywords)
+
+
+def _undefined(*parts: str) -> set[str]:
+    """Returns the names that code uses and does not define."""
+    used: set[str] = set()
+    defined: set[str] = set()
+    for part in parts:
+        top = symtable.symtable(part, "<test>", "exec")
+        tables = [top]
+        for table in tables:  # which grows
+            tables += table.get_children()
+            for symbol in table.get_symbols():
+                is_bound = symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+                is_global = table is top or symbol.is_global()
+                if is_global and symbol.is_referenced():
+                    used.add(symbol.get_name())
+                if is_bound and (table is top or symbol.is_declared_global()):
+                    defined.add(symbol.get_name())
+    return used - defined
+
+
+def _packages(
+    snippet: str, trees: tuple[ast.Module, ast.Module], site_packages: bool
+) -> Iterable[str]:
+    """Returns the packages that the judge imports before a test.
+
+    Raises:
+        ValueError: one is not there.
+    """
+    imports = _imports(trees[0]) | _imports(trees[1])
+    names = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    aliases = {MODULES[name].partition(".")[0] for name in names & MODULES.keys()}
+    for name in sorted((imports | aliases) - sys.stdlib_module_names - {"solution"}):
         if not site_packages or importlib.util.find_spec(name) is None:
             advice = "is not installed" if site_packages else "needs site_packages: true"
             raise ValueError(f"the test {_short(snippet)} imports {name}, which {advice}.")
+        yield name
+    attributes = {n.attr for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    yield from (MODULES[name] for name in names & MODULES.keys())
+    yield from ({"unittest"} & imports) | ({"numpy.testing"} if "testing" in attributes else set())
+
+
+def _collect(snippet: str, tree: ast.Module, has_entry_point: bool) -> list[str]:
+    """Returns the names of the tests that a snippet defines and does not call itself.
+
+    Raises:
+        ValueError: the snippet would test nothing.
+    """
     body = [node for node in tree.body if not _is_for_scripts(node)]
     collected = []
     for node in body:

@@ -1,7 +1,7 @@
 """The judge's process of a test: runs the tests, which come from the data set, on the program.
 
 It holds the tests and the channel of the verdict. The program is in another process, see
-messages.py: the names that a test does not define are looked up there, and stand for handles.
+messages.py. Which names of a test are looked up there is decided by api.py, from the row alone.
 """
 
 from __future__ import annotations
@@ -9,65 +9,75 @@ from __future__ import annotations
 import builtins
 import sys
 
-from grpo_cli.sandbox.messages import BINARY, OPERATIONS, UNARY, BrokenError, Handle, Peer, builtin
+from grpo_cli.sandbox.messages import BrokenError, Extended, Opaque, Peer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import CodeType
+    from collections.abc import Callable
     from typing import Any
 
 MODULE = "tests"
+TYPE_OF = "type of"  # what a test's type(x) and x.__class__ call
+MODULES = {"np": "numpy", "pd": "pandas", "plt": "matplotlib.pyplot"}
 PASSED = "+"
 FAILED = "-"
+OWN = (MODULE, "_io")  # objects of these modules' classes have attributes that a program may use
+USABLE = ("str", "repr", "bool", "len", "iter", "next", "hash", "eq", "ne", "lt", "le", "gt", "ge")
+USABLE += ("add", "sub", "mul", "truediv", "getitem", "setitem", "delitem", "contains", "plain")
+NAMES = ("__name__", "__qualname__", "__doc__", "__module__")  # of functions, for functools.wraps
+# Of the standard library, exceptions that arrive as what they are if the judge has their module.
+EXCEPTIONS = {
+    *("json.decoder.JSONDecodeError", "decimal.InvalidOperation", "decimal.DivisionByZero"),
+    *("dataclasses.FrozenInstanceError", "queue.Empty", "_queue.Empty", "queue.Full", "re.error"),
+    *("struct.error", "zlib.error", "binascii.Error", "subprocess.CalledProcessError"),
+    *("statistics.StatisticsError", "graphlib.CycleError", "sqlite3.Error", "csv.Error"),
+    *("sqlite3.IntegrityError", "sqlite3.OperationalError", "asyncio.exceptions.QueueEmpty"),
+    *("asyncio.exceptions.QueueFull", "asyncio.exceptions.InvalidStateError", "_csv.Error"),
+    *("asyncio.exceptions.CancelledError", "xml.etree.ElementTree.ParseError"),
+    *("configparser.NoSectionError", "configparser.NoOptionError", "uuid.SafeUUID"),
+}
 
 
 class NotPassedError(Exception):
     """A unittest class has not passed; says why."""
 
 
-def judge(
-    source: int, sink: int, parts: tuple[str, str], entry_point: str | None, collected: list[str]
-) -> str:
+def judge(source: int, sink: int, test: tuple[Any, ...]) -> str:
     """Runs one test; returns PASSED, or FAILED with the reason, empty if the program is gone."""
-    program = Program(source, sink)
+    codes, entry_point, collected, names, packages = test
+    program = Program(source, sink, names)
     try:
         program.outcome([])  # of the program itself, as it is imported
-        _run(program, parts, entry_point, collected)
+        _run(program, codes, entry_point, collected, packages)
+        for number in [*program.seen]:
+            program.forget(number)
     except BaseException as error:
         reason = "" if isinstance(error, BrokenError) else _last_line(error)
-        return FAILED + (str(error) if program.is_broken else reason or "failed")
-    if program.is_broken:  # and the test has caught it
-        return FAILED
+        return FAILED + (program.broken.strip("-") if program.broken else reason or "failed")
+    if program.broken:  # and the test has caught it
+        return FAILED + program.broken.strip("-")
     return PASSED if program.was_asked else f"{FAILED}the test asked the program for nothing"
 
 
 def _run(
-    program: Program, parts: tuple[str, str], entry_point: str | None, collected: list[str]
+    program: Program, codes: Any, entry_point: str | None, collected: list[str], packages: list[str]
 ) -> None:
     module = type(sys)(MODULE)
     sys.modules[MODULE] = module
     sys.modules["solution"] = _Solution("solution", program)
+    for package in packages:
+        __import__(package)
+    program.empty = _guard_comparisons()
+    if unittest := sys.modules.get("unittest"):  # its tests are run below
+        unittest.main = lambda *_, **__: None
     names = module.__dict__
     names["__builtins__"] = _Builtins(program)
-    codes = [compile(part, "<test>", "exec", dont_inherit=True) for part in parts]
-    used = {name for code in codes for name in _names(code)}
-    names.update(program.shadows(used, entry_point))
-    if "unittest" in used:  # its tests are run below
-        _module("unittest").main = lambda *_, **__: None
     for code in codes:
         exec(code, names)
     if entry_point is not None and "check" in names:
         names["check"](eval(entry_point, names))
     for name in collected:
         _run_collected(names[name])
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, type(code)):
-            yield from _names(constant)
 
 
 def _run_collected(test: Any) -> None:
@@ -103,94 +113,62 @@ def _last_line(error: BaseException) -> str:
 class Program(Peer):
     """The program under test, as the judge reaches it."""
 
-    def __init__(self, source: int, sink: int) -> None:
-        super().__init__(source, sink, {**OPERATIONS, "module": _module})
+    is_strict = True
+
+    def __init__(self, source: int, sink: int, names: list[str]) -> None:
+        super().__init__(source, sink, {})
+        self.names = frozenset(names)  # that are the program's
         self.was_asked = False
-        self.missing: set[str] = set()
+        self.empty: Any = None  # the class of empty arrays
 
     def ask(self, name: str, *arguments: Any) -> Any:
-        self.was_asked = self.was_asked or name not in ("name", "defined")
+        self.was_asked = self.was_asked or name != "name"
         return super().ask(name, *arguments)
 
-    def name(self, name: str) -> Any:
-        """Returns what the program has under a name, for a test that does not define it.
-
-        A module is this process's own, and so is what `math` has, whatever the program made of it.
-        """
-        if name in self.missing:  # it has said so, see `shadows`
-            raise NameError(f"name {name!r} is not defined")
+    def value(self, name: str) -> Any:
+        """Returns what the program has under a name."""
         value = self.ask("name", name)
-        if name in sys.stdlib_module_names:
-            return _only_called(value) if isinstance(value, Handle) else _module(name)
-        if name in vars(_module("math")):
-            return vars(_module("math"))[name]
-        self.was_asked = self.was_asked or not isinstance(value, (Handle, type(sys)))
+        self.was_asked = self.was_asked or not isinstance(value, Opaque)
         return value
 
-    def shadows(self, used: set[str], entry_point: str | None) -> dict[str, Any]:
-        """Returns the function under test, if it has the name of one of Python's functions.
-
-        In `assert sum(1, 2) == 3` the program's `sum` is meant, in `assert sum(f(3)) == 6` it is
-        not: a test that uses another name of the program's, or several of Python's that the
-        program has replaced, uses Python's.
-        """
-        known = vars(builtins).keys() | vars(_module("math")).keys()
-        names = {entry_point} if entry_point else used & {*self.ask("defined", tuple(used))}
-        self.missing = set() if entry_point else used - names
-        ordinary = names - known - sys.stdlib_module_names
-        shadows = names & known
-        return {} if ordinary or len(shadows) != 1 else {n: self.ask("name", n) for n in shadows}
-
     def perform(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        """Does what the program asks for to an object of the test that it was given."""
         target = arguments[0]
-        is_iterated = name in ("iter", "next") and hasattr(type(target), "__next__")
-        is_own = type(target).__module__ in OWN and name in (*UNARY, *BINARY, *ATTRIBUTES, *ITEMS)
-        is_open = name not in ATTRIBUTES or not str.startswith(arguments[1], "_")
-        is_known = id(target) in self.numbers
-        if is_known and (name == "call" or is_iterated or (is_own and is_open)):
-            return super().perform(name, arguments)
+        kind = type(target)
+        if id(target) in self.numbers:
+            is_own = kind.__module__ in OWN
+            field = arguments[1] if name in ("get", "setattr", "delattr") else ""
+            if name == "call" or (name in ("iter", "next") and hasattr(kind, "__next__")):
+                return super().perform(name, arguments)
+            if name == "get" and field in NAMES and callable(target):
+                return getattr(target, field)
+            if is_own and name in USABLE:
+                return super().perform(name, arguments)
+            if is_own and type(field) is str and field and not field.startswith("_"):
+                # What its class defines is the test's.
+                if name == "get" or not callable(getattr(kind, field, None)):
+                    return super().perform(name, arguments)
+        if name == "get":
+            raise AttributeError(f"an object of the test has no {arguments[1]} for a program")
         raise TypeError(f"a program may not do this to an object of a test: {name}")
 
-    def may_export(self, value: Any) -> bool:
-        return callable(value) or hasattr(type(value), "__next__") or type(value).__module__ in OWN
-
-    def exception_token(self, kind: type[BaseException]) -> str:
-        return f"k{builtin(kind).__name__};"
+    def export(self, value: Any) -> int:
+        kind = type(value)
+        if callable(value) or hasattr(kind, "__next__") or kind.__module__ in OWN:
+            return super().export(value)
+        raise TypeError(f"an object of the type {kind.__name__} cannot be passed to a program")
 
     def exception(self, number: int, name: str, module: str, base: str) -> Any:
         """Returns the class to raise in place of an exception class of the program."""
-        root = module.partition(".")[0]
-        # unittest's own would skip a test.
-        if root in sys.stdlib_module_names and root != "unittest":
-            kind = vars(sys.modules.get(module, builtins)).get(name)
-            if isinstance(kind, type) and issubclass(kind, BaseException):
-                return kind
+        if f"{module}.{name}" in EXCEPTIONS and module in sys.modules:
+            return getattr(sys.modules[module], name)
         parent = vars(builtins)[base]
         if not issubclass(parent, BaseException):
             raise ValueError
-        members = {
-            "handle_of": lambda self: self.__dict__["handle"],
-            "__getattr__": lambda self, name: getattr(self.__dict__["handle"], name),
-        }
-        return type(name, (parent,), members)
+        return type(name, (Extended, parent), {"number": number})
 
-
-OWN = (MODULE, "_io")  # objects of these modules' classes have attributes that a program may use
-ATTRIBUTES = ("get", "set")
-ITEMS = ("getitem", "setitem", "delitem")
-
-
-def _only_called(function: Handle) -> Callable[..., Any]:
-    """Hides the attributes of a function that has a module's name."""
-    return lambda *args, **kwargs: function(*args, **kwargs)
-
-
-def _module(name: str) -> Any:
-    """Returns this process's own module of that name."""
-    if name in (MODULE, "solution"):
-        raise ImportError(name)
-    __import__(name)
-    return sys.modules[name]
+    def array(self, value: Any) -> Any:
+        return value if value.size or self.empty is None else value.view(self.empty)
 
 
 class _Solution(type(sys)):  # type: ignore[misc]
@@ -198,26 +176,89 @@ class _Solution(type(sys)):  # type: ignore[misc]
 
     def __init__(self, name: str, program: Program) -> None:
         super().__init__(name)
+        self.__dict__["__all__"] = []  # the names that a test uses are looked up as others are
         self.__dict__["__getattr__"] = lambda name: _attribute(program, name)
 
 
 def _attribute(program: Program, name: str) -> Any:
     try:
-        if name == "__all__":
-            return [n for n in program.ask("defined", None) if not n.startswith("_")]
         if name.startswith("__"):
             raise AttributeError(name)
-        return program.ask("name", name)
+        return program.value(name)
     except NameError as error:
         raise AttributeError(name) from error
 
 
 class _Builtins(dict):  # type: ignore[type-arg]
-    """Python's functions, and behind them the names of the program."""
+    """Python's functions but for those that are the program's, and behind them the program."""
 
     def __init__(self, program: Program) -> None:
-        super().__init__(vars(builtins))
+        own = {name: value for name, value in vars(builtins).items() if name not in program.names}
+        super().__init__(own)
+        self[TYPE_OF] = lambda value: _type_of(program, value)
         self.program = program
 
     def __missing__(self, name: str) -> Any:
-        return self.program.name(name)
+        if name in self.program.names:
+            return self.program.value(name)
+        if name in MODULES:
+            return sys.modules[MODULES[name]]
+        if name in sys.stdlib_module_names:
+            return __import__(name)
+        if hasattr(__import__("math"), name):
+            return getattr(__import__("math"), name)
+        raise NameError(f"name {name!r} is not defined")
+
+
+def _type_of(program: Program, value: Any) -> Any:
+    if isinstance(value, Extended) and not isinstance(value, BaseException):
+        value = value.opaque_of(value)
+    if not issubclass(type(value), Opaque):
+        return type(value)
+    kind = program.ask("type", value)
+    is_exception = isinstance(kind, type) and issubclass(kind, BaseException)
+    return kind if is_exception else program.checked(kind, Opaque)
+
+
+def _guard_comparisons() -> type | None:
+    """Makes comparisons of numpy and pytest fail where exactly one side is empty.
+
+    Returns the class of the program's empty arrays, if numpy is there.
+    """
+    approx = sys.modules.get("_pytest.python_api")
+    if approx is not None:
+        equals = approx.ApproxScalar.__eq__
+        approx.ApproxScalar.__eq__ = lambda self, actual: getattr(actual, "size", 1) and equals(self, actual)
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+
+    def fail_if_one_is_empty(*sides: Any) -> None:
+        if len({numpy.size(side) == 0 for side in sides}) == 2:
+            raise AssertionError("exactly one side is empty")
+
+    def guarded(compare: Callable[..., Any]) -> Callable[..., Any]:
+        def perform(*args: Any, **kwargs: Any) -> Any:
+            fail_if_one_is_empty(*(*args, *kwargs.values())[:2])
+            return compare(*args, **kwargs)
+
+        return perform
+
+    for module in (numpy, sys.modules.get("numpy.testing")):
+        for name in COMPARISONS:
+            if compare := getattr(module, name, None):
+                setattr(module, name, guarded(compare))
+
+    class Empty(numpy.ndarray):  # type: ignore[misc, name-defined]
+        def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+            if len(inputs) == 2:
+                fail_if_one_is_empty(*inputs)
+            plain = [side.view(numpy.ndarray) if type(side) is Empty else side for side in inputs]
+            return getattr(ufunc, method)(*plain, **kwargs)
+
+    return Empty
+
+
+COMPARISONS = ("allclose", "isclose", "array_equal", "array_equiv", "assert_allclose")
+COMPARISONS += ("assert_array_equal", "assert_array_almost_equal", "assert_almost_equal")
+COMPARISONS += ("assert_equal", "assert_array_less")

@@ -31,7 +31,6 @@ TMP_VARIABLE = "GRPO_SANDBOX_TMP"  # the folder in which sandboxes make their ow
 MARK = "GRPO_SANDBOX"  # in the environment of what runs in a sandbox: its folder or its starter
 NOBODY = 65534
 SPARE_UIDS = 0x7000_0000  # one user for each thread that may run a program: this plus its id
-JUDGE_UIDS = 0x0800_0000  # more than there are threads
 START_SECONDS = 15.0  # for an interpreter to start
 GRACE_SECONDS = 8.0  # for a sandbox to end a program that is over its limits, and to report it
 MIB = 1 << 20
@@ -52,7 +51,7 @@ class Limits:
     processes: int = 16  # at a time, threads counted
     file_mb: int = 16  # MiB of each file, and of all of them
     open_files: int = 64  # of each process
-    output_kb: int = 256  # KiB on stdout, and as much on stderr
+    output_kb: int = 1024  # KiB on stdout, and as much on stderr
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -77,8 +76,9 @@ class Finished:
     test_passed: bool = False  # whether its test, if it has one, ran to its end
 
 
-# Setup and snippet, the name of what `check` gets, the names of the tests that are to be called.
-Test = tuple[tuple[str, str], str | None, list[str]]
+# The code of setup and snippet, what `check` gets, the names of the tests that are to be called,
+# the names that are the program's, and the packages that the tests import.
+Test = tuple[list[Any], str | None, list[str], list[str], list[str]]
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,6 @@ class Sandbox:
             "output": limits.output_kb * 1024,
             "rlimits": self._rlimits(),
             "uid": self.uid if level.becomes == "inside" else None,
-            "judge_uid": _judge_uid(self.uid) if level.becomes == "inside" else None,
             "has_own_uid": self.uid not in (None, NOBODY),
             "has_own_pids": level.has_own_pids,
             "call_filter": None if level.has_own_pids or not level.filters_calls else call_filter(),
@@ -189,8 +188,8 @@ class Sandbox:
 
     def _rlimits(self) -> list[tuple[str, int]]:
         limits = self.limits
-        # Where the program has the same user as its runner, the runner and the judge count too.
-        processes = limits.processes + (0 if self.level.becomes == "inside" else 2)
+        # The judge has the program's user and counts too; so has the runner if it keeps its user.
+        processes = limits.processes + (1 if self.level.becomes == "inside" else 2)
         if self.uid == NOBODY or not (
             self.uid or (self.level.has_own_pids and _counts_by_namespace())
         ):
@@ -341,8 +340,7 @@ class Sandbox:
             if self.folder.is_there():
                 # A program may take the mark off; a user of its own it keeps.
                 has_own = self.uid not in (None, NOBODY)
-                uids = (self.uid, _judge_uid(self.uid)) if has_own else ()
-                _kill_marked(self.folder.path, uids)
+                _kill_marked(self.folder.path, self.uid if has_own else None)
             self.folder.remove()
 
 
@@ -411,13 +409,6 @@ def spare_uid() -> int | None:
         if any(start <= uid < start + count for start, count in ranges):
             return uid
     return None
-
-
-def _judge_uid(uid: int | None) -> int | None:
-    """Returns the user of the judge beside a program's user: not the same one."""
-    if uid is None:
-        return None
-    return NOBODY - 1 if uid == NOBODY else uid + JUDGE_UIDS
 
 
 def _file_of(data: bytes) -> int:
@@ -536,8 +527,8 @@ def _abandoned(parent: str) -> Iterator[str]:
                 os.close(fd)
 
 
-def _kill_marked(folder: str, uids: tuple[int | None, ...] = ()) -> None:
-    """Kills the processes that have a sandbox's mark in their environment, or one of its users."""
+def _kill_marked(folder: str, uid: int | None = None) -> None:
+    """Kills the processes that have a sandbox's mark in their environment, or its user."""
     mark = f"{MARK}={folder}".encode()
     end = time.monotonic() + GRACE_SECONDS
     unseen = 0
@@ -545,7 +536,7 @@ def _kill_marked(folder: str, uids: tuple[int | None, ...] = ()) -> None:
         found = [
             pid
             for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-            if _has(pid, mark) or (uids and _uid_of(pid) in uids)
+            if _has(pid, mark) or (uid is not None and _uid_of(pid) == uid)
         ]
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):

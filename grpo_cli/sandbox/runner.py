@@ -17,6 +17,7 @@ It imports next to nothing, because each program waits for its imports: `signal`
 
 from __future__ import annotations
 
+import _signal
 import os
 import resource
 import select
@@ -24,12 +25,13 @@ import sys
 import time
 
 from grpo_cli.sandbox.judge import FAILED, PASSED, judge
-from grpo_cli.sandbox.messages import OPERATIONS, BrokenError, Peer
+from grpo_cli.sandbox.messages import BrokenError, Peer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
+SIGINT = 2
 SIGKILL = 9
 SIGXCPU = 24
 LIFELINE = 0  # stdin: it closes when the process that asked for the run is gone
@@ -57,7 +59,6 @@ class Settings:
     output: int  # bytes on stdout, and on stderr
     rlimits: list[tuple[str, int]]
     uid: int | None  # the user that a child becomes; None: it stays what it is
-    judge_uid: int | None  # the same for the judge
     has_own_uid: bool  # no other process has that uid
     has_own_pids: bool  # every process that can be seen belongs to this sandbox
     on_disk: str | None  # holds a working folder for each run, and is removed at the end
@@ -172,7 +173,6 @@ def _working_folder(settings: Settings, number: int) -> str:
     if settings.uid is not None:
         # Not the folder that holds it: the program could put a link in the place of its own.
         os.chown(folder, settings.uid, settings.uid)
-        os.chmod(folder, 0o1770)  # the judge has the same group
     return folder
 
 
@@ -448,17 +448,17 @@ def _clean_up(settings: Settings, folder: str) -> None:
     remove(folder)
     if settings.uid is not None and settings.has_own_uid:
         for shared in ("/tmp", "/var/tmp", "/dev/shm", "/run/lock"):  # where any user may write
-            _remove_those_of((settings.uid, settings.judge_uid), shared)
+            _remove_those_of(settings.uid, shared)
 
 
-def _remove_those_of(uids: tuple[int | None, ...], folder: str) -> None:
+def _remove_those_of(uid: int, folder: str) -> None:
     try:
         entries = list(os.scandir(folder))
     except OSError:
         return
     for entry in entries:
         try:
-            if entry.stat(follow_symlinks=False).st_uid not in uids:
+            if entry.stat(follow_symlinks=False).st_uid != uid:
                 continue
             if entry.is_dir(follow_symlinks=False):
                 remove(entry.path)
@@ -523,7 +523,7 @@ def _be_the_program(
 ) -> NoReturn:
     given, out, err, problem = fds
     pipes = (questions[0], answers[1]) if questions else ()
-    _become(settings, settings.uid, folder, (given, out, err), problem, pipes)
+    _become(settings, folder, (given, out, err), problem, pipes)
     if pipes:
         _serve(settings.source, *pipes)
     else:
@@ -541,14 +541,14 @@ def _be_the_judge(
     verdict, problem = fds
     nowhere = os.open(os.devnull, os.O_RDWR)
     kept = (verdict, answers[0], questions[1], settings.tests)
-    _become(settings, settings.judge_uid, folder, (nowhere,) * 3, problem, kept, is_judge=True)
+    _become(settings, folder, (nowhere,) * 3, problem, kept, is_judge=True)
     os.write(questions[1], b"\n")  # the program may begin: nothing it does can be in the way now
     import marshal
 
     with open(settings.tests, "rb") as file:
         file.seek(0)
         test = marshal.load(file)[number]
-    text = judge(answers[0], questions[1], *test)
+    text = judge(answers[0], questions[1], test)
     report = memoryview(text.encode(errors="replace")[: settings.output])
     while report:
         report = report[os.write(verdict, report) :]
@@ -557,7 +557,6 @@ def _be_the_judge(
 
 def _become(
     settings: Settings,
-    uid: int | None,
     folder: str,
     standard: tuple[int, ...],
     problem: int,
@@ -569,6 +568,7 @@ def _become(
         for number, fd in enumerate(standard):
             os.dup2(fd, number)
         sys.path += settings.sys_path
+        uid = settings.uid
         libraries = _open_libraries() if settings.on_disk and uid is not None else {}
         os.chdir(folder)  # it may lie where the other user cannot go by itself
         _close_all(but=(problem, *kept, *libraries.values()))
@@ -577,15 +577,18 @@ def _become(
             _set_rlimit(getattr(resource, name), limit)
         if uid is not None:
             os.setgroups([])
-            group = settings.uid or uid  # the judge has the program's, which its folder has
-            os.setresgid(group, group, group)
+            os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)
             _reach_libraries(libraries)
         if not settings.has_own_pids:
             _prctl(PR_SET_PDEATHSIG, SIGKILL)
-        if not settings.has_own_pids and not is_judge:
-            _prctl(PR_SET_DUMPABLE, 1)  # its mark has to be readable, see `sandbox.sweep`
-        if not is_judge:
+        if is_judge:
+            _signal.signal(SIGINT, _signal.SIG_DFL)  # no KeyboardInterrupt that a test could catch
+            if uid is not None and os.stat("/proc/self").st_uid != 0:  # fs.suid_dumpable is 1
+                _prctl(PR_SET_DUMPABLE, 0)
+        else:
+            if not settings.has_own_pids:
+                _prctl(PR_SET_DUMPABLE, 1)  # its mark has to be readable, see `sandbox.sweep`
             for other in settings.in_memory:
                 empty(other)  # of what the run before left there
         os.environ["HOME"] = os.environ["TMPDIR"] = folder
@@ -656,9 +659,9 @@ def _serve(source: str, questions: int, answers: int) -> NoReturn:
         error = raised
     if os.getpid() != process:  # a child that the program has forked
         os._exit(0)
-    peer = Peer(questions, answers, {**OPERATIONS, **_own_operations(names)})
+    peer = Peer(questions, answers, {"name": lambda name: _value(names, name)})
     try:
-        if peer.reply(lambda: _raise(error)):
+        if peer.reply(lambda: _raise(error), [], {}):
             peer.serve()
     except BrokenError:  # the judge is gone
         pass
@@ -670,18 +673,10 @@ def _raise(error: BaseException | None) -> None:
         raise error
 
 
-def _own_operations(names: dict[str, Any]) -> dict[str, Any]:
-    def value(name: str) -> Any:
-        if name not in names:
-            raise NameError(f"name {name!r} is not defined")
-        return names[name]
-
-    return {
-        "name": value,
-        "defined": lambda used: [n for n in (names if used is None else used) if n in names],
-        "run": lambda coroutine: __import__("asyncio").run(coroutine),
-        "module": __import__,
-    }
+def _value(names: dict[str, Any], name: str) -> Any:
+    if name not in names:
+        raise NameError(f"name {name!r} is not defined")
+    return names[name]
 
 
 def _new_module(name: str) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def empty(stack): return not stack.items
         ("def f(x): return x", "import solution\nassert solution.f(2) == 2\nassert not hasattr(solution, 'g')"),
         ("def gcd(a, b): return a if not b else gcd(b, a % b)", "assert gcd(12, 18) == 6"),
         ("def sum(a, b): return a + b", "assert abs(sum(1, 2) - 3) < 1e-9"),
-        ("def f(x): return x + 1", "assert eval('f(1)') == 2 and [f(x) for x in range(2)] == [1, 2]"),
+        ("def f(x): return x + 1", "assert [f(x) for x in range(2)] == [1, 2]"),
         ("def f(x): return x + 1", "class Config:\n    y = f(1)\n    def g(self): return f(self.y)\nassert Config().g() == 3"),
         ("def f(): return open('made').read()", "with open('made', 'w') as file: file.write('abc')\nassert f() == 'abc'"),
         ("def f():\n    with open('made', 'w') as file: file.write('abc')", "f(); assert open('made').read() == 'abc'"),
@@ -119,11 +119,12 @@ def test_a_test_passes(program: str, test: str) -> None:
 @pytest.mark.parametrize(
     ("program", "test", "reason"),
     [
-        ("def f(): return object()", "assert f() - 3 < 1", "TypeError: an object of the program has no sub with a plain value"),
+        ("def f(): return object()", "assert f() - 3 < 1", "TypeError: unsupported operand type(s) for -: 'object' and 'int'"),
         ("def f(x): return x", "class A: __slots__ = ()\nimport socket\nf(socket.socket())", "TypeError: an object of the type socket cannot be passed to a program"),
         ("def f(x): return x.y", "class A: pass\nf(A())", "AttributeError: 'A' object has no attribute 'y'"),
         ("def f(): return 1", "assert g() == 1", "NameError: name 'g' is not defined"),
-        ("def f(): return 1", "x = max(1, 2)", "the test asked the program for nothing"),
+        ("def f(): return 1", "if f is None: f()", "the test asked the program for nothing"),
+        ("def f(): return 1", "x = max(1, 2)", "NameError: name 'max' is not defined"),
         ("def f(): return 'x' * (17 << 20)", "f()", "the program's answer has over 16 MiB"),
         ("import os\ndef f(): os._exit(3)", "try: f()\nexcept: pass", "ended with exit code 3"),
         ("import os\ndef f(): os._exit(0)", "try: f()\nexcept: pass", "the program ended before its test did"),
