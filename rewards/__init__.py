@@ -33,6 +33,7 @@ class Traits:
     cache: bool = False
     preload: tuple[str, ...] = ()
     describe: Callable[..., str] | None = None
+    refuse: Callable[..., str] | None = None
     timeout_value: float | None = None
     positions: str | None = None
 
@@ -49,6 +50,7 @@ def reward(
     cache: bool | None = None,
     preload: Sequence[str] = (),
     describe: Callable[..., str] | None = None,
+    refuse: Callable[..., str] | None = None,
     timeout_value: float | None = None,
     positions: str | None = None,
 ) -> Callable[[F], F]: ...
@@ -63,6 +65,7 @@ def reward(
     cache: bool | None = None,
     preload: Sequence[str] = (),
     describe: Callable[..., str] | None = None,
+    refuse: Callable[..., str] | None = None,
     timeout_value: float | None = None,
     positions: str | None = None,
 ) -> F | Callable[[F], F]:
@@ -76,6 +79,8 @@ def reward(
             is computed twice; by default it is if there is a timeout.
         preload: modules that a worker imports before the clock of its first completion starts.
         describe: called with the recipe's arguments; what the log says of the reward at the start.
+        refuse: called with the columns of one row and the recipe's arguments, before the model is
+            loaded; why no completion of the row can be scored, or "".
         timeout_value: value of a completion that overruns; None: the reward does not apply to it.
         positions: unit in which the function counts the ends of steps, "tokens" or "characters";
             None: as the recipe says.
@@ -89,7 +94,7 @@ def reward(
                 f"{path} and {known} have one name; give one another, as in @reward(name=...)"
             )
         cached = timeout is not None if cache is None else cache
-        traits = Traits(timeout, cached, tuple(preload), describe, timeout_value, positions)
+        traits = Traits(timeout, cached, tuple(preload), describe, refuse, timeout_value, positions)
         function.reward_traits = traits  # type: ignore[attr-defined]
         return function
 

@@ -24,7 +24,23 @@ def _describe(*, guards: str = "auto", site_packages: bool = False, **_: Any) ->
     return sandbox.describe(guards, site_packages)
 
 
-@reward(timeout=30, preload=("grpo_cli.sandbox",), describe=_describe)
+def _refuse(
+    tests: Any = None,
+    test_setup_code: str | None = None,
+    entry_point: str | None = None,
+    *,
+    site_packages: bool = False,
+    **_: Any,
+) -> str:
+    try:
+        if row_tests := _tests(tests):
+            sandbox.prepare(row_tests, test_setup_code or "", entry_point or None, site_packages)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@reward(timeout=30, preload=("grpo_cli.sandbox",), describe=_describe, refuse=_refuse)
 def code(
     completions: Completions,
     tests: list[Any],
@@ -58,7 +74,8 @@ def code(
     the program's functions by messages and compares plain values, so the program sees neither the
     test nor the value that is expected; see docs/sandbox.md. The column `test_setup_code` is run
     before a snippet, in the same process. With the column `entry_point`, the function of that name
-    is passed to the `check` that a snippet defines. A snippet that would test nothing is refused.
+    is passed to the `check` that a snippet defines. A row whose snippets test nothing, or could run
+    what the program returns (`eval`, `pickle`), is refused before a run starts; here it gives None.
 
     Recipe args:
         seconds: wall time of the program with one test.
@@ -92,12 +109,19 @@ def code(
             reasons.append(None)
             continue
         prompt = _prompt_text(prompts, row) if continues_prompt else ""
-        setup = (test_setup_code and test_setup_code[row]) or ""
+        setup = f"{_helpers(prompt)}\n{(test_setup_code and test_setup_code[row]) or ''}"
+        entry = (entry_point and entry_point[row]) or None
+        try:
+            sandbox.prepare(row_tests, setup, entry, site_packages)
+        except ValueError as error:  # a run refuses such a row before it starts
+            values.append(None)
+            reasons.append(str(error))
+            continue
         verdict = sandbox.grade(
             prompt + program(text),
             row_tests,
-            setup=f"{_helpers(prompt)}\n{setup}",
-            entry_point=(entry_point and entry_point[row]) or None,
+            setup=setup,
+            entry_point=entry,
             limits=limits,
             guards=guards,
             site_packages=site_packages,

@@ -311,6 +311,12 @@ class Dataset:
         "row.",
         choices=("stop", "drop"),
     )
+    bad_tests: str = knob(
+        "stop",
+        "Treatment of a row that a reward refuses, such as tests of `code` that test nothing: stop "
+        "with an error, or drop the row.",
+        choices=("stop", "drop"),
+    )
     shuffle: bool = knob(
         True, "Shuffle the rows in each epoch, as a function of (seed, epoch) only."
     )

@@ -16,7 +16,7 @@ from grpo_cli.data.prompts import (
     prompt_text,
     solution_pairs,
 )
-from grpo_cli.data.rows import DATASET, Rows, hold_out, load_named, load_rows
+from grpo_cli.data.rows import DATASET, Rows, hold_out, load_named, load_rows, select_rows
 from grpo_cli.data.streaming import RowStream, StreamedPrompts, open_stream
 
 __all__ = [
@@ -36,5 +36,6 @@ __all__ = [
     "open_stream",
     "other_columns",
     "prompt_text",
+    "select_rows",
     "solution_pairs",
 ]

@@ -117,8 +117,17 @@ def hold_out(rows: Rows, config: Dataset) -> tuple[Rows, Rows]:
         )
     held = set(random.Random(f"test_split/{config.test_split_seed}").sample(range(total), count))
     parts = [n for n in range(total) if n not in held], sorted(held)[: config.eval_limit]
-    train, test = (Rows(rows.source, rows.columns, rows.rows.select(p), p) for p in parts)  # type: ignore[attr-defined]
+    train, test = (select_rows(rows, part) for part in parts)
     return train, test
+
+
+def select_rows(rows: Rows, numbers: Sequence[int]) -> Rows:
+    """Returns some of the rows, by their numbers."""
+    if isinstance(rows.rows, list):
+        some: Sequence[dict[str, Any]] = [rows.rows[number] for number in numbers]
+    else:
+        some = rows.rows.select(numbers)  # type: ignore[attr-defined]
+    return Rows(rows.source, rows.columns, some, [rows.line(number) for number in numbers])
 
 
 def load_table(source: str, subset: str | None, split: str, key: str) -> Any:

@@ -4,7 +4,7 @@ Start with `api.run`, then `isolation.find_level` (the guards that work here) an
 (one program's process). Imports the standard library only, so that a reward function may use it.
 """
 
-from grpo_cli.sandbox.api import SandboxResult, grade, run
+from grpo_cli.sandbox.api import SandboxResult, grade, prepare, run
 from grpo_cli.sandbox.isolation import GUARDS, describe, find_level
 from grpo_cli.sandbox.process import Finished, Limits, SandboxError, sweep
 
@@ -17,6 +17,7 @@ __all__ = [
     "describe",
     "find_level",
     "grade",
+    "prepare",
     "run",
     "sweep",
 ]

@@ -189,13 +189,13 @@ def _parse(source: str, snippet: str) -> ast.Module:
 class _Types(ast.NodeTransformer):
     """Has a test ask the program for the type of what is the program's."""
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         if _called(node) == "type" and len(node.args) == 1:
             node.func = ast.Name(TYPE_OF, ast.Load())
         return node
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:  # noqa: N802
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
         if node.attr != "__class__" or not isinstance(node.ctx, ast.Load):
             return node
@@ -247,7 +247,11 @@ def _names_of_the_program(
         return names
     names = (undefined & vars(math).keys()) - NUMBERS
     if not names:
-        inner = {_called(c) for c in calls if not any(id(n) in called for a in _arguments(c) for n in ast.walk(a))}
+        inner = {
+            _called(c)
+            for c in calls
+            if not any(id(n) in called for a in _arguments(c) for n in ast.walk(a))
+        }
         names = inner & undefined if len(inner & undefined) == 1 else names
     if names:
         return names

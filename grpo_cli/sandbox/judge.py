@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import sys
 
-from grpo_cli.sandbox.messages import BrokenError, Extended, Opaque, Peer
+from grpo_cli.sandbox.messages import Extended, Opaque, Peer, opaque_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ def judge(source: int, sink: int, test: tuple[Any, ...]) -> str:
         for number in [*program.seen]:
             program.forget(number)
     except BaseException as error:
-        reason = "" if isinstance(error, BrokenError) else _last_line(error)
-        return FAILED + (program.broken.strip("-") if program.broken else reason or "failed")
-    if program.broken:  # and the test has caught it
-        return FAILED + program.broken.strip("-")
+        reason = program.broken if program.broken is not None else _last_line(error)
+        return FAILED + (reason or "failed" * (program.broken is None))
+    if program.broken is not None:  # and the test has caught it
+        return FAILED + program.broken
     return PASSED if program.was_asked else f"{FAILED}the test asked the program for nothing"
 
 
@@ -144,10 +144,10 @@ class Program(Peer):
                 return getattr(target, field)
             if is_own and name in USABLE:
                 return super().perform(name, arguments)
-            if is_own and type(field) is str and field and not field.startswith("_"):
-                # What its class defines is the test's.
-                if name == "get" or not callable(getattr(kind, field, None)):
-                    return super().perform(name, arguments)
+            is_open = type(field) is str and field and not field.startswith("_")
+            # A method of its class is the test's own.
+            if is_own and is_open and (name == "get" or not callable(getattr(kind, field, None))):
+                return super().perform(name, arguments)
         if name == "get":
             raise AttributeError(f"an object of the test has no {arguments[1]} for a program")
         raise TypeError(f"a program may not do this to an object of a test: {name}")
@@ -166,6 +166,10 @@ class Program(Peer):
         if not issubclass(parent, BaseException):
             raise ValueError
         return type(name, (Extended, parent), {"number": number})
+
+    def exception_tree(self, kind: type[BaseException], own: type) -> list[Any]:
+        number = vars(kind).get("number")  # of a class of the program
+        return ["k", own.__name__] if number is None else ["y", number]
 
     def array(self, value: Any) -> Any:
         return value if value.size or self.empty is None else value.view(self.empty)
@@ -211,8 +215,7 @@ class _Builtins(dict):  # type: ignore[type-arg]
 
 
 def _type_of(program: Program, value: Any) -> Any:
-    if isinstance(value, Extended) and not isinstance(value, BaseException):
-        value = value.opaque_of(value)
+    value = value if isinstance(value, BaseException) else opaque_of(value)
     if not issubclass(type(value), Opaque):
         return type(value)
     kind = program.ask("type", value)
@@ -228,7 +231,9 @@ def _guard_comparisons() -> type | None:
     approx = sys.modules.get("_pytest.python_api")
     if approx is not None:
         equals = approx.ApproxScalar.__eq__
-        approx.ApproxScalar.__eq__ = lambda self, actual: getattr(actual, "size", 1) and equals(self, actual)
+        approx.ApproxScalar.__eq__ = lambda self, actual: (
+            getattr(actual, "size", 1) and equals(self, actual)
+        )
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None

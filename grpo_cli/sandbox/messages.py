@@ -28,36 +28,38 @@ if TYPE_CHECKING:
 MAX_MESSAGE = 16 << 20  # bytes
 MAX_PRINTED = 1 << 20  # characters that a call prints
 MAX_COMPARED = 10_000  # items of an iteration that other answers of its object are held to
+LARGE = 1 << 62  # a whole number beyond it is sent in base 16
 
 # The closed list. None, bool, int, float and str are JSON's own; a tuple is its items. Of the other
 # values that cannot change: the arguments that rebuild one, and the method that takes them.
+_as_text, _as_span = (lambda v: (str(v),)), (lambda v: (v.start, v.stop, v.step))
+_as_iso = (lambda v: (v.isoformat(),)), "fromisoformat"
 FIXED: dict[str, tuple[Callable[[Any], tuple[Any, ...]], str]] = {
-    "builtins.complex": (lambda value: (value.real, value.imag), ""),
-    "builtins.bytes": (lambda value: (value.hex(),), "fromhex"),
-    "builtins.range": (lambda value: (value.start, value.stop, value.step), ""),
-    "builtins.slice": (lambda value: (value.start, value.stop, value.step), ""),
-    "builtins.frozenset": (lambda value: (tuple(value),), ""),
-    "decimal.Decimal": (lambda value: (str(value),), ""),
-    "fractions.Fraction": (lambda value: (value.numerator, value.denominator), ""),
-    "datetime.date": (lambda value: (value.isoformat(),), "fromisoformat"),
-    "datetime.time": (lambda value: (value.isoformat(),), "fromisoformat"),
-    "datetime.datetime": (lambda value: (value.isoformat(),), "fromisoformat"),
-    "datetime.timedelta": (lambda value: (value.days, value.seconds, value.microseconds), ""),
-    "datetime.timezone": (lambda value: (value.utcoffset(None),), ""),
+    "builtins.complex": (lambda v: (v.real, v.imag), ""),
+    "builtins.bytes": (lambda v: (v.hex(),), "fromhex"),
+    "builtins.range": (_as_span, ""),
+    "builtins.slice": (_as_span, ""),
+    "builtins.frozenset": (lambda v: (tuple(v),), ""),
+    "decimal.Decimal": (_as_text, ""),
+    "fractions.Fraction": (lambda v: (v.numerator, v.denominator), ""),
+    "datetime.timedelta": (lambda v: (v.days, v.seconds, v.microseconds), ""),
+    "datetime.timezone": (lambda v: (v.utcoffset(None),), ""),
+    **dict.fromkeys(("datetime.date", "datetime.time", "datetime.datetime"), _as_iso),
+    **{f"pathlib.{n}": (_as_text, "") for n in ("PosixPath", "PurePosixPath", "PureWindowsPath")},
+    **{
+        f"ipaddress.IPv{n}": (_as_text, "")
+        for n in ("4Address", "6Address", "4Network", "6Network")
+    },
 }
-_AS_TEXT = "pathlib.PosixPath pathlib.PurePosixPath pathlib.PureWindowsPath ipaddress.IPv4Address "
-_AS_TEXT += "ipaddress.IPv4Network ipaddress.IPv6Address ipaddress.IPv6Network"
-FIXED |= dict.fromkeys(_AS_TEXT.split(), (lambda value: (str(value),), ""))
 # Values that can change are numbered: a list that is there twice stays one list, what a call does
 # to its arguments is sent back, and a list may hold itself.
-MUTABLE = ["builtins.list", "builtins.dict", "builtins.set", "builtins.bytearray"]
-MUTABLE += [f"collections.{kind}" for kind in ("deque", "Counter", "OrderedDict", "defaultdict")]
-# The value that the base of an object of a subclass holds.
+MUTABLE = [f"builtins.{n}" for n in ("list", "dict", "set", "bytearray")]
+MUTABLE += [f"collections.{n}" for n in ("deque", "Counter", "OrderedDict", "defaultdict")]
+# What an object of a subclass is as a value, by its base's own method.
 PLAIN: dict[str, Callable[[Any], Any]] = {
     **{f"builtins.{kind.__name__}": kind.__pos__ for kind in (int, float, complex)},
+    **{f"builtins.{kind.__name__}": _operator.itemgetter(slice(None)) for kind in (bytes, tuple)},
     "builtins.str": str.__str__,
-    "builtins.bytes": lambda value: bytes.__getitem__(value, slice(None)),
-    "builtins.tuple": lambda value: tuple.__getitem__(value, slice(None)),
     "builtins.frozenset": frozenset,
 }
 DTYPES = {f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)}
@@ -66,19 +68,18 @@ DTYPES |= {"b1", "f2", "f4", "f8", "c8", "c16"}  # and texts
 COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 COMPUTE = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift")
 COMPUTE += ("and", "or", "xor")
+IN_PLACE = [f"i{name}" for name in COMPUTE]
 UNARY = ("neg", "pos", "invert")
-PASSED_ON = ("str", "repr", "bool", "hash", "format", "dir", "next", "setattr", "delattr")
-PASSED_ON += ("setitem", "delitem", "copy", "aiter", "enter")
-CHANGING = {"call", "next", "run", "anext", "setattr", "delattr", "setitem", "delitem", "enter"}
-CHANGING |= {"exit", *(f"i{name}" for name in COMPUTE)}
+BUILTIN = ("str", "repr", "bool", "hash", "format", "dir", "next", "setattr", "delattr", "aiter")
+PASSED_ON = (*BUILTIN, "setitem", "delitem", "copy", "enter")
+CHANGING = {"call", "run", "anext", "next", "setattr", "delattr", "setitem", "delitem", "enter"}
+CHANGING |= {"exit", *IN_PLACE}
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    **{n: getattr(builtins, n) for n in (*PASSED_ON, "len", "iter", "isinstance", "issubclass")
-       if hasattr(builtins, n)},
     **{n: getattr(_operator, n + "_" * (n in ("and", "or"))) for n in (*COMPARE, *COMPUTE, *UNARY)},
-    **{n: getattr(_operator, n) for n in ("getitem", "setitem", "delitem", "contains")},
-    **{f"i{n}": getattr(_operator, f"i{n}") for n in COMPUTE},
+    **{n: getattr(_operator, n) for n in (*IN_PLACE, "getitem", "setitem", "delitem", "contains")},
+    **{n: getattr(builtins, n) for n in (*BUILTIN, "len", "iter", "isinstance", "issubclass")},
+    "type": type,
     "get": getattr,
-    "type": lambda value: type(value),
     "call": lambda function, args, kwargs: function(*args, **kwargs),
     "enter": lambda value: type(value).__enter__(value),
     "exit": lambda value, kind: type(value).__exit__(value, kind, None, None),
@@ -86,11 +87,11 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "deepcopy": lambda value: __import__("copy").deepcopy(value),
     "run": lambda awaitable: _run(awaitable),
     "anext": lambda iterator: _run(anext(iterator)),
-    "plain": lambda value: _rebuilt(value),
-}  # fmt: skip
+    "plain": lambda value: _plain_value(value, _listed(type(value))),
+}
 # With two underscores. Libraries look for others, as __array_interface__, and trust what they find.
 READABLE = {f"__{n}__" for n in ("name", "qualname", "module", "doc", "dict", "annotations")}
-READABLE |= {f"__{n}__" for n in ("wrapped", "cause", "context", "notes", "mro", "members")}
+READABLE |= {f"__{n}__" for n in ("mro", "wrapped", "cause", "context", "notes", "members")}
 
 
 class BrokenError(BaseException):
@@ -101,7 +102,7 @@ class BrokenError(BaseException):
 
 
 class Opaque:
-    # An object of the other side; so is its __doc__. It never equals a value, and is no number.
+    # An object of the other side, and so is its __doc__. It equals no value, and is no number.
     __slots__ = ("__weakref__", "_number_", "_peer_")
     __doc__ = property(lambda self: self.__getattr__("__doc__"))  # type: ignore[assignment]
     __module__ = property(lambda self: self.__getattr__("__module__"))  # type: ignore[assignment]
@@ -142,9 +143,6 @@ class Opaque:
     def __deepcopy__(self, memo: Any) -> Any:
         return self._peer_.ask("deepcopy", self)
 
-    def __reduce_ex__(self, _: Any) -> Any:
-        raise TypeError("an object of the program cannot be pickled")
-
     def __await__(self) -> Any:
         return _result_of("run", self).__await__()
 
@@ -152,7 +150,7 @@ class Opaque:
         return _result_of("anext", self)
 
     def __instancecheck__(self, other: Any) -> bool:
-        other = getattr(type(other), "opaque_of", lambda it: it)(other)
+        other = opaque_of(other)
         return isinstance(other, Opaque) and self._peer_.ask("isinstance", other, self) is True
 
     def __subclasscheck__(self, other: Any) -> bool:
@@ -162,9 +160,8 @@ class Opaque:
 class Stream(Opaque):
     # One of Python's own iterators: it is consumed item by item, and stays at its end.
     __slots__ = ("_ended_",)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
+    __iter__ = lambda self: self  # noqa: E731
+    __len__ = __getitem__ = __contains__ = None  # type: ignore[assignment]
 
     def __next__(self) -> Any:
         if hasattr(self, "_ended_"):
@@ -174,8 +171,6 @@ class Stream(Opaque):
         except StopIteration:
             object.__setattr__(self, "_ended_", True)
             raise
-
-    __len__ = __getitem__ = __contains__ = None  # type: ignore[assignment]
 
 
 class Held(Opaque):
@@ -194,42 +189,21 @@ class Held(Opaque):
             return self._peer_.ask("getitem", self, key)
 
 
-def _compare(name: str) -> Callable[[Opaque, Any], Any]:
-    def perform(self: Opaque, other: Any) -> Any:
-        if not isinstance(other, Opaque) or isinstance(other, Held):
-            return NotImplemented  # the program is never told what a result is compared with
-        return self._peer_.checked(self._peer_.ask(name, self, other), bool, Opaque)
+class Extended:
+    """A value of a subclass of str, tuple and so on, or an exception: the rest is elsewhere."""
 
-    return perform
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["opaque"], name)
 
+    def __repr__(self) -> str:
+        return repr(self.__dict__["opaque"])
 
-def _compute(name: str, is_reflected: bool = False) -> Callable[..., Any]:
-    def perform(self: Opaque, *others: Any) -> Any:
-        operands = (*others, self) if is_reflected else (self, *others)
-        return self._peer_.checked(self._peer_.ask(name, *operands), Opaque)
-
-    return perform
+    def __str__(self) -> str:
+        return str.__str__(self) if isinstance(self, str) else str(self.__dict__["opaque"])
 
 
-def _on_plain(name: str, is_reflected: bool = False) -> Callable[..., Any]:
-    def perform(self: Opaque, *others: Any) -> Any:
-        operands = (*others, self) if is_reflected else (self, *others)
-        return OPERATIONS[name](*map(_plain, operands))
-
-    return perform
-
-
-for _name in PASSED_ON:
-    setattr(Opaque, f"__{_name}__", lambda self, *args, _n=_name: self._peer_.ask(_n, self, *args))
-for _name in COMPARE:
-    setattr(Opaque, f"__{_name}__", _compare(_name))
-for _name in (*UNARY, *COMPUTE, *(f"i{name}" for name in COMPUTE)):
-    setattr(Opaque, f"__{_name}__", _compute(_name))
-for _name in COMPUTE:
-    setattr(Opaque, f"__r{_name}__", _compute(_name, is_reflected=True))
-    setattr(Held, f"__r{_name}__", _on_plain(_name, is_reflected=True))
-for _name in (*COMPARE, *COMPUTE, "len", "iter", "bool", "contains"):
-    setattr(Held, f"__{_name}__", _on_plain(_name))
+def opaque_of(value: Any) -> Any:
+    return vars(value)["opaque"] if issubclass(type(value), Extended) else value
 
 
 def _plain(value: Any) -> Any:
@@ -246,19 +220,49 @@ async def _result_of(name: str, target: Opaque) -> Any:
     return target._peer_.ask(name, target)
 
 
+def _method(name: str, on_plain: bool = False, is_reflected: bool = False) -> Callable[..., Any]:
+    """Makes the method of an operator, for `Held` on the plain value."""
+
+    def perform(self: Any, *others: Any) -> Any:
+        operands = (*others, self) if is_reflected else (self, *others)
+        if on_plain:
+            return OPERATIONS[name](*map(_plain, operands))
+        if name not in COMPARE:
+            return self._peer_.checked(self._peer_.ask(name, *operands), Opaque)
+        if isinstance(others[0], Held) or not isinstance(others[0], Opaque):
+            return NotImplemented  # the program is never told what a result is compared with
+        return self._peer_.checked(self._peer_.ask(name, *operands), bool, Opaque)
+
+    return perform
+
+
+def _pass_on(name: str) -> Callable[..., Any]:
+    return lambda self, *arguments: self._peer_.ask(name, self, *arguments)
+
+
+for _name in PASSED_ON:
+    setattr(Opaque, f"__{_name}__", _pass_on(_name))
+for _name in (*UNARY, *IN_PLACE, *COMPARE, *COMPUTE):
+    setattr(Opaque, f"__{_name}__", _method(_name))
+for _name in (*COMPARE, *COMPUTE, "len", "iter", "bool", "contains"):
+    setattr(Held, f"__{_name}__", _method(_name, on_plain=True))
+for _name in COMPUTE:
+    setattr(Opaque, f"__r{_name}__", _method(_name, is_reflected=True))
+    setattr(Held, f"__r{_name}__", _method(_name, on_plain=True, is_reflected=True))
+
+
 class Seen:
     """The answers of an object to len, [], in and iteration, until the test changes the object.
 
     They come from one state of it: what was answered is answered again, and a test to which an
-    object has contradicted itself has failed.
+    object contradicts itself has failed.
     """
 
     def __init__(self, target: Opaque) -> None:
-        self.target = target
-        self.ask = target._peer_.ask
+        self.target, self.ask = target, target._peer_.ask
         self.plain: Any = None
         self.size: int | None = None
-        self.source: Any = None  # of the items
+        self.source: Any = None  # an iterator, which gives the items
         self.items: list[Any] = []
         self.is_complete = False
         self.answers: dict[str, tuple[str, Any, Any]] = {}
@@ -269,7 +273,7 @@ class Seen:
         return self.size
 
     def answer(self, name: str, key: Any) -> Any:
-        text = name + self.target._peer_._message(key, [], {})
+        text = name + self.target._peer_.message(key, [], {})
         if text not in self.answers:
             self.answers[text] = name, key, self.ask(name, self.target, key)
         return self.answers[text][2]
@@ -325,10 +329,11 @@ class Peer:
         self.lock = _thread.RLock()
         self.exported: list[Any] = []
         self.numbers: dict[int, int] = {}  # id of an exported object: its place in the list
-        self.received: dict[int, Any] = {}  # by the other side's number
+        self.received: dict[tuple[str, int], Any] = {}  # by kind, and the other side's number
+        self.passed: list[int] = []  # the other side's own objects in a message
         self.owners: dict[int, int] = {}  # of methods, by number
         self.seen: dict[int, Seen] = {}
-        self.broken = ""  # why there is nothing more to say
+        self.broken: str | None = None  # why there is nothing more to say
 
     # What a side does with the other's objects; judge.py is stricter.
 
@@ -342,25 +347,25 @@ class Peer:
             self.exported.append(value)
         return self.numbers[id(value)]
 
-    def name_of(self, value: Any) -> str:
-        """Returns the name of one of Python's own that the other side has, too, or ""."""
-        is_own = isinstance(value, (type, type(len))) and _own(value.__name__) is value
-        return value.__name__ if is_own and (self.is_strict or _is_plain_class(value)) else ""
+    def exception_tree(self, kind: type[BaseException], own: type) -> list[Any]:
+        return ["e", self.export(kind), kind.__name__, kind.__module__, own.__name__]
+
+    def exception(self, number: int, name: str, module: str, own: str) -> Any:
+        """Returns the class to raise in place of an exception class of the other side."""
+        return vars(builtins)[own]
 
     def array(self, value: Any) -> Any:
         return value
 
-    def exception_tree(self, kind: type[BaseException]) -> list[Any]:
-        """Returns what stands for an exception class that is not Python's own."""
-        base = next(base for base in kind.__mro__ if _own(base.__name__) is base)
-        if self.is_strict:
-            number = vars(kind).get("number")
-            return ["k", base.__name__] if number is None else ["y", number]
-        return ["e", self.export(kind), kind.__name__, kind.__module__, base.__name__]
+    def checked(self, answer: Any, *kinds: type) -> Any:
+        if self.is_strict and not isinstance(answer, kinds):
+            raise self.fail("an object of the program is no number, and computes to no value")
+        return answer
 
-    def exception(self, number: int, name: str, module: str, base: str) -> Any:
-        """Returns the class to raise in place of an exception class of the other side."""
-        return vars(builtins)[base]
+    def fail(self, why: str) -> BrokenError:
+        """Returns what ends the test as failed, whatever it catches."""
+        self.broken = why if self.broken is None else self.broken
+        return BrokenError(why)
 
     # Requests and replies
 
@@ -368,10 +373,10 @@ class Peer:
         """Has the other side perform an operation; returns its result, or raises what it raised."""
         with self.lock:
             heap: list[Any] = []
-            self.passed: list[int] = []  # the other side's own objects in the message
-            message = self._message((name, arguments), heap, {})
+            passed = self.passed = []
+            message = self.message((name, arguments), heap, {})
             if name in CHANGING:
-                for number in {*self.passed, *(self.owners.get(n, -1) for n in self.passed[:1])}:
+                for number in {*passed, *(self.owners.get(n, -1) for n in passed[:1])}:
                     self.forget(number)
             self._send("?", message)
             return self.outcome(heap)
@@ -382,19 +387,16 @@ class Peer:
     def forget(self, number: int) -> None:
         seen = self.seen.pop(number, None)
         if seen is not None and self.is_strict and seen.contradicts():
-            self.fail("an object of the program contradicts itself")
-
-    def checked(self, answer: Any, *kinds: type) -> Any:
-        if self.is_strict and not isinstance(answer, kinds):
-            self.fail("an object of the program is no number, and it computes to no value")
-        return answer
+            raise self.fail("an object of the program contradicts itself")
 
     def outcome(self, heap: list[Any]) -> Any:
         """Waits for a reply, and serves the other side's requests until it comes."""
         while True:
             kind, tree = self._receive()
             if kind == "?":
-                self._serve(tree)
+                given: list[Any] = []
+                (name, arguments), known = self._read(tree, given)
+                self.reply(lambda: self.perform(name, arguments), given, known)  # noqa: B023
                 continue
             (outcome, printed), _ = self._read(tree, heap)
             if printed and sys.stdout is not None:
@@ -403,150 +405,125 @@ class Peer:
                 return outcome
             raise self._raised(*outcome)
 
-    def serve(self) -> None:
-        """Serves requests until the other side is gone."""
-        while True:
-            kind, tree = self._receive()
-            if kind == "?":
-                self._serve(tree)
-
-    def _serve(self, tree: Any) -> None:
-        heap: list[Any] = []
-        (name, arguments), known = self._read(tree, heap)
-        self.reply(lambda: self.perform(name, arguments), heap, known)
-
     def reply(self, run: Callable[[], Any], heap: list[Any], known: dict[int, str]) -> bool:
         """Sends the outcome of a function; returns whether it raised nothing."""
         stdout, sys.stdout = sys.stdout, io.StringIO()
-        size = len(heap)
-        kind = "="
+        size, kind = len(heap), "="
         try:
-            message = self._message((run(), sys.stdout.getvalue()[:MAX_PRINTED]), heap, known)
+            message = self.message((run(), sys.stdout.getvalue()[:MAX_PRINTED]), heap, known)
         except BrokenError:
             raise
         except BaseException as error:
             del heap[size:]
             kind, printed = "!", sys.stdout.getvalue()[:MAX_PRINTED]
+            outcome = type(error), error.args, None if self.is_strict else error
             try:
-                handle = None if self.is_strict else error
-                outcome: Any = type(error), error.args, handle
-                message = self._message((outcome, printed), heap, known)
+                message = self.message((outcome, printed), heap, known)
             except Exception:  # its arguments cannot be sent
-                outcome = type(error), (str(error),), None
-                message = self._message((outcome, printed), [], {})
+                message = self.message(((type(error), (str(error),), None), printed), [], {})
         finally:
             sys.stdout = stdout
         self._send(kind, message)
         return kind == "="
 
-    def _raised(self, kind: Any, args: tuple[Any, ...], handle: Any) -> BaseException:
+    def _raised(self, kind: Any, args: tuple[Any, ...], opaque: Any) -> BaseException:
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-            raise self._break("the program sent something that is no exception")
+            raise self.fail("the program sent something that is no exception")
         try:
             error = kind(*args)
         except Exception:
             error = kind.__new__(kind)
             error.args = args
         if isinstance(error, Extended):
-            error.__dict__["opaque"] = handle
+            error.__dict__["opaque"] = opaque
         return error
-
-    def _break(self, why: str) -> BrokenError:
-        self.broken = self.broken or why or "-"
-        return BrokenError(why)
-
-    def fail(self, why: str) -> None:
-        """Fails the test, whatever it catches."""
-        raise self._break(why)
 
     # The pipes
 
     def _send(self, kind: str, text: str) -> None:
-        data = (kind + text).encode()
-        message = memoryview(b"%d\n" % len(data) + data)
+        message = memoryview(f"{len(text)}\n{kind}{text}".encode())
         try:
             while message:
                 message = message[write(self.sink, message) :]
         except OSError:
-            raise self._break("") from None
+            raise self.fail("") from None
 
     def _receive(self) -> tuple[str, Any]:
         head = b""
         while not head.endswith(b"\n") and len(head) < 12:
             head += self._bytes(1)
         try:
-            length = int(head)
+            length = int(head) + 1
             if not 0 < length <= MAX_MESSAGE:
-                raise self._break(f"the program's answer has over {MAX_MESSAGE >> 20} MiB")
+                raise self.fail(f"the program's answer has over {MAX_MESSAGE >> 20} MiB")
             data = bytearray()
             while len(data) < length:
                 data += self._bytes(length - len(data))
-            text = data.decode()
-            tree, end = _SCAN(text, 1)
-            if end != len(text):
-                raise ValueError
+            text = data.decode("ascii")
+            tree, end = _scan(text, 1)
         except (ValueError, StopIteration, RecursionError):
-            raise self._break("the program sent something that is no message") from None
-        return text[0], tree
+            raise self.fail("the program sent something that is no message") from None
+        return text[0], tree if end == length else None
 
     def _bytes(self, count: int) -> bytes:
         data = read(self.source, min(count, 1 << 16))
         if not data:
-            raise self._break("")
+            raise self.fail("")
         return data
 
-    # Values as JSON: [[[0, 0, 3, 1, 2], [1, 1]], ["t", ["@", 0, 0], ["@", 1, 1]]] is ([3, 1, 2], {})
+    # ([3, 1, 2], {}) is sent as [[[0, 0, 3, 1, 2], [1, 1]], ["t", ["@", 0, 0], ["@", 1, 1]]]
 
-    def _message(self, root: Any, heap: list[Any], known: dict[int, str]) -> str:
+    def message(self, root: Any, heap: list[Any], known: dict[int, str]) -> str:
         """Returns the text of a value and of the containers in it that are not as in `known`."""
         numbers = {id(value): number for number, value in enumerate(heap)}
-        tree = self.tree(root, numbers, heap)
+        tree = self._tree(root, numbers, heap)
         entries = []
         for number, value in enumerate(heap):  # which grows
-            items = [self.tree(item, numbers, heap) for item in _items(value)]
+            items = [self._tree(item, numbers, heap) for item in _items(value)]
             entry = [number, MUTABLE.index(_listed(type(value))), *items]
             if number not in known or known[number] != _text(entry):
                 entries.append(entry)
         return _text([entries, tree])
 
-    def tree(self, value: Any, numbers: dict[int, int], heap: list[Any]) -> Any:
+    def _tree(self, value: Any, numbers: dict[int, int], heap: list[Any]) -> Any:
         kind = type(value)
         if value is None or kind in (bool, float, str) or (kind is int and -LARGE < value < LARGE):
             return value
-        if kind is int or kind is type(...):
-            return ["i", f"{value:x}"] if kind is int else ["E"]
         if kind is tuple:
-            return ["t", *(self.tree(item, numbers, heap) for item in value)]
-        if issubclass(kind, Extended):
-            value = vars(value)["opaque"]
-            kind = type(value)
-        if issubclass(kind, Opaque):
+            return ["t", *(self._tree(item, numbers, heap) for item in value)]
+        if kind is int or value is ...:
+            return ["i", f"{value:x}"] if kind is int else ["E"]
+        value = opaque_of(value)
+        if issubclass(type(value), Opaque):
             self.passed.append(value._number_)
             return ["y", value._number_]
         name = _listed(kind)
         is_exact = name == f"{kind.__module__}.{kind.__qualname__}"
-        is_held = name in MUTABLE and not is_exact
-        if name in MUTABLE and is_exact:
+        if is_exact and name in MUTABLE:
             if id(value) not in numbers:
                 numbers[id(value)] = len(heap)
                 heap.append(value)
             return ["@", MUTABLE.index(name), numbers[id(value)]]
+        if is_exact:
+            return ["v", name, *(self._tree(part, numbers, heap) for part in FIXED[name][0](value))]
         if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
-            dtype = f"{value.dtype.kind}{value.dtype.itemsize // (4 if value.dtype.kind == 'U' else 1)}"
-            if _is_known(dtype):
+            letter, size = value.dtype.kind, value.dtype.itemsize
+            dtype = f"{letter}{size // 4 if letter == 'U' else size}"
+            if _is_dtype(dtype):
                 value = value.astype(value.dtype.newbyteorder("="))
                 return ["a", value.tobytes().hex(), dtype, *value.shape]
-        if name in FIXED and is_exact:
-            return ["v", name, *(self.tree(part, numbers, heap) for part in FIXED[name][0](value))]
-        if own := self.name_of(value):
-            return ["k", own]
-        if isinstance(value, type) and issubclass(value, BaseException):
-            return self.exception_tree(value)
+        if isinstance(value, (type, type(len))):
+            own = vars(builtins).get(value.__name__) is value
+            if own and (self.is_strict or _is_plain_class(value)):
+                return ["k", value.__name__]
+            if isinstance(value, type) and issubclass(value, BaseException):
+                bases = (b for b in value.__mro__ if vars(builtins).get(b.__name__) is b)
+                return self.exception_tree(value, next(bases))
         number = self.export(value)
         if name in MUTABLE:
             return ["h", number, MUTABLE.index(name)]
         if name:
-            return ["x", number, self.tree(PLAIN.get(name, _rebuilt)(value), numbers, heap)]
+            return ["x", number, self._tree(_plain_value(value, name), numbers, heap)]
         if hasattr(kind, "__next__") and type(kind.__next__) is not type(_listed):
             return ["g", number]
         return ["w" if kind.__name__ == "coroutine" else "o", number]
@@ -556,7 +533,6 @@ class Peer:
         try:
             entries, root = tree
             boxes = dict(enumerate(heap))
-            known = {entry[0]: _text(entry) for entry in entries}
             filled = [
                 (self._box(boxes, tag, number), [self._value(item, boxes) for item in items])
                 for number, tag, *items in entries
@@ -565,13 +541,10 @@ class Peer:
             for box, items in filled:
                 _fill(box, items)
             heap[:] = (boxes[number] for number in range(len(boxes)))
-        except BrokenError:
-            raise
         except Exception as error:
-            raise self._break(
-                f"the program sent something that is no message ({type(error).__name__})"
-            ) from None
-        return value, known
+            why = f"the program sent something that is no message ({type(error).__name__})"
+            raise self.fail(why) from None
+        return value, {entry[0]: _text(entry) for entry in entries}
 
     def _box(self, boxes: dict[int, Any], tag: int, number: int) -> Any:
         if number not in boxes:
@@ -579,66 +552,45 @@ class Peer:
         return boxes[number]
 
     def _value(self, tree: Any, boxes: dict[int, Any]) -> Any:
-        if not isinstance(tree, list):
-            if isinstance(tree, dict):
-                raise ValueError
-            return tree
-        tag, *parts = tree
-        if tag == "@":
-            return self._box(boxes, *parts)
-        if tag == "t":
-            return tuple([self._value(part, boxes) for part in parts])
-        if tag == "v":
-            kind, method = _class(parts[0]), FIXED[parts[0]][1]
-            make = getattr(kind, method) if method else kind
-            return make(*(self._value(part, boxes) for part in parts[1:]))
-        if tag == "y":
-            return self.exported[parts[0]]
-        if tag == "x":
-            plain = self._value(parts[1], boxes)
-            return self._foreign("x", parts[0], lambda: _extended(plain, Opaque(self, parts[0])))
-        return getattr(self, f"_value_{tag}")(*parts)
+        match tree:
+            case None | bool() | int() | float() | str():
+                return tree
+            case ["@", tag, number]:
+                return self._box(boxes, tag, number)
+            case ["t", *parts]:
+                return tuple([self._value(part, boxes) for part in parts])
+            case ["v", name, *parts]:
+                return _make(name, _class(name), *(self._value(part, boxes) for part in parts))
+            case ["i", digits]:
+                return int(digits, 16)
+            case ["E"]:
+                return ...
+            case ["a", data, dtype, *shape] if _is_dtype(dtype):
+                numpy = __import__("numpy")
+                array = numpy.frombuffer(bytes.fromhex(data), dtype).reshape(shape).copy()
+                return self.array(array) if shape else array[()]
+            case ["k", name] if not self.is_strict or _is_plain_class(vars(builtins)[name]):
+                return vars(builtins)[name]
+            case ["y", number]:
+                return self.exported[number]
+            case ["e", number, *names]:
+                return self._foreign("e", number, lambda: self.exception(number, *names))
+            case ["x", number, plain]:
+                plain, opaque = self._value(plain, boxes), Opaque(self, number)
+                return self._foreign("x", number, lambda: _extended(plain, opaque))
+            case ["o" | "g" | "h" | "w" as tag, number, *parts]:
+                kind = {"g": Stream, "h": Held}.get(tag, Opaque)
+                opaque = self._foreign("o", number, lambda: kind(self, number))
+                if tag == "h":
+                    object.__setattr__(opaque, "_kind_", _class(MUTABLE[parts[0]]))
+                return _result_of("run", opaque) if tag == "w" else opaque
+        raise ValueError
 
     def _foreign(self, tag: str, number: int, make: Callable[[], Any]) -> Any:
         """Returns what stands for an object of the other side: the same each time."""
         if (tag, number) not in self.received:
             self.received[tag, number] = make()
         return self.received[tag, number]
-
-    def _value_i(self, digits: str) -> int:
-        return int(digits, 16)
-
-    def _value_E(self) -> Any:  # noqa: N802
-        return ...
-
-    def _value_a(self, data: str, dtype: str, *shape: int) -> Any:
-        if not _is_known(dtype):
-            raise ValueError
-        array = __import__("numpy").frombuffer(bytes.fromhex(data), dtype).reshape(shape).copy()
-        return self.array(array) if shape else array[()]
-
-    def _value_k(self, name: str) -> Any:
-        value = vars(builtins)[name]
-        if self.is_strict and not _is_plain_class(value):
-            raise ValueError
-        return value
-
-    def _value_e(self, number: int, *names: str) -> Any:
-        return self._foreign("e", number, lambda: self.exception(number, *names))
-
-    def _value_o(self, number: int, kind: type[Opaque] = Opaque) -> Any:
-        return self._foreign("o", number, lambda: kind(self, number))
-
-    def _value_g(self, number: int) -> Any:
-        return self._value_o(number, Stream)
-
-    def _value_h(self, number: int, tag: int) -> Any:
-        held = self._value_o(number, Held)
-        object.__setattr__(held, "_kind_", _class(MUTABLE[tag]))
-        return held
-
-    def _value_w(self, number: int) -> Any:
-        return _result_of("run", self._value_o(number))
 
 
 # What both sides know of the list
@@ -650,30 +602,49 @@ def _listed(kind: type) -> str:
     return next((name for name in names if name in FIXED or name in MUTABLE or name in PLAIN), "")
 
 
-def _own(name: str) -> Any:
-    return vars(builtins).get(name)
-
-
 def _class(name: str) -> Any:
     module, _, kind = name.partition(".")
     return getattr(__import__(module), kind)
 
 
 def _is_plain_class(value: Any) -> bool:
-    names = (*PLAIN, *FIXED, *MUTABLE, "builtins.bool", "builtins.object", "builtins.NoneType")
-    is_class = isinstance(value, type) and value.__module__ == "builtins"
-    return is_class and (f"builtins.{value.__name__}" in names or issubclass(value, BaseException))
+    names = {*PLAIN, *FIXED, *MUTABLE, "builtins.bool", "builtins.object"}
+    return isinstance(value, type) and (
+        f"builtins.{value.__name__}" in names or issubclass(value, BaseException)
+    )
 
 
-def _is_known(dtype: str) -> bool:
+def _is_dtype(dtype: str) -> bool:
     return dtype in DTYPES or (dtype[0] in "US" and dtype[1:].isdecimal())
+
+
+def _make(name: str, kind: Any, *parts: Any) -> Any:
+    return getattr(kind, FIXED[name][1])(*parts) if FIXED[name][1] else kind(*parts)
+
+
+def _plain_value(value: Any, name: str) -> Any:
+    """Returns what an object is as a value of its base, the class of that name."""
+    if name in MUTABLE:
+        return _fill(_class(name)(), _items(value))
+    return (
+        PLAIN[name](value) if name in PLAIN else _make(name, _class(name), *FIXED[name][0](value))
+    )
+
+
+def _extended(plain: Any, opaque: Opaque) -> Any:
+    name = _listed(type(plain))
+    kind: Any = type(f"program_{type(plain).__name__}", (Extended, type(plain)), {})
+    value = kind(plain) if name in PLAIN else _make(name, kind, *FIXED[name][0](plain))
+    value.__dict__["opaque"] = opaque
+    return value
 
 
 def _items(value: Any) -> list[Any]:
     """Returns the parts of a container, read by the methods of its base."""
     kind = _class(_listed(type(value)))
-    parts = kind.items(value) if issubclass(kind, dict) else kind.__iter__(value)
-    parts = [part for pair in parts for part in pair] if issubclass(kind, dict) else [*parts]
+    if not issubclass(kind, dict):
+        return [*kind.__iter__(value)]
+    parts = [part for pair in kind.items(value) for part in pair]
     return [value.default_factory, *parts] if hasattr(value, "default_factory") else parts
 
 
@@ -689,63 +660,22 @@ def _fill(container: Any, items: list[Any]) -> Any:
     return container
 
 
-def _rebuilt(value: Any) -> Any:
-    """Returns the value that the base of an object's class holds."""
-    name = _listed(type(value))
-    kind = _class(name)
-    if name in MUTABLE:
-        return _fill(kind(), _items(value))
-    parts, method = FIXED[name]
-    return (getattr(kind, method) if method else kind)(*parts(value))
-
-
-_SCAN = _json.make_scanner(type("Settings", (), {
-    "strict": True, "object_hook": None, "object_pairs_hook": None, "memo": {},
-    "parse_float": float, "parse_int": int, "parse_constant": float,
-}))  # fmt: skip
-_ENCODE = _json.make_encoder(
-    None, None, _json.encode_basestring_ascii, None, ":", ",", False, False, True
-)
-LARGE = 1 << 62
-
-
-def _text(tree: Any) -> str:
-    return "".join(_ENCODE(tree, 0))
-
-
-class Extended:
-    """A value, or an exception, whose other attributes are on the other side."""
-
-    opaque_of = staticmethod(lambda self: self.__dict__["opaque"])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["opaque"], name)
-
-    def __repr__(self) -> str:
-        return repr(self.__dict__["opaque"])
-
-    def __str__(self) -> str:
-        return str(self.__dict__["opaque"])
-
-
-def _extended(plain: Any, opaque: Opaque) -> Any:
-    base = type(plain)
-    members = {"__str__": base.__str__} if base is str else {}
-    kind: Any = type(f"program_{base.__name__}", (Extended, base), members)
-    parts = (plain,) if _listed(base) not in FIXED or base in (complex, frozenset, bytes) else FIXED[_listed(base)][0](plain)
-    method = FIXED.get(_listed(base), (None, ""))[1] if base is not bytes else ""
-    value = (getattr(kind, method) if method else kind)(*parts)
-    value.__dict__["opaque"] = opaque
-    return value
-
-
-_LOOPS: list[Any] = []
-
-
-def _run(awaitable: Any) -> Any:
+def _run(awaitable: Any, loops: list[Any] = []) -> Any:  # noqa: B006 - one loop for all
     async def wait() -> Any:
         return await awaitable
 
-    if not _LOOPS:
-        _LOOPS.append(__import__("asyncio").new_event_loop())
-    return _LOOPS[0].run_until_complete(wait())
+    if not loops:
+        loops.append(__import__("asyncio").new_event_loop())
+    return loops[0].run_until_complete(wait())
+
+
+_settings = {"strict": True, "object_hook": None, "object_pairs_hook": None, "memo": {}}
+_settings |= {"parse_float": float, "parse_int": int, "parse_constant": float}
+_scan = _json.make_scanner(type("Settings", (), _settings))
+_encode = _json.make_encoder(
+    None, None, _json.encode_basestring_ascii, None, ":", ",", False, False, True
+)
+
+
+def _text(tree: Any) -> str:
+    return "".join(_encode(tree, 0))

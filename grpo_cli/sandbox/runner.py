@@ -662,7 +662,7 @@ def _serve(source: str, questions: int, answers: int) -> NoReturn:
     peer = Peer(questions, answers, {"name": lambda name: _value(names, name)})
     try:
         if peer.reply(lambda: _raise(error), [], {}):
-            peer.serve()
+            peer.outcome([])  # none comes: it serves until the judge is gone
     except BrokenError:  # the judge is gone
         pass
     os._exit(1)

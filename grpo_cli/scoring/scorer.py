@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.schema import Reward, Scoring
-from grpo_cli.data import images, stored_completions
+from grpo_cli.data import Rows, images, other_columns, stored_completions
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
@@ -124,6 +124,16 @@ class Scorer:
                     f"reward.{name}: tried out on row {sample.row} with the completion "
                     f"{sample.text!r}: {result.error}"
                 )
+
+    def refused(self, rows: Rows) -> dict[int, str]:
+        """Returns why no completion of a row can be scored, by the number of the row."""
+        found: dict[int, str] = {}
+        for name, reward in self.rewards.items():
+            refuse = traits_of(reward.function).refuse
+            for number, row in enumerate(rows.rows if refuse else ()):
+                if why := refuse(**{**other_columns(row), **reward.args}):
+                    found.setdefault(number, f"reward.{name}: {why}")
+        return found
 
     def check_images(self, columns: Sequence[Mapping[str, Any]], key: str = "") -> None:
         """Checks that all images in the columns of completions can be read, if a function does.

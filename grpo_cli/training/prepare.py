@@ -241,7 +241,7 @@ def held_out_of(
     limit = recipe.eval.max_completion_tokens or recipe.generation.max_completion_tokens
     if rows is not None and not recipe.benchmark:
         scorer = make_scorer(recipe, rows, recipe.dataset, limit, executor)
-        return {"": HeldOutRows(rows, recipe.dataset, scorer)}
+        return {"": HeldOutRows(scorable(scorer, rows, recipe.dataset), recipe.dataset, scorer)}
     found = {}
     for name, held in recipe.dataset.held_out.items() if not recipe.benchmark else ():
         key = f"dataset.held_out.{name}"
@@ -253,6 +253,7 @@ def held_out_of(
         }
         judged = dataclasses.replace(recipe, reward=own)
         scorer = make_scorer(judged, set_rows, dataset, limit, executor, f"{key}.columns")
+        set_rows = scorable(scorer, set_rows, dataset)
         found[name] = HeldOutRows(set_rows, dataset, scorer, held.accuracy)
     return found
 
@@ -285,7 +286,7 @@ def benches_of(recipe: Recipe, executor: RewardExecutor) -> dict[str, LoadedBenc
             except BaseException:
                 executor.close()
                 raise
-        benches[name] = LoadedBenchmark(rows, scorer)
+        benches[name] = LoadedBenchmark(scorable(scorer, rows, recipe.dataset), scorer)
     return benches
 
 
@@ -294,19 +295,29 @@ def scorer_of_training(
 ) -> Scorer:
     """The recipe's rewards for what a run trains on, tried out on the first row of each data set.
 
+    Rows that a reward refuses are taken out of `train` with dataset.bad_tests=drop.
+
     Raises:
         UserError: as `make_scorer`; with the name of the data set of a mixture.
     """
     limit = recipe.generation.max_completion_tokens
     if "" in train:
-        return make_scorer(recipe, train[""].rows, recipe.dataset, limit, executor)
+        scorer = make_scorer(recipe, train[""].rows, recipe.dataset, limit, executor)
+        if train[""].stream is None:
+            rows = scorable(scorer, train[""].rows, recipe.dataset)
+            train[""] = dataclasses.replace(train[""], rows=rows)
+        return scorer
     columns = {c: None for part in train.values() for c in [*part.rows.columns, data.DATASET]}
     for name, part in train.items():
         own = {reward: recipe.reward[reward] for reward in rewards_of(recipe, name)}
         rows = dataclasses.replace(part.rows, columns=[*part.rows.columns, data.DATASET])
         judged = dataclasses.replace(recipe, reward=own)
         renaming = f"dataset.mixture.{name}.columns"
-        make_scorer(judged, rows, part.dataset, limit, executor, renaming, {data.DATASET: name})
+        scorer = make_scorer(
+            judged, rows, part.dataset, limit, executor, renaming, {data.DATASET: name}
+        )
+        kept = scorable(scorer, part.rows, part.dataset)
+        train[name] = dataclasses.replace(part, rows=kept)
     run = values_of_run(recipe, limit)
     return Scorer(recipe.reward, [*columns], "dataset.mixture", executor, run)
 
@@ -364,6 +375,25 @@ def make_scorer(
             executor.close()
             raise
     return scorer
+
+
+def scorable(scorer: Scorer, rows: data.Rows, dataset: Dataset) -> data.Rows:
+    """Returns the rows that no reward refuses.
+
+    Raises:
+        UserError: a reward refuses rows and dataset.bad_tests says to stop, or no row is left.
+    """
+    refused = scorer.refused(rows)
+    if not refused:
+        return rows
+    few = "; ".join(f"row {rows.line(n)}: {why.rstrip('.')}" for n, why in [*refused.items()][:3])
+    said = f"{rows.source}: {len(refused):,} of {len(rows.rows):,} rows cannot be scored. {few}."
+    if dataset.bad_tests == "stop":
+        raise UserError(f"{said} dataset.bad_tests=drop leaves such rows out.")
+    kept = [number for number in range(len(rows.rows)) if number not in refused]
+    if not kept:
+        raise UserError(f"{said} No row is left.")
+    return data.select_rows(rows, kept)
 
 
 def first_sample(
