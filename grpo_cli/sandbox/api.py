@@ -27,10 +27,14 @@ from grpo_cli.sandbox.isolation import find_level
 from grpo_cli.sandbox.judge import MODULES, TYPE_OF
 from grpo_cli.sandbox.process import Finished, Limits, Sandbox, Test
 
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Definition = _Function | ast.ClassDef
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Tests = str | Sequence[str | Mapping[str, str]]
 EVALUATING = {"eval", "exec", "compile", "__import__"}
 EVALUATING_MODULES = {"pickle", "marshal", "shelve", "runpy", "code", "timeit", "subprocess"}
-EVALUATING_MODULES |= {"importlib", "dill", "joblib", "cloudpickle"}
+EVALUATING_MODULES |= {"importlib", "dill", "joblib", "cloudpickle", "doctest", "builtins", "sympy"}
+EVALUATING_WORDS = ("read_pickle", "allow_pickle", "get_type_hints")
 NUMBERS = {"isclose", "pi", "e", "inf", "nan", "tau"}  # of math, always the tests' own
 
 
@@ -231,7 +235,9 @@ def _names_of_the_program(
     calls = [node for node in nodes if isinstance(node, ast.Call) and _called(node)]
     undefined = {name for snippet in snippets for name in _undefined(setup, snippet)}
     imports = {name for trees in parsed for tree in trees for name in _imports(tree)}
-    if evaluating := EVALUATING & undefined | EVALUATING_MODULES & imports:
+    source = "\n".join((setup, *snippets))
+    words = {word for word in EVALUATING_WORDS if word in source}
+    if evaluating := EVALUATING & undefined | EVALUATING_MODULES & imports | words:
         raise ValueError(
             f"the tests use {', '.join(sorted(evaluating))}, which can run what a program returns."
         )
@@ -239,20 +245,17 @@ def _names_of_the_program(
     used = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in called}
     known = vars(builtins).keys() | vars(math).keys() | MODULES.keys()
     names = undefined - known - (sys.stdlib_module_names & used) - {"__file__"}
-    names |= {n.id for n in ast.walk(ast.parse(entry_point or "")) if isinstance(n, ast.Name)}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module == "solution":
             names |= {alias.name for alias in node.names} - {"*"}
-    if names or "solution" in imports:
+    wanted = {n.id for n in ast.walk(ast.parse(entry_point or "")) if isinstance(n, ast.Name)}
+    has_check = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in nodes)
+    names |= wanted - known if has_check else wanted  # in `check` itself, `abs` is Python's
+    if names or wanted or "solution" in imports:
         return names
-    names = (undefined & vars(math).keys()) - NUMBERS
-    if not names:
-        inner = {
-            _called(c)
-            for c in calls
-            if not any(id(n) in called for a in _arguments(c) for n in ast.walk(a))
-        }
-        names = inner & undefined if len(inner & undefined) == 1 else names
+    inner = {_called(call) for call in calls if not called & {id(n) for n in _inside(call)}}
+    inner &= undefined
+    names = (inner & vars(math).keys()) - NUMBERS or (inner if len(inner) == 1 else set())
     if names:
         return names
     raise ValueError(
@@ -261,8 +264,8 @@ def _names_of_the_program(
     )
 
 
-def _arguments(call: ast.Call) -> Iterable[ast.AST]:
-    return (*call.args, *call.keywords)
+def _inside(call: ast.Call) -> Iterable[ast.AST]:
+    return (node for argument in (*call.args, *call.keywords) for node in ast.walk(argument))
 
 
 def _undefined(*parts: str) -> set[str]:
@@ -300,9 +303,10 @@ def _packages(
             advice = "is not installed" if site_packages else "needs site_packages: true"
             raise ValueError(f"the test {_short(snippet)} imports {name}, which {advice}.")
         yield name
-    attributes = {n.attr for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     yield from (MODULES[name] for name in names & MODULES.keys())
-    yield from ({"unittest"} & imports) | ({"numpy.testing"} if "testing" in attributes else set())
+    yield from {"unittest"} & imports
+    if "numpy" in imports | aliases and "testing" in f"{snippet} {ast.unparse(trees[0])}":
+        yield "numpy.testing"
 
 
 def _collect(snippet: str, tree: ast.Module, has_entry_point: bool) -> list[str]:
@@ -312,15 +316,11 @@ def _collect(snippet: str, tree: ast.Module, has_entry_point: bool) -> list[str]
         ValueError: the snippet would test nothing.
     """
     body = [node for node in tree.body if not _is_for_scripts(node)]
-    collected = []
-    for node in body:
-        if _is_collected(node) and not any(_uses(n, node.name) for n in body if n is not node):
-            if needed := _needed(node):
-                raise ValueError(
-                    f"the test function {node.name} takes {needed}, which nothing passes: fixtures "
-                    "and parameters of pytest are not known here."
-                )
-            collected.append(node.name)
+    tests = [node for node in body if _is_collected(node, [n for n in body if n is not node])]
+    for node in tests:
+        if problem := _problem(node):
+            raise ValueError(f"the test {node.name} {problem}.")
+    collected = [node.name for node in tests]
     defined = {getattr(node, "name", None) for node in body}
     if collected or any(_does_something(node) for node in body):
         return collected
@@ -345,20 +345,36 @@ def _imports(tree: ast.Module) -> set[str]:
     return names
 
 
-def _is_collected(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.ClassDef]:
+def _is_collected(node: ast.stmt, others: list[ast.stmt]) -> TypeGuard[_Definition]:
     if isinstance(node, ast.ClassDef):
-        bases = [base.attr if isinstance(base, ast.Attribute) else base for base in node.bases]
-        names = [base.id if isinstance(base, ast.Name) else base for base in bases]
-        return node.name.startswith("Test") or "TestCase" in names
-    return isinstance(node, ast.FunctionDef) and node.name.startswith("test")
+        is_test = _is_case(node) or node.name.startswith("Test")
+    elif isinstance(node, _FUNCTIONS):
+        is_test = node.name.startswith("test")
+    else:
+        return False
+    return is_test and not any(_uses(other, node.name) for other in others)
 
 
-def _needed(node: ast.FunctionDef | ast.ClassDef) -> str:
-    """Returns the parameters that a test function has to be passed."""
+def _is_case(node: ast.ClassDef) -> bool:
+    return any(ast.unparse(base).endswith("TestCase") for base in node.bases)
+
+
+def _methods(node: ast.ClassDef) -> list[_Function]:
+    return [m for m in node.body if isinstance(m, _FUNCTIONS) and m.name.startswith("test")]
+
+
+def _problem(node: _Definition) -> str:
+    """Returns why a test cannot be run, or ""."""
     if isinstance(node, ast.ClassDef):
+        is_sync = _is_case(node) and not any("Async" in ast.unparse(base) for base in node.bases)
+        if is_sync and any(isinstance(method, ast.AsyncFunctionDef) for method in _methods(node)):
+            return "is async; derive its class from unittest.IsolatedAsyncioTestCase"
         return ""
     positional = [*node.args.posonlyargs, *node.args.args]
-    return ", ".join(arg.arg for arg in positional[: len(positional) - len(node.args.defaults)])
+    needed = positional[: len(positional) - len(node.args.defaults)]
+    names = ", ".join(arg.arg for arg in needed)
+    unknown = "which nothing passes: fixtures and parameters of pytest are not known here"
+    return f"takes {names}, {unknown}" if needed else ""
 
 
 def _is_for_scripts(node: ast.stmt) -> bool:

@@ -43,12 +43,12 @@ FIXED: dict[str, tuple[Callable[[Any], tuple[Any, ...]], str]] = {
     "decimal.Decimal": (_as_text, ""),
     "fractions.Fraction": (lambda v: (v.numerator, v.denominator), ""),
     "datetime.timedelta": (lambda v: (v.days, v.seconds, v.microseconds), ""),
-    "datetime.timezone": (lambda v: (v.utcoffset(None),), ""),
+    "datetime.timezone": (lambda v: (v.utcoffset(None), v.tzname(None)), ""),
     **dict.fromkeys(("datetime.date", "datetime.time", "datetime.datetime"), _as_iso),
     **{f"pathlib.{n}": (_as_text, "") for n in ("PosixPath", "PurePosixPath", "PureWindowsPath")},
     **{
         f"ipaddress.IPv{n}": (_as_text, "")
-        for n in ("4Address", "6Address", "4Network", "6Network")
+        for n in ("4Address", "6Address", "4Network", "6Network", "4Interface", "6Interface")
     },
 }
 # Values that can change are numbered: a list that is there twice stays one list, what a call does
@@ -66,19 +66,21 @@ DTYPES = {f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)}
 DTYPES |= {"b1", "f2", "f4", "f8", "c8", "c16"}  # and texts
 
 COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
-COMPUTE = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift")
-COMPUTE += ("and", "or", "xor")
+COMPUTE = ["add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift"]
+COMPUTE += ["and", "or", "xor"]
 IN_PLACE = [f"i{name}" for name in COMPUTE]
 UNARY = ("neg", "pos", "invert")
 BUILTIN = ("str", "repr", "bool", "hash", "format", "dir", "next", "setattr", "delattr", "aiter")
 PASSED_ON = (*BUILTIN, "setitem", "delitem", "copy", "enter")
 CHANGING = {"call", "run", "anext", "next", "setattr", "delattr", "setitem", "delitem", "enter"}
 CHANGING |= {"exit", *IN_PLACE}
+TELLING = ("sub", "mod", "xor", "and", "floordiv")  # f(3) - 10 is 0 if 10 is right
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **{n: getattr(_operator, n + "_" * (n in ("and", "or"))) for n in (*COMPARE, *COMPUTE, *UNARY)},
     **{n: getattr(_operator, n) for n in (*IN_PLACE, "getitem", "setitem", "delitem", "contains")},
     **{n: getattr(builtins, n) for n in (*BUILTIN, "len", "iter", "isinstance", "issubclass")},
     "type": type,
+    "advance": next,
     "get": getattr,
     "call": lambda function, args, kwargs: function(*args, **kwargs),
     "enter": lambda value: type(value).__enter__(value),
@@ -90,7 +92,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "plain": lambda value: _plain_value(value, _listed(type(value))),
 }
 # With two underscores. Libraries look for others, as __array_interface__, and trust what they find.
-READABLE = {f"__{n}__" for n in ("name", "qualname", "module", "doc", "dict", "annotations")}
+READABLE = {f"__{n}__" for n in ("name", "qualname", "module", "doc", "dict", "bases")}
 READABLE |= {f"__{n}__" for n in ("mro", "wrapped", "cause", "context", "notes", "members")}
 
 
@@ -104,6 +106,7 @@ class BrokenError(BaseException):
 class Opaque:
     # An object of the other side, and so is its __doc__. It equals no value, and is no number.
     __slots__ = ("__weakref__", "_number_", "_peer_")
+    __array_ufunc__ = None  # numpy leaves operators to it
     __doc__ = property(lambda self: self.__getattr__("__doc__"))  # type: ignore[assignment]
     __module__ = property(lambda self: self.__getattr__("__module__"))  # type: ignore[assignment]
 
@@ -122,11 +125,14 @@ class Opaque:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._peer_.ask("call", self, args, kwargs)
 
-    def __len__(self) -> int:
+    def __len__(self) -> Any:
         return self._peer_.seen_of(self).length()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         return self._peer_.seen_of(self).iterate()
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("an object of the program is no array")
 
     def __reversed__(self) -> Iterator[Any]:
         return reversed([*self])
@@ -134,11 +140,14 @@ class Opaque:
     def __getitem__(self, key: Any) -> Any:
         return self._peer_.seen_of(self).answer("getitem", key)
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: Any) -> Any:
         return self._peer_.seen_of(self).answer("contains", value) is True
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
-        return self._peer_.ask("exit", self, kind)
+        is_over = self._peer_.ask("exit", self, kind)
+        if error is not None and is_over and self._peer_.is_strict and not _is_raised(error, trace):
+            raise self._peer_.fail("the program swallows an error of the test")
+        return is_over
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self._peer_.ask("deepcopy", self)
@@ -149,6 +158,12 @@ class Opaque:
     def __anext__(self) -> Any:
         return _result_of("anext", self)
 
+    async def __aenter__(self) -> Any:
+        return await self._peer_.ask("get", self, "__aenter__")()
+
+    async def __aexit__(self, kind: Any, error: Any, trace: Any) -> Any:
+        return await self._peer_.ask("get", self, "__aexit__")(kind, None, None)
+
     def __instancecheck__(self, other: Any) -> bool:
         other = opaque_of(other)
         return isinstance(other, Opaque) and self._peer_.ask("isinstance", other, self) is True
@@ -157,11 +172,20 @@ class Opaque:
         return isinstance(other, Opaque) and self._peer_.ask("issubclass", other, self) is True
 
 
+def _is_raised(error: BaseException, trace: Any) -> bool:
+    """Whether an error is from a test's `raise`, and not from what the program has answered."""
+    while trace.tb_next:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    is_raise = code.co_code[trace.tb_lasti] == __import__("opcode").opmap["RAISE_VARARGS"]
+    return is_raise and code.co_filename == "<test>" and not isinstance(error, AssertionError)
+
+
 class Stream(Opaque):
     # One of Python's own iterators: it is consumed item by item, and stays at its end.
     __slots__ = ("_ended_",)
     __iter__ = lambda self: self  # noqa: E731
-    __len__ = __getitem__ = __contains__ = None  # type: ignore[assignment]
+    __len__ = __getitem__ = None  # type: ignore[assignment]
 
     def __next__(self) -> Any:
         if hasattr(self, "_ended_"):
@@ -171,6 +195,17 @@ class Stream(Opaque):
         except StopIteration:
             object.__setattr__(self, "_ended_", True)
             raise
+
+    def __contains__(self, value: Any) -> bool:
+        return any(item is value or item == value for item in self)
+
+
+class Generator(Stream):
+    __slots__ = ()
+    __class__ = property(lambda self: GENERATOR)  # type: ignore[assignment]
+
+
+GENERATOR = type(_ for _ in ())
 
 
 class Held(Opaque):
@@ -193,17 +228,22 @@ class Extended:
     """A value of a subclass of str, tuple and so on, or an exception: the rest is elsewhere."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["opaque"], name)
+        return getattr(opaque_of(self), name)
 
     def __repr__(self) -> str:
-        return repr(self.__dict__["opaque"])
+        return repr(opaque_of(self))
 
     def __str__(self) -> str:
-        return str.__str__(self) if isinstance(self, str) else str(self.__dict__["opaque"])
+        plain = next((k for k in (str, int, float, complex) if isinstance(self, k)), None)
+        return str(PLAIN[f"builtins.{plain.__name__}"](self) if plain else opaque_of(self))
 
 
 def opaque_of(value: Any) -> Any:
-    return vars(value)["opaque"] if issubclass(type(value), Extended) else value
+    if not issubclass(type(value), Extended):
+        return value
+    if "opaque" not in vars(value):  # an exception that the test has made
+        vars(value)["opaque"] = type(value).opaque(*value.args, **vars(value)["named"])
+    return vars(value)["opaque"]
 
 
 def _plain(value: Any) -> Any:
@@ -214,6 +254,10 @@ def _plain(value: Any) -> Any:
     if seen.plain is None:
         seen.plain = value._peer_.checked(value._peer_.ask("plain", value), value._kind_)
     return seen.plain
+
+
+def _keep_named(error: BaseException, *_: Any, **named: Any) -> None:
+    vars(error)["named"] = named
 
 
 async def _result_of(name: str, target: Opaque) -> Any:
@@ -228,7 +272,7 @@ def _method(name: str, on_plain: bool = False, is_reflected: bool = False) -> Ca
         if on_plain:
             return OPERATIONS[name](*map(_plain, operands))
         if name not in COMPARE:
-            return self._peer_.checked(self._peer_.ask(name, *operands), Opaque)
+            return self._peer_.computed(name, operands)
         if isinstance(others[0], Held) or not isinstance(others[0], Opaque):
             return NotImplemented  # the program is never told what a result is compared with
         return self._peer_.checked(self._peer_.ask(name, *operands), bool, Opaque)
@@ -273,6 +317,8 @@ class Seen:
         return self.size
 
     def answer(self, name: str, key: Any) -> Any:
+        if name == "getitem" and type(key) is int and key < 0 and self.size is not None:
+            key += self.size
         text = name + self.target._peer_.message(key, [], {})
         if text not in self.answers:
             self.answers[text] = name, key, self.ask(name, self.target, key)
@@ -292,7 +338,7 @@ class Seen:
     def _has_more(self) -> bool:
         if not self.is_complete:
             try:
-                self.items.append(self.ask("next", self.source))
+                self.items.append(self.ask("advance", self.source))
             except StopIteration:
                 self.is_complete = True
         return not self.is_complete
@@ -312,11 +358,17 @@ class Seen:
     def _denies(self, is_mapping: bool, name: str, key: Any, answer: Any) -> bool:
         if name == "contains":
             return (key in self.items) != answer and (self.is_complete or answer is False)
-        if is_mapping or not (type(key) is slice or (type(key) is int and key < len(self.items))):
-            return False
+        if is_mapping:
+            return self.is_complete and key not in self.items
+        if type(key) is not slice:
+            if not hasattr(type(key), "__index__"):
+                return False
+            key = _operator.index(key)
+            if key >= len(self.items):
+                return self.is_complete
         item = self.items[key]
         answer = [*answer] if type(key) is slice else answer
-        return not (item is answer or item == answer or item != item)
+        return not (item is answer or item == answer or (type(item) is float and item != item))
 
 
 class Peer:
@@ -333,6 +385,7 @@ class Peer:
         self.passed: list[int] = []  # the other side's own objects in a message
         self.owners: dict[int, int] = {}  # of methods, by number
         self.seen: dict[int, Seen] = {}
+        self.differences: set[int] = set()  # objects made of a value that may be the expected one
         self.broken: str | None = None  # why there is nothing more to say
 
     # What a side does with the other's objects; judge.py is stricter.
@@ -347,15 +400,38 @@ class Peer:
             self.exported.append(value)
         return self.numbers[id(value)]
 
-    def exception_tree(self, kind: type[BaseException], own: type) -> list[Any]:
-        return ["e", self.export(kind), kind.__name__, kind.__module__, own.__name__]
+    def exception_tree(self, kind: type[BaseException]) -> list[Any]:
+        if issubclass(kind, Extended):  # the other side's
+            return ["y", vars(kind)["number"]]
+        base = next(base for base in kind.__bases__ if issubclass(base, BaseException))
+        is_own = vars(builtins).get(base.__name__) is base
+        of = base.__name__ if is_own else self.exception_tree(base)
+        return ["e", self.export(kind), kind.__name__, kind.__module__, of]
 
-    def exception(self, number: int, name: str, module: str, own: str) -> Any:
+    def exception(self, number: int, name: str, module: str, base: Any) -> Any:
         """Returns the class to raise in place of an exception class of the other side."""
-        return vars(builtins)[own]
+        base = vars(builtins)[base] if isinstance(base, str) else base
+        if not issubclass(base, BaseException):
+            raise ValueError
+        base = Exception if base is BaseException else base  # asyncio drops a CancelledError
+        bases = (base,) if issubclass(base, Extended) else (Extended, base)
+        members = {"number": number, "opaque": Opaque(self, number), "__init__": _keep_named}
+        return type(name, bases, members)
 
     def array(self, value: Any) -> Any:
         return value
+
+    def computed(self, name: str, operands: tuple[Any, ...]) -> Any:
+        """Has the other side compute; its answer must be no value, or the judge would compute."""
+        answer = self.ask(name, *operands)
+        if not self.is_strict or (isinstance(answer, Held) and answer is operands[0]):
+            return answer
+        if type(answer) is not Opaque:
+            raise self.fail("an object of the program is no number, and computes to no value")
+        numbers = {part._number_ for part in operands if isinstance(part, Opaque)}
+        if name in TELLING and (len(numbers) < len(operands) or numbers & self.differences):
+            self.differences.add(answer._number_)
+        return answer
 
     def checked(self, answer: Any, *kinds: type) -> Any:
         if self.is_strict and not isinstance(answer, kinds):
@@ -375,11 +451,18 @@ class Peer:
             heap: list[Any] = []
             passed = self.passed = []
             message = self.message((name, arguments), heap, {})
+            if self.differences.intersection(passed[:1]) and name not in (*COMPARE, *COMPUTE):
+                raise self.fail("a difference to a value is asked for more than a comparison")
             if name in CHANGING:
                 for number in {*passed, *(self.owners.get(n, -1) for n in passed[:1])}:
                     self.forget(number)
             self._send("?", message)
-            return self.outcome(heap)
+            try:
+                return self.outcome(heap)
+            except (StopIteration, StopAsyncIteration) as error:  # it would end a loop of the test
+                if name in ("next", "advance", "anext"):
+                    raise
+                raise RuntimeError(f"the program raised {type(error).__name__}") from None
 
     def seen_of(self, target: Opaque) -> Seen:
         return self.seen.setdefault(target._number_, Seen(target))
@@ -396,6 +479,8 @@ class Peer:
             if kind == "?":
                 given: list[Any] = []
                 (name, arguments), known = self._read(tree, given)
+                if type(name) is not str or type(arguments) is not tuple:
+                    raise self.fail("the program sent something that is no request")
                 self.reply(lambda: self.perform(name, arguments), given, known)  # noqa: B023
                 continue
             (outcome, printed), _ = self._read(tree, heap)
@@ -414,19 +499,27 @@ class Peer:
         except BrokenError:
             raise
         except BaseException as error:
+            if self.is_strict and isinstance(error, AssertionError):  # which a program might catch
+                raise self.fail(f"AssertionError: {error}".rstrip(": ")) from None
             del heap[size:]
             kind, printed = "!", sys.stdout.getvalue()[:MAX_PRINTED]
-            outcome = type(error), error.args, None if self.is_strict else error
+            outcome = self._raise_with(error)
             try:
                 message = self.message((outcome, printed), heap, known)
             except Exception:  # its arguments cannot be sent
-                message = self.message(((type(error), (str(error),), None), printed), [], {})
+                message = self.message(((type(error), (str(error),), None, None), printed), [], {})
         finally:
             sys.stdout = stdout
         self._send(kind, message)
         return kind == "="
 
-    def _raised(self, kind: Any, args: tuple[Any, ...], opaque: Any) -> BaseException:
+    def _raise_with(self, error: BaseException | None) -> Any:
+        if error is None:
+            return None
+        itself = None if self.is_strict else error
+        return type(error), error.args, itself, self._raise_with(error.__cause__)
+
+    def _raised(self, kind: Any, args: Any, opaque: Any, cause: Any) -> BaseException:
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             raise self.fail("the program sent something that is no exception")
         try:
@@ -435,7 +528,8 @@ class Peer:
             error = kind.__new__(kind)
             error.args = args
         if isinstance(error, Extended):
-            error.__dict__["opaque"] = opaque
+            vars(error)["opaque"] = opaque
+        error.__cause__ = None if cause is None else self._raised(*cause)
         return error
 
     # The pipes
@@ -517,15 +611,14 @@ class Peer:
             if own and (self.is_strict or _is_plain_class(value)):
                 return ["k", value.__name__]
             if isinstance(value, type) and issubclass(value, BaseException):
-                bases = (b for b in value.__mro__ if vars(builtins).get(b.__name__) is b)
-                return self.exception_tree(value, next(bases))
+                return self.exception_tree(value)
         number = self.export(value)
         if name in MUTABLE:
             return ["h", number, MUTABLE.index(name)]
         if name:
             return ["x", number, self._tree(_plain_value(value, name), numbers, heap)]
         if hasattr(kind, "__next__") and type(kind.__next__) is not type(_listed):
-            return ["g", number]
+            return ["G" if kind is GENERATOR else "g", number]
         return ["w" if kind.__name__ == "coroutine" else "o", number]
 
     def _read(self, tree: Any, heap: list[Any]) -> tuple[Any, dict[int, str]]:
@@ -573,13 +666,16 @@ class Peer:
                 return vars(builtins)[name]
             case ["y", number]:
                 return self.exported[number]
-            case ["e", number, *names]:
-                return self._foreign("e", number, lambda: self.exception(number, *names))
+            case ["e", number, name, module, base]:
+                base = self._value(base, boxes)
+                return self._foreign(
+                    "e", number, lambda: self.exception(number, name, module, base)
+                )
             case ["x", number, plain]:
                 plain, opaque = self._value(plain, boxes), Opaque(self, number)
                 return self._foreign("x", number, lambda: _extended(plain, opaque))
-            case ["o" | "g" | "h" | "w" as tag, number, *parts]:
-                kind = {"g": Stream, "h": Held}.get(tag, Opaque)
+            case ["o" | "g" | "G" | "h" | "w" as tag, number, *parts]:
+                kind = {"g": Stream, "G": Generator, "h": Held}.get(tag, Opaque)
                 opaque = self._foreign("o", number, lambda: kind(self, number))
                 if tag == "h":
                     object.__setattr__(opaque, "_kind_", _class(MUTABLE[parts[0]]))
@@ -609,9 +705,9 @@ def _class(name: str) -> Any:
 
 def _is_plain_class(value: Any) -> bool:
     names = {*PLAIN, *FIXED, *MUTABLE, "builtins.bool", "builtins.object"}
-    return isinstance(value, type) and (
-        f"builtins.{value.__name__}" in names or issubclass(value, BaseException)
-    )
+    if not isinstance(value, type) or issubclass(AssertionError, value):
+        return value is object  # a test that expects one of the others would be content with all
+    return f"builtins.{value.__name__}" in names or issubclass(value, BaseException)
 
 
 def _is_dtype(dtype: str) -> bool:
@@ -669,12 +765,14 @@ def _run(awaitable: Any, loops: list[Any] = []) -> Any:  # noqa: B006 - one loop
     return loops[0].run_until_complete(wait())
 
 
-_settings = {"strict": True, "object_hook": None, "object_pairs_hook": None, "memo": {}}
-_settings |= {"parse_float": float, "parse_int": int, "parse_constant": float}
-_scan = _json.make_scanner(type("Settings", (), _settings))
-_encode = _json.make_encoder(
-    None, None, _json.encode_basestring_ascii, None, ":", ",", False, False, True
-)
+class _Settings:
+    strict, object_hook, object_pairs_hook, memo = True, None, None, {}
+    parse_float, parse_int, parse_constant = float, int, float
+
+
+_scan: Any = _json.make_scanner(_Settings)  # type: ignore[arg-type]
+_parts = (None, None, _json.encode_basestring_ascii, None, ":", ",", False, False, True)
+_encode: Any = _json.make_encoder(*_parts)  # type: ignore[arg-type]
 
 
 def _text(tree: Any) -> str:

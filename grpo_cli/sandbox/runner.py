@@ -17,7 +17,7 @@ It imports next to nothing, because each program waits for its imports: `signal`
 
 from __future__ import annotations
 
-import _signal
+import _signal  # type: ignore[import-not-found]
 import os
 import resource
 import select
