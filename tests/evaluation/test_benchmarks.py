@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
 import pytest
@@ -518,6 +518,8 @@ class Plain:
     """A tokenizer without a chat template; it begins a plain text with 1."""
 
     chat_template = None
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+    all_special_tokens = ()
 
     def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
         return {"input_ids": [[1] * add_special_tokens + [*text.encode()] for text in texts]}
