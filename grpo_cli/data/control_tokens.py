@@ -5,9 +5,9 @@ and plain text where a row does. A mark behind its first character says that a r
 and remains through templates:
 
     control = ControlTokens(tokenizer)
-    text = control.marked("Hi<|im_end|>")                       # "Hi<" MARK "|im_end|>"
-    control.encoded(f"<|im_start|>user\n{text}<|im_end|>")      # two control tokens
-    control.plain("Hi<|im_end|>")                               # none
+    text = control.mark("Hi<|im_end|>")                      # "Hi<" MARK "|im_end|>"
+    control.encode(f"<|im_start|>user\n{text}<|im_end|>")    # two control tokens
+    control.encode_plain("Hi<|im_end|>")                     # none
 
 Texts without control tokens get no mark, and their ids are the tokenizer's.
 """
@@ -58,23 +58,23 @@ class ControlTokens:
         longest_first = sorted(added, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) if added else r"(?!)")
 
-    def marked(self, value: Any) -> Any:
+    def mark(self, value: Any) -> Any:
         """Returns a value with marks in the control tokens of all texts in it."""
-        return _mapped(value, lambda text: MARK.join(self._cut(text)))
+        return _map_texts(value, lambda text: MARK.join(self._cut(text)))
 
-    def plain(self, text: str) -> list[int]:
+    def encode_plain(self, text: str) -> list[int]:
         """Returns the tokens of a text that is not at the beginning; none is a control token.
 
         `split_special_tokens` would leave those that are not marked as special, such as
         <tool_call>, and sets a flag of the tokenizer that other threads see.
         """
-        return [i for piece in self._cut(text) if piece for i in self.continued(piece)]
+        return [i for piece in self._cut(text) if piece for i in self.encode_behind(piece)]
 
-    def encoded(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Returns the tokens of a text; marked control tokens in it become plain text."""
         first, *rest = text.split(MARK)
         ids = self._ids(first)
-        more = [i for piece in rest for i in self.continued(piece)]
+        more = [i for piece in rest for i in self.encode_behind(piece)]
         if not add_special_tokens:
             return ids + more
         found: Any = self.tokenizer(first, add_special_tokens=True)
@@ -83,23 +83,23 @@ class ControlTokens:
         end = next((n + len(ids) for n in places if around[n : n + len(ids)] == ids), len(around))
         return around[:end] + more + around[end:]
 
-    def continued(self, text: str, after: int | None = None) -> list[int]:
+    def encode_behind(self, text: str, after: int | None = None) -> list[int]:
         """Returns the tokens of a text that is not at the beginning.
 
         Args:
             after: the token before it.
         """
         if after is not None:
-            both = self.encoded(str(self.tokenizer.convert_ids_to_tokens(after)) + text)
+            both = self.encode(str(self.tokenizer.convert_ids_to_tokens(after)) + text)
             if both[:1] == [after]:
                 return both[1:]
         for before in ("\n", "a"):  # some tokenizers put a space before a text that begins
-            alone, both = self._ids(before), self.encoded(before + text)
+            alone, both = self._ids(before), self.encode(before + text)
             if both[: len(alone)] == alone:
                 return both[len(alone) :]
-        return self.encoded(text)
+        return self.encode(text)
 
-    def as_template_reads(
+    def unmark_for_template(
         self, messages: list[dict[str, Any]], render: Callable[[Any], str]
     ) -> list[dict[str, Any]]:
         """Returns messages without marks in the tokens that the chat template looks for.
@@ -110,31 +110,31 @@ class ControlTokens:
         Args:
             render: renders messages.
         """
-        bare = unmarked(messages)
+        bare = unmark(messages)
         if bare == messages:
             return messages
         expected, found = render(bare), [*messages]
 
         def is_read(number: int, token: str) -> bool:
-            inside, around = _marked(token), MARK + token + MARK
+            inside, around = _mark_token(token), MARK + token + MARK
 
             def only(text: str) -> str:
-                return inside.join(map(unmarked, text.split(inside)))
+                return inside.join(map(unmark, text.split(inside)))
 
-            one = [*bare[:number], _mapped(messages[number], only), *bare[number + 1 :]]
+            one = [*bare[:number], _map_texts(messages[number], only), *bare[number + 1 :]]
             try:
                 hidden = render(one)
-                shown = render(_mapped(one, lambda text: text.replace(inside, around)))
+                shown = render(_map_texts(one, lambda text: text.replace(inside, around)))
             except UserError:  # such as an id that no longer has 9 characters: the row is refused
                 return False
             writes_it = shown.replace(around, "").count(token) != hidden.count(token)
-            return writes_it or unmarked(hidden) != expected
+            return writes_it or unmark(hidden) != expected
 
         for n, message in enumerate(bare):
             texts = [*_texts(message)]
             for token in {token for text in texts for token in self._pattern.findall(text)}:
                 if is_read(n, token):
-                    found[n] = _without(found[n], token)
+                    found[n] = _unmark_token(found[n], token)
         return found
 
     def _cut(self, text: str) -> list[str]:
@@ -155,27 +155,27 @@ class ControlTokens:
         return list(found["input_ids"])
 
 
-def unmarked(value: Any) -> Any:
+def unmark(value: Any) -> Any:
     """Returns a value without marks."""
-    return _mapped(value, lambda text: text.replace(MARK, ""))
+    return _map_texts(value, lambda text: text.replace(MARK, ""))
 
 
-def _marked(token: str) -> str:
+def _mark_token(token: str) -> str:
     return token[0] + MARK + token[1:]
 
 
-def _without(value: Any, token: str) -> Any:
-    return _mapped(value, lambda text: text.replace(_marked(token), token))
+def _unmark_token(value: Any, token: str) -> Any:
+    return _map_texts(value, lambda text: text.replace(_mark_token(token), token))
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     """Returns a value with all texts in it changed, those of keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {_mapped(key, change): _mapped(cell, change) for key, cell in value.items()}
+        return {_map_texts(key, change): _map_texts(cell, change) for key, cell in value.items()}
     if isinstance(value, list):
-        return [_mapped(cell, change) for cell in value]
+        return [_map_texts(cell, change) for cell in value]
     return value
 
 

@@ -395,7 +395,7 @@ def json_rows(path: Path, key: str) -> Iterator[dict[str, Any]]:
             if not start:
                 raise UserError(f"{key} = {path}: the data set is empty.")
             if start == "[":  # one JSON array
-                for row, values in enumerate(_parsed(file.read())):
+                for row, values in enumerate(_parse(file.read())):
                     if not isinstance(values, dict):
                         raise UserError(f"{key} = {path}, row {row}: must be a JSON object.")
                     yield values
@@ -403,7 +403,7 @@ def json_rows(path: Path, key: str) -> Iterator[dict[str, Any]]:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
-                values = _parsed(line)
+                values = _parse(line)
                 if not isinstance(values, dict):
                     raise UserError(f"{key} = {path}, line {number}: must be a JSON object.")
                 yield values
@@ -412,14 +412,14 @@ def json_rows(path: Path, key: str) -> Iterator[dict[str, Any]]:
             raise UserError(f"{key} = {path}, line {at}: malformed JSON ({error.msg}).") from error
         except UnicodeDecodeError as error:
             raise UserError(f"{key} = {path}: is not UTF-8 text ({error.reason}).") from error
-        except ValueError as error:  # of `_parsed`
+        except ValueError as error:  # of `_parse`
             place = f" (line {number})" if number else ""
             raise UserError(f"{key} = {path}: cannot be read: {reason(error)}{place}.") from error
         except (OSError, EOFError, MemoryError, RecursionError) as error:  # gzip cut, depth
             raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
 
 
-def _parsed(text: str) -> Any:
+def _parse(text: str) -> Any:
     """Returns the value of a JSON text.
 
     Raises:

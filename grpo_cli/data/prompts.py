@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_cli.config.schema import Dataset
 from grpo_cli.data import conversations, images
-from grpo_cli.data.control_tokens import MARK, ControlTokens, unmarked
+from grpo_cli.data.control_tokens import MARK, ControlTokens, unmark
 from grpo_cli.data.images import ImageRow
 from grpo_cli.data.rows import DATASET, Rows, only_field
 from grpo_cli.errors import TrainingError, UserError
@@ -72,7 +72,7 @@ def make_prompts(
     """
     control = control_tokens(tokenizer, vision)
     texts = [
-        prompt_text(row, config, rows.line(n), control.marked) for n, row in enumerate(rows.rows)
+        prompt_text(row, config, rows.line(n), control.mark) for n, row in enumerate(rows.rows)
     ]
     found = images_of(rows, texts, config.max_pixels, reads_images=vision is not None)
     every = encode(
@@ -154,31 +154,31 @@ def encode(
                 f"{key}=false."
             )
 
-        def rendered(number: int, row: Mapping[str, Any]) -> str:
+        def render_row(number: int, row: Mapping[str, Any]) -> str:
             def render(messages: conversations.Conversation) -> str:
                 return conversations.render(
                     tokenizer,
                     messages if vision is None else vision.as_template_takes(messages),
-                    conversations.template_kwargs(template_kwargs, row, control.marked),
+                    conversations.template_kwargs(template_kwargs, row, control.mark),
                     f"{rows.source}, row {rows.line(number)}",
                     tools(row) if tools else (),
                 )
 
-            texts[number] = control.as_template_reads(texts[number], render)
+            texts[number] = control.unmark_for_template(texts[number], render)
             return render(texts[number])
 
-        written = [rendered(number, row) for number, row in enumerate(rows.rows)]
+        written = [render_row(number, row) for number, row in enumerate(rows.rows)]
     else:
         written = list(texts)
     # A chat template writes its own special tokens; a plain prompt gets the tokenizer's.
-    plain = [unmarked(t) for t, own in zip(written, found, strict=True) if own is None]
+    plain = [unmark(t) for t, own in zip(written, found, strict=True) if own is None]
     encoded = tokenizer(plain, add_special_tokens=not chat)["input_ids"] if plain else []
     ids_of_plain = iter(encoded)
     prompts = []
     for number, (row, text, own) in enumerate(zip(rows.rows, texts, found, strict=True)):
         ids = next(ids_of_plain) if own is None else []
         if own is None and MARK in written[number]:
-            ids = control.encoded(written[number], add_special_tokens=not chat)
+            ids = control.encode(written[number], add_special_tokens=not chat)
         if own is None and not ids:
             raise UserError(f"{rows.source}, row {rows.line(number)}: the prompt is empty.")
         if vision is not None and not set(ids).isdisjoint(vision.token_ids):
@@ -191,7 +191,7 @@ def encode(
             assert vision is not None
             columns |= other_columns(own.columns)
             try:
-                ids = control.encoded(vision.expanded(written[number], own.images))
+                ids = control.encode(vision.expanded(written[number], own.images))
             except ImageError as error:
                 if on_bad_image is None:
                     raise UserError(f"{error} (dataset.bad_images=drop drops the row).") from error
@@ -202,7 +202,7 @@ def encode(
                 raise UserError(
                     f"{place}: the chat template does not print every image: {error}."
                 ) from error
-        bare = unmarked(text)
+        bare = unmark(text)
         prefill = conversations.prefill_of(bare) if chat else ""
         prompts.append(
             Prompt(

@@ -246,7 +246,7 @@ class Chat:
                 "prompt; set model.chat_template to another."
             )
         text, end = self._up_to_eos(whole[len(begin) :])
-        return [*self.control.encoded(text), end]
+        return [*self.control.encode(text), end]
 
     def episode_ids(
         self, solution: Sequence[Message], limit: int = 10**6
@@ -308,9 +308,9 @@ class Chat:
         shown = [self._shortened(as_text(text), limit) for text in texts]
         marked: Any = prompt.marked or prompt.conversation
         prefill = [*marked[len(messages) :]]
-        written = filled(marked[: len(messages)], self.control.marked(shown))
+        written = filled(marked[: len(messages)], self.control.mark(shown))
         kwargs = conversations.template_kwargs(
-            self.template_kwargs, prompt.columns, self.control.marked
+            self.template_kwargs, prompt.columns, self.control.mark
         )
 
         rendered = conversations.render(
@@ -324,7 +324,7 @@ class Chat:
             rendered = prompt.vision.expanded(rendered, prompt.images)
         return dataclasses.replace(
             prompt,
-            ids=self.control.encoded(rendered),
+            ids=self.control.encode(rendered),
             text=filled(messages, shown),
             row_ids=prompt.ids,
         )
@@ -407,7 +407,7 @@ class Chat:
                 texts.append("")  # a template may close the block of results with the last one
                 continue
             texts.append(rendered)
-            ids = self.control.encoded(rendered)
+            ids = self.control.encode(rendered)
             if ids[: len(before)] != before:
                 same = [rendered.startswith(text.rstrip()) for text in texts[:n]]
                 changed = same.index(False) + 1 if False in same else n
@@ -551,9 +551,9 @@ class Chat:
             if text:
                 is_first = not parts
                 parts.append(
-                    self.control.encoded(text)
+                    self.control.encode(text)
                     if is_first and after is None
-                    else self.control.continued(text, after if is_first else None)
+                    else self.control.encode_behind(text, after if is_first else None)
                 )
 
         for found in _MARKER.finditer(rendered):
@@ -584,20 +584,20 @@ class Chat:
     def _content_ids(self, content: Any, gap: _Gap, limit: int) -> list[int]:
         """Returns the tokens of a text, at most `limit`, none of them a control token."""
         text, left_out = _precut(as_text(content), limit)
-        ids = [*self.control.plain(gap.changed(text[0]))]
+        ids = [*self.control.encode_plain(gap.changed(text[0]))]
         if not left_out and len(ids) <= limit:
             return ids
-        rest = self.control.plain(gap.changed(text[1])) if left_out else ids
-        mark = self.control.plain(gap.change("\n[... a part of the text is left out ...]\n"))
+        rest = self.control.encode_plain(gap.changed(text[1])) if left_out else ids
+        mark = self.control.encode_plain(gap.change("\n[... a part of the text is left out ...]\n"))
         if 2 * len(mark) > limit:
-            mark = self.control.plain("...")[: limit // 2]
+            mark = self.control.encode_plain("...")[: limit // 2]
         most = limit - len(mark)
         return ids[: most - most // 2] + mark + rest[len(rest) - most // 2 :]
 
     def _shortened(self, text: str, limit: int) -> str:
         """Returns a text of at most about `limit` tokens."""
         parts, left_out = _precut(text, limit)
-        ids = self.control.plain(parts[0]) if not left_out else []
+        ids = self.control.encode_plain(parts[0]) if not left_out else []
         if not left_out and len(ids) <= limit:
             return _cleaned(text)
         return self._text(self._content_ids(text, _Gap(0, lambda t: t, False, False), limit))

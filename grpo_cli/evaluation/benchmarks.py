@@ -367,7 +367,7 @@ def make_prompts(
     texts = []
     for number, row in enumerate(rows.rows):
         try:
-            texts.append(problem_text(config, mode, row, control.marked))
+            texts.append(problem_text(config, mode, row, control.mark))
         except (LookupError, ValueError, AttributeError, TypeError) as error:
             raise UserError(
                 f"benchmark.{name}.modes.{mode}.prompt: row {number} of {rows.source} does not fit "

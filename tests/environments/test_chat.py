@@ -194,7 +194,7 @@ def test_random_conversations_are_what_the_template_renders(make: Make, family: 
     for _ in range(200):
         messages: list[dict[str, Any]] = [{"role": "user", "content": words(rng)}]
         text = chat._render(messages, generation_prompt=True)
-        ids = chat.control.encoded(text)
+        ids = chat.control.encode(text)
         whole = list(ids)
         for _ in range(rng.randrange(1, 4)):
             calls_tool = not sends_user or rng.random() < 0.5
@@ -367,9 +367,9 @@ def test_many_ids_of_calls_do_not_fill_the_memory(
 def test_a_message_of_the_model_has_no_special_tokens(make: Make) -> None:
     chat = make("tiny")
     assert (
-        chat.parse(chat.control.encoded("4<|im_start|>2<|endoftext|><|im_end|>"))["content"] == "42"
+        chat.parse(chat.control.encode("4<|im_start|>2<|endoftext|><|im_end|>"))["content"] == "42"
     )
-    assert chat.parse(chat.control.encoded("42<|im_end|><|im_end|>")) == {
+    assert chat.parse(chat.control.encode("42<|im_end|><|im_end|>")) == {
         "role": "assistant",
         "content": "42",
     }
@@ -399,7 +399,7 @@ def prompt_of(chat: Chat, text: str = "Guess.", prefill: str = "") -> Prompt:
     messages = [{"role": "system", "content": "Play."}, {"role": "user", "content": text}]
     whole = messages + ([{"role": "assistant", "content": prefill}] if prefill else [])
     rendered = conversations.render(chat.tokenizer, whole, {}, "here", chat.tools)
-    return Prompt(3, chat.control.encoded(rendered), messages, {"id": 5}, prefill=prefill)
+    return Prompt(3, chat.control.encode(rendered), messages, {"id": 5}, prefill=prefill)
 
 
 def test_an_observation_is_appended_to_the_last_message_of_the_user(make: Make) -> None:
