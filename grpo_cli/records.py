@@ -45,6 +45,8 @@ class Prompt:
     prefill: str = ""  # text of the assistant at the end of a chat, which the completion continues
     row_ids: list[int] | None = None  # tokens before an environment's first observation was added
     added: dict[str, Any] = field(default_factory=dict)  # columns that a rollout function added
+    marked: str | Messages | None = field(default=None, compare=False, repr=False)
+    # ^ `conversation` with marks in its row's control tokens (data/control_tokens.py); or None
 
     @property
     def conversation(self) -> str | Messages:

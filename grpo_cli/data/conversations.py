@@ -6,7 +6,7 @@ Nothing here imports torch or transformers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.errors import UserError
@@ -167,7 +167,15 @@ def render(
         raise UserError(f"{where}: the chat template refuses the conversation: {reason}") from error
 
 
-def template_kwargs(of_model: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the template's arguments: the model's, and before them those of the row's column."""
+def template_kwargs(
+    of_model: Mapping[str, Any],
+    row: Mapping[str, Any],
+    mark: Callable[[Any], Any] = lambda value: value,
+) -> dict[str, Any]:
+    """Returns the template's arguments: the model's, and before them those of the row's column.
+
+    Args:
+        mark: changes those of the row.
+    """
     of_row = row.get(TEMPLATE_KWARGS) or {}
-    return {**of_model, **{key: value for key, value in of_row.items() if value is not None}}
+    return {**of_model, **{key: mark(value) for key, value in of_row.items() if value is not None}}

@@ -1,21 +1,21 @@
 """Reads local data: a file, a folder of shards, a pattern of file names, a folder of save_to_disk.
 
-Text stays text: JSON and CSV are checked, and where `datasets` would make something else of a
-column, read here.
+JSON and CSV are read here, each row as it stands: `datasets` gives a column one type, which makes
+dates of texts and fills in the keys that other rows' objects have.
 """
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import csv
 import glob
 import gzip
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from grpo_cli.config.sources import FORMATS, file_format, is_pattern
@@ -23,16 +23,56 @@ from grpo_cli.errors import UserError, listed, nearest
 
 # A file may begin with a byte order mark, as Excel and Windows write it, which is no part of it.
 ENCODING = "utf-8-sig"
-NESTED, TEXT, TRUTH = "a list or an object", "text", "true or false"
-WHOLE, REAL = "a whole number", "a fraction"
+NESTED, TEXT, SCALAR = "a list or an object", "text", "a number or a boolean"
 
-Places = dict[
-    str, dict[str, tuple[Path, int]]
-]  # by column and kind of value, the first (file, row)
+
+class Table(Sequence[dict[str, Any]]):
+    """Rows as their files have them, with those methods of `datasets.Dataset` that are called."""
+
+    features: Mapping[str, Any] = MappingProxyType({})  # no column has a type
+
+    def __init__(self, rows: Sequence[dict[str, Any]], column_names: Sequence[str]) -> None:
+        self._rows, self.column_names = rows, list(column_names)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Returns a row by its number, as a new dict, or the values of a column by its name."""
+        if isinstance(key, str):
+            return [row.get(key) for row in self._rows]
+        row = self._rows[key]
+        return {name: row.get(name) for name in self.column_names}
+
+    def select(self, rows: Iterable[int]) -> Table:
+        """Returns a table of these rows."""
+        return Table([self._rows[row] for row in rows], self.column_names)
+
+    def select_columns(self, names: Sequence[str]) -> Table:
+        """Returns a table of these columns, in their order."""
+        return Table(self._rows, names)
+
+    def remove_columns(self, names: str | Sequence[str]) -> Table:
+        """Returns a table without a column or several."""
+        removed = [names] if isinstance(names, str) else names
+        return self.select_columns([name for name in self.column_names if name not in removed])
+
+    def rename_columns(self, names: Mapping[str, str]) -> Table:
+        """Returns a table with columns renamed, given as old name -> new name."""
+        new = [names.get(name, name) for name in self.column_names]
+        rows = [{names.get(name, name): cell for name, cell in row.items()} for row in self]
+        return Table(rows, new)
+
+    def add_column(self, name: str, cells: Sequence[Any]) -> Table:
+        """Returns a table with one more column."""
+        rows = [{**row, name: cell} for row, cell in zip(self, cells, strict=True)]
+        return Table(rows, [*self.column_names, name])
 
 
 def load_local(path: Path, subset: str | None, split: str, key: str) -> Any:
-    """Returns the rows of a file, of a folder or of all files of a pattern, as a `Dataset`.
+    """Returns the rows of a file, of a folder or of all files of a pattern.
+
+    JSON and CSV are a `Table`, Parquet and folders of save_to_disk a `datasets.Dataset`.
 
     Args:
         subset: a configuration of a folder whose README.md names several.
@@ -54,7 +94,9 @@ def find_files(path: Path, subset: str | None, split: str, key: str) -> list[Pat
         UserError: there is none.
     """
     if is_pattern(path):
-        found = sorted(map(Path, glob.glob(str(path), recursive=True)))
+        base = next(parent for parent in path.parents if parent.exists())  # may have brackets
+        names = glob.glob(str(path.relative_to(base)), root_dir=base, recursive=True)
+        found = sorted(base / name for name in names)
         if files := [file for file in found if file.is_file()]:
             return files
         raise UserError(f"{key} = {path}: no file matches this pattern.")
@@ -121,7 +163,7 @@ def _check_split(split: str, there: Sequence[str], path: Path, key: str) -> None
 
 
 def load_file(path: Path, key: str) -> Any:
-    """Returns a file of rows as a `datasets.Dataset`.
+    """Returns the rows of a file, as `load_local` does.
 
     Args:
         key: what messages call the file by.
@@ -167,9 +209,14 @@ def stream_files(
 
 
 def _parquet_rows(file: Any, path: Path, key: str) -> Iterator[dict[str, Any]]:
+    first = 0
     try:
         for batch in file.iter_batches(batch_size=256):
+            _check_utf8(batch, key, path, first)
+            first += len(batch)
             yield from batch.to_pylist()
+    except UserError:
+        raise
     except Exception as error:  # pyarrow's errors have no common base
         raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
 
@@ -181,47 +228,61 @@ def load_files(paths: Sequence[Path], key: str, source: Path) -> Any:
         source: what the files were found by, for messages about all of them.
     """
     kind = _kind_of(paths, key, source)
-    if kind == "csv":
-        tables = {path: list(csv_rows(path, key)) for path in paths}
-        _check_columns({path: [*rows[0]] for path, rows in tables.items()}, key, source)
-        return _as_table([*chain.from_iterable(tables.values())], key, source)
-    as_text = _check_json(paths, key, source) if kind == "json" else None
-    if kind == "parquet" and len(paths) > 1:
+    if kind == "parquet":
+        return _parquet_table(paths, key, source)
+    read = csv_rows if kind == "csv" else json_rows
+    tables = {path: list(read(path, key)) for path in paths}
+    columns = {path: dict.fromkeys(n for row in rows for n in row) for path, rows in tables.items()}
+    if not any(columns.values()):
+        raise UserError(f"{key} = {source}: the data set is empty.")
+    _check_columns({path: list(names) for path, names in columns.items()}, key, source)
+    names = list(columns[paths[0]])
+    if kind == "json":
+        for name in names:
+            _keep_text(name, tables, key, source)
+    return Table([row for rows in tables.values() for row in rows], names)
+
+
+def _parquet_table(paths: Sequence[Path], key: str, source: Path) -> Any:
+    import datasets
+
+    if len(paths) > 1:
         _check_parquet(paths, key, source)
-    if as_text is None:
-        table = _read_by_library(kind, paths, key, source)
-        if kind == "parquet" or "Value('timestamp" not in str(table.features):
-            return table
-        as_text = []  # JSON has no dates: that is text, such as "2024-05-01"
-    rows = [*chain.from_iterable(json_rows(path, key) for path in paths)]
-    return _as_table(_with_text(rows, as_text), key, source)
-
-
-def _as_table(rows: list[dict[str, Any]], key: str, source: Path) -> Any:
-    import datasets
-
-    try:
-        return datasets.Dataset.from_list(rows)
-    except Exception as error:  # pyarrow's errors have no common base
-        raise UserError(f"{key} = {source}: cannot be read: {reason(error)}") from error
-
-
-def _read_by_library(kind: str, paths: Sequence[Path], key: str, source: Path) -> Any:
-    import datasets
-
     datasets.disable_progress_bars()
-    # Only where there is a mark to skip: another encoding than utf-8 takes half as long again.
-    marked = kind == "json" and any(map(_begins_with_a_mark, paths))
-    options = {"encoding": ENCODING} if marked else {}
     try:
         with _without_loader_errors():
-            names = [str(path) for path in paths]
-            return datasets.load_dataset(kind, data_files=names, split="train", **options)
+            names = [glob.escape(str(path)) for path in paths]
+            table = datasets.load_dataset("parquet", data_files=names, split="train")
     except Exception as error:  # pyarrow's and datasets' errors have no common base
         cause = reason(error.__cause__ or error)
         if "corresponds to no data" in cause:
             raise UserError(f"{key} = {source}: the data set is empty.") from error
         raise UserError(f"{key} = {source}: cannot be read: {cause}") from error
+    _check_utf8(table.data, key, source)
+    return table
+
+
+def _check_utf8(table: Any, key: str, source: Path, first: int = 0) -> None:
+    """Refuses text that is no UTF-8, which Parquet files of other writers may hold.
+
+    Args:
+        table: of pyarrow or `datasets`, or a batch of one.
+        first: the number of its first row.
+    """
+    import pyarrow
+
+    try:
+        table.validate(full=True)
+    except pyarrow.ArrowInvalid:
+        for name in table.column_names:
+            for row, cell in enumerate(table.column(name), first):
+                try:
+                    cell.as_py()
+                except UnicodeDecodeError as error:
+                    raise UserError(
+                        f"{key} = {source}, row {row}: the column {name!r} is not UTF-8 text "
+                        f"({error.reason})."
+                    ) from error
 
 
 def _kind_of(paths: Sequence[Path], key: str, source: Path) -> str:
@@ -283,12 +344,6 @@ def reason(error: BaseException) -> str:
     return str(error).split("\n")[0] or type(error).__name__
 
 
-def _begins_with_a_mark(path: Path) -> bool:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as file:
-        return bool(file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8)
-
-
 @contextlib.contextmanager
 def _without_loader_errors() -> Iterator[None]:
     """Keeps the loaders of `datasets` from logging an error that they then raise as well."""
@@ -301,57 +356,35 @@ def _without_loader_errors() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _check_json(paths: Sequence[Path], key: str, source: Path) -> list[str] | None:
-    """Finds what `datasets` reports without a place: the first malformed line of a JSON file.
-
-    Returns:
-        None where `datasets` reads the files as they are. Otherwise they have to be read here: a
-        column has text in some rows and numbers or booleans in others, which `datasets` would read
-        as JSON (the text "007" would become 7), or whole numbers in one file and fractions in
-        another, or nothing but nulls in one. The columns with text beside something else are
-        returned.
+def _keep_text(
+    name: str, tables: Mapping[Path, Sequence[dict[str, Any]]], key: str, source: Path
+) -> None:
+    """Writes the numbers and booleans of a column as JSON text if other rows of it have text.
 
     Raises:
-        UserError: a file is malformed or empty, or a column has text and lists or objects.
+        UserError: other rows have lists or objects.
     """
-    places: Places = {}
-    columns: dict[Path, dict[str, bool]] = {
-        path: {} for path in paths
-    }  # whether any value is there
-    for path in paths:
-        for row, values in enumerate(json_rows(path, key)):
-            if isinstance(values, dict):
-                for name, value in values.items():
-                    columns[path][name] = columns[path].get(name, False) or value is not None
-                _note_kinds(places, path, row, values)
-    _check_columns({path: list(names) for path, names in columns.items()}, key, source)
-    mixed = {name: kinds for name, kinds in places.items() if TEXT in kinds and len(kinds) > 1}
-
-    def place(at: tuple[Path, int]) -> str:
-        return f"row {at[1]}" + (f" of {at[0].name}" if len(paths) > 1 else "")
-
-    for name, kinds in mixed.items():
-        if NESTED in kinds:
-            raise UserError(
-                f"{key} = {source}: the column {name!r} has text in {place(kinds[TEXT])} and "
-                f"{NESTED} in {place(kinds[NESTED])}; it has to be one of them."
-            )
-    several = len(paths) > 1
-    for name, kinds in places.items() if several else ():
-        if TRUTH in kinds and TEXT not in kinds and len(kinds) > 1:  # which would be cast
-            other = next(kind for kind in kinds if kind != TRUTH)
-            raise UserError(
-                f"{key} = {source}: the column {name!r} has {TRUTH} in {place(kinds[TRUTH])} and "
-                f"{other} in {place(kinds[other])}; it has to be one of them."
-            )
-    is_cast = several and (
-        any(WHOLE in kinds and REAL in kinds for kinds in places.values())
-        or len({frozenset(there.items()) for there in columns.values()}) > 1
-    )
-    return list(mixed) if mixed or is_cast else None
+    places: dict[str, str] = {}  # by kind of value, the first row
+    for path, rows in tables.items():
+        for number, row in enumerate(rows):
+            if (cell := row.get(name)) is not None:
+                is_text, is_nested = isinstance(cell, str), isinstance(cell, list | dict)
+                kind = TEXT if is_text else NESTED if is_nested else SCALAR
+                of_file = f" of {path.name}" if len(tables) > 1 else ""
+                places.setdefault(kind, f"row {number}{of_file}")
+    if TEXT not in places or len(places) == 1:
+        return
+    if NESTED in places:
+        raise UserError(
+            f"{key} = {source}: the column {name!r} has text in {places[TEXT]} and {NESTED} in "
+            f"{places[NESTED]}; it has to be one of them."
+        )
+    for row in (row for rows in tables.values() for row in rows):
+        if not isinstance(row.get(name), str | None):
+            row[name] = json.dumps(row[name])
 
 
-def json_rows(path: Path, key: str) -> Iterator[Any]:
+def json_rows(path: Path, key: str) -> Iterator[dict[str, Any]]:
     """Yields the rows of a JSON file, an array or one object a line."""
     opener = gzip.open if path.suffix == ".gz" else open
     number, start = 0, ""
@@ -362,12 +395,15 @@ def json_rows(path: Path, key: str) -> Iterator[Any]:
             if not start:
                 raise UserError(f"{key} = {path}: the data set is empty.")
             if start == "[":  # one JSON array
-                yield from json.load(file)
+                for row, values in enumerate(_parse(file.read())):
+                    if not isinstance(values, dict):
+                        raise UserError(f"{key} = {path}, row {row}: must be a JSON object.")
+                    yield values
                 return
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
-                values = json.loads(line)
+                values = _parse(line)
                 if not isinstance(values, dict):
                     raise UserError(f"{key} = {path}, line {number}: must be a JSON object.")
                 yield values
@@ -376,32 +412,43 @@ def json_rows(path: Path, key: str) -> Iterator[Any]:
             raise UserError(f"{key} = {path}, line {at}: malformed JSON ({error.msg}).") from error
         except UnicodeDecodeError as error:
             raise UserError(f"{key} = {path}: is not UTF-8 text ({error.reason}).") from error
+        except ValueError as error:  # of `_parse`
+            place = f" (line {number})" if number else ""
+            raise UserError(f"{key} = {path}: cannot be read: {reason(error)}{place}.") from error
         except (OSError, EOFError, MemoryError, RecursionError) as error:  # gzip cut, depth
             raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
 
 
-def _note_kinds(places: Places, path: Path, row: int, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if value is not None:
-            kind = REAL if isinstance(value, float) else WHOLE
-            if isinstance(value, str):
-                kind = TEXT
-            elif isinstance(value, bool):
-                kind = TRUTH
-            elif isinstance(value, list | dict):
-                kind = NESTED
-            places.setdefault(name, {}).setdefault(kind, (path, row))
+def _parse(text: str) -> Any:
+    """Returns the value of a JSON text.
+
+    Raises:
+        ValueError: it is malformed, repeats a key, has a number that no float holds or of more than
+            4,300 digits, or half of a surrogate pair, which no tokenizer takes.
+    """
+    value = json.loads(text, object_pairs_hook=_object, parse_float=_real)
+    if "\\u" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])
+            raise ValueError(f"{half} is half of a surrogate pair") from error
+    return value
 
 
-def _with_text(rows: list[dict[str, Any]], columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Writes numbers and booleans as JSON text where other rows of the column have text."""
+def _real(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise ValueError(f"Number too big: {digits:.40}")
+    return value
 
-    def cell(name: str, value: Any) -> Any:
-        is_text = value is None or isinstance(value, str) or name not in columns
-        return value if is_text else json.dumps(value)
 
-    names = dict.fromkeys(name for row in rows for name in row)
-    return [{name: cell(name, row.get(name)) for name in names} for row in rows]
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the key {twice!r} twice")
+    return found
 
 
 def csv_rows(path: Path, key: str) -> Iterator[dict[str, str]]:
@@ -413,6 +460,10 @@ def csv_rows(path: Path, key: str) -> Iterator[dict[str, str]]:
         with opener(path, "rt", encoding=ENCODING, newline="") as file:
             reader = csv.DictReader(file, strict=True)
             names = reader.fieldnames or []
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise UserError(
+                    f"{key} = {path}: the header has the column {twice[0]!r} twice; rename one."
+                )
             for number, row in enumerate(reader):
                 if None in row or None in row.values():
                     got = len(names) + len(row.get(None, ())) - [*row.values()].count(None)  # type: ignore[call-overload]

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.config.schema import Dataset
 from grpo_cli.data import conversations, images
+from grpo_cli.data.control_tokens import MARK, ControlTokens, unmark
 from grpo_cli.data.images import ImageRow
 from grpo_cli.data.rows import DATASET, Rows, only_field
 from grpo_cli.errors import TrainingError, UserError
@@ -28,6 +30,12 @@ MOST_BROKEN = 1000  # prompts in a row with images that cannot be read, before a
 
 OnBadImage = Callable[[str], None]
 ToolsOf = Callable[[Mapping[str, Any]], conversations.Schemas]
+Mark = Callable[[Any], Any]
+
+
+def unchanged(value: Any) -> Any:
+    """Returns the value."""
+    return value
 
 
 def make_prompts(
@@ -62,12 +70,15 @@ def make_prompts(
             are no conversation, a chat data set with a tokenizer that has no template, or no row
             short enough.
     """
-    texts = [prompt_text(row, config, rows.line(n)) for n, row in enumerate(rows.rows)]
+    control = control_tokens(tokenizer, vision)
+    texts = [
+        prompt_text(row, config, rows.line(n), control.mark) for n, row in enumerate(rows.rows)
+    ]
     found = images_of(rows, texts, config.max_pixels, reads_images=vision is not None)
     every = encode(
         rows,
         texts,
-        tokenizer,
+        control,
         config.chat,
         "dataset.chat",
         template_kwargs or {},
@@ -94,10 +105,20 @@ def make_prompts(
     return prompts, overlong
 
 
+def control_tokens(
+    tokenizer: PreTrainedTokenizerBase, vision: VisionProcessor | None
+) -> ControlTokens:
+    """Returns the tokens that a row must not write; it may write placeholders of images."""
+    if vision is None:
+        return ControlTokens(tokenizer)
+    names = map(str, tokenizer.convert_ids_to_tokens(vision.token_ids))
+    return ControlTokens(tokenizer, {*names, vision.placeholder, conversations.IMAGE})
+
+
 def encode(
     rows: Rows,
     texts: Sequence[Any],
-    tokenizer: PreTrainedTokenizerBase,
+    control: ControlTokens,
     chat: bool,
     key: str,
     template_kwargs: Mapping[str, Any],
@@ -110,6 +131,7 @@ def encode(
     """Returns the prompts of rows, whose texts are strings or (with `chat`) lists of messages.
 
     Args:
+        texts: with marks where a row has written a control token.
         images: the messages and images of each row that has some; (): no row has.
         vision, on_bad_image: see `make_prompts`.
         key: the key that says `chat`.
@@ -122,6 +144,7 @@ def encode(
     """
     from grpo_cli.records import Prompt
 
+    tokenizer = control.tokenizer
     found = images or [None] * len(texts)
     texts = [text if own is None else own.messages for text, own in zip(texts, found, strict=True)]
     if chat:
@@ -130,23 +153,32 @@ def encode(
                 f"{key} = true: the tokenizer has no chat template; set model.chat_template or "
                 f"{key}=false."
             )
-        rendered = [
-            conversations.render(
-                tokenizer,
-                text if vision is None else vision.as_template_takes(text),
-                conversations.template_kwargs(template_kwargs, row),
-                f"{rows.source}, row {rows.line(number)}",
-                tools(row) if tools else (),
-            )
-            for number, (row, text) in enumerate(zip(rows.rows, texts, strict=True))
-        ]
+
+        def render_row(number: int, row: Mapping[str, Any]) -> str:
+            def render(messages: conversations.Conversation) -> str:
+                return conversations.render(
+                    tokenizer,
+                    messages if vision is None else vision.as_template_takes(messages),
+                    conversations.template_kwargs(template_kwargs, row, control.mark),
+                    f"{rows.source}, row {rows.line(number)}",
+                    tools(row) if tools else (),
+                )
+
+            texts[number] = control.unmark_for_template(texts[number], render)
+            return render(texts[number])
+
+        written = [render_row(number, row) for number, row in enumerate(rows.rows)]
+    else:
+        written = list(texts)
     # A chat template writes its own special tokens; a plain prompt gets the tokenizer's.
-    plain = [t for t, own in zip(rendered if chat else texts, found, strict=True) if own is None]
+    plain = [unmark(t) for t, own in zip(written, found, strict=True) if own is None]
     encoded = tokenizer(plain, add_special_tokens=not chat)["input_ids"] if plain else []
     ids_of_plain = iter(encoded)
     prompts = []
     for number, (row, text, own) in enumerate(zip(rows.rows, texts, found, strict=True)):
         ids = next(ids_of_plain) if own is None else []
+        if own is None and MARK in written[number]:
+            ids = control.encode(written[number], add_special_tokens=not chat)
         if own is None and not ids:
             raise UserError(f"{rows.source}, row {rows.line(number)}: the prompt is empty.")
         if vision is not None and not set(ids).isdisjoint(vision.token_ids):
@@ -159,7 +191,7 @@ def encode(
             assert vision is not None
             columns |= other_columns(own.columns)
             try:
-                ids = vision.ids(rendered[number], own.images)
+                ids = control.encode(vision.expanded(written[number], own.images))
             except ImageError as error:
                 if on_bad_image is None:
                     raise UserError(f"{error} (dataset.bad_images=drop drops the row).") from error
@@ -170,16 +202,18 @@ def encode(
                 raise UserError(
                     f"{place}: the chat template does not print every image: {error}."
                 ) from error
-        prefill = conversations.prefill_of(text) if chat else ""
+        bare = unmark(text)
+        prefill = conversations.prefill_of(bare) if chat else ""
         prompts.append(
             Prompt(
                 row=rows.line(number),
                 ids=list(ids),
-                text=text[:-1] if prefill else text,
+                text=bare[:-1] if prefill else bare,
                 columns=columns,
                 prefill=prefill,
                 images=own.images if own is not None else (),
                 vision=vision if own is not None else None,
+                marked=None if bare == text else text,
             )
         )
     return prompts
@@ -216,13 +250,45 @@ def other_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in row.items() if k not in ("prompt", "completion")}
 
 
-def prompt_text(row: dict[str, Any], config: Dataset, number: int) -> Any:
-    """Returns the prompt as a string, or as messages for a chat data set.
+def fill(template: str, row: Mapping[str, Any], mark: Mark = unchanged) -> str:
+    """Returns a template with the columns of a row in its fields.
+
+    Args:
+        mark: changes what comes from the row.
 
     Raises:
-        UserError: an empty text, messages without dataset.chat, messages that are no conversation,
-            or one that ends with the assistant where dataset.final_assistant does not say what to
-            do.
+        ValueError: bytes that are no UTF-8, or a field that cannot be written as its format says.
+    """
+    text, of_row, formatter = "", "", string.Formatter()
+    for literal, name, spec, conversion in formatter.parse(template):
+        if literal:
+            text, of_row = text + mark(of_row) + literal, ""
+        if name is None:
+            continue
+        value, _ = formatter.get_field(name, (), row)
+        if isinstance(value, bytes):
+            try:
+                value = value.decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"the column {name!r} holds bytes that are no UTF-8 text ({value[:20]!r})"
+                ) from error
+        value = formatter.convert_field(value, conversion)  # type: ignore[arg-type]
+        of_row += format(value, (spec or "").format_map(row))
+    return str(text + mark(of_row))
+
+
+def prompt_text(row: dict[str, Any], config: Dataset, number: int, mark: Mark = unchanged) -> Any:
+    """Returns the prompt as a string, or as messages for a chat data set.
+
+    Args:
+        number: of the row, for messages.
+        mark: changes what comes from the row, not what the recipe adds.
+
+    Raises:
+        UserError: bytes that are no UTF-8, an empty text, messages without dataset.chat, messages
+            that are no conversation, or one that ends with the assistant where
+            dataset.final_assistant does not say what to do.
     """
     name = only_field(config.prompt)
     if name is not None and isinstance(row[name], list):
@@ -231,9 +297,12 @@ def prompt_text(row: dict[str, Any], config: Dataset, number: int) -> Any:
                 f"dataset.chat = false: row {number} holds a list of messages; "
                 "set dataset.chat=true."
             )
-        messages = _conversation(row[name], config, number, name)
+        messages = mark(_conversation(row[name], config, number, name))
     else:
-        text = config.prompt.format_map(row)
+        try:
+            text = fill(config.prompt, row, mark)
+        except ValueError as error:
+            raise UserError(f"dataset.prompt: row {number}: {error}.") from error
         if not config.chat:
             if not text:
                 raise UserError(f"dataset.prompt: the prompt of row {number} is empty.")
@@ -412,7 +481,10 @@ def solution_pairs(rows: Rows, config: Dataset) -> Iterator[tuple[Any, Any]]:
     column = only_field(config.solution)
     for number, row in enumerate(rows.rows):
         line = rows.line(number)
-        solution: Any = config.solution.format_map(row)
+        try:
+            solution: Any = fill(config.solution, row)
+        except ValueError as error:
+            raise UserError(f"dataset.solution: row {line}: {error}.") from error
         if column is not None and isinstance(row[column], list):
             where = f"{rows.source}, row {line}, {column}"
             solution = conversations.normalized(row[column], where)

@@ -16,7 +16,7 @@ from typing import Any
 from grpo_cli.config.schema import Dataset, MixturePart, NamedRows
 from grpo_cli.config.sources import local_path
 from grpo_cli.data import files
-from grpo_cli.data.files import load_local
+from grpo_cli.data.files import Table, load_local
 from grpo_cli.errors import UserError, listed, nearest
 
 DATASET = "dataset"  # the column that names the data set of a mixture
@@ -131,7 +131,7 @@ def select_rows(rows: Rows, numbers: Sequence[int]) -> Rows:
 
 
 def load_table(source: str, subset: str | None, split: str, key: str) -> Any:
-    """Returns local data, or one split of a hub data set, as a `datasets.Dataset`.
+    """Returns local data, or one split of a hub data set: a `Table` or a `datasets.Dataset`.
 
     Args:
         split: of a hub data set or of a folder.
@@ -173,7 +173,9 @@ def check_templates(templates: Mapping[str, str], table: Any, source: str, key: 
     for template_key, template in templates.items():
         _check_template(template_key, template, table[0], source)
         for _, name, _, _ in string.Formatter().parse(template):
-            if name not in table.column_names or not table.data.column(name).null_count:
+            if name not in table.column_names:
+                continue
+            if not isinstance(table, Table) and not table.data.column(name).null_count:
                 continue  # a column of messages may hold pictures
             if None in (cells := table[name][:]):
                 raise UserError(

@@ -52,8 +52,6 @@ def open_stream(config: Dataset) -> RowStream:
     Raises:
         UserError: the data is not there, or its first rows do not fit.
     """
-    import datasets
-
     source = config.train
     if source is None:
         raise UserError("dataset.train: no data; give a file or a hub name.")
@@ -62,12 +60,7 @@ def open_stream(config: Dataset) -> RowStream:
     if not rows:
         raise UserError(f"dataset.train = {source}: the data set is empty.")
     names = dict.fromkeys(name for row in rows for name in row)
-    try:
-        table = datasets.Dataset.from_list([{n: row.get(n) for n in names} for row in rows[:1]])
-    except Exception as error:  # pyarrow's errors have no common base
-        raise UserError(
-            f"dataset.train = {source}: cannot be read: {files.reason(error)}"
-        ) from error
+    table = files.Table(rows[:1], list(names))
     table = rename_columns(table, config.columns, source, "dataset.columns")
     check_templates({"dataset.prompt": config.prompt}, table, source, "dataset.train")
     columns = table.column_names

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.data import conversations
+from grpo_cli.data.control_tokens import ControlTokens
 from grpo_cli.environments.protocol import Message
 from grpo_cli.environments.response import FORMATS, MalformedCall, ResponseParser, Schemas, names_of
 from grpo_cli.errors import TrainingError, UserError
@@ -107,10 +108,7 @@ class Chat:
         self.template_kwargs = dict(template_kwargs or {})
         self.response_template = response_template
         self._tool_names = names_of(self.tools)
-        added = {t: i for t, i in tokenizer.get_added_vocab().items() if len(t) > 1 and t.strip()}
-        self._control_ids = frozenset(added.values())
-        self._control = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))))
-        self._has_control = bool(added)
+        self.control = ControlTokens(tokenizer)
         # `all_special_tokens` lacks those without a role of their own, such as <|im_start|>.
         marked = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
         self._special = {*marked, *tokenizer.all_special_tokens}
@@ -248,7 +246,7 @@ class Chat:
                 "prompt; set model.chat_template to another."
             )
         text, end = self._up_to_eos(whole[len(begin) :])
-        return [*self._encoded(text), end]
+        return [*self.control.encode(text), end]
 
     def episode_ids(
         self, solution: Sequence[Message], limit: int = 10**6
@@ -292,46 +290,44 @@ class Chat:
         if isinstance(observation, str):
             texts: list[Any] = [observation]
             last = max((n for n, m in enumerate(messages) if m["role"] == "user"), default=-1)
-            if last < 0:
-                messages.append({"role": "user", "content": ""})
-            gaps = {last: messages[last]["content"]}
+            more = [] if last >= 0 else [{"role": "user", "content": ""}]
+            places = [last]
         else:
             texts = [m.get("content") for m in observation]
-            gaps = dict.fromkeys(range(len(messages), len(messages) + len(texts)), "")
-            messages += [self._with_safe_names(m) for m in observation]
+            more = [{**self._with_safe_names(m), "content": ""} for m in observation]
+            places = [*range(len(messages), len(messages) + len(texts))]
 
-        def filled(written: Sequence[str]) -> list[Message]:
-            conversation = [dict(m) for m in messages]
-            for (n, before), text in zip(gaps.items(), written, strict=True):
-                is_text = isinstance(before, str)
-                added = text if is_text else [{"type": "text", "text": text}]
+        def filled(messages: Sequence[Message], written: Sequence[str]) -> list[Message]:
+            conversation = [dict(m) for m in (*messages, *more)]
+            for n, text in zip(places, written, strict=True):
+                before = conversation[n]["content"]
+                added = text if isinstance(before, str) else [{"type": "text", "text": text}]
                 conversation[n]["content"] = before + added
             return conversation
 
         shown = [self._shortened(as_text(text), limit) for text in texts]
-        text = filled(shown)
-        if self._has_control and any(self._control.search(s) for s in shown):
-            try:
-                parts = self._parts(
-                    self._of_row(prompt, filled([*map(_marked, range(len(shown)))]))
-                )
-            except _Refused as error:
-                raise TrainingError(
-                    f"the chat template cannot render an environment's first message: {error}"
-                ) from error
-            ids = self._filled(parts, shown, limit)
-        else:
-            ids = self._encoded(self._of_row(prompt, text))
-        return dataclasses.replace(prompt, ids=ids, text=text, row_ids=prompt.ids)
-
-    def _of_row(self, prompt: Prompt, messages: list[Message]) -> str:
-        if prompt.prefill:
-            messages = [*messages, {"role": "assistant", "content": prompt.prefill}]
-        kwargs = conversations.template_kwargs(self.template_kwargs, prompt.columns)
-        rendered = conversations.render(
-            self.tokenizer, self._taken(messages), kwargs, f"row {prompt.row}", self.tools
+        marked: Any = prompt.marked or prompt.conversation
+        prefill = [*marked[len(messages) :]]
+        written = filled(marked[: len(messages)], self.control.mark(shown))
+        kwargs = conversations.template_kwargs(
+            self.template_kwargs, prompt.columns, self.control.mark
         )
-        return prompt.vision.expanded(rendered, prompt.images) if prompt.vision else rendered
+
+        rendered = conversations.render(
+            self.tokenizer,
+            self._taken([*written, *prefill]),
+            kwargs,
+            f"row {prompt.row}",
+            self.tools,
+        )
+        if prompt.vision:
+            rendered = prompt.vision.expanded(rendered, prompt.images)
+        return dataclasses.replace(
+            prompt,
+            ids=self.control.encode(rendered),
+            text=filled(messages, shown),
+            row_ids=prompt.ids,
+        )
 
     def _taken(self, messages: Sequence[Message]) -> list[Message]:
         """Returns messages in the form that the template prints: some print blocks only."""
@@ -411,7 +407,7 @@ class Chat:
                 texts.append("")  # a template may close the block of results with the last one
                 continue
             texts.append(rendered)
-            ids = self._encoded(rendered)
+            ids = self.control.encode(rendered)
             if ids[: len(before)] != before:
                 same = [rendered.startswith(text.rstrip()) for text in texts[:n]]
                 changed = same.index(False) + 1 if False in same else n
@@ -555,9 +551,9 @@ class Chat:
             if text:
                 is_first = not parts
                 parts.append(
-                    self._encoded(text)
+                    self.control.encode(text)
                     if is_first and after is None
-                    else self._continued(text, after if is_first else None)
+                    else self.control.encode_behind(text, after if is_first else None)
                 )
 
         for found in _MARKER.finditer(rendered):
@@ -588,63 +584,23 @@ class Chat:
     def _content_ids(self, content: Any, gap: _Gap, limit: int) -> list[int]:
         """Returns the tokens of a text, at most `limit`, none of them a control token."""
         text, left_out = _precut(as_text(content), limit)
-        ids = [*self._plain(gap.changed(text[0]))]
+        ids = [*self.control.encode_plain(gap.changed(text[0]))]
         if not left_out and len(ids) <= limit:
             return ids
-        rest = self._plain(gap.changed(text[1])) if left_out else ids
-        mark = self._plain(gap.change("\n[... a part of the text is left out ...]\n"))
+        rest = self.control.encode_plain(gap.changed(text[1])) if left_out else ids
+        mark = self.control.encode_plain(gap.change("\n[... a part of the text is left out ...]\n"))
         if 2 * len(mark) > limit:
-            mark = self._plain("...")[: limit // 2]
+            mark = self.control.encode_plain("...")[: limit // 2]
         most = limit - len(mark)
         return ids[: most - most // 2] + mark + rest[len(rest) - most // 2 :]
 
     def _shortened(self, text: str, limit: int) -> str:
         """Returns a text of at most about `limit` tokens."""
         parts, left_out = _precut(text, limit)
-        ids = self._plain(parts[0]) if not left_out else []
+        ids = self.control.encode_plain(parts[0]) if not left_out else []
         if not left_out and len(ids) <= limit:
             return _cleaned(text)
         return self._text(self._content_ids(text, _Gap(0, lambda t: t, False, False), limit))
-
-    def _plain(self, text: str) -> list[int]:
-        """Returns the tokens of a text; none of them is an added token, such as <|im_end|>.
-
-        An added token is cut behind its first character. `split_special_tokens` would leave those
-        that are not marked as special, such as <tool_call>, and sets a flag of the tokenizer that
-        other threads see.
-        """
-        pieces, begin, at = [], 0, 0
-        while self._has_control and (found := self._control.search(text, at)):
-            at = found.start() + 1
-            pieces.append(text[begin:at])
-            begin = at
-        pieces.append(text[begin:])
-        ids = [i for piece in pieces if piece for i in self._continued(piece)]
-        if self._control_ids.isdisjoint(ids):
-            return ids
-        # A normalizer has made one from other characters.
-        every = [i for character in text for i in self._continued(character)]
-        return [i for i in every if i not in self._control_ids]
-
-    def _continued(self, text: str, after: int | None = None) -> list[int]:
-        """Returns the tokens of a text that is not at the beginning.
-
-        Args:
-            after: the token before it.
-        """
-        if after is not None:
-            both = self._encoded(str(self.tokenizer.convert_ids_to_tokens(after)) + text)
-            if both[:1] == [after]:
-                return both[1:]
-        for before in ("\n", "a"):  # some tokenizers put a space before a text that begins
-            alone, both = self._encoded(before), self._encoded(before + text)
-            if both[: len(alone)] == alone:
-                return both[len(alone) :]
-        return self._encoded(text)
-
-    def _encoded(self, text: str) -> list[int]:
-        found: Any = self.tokenizer(text, add_special_tokens=False)
-        return list(found["input_ids"])
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))

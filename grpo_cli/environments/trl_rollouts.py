@@ -103,8 +103,8 @@ class RolloutTrainer:
 
     def _encoded(self, prompt: Any) -> Prompt:
         known = self._given.get(id(prompt))
-        if known is not None and known.images:
-            return known
+        if known is not None and (known.images or known.marked is not None):
+            return known  # images and marks are not in its text
         ids = self._ids(prompt)
         vision = next((p.vision for p in self._given.values() if p.vision is not None), None)
         if vision is not None and _of_images(vision, ids):

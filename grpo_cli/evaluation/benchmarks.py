@@ -25,7 +25,7 @@ from grpo_cli.config.schema import Benchmark, Reward
 from grpo_cli.config.sources import is_local
 from grpo_cli.data import images
 from grpo_cli.data import rows as tables
-from grpo_cli.data.prompts import encode, images_of
+from grpo_cli.data.prompts import Mark, control_tokens, encode, fill, images_of, unchanged
 from grpo_cli.errors import UserError, listed, nearest
 from grpo_cli.images import ImageError, StoredImage
 from grpo_cli.rewards import has_votes
@@ -276,23 +276,26 @@ def _picture(cell: Any) -> Any:
 
 
 def problem_text(
-    config: Benchmark, mode: str, row: Mapping[str, Any]
+    config: Benchmark, mode: str, row: Mapping[str, Any], mark: Mark = unchanged
 ) -> str | list[dict[str, str]]:
     """Returns the prompt of a row: worked examples, if any, and then its problem.
 
     With `config.chat` it is a list of messages in which each example is a turn; otherwise a text in
     which blank lines separate the examples.
+
+    Args:
+        mark: changes what comes from the row.
     """
     template = config.prompts[mode]
     shown = examples_of(config, mode)
     if not config.chat:
         texts = [f"{template.format_map(one)}\n{one[mode]}" for one in shown]
-        return "\n\n".join([*texts, template.format_map(row)])
+        return "\n\n".join([*texts, fill(template, row, mark)])
     messages = [] if config.system is None else [{"role": "system", "content": config.system}]
     for one in shown:
         messages.append({"role": "user", "content": template.format_map(one)})
         messages.append({"role": "assistant", "content": one[mode]})
-    return [*messages, {"role": "user", "content": template.format_map(row)}]
+    return [*messages, {"role": "user", "content": fill(template, row, mark)}]
 
 
 def asking(config: Benchmark) -> tuple[str, ...]:
@@ -360,10 +363,11 @@ def make_prompts(
             f"benchmark.{name}.system: is only read where the prompt is a chat, and {why}."
         )
     config = dataclasses.replace(config, chat=chat)
+    control = control_tokens(tokenizer, vision)
     texts = []
     for number, row in enumerate(rows.rows):
         try:
-            texts.append(problem_text(config, mode, row))
+            texts.append(problem_text(config, mode, row, control.mark))
         except (LookupError, ValueError, AttributeError, TypeError) as error:
             raise UserError(
                 f"benchmark.{name}.modes.{mode}.prompt: row {number} of {rows.source} does not fit "
@@ -373,7 +377,7 @@ def make_prompts(
     return encode(
         rows,
         texts,
-        tokenizer,
+        control,
         chat,
         f"benchmark.{name}.chat",
         template_kwargs or {},

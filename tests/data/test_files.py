@@ -3,11 +3,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from grpo_cli.config.schema import Dataset
 from grpo_cli.config.sources import absolute, has_splits
-from grpo_cli.data import files, load_rows
+from grpo_cli.data import files, load_rows, open_stream
 from grpo_cli.errors import UserError
 from tests.tables import table
 
@@ -128,7 +130,7 @@ def test_files_with_other_columns(tmp_path: Path, suffix: str) -> None:
         ("jsonl", ["007", 7], ["007", "7"]),
         ("jsonl", [7, "007"], ["7", "007"]),
         ("jsonl", [1, 0.5], [1.0, 0.5]),
-        ("jsonl", [True, 3], "has true or false in row 0 of 0.jsonl and a whole number in row 0"),
+        ("jsonl", [True, 3], [True, 3]),
         ("jsonl", ["a", [1]], "has text in row 0 of 0.jsonl and a list or an object in row 0 of 1"),
         ("jsonl", ["2024-05-01", "2024-05-02"], ["2024-05-01", "2024-05-02"]),
         ("jsonl", [None, "007"], [None, "007"]),
@@ -147,6 +149,91 @@ def test_text_stays_text_over_several_files(
         assert expected in message(folder / f"*.{suffix}")
     else:
         assert [row["answer"] for row in load(folder)] == expected
+
+
+NESTED = [
+    {"question": "a", "meta": {"a": 1}, "calls": [{"x": 1}, {"y": "2024-01-01"}]},
+    {"question": "b", "meta": {"a": "t", "b": None}, "calls": [{"x": [1, "2"], "z": None}]},
+    {"question": "c", "meta": {}, "calls": []},
+]
+
+
+@table(
+    "others",
+    [
+        [{}, {}, {}],
+        [{"day": "2024-01-01"}] * 3,
+        [{"answer": "5"}, {"answer": 6}, {"answer": None}],
+        [{"level": 1}, {"level": 0.5}, {"level": 2**70}],
+        [{"other": {"k": 1}}, {"other": [1]}, {"other": None}],
+    ],
+)
+def test_no_column_changes_the_objects_of_another(
+    tmp_path_factory: pytest.TempPathFactory, others: list[dict[str, Any]]
+) -> None:
+    folder = tmp_path_factory.mktemp("data")
+    rows = [{**row, **more} for row, more in zip(NESTED, others, strict=True)]
+    write(folder / "lines.jsonl", *rows)
+    (folder / "array.json").write_text(json.dumps(rows))
+    for name in ("lines.jsonl", "array.json"):
+        config = Dataset(train=str(folder / name), prompt="{question}", streaming=True)
+        for found in (load(folder / name), open_stream(config).first.rows):
+            assert [{key: row[key] for key in NESTED[0]} for row in found] == NESTED
+    write(folder / "two" / "a.jsonl", *rows[:2])
+    write(folder / "two" / "b.jsonl", *rows[2:])
+    assert [row["meta"] for row in load(folder / "two")] == [row["meta"] for row in NESTED]
+
+
+def test_numbers_in_json_stay_what_they_are(tmp_path: Path) -> None:
+    cells = [1, 0.5, True, 12345678901234567890123]
+    rows = [{"question": "a", "level": cell} for cell in cells]
+    found = [row["level"] for row in load(write(tmp_path / "a.jsonl", *rows))]
+    assert list(map(repr, found)) == list(map(repr, cells))
+
+
+@table(
+    "name, text, complaint",
+    [
+        ("a.jsonl", '{"question": 1}\n{"a": 1, "a": 2}', "has the key 'a' twice (line 2)."),
+        ("a.jsonl", '{"question": {"x": 1, "x": 1}}', "has the key 'x' twice (line 1)."),
+        ("a.json", '[{"question": 1}, 3]', "row 1: must be a JSON object."),
+        ("a.jsonl", '{"question": "\\ud800"}', "'\\ud800' is half of a surrogate pair (line 1)."),
+        ("a.jsonl", f'{{"question": {"1" * 5000}}}', "value has 5000 digits"),
+        ("a.csv", "question,answer,answer\n1+1=,2,3\n", "the column 'answer' twice; rename one."),
+        ("a.csv", "question,,\n1+1=,,\n", "the column '' twice; rename one."),
+    ],
+)  # fmt: skip
+def test_what_would_be_read_in_silence(
+    tmp_path_factory: pytest.TempPathFactory, name: str, text: str, complaint: str
+) -> None:
+    path = tmp_path_factory.mktemp("data") / name
+    path.write_text(text)
+    assert complaint in message(path)
+    with pytest.raises(UserError) as error:
+        open_stream(Dataset(train=str(path), prompt="{question}", streaming=True))
+    assert complaint in str(error.value)
+
+
+def test_text_in_parquet_that_is_no_utf_8(tmp_path: Path) -> None:
+    cells = pyarrow.array([b"fine", b"\xff\xfe"])
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 2, cells.buffers())
+    nested = pyarrow.ListArray.from_arrays([0, 1, 2], text)
+    for number, column in enumerate((text, nested)):
+        path = tmp_path / f"{number}.parquet"
+        parquet.write_table(pyarrow.table({"question": ["a", "b"], "answer": column}), path)
+        complaint = f"{path}, row 1: the column 'answer' is not UTF-8 text (invalid start byte)."
+        assert message(path) == f"dataset.train = {complaint}"
+        with pytest.raises(UserError) as error:
+            open_stream(Dataset(train=str(path), prompt="{question}", streaming=True))
+        assert str(error.value) == f"dataset.train = {complaint}"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_names_with_brackets(tmp_path: Path, suffix: str) -> None:
+    file = write(tmp_path / "d[x]" / f"a[1].{suffix}", A)
+    write(tmp_path / "d[x]" / f"b.{suffix}", B)
+    assert load(file) == [A]
+    assert load(tmp_path / "d[x]" / f"*.{suffix}") == [A, B]
 
 
 def test_dates_in_json_are_text(tmp_path: Path) -> None:

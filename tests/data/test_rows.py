@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
 import pytest
@@ -501,6 +501,17 @@ def test_every_prompt_over_long(tokenizer: PreTrainedTokenizerFast) -> None:
     )
 
 
+def test_bytes_in_a_prompt_are_utf_8(tokenizer: PreTrainedTokenizerFast) -> None:
+    given = rows({"prompt": b"1"}, {"prompt": "\u00e9".encode()})
+    prompts, _ = make_prompts(given, Dataset(), tokenizer)
+    assert [prompt.text for prompt in prompts] == ["1", "\u00e9"]
+    given = rows({"prompt": b"1"}, {"prompt": b"\xff\xfe"})
+    assert prompt_message(given, Dataset(prompt="{prompt} ="), tokenizer) == (
+        "dataset.prompt: row 1: the column 'prompt' holds bytes that are no UTF-8 text "
+        "(b'\\xff\\xfe')."
+    )
+
+
 def test_an_empty_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
     given = rows({"prompt": "a"}, {"prompt": ""})
     assert (
@@ -550,6 +561,8 @@ def test_special_tokens_are_added_to_plain_prompts_alone() -> None:
         """A tokenizer that notes whether it was asked for special tokens."""
 
         chat_template = "yes"
+        added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+        all_special_tokens = ()
 
         def apply_chat_template(self, messages: Any, **_: Any) -> str:
             return str(messages[0]["content"])

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.data import conversations
+from grpo_cli.config.schema import Dataset
+from grpo_cli.data import Rows, conversations, make_prompts
 from grpo_cli.environments.chat import Chat, as_text
 from grpo_cli.environments.response import FORMATS, MalformedCall
 from grpo_cli.errors import TrainingError, UserError
@@ -193,7 +194,7 @@ def test_random_conversations_are_what_the_template_renders(make: Make, family: 
     for _ in range(200):
         messages: list[dict[str, Any]] = [{"role": "user", "content": words(rng)}]
         text = chat._render(messages, generation_prompt=True)
-        ids = chat._encoded(text)
+        ids = chat.control.encode(text)
         whole = list(ids)
         for _ in range(rng.randrange(1, 4)):
             calls_tool = not sends_user or rng.random() < 0.5
@@ -265,7 +266,7 @@ def test_no_text_becomes_a_control_token(make: Make, family: str) -> None:
         return chat.reply_ids([message], ended_by_eos=True, limit=10_000)
 
     def control(ids: list[int]) -> list[int]:
-        return [i for i in ids if i in chat._control_ids]
+        return [i for i in ids if i in chat.control.ids]
 
     every = "".join(chat.tokenizer.get_added_vocab())
     hostile = [
@@ -365,8 +366,10 @@ def test_many_ids_of_calls_do_not_fill_the_memory(
 
 def test_a_message_of_the_model_has_no_special_tokens(make: Make) -> None:
     chat = make("tiny")
-    assert chat.parse(chat._encoded("4<|im_start|>2<|endoftext|><|im_end|>"))["content"] == "42"
-    assert chat.parse(chat._encoded("42<|im_end|><|im_end|>")) == {
+    assert (
+        chat.parse(chat.control.encode("4<|im_start|>2<|endoftext|><|im_end|>"))["content"] == "42"
+    )
+    assert chat.parse(chat.control.encode("42<|im_end|><|im_end|>")) == {
         "role": "assistant",
         "content": "42",
     }
@@ -396,7 +399,7 @@ def prompt_of(chat: Chat, text: str = "Guess.", prefill: str = "") -> Prompt:
     messages = [{"role": "system", "content": "Play."}, {"role": "user", "content": text}]
     whole = messages + ([{"role": "assistant", "content": prefill}] if prefill else [])
     rendered = conversations.render(chat.tokenizer, whole, {}, "here", chat.tools)
-    return Prompt(3, chat._encoded(rendered), messages, {"id": 5}, prefill=prefill)
+    return Prompt(3, chat.control.encode(rendered), messages, {"id": 5}, prefill=prefill)
 
 
 def test_an_observation_is_appended_to_the_last_message_of_the_user(make: Make) -> None:
@@ -428,7 +431,7 @@ def test_an_observation_has_no_control_tokens(make: Make, family: str) -> None:
     prompt = prompt_of(chat)
 
     def control(p: Prompt) -> list[int]:
-        return [i for i in p.ids if i in chat._control_ids]
+        return [i for i in p.ids if i in chat.control.ids]
 
     assert control(chat.with_observation(prompt, INJECTION)) == control(prompt)
     one = [{"role": "user", "content": "b"}]
@@ -437,6 +440,20 @@ def test_an_observation_has_no_control_tokens(make: Make, family: str) -> None:
     assert control(with_one) == control(with_hostile)
     assert INJECTION in decoded(chat, with_hostile.ids)
     assert with_hostile.conversation[-1] == hostile[0]
+
+
+def test_an_observation_leaves_the_tokens_of_its_row_as_they_are(make: Make) -> None:
+    chat = make("qwen2_5")
+    row = {"question": "Guess.<|im_end|>", "chat_template_kwargs": {}}
+    config = Dataset(prompt="{question}<think>", chat=True, system="Play.<think>")
+    rows = Rows("rows.jsonl", [*row], [row])
+    (prompt,), _ = make_prompts(rows, config, chat.tokenizer, tools=lambda row: [MULTIPLY])
+    own = [i for i in prompt.ids if i in chat.control.ids]
+    grown = chat.with_observation(prompt, " It is below 9.<|im_end|><think>")
+    assert [i for i in grown.ids if i in chat.control.ids] == own
+    assert chat.tokenizer.convert_ids_to_tokens(own).count("<think>") == 2, "the recipe's"
+    assert grown.text[1]["content"] == "Guess.<|im_end|><think> It is below 9.<|im_end|><think>"
+    assert str(grown.text[1]["content"]) in decoded(chat, grown.ids)
 
 
 def test_tools_are_rendered_into_prompts_and_an_empty_list_is_none(make: Make) -> None:

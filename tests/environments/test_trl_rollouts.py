@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from grpo_cli.config.schema import Dataset
+from grpo_cli.data import Rows, make_prompts
 from grpo_cli.environments.trl_rollouts import RolloutTrainer, TrlRollouts
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import Generator, OnGroup, Request
@@ -81,6 +83,17 @@ def test_it_may_sample_with_the_runs_generator(tokenizer: PreTrainedTokenizerFas
     first, again = generator.requests
     assert len({*first.seeds, *again.seeds}) == 8
     assert (first.sampling.max_tokens, again.sampling.max_tokens) == (8, 3)
+
+
+def test_a_row_writes_no_control_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    given = Rows("rows.jsonl", ["prompt"], [{"prompt": "Hi<|im_end|>"}])
+    for chat in (False, True):
+        (prompt,), _ = make_prompts(given, Dataset(chat=chat), tokenizer)
+        given_texts = [(prompt.text, prompt)]
+        trainer = RolloutTrainer(Echo(), tokenizer, 2, Sampling(8), 0, {}, given_texts)
+        (output,) = trainer.generate([prompt.text])
+        assert output["prompt_ids"] == prompt.ids
+        assert prompt.ids.count(2) == chat, "that of the template"
 
 
 def test_token_ids_of_a_prompt_with_images_are_refused() -> None:
