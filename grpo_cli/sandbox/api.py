@@ -34,7 +34,7 @@ Tests = str | Sequence[str | Mapping[str, str]]
 EVALUATING = {"eval", "exec", "compile", "__import__"}
 EVALUATING_MODULES = {"pickle", "marshal", "shelve", "runpy", "code", "timeit", "subprocess"}
 EVALUATING_MODULES |= {"importlib", "dill", "joblib", "cloudpickle", "doctest", "builtins", "sympy"}
-EVALUATING_WORDS = ("read_pickle", "allow_pickle", "get_type_hints")
+EVALUATING_WORDS = ("read_pickle", "allow_pickle", "get_type_hints", "sys.path")
 NUMBERS = {"isclose", "pi", "e", "inf", "nan", "tau"}  # of math, always the tests' own
 
 
@@ -165,20 +165,20 @@ def _judged(
     snippets: tuple[str, ...], setup: str, entry_point: str | None, site_packages: bool
 ) -> list[Test]:
     """Returns what the judge gets of each snippet of a row."""
-    parsed = [(_parse(setup, snippet), _parse(snippet, snippet)) for snippet in snippets]
-    packages = {
-        name
-        for snippet, trees in zip(snippets, parsed, strict=True)
-        for name in _packages(snippet, trees, site_packages)
-    }
+    given, parsed = _parse(setup, snippets[0]), [_parse(snippet, snippet) for snippet in snippets]
     collected = [
-        _collect(snippet, trees[1], entry_point is not None)
-        for snippet, trees in zip(snippets, parsed, strict=True)
+        _collect(snippet, tree, entry_point is not None)
+        for snippet, tree in zip(snippets, parsed, strict=True)
     ]
-    names = _names_of_the_program(setup, snippets, parsed, entry_point)
+    undefined = {name for snippet in snippets for name in _undefined(setup, snippet)}
+    nodes = [node for tree in (given, *parsed) for node in ast.walk(tree)]
+    source = "\n".join((setup, *snippets))
+    packages = sorted(_packages(source, nodes, undefined, site_packages))
+    names = sorted(_names_of_the_program(source, nodes, undefined, entry_point))
+    first = _compiled(given)
     return [
-        ([_compiled(tree) for tree in trees], entry_point, tests, sorted(names), sorted(packages))
-        for trees, tests in zip(parsed, collected, strict=True)
+        ([first, _compiled(tree)], entry_point, tests, names, packages)
+        for tree, tests in zip(parsed, collected, strict=True)
     ]
 
 
@@ -217,10 +217,7 @@ def _called(call: ast.Call) -> str:
 
 
 def _names_of_the_program(
-    setup: str,
-    snippets: Sequence[str],
-    parsed: Sequence[tuple[ast.Module, ast.Module]],
-    entry_point: str | None,
+    source: str, nodes: list[ast.AST], undefined: set[str], entry_point: str | None
 ) -> set[str]:
     """Returns the names that the tests of a row look up in the program.
 
@@ -231,11 +228,8 @@ def _names_of_the_program(
     Raises:
         ValueError: there is no such name, or the tests could run what the program returns.
     """
-    nodes = [node for trees in parsed for tree in trees for node in ast.walk(tree)]
     calls = [node for node in nodes if isinstance(node, ast.Call) and _called(node)]
-    undefined = {name for snippet in snippets for name in _undefined(setup, snippet)}
-    imports = {name for trees in parsed for tree in trees for name in _imports(tree)}
-    source = "\n".join((setup, *snippets))
+    imports = _imports(nodes)
     words = {word for word in EVALUATING_WORDS if word in source}
     if evaluating := EVALUATING & undefined | EVALUATING_MODULES & imports | words:
         raise ValueError(
@@ -248,7 +242,7 @@ def _names_of_the_program(
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module == "solution":
             names |= {alias.name for alias in node.names} - {"*"}
-    wanted = {n.id for n in ast.walk(ast.parse(entry_point or "")) if isinstance(n, ast.Name)}
+    wanted = _undefined(entry_point or "")
     has_check = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in nodes)
     names |= wanted - known if has_check else wanted  # in `check` itself, `abs` is Python's
     if names or wanted or "solution" in imports:
@@ -259,7 +253,7 @@ def _names_of_the_program(
     if names:
         return names
     raise ValueError(
-        f"the test {_short(snippets[0])} has no name that must be the program's; add "
+        f"the tests {_short(source.strip())} have no name that must be the program's; add "
         "`from solution import NAME`."
     )
 
@@ -270,43 +264,36 @@ def _inside(call: ast.Call) -> Iterable[ast.AST]:
 
 def _undefined(*parts: str) -> set[str]:
     """Returns the names that code uses and does not define."""
-    used: set[str] = set()
-    defined: set[str] = set()
-    for part in parts:
-        top = symtable.symtable(part, "<test>", "exec")
-        tables = [top]
-        for table in tables:  # which grows
-            tables += table.get_children()
-            for symbol in table.get_symbols():
-                is_bound = symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
-                is_global = table is top or symbol.is_global()
-                if is_global and symbol.is_referenced():
-                    used.add(symbol.get_name())
-                if is_bound and (table is top or symbol.is_declared_global()):
-                    defined.add(symbol.get_name())
+    tops = [symtable.symtable(part, "<test>", "exec") for part in parts]
+    tables, used, defined = [*tops], set(), set()
+    for table in tables:  # which grows
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            is_bound = symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+            if symbol.is_referenced() and (table in tops or symbol.is_global()):
+                used.add(symbol.get_name())
+            if is_bound and (table in tops or symbol.is_declared_global()):
+                defined.add(symbol.get_name())
     return used - defined
 
 
 def _packages(
-    snippet: str, trees: tuple[ast.Module, ast.Module], site_packages: bool
-) -> Iterable[str]:
+    source: str, nodes: list[ast.AST], undefined: set[str], site_packages: bool
+) -> set[str]:
     """Returns the packages that the judge imports before a test.
 
     Raises:
         ValueError: one is not there.
     """
-    imports = _imports(trees[0]) | _imports(trees[1])
-    names = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    aliases = {MODULES[name].partition(".")[0] for name in names & MODULES.keys()}
-    for name in sorted((imports | aliases) - sys.stdlib_module_names - {"solution"}):
+    imports = _imports(nodes)
+    found = {MODULES[name] for name in undefined & MODULES.keys()}
+    found |= imports - sys.stdlib_module_names - {"solution"}
+    for name in sorted({name.partition(".")[0] for name in found}):
         if not site_packages or importlib.util.find_spec(name) is None:
             advice = "is not installed" if site_packages else "needs site_packages: true"
-            raise ValueError(f"the test {_short(snippet)} imports {name}, which {advice}.")
-        yield name
-    yield from (MODULES[name] for name in names & MODULES.keys())
-    yield from {"unittest"} & imports
-    if "numpy" in imports | aliases and "testing" in f"{snippet} {ast.unparse(trees[0])}":
-        yield "numpy.testing"
+            raise ValueError(f"the tests {_short(source.strip())} import {name}, which {advice}.")
+    found |= {"numpy.testing"} if "numpy" in found and "testing" in source else set()
+    return found | ({"unittest"} & imports)
 
 
 def _collect(snippet: str, tree: ast.Module, has_entry_point: bool) -> list[str]:
@@ -334,10 +321,10 @@ def _collect(snippet: str, tree: ast.Module, has_entry_point: bool) -> list[str]
     return collected
 
 
-def _imports(tree: ast.Module) -> set[str]:
+def _imports(nodes: Iterable[ast.AST]) -> set[str]:
     """Returns the modules that have to be there, packages for those in them."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

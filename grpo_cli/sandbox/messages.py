@@ -134,7 +134,7 @@ class Opaque:
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise TypeError("an object of the program is no array")
 
-    def __reversed__(self) -> Iterator[Any]:
+    def __reversed__(self) -> Any:
         return reversed([*self])
 
     def __getitem__(self, key: Any) -> Any:
@@ -197,12 +197,12 @@ class Stream(Opaque):
             raise
 
     def __contains__(self, value: Any) -> bool:
-        return any(item is value or item == value for item in self)
+        return any(item is value or item == value for item in self)  # type: ignore[attr-defined]
 
 
 class Generator(Stream):
     __slots__ = ()
-    __class__ = property(lambda self: GENERATOR)  # type: ignore[assignment]
+    __class__ = property(lambda self: GENERATOR)  # type: ignore[assignment, has-type]
 
 
 GENERATOR = type(_ for _ in ())
@@ -766,7 +766,7 @@ def _run(awaitable: Any, loops: list[Any] = []) -> Any:  # noqa: B006 - one loop
 
 
 class _Settings:
-    strict, object_hook, object_pairs_hook, memo = True, None, None, {}
+    strict, object_hook, object_pairs_hook, memo = True, None, None, dict[str, str]()
     parse_float, parse_int, parse_constant = float, int, float
 
 

@@ -5,6 +5,10 @@ Every table of tests is also passed by an honest program, so that none of them g
 
 # ruff: noqa: E501
 
+import json
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -612,13 +616,12 @@ DEFAULT = {
 }
 
 
-def tricks() -> list[Any]:
-    assert len(TRICKS) >= 100
-    assert {name for name, *_ in TRICKS} >= DEFAULT
-    return [
-        pytest.param(*trick, id=trick[0], marks=() if trick[0] in DEFAULT else pytest.mark.programs)
-        for trick in TRICKS
-    ]
+ENDLESS = ("endless", "without an end", "stopped", "terabyte")
+# Rows that an attacker who knew the design has tried: the programs, and what each is worth now.
+ATTACK = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "code_attack.jsonl").read_text("utf-8").splitlines()
+]
 
 
 def score(name: str, program: str, guards: str, seconds: float) -> float | None:
@@ -634,19 +637,56 @@ def score(name: str, program: str, guards: str, seconds: float) -> float | None:
     return value
 
 
-@both_levels
-@pytest.mark.parametrize(("name", "tests", "program"), tricks())
-def test_a_trick_gets_nothing(guards: str, name: str, tests: str, program: str) -> None:
+def score_trick(guards: str, name: str, tests: str, program: str) -> float | None:
     if guards == "limits" and not IS_ROOT and "/proc'" in program:
-        pytest.skip("it reaches every process of this user, see docs/sandbox.md")
-    endless = ("endless", "without an end", "stopped", "terabyte")
-    assert (
-        score(tests, program, guards, 1.0 if any(word in name for word in endless) else 20.0) == 0
-    )
+        return 0.0  # it reaches every process of this user, see docs/sandbox.md
+    seconds = 1.0 if any(word in name for word in ENDLESS) else 20.0
+    return score(tests, program, guards, seconds)
+
+
+def wrong(rows: Iterable[Any], value: Callable[[Any], float | None], worth: Any) -> list[str]:
+    """Returns the rows that are not worth what they should be, two at a time."""
+    given = list(rows)
+    with ThreadPoolExecutor(2) as pool:
+        values = list(pool.map(value, given))
+    pairs = zip(given, values, strict=True)
+    return [f"{row}: {got}" for row, got in pairs if got != worth(row)]
+
+
+@both_levels
+def test_tricks_get_nothing(guards: str) -> None:
+    assert {name for name, *_ in TRICKS} >= DEFAULT
+    rows = [trick for trick in TRICKS if trick[0] in DEFAULT]
+    assert wrong(rows, lambda row: score_trick(guards, *row), lambda row: 0) == []
 
 
 @pytest.mark.programs
 @both_levels
-@pytest.mark.parametrize("tests", list(TESTS))
-def test_an_honest_program_gets_everything(guards: str, tests: str) -> None:
-    assert score(tests, HONEST[tests], guards, 20.0) == 1
+def test_all_tricks_get_nothing(guards: str) -> None:
+    rows = [trick for trick in TRICKS if trick[0] not in DEFAULT]
+    assert wrong(rows, lambda row: score_trick(guards, *row), lambda row: 0) == []
+
+
+@pytest.mark.programs
+@both_levels
+def test_an_attack_is_paid_what_it_is_worth(guards: str) -> None:
+    def value(row: dict[str, Any]) -> float | None:
+        (got,) = code(
+            [row["program"]],
+            [row["tests"]],
+            None,
+            [row.get("entry_point")],
+            guards=guards,
+            seconds=20.0,
+            site_packages=row.get("site_packages", False),
+        )
+        return got
+
+    assert wrong(ATTACK, value, lambda row: row["worth"]) == []
+
+
+@pytest.mark.programs
+@both_levels
+def test_honest_programs_get_everything(guards: str) -> None:
+    rows = list(HONEST.items())
+    assert wrong(rows, lambda row: score(*row, guards, 20.0), lambda row: 1) == []

@@ -13,23 +13,27 @@ import pytest
 import torch
 import yaml
 
+from grpo_cli import data
 from grpo_cli.checkpoints import manifest, paths
 from grpo_cli.config import saved_recipe
 from grpo_cli.config.contradictions import contradictions
 from grpo_cli.config.schema import (
     Adapter,
     Build,
+    Dataset,
     Distributed,
     EnvironmentSettings,
     Loss,
     Model,
     Optimizer,
     Recipe,
+    Reward,
 )
 from grpo_cli.environments.sessions import Sessions
 from grpo_cli.errors import UserError
 from grpo_cli.images import StoredImage
 from grpo_cli.records import Prompt
+from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.training import build, prepare
 from grpo_cli.training.prepare import (
     check_adapter,
@@ -243,3 +247,25 @@ def test_no_images_are_made_up_for_episodes_about_texts() -> None:
     assert build.may_have_images(recipe, [text, dataclasses.replace(text, images=(image,))])
     recipe.dataset.streaming = True
     assert build.may_have_images(recipe, [text])
+
+
+def test_rows_that_a_reward_refuses_stop_a_run_or_are_left_out() -> None:
+    tests = ["assert f(1) == 2", "assert eval(f(1)) == 2", "pass", "f(2)", "max(1) or min(2)"]
+    rows = data.Rows(
+        "rows.jsonl", ["tests"], [{"tests": [test]} for test in tests], [2, 4, 6, 8, 9]
+    )
+    scorer = Scorer({"code": Reward(function="code")}, ["tests"], "rows.jsonl")
+    said = (
+        "rows.jsonl: 3 of 5 rows cannot be scored. row 4: reward.code: the tests use eval, which "
+        "can run what a program returns; row 6: reward.code: the test 'pass' tests nothing; row 9: "
+        "reward.code: the tests 'max(1) or min(2)' have no name that must be the program's; add "
+        "`from solution import NAME`. dataset.bad_tests=drop leaves such rows out."
+    )
+    with pytest.raises(UserError) as raised:
+        prepare.scorable(scorer, rows, Dataset())
+    assert str(raised.value) == said
+    kept = prepare.scorable(scorer, rows, Dataset(bad_tests="drop"))
+    assert (kept.lines, list(kept.column("tests"))) == ([2, 8], [[tests[0]], [tests[3]]])
+    alone = data.select_rows(rows, [2])
+    with pytest.raises(UserError, match="No row is left"):
+        prepare.scorable(scorer, alone, Dataset(bad_tests="drop"))
