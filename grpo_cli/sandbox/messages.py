@@ -41,6 +41,7 @@ FIXED: dict[str, tuple[Callable[[Any], tuple[Any, ...]], str]] = {
     "builtins.slice": (_as_span, ""),
     "builtins.frozenset": (lambda v: (tuple(v),), ""),
     "decimal.Decimal": (_as_text, ""),
+    "uuid.UUID": (_as_text, ""),
     "fractions.Fraction": (lambda v: (v.numerator, v.denominator), ""),
     "datetime.timedelta": (lambda v: (v.days, v.seconds, v.microseconds), ""),
     "datetime.timezone": (lambda v: (v.utcoffset(None), v.tzname(None)), ""),
@@ -144,10 +145,12 @@ class Opaque:
         return self._peer_.seen_of(self).answer("contains", value) is True
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
-        is_over = self._peer_.ask("exit", self, kind)
-        if error is not None and is_over and self._peer_.is_strict and not _is_raised(error, trace):
+        return self._may_swallow(self._peer_.ask("exit", self, kind), error, trace)
+
+    def _may_swallow(self, answer: Any, error: Any, trace: Any) -> Any:
+        if error is not None and answer and self._peer_.is_strict and not _is_raised(error, trace):
             raise self._peer_.fail("the program swallows an error of the test")
-        return is_over
+        return answer
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self._peer_.ask("deepcopy", self)
@@ -162,7 +165,8 @@ class Opaque:
         return await self._peer_.ask("get", self, "__aenter__")()
 
     async def __aexit__(self, kind: Any, error: Any, trace: Any) -> Any:
-        return await self._peer_.ask("get", self, "__aexit__")(kind, None, None)
+        leave = self._peer_.ask("get", self, "__aexit__")(kind, None, None)
+        return self._may_swallow(await leave, error, trace)
 
     def __instancecheck__(self, other: Any) -> bool:
         other = opaque_of(other)
@@ -288,7 +292,7 @@ for _name in PASSED_ON:
     setattr(Opaque, f"__{_name}__", _pass_on(_name))
 for _name in (*UNARY, *IN_PLACE, *COMPARE, *COMPUTE):
     setattr(Opaque, f"__{_name}__", _method(_name))
-for _name in (*COMPARE, *COMPUTE, "len", "iter", "bool", "contains"):
+for _name in (*COMPARE, *COMPUTE, "isub", "iand", "ixor", "len", "iter", "bool", "contains"):
     setattr(Held, f"__{_name}__", _method(_name, on_plain=True))
 for _name in COMPUTE:
     setattr(Opaque, f"__r{_name}__", _method(_name, is_reflected=True))
@@ -451,7 +455,7 @@ class Peer:
             heap: list[Any] = []
             passed = self.passed = []
             message = self.message((name, arguments), heap, {})
-            if self.differences.intersection(passed[:1]) and name not in (*COMPARE, *COMPUTE):
+            if self.differences.intersection(passed) and name not in (*COMPARE, *COMPUTE):
                 raise self.fail("a difference to a value is asked for more than a comparison")
             if name in CHANGING:
                 for number in {*passed, *(self.owners.get(n, -1) for n in passed[:1])}:
@@ -460,7 +464,8 @@ class Peer:
             try:
                 return self.outcome(heap)
             except (StopIteration, StopAsyncIteration) as error:  # it would end a loop of the test
-                if name in ("next", "advance", "anext"):
+                owner = self.received.get(("o", self.owners.get(passed[0], -1))) if passed else None
+                if name in ("next", "advance", "anext") or isinstance(owner, Stream):  # its send
                     raise
                 raise RuntimeError(f"the program raised {type(error).__name__}") from None
 
@@ -507,7 +512,8 @@ class Peer:
             try:
                 message = self.message((outcome, printed), heap, known)
             except Exception:  # its arguments cannot be sent
-                message = self.message(((type(error), (str(error),), None, None), printed), [], {})
+                outcome = outcome[0], (str(error),), None, None
+                message = self.message((outcome, printed), [], {})
         finally:
             sys.stdout = stdout
         self._send(kind, message)
@@ -517,9 +523,12 @@ class Peer:
         if error is None:
             return None
         itself = None if self.is_strict else error
-        return type(error), error.args, itself, self._raise_with(error.__cause__)
+        kind = type(error)
+        own = vars(builtins).get(kind.__name__) is kind
+        return kind.__name__ if own else kind, error.args, itself, self._raise_with(error.__cause__)
 
     def _raised(self, kind: Any, args: Any, opaque: Any, cause: Any) -> BaseException:
+        kind = vars(builtins).get(kind) if isinstance(kind, str) else kind
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             raise self.fail("the program sent something that is no exception")
         try:
@@ -652,7 +661,7 @@ class Peer:
                 return self._box(boxes, tag, number)
             case ["t", *parts]:
                 return tuple([self._value(part, boxes) for part in parts])
-            case ["v", name, *parts]:
+            case ["v", name, *parts] if name in FIXED:
                 return _make(name, _class(name), *(self._value(part, boxes) for part in parts))
             case ["i", digits]:
                 return int(digits, 16)

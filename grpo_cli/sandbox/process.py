@@ -15,6 +15,7 @@ import math
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -216,18 +217,21 @@ class Sandbox:
             options = {"user": self.uid, "group": self.uid, "extra_groups": []}
         # -P, -s and -S: nothing is imported from where this process stands or from site-packages.
         command += [python()[0], "-P", "-s", "-S", "-X", "utf8", "-c", _BOOTSTRAP]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=self._environment(),
-            cwd="/",
-            start_new_session=True,
-            pass_fds=[self.tests, self.folder.lock if self.folder else self.call_filter],
-            bufsize=0,
-            **options,
-        )
+        # No pipe: a program of this user could open it again, by /proc, and write its own results.
+        self.results, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=theirs,
+                stderr=subprocess.PIPE,
+                env=self._environment(),
+                cwd="/",
+                start_new_session=True,
+                pass_fds=[self.tests, self.folder.lock if self.folder else self.call_filter],
+                bufsize=0,
+                **options,
+            )
         assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):  # then it says why on stderr
             view = memoryview(payload)
@@ -308,10 +312,9 @@ class Sandbox:
         return _Message(status, int(returncode), took, passed == 1, *decoded)
 
     def _fill(self, end: float) -> None:
-        assert self.process.stdout
-        if not _is_readable(self.process.stdout.fileno(), end - time.monotonic()):
+        if not _is_readable(self.results.fileno(), end - time.monotonic()):
             raise TimeoutError("it gave no sign of life for too long")
-        data = self.process.stdout.read(1 << 16)
+        data = self.results.recv(1 << 16)
         if not data:
             raise EOFError("its process ended without a word")
         self.buffer += data
@@ -319,13 +322,12 @@ class Sandbox:
     def close(self) -> str:
         """Ends the process and waits until nothing is left; returns what it wrote to stderr."""
         process = self.process
-        stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
+        stdin, stderr = process.stdin, process.stderr
         assert stdin is not None
-        assert stdout is not None
         assert stderr is not None
         with contextlib.suppress(BrokenPipeError):
             stdin.close()
-        stdout.close()
+        self.results.close()
         if not _ends(process, GRACE_SECONDS):
             process.kill()
         process.wait()
