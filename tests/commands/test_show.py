@@ -118,6 +118,19 @@ def test_benchmarks_with_rows_of_the_same_numbers_have_pictures_of_their_own(grp
     assert sizes == {"one-row-0-image-0.png": (4, 2), "two-row-0-image-0.png": (5, 2)}
 
 
+def test_images_stay_in_the_folder(grpo: Grpo) -> None:
+    """A file of completions may hold any text as the name of a benchmark or the number of a row."""
+    cells = {"row": "/0", "prompt": "?", "completion": "!", "image": encoded(RED)}
+    rows = [{"benchmark": name, **cells} for name in ("../../out-", "b")]
+    write_parquet(Path("theirs.parquet"), rows)
+    code, _, err = grpo("theirs.parquet", "--images=a/pictures")
+    assert (code, err) == (0, "")
+    assert sorted(p.name for p in Path("a/pictures").iterdir()) == [
+        ".._.._out--row-_0-image-0.png",
+        "b-row-_0-image-0.png",
+    ]
+
+
 def test_an_image_that_is_cut_off(grpo: Grpo) -> None:
     noisy = encoded(PIL.Image.effect_noise((200, 200), 50))
     rows = [{"prompt": "?", "image": {"bytes": noisy[:-900]}}]
