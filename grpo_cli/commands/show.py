@@ -94,7 +94,7 @@ def write_images(folder: Path, samples: Sequence[Sample]) -> int:
     for sample in samples:  # the benchmarks of an evaluation have rows of the same numbers
         of = f"{sample.columns['benchmark']}-" if len(benchmarks) > 1 else ""
         stem = f"{of}row-{sample.columns.get('row', sample.row)}"
-        stem = re.sub(r"[^\w.-]+", "_", stem)  # a file may hold any text there, such as ../..
+        stem = re.sub(r"^\.+|[^\w.-]+", "_", stem)  # a file may hold any text there: ../..
         images |= {f"{stem}-image-{n}.png": image for n, image in enumerate(sample.images)}
     try:
         folder.mkdir(parents=True, exist_ok=True)

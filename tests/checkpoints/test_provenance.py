@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +16,14 @@ from omegaconf import OmegaConf
 
 from grpo_cli import cli
 from grpo_cli.checkpoints import provenance
-from grpo_cli.commands import evaluation_run
+from grpo_cli.commands import evaluation_run, replay
 from grpo_cli.config.compose import recipe_files, shipped
 from grpo_cli.config.saved_recipe import as_yaml
 from grpo_cli.config.schema import ENTRIES, Benchmark, Recipe, Reward, knobs
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation.settings import OF_TRAINING, without_unread_data
 from grpo_cli.scoring import registry
-from grpo_cli.training import prepare
+from grpo_cli.training import build, prepare
 
 ATTACK = {"stmt": "__import__('os').system('touch pwned')", "number": 1}
 TIMEIT = {"function": "timeit:timeit", "args": ATTACK}
@@ -387,8 +388,19 @@ def test_links_out_of_a_folder(tmp_path: Path) -> None:
     (run / "completions" / "step-1.parquet").symlink_to(tmp_path / "private")
     with pytest.raises(UserError, match=r"its link completions/step-1\.parquet leads out of it"):
         provenance.check_links(run, "RUN")
-    provenance.note_run(run)
+    build.record_command(run, Recipe(), ["grpo", "train"])  # as a run of one's own begins
     provenance.check_links(run, "RUN")
+
+
+def test_what_a_replay_reads(tmp_path: Path) -> None:
+    unread = {"dataset__eval": "/theirs/x.jsonl", "reward": {"x": TIMEIT}, "hub__repo": "a/b"}
+    replay.check_recipe(checkpoint(tmp_path / "sound", **unread))
+    for number, name in enumerate(("policy", "optimizer", "tools", "mcp", "servers", "hydra")):
+        changes, said = ASKS[name]
+        with pytest.raises(UserError, match=re.escape(said)):
+            replay.check_recipe(checkpoint(tmp_path / str(number), **changes))
+    assert [*provenance.refused_model("model", "a/b", tmp_path)] == []
+    assert [*provenance.refused_model("model", "/a/b", tmp_path)] == ["model = /a/b"]
 
 
 @pytest.mark.parametrize(

@@ -346,6 +346,7 @@ def test_code_of_a_foreign_checkpoint_runs_only_if_it_is_trusted(
 ) -> None:
     monkeypatch.setenv("GRPO_CACHE", str(tmp_path / "cache"))
     path, out = saved(tmp_path, model, tokenizer), tmp_path / "out"
+    assert provenance.is_own(path)
     (path / "training" / "recipe.yaml").write_text("model: {trust_remote_code: true}\n")
     remade(path)
     told: list[bool] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -126,9 +127,19 @@ def test_images_stay_in_the_folder(grpo: Grpo) -> None:
     code, _, err = grpo("theirs.parquet", "--images=a/pictures")
     assert (code, err) == (0, "")
     assert sorted(p.name for p in Path("a/pictures").iterdir()) == [
-        ".._.._out--row-_0-image-0.png",
+        "__.._out--row-_0-image-0.png",
         "b-row-_0-image-0.png",
     ]
+
+
+def test_no_image_is_read_from_a_path_that_a_run_would_not_store(grpo: Grpo) -> None:
+    RED.save("private.png")
+    cell = {"bytes": None, "path": str(Path("private.png").resolve())}
+    row = {"prompt": "?", "completion": "!", "columns": '{"image": {"image": 0}}'}
+    Path("theirs.jsonl").write_text(json.dumps({**row, "images": [cell]}))
+    code, _, err = grpo("theirs.jsonl", "--images=pictures")
+    assert code == 2
+    assert "--images: theirs.jsonl, row 0, column 'images': the image cannot be read: it is" in err
 
 
 def test_an_image_that_is_cut_off(grpo: Grpo) -> None:
