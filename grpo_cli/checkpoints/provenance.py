@@ -55,7 +55,7 @@ def _word(value: Any, folder: Path) -> bool:
 
 
 def _kernel(value: Any, folder: Path) -> bool:
-    return value != "hub"  # which downloads it
+    return bool(value != "hub")  # which downloads it
 
 
 def _never(value: Any, folder: Path) -> bool:
@@ -89,13 +89,13 @@ def _data(value: Any, folder: Path) -> bool:
 
 
 def _is_hub_name(value: str) -> bool:
-    is_name = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", value, re.ASCII) is not None
+    is_name = re.fullmatch(r"\w[\w.-]{,99}(/\w[\w.-]{,99})?", value, re.ASCII) is not None
     return is_name and sources.local_path(value) is None
 
 
 def _inside(value: str, folder: Path) -> bool:
-    path = Path(value)
-    return path.exists() and path.resolve().is_relative_to(folder.resolve())
+    is_there = os.path.exists(value)  # False for a text that is no path
+    return is_there and Path(value).resolve().is_relative_to(folder.resolve())
 
 
 def _shipped(value: Any, folder: Path) -> bool:

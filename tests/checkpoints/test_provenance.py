@@ -86,6 +86,7 @@ ASKS: dict[str, tuple[dict[str, Any], str]] = {
     "held out": ({"dataset__held_out": {"h": {"data": "~/x.csv"}}}, "dataset.held_out.h.data = ~"),
     "mixture": ({"dataset__mixture": {"m": {"data": "data/*"}}}, "dataset.mixture.m.data = data/*"),
     "template": ({"model__chat_template": "/etc/hosts"}, "model.chat_template = /etc/hosts"),
+    "no path": ({"model__chat_template": "x" * 300}, "model.chat_template = xxx"),
     "policy": ({"loss__policy": "timeit:timeit"}, "loss.policy = timeit:timeit"),
     "rule": ({"advantage__rule": "timeit:timeit"}, "advantage.rule = timeit:timeit"),
     "optimizer": ({"optimizer__algorithm": "a:B"}, "optimizer.algorithm = a:B"),
