@@ -1,76 +1,339 @@
-"""Tells whether the recipe that a checkpoint stores may be obeyed: it can run code, as a program.
+"""Tells what may be obeyed of a checkpoint's own recipe, which can run code, as a program.
 
-    own run        the recipe was noted when the checkpoint was saved: it is obeyed
-    another's      it is obeyed as far as it describes the model and the data; whatever runs other
-                   code than grpo's, or reaches beyond this machine, needs trust=true
+    own run        a run of this user has noted the folder: its recipe is obeyed
+    another's      only the keys of `ALLOWED` are obeyed, which describe the model, its data and the
+                   evaluation; every other key must have its default value, or needs trust=true
 
-Notes are empty files in grpo's cache folder, named by a hash of the recipe and of the model's code.
-Imports nothing heavy.
+Notes are empty files in grpo's cache folder, named by a hash of the recipe, of the model's code and
+of the configs that name code or another model: a folder that is moved stays one's own. Imports
+nothing heavy.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
+import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.checkpoints.paths import TRAINING
+from grpo_cli.config import sources
 from grpo_cli.config.cache import cache_dir
 from grpo_cli.config.interpolation import leaves
 from grpo_cli.config.knob import as_written
 from grpo_cli.config.parsing import first_line
 from grpo_cli.config.renamed import is_stored
-from grpo_cli.config.schema import Benchmark
+from grpo_cli.config.schema import ENTRIES, Benchmark, Recipe
 from grpo_cli.config.words import RECIPE_KEYS
 from grpo_cli.errors import UserError, listed
 
 RECIPE = f"{TRAINING}/recipe.yaml"
+CONFIGS = ("config.json", "tokenizer_config.json", sources.ADAPTER_CONFIG)  # auto_map, the base
+
+Rule = Callable[[Any, Path], bool]  # of a value and the checkpoint's folder
+
+
+def _anything(value: Any, folder: Path) -> bool:
+    return True
+
+
+def _number(value: Any, folder: Path) -> bool:
+    return isinstance(value, bool | int | float)
+
+
+def _word(value: Any, folder: Path) -> bool:
+    """Returns whether a value is one name: no module:function, no OWNER/KERNEL, no path."""
+    return value is None or re.fullmatch(r"\w+", str(value), re.ASCII) is not None
+
+
+def _kernel(value: Any, folder: Path) -> bool:
+    return bool(value != "hub")  # which downloads it
+
+
+def _never(value: Any, folder: Path) -> bool:
+    return value in (None, False)
+
+
+def _guards(value: Any, folder: Path) -> bool:
+    # At `limits`, programs of the model run without protection of one's files.
+    return value in ("auto", "namespaces")
+
+
+def _template(value: Any, folder: Path) -> bool:
+    return value is None or "{" in str(value) or _inside(str(value), folder)
+
+
+def _json_text(value: Any, folder: Path) -> bool:
+    return value is None or str(value).lstrip().startswith("{")  # else a file
+
+
+def _model(value: Any, folder: Path) -> bool:
+    return value is None or _is_hub_name(str(value)) or _inside(str(value), folder)
+
+
+def _data(value: Any, folder: Path) -> bool:
+    """Returns whether rows lie on the hub, in grpo itself or in the folder."""
+    if value is None or re.fullmatch(r"pkg://grpo_cli/samples/\w[\w.]*", str(value)):
+        return True
+    # A name without an owner may be a loader of `datasets`, such as json, of the working folder.
+    is_named = "/" in str(value) and _is_hub_name(str(value))
+    return is_named or _inside(str(value), folder)
+
+
+def _is_hub_name(value: str) -> bool:
+    is_name = re.fullmatch(r"\w[\w.-]{,99}(/\w[\w.-]{,99})?", value, re.ASCII) is not None
+    return is_name and sources.local_path(value) is None
+
+
+def _inside(value: str, folder: Path) -> bool:
+    is_there = os.path.exists(value)  # False for a text that is no path
+    return is_there and Path(value).resolve().is_relative_to(folder.resolve())
+
+
+def _shipped(value: Any, folder: Path) -> bool:
+    """Returns whether a reward is grpo's own, and sends nothing to an address of the recipe."""
+    name = str(value).rpartition(":")[2]
+    return _word(name, folder) and name != "judge" and value in (
+        name, f"grpo_cli.rewards.{name}:{name}",
+    )  # fmt: skip
+
+
+def _these(names: str, rule: Rule = _anything) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), rule)
+
+
+# Arguments of the shipped rewards.
+ARGS = {
+    **_these(
+        "style letters unclosed_think seconds total_seconds memory_mb partial continues_prompt "
+        "site_packages max_completion_tokens correct_max correct_min wrong_min wrong_max exceed "
+        "name episode_credit strip ignore_case schema script threshold target unit final forms "
+        "units percent pattern mode dotall multiline compare ngram max_penalty label chat "
+        "chat_template_kwargs eos max_length batch_tokens dtype device revision cache tags "
+        "opening answer_tag"
+    ),
+    "guards": _guards,
+    "model": _model,
+    "trust_remote_code": _never,
+}
+ROWS = {
+    **_these("subset split columns prompt system limit weight solution rewards accuracy"),
+    "data": _data,
+}
+SCHEDULE = _these("to shape begin end")
+# The keys of a recipe that are obeyed in a folder of another user; "*" stands for any name. A key
+# that is not here, such as one that was added to the schema later, must have its default value.
+ALLOWED: dict[str, Any] = {
+    **_these("recipe description seed steps epochs prompts_per_step device mixed_precision"),
+    "model": {
+        **_these(
+            "revision freeze dtype quantization head_dtype response_template chat_template_kwargs "
+            "gradient_checkpointing checkpointed_layers compile compile_backend dropout"
+        ),
+        "path": _model,
+        "attn_implementation": _word,
+        "chat_template": _template,
+        "build": _these(
+            "hidden_size intermediate_size num_layers num_heads num_kv_heads initializer_range "
+            "max_position_embeddings merges vision_layers vision_hidden_size image_size patch_size "
+            "warmup_steps warmup_target_loss warmup_batch warmup_weight_decay warmup_learning_rate"
+        ),
+    },
+    "adapter": {
+        **_these(
+            "method rank alpha dropout target_modules target_parameters modules_to_save sync"
+        ),
+        "init": _word,
+        "path": _model,
+    },
+    "dataset": {
+        **_these(
+            "subset train_split eval_split columns prompt system chat final_assistant solution "
+            "max_prompt_tokens overlong_prompts max_pixels bad_images shuffle streaming "
+            "shuffle_buffer train_limit eval_limit test_split_size test_split_seed"
+        ),
+        "train": _data,
+        "eval": _data,
+        "mixture": {"*": ROWS},
+        "held_out": {"*": ROWS},
+    },
+    "reward": {
+        "*": {
+            **_these(
+                "weight datasets positions timeout timeout_value on_error cache concurrency"
+            ),
+            "function": _shipped,
+            "args": ARGS,
+        }
+    },
+    "benchmark": {
+        "*": {
+            **_these(
+                "title column subset split columns limit system chat examples shots breakdown "
+                "max_completion_tokens stop"
+            ),
+            "data": _data,
+            "modes": {"*": _these("prompt tools title published")},
+            "reward": _shipped,
+            "args": ARGS,
+        }
+    },
+    "scoring": _these("workers worker_memory_gb try_out max_steps_without_reward"),
+    "generation": {
+        **_these(
+            "num_generations max_completion_tokens min_completion_tokens stop temperature top_p "
+            "top_k min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
+            "no_repeat_ngram_size allowed_token_ids stop_token_ids bad_words max_num_seqs "
+            "cuda_graphs max_logp_difference num_speculative_tokens dynamic_sampling max_attempts"
+        ),
+        "engine": _word,
+        "vllm": {
+            **_these(
+                "regex seeded check_weights weights_tolerance max_model_len tensor_parallel memory "
+                "kv_cache_gb sleep dtype model_impl eager prefetch_steps prefetch "
+                "prefetch_max_difference in_flight"
+            ),
+            "json_schema": _json_text,
+        },
+        "tools": {
+            **_these("max_calls seconds output_characters memory_mb site_packages"),
+            "guards": _guards,
+        },
+    },
+    "episode": _these(
+        "max_turns turn_tokens reply_tokens seconds order credit max_parse_errors"
+    ),
+    "loss": {
+        **_these(
+            "ratio_level normalize epsilon epsilon_high delta ratio_cap sapo_temperature_pos "
+            "sapo_temperature_neg vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg "
+            "cov_share cov_low cov_high cov_kl mask_truncated beta kl_estimator kl_in "
+            "kl_bias_correction kl_target kl_gain reference_every reference_alpha entropy_coef "
+            "entropy_target entropy_coef_min entropy_coef_max entropy_coef_step "
+            "router_aux_loss_coef top_entropy sampling_correction sampling_cap sampling_floor "
+            "off_policy_mask"
+        ),
+        "policy": _word,
+        "args": {"*": _number},
+    },
+    "advantage": {**_these("scale baseline k"), "rule": _word, "args": {"*": _number}},
+    "optimizer": {
+        **_these(
+            "rounding learning_rate betas eps weight_decay no_decay max_grad_norm schedule "
+            "warmup_steps warmup_ratio decay_ratio min_learning_rate min_learning_rate_ratio"
+        ),
+        "algorithm": _word,
+        "args": {"*": _number},
+    },
+    "update": {
+        **_these(
+            "num_iterations minibatches tokens_per_micro_batch packing chunked_logits old_logprobs "
+            "skip_zero_advantage"
+        ),
+        "attention_kernel": _kernel,
+    },
+    "schedules": {"*": {**SCHEDULE, "*": SCHEDULE}},  # stored by section, parsed by full key
+    "distributed": _these("strategy reshard_after_forward offload stall_minutes"),
+    "eval": _these(
+        "every delay at_start at_end num_samples sampling temperature top_p max_completion_tokens "
+        "accuracy mode metric k limit best best_direction policy_metrics patience"
+    ),
+    "log": _these("images"),
+}  # fmt: skip
 
 
 def check(path: Path | str, found: Iterable[str], trust: str) -> None:
-    """Raises a UserError if another's checkpoint asks for more than its model and its data.
+    """Raises a UserError if another's checkpoint asks for more than is obeyed.
 
     Args:
         found: what it asks for, as `key = value`. trust: the word that allows it.
     """
     if names := [*dict.fromkeys(found)]:
         raise UserError(
-            f"checkpoint = {path}: no run of yours has made it here, and its recipe can run code "
-            f"or reach other machines: {listed(names)}. If you trust who made it, add {trust}."
+            f"checkpoint = {path}: no run of yours has made it here, and it asks for what can run "
+            f"code or reach other files and machines: {listed(names)}. If you trust who made it, "
+            f"add {trust}."
         )
 
 
 def note_own(path: Path) -> None:
-    """Notes a checkpoint as one of this user's, if its recipe runs code."""
-    # Without a note an evaluation asks for trust=true.
-    with suppress(OSError, UserError, OmegaConfBaseException):
-        if [*what_runs_code(read(path))]:
-            note = _note(path)
-            note.parent.mkdir(parents=True, exist_ok=True)
-            note.touch()
+    """Notes a checkpoint, or an exported model, as one of this user's."""
+    _note(path, _obeyed_files)
 
 
 def is_own(path: Path) -> bool:
-    """Returns whether a run of this user has saved this checkpoint, or one of the same recipe."""
+    """Returns whether this user has made this checkpoint, or one of the same recipe and code."""
+    return _is_noted(path, _obeyed_files)
+
+
+def note_run(path: Path) -> None:
+    """Notes the folder of a run as one of this user's; its checkpoints have their own notes."""
+    _note(path, _recipe_of_run)
+
+
+def _obeyed_files(path: Path) -> list[Path]:
+    names = ("*.py", *CONFIGS)
+    found = [path / RECIPE] if (path / RECIPE).is_file() else []
+    return found + sorted(file for name in names for file in path.rglob(name))
+
+
+def _recipe_of_run(path: Path) -> list[Path]:
+    return [path / "recipe.yaml"]
+
+
+def _note(path: Path, files: Callable[[Path], list[Path]]) -> None:
+    with suppress(OSError):  # without a note an evaluation asks for trust=true
+        note = _name(path, files(path))
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.touch()
+
+
+def _is_noted(path: Path, files: Callable[[Path], list[Path]]) -> bool:
     try:
-        return _note(path).is_file()
+        return _name(path, files(path)).is_file()
     except OSError:
         return False
 
 
-def _note(path: Path) -> Path:
+def _name(path: Path, files: Iterable[Path]) -> Path:
     digest = hashlib.sha256()
-    for file in [path / RECIPE, *sorted(path.rglob("*.py"))]:
+    for file in files:
         digest.update(f"{file.relative_to(path)}\0{file.stat().st_size}\0".encode())
         digest.update(file.read_bytes())
     return cache_dir() / "own" / digest.hexdigest()
+
+
+def check_links(path: Path, key: str) -> None:
+    """Raises a UserError if a link in another user's folder leads out of it.
+
+    Args:
+        path: of a run or of an evaluation. key: what messages call the folder by.
+    """
+    if _is_noted(path, _recipe_of_run):
+        return
+    for folder, folders, files in os.walk(path):
+        for link in (Path(folder, name) for name in (*folders, *files)):
+            if link.is_symlink() and not _is_below(link, path):
+                raise UserError(
+                    f"{key} = {path}: no run of yours has made it here, and its link "
+                    f"{link.relative_to(path)} leads out of it, to {os.readlink(link)}; remove the "
+                    "link, or put a copy of the file in its place."
+                )
+
+
+def _is_below(link: Path, folder: Path) -> bool:
+    try:
+        return link.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # a loop
+        return False
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -100,52 +363,60 @@ def unusual(tree: Mapping[str, Any]) -> Iterator[str]:
     yield from (str(key) for key in tree if key != "defaults" and key not in RECIPE_KEYS)
 
 
-def what_runs_code(cfg: Any, given: Collection[str] = ()) -> Iterator[str]:
-    """Yields what an evaluation would obey beyond the model and its data, as `key = value`.
+def refused_model(key: str, name: Any, folder: Path) -> Iterator[str]:
+    """Yields a model that another's folder names, if it lies elsewhere on this machine."""
+    if not _model(name, folder):
+        yield f"{key} = {name}"
+
+
+def refused_base(path: Path) -> Iterator[str]:
+    """Yields the model under an adapter as `refused_model` does."""
+    base = None
+    with suppress(OSError, ValueError, AttributeError):  # loading the adapter says what is wrong
+        config = json.loads((path / sources.ADAPTER_CONFIG).read_text("utf-8"))
+        base = config.get("base_model_name_or_path")
+    yield from refused_model(f"{sources.ADAPTER_CONFIG}: base_model_name_or_path", base, path)
+
+
+def refused(cfg: Any, folder: Path, given: Collection[str] = ()) -> Iterator[str]:
+    """Yields the keys of a recipe that are not obeyed in another's folder, as `key = value`.
 
     Args:
-        cfg: a recipe, as Hydra has composed it or as it is stored. given: keys that the command
-            line sets itself.
+        cfg: a recipe, as Hydra has composed it or as it is stored.
+        folder: the checkpoint's. given: keys that the command line sets itself.
     """
-    tree = OmegaConf.create(cfg)
-    for key, text in leaves(OmegaConf.to_container(tree)):
-        if isinstance(text, str) and re.search(r"\$\{[^}]*:", text):  # ${oc.env:NAME}
-            yield f"{key} = {text}"
-    try:
-        plain: Any = OmegaConf.to_container(tree, resolve=True)
-    except OmegaConfBaseException:  # the check of the recipe says what is wrong
-        return
-    for key, value in [*_functions(plain), *leaves(plain)]:
-        if key not in given and _reaches_out(key, value):
+    tree: Any = OmegaConf.to_container(OmegaConf.create(cfg))
+    for section, function, default in (
+        ("reward", "function", None), ("benchmark", "reward", Benchmark().reward),
+    ):  # fmt: skip
+        for name, entry in (tree.get(section) or {}).items():
+            if isinstance(entry, dict):  # a reward without a function is called as its entry
+                entry[function] = entry.get(function) or default or name
+    yield from _refused(tree, ALLOWED, dataclasses.asdict(Recipe()), "", folder, given)
+
+
+def _refused(
+    tree: Mapping[str, Any],
+    allowed: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    prefix: str,
+    folder: Path,
+    given: Collection[str],
+) -> Iterator[str]:
+    kind = ENTRIES.get(prefix.rstrip("."))
+    of_entry = dataclasses.asdict(kind()) if kind is not None else None
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        default = of_entry if of_entry is not None else defaults.get(name, ...)
+        if key in given or value == default:
+            continue
+        rule = allowed.get(name, allowed.get("*"))
+        if isinstance(value, dict) and not callable(rule):
+            below = default if isinstance(default, dict) else {}
+            yield from _refused(value, rule or {}, below, f"{key}.", folder, given)
+            continue
+        is_computed = any("${" in str(text) for _, text in leaves({"": value}))
+        is_allowed = callable(rule) and not is_computed and rule(value, folder)
+        is_removed = value is None and kind is not None
+        if not (is_allowed or is_removed):
             yield f"{key} = {as_written(value)}"
-
-
-def _functions(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, entry in (tree.get("reward") or {}).items():
-        if isinstance(entry, Mapping):
-            yield f"reward.{name}.function", entry.get("function") or name
-    for name, entry in (tree.get("benchmark") or {}).items():
-        if isinstance(entry, Mapping):
-            yield f"benchmark.{name}.reward", entry.get("reward") or Benchmark().reward
-
-
-def _reaches_out(key: str, value: Any) -> bool:
-    section, name = key.partition(".")[0], key.rpartition(".")[2]
-    if section in ("reward", "benchmark") and name in ("function", "reward"):
-        return not _is_shipped(str(value))
-    if name == "trust_remote_code":
-        return value not in (None, False)
-    if name == "guards":  # programs of the model would run without protection of one's files
-        return bool(value == "limits")
-    if key == "model.attn_implementation":  # OWNER/NAME: a kernel from the hub
-        return "/" in str(value)
-    if key in ("generation.engine", "loss.policy", "advantage.rule", "optimizer.algorithm"):
-        return ":" in str(value)
-    prefixes = ("scoring.modules", "generation.vllm.servers", "generation.vllm.engine_args.")
-    return key.startswith(prefixes)
-
-
-def _is_shipped(function: str) -> bool:
-    """Returns whether a reward is grpo's own, and sends nothing to an address of the recipe."""
-    name = function.rpartition(":")[2]
-    return name != "judge" and function in (name, f"grpo_cli.rewards.{name}:{name}")

@@ -21,6 +21,7 @@ from grpo_cli.config.compose import BARE, compose_and_call, given_keys, split_op
 from grpo_cli.config.knob import knob
 from grpo_cli.config.schema import Adapter, Eval, Recipe
 from grpo_cli.config.sources import file_format
+from grpo_cli.config.user_code import off_import_path
 from grpo_cli.config.words import described, parse, split
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation.settings import (
@@ -29,6 +30,7 @@ from grpo_cli.evaluation.settings import (
     check_rows,
     settings,
     without_training,
+    without_unread_data,
 )
 
 USAGE = """\
@@ -50,8 +52,8 @@ class Trust:
 
     trust: bool = knob(
         False,
-        "Obey all that the checkpoint's own recipe says, though another user has made it and it "
-        "can run code.",
+        "Obey all that the checkpoint's own recipe says, though another user has made it, and it "
+        "can run code or reach other files and machines.",
     )
 
 
@@ -149,15 +151,19 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool = False) ->
     """Evaluates a model on benchmarks, or on the held-out rows of the recipe stored with it.
 
     Args:
-        trust: whether a stored recipe that another user has made may run code.
+        trust: whether a stored recipe that another user has made is obeyed as a whole.
     """
     check_read(overrides)
     stored = Path(path) / paths.TRAINING / "recipe.yaml"
-    default, is_foreign = BARE, False
+    is_local = bool(path) and Path(path).is_dir()
+    is_foreign = is_local and not (trust or provenance.is_own(Path(path)))
+    obeys_foreign = False  # the recipe of such a folder
+    if is_foreign:
+        provenance.check(path, provenance.refused_base(Path(path)), TRUST)
     if path and not any(w.startswith("recipe=") for w in overrides):
         if stored.is_file():
-            is_foreign = not (trust or provenance.is_own(Path(path)))
-            if is_foreign:  # before Hydra reads it
+            obeys_foreign = is_foreign
+            if obeys_foreign:  # before Hydra reads it
                 provenance.check(path, provenance.unusual(provenance.read(Path(path))), TRUST)
             overrides = [f"recipe={stored}", *overrides]
         elif not benchmarks_named(overrides):
@@ -173,11 +179,10 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool = False) ->
         cfg.model.build, cfg.model.path, cfg.adapter = None, path, Adapter()
         keep_benchmarks(cfg, chosen)
         without_training(cfg, overrides)
-        if is_foreign:
-            read = cfg.copy()
-            if cfg.benchmark:  # the rewards of its own rows are not called
-                read.reward = {}
-            provenance.check(path, provenance.what_runs_code(read, given_keys(cfg)), TRUST)
+        if obeys_foreign:
+            given = {*given_keys(cfg), "output_dir"}  # which is never the recipe's
+            asked = provenance.refused(without_unread_data(cfg), Path(path), given)
+            provenance.check(path, asked, TRUST)
         from grpo_cli.training import prepare
 
         recipe = prepare.with_stored_dtype(parsing.parse(cfg, given_keys(cfg)))
@@ -193,7 +198,8 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool = False) ->
         finally:
             prepared.close()
 
-    compose_and_call(overrides, task, default)
+    with off_import_path(is_foreign):
+        compose_and_call(overrides, task, BARE, alone=obeys_foreign)
 
 
 def evaluate_completions(path: Path, columns: Mapping[str, str], overrides: list[str]) -> None:

@@ -14,6 +14,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_cli.checkpoints import provenance
 from grpo_cli.config import origins, parsing
 from grpo_cli.config.compose import compose_and_call, split_options, split_recipe
 from grpo_cli.config.interpolation import masked
@@ -22,7 +23,7 @@ from grpo_cli.config.origins import NOTHING, Composition, Origin
 from grpo_cli.config.renamed import OTHER_NAMES
 from grpo_cli.config.schema import ENTRIES, Recipe, entry_field, knobs
 from grpo_cli.config.words import expected
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, listed
 from grpo_cli.reporting.run_folder import RunFolder
 
 USAGE = """\
@@ -88,6 +89,11 @@ def main(argv: list[str]) -> None:
         run = RunFolder.open(runs[0])
         if any(word.startswith("recipe=") for word in words):
             raise UserError(f"recipe: {runs[0]} has a recipe of its own; give one of the two.")
+        if unusual := [*provenance.unusual(run.recipe)]:
+            raise UserError(
+                f"RUN = {run.path}: its recipe.yaml has entries that no run writes: "
+                f"{listed(unusual)}; remove them."
+            )
         words.append(f"recipe={run.path / 'recipe.yaml'}")
         command = shlex.split((run.commands() or [""])[-1])[2:]
     asked = [word for word in plain if word not in runs]
@@ -99,7 +105,7 @@ def main(argv: list[str]) -> None:
             print(f"note: the recipe is refused as it stands: {masked(explained.problem)}\n")
         print("\n".join(described(explained, asked)))
 
-    compose_and_call(words, task)
+    compose_and_call(words, task, alone=bool(runs))
 
 
 def words_file(words: Sequence[str]) -> Path | None:

@@ -28,6 +28,7 @@ from grpo_cli.checkpoints.shards import Shards
 from grpo_cli.config import sources
 from grpo_cli.config.knob import knob
 from grpo_cli.config.schema import Model
+from grpo_cli.config.user_code import off_import_path
 from grpo_cli.config.words import described, option, parse, split, without_dashes
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.models import adapters, loading, quantization
@@ -43,6 +44,9 @@ Of a checkpoint with an adapter it writes the adapter, which peft and vLLM load 
                            step-100.interrupted, is only exported when it is named.
   FOLDER                   Folder to write; it must be new or empty.
 """
+
+
+READ = ("trust_remote_code", "quantization", "dtype")  # of the recipe's section model
 
 
 @dataclass
@@ -66,7 +70,9 @@ class Settings:
         choices=("none", "nf4", "int8"),
     )
     trust: bool = knob(
-        False, "Run the code that comes with the model, though another user has made it."
+        False,
+        "Run the code that comes with the model, and load the model that an adapter names, though "
+        "another user has made the checkpoint.",
     )
 
 
@@ -84,14 +90,12 @@ def main(argv: list[str]) -> None:
         raise UserError("grpo export: --quantization: is only read with --merge.")
     path = find_checkpoint(given)
     dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
-    total, files = export(
-        path,
-        Path(out).expanduser(),
-        dtype,
-        settings.trust,
-        settings.merge,
-        settings.quantization,
-    )
+    folder, is_own = Path(out).expanduser(), provenance.is_own(path)
+    trust = settings.trust or is_own
+    with off_import_path(not trust):
+        total, files = export(path, folder, dtype, trust, settings.merge, settings.quantization)
+    if is_own:
+        provenance.note_own(folder)
     number = f"{files} files" if files > 1 else "one file"
     print(f"{path}: exported to {out} ({manifest.in_words(total)} of weights in {number})")
 
@@ -134,7 +138,7 @@ def export(
     """Writes the model of the checkpoint `path` to the folder `out`.
 
     Args:
-        trust: whether code in a checkpoint that another user has made may run.
+        trust: whether the checkpoint's own recipe is obeyed as a whole.
         merge: write the model with its adapter merged in, in place of the adapter.
         quantized: how the model was quantized in training; None: as the checkpoint's recipe says.
 
@@ -155,12 +159,15 @@ def export(
     existing = next(p for p in (out, *out.absolute().parents) if p.exists())
     was_there = out.exists()
     needed = 0
+    loads = merge or (is_sharded and not is_adapter)
+    if loads and not trust:
+        check_recipe(path)
     try:
         source: Source
         if merge:
-            source = Merged(path, trust, quantized)
-        elif is_sharded and not is_adapter:
-            source = Sharded(path, trust)
+            source = Merged(path, quantized)
+        elif loads:
+            source = Sharded(path)
         else:
             source = Whole(path)
         needed = sum(source.nbytes(name, dtype) for name in source.names)
@@ -233,8 +240,8 @@ def is_weights(name: Path) -> bool:
 class Sharded:
     """The model of a sharded checkpoint."""
 
-    def __init__(self, path: Path, trust: bool = False) -> None:
-        self.path, self.trust = path, trust
+    def __init__(self, path: Path) -> None:
+        self.path = path
         try:
             self.stored = Shards(path)
         except Exception as error:  # whatever a torn or forged index leads to
@@ -262,12 +269,12 @@ class Sharded:
 
     def skeleton(self) -> PreTrainedModel:
         """Returns the model without tensors, which knows how its weights are published."""
-        trust = {"trust_remote_code": runs_code(self.path, self.trust)}
+        code = {"trust_remote_code": trained_model(self.path).get("trust_remote_code", False)}
         try:
-            config = transformers.AutoConfig.from_pretrained(self.files, **trust)
+            config = transformers.AutoConfig.from_pretrained(self.files, **code)
             with torch.device("meta"):
                 skeleton: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
-                    config, **trust
+                    config, **code
                 )
         except (ValueError, ImportError, KeyError) as error:
             first = str(error).strip().splitlines()[0]
@@ -275,16 +282,11 @@ class Sharded:
         return skeleton
 
 
-def runs_code(path: Path, trust: bool) -> bool:
-    """Returns whether code of the checkpoint's own has to run to load its model.
-
-    Raises:
-        UserError: it has to, and it is not trusted.
-    """
-    found = bool(trained_model(path).get("trust_remote_code", False))
-    if found and not (trust or provenance.is_own(path)):
-        provenance.check(path, ["model.trust_remote_code = true"], "--trust=true")
-    return found
+def check_recipe(path: Path) -> None:
+    """Raises a UserError if another's checkpoint needs more than is obeyed to load its model."""
+    read = {key: value for key, value in trained_model(path).items() if key in READ}
+    asked = provenance.refused({"model": read}, path)
+    provenance.check(path, [*asked, *provenance.refused_base(path)], "--trust=true")
 
 
 def trained_model(path: Path) -> dict[str, Any]:
@@ -301,11 +303,12 @@ class Merged:
     are dequantized: the adapter has learnt to correct these.
     """
 
-    def __init__(self, path: Path, trust: bool = False, quantized: str | None = None) -> None:
-        config = Model(dtype="auto", trust_remote_code=runs_code(path, trust), dropout=None)
+    def __init__(self, path: Path, quantized: str | None = None) -> None:
+        trained = trained_model(path)
+        code = trained.get("trust_remote_code", False)
+        config = Model(dtype="auto", trust_remote_code=code, dropout=None)
         config.dtype = loading.stored_dtype(config, path)
         self.dtype = getattr(torch, config.dtype)  # of the base model's files
-        trained = trained_model(path)
         config.quantization = quantized or trained.get("quantization", config.quantization)
         if config.quantization != "none" and trained.get("dtype", "auto") != "auto":
             config.dtype = trained["dtype"]

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from grpo_cli.checkpoints import paths, provenance
 from grpo_cli.config.knob import knob
+from grpo_cli.config.user_code import off_import_path
 from grpo_cli.config.words import described, option, parse, split, without_dashes
 from grpo_cli.errors import TrainingError, UserError, listed
 from grpo_cli.reporting.run_folder import RunFolder
@@ -31,6 +32,12 @@ gradient differ from the recorded ones.
 
   RUN                      Folder of a run.
 """
+
+
+NOT_READ = (  # sections of the recipe, since the rollouts are stored with their rewards
+    "defaults", "dataset", "reward", "benchmark", "scoring", "eval", "stop", "alarms", "checkpoint",
+    "log", "tracking", "callbacks", "hub",
+)  # fmt: skip
 
 
 @dataclass
@@ -62,7 +69,7 @@ class Settings:
     )
     json: bool = knob(False, "Print everything as one JSON object, with all iterations.")
     trust: bool = knob(
-        False, "Run the code that the run's recipe names, though another user has made the run."
+        False, "Obey all that the run's recipe says, though another user has made the run."
     )
 
 
@@ -84,7 +91,10 @@ def main(argv: list[str]) -> None:
         )
     run = RunFolder.open(rest[0])
     number, recorded = find(run, settings)
-    check_trust(paths.kept_path(run.path, number), settings.trust)
+    kept = paths.kept_path(run.path, number)
+    trust = settings.trust or provenance.is_own(kept)
+    if not trust:
+        check_recipe(kept)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("grpo replay: runs in one process; start it without torchrun.")
     from grpo_cli.commands import replayed_step
@@ -95,7 +105,8 @@ def main(argv: list[str]) -> None:
         return group.prompt.row == settings.row and settings.sample in (None, sample)
 
     chosen = None if settings.row is None else is_chosen
-    found = replayed_step.replay(run.path, number, chosen, settings.device)
+    with off_import_path(not trust):
+        found = replayed_step.replay(run.path, number, chosen, settings.device, trust)
     checks = results.compared(recorded, found.metrics, settings.tolerance)
     data = {"run": str(run.path), **results.as_data(found, checks)}
     if settings.json:
@@ -133,15 +144,12 @@ def find(run: RunFolder, settings: Settings) -> tuple[int, Mapping[str, Any]]:
     return settings.step, lines[-1]
 
 
-def check_trust(path: Path, trust: bool) -> None:
-    """Raises a UserError if another user's recipe would run code here."""
-    if trust or provenance.is_own(path):
-        return
+def check_recipe(path: Path) -> None:
+    """Raises a UserError if the recipe of another user's kept step asks for more than is obeyed."""
     stored = provenance.read(path)
     provenance.check(path, provenance.unusual(stored), "--trust")
-    obeyed = ("model.", "loss.", "advantage.", "optimizer.")
-    names = (name for name in provenance.what_runs_code(stored) if name.startswith(obeyed))
-    provenance.check(path, names, "--trust")
+    read = {section: value for section, value in stored.items() if section not in NOT_READ}
+    provenance.check(path, provenance.refused(read, path), "--trust")
 
 
 def show(data: Mapping[str, Any], settings: Settings) -> None:

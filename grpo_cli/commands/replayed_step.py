@@ -35,7 +35,9 @@ AGREES = 1e-4  # of an advantage: rounding to float32 is smaller
 Chosen = Callable[[Group, int], bool]  # whether a completion of a group is to be explained alone
 
 
-def replay(folder: Path, step: int, chosen: Chosen | None, device: str | None) -> Replay:
+def replay(
+    folder: Path, step: int, chosen: Chosen | None, device: str | None, trust: bool = True
+) -> Replay:
     """Recomputes a kept step with all its optimizer steps.
 
     Args:
@@ -43,12 +45,13 @@ def replay(folder: Path, step: int, chosen: Chosen | None, device: str | None) -
         chosen: the completions whose gradients are taken one by one, while all others are one
             part; None: all of them.
         device: to compute on; None: that of the run.
+        trust: whether any model that the step names is loaded.
 
     Raises:
         UserError: the step is damaged or of another version, or has none of the chosen completions.
         TrainingError: the model does not fit into the memory of one process.
     """
-    kept = replay_run.restore(folder, paths.kept_path(folder, step), device)
+    kept = replay_run.restore(folder, paths.kept_path(folder, step), device, trust)
     try:
         return _replay(kept, step, chosen)
     except (RuntimeError, MemoryError) as error:

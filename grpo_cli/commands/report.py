@@ -53,22 +53,25 @@ def main(argv: list[str]) -> None:
         return
     given, settings = parse_with_runs(Settings, argv, "grpo report", 2)
     runs = [RunFolder.open(word, name) for word, name in zip(given, ("RUN", "OTHER"), strict=False)]
-    path = output_path(runs[0], settings.output)
+    path = output_path(runs, settings.output)
     written, size = write(runs, path, settings.completions)
     print(f"report: {shown(written.resolve())} ({size / 1e6:.1f} MB)")
 
 
-def output_path(run: RunFolder, given: str | None) -> Path:
+def output_path(runs: Sequence[RunFolder], given: str | None) -> Path:
     """Returns the file to write.
 
     Raises:
-        UserError: it is a folder or a device, which the report would replace.
+        UserError: it is a folder, a device or a file of a run, which the report would replace.
     """
-    path = run.path / page.NAME if given is None else Path(given).expanduser()
+    path = runs[0].path / page.NAME if given is None else Path(given).expanduser()
     if path.is_dir():
         raise UserError(f"--output = {given}: is a folder; give a file such as report.html.")
     if path.exists() and not path.is_file():
         raise UserError(f"--output = {given}: is no plain file; give one such as report.html.")
+    is_of_run = any(path.resolve().is_relative_to(run.path.resolve()) for run in runs)
+    if is_of_run and path.exists() and not page.is_report(path):
+        raise UserError(f"--output = {path}: is a file of the run; give a new one.")
     return path
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
+from grpo_cli.checkpoints import provenance
 from grpo_cli.config.knob import knob
 from grpo_cli.config.words import described, parse_with_run
 from grpo_cli.data import stored_completions
@@ -54,6 +56,10 @@ def main(argv: list[str]) -> None:
         print(USAGE + described(Settings, dashes=True), end="")
         return
     given, settings = parse_with_run(Settings, argv, "grpo show")
+    root = Path(given).expanduser()
+    if root.is_dir():
+        root = root.parent.parent if root.parent.name == "checkpoints" else root
+        provenance.check_links(root, "RUN")
     path = find(Path(given).expanduser(), settings.step)
     samples = stored_completions.load(path, {}, "RUN")
     if settings.row is not None:
@@ -87,8 +93,9 @@ def write_images(folder: Path, samples: Sequence[Sample]) -> int:
     images: dict[str, StoredImage] = {}
     for sample in samples:  # the benchmarks of an evaluation have rows of the same numbers
         of = f"{sample.columns['benchmark']}-" if len(benchmarks) > 1 else ""
-        row = sample.columns.get("row", sample.row)
-        images |= {f"{of}row-{row}-image-{n}.png": image for n, image in enumerate(sample.images)}
+        stem = f"{of}row-{sample.columns.get('row', sample.row)}"
+        stem = re.sub(r"^\.+|[^\w.-]+", "_", stem)  # a file may hold any text there: ../..
+        images |= {f"{stem}-image-{n}.png": image for n, image in enumerate(sample.images)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, image in images.items():

@@ -6,9 +6,12 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import grpo_cli
 from grpo_cli.errors import UserError, nearest
 
 
@@ -21,7 +24,8 @@ def import_module(name: str, where: str) -> Any:
     Raises:
         UserError: the module cannot be imported.
     """
-    if os.getcwd() not in sys.path:  # the console script does not put the working directory there
+    # The console script does not put the working directory there; grpo's own modules need it not.
+    if name.partition(".")[0] != "grpo_cli" and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(name)
@@ -29,6 +33,20 @@ def import_module(name: str, where: str) -> Any:
         raise UserError(
             f"{where}: cannot import {name}: {type(error).__name__}: {error}"
         ) from error
+
+
+@contextmanager
+def off_import_path(is_off: bool = True) -> Iterator[None]:
+    """Takes the working directory off the import path inside, and what was added to it after."""
+    before, here = sys.path[:], Path.cwd()
+    own = {Path(folder).parent for folder in grpo_cli.__path__}  # where grpo itself lies
+    if is_off and here not in own:
+        sys.path[:] = [p for p in before if Path(p or ".").resolve() != here.resolve()]
+    try:
+        yield
+    finally:
+        if is_off:
+            sys.path[:] = before
 
 
 def import_function(path: str, where: str) -> Callable[..., Any]:

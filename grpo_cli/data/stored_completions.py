@@ -216,6 +216,11 @@ def _images(
         found = images_of_rows.of_row(rows, number, line, prompt, None)
         prompt, images, columns = found.messages, found.images, found.columns
     if is_written:
+        # A run stores the images themselves; a path would name any file of this machine.
+        images = tuple(
+            image if cell and cell.get("bytes") else StoredImage(None, image.place)
+            for image, cell in zip(images, line[IMAGES], strict=True)
+        )
         del line[IMAGES]
         columns = {}
     for name, cell in marked.items():

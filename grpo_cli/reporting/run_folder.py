@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from grpo_cli.checkpoints import lock
+from grpo_cli.checkpoints import lock, provenance
 from grpo_cli.checkpoints.paths import step_of
 from grpo_cli.config.renamed import translate
 from grpo_cli.data.stored_completions import steps_stored
@@ -48,7 +48,7 @@ class RunFolder:
             starting: whether a run that loads its model, and has stored no recipe yet, is one.
 
         Raises:
-            UserError: there is no run.
+            UserError: there is no run, or it is another user's and has a link that leads out of it.
         """
         path = Path(given).expanduser()
         if not path.exists():
@@ -60,6 +60,7 @@ class RunFolder:
                 f"{key} = {given}: this is no folder of a run, which has a recipe.yaml; give "
                 "one such as outputs/NAME."
             )
+        provenance.check_links(folder, key)
         return cls(folder)
 
     @cached_property

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_cli import data
 from grpo_cli.algorithm import objective
-from grpo_cli.checkpoints import checkpointer, paths
+from grpo_cli.checkpoints import checkpointer, paths, provenance
 from grpo_cli.checkpoints.checkpointer import Checkpointer
 from grpo_cli.checkpoints.lock import Lock, note_torchruns, torchrun
 from grpo_cli.config import contradictions, parsing, saved_recipe, sources
@@ -369,6 +369,7 @@ def logprobs_of(
 def record_command(folder: Path, recipe: Recipe, command: list[str]) -> None:
     """Writes recipe.yaml, and adds a line to command.txt."""
     write_text(folder / "recipe.yaml", saved_recipe.as_yaml(recipe))
+    provenance.note_run(folder)
     with (folder / "command.txt").open("a", encoding="utf-8") as file:
         file.write(shlex.join(command) + "\n")  # a resumed run has several
 

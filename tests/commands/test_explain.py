@@ -135,3 +135,17 @@ def test_a_variable_that_is_not_set(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert said in explain(capsys, *words, code=2)
+
+
+def test_nothing_but_the_recipe_of_a_run_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    text = saved_recipe.as_yaml(Recipe(recipe="x", seed=7, model=Model(path="a/b")))
+    (run / "recipe.yaml").write_text(text)
+    (run / "schema.yaml").write_text("seed: 8\nhydra: {job: {chdir: true}}\n")
+    assert "seed = 7" in explain(capsys, str(run), "seed")
+    (run / "recipe.yaml").write_text(text + "hydra: {job: {chdir: true}}\n")
+    err = explain(capsys, str(run), "seed", code=2)
+    assert "its recipe.yaml has entries that no run writes: hydra; remove them" in err

@@ -95,6 +95,8 @@ def test_evaluations_that_cannot_be_compared_are_explained(runs: Path) -> None:
         (["a", "--output=."], "is a folder; give a file"),
         (["a", "--output=/dev/null"], "is no plain file; give one such as"),
         (["a", "--output=a/recipe.yaml/x"], "cannot be written"),
+        (["a", "--output=a/metrics.jsonl"], "--output = a/metrics.jsonl: is a file of the run"),
+        (["a", "b", "--output=b/../b/recipe.yaml"], "is a file of the run; give a new one"),
         (["a", "--outptu=x"], "there is no such option"),
         (["a", "--completions=-1"], "--completions"),
     ],
@@ -111,6 +113,28 @@ def test_mistakes(
     assert code == 2
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_an_earlier_report_is_replaced(runs: Path) -> None:
+    for _ in range(2):
+        assert cli.run_command(["report", "a", "b", "--output=a/both.html"]) == 0
+    (runs / "a" / "report.html").write_text("<!doctype html><title>mine</title>")
+    assert cli.run_command(["report", "a"]) == 2
+
+
+def test_no_link_out_of_anothers_folder_is_followed(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / "private").write_text("secret")
+    for name in ("command.txt", "report.html.tmp"):
+        (runs / "a" / name).unlink(missing_ok=True)
+        (runs / "a" / name).symlink_to(runs / "private")
+        for words in (["report", "a"], ["show", "a"], ["explain", "./a"], ["watch", "a", "--once"]):
+            assert cli.run_command(words) == 2
+            err = capsys.readouterr().err
+            assert f"RUN = a: no run of yours has made it here, and its link {name} leads" in err
+        (runs / "a" / name).unlink()
+    assert (runs / "private").read_text() == "secret"
 
 
 def test_damaged_completions_are_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -116,6 +117,29 @@ def test_benchmarks_with_rows_of_the_same_numbers_have_pictures_of_their_own(grp
     assert out.endswith("2 images written to pictures\n")
     sizes = {p.name: PIL.Image.open(p).size for p in Path("pictures").iterdir()}
     assert sizes == {"one-row-0-image-0.png": (4, 2), "two-row-0-image-0.png": (5, 2)}
+
+
+def test_images_stay_in_the_folder(grpo: Grpo) -> None:
+    """A file of completions may hold any text as the name of a benchmark or the number of a row."""
+    cells = {"row": "/0", "prompt": "?", "completion": "!", "image": encoded(RED)}
+    rows = [{"benchmark": name, **cells} for name in ("../../out-", "b")]
+    write_parquet(Path("theirs.parquet"), rows)
+    code, _, err = grpo("theirs.parquet", "--images=a/pictures")
+    assert (code, err) == (0, "")
+    assert sorted(p.name for p in Path("a/pictures").iterdir()) == [
+        "__.._out--row-_0-image-0.png",
+        "b-row-_0-image-0.png",
+    ]
+
+
+def test_no_image_is_read_from_a_path_that_a_run_would_not_store(grpo: Grpo) -> None:
+    RED.save("private.png")
+    cell = {"bytes": None, "path": str(Path("private.png").resolve())}
+    row = {"prompt": "?", "completion": "!", "columns": '{"image": {"image": 0}}'}
+    Path("theirs.jsonl").write_text(json.dumps({**row, "images": [cell]}))
+    code, _, err = grpo("theirs.jsonl", "--images=pictures")
+    assert code == 2
+    assert "--images: theirs.jsonl, row 0, column 'images': the image cannot be read: it is" in err
 
 
 def test_an_image_that_is_cut_off(grpo: Grpo) -> None:

@@ -84,6 +84,13 @@ def write(runs: Sequence[RunData], path: Path, compared: dict[str, Any] | None =
     return path.stat().st_size
 
 
+def is_report(path: Path) -> bool:
+    """Returns whether a file is an earlier report."""
+    with path.open("rb") as file:
+        head = file.read(4096)
+    return head.startswith(b"<!doctype html>") and b"grpo report</title>" in head
+
+
 def html(runs: Sequence[RunData], compared: dict[str, Any] | None = None) -> str:
     """Returns the page."""
     head = {

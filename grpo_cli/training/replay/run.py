@@ -82,13 +82,14 @@ def recipe_of(path: Path, device: str | None) -> Recipe:
     return dataclasses.replace(recipe, distributed=distributed, device=device or recipe.device)
 
 
-def restore(folder: Path, path: Path, device: str | None) -> Kept:
+def restore(folder: Path, path: Path, device: str | None, trust: bool = True) -> Kept:
     """Builds the run of a kept step and puts its state into it.
 
     Args:
         folder: of the run.
         path: of the kept step.
         device: to compute on; None: that of the run.
+        trust: whether any model that the step names is loaded.
 
     Raises:
         UserError: the step is damaged or of another version, or the model is not there any more.
@@ -97,6 +98,8 @@ def restore(folder: Path, path: Path, device: str | None) -> Kept:
         raise UserError(f"{path}: {wrong}; resume the run before this step to keep it anew.")
     saved = checkpointer.load_state(path)
     own = saved[ENTRY]
+    if not trust:
+        provenance.check(path, provenance.refused_model("model", own["model"], folder), "--trust")
     recipe = recipe_of(path, device)
     workers = Workers(recipe.device, recipe.mixed_precision, recipe.distributed)
     reporter = Reporter(recipe, folder, main=False)  # which writes and prints nothing
