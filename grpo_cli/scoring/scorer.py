@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.config.interpolation import masked
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 ASYNC_TIMEOUT = 60.0  # seconds for one completion, unless the function or the recipe sets another
 ASYNC_CONCURRENCY = 16  # calls of an async function at a time, unless the recipe sets another
 GRACE = 60.0  # seconds past all deadlines after which an event loop counts as blocked
+LARGEST = 1e100  # of a reward: the squares of larger ones, in a standard deviation, overflow
+TOO_LARGE = f"which is beyond ±{LARGEST:g}; scale the reward down"
 OWN_METRICS = ("mean", "std", "timeouts", "errors")  # rewards/NAME/... that a run logs itself
 
 
@@ -503,7 +506,7 @@ def number(value: Any) -> float | None:
     """Converts a function's value for a completion to a float; None stays None.
 
     Raises:
-        ValueError: it is neither a finite number nor None.
+        ValueError: it is neither a finite number within ±1e100 nor None.
     """
     if value is None:
         return None
@@ -511,10 +514,14 @@ def number(value: Any) -> float | None:
         converted = float(value)
     except (TypeError, ValueError):
         converted = math.nan
+    except OverflowError:  # a whole number such as 10**400, which may have too many digits to show
+        raise ValueError(f"{Decimal(int(value)):.1e}, {TOO_LARGE}") from None
     if isinstance(value, (str, bytes)) or not math.isfinite(converted):
         raise ValueError(
             f"{value!r}, which is not a finite number, a list of (position, value) or None"
         )
+    if abs(converted) > LARGEST:
+        raise ValueError(f"{converted:g}, {TOO_LARGE}")
     return converted
 
 
