@@ -4,6 +4,7 @@
     checkpoints/step-200/README.md                             its model card
     checkpoints/step-200/training/shards/                      model, optimizer, moved reference
     checkpoints/step-200/training/state.pt, recipe.yaml        the state of the run
+    checkpoints/step-200/training/contents.json                hashes of the data, tokenizer, ...
     checkpoints/step-200/training/model/                       config and tokenizer, if not above
     checkpoints/step-200/training/manifest.json                sizes and sha256 of all these, except
                                                                the card, which may be edited
@@ -58,6 +59,7 @@ from grpo_cli.models.master_weights import MASTER, MasterWeights, stepped
 PARTIAL = ".tmp"
 MODEL = f"{TRAINING}/model"
 STATE = f"{TRAINING}/state.pt"
+CONTENTS = f"{TRAINING}/contents.json"
 WRITE_TIMEOUT = timedelta(minutes=30)  # for the slowest process, while a checkpoint is written
 
 T = TypeVar("T")
@@ -133,6 +135,7 @@ class Checkpointer:
         *,
         with_model: bool,
         card: str = "",
+        contents: bytes = b"",
         outdated: Callable[[], list[Path]] = list,
         done: Callable[[], None] = lambda: None,
     ) -> None:
@@ -145,6 +148,7 @@ class Checkpointer:
             recipe_yaml: contents of recipe.yaml.
             tokenizer: saved with the model.
             with_model: also write a model folder that loads anywhere.
+            contents: contents.json, the hashes of what the run reads; b"": none.
             card: the model card, which becomes README.md of the model folder; "": none.
             outdated: returns the checkpoints that are no longer kept once this one is there; on a
                 full disk the oldest go before.
@@ -156,6 +160,8 @@ class Checkpointer:
         with heartbeat.inside("checkpoint"):
             try:
                 self.prepare(job, parts, state, recipe_yaml, tokenizer, card)
+                if contents and self.workers.is_main:
+                    job.small[CONTENTS] = contents
             except Exception as error:
                 job.error = error
         self.began = time.monotonic()

@@ -1646,6 +1646,12 @@ class Recipe:
     resume: str | None = knob(
         None, "Checkpoint to resume from: a path, or `auto` for the newest in output_dir, if any."
     )
+    resume_changed: bool = knob(
+        False,
+        "Resume although data or tokenizer have other contents than the checkpoint was trained "
+        "with.",
+        read_if=("resume",),
+    )
     seed: int = knob(0, "Seed of all random numbers.", ge=0, lt=2**32)
     steps: int = knob(
         100,

@@ -26,7 +26,7 @@ from grpo_cli.generation.embedded.speculation.kept_completions import KeptComple
 from grpo_cli.models.optimizers import EIGHT_BIT
 from grpo_cli.records import Group
 from grpo_cli.reporting.model_card import model_card
-from grpo_cli.training import step_progress
+from grpo_cli.training import contents, step_progress
 from grpo_cli.training.rollouts import prefetch
 from grpo_cli.training.rollouts.prefetch import PrefetchedGroups
 from grpo_cli.training.rollouts.stored_groups import (
@@ -174,6 +174,7 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         saved_recipe.as_yaml(run.recipe),
         run.vision or run.tokenizer,
         with_model=writes_model(run),
+        contents=contents.as_json(run.contents),
         card=card_of(run) if workers.is_main else "",
         outdated=lambda: checkpointer.outdated(run.folder, newest=path, **keeping(run)),
         done=done,

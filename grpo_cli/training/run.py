@@ -30,6 +30,7 @@ from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.training.callbacks import Callbacks
+from grpo_cli.training.contents import Contents
 from grpo_cli.training.plan.record import PlanRecord
 from grpo_cli.training.recovery import Recovery
 from grpo_cli.training.rollouts.queue import RolloutQueue
@@ -86,6 +87,7 @@ class Run:
     sessions: Sessions | None = None  # opens the environments of rollouts
     vision: VisionProcessor | UnloadedProcessor | None = None  # of a model that reads images
     callbacks: Callbacks = field(default_factory=Callbacks)
+    contents: Contents = field(default_factory=dict)  # what it reads; the main process has it
     plan: PlanRecord | None = None  # of memory and time; the main process has one
     started: float = field(default_factory=time.monotonic)
 
