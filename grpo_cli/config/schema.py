@@ -1524,7 +1524,7 @@ class Checkpoint:
     )
     grace: float = knob(
         30.0,
-        "Seconds between a SIGTERM or SIGUSR1 and the end: a longer step is interrupted "
+        "Seconds between a SIGTERM, SIGHUP or SIGUSR1 and the end: a longer step is interrupted "
         "between two micro-batches and continued by resume=auto.",
         ge=0,
     )
