@@ -15,6 +15,7 @@ called step-N was complete when it got its name; `choose` checks whether it stil
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import shutil
@@ -44,6 +45,7 @@ from grpo_cli.checkpoints.paths import (
     is_interrupted,
     kept_path,
     recover,
+    remove,
     resumable,
     step_of,
     steps_kept,
@@ -370,8 +372,9 @@ class Model(dict[str, Tensor]):
 def give_name(partial: Path, path: Path) -> None:
     """Replaces a complete checkpoint; the old one stays until the new one is in place."""
     aside = path.with_name(path.name + REPLACED)
-    if path.exists():
-        shutil.rmtree(aside, ignore_errors=True)
+    if path.exists() or path.is_symlink():
+        with contextlib.suppress(OSError):
+            remove(aside)
         path.rename(aside)
     try:
         partial.rename(path)
@@ -380,7 +383,8 @@ def give_name(partial: Path, path: Path) -> None:
             aside.rename(path)
         raise
     manifest.sync_folder(path.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        remove(aside)
 
 
 def choose(candidates: Sequence[Path], workers: Workers, say: Callable[[str], None]) -> Path | None:
@@ -537,12 +541,13 @@ def make_room(path: Path, needed: int, outdated: list[Path], say: Callable[[str]
     stays = next((p for p in others if manifest.listed(p)[1] is None), None)
     for old in outdated if stays is not None else ():
         if free < needed and old != stays:
-            free += sum(file.stat().st_blocks * 512 for file in old.rglob("*"))
+            own = [] if old.is_symlink() else old.rglob("*")  # behind a link nothing is removed
+            free += sum(file.stat().st_blocks * 512 for file in own)
             gone.append(old)
     if not gone or free < needed:
         return
     for old in gone:
-        shutil.rmtree(old)
+        remove(old)
     assert stays is not None, "nothing is removed without it"
     say(
         f"checkpoint {path.name} fits on the disk only without {listed(p.name for p in gone)}: "
@@ -586,10 +591,10 @@ def prune(
     recover(folder)
     remove_torn(folder / "checkpoints")
     for path in outdated(folder, keep_last, best, newest, in_use):
-        shutil.rmtree(path)
+        remove(path)
     for path in resumable(folder):
         if is_interrupted(path) and newest not in (None, path):
-            shutil.rmtree(path)
+            remove(path)
 
 
 def discard_kept(folder: Path, after: int) -> None:
@@ -601,7 +606,7 @@ def discard_kept(folder: Path, after: int) -> None:
     remove_torn(folder / KEPT)
     for step in steps_kept(folder):
         if step > after:
-            shutil.rmtree(kept_path(folder, step))
+            remove(kept_path(folder, step))
 
 
 def set_aside(folder: Path, path: Path, after: int) -> list[str]:
@@ -621,6 +626,7 @@ def set_aside(folder: Path, path: Path, after: int) -> list[str]:
     later = [p for p in paths if (step_of(p), is_interrupted(p)) > resumed]
     for beyond in later:
         old = beyond.with_name(beyond.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(old)
         beyond.rename(old)
     return [p.name for p in later]

@@ -396,7 +396,7 @@ def describe(run: Run) -> None:
         f"{shown}, "
         f"{recipe.steps:,} steps, {recipe.prompts_per_step} x "
         f"{recipe.generation.num_generations} completions a step, {workers.size} "
-        f"process{'es' if workers.size > 1 else ''}; writes to {run.folder}"
+        f"process{'es' if workers.size > 1 else ''}; writes to {paths.shown(run.folder)}"
     )
     if (summary := quantization.summary(run.policy)) is not None:
         say(summary)
@@ -466,7 +466,7 @@ def checkpoint_to_resume(prepared: Prepared, workers: Workers, reporter: Reporte
     candidates = workers.gather(candidates)[0]
     path = checkpointer.choose(candidates, workers, reporter.say)
     if candidates and path is None:
-        names = ", ".join(map(str, sorted(candidates, key=paths.step_of)))
+        names = ", ".join(map(paths.shown, sorted(candidates, key=paths.step_of)))
         raise UserError(
             f"resume: none of {names} is whole; begin anew with "
             "overwrite=true, or give another with resume=PATH."

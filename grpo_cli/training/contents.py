@@ -20,6 +20,7 @@ from pathlib import Path
 
 from transformers.utils import cached_file
 
+from grpo_cli.checkpoints import paths
 from grpo_cli.checkpoints.checkpointer import CONTENTS
 from grpo_cli.checkpoints.lookup import file_hash
 from grpo_cli.config.schema import Benchmark, Model, NamedRows, Recipe
@@ -72,21 +73,21 @@ def check(recipe: Recipe, checkpoint: Path, now: Contents, say: Callable[[str], 
         before: Contents = json.loads((checkpoint / CONTENTS).read_text("utf-8"))
     except FileNotFoundError:
         say(
-            f"note: {checkpoint} has no hashes of its data and its tokenizer, which earlier "
-            "versions did not store: they are not compared"
+            f"note: {paths.shown(checkpoint)} has no hashes of its data and its tokenizer, which "
+            "earlier versions did not store: they are not compared"
         )
         return
     changed = differences(before, now)
-    refused = []
+    refused, shown = [], paths.shown(checkpoint)
     for key, names in changed.items():
         what = f"{key} ({', '.join(names)})"
         if recipe.resume_changed or key.startswith(("reward.", "model.")):
-            say(f"note: since {checkpoint} the contents have changed of {what}")
+            say(f"note: since {shown} the contents have changed of {what}")
         else:
             refused.append(what)
     if refused:
         raise UserError(
-            f"resume: {checkpoint} was trained with other contents of {'; '.join(refused)}. "
+            f"resume: {shown} was trained with other contents of {'; '.join(refused)}. "
             "Restore them, or set resume_changed=true to continue with what is there now."
         )
 
