@@ -127,6 +127,7 @@ class StopSignal:
         self.signal: int | None = None  # the signal that ends it; SIGALRM: the job's time is up
         self.ends_at: float | None = None  # unix time by which it has to have ended
         self.started = False
+        self._process = os.getpid()
         self._received_at = 0.0  # unix time of the first signal
         under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         numbers = [n for n in SIGNALS if not (n == signal.SIGHUP and under_nohup)]
@@ -134,6 +135,10 @@ class StopSignal:
         self._previous[WAKE] = signal.signal(WAKE, heartbeat.interrupt_call)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # forked by a user's function, as by multiprocessing.Pool
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+            return
         if number == signal.SIGTERM and self.is_aftermath():
             return
         if number == signal.SIGHUP:

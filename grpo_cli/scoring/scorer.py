@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import time
@@ -20,6 +21,7 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
 from grpo_cli.rewards import traits_of
 from grpo_cli.scoring.calls import BoundReward, RewardExecutor
+from grpo_cli.scoring.guards import keeps_files_open
 from grpo_cli.scoring.pool import CallResult
 from grpo_cli.scoring.registry import Signature, TrainerState, import_modules, path_of, resolve
 from grpo_cli.scoring.step_rewards import check_steps, ending_token
@@ -119,7 +121,8 @@ class Scorer:
         session.start([sample])
         for name, reward in self.rewards.items():
             try:
-                (result,) = session.results(reward, [sample])
+                with contextlib.chdir("."):  # paths are still relative
+                    (result,) = session.results(reward, [sample])
             except TrainingError as error:
                 raise UserError(str(error)) from error
             if result.error is not None and reward.on_error == "stop":
@@ -363,7 +366,7 @@ class ScoringSession:
 
     def _results(self, reward: BoundReward, samples: Sequence[Sample]) -> list[RewardResult]:
         if reward.timeout is None:
-            with heartbeat.calling():
+            with heartbeat.calling(), keeps_files_open(reward.name):
                 results = self._called_here(reward, samples)
         else:
             rounds = 1 + len(samples) / reward.concurrency
