@@ -1,8 +1,8 @@
 """The `grpo` command: runs one of its verbs, prints its errors, returns its exit code.
 
 Exit codes: 0 done; 1 the run failed; 2 the command line or the recipe is wrong; 3 a probe found
-that the run cannot learn as it stands; 130 and 143 stopped by Ctrl-C and by SIGTERM, or 0 if a
-batch system is asked to start the run again or torchrun would.
+that the run cannot learn as it stands; 129, 130 and 143 stopped by SIGHUP, by Ctrl-C and by
+SIGTERM, or 0 if a batch system is asked to start the run again or torchrun would.
 """
 
 from __future__ import annotations

@@ -20,16 +20,18 @@ in a module of yours: `advantage.rule=my_module:my_rule`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from grpo_cli.algorithm.variants import RULES as RULES
 from grpo_cli.algorithm.variants import advantage_rule
+from grpo_cli.records import Group
 
 EPS = 1e-4  # keeps a division by a standard deviation finite; TRL's value
 TINY = 1e-12  # the same where the paper has none: rounding noise alone is smaller
+ROUNDING = 1e-9  # differences up to this share of the rewards that were summed are rounding
 
 
 @advantage_rule("group")
@@ -141,7 +143,8 @@ def _pass_at_k(rewards: Tensor, k: int) -> Tensor:
     """Computes the advantages of one group without gaps, [n] -> [n]."""
     ordered, order = rewards.sort()
     n = len(rewards)
-    if ordered[k - 1] == ordered[-1]:  # the smallest maximum a subset can have is the largest
+    # The smallest maximum that a subset can have is the largest.
+    if all_equal(ordered[k - 1 :], magnitude=ordered.abs().max()):
         return torch.zeros_like(rewards)
     # chance that the j-th smallest of n, counted from 0, is the maximum of a k-subset
     chance = _chances(n, k)
@@ -277,7 +280,7 @@ def turn_advantages(
     for row, own in zip(table, rewards, strict=True):
         row[: len(own)] = torch.tensor(own, dtype=torch.float64)
     returns = table.flip(-1).cumsum(-1).flip(-1)  # [G, K], 0 behind an episode's last turn
-    # Compared exactly, as in `_finished`: rounding is no signal.
+    # As in `_finished`: rounding is no signal.
     centred = (returns - returns.mean(0)).masked_fill(all_equal(returns.T), 0.0)
     if scale == "group":
         centred = centred / (group_std(returns.T).max() + EPS)
@@ -298,15 +301,50 @@ def group_std(rewards: Tensor) -> Tensor:
     return (centred.square().nansum(-1) / (count - 1).clamp(min=1)).sqrt()
 
 
-def all_equal(rewards: Tensor) -> Tensor:
-    """Groups that carry no signal, [P, G] -> [P] bool: all rewards that are there are equal."""
+def all_equal(rewards: Tensor, magnitude: Tensor | None = None) -> Tensor:
+    """Groups that carry no signal, [P, G] -> [P] bool: all rewards that are there are equal.
+
+    Rewards count as equal that differ only by rounding, as 0.1 + 0.2 and 0.3 do: the largest minus
+    the smallest is at most 1e-9 of the magnitude.
+
+    Args:
+        magnitude: the largest Σ|weight · reward| of each group, which exceeds the rewards where
+            parts cancel, [P]; None: the largest |reward|.
+    """
     low = rewards.nan_to_num(nan=torch.inf).amin(-1)
     high = rewards.nan_to_num(nan=-torch.inf).amax(-1)
-    return low >= high
+    if magnitude is None:
+        magnitude = rewards.nan_to_num().abs().amax(-1)
+    return high - low <= ROUNDING * magnitude
+
+
+def level_rewards(groups: Sequence[Group], weights: Mapping[str, float]) -> None:
+    """Gives all completions of a group one reward where theirs are equal except for rounding.
+
+    Whatever compares these rewards later can then compare them exactly.
+
+    Args:
+        weights: of the reward functions, by name.
+    """
+    for g in groups:
+        scored = [r for r in g.rollouts if r.is_scored]
+        magnitudes = [
+            sum(abs(weights[name] * (v or 0.0)) for name, v in r.reward_parts.items())
+            for r in scored
+        ]
+        magnitude = torch.tensor(max(magnitudes, default=0.0), dtype=torch.float64)
+        for name in ("reward", "outcome_reward"):
+            values = torch.tensor([getattr(r, name) for r in scored], dtype=torch.float64)
+            if not scored or not all_equal(values, magnitude):
+                continue
+            largest = values.nan_to_num(nan=-torch.inf).max().item()
+            for r, value in zip(scored, values.tolist(), strict=True):
+                if not math.isnan(value):
+                    setattr(r, name, largest)
 
 
 def _finished(advantages: Tensor, rewards: Tensor) -> Tensor:
     """0 where there is no reward and in groups whose rewards are equal; float32."""
-    # Compared exactly: a mean of equal floats can be off by one ulp, and eps would blow that up.
+    # A mean of equal floats can be off by one ulp, and eps would blow that up.
     silent = all_equal(rewards)[:, None] | rewards.isnan()
     return advantages.masked_fill(silent, 0.0).float()

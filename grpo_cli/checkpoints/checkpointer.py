@@ -4,6 +4,7 @@
     checkpoints/step-200/README.md                             its model card
     checkpoints/step-200/training/shards/                      model, optimizer, moved reference
     checkpoints/step-200/training/state.pt, recipe.yaml        the state of the run
+    checkpoints/step-200/training/contents.json                hashes of the data, tokenizer, ...
     checkpoints/step-200/training/model/                       config and tokenizer, if not above
     checkpoints/step-200/training/manifest.json                sizes and sha256 of all these, except
                                                                the card, which may be edited
@@ -14,6 +15,7 @@ called step-N was complete when it got its name; `choose` checks whether it stil
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import shutil
@@ -43,6 +45,7 @@ from grpo_cli.checkpoints.paths import (
     is_interrupted,
     kept_path,
     recover,
+    remove,
     resumable,
     step_of,
     steps_kept,
@@ -58,6 +61,7 @@ from grpo_cli.models.master_weights import MASTER, MasterWeights, stepped
 PARTIAL = ".tmp"
 MODEL = f"{TRAINING}/model"
 STATE = f"{TRAINING}/state.pt"
+CONTENTS = f"{TRAINING}/contents.json"
 WRITE_TIMEOUT = timedelta(minutes=30)  # for the slowest process, while a checkpoint is written
 
 T = TypeVar("T")
@@ -133,6 +137,7 @@ class Checkpointer:
         *,
         with_model: bool,
         card: str = "",
+        contents: bytes = b"",
         outdated: Callable[[], list[Path]] = list,
         done: Callable[[], None] = lambda: None,
     ) -> None:
@@ -145,6 +150,7 @@ class Checkpointer:
             recipe_yaml: contents of recipe.yaml.
             tokenizer: saved with the model.
             with_model: also write a model folder that loads anywhere.
+            contents: contents.json, the hashes of what the run reads; b"": none.
             card: the model card, which becomes README.md of the model folder; "": none.
             outdated: returns the checkpoints that are no longer kept once this one is there; on a
                 full disk the oldest go before.
@@ -156,6 +162,8 @@ class Checkpointer:
         with heartbeat.inside("checkpoint"):
             try:
                 self.prepare(job, parts, state, recipe_yaml, tokenizer, card)
+                if contents and self.workers.is_main:
+                    job.small[CONTENTS] = contents
             except Exception as error:
                 job.error = error
         self.began = time.monotonic()
@@ -364,8 +372,9 @@ class Model(dict[str, Tensor]):
 def give_name(partial: Path, path: Path) -> None:
     """Replaces a complete checkpoint; the old one stays until the new one is in place."""
     aside = path.with_name(path.name + REPLACED)
-    if path.exists():
-        shutil.rmtree(aside, ignore_errors=True)
+    if path.exists() or path.is_symlink():
+        with contextlib.suppress(OSError):
+            remove(aside)
         path.rename(aside)
     try:
         partial.rename(path)
@@ -374,7 +383,8 @@ def give_name(partial: Path, path: Path) -> None:
             aside.rename(path)
         raise
     manifest.sync_folder(path.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        remove(aside)
 
 
 def choose(candidates: Sequence[Path], workers: Workers, say: Callable[[str], None]) -> Path | None:
@@ -531,12 +541,13 @@ def make_room(path: Path, needed: int, outdated: list[Path], say: Callable[[str]
     stays = next((p for p in others if manifest.listed(p)[1] is None), None)
     for old in outdated if stays is not None else ():
         if free < needed and old != stays:
-            free += sum(file.stat().st_blocks * 512 for file in old.rglob("*"))
+            own = [] if old.is_symlink() else old.rglob("*")  # behind a link nothing is removed
+            free += sum(file.stat().st_blocks * 512 for file in own)
             gone.append(old)
     if not gone or free < needed:
         return
     for old in gone:
-        shutil.rmtree(old)
+        remove(old)
     assert stays is not None, "nothing is removed without it"
     say(
         f"checkpoint {path.name} fits on the disk only without {listed(p.name for p in gone)}: "
@@ -580,10 +591,10 @@ def prune(
     recover(folder)
     remove_torn(folder / "checkpoints")
     for path in outdated(folder, keep_last, best, newest, in_use):
-        shutil.rmtree(path)
+        remove(path)
     for path in resumable(folder):
         if is_interrupted(path) and newest not in (None, path):
-            shutil.rmtree(path)
+            remove(path)
 
 
 def discard_kept(folder: Path, after: int) -> None:
@@ -595,7 +606,7 @@ def discard_kept(folder: Path, after: int) -> None:
     remove_torn(folder / KEPT)
     for step in steps_kept(folder):
         if step > after:
-            shutil.rmtree(kept_path(folder, step))
+            remove(kept_path(folder, step))
 
 
 def set_aside(folder: Path, path: Path, after: int) -> list[str]:
@@ -615,6 +626,7 @@ def set_aside(folder: Path, path: Path, after: int) -> list[str]:
     later = [p for p in paths if (step_of(p), is_interrupted(p)) > resumed]
     for beyond in later:
         old = beyond.with_name(beyond.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(old)
         beyond.rename(old)
     return [p.name for p in later]

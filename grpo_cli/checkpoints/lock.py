@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
+from grpo_cli.checkpoints import paths
 from grpo_cli.distributed import heartbeat
-from grpo_cli.errors import UserError
+from grpo_cli.errors import TrainingError, UserError
 
 NAME = ".lock"
 JOB = ".job"  # lists the torchruns whose processes write to the folder
@@ -31,30 +32,56 @@ class Lock:
             self.file: IO[str] | None = path.open("a+", encoding="utf-8")
         except OSError as error:
             raise UserError(
-                f"output_dir = {folder}: cannot be written to: {error.strerror}."
+                f"output_dir = {paths.shown(folder)}: cannot be written to: {error.strerror}."
             ) from error
+        self.folder = folder
+        # Open, so that no other folder gets its inode.
+        self._open: int | None = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             holder = path.read_text(encoding="utf-8").strip() or "another process"
             self.release()
             raise UserError(
-                f"output_dir = {folder}: another run writes to it ({holder}); wait for its end, or "
-                "choose another output_dir."
+                f"output_dir = {paths.shown(folder)}: another run writes to it ({holder}); "
+                "wait for its end, or choose another output_dir."
             ) from error
         except OSError:  # a file system without locks
-            self.release()
+            self.file.close()
+            self.file = None
             return
         self.file.truncate(0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         self.file.write(f"process {os.getpid()} on {heartbeat.node()}, since {since}\n")
         self.file.flush()
 
+    def check_folder(self) -> None:
+        """Checks that the folder is still the one that was locked.
+
+        Raises:
+            TrainingError: it was renamed or removed, and perhaps made again.
+        """
+        assert self._open is not None, "not released"
+        try:
+            is_there = os.path.samestat(os.fstat(self._open), self.folder.stat())
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            raise TrainingError(
+                f"output_dir = {paths.shown(self.folder)}: was renamed or removed while the run "
+                "wrote to it. The run ends; if the folder was renamed, "
+                "output_dir=ITS_NEW_NAME resume=auto continues it.",
+                alone=True,
+            )
+
     def release(self) -> None:
         """Frees the folder for other runs."""
         if self.file is not None:
             self.file.close()
             self.file = None
+        if self._open is not None:
+            os.close(self._open)
+            self._open = None
 
 
 def torchrun() -> str | None:

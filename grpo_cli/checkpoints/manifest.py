@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from grpo_cli.checkpoints.paths import TRAINING, step_of
+from grpo_cli.checkpoints.paths import TRAINING, shown, step_of
 from grpo_cli.config.sources import ADAPTER_CONFIG
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.balance import split_balanced
@@ -279,7 +279,7 @@ def reason(error: BaseException, folder: Path, needed: int) -> str:
                 free = f"{in_words(free_bytes(folder))} free, "
             except OSError:  # the folder itself is gone
                 free = ""
-            where = f" ({folder}: {free}about {in_words(needed)} needed)"
+            where = f" ({shown(folder)}: {free}about {in_words(needed)} needed)"
         return f"{error.strerror}{where}"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

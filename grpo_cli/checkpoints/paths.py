@@ -121,7 +121,7 @@ def recover(folder: Path) -> None:
     for aside in (folder / "checkpoints").glob(f"*{REPLACED}"):
         path = aside.with_name(aside.name.removesuffix(REPLACED))
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(aside) if path.exists() else aside.rename(path)
+            remove(aside) if path.exists() else aside.rename(path)
 
 
 def step_of(path: Path) -> int:
@@ -153,14 +153,19 @@ def holds_run(folder: Path) -> bool:
     return has_metrics or any(folder.glob("checkpoints/step-*"))
 
 
+def remove(path: Path) -> None:
+    """Removes a file, a folder, or a link: what lies behind it stays."""
+    is_folder = path.is_dir() and not path.is_symlink()
+    shutil.rmtree(path) if is_folder else path.unlink()
+
+
 def discard_run(folder: Path) -> None:
     """Removes a run's files from its folder, and nothing else."""
     check_no_links(folder)
     for name in RUN_FILES:
         (folder / name).unlink(missing_ok=True)
     for path in [p for part in RUN_PARTS for p in folder.glob(part)]:
-        is_folder = path.is_dir() and not path.is_symlink()
-        shutil.rmtree(path) if is_folder else path.unlink()
+        remove(path)
 
 
 def check_no_links(folder: Path) -> None:

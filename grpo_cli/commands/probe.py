@@ -28,7 +28,7 @@ Exit code 3: the run cannot learn as it stands.
 
   --json                   Print probe.json and nothing else.
 """
-NOT_READ = ("resume", "overwrite", "probe")
+NOT_READ = ("resume", "resume_changed", "overwrite", "probe")
 
 
 @dataclass
@@ -90,6 +90,7 @@ def without_side_effects(recipe: Recipe, words: list[str]) -> Recipe:
         recipe,
         output_dir=folder,
         resume=None,
+        resume_changed=False,
         overwrite=False,
         tracking=Tracking(),
         hub=Hub(),

@@ -19,7 +19,7 @@ def as_yaml(recipe: Recipe) -> str:
     defaults: list[Any] = ["schema", "_self_", *({group: None} for group in groups())]
     values = as_text(dataclasses.asdict(recipe))
     # The stored run's folder is not the next one's.
-    for own in ("output_dir", "overwrite", "resume"):
+    for own in ("output_dir", "overwrite", "resume", "resume_changed"):
         del values[own]
     values["schedules"] = _by_section(values["schedules"])
     text: str = yaml.safe_dump(

@@ -1530,7 +1530,7 @@ class Checkpoint:
     )
     grace: float = knob(
         30.0,
-        "Seconds between a SIGTERM or SIGUSR1 and the end: a longer step is interrupted "
+        "Seconds between a SIGTERM, SIGHUP or SIGUSR1 and the end: a longer step is interrupted "
         "between two micro-batches and continued by resume=auto.",
         ge=0,
     )
@@ -1651,6 +1651,12 @@ class Recipe:
     overwrite: bool = knob(False, "Discard an earlier run in output_dir.")
     resume: str | None = knob(
         None, "Checkpoint to resume from: a path, or `auto` for the newest in output_dir, if any."
+    )
+    resume_changed: bool = knob(
+        False,
+        "Resume although data or tokenizer have other contents than the checkpoint was trained "
+        "with.",
+        read_if=("resume",),
     )
     seed: int = knob(0, "Seed of all random numbers.", ge=0, lt=2**32)
     steps: int = knob(

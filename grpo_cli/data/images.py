@@ -207,6 +207,7 @@ def _folders_of(source: str) -> str | tuple[str, ...]:
     path = local_path(source)
     if path is None:
         return ""
+    path = path.absolute()  # a user's function may change the working folder
     if path.is_file():
         return str(path.parent)
     parts = [*itertools.takewhile(lambda part: not set(part) & {*"*?["}, path.parts)]

@@ -1,8 +1,9 @@
 """Decides when a run has to end before its last step, and whether it can finish its present step.
 
-Ctrl-C (SIGINT) gives it all the time it needs. SIGTERM and SIGUSR1, which SLURM sends before a time
-limit or a preemption, give it `checkpoint.grace` seconds. A job with a known end ($GRPO_END_TIME,
-$SLURM_JOB_END_TIME) acts as if it got a signal `checkpoint.grace` seconds before its end.
+Ctrl-C (SIGINT) gives it all the time it needs. SIGTERM, SIGHUP of a terminal that is closed, and
+SIGUSR1, which SLURM sends before a time limit or a preemption, give it `checkpoint.grace` seconds.
+A job with a known end ($GRPO_END_TIME, $SLURM_JOB_END_TIME) acts as if it got a signal
+`checkpoint.grace` seconds before its end.
 
 Under torchrun a Ctrl-C also gives `checkpoint.grace` seconds: torchrun passes the signal on, and
 kills its processes after its --shutdown-timeout.
@@ -11,18 +12,19 @@ kills its processes after its --shutdown-timeout.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import UserError
 
 SAFETY_FACTOR = 1.5  # a step, and saving, are expected to take at most this many times the last
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
 WAKE = signal.SIGUSR2  # the supervisor's, to a main thread that is in a user's function
 AGAIN_SECONDS = 2.0  # a second SIGTERM after them is a wish of its own, not a copy of the first
 TORCHRUN_SECONDS = 30.0  # torchrun's default --shutdown-timeout
@@ -83,6 +85,17 @@ def given_grace(usual: float) -> float:
     return seconds
 
 
+def leave_closed_terminal(descriptors: Sequence[int] = (1, 2)) -> None:
+    """Discards what is printed to a terminal that is gone, where printing would raise."""
+    for descriptor in descriptors:
+        try:
+            os.get_terminal_size(descriptor)
+        except OSError as error:
+            if error.errno == errno.EIO:
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), descriptor)
+
+
 class StopSignal:
     """Receives the signals that end a run. A second Ctrl-C or SIGTERM ends it immediately."""
 
@@ -114,13 +127,22 @@ class StopSignal:
         self.signal: int | None = None  # the signal that ends it; SIGALRM: the job's time is up
         self.ends_at: float | None = None  # unix time by which it has to have ended
         self.started = False
+        self._process = os.getpid()
         self._received_at = 0.0  # unix time of the first signal
-        self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        numbers = [n for n in SIGNALS if not (n == signal.SIGHUP and under_nohup)]
+        self._previous = {number: signal.signal(number, self._handle) for number in numbers}
         self._previous[WAKE] = signal.signal(WAKE, heartbeat.interrupt_call)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # forked by a user's function, as by multiprocessing.Pool
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+            return
         if number == signal.SIGTERM and self.is_aftermath():
             return
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
         if not self.started:
             self.release()
             self.send(number)

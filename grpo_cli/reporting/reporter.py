@@ -25,6 +25,7 @@ from rich.text import Text
 
 import grpo_cli
 from grpo_cli.checkpoints.manifest import sync, sync_folder
+from grpo_cli.checkpoints.paths import shown as shown_path
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.schema import Log, Recipe
 from grpo_cli.data import conversations
@@ -83,8 +84,9 @@ class Reporter:
         error = self.write_lines()
         if error is not None and len(self.unwritten) == 1:
             self.say(
-                f"{self.metrics_file} cannot be written ({reason(error)}): the lines from step "
-                f"{step} on are kept, and written with the next that can be; the run continues"
+                f"{shown_path(self.metrics_file)} cannot be written ({reason(error)}): the lines "
+                f"from step {step} on are kept, and written with the next that can be; the run "
+                "continues"
             )
         now = {"step": step, "time": time.time(), "seconds": heartbeat.seconds()}
         self.status.add(finished=now)
@@ -153,8 +155,8 @@ class Reporter:
         except OSError as error:
             if not self.skips_completions:
                 self.say(
-                    f"{path} cannot be written ({reason(error)}): left out, as are those after it "
-                    "until they can be; the run continues"
+                    f"{shown_path(path)} cannot be written ({reason(error)}): left out, as are "
+                    "those after it until they can be; the run continues"
                 )
             self.skips_completions = True
         if self.config.unique_prompts:
@@ -182,7 +184,7 @@ class Reporter:
         self.trackers.close()
         if self.unwritten and (error := self.write_lines()) is not None:
             self.say(
-                f"{self.metrics_file}: its last {len(self.unwritten)} lines are lost "
+                f"{shown_path(self.metrics_file)}: its last {len(self.unwritten)} lines are lost "
                 f"({reason(error)})"
             )
             self.unwritten.clear()
@@ -211,7 +213,7 @@ class Reporter:
             if summary[what] is not None:
                 self.say(f"{what.replace('_', ' ')}: {summary[what]}")
         written = "metrics, curves and summary" if is_drawn else "metrics and summary"
-        self.say(f"{clock(summary['seconds'])} in all; {written}: {self.folder}")
+        self.say(f"{clock(summary['seconds'])} in all; {written}: {shown_path(self.folder)}")
 
 
 def is_kept(line: str, step: int) -> bool:
@@ -249,7 +251,7 @@ def needed(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise TrainingError(
-            f"the run is done, but {path} cannot be written: {reason(error)}"
+            f"the run is done, but {shown_path(path)} cannot be written: {reason(error)}"
         ) from error
 
 

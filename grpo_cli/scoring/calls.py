@@ -25,6 +25,7 @@ from grpo_cli.config.schema import Scoring
 from grpo_cli.data.rows import DATASET
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.images import opened
+from grpo_cli.scoring.guards import no_exit, no_second_run
 from grpo_cli.scoring.pool import Call, CallResult, Pool
 from grpo_cli.scoring.pool_worker import answer, blame, recorders
 from grpo_cli.scoring.processes import overrun
@@ -87,7 +88,8 @@ class BoundReward:
 
     def call(self, samples: Sequence[Sample], state: TrainerState) -> CallResult:
         """Calls the function in this process and waits for it."""
-        return answer(self.function, self.arguments(samples, state))
+        with no_exit():
+            return answer(self.function, self.arguments(samples, state))
 
 
 def _completion(sample: Sample, chat: bool) -> str | list[dict[str, Any]]:
@@ -210,7 +212,8 @@ class Loop:
 
     def _run(self) -> None:
         while not self._closing:
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # raised by a user's own task
+            # A user's own task may raise these.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt), no_exit():
                 self._loop.run_forever()
         self._loop.close()
 
@@ -263,6 +266,7 @@ class Loop:
 async def _staying(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Awaits the coroutine; turns a SystemExit, which would end the loop, into a RuntimeError."""
     try:
-        return await coroutine
+        with no_second_run():
+            return await coroutine
     except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import sys
 import time
 import traceback
@@ -18,6 +17,7 @@ from typing import Any
 
 from grpo_cli.images import opened
 from grpo_cli.scoring import processes
+from grpo_cli.scoring.guards import no_second_run
 from grpo_cli.scoring.pool import CallResult
 
 
@@ -31,7 +31,6 @@ def main() -> None:
         with contextlib.suppress(Exception, SystemExit):  # the first call says what is wrong
             importlib.import_module(module)
     pipe.send("ready")
-    own = os.getpid()
     log_history: list[dict[str, Any]] = []
     while True:
         try:
@@ -42,8 +41,6 @@ def main() -> None:
         if (state := arguments.get("trainer_state")) is not None:
             arguments["trainer_state"] = replace(state, log_history=list(log_history))
         done = answer(find(function), arguments)
-        if os.getpid() != own:  # a child that the function forked
-            os._exit(1)
         try:
             pipe.send((number, done))
         except (BrokenPipeError, ConnectionResetError):
@@ -74,7 +71,8 @@ def answer(function: Callable[..., Any], arguments: dict[str, Any]) -> CallResul
     try:
         # Images are sent as they are stored, and decoded where a function takes them.
         decoded = {name: opened(value) for name, value in arguments.items()}
-        values, error = function(**decoded), None
+        with no_second_run():
+            values, error = function(**decoded), None
     except (Exception, SystemExit, GeneratorExit) as raised:  # a user's function may raise anything
         values, error = None, blame(raised)
     return CallResult(values, metrics, extras, time.perf_counter() - start, error)

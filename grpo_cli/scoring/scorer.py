@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import time
@@ -9,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.config.interpolation import masked
@@ -19,6 +21,7 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
 from grpo_cli.rewards import traits_of
 from grpo_cli.scoring.calls import BoundReward, RewardExecutor
+from grpo_cli.scoring.guards import keeps_files_open
 from grpo_cli.scoring.pool import CallResult
 from grpo_cli.scoring.registry import Signature, TrainerState, import_modules, path_of, resolve
 from grpo_cli.scoring.step_rewards import check_steps, ending_token
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 ASYNC_TIMEOUT = 60.0  # seconds for one completion, unless the function or the recipe sets another
 ASYNC_CONCURRENCY = 16  # calls of an async function at a time, unless the recipe sets another
 GRACE = 60.0  # seconds past all deadlines after which an event loop counts as blocked
+LARGEST = 1e100  # of a reward: the squares of larger ones, in a standard deviation, overflow
+TOO_LARGE = f"which is beyond ±{LARGEST:g}; scale the reward down"
 OWN_METRICS = ("mean", "std", "timeouts", "errors")  # rewards/NAME/... that a run logs itself
 
 
@@ -116,7 +121,8 @@ class Scorer:
         session.start([sample])
         for name, reward in self.rewards.items():
             try:
-                (result,) = session.results(reward, [sample])
+                with contextlib.chdir("."):  # paths are still relative
+                    (result,) = session.results(reward, [sample])
             except TrainingError as error:
                 raise UserError(str(error)) from error
             if result.error is not None and reward.on_error == "stop":
@@ -370,7 +376,7 @@ class ScoringSession:
 
     def _results(self, reward: BoundReward, samples: Sequence[Sample]) -> list[RewardResult]:
         if reward.timeout is None:
-            with heartbeat.calling():
+            with heartbeat.calling(), keeps_files_open(reward.name):
                 results = self._called_here(reward, samples)
         else:
             rounds = 1 + len(samples) / reward.concurrency
@@ -513,7 +519,7 @@ def number(value: Any) -> float | None:
     """Converts a function's value for a completion to a float; None stays None.
 
     Raises:
-        ValueError: it is neither a finite number nor None.
+        ValueError: it is neither a finite number within ±1e100 nor None.
     """
     if value is None:
         return None
@@ -521,10 +527,14 @@ def number(value: Any) -> float | None:
         converted = float(value)
     except (TypeError, ValueError):
         converted = math.nan
+    except OverflowError:  # a whole number such as 10**400, which may have too many digits to show
+        raise ValueError(f"{Decimal(int(value)):.1e}, {TOO_LARGE}") from None
     if isinstance(value, (str, bytes)) or not math.isfinite(converted):
         raise ValueError(
             f"{value!r}, which is not a finite number, a list of (position, value) or None"
         )
+    if abs(converted) > LARGEST:
+        raise ValueError(f"{converted:g}, {TOO_LARGE}")
     return converted
 
 

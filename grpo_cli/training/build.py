@@ -58,7 +58,7 @@ from grpo_cli.records import Prompt
 from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter, readable, write_text
-from grpo_cli.training import resume
+from grpo_cli.training import contents, resume
 from grpo_cli.training.callbacks import Callbacks
 from grpo_cli.training.plan import record as plan_record
 from grpo_cli.training.prepare import Prepared, TrainRows, find_resume
@@ -112,6 +112,12 @@ def assemble(
     resume_from = checkpoint_to_resume(prepared, workers, reporter)
     if resume_from is not None:
         recipe = resume.with_stored_optimizer(recipe, resume_from)
+    read: contents.Contents = {}
+    with workers.raise_together():
+        if workers.is_main:
+            read = contents.of_run(prepared)
+            if resume_from is not None:
+                contents.check(recipe, resume_from, read, reporter.say)
     reporter.status.start(device=str(workers.device), processes=workers.size)
     # For dropout; sampling has random streams of its own.
     transformers.set_seed(derive_seed(recipe.seed, workers.rank) % 2**32)
@@ -204,6 +210,7 @@ def assemble(
         sessions=prepared.sessions,
         vision=vision or unloaded_processor(recipe, model, tokenizer),
         callbacks=Callbacks(prepared.callbacks),
+        contents=read,
     )
     if workers.is_main:
         run.plan = plan_record.begin(run, prompts)
@@ -390,7 +397,7 @@ def describe(run: Run) -> None:
         f"{shown}, "
         f"{recipe.steps:,} steps, {recipe.prompts_per_step} x "
         f"{recipe.generation.num_generations} completions a step, {workers.size} "
-        f"process{'es' if workers.size > 1 else ''}; writes to {run.folder}"
+        f"process{'es' if workers.size > 1 else ''}; writes to {paths.shown(run.folder)}"
     )
     if (summary := quantization.summary(run.policy)) is not None:
         say(summary)
@@ -460,7 +467,7 @@ def checkpoint_to_resume(prepared: Prepared, workers: Workers, reporter: Reporte
     candidates = workers.gather(candidates)[0]
     path = checkpointer.choose(candidates, workers, reporter.say)
     if candidates and path is None:
-        names = ", ".join(map(str, sorted(candidates, key=paths.step_of)))
+        names = ", ".join(map(paths.shown, sorted(candidates, key=paths.step_of)))
         raise UserError(
             f"resume: none of {names} is whole; begin anew with "
             "overwrite=true, or give another with resume=PATH."

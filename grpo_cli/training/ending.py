@@ -34,7 +34,7 @@ def finish(run: Run) -> None:
         run.plan.write(run.micro_batches.budget.tokens)
     saved = paths.steps_saved(run.folder)
     best = state.best_step if state.best_step in saved else None
-    last = str(paths.checkpoint_path(run.folder, saved[-1])) if saved else None
+    last = paths.shown(paths.checkpoint_path(run.folder, saved[-1])) if saved else None
     summary = {
         "recipe": run.recipe.recipe,
         "seed": run.recipe.seed,
@@ -44,7 +44,7 @@ def finish(run: Run) -> None:
         "before": readable(state.before) if state.before else None,
         "after": readable(state.after) if state.after else None,
         "after_step": state.after_step,
-        "best_checkpoint": str(paths.checkpoint_path(run.folder, best)) if best else None,
+        "best_checkpoint": paths.shown(paths.checkpoint_path(run.folder, best)) if best else None,
         "best_metric": run.recipe.eval.best if best else None,
         "best_value": state.best_value if best else None,
         "last_checkpoint": last,
@@ -74,13 +74,16 @@ def finish(run: Run) -> None:
 def write_report(run: Run) -> None:
     """Writes report.html into the run's folder and prints its path, or why there is none."""
     path = run.folder / page.NAME
+    shown = paths.shown(path)
     try:
         page.write([page.read(RunFolder(run.folder))], path)
     except Exception as error:  # whatever it is: the run is done, and a report can be written later
         why = f"{type(error).__name__}: {error}"
-        run.reporter.say(f"{path}: not written ({why}); grpo report {run.folder} writes it")
+        run.reporter.say(
+            f"{shown}: not written ({why}); grpo report {paths.shown(run.folder)} writes it"
+        )
     else:
-        run.reporter.say(f"report: {path}")
+        run.reporter.say(f"report: {shown}")
 
 
 def how_it_ended(run: Run, saved_in: Path | None) -> str:
@@ -99,4 +102,4 @@ def how_it_ended(run: Run, saved_in: Path | None) -> str:
         when = f"{when}, in its evaluation" if in_evaluation else f"in step {step + 1}"
     if error is not None:
         return f"stopped {when}; {error}"
-    return f"stopped {when}; saved in {path}; resume=auto continues it"
+    return f"stopped {when}; saved in {paths.shown(path)}; resume=auto continues it"

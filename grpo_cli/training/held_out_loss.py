@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from grpo_cli.algorithm.advantages import level_rewards
 from grpo_cli.algorithm.batch import collate
 from grpo_cli.algorithm.loss import Coefficients, LossOutput, LossSums, grpo_loss, logged
 from grpo_cli.config.schedules import at_step
@@ -42,6 +43,7 @@ def held_out_loss(run: Run, task: Task, groups: Sequence[Group]) -> dict[str, fl
     for r in rollouts:
         r.excluded = recipe.loss.mask_truncated and r.completion.finish_reason == "length"
     rollouts = [r for r in rollouts if r.loss_tokens]
+    level_rewards(groups, {name: reward.weight for name, reward in recipe.reward.items()})
     assign_advantages(recipe, groups, gathered(run.workers, groups), step)
     if run.reference is not None:
         fill_ref_logprobs(run, recipe, rollouts)

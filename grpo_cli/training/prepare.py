@@ -151,7 +151,9 @@ def for_training(recipe: Recipe) -> Prepared:
             sessions.close()
         raise
     recipe = with_absolute_paths(recipe)
-    return Prepared(recipe, folder, train, scorer, held_out, benches, note, sessions, callbacks)
+    return Prepared(
+        recipe, folder.absolute(), train, scorer, held_out, benches, note, sessions, callbacks
+    )
 
 
 def parts_of(
@@ -185,6 +187,8 @@ def train_rows_of(recipe: Recipe) -> tuple[dict[str, TrainRows], data.Rows | Non
         train[name] = TrainRows(rows, config, part.weight)
     if dataset.streaming:
         stream = data.open_stream(dataset)
+        at = dataclasses.replace(dataset, train=sources.absolute(stream.source))
+        stream = dataclasses.replace(stream, config=at)  # its files are opened again later
         train[""] = TrainRows(stream.first, dataset, stream=stream)
     if not train:
         rows = data.load_rows(dataset, "train")
@@ -216,7 +220,7 @@ def for_evaluation(recipe: Recipe) -> Prepared:
         check_engine(recipe)
         scorer = next(iter(benches.values())).scorer
         recipe = with_absolute_paths(recipe)
-        return Prepared(recipe, folder, {}, scorer, benchmarks=benches)
+        return Prepared(recipe, folder.absolute(), {}, scorer, benchmarks=benches)
     rows = train_rows_of(recipe)[1] if splits else None
     rows = data.load_rows(dataset, "eval") if dataset.eval else rows
     held_out = held_out_of(recipe, rows, executor)
@@ -224,7 +228,7 @@ def for_evaluation(recipe: Recipe) -> Prepared:
     scorer = next(iter(held_out.values())).scorer
     sessions = environments.open_sessions(recipe, parts_of({}, held_out))
     recipe = with_absolute_paths(recipe)
-    return Prepared(recipe, folder, {}, scorer, held_out, sessions=sessions)
+    return Prepared(recipe, folder.absolute(), {}, scorer, held_out, sessions=sessions)
 
 
 def held_out_of(
@@ -459,15 +463,15 @@ def find_resume(recipe: Recipe, folder: Path) -> list[Path]:
         inside = path.resolve().parent.parent == folder.resolve()
         if not inside and paths.holds_run(folder):
             raise UserError(
-                f"output_dir = {folder}: holds another run than resume = {path}; "
+                f"output_dir = {paths.shown(folder)}: holds another run than resume = {path}; "
                 "choose another output_dir."
             )
         return [path]
     if paths.holds_run(folder) and not recipe.overwrite:
         newest = f" up to step {saved[-1]}" if saved else ""
         raise UserError(
-            f"output_dir = {folder}: holds a run already{newest}; continue it with resume=auto, "
-            "discard it with overwrite=true, or choose another output_dir."
+            f"output_dir = {paths.shown(folder)}: holds a run already{newest}; continue it with "
+            "resume=auto, discard it with overwrite=true, or choose another output_dir."
         )
     return []
 
@@ -562,7 +566,7 @@ def finished(recipe: Recipe) -> str | None:
     if changes:
         others = f" and {len(changes) - 3} others" if len(changes) > 3 else ""
         raise UserError(
-            f"output_dir = {folder}: holds a finished run with other settings ("
+            f"output_dir = {paths.shown(folder)}: holds a finished run with other settings ("
             f"{', '.join(changes[:3])}{others}); choose another output_dir, or discard the run "
             "with overwrite=true."
         )
@@ -578,9 +582,9 @@ def check_writable(folder: Path) -> None:
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
-        raise UserError(f"output_dir = {folder}: {existing} is a file, not a folder.")
+        raise UserError(f"output_dir = {paths.shown(folder)}: {existing} is a file, not a folder.")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"output_dir = {folder}: {existing} cannot be written to.")
+        raise UserError(f"output_dir = {paths.shown(folder)}: {existing} cannot be written to.")
 
 
 def check_engine(recipe: Recipe) -> None:
@@ -671,13 +675,17 @@ def adapter_config(recipe: Recipe) -> LoraConfig:
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Returns the recipe with absolute paths of its local files."""
+    """Returns the recipe with absolute paths of its local files and its folder.
+
+    What a user's function does to the working folder then moves nothing.
+    """
 
     def absolute(source: str | None) -> str | None:
         return None if source is None else sources.absolute(source)
 
     return dataclasses.replace(
         recipe,
+        output_dir=str(Path(recipe.output_dir).expanduser().absolute()),
         model=dataclasses.replace(
             recipe.model,
             path=absolute(recipe.model.path),

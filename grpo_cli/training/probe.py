@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from grpo_cli.checkpoints import paths
 from grpo_cli.errors import CannotLearn
 from grpo_cli.evaluation.probe.run import run_probe
 from grpo_cli.evaluation.probe.samples import Policy, Size
@@ -55,7 +56,8 @@ def probe(run: Run) -> None:
     if recipe.probe == "stop" and not result.verdict.can_learn:
         raise CannotLearn(
             f"the run cannot learn as it stands ({', '.join(result.verdict.reasons)}), and "
-            f"probe = stop ends it; what was found: {run.folder / FILE}. probe=true trains anyway."
+            f"probe = stop ends it; what was found: {paths.shown(run.folder / FILE)}. probe=true "
+            "trains anyway."
         )
 
 

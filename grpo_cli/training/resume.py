@@ -26,7 +26,7 @@ from grpo_cli.generation.embedded.speculation.kept_completions import KeptComple
 from grpo_cli.models.optimizers import EIGHT_BIT
 from grpo_cli.records import Group
 from grpo_cli.reporting.model_card import model_card
-from grpo_cli.training import step_progress
+from grpo_cli.training import contents, step_progress
 from grpo_cli.training.rollouts import prefetch
 from grpo_cli.training.rollouts.prefetch import PrefetchedGroups
 from grpo_cli.training.rollouts.stored_groups import (
@@ -149,6 +149,7 @@ def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
 
 
 def _write(run: Run, path: Path, *, wait: bool) -> None:
+    run.check_folder()
     entries = state_of(run, to_keep(run, wait=wait)) | {"callbacks": run.callbacks.states(run)}
     state, workers = run.state, run.workers
     best, began, last = state.best_step, time.monotonic(), run.is_over
@@ -174,6 +175,7 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         saved_recipe.as_yaml(run.recipe),
         run.vision or run.tokenizer,
         with_model=writes_model(run),
+        contents=contents.as_json(run.contents),
         card=card_of(run) if workers.is_main else "",
         outdated=lambda: checkpointer.outdated(run.folder, newest=path, **keeping(run)),
         done=done,
@@ -286,15 +288,15 @@ def with_stored_optimizer(recipe: Recipe, path: Path) -> Recipe:
             adapter.
     """
     stored = translate(yaml.safe_load((path / paths.TRAINING / "recipe.yaml").read_text("utf-8")))
-    before, now = stored["optimizer"], recipe.optimizer
-    weights = f"model.path={path} model.build=null"
+    before, now, shown = stored["optimizer"], recipe.optimizer, paths.shown(path)
+    weights = f"model.path={shown} model.build=null"
     if recipe.adapter.method != "none":
-        weights = f"adapter.path={path}"
+        weights = f"adapter.path={shown}"
     for knob, value in (("algorithm", now.algorithm), ("args", now.args)):
         was = before.get(knob, getattr(Optimizer(), knob))
         if was != value and not {was, value} <= {*EIGHT_BIT}:
             raise UserError(
-                f"optimizer.{knob} = {value}: {path} was trained with {was}, and a resumed run "
+                f"optimizer.{knob} = {value}: {shown} was trained with {was}, and a resumed run "
                 f"keeps its optimizer; begin a run from its weights with {weights}."
             )
     check_adapter(recipe, stored, path)
@@ -317,18 +319,19 @@ def check_float32_state(recipe: Recipe, stored: Mapping[str, Any], path: Path) -
     # The trained weights of an adapter are float32.
     if recipe.adapter.method != "none" or {recipe.model.dtype, dtype_before} == {"float32"}:
         return
+    shown = paths.shown(path)
     offload = recipe.distributed.offload
     offload_before = (stored.get("distributed") or {}).get("offload", "none")
     rounding = recipe.optimizer.rounding
     rounding_before = stored["optimizer"].get("rounding", "nearest")
     if (offload == "optimizer") != (offload_before == "optimizer"):
         raise UserError(
-            f"distributed.offload = {offload}: {path} was trained with {offload_before}, which "
+            f"distributed.offload = {offload}: {shown} was trained with {offload_before}, which "
             f"keeps its float32 state elsewhere; set distributed.offload={offload_before}."
         )
     if rounding != rounding_before:
         raise UserError(
-            f"optimizer.rounding = {rounding}: {path} was trained with {rounding_before}, whose "
+            f"optimizer.rounding = {rounding}: {shown} was trained with {rounding_before}, whose "
             f"moments have another dtype; set optimizer.rounding={rounding_before}."
         )
 
@@ -344,10 +347,11 @@ def check_adapter(recipe: Recipe, stored: Mapping[str, Any], path: Path) -> None
     Raises:
         UserError: the run has another adapter, or its base model is quantized differently.
     """
+    shown = paths.shown(path)
     was = (stored.get("model") or {}).get("quantization", Model().quantization)
     if was != recipe.model.quantization:
         raise UserError(
-            f"model.quantization = {recipe.model.quantization}: {path} was trained with {was}, "
+            f"model.quantization = {recipe.model.quantization}: {shown} was trained with {was}, "
             "which is another model under the adapter; give another output_dir to begin a run."
         )
     before, now = asdict(Adapter()) | (stored.get("adapter") or {}), asdict(recipe.adapter)
@@ -355,7 +359,7 @@ def check_adapter(recipe: Recipe, stored: Mapping[str, Any], path: Path) -> None
     for knob in (knob for knob in now if knob not in ("dropout", "path", "sync")):
         if before[knob] != now[knob]:
             raise UserError(
-                f"adapter.{knob} = {now[knob]}: {path} was trained with {before[knob]}, and a "
+                f"adapter.{knob} = {now[knob]}: {shown} was trained with {before[knob]}, and a "
                 "resumed run keeps its adapter; give another output_dir to begin a run."
             )
 
@@ -372,7 +376,7 @@ def restore(run: Run, path: Path) -> None:
     if path == paths.checkpoint_path(run.folder, run.state.step):
         run.recovery.saved_step = run.state.step
     where = f"in step {run.state.step + 1}" if run.recovery.progress else f"step {run.state.step}"
-    run.reporter.say(f"resuming from {path}, {where}")
+    run.reporter.say(f"resuming from {paths.shown(path)}, {where}")
     for change in saved_recipe.differences(before, run.recipe):
         run.reporter.say(f"  changed since: {change}")
         run.state.stop_reason = None  # of the recipe as it was
@@ -450,10 +454,11 @@ def _load(run: Run, path: Path) -> dict[str, Any]:
             checkpointer.load(path, Parts(run.policy, run.optimizer, reference))
         except Exception as error:  # torn files: each format has its own errors
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            others = [str(p) for p in paths.resumable(path.parent.parent) if p != path]
+            others = [paths.shown(p) for p in paths.resumable(path.parent.parent) if p != path]
             names = ", ".join(reversed(others)) or "none"
             raise UserError(
-                f"resume: {path} cannot be resumed ({reason}); other checkpoints: {names}."
+                f"resume: {paths.shown(path)} cannot be resumed ({reason}); other checkpoints: "
+                f"{names}."
             ) from error
     return saved
 

@@ -30,6 +30,7 @@ from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.training.callbacks import Callbacks
+from grpo_cli.training.contents import Contents
 from grpo_cli.training.plan.record import PlanRecord
 from grpo_cli.training.recovery import Recovery
 from grpo_cli.training.rollouts.queue import RolloutQueue
@@ -86,6 +87,7 @@ class Run:
     sessions: Sessions | None = None  # opens the environments of rollouts
     vision: VisionProcessor | UnloadedProcessor | None = None  # of a model that reads images
     callbacks: Callbacks = field(default_factory=Callbacks)
+    contents: Contents = field(default_factory=dict)  # what it reads; the main process has it
     plan: PlanRecord | None = None  # of memory and time; the main process has one
     started: float = field(default_factory=time.monotonic)
 
@@ -138,6 +140,11 @@ class Run:
             best_global_step=state.best_step,
             log_history=list(self.log_history or ()),
         )
+
+    def check_folder(self) -> None:
+        """Raises a TrainingError if the run's folder was renamed or removed meanwhile."""
+        if self.lock is not None:
+            self.lock.check_folder()
 
     def should_stop(self) -> bool:
         """Whether the run is asked to stop before its last step; the same on every process."""

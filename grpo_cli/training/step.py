@@ -94,8 +94,9 @@ class Step:
                     " Gradients overflow float16 with a loss scale of 1 too: use "
                     "mixed_precision=bf16 or mixed_precision=no."
                 )
-            saved = paths.steps_saved(self.run.folder)
-            last = paths.checkpoint_path(self.run.folder, saved[-1]) if saved else "none"
+            folder = self.run.folder
+            saved = paths.steps_saved(folder)
+            last = paths.shown(paths.checkpoint_path(folder, saved[-1])) if saved else "none"
             rate = self.recipe.optimizer.learning_rate
             raise TrainingError(
                 f"step {self.number + 1}: the loss is {measured.loss:g} and the gradient norm "
@@ -163,6 +164,7 @@ class Step:
     def log_completions(self) -> None:
         """Writes the step's completions where due, before an evaluation that may be interrupted."""
         run, groups = self.run, self.batch.groups if self.batch else []
+        run.check_folder()
         if run.reporter.keeps_completions(run.state.step):
             images = run.reporter.keeps_images
             rows = rows_of_all(run.workers, run.state.step, groups, images)

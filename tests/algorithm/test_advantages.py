@@ -27,6 +27,7 @@ from grpo_cli.algorithm.advantages import (
     group_mean,
     group_relative,
     group_std,
+    level_rewards,
     max_rl,
     opo,
     pass_at_k,
@@ -39,6 +40,7 @@ from grpo_cli.algorithm.variants import apply, knobs_read, parameters
 from grpo_cli.config.schema import Advantage
 from grpo_cli.records import RolloutStats, reward_tensors
 from tests import reference_advantages as reference
+from tests.conftest import make_group, make_rollout
 from tests.programs import ROOT
 
 NAN = math.nan
@@ -712,3 +714,59 @@ def test_group_mean_and_std_by_hand() -> None:
 def test_all_equal_by_hand() -> None:
     rows = [[1.0, 1.0], [1.0, 1.0 + 1e-6], [1.0, NAN], [NAN, NAN], [-1.0, 1.0]]
     assert all_equal(torch.tensor(rows)).tolist() == [True, False, True, True, False]
+
+
+def test_all_equal_except_for_rounding() -> None:
+    sums = [[0.1 + 0.2, 0.3, NAN], [300.3, 300.29999999999995, NAN], [1.0, 1.0 + 2e-9, NAN]]
+    assert all_equal(double(sums)).tolist() == [True, True, False]
+    assert all_equal(-double(sums)).tolist() == [True, True, False]
+    # The parts of the first reward are 1e10 times as large as their sum.
+    cancelled = double([[1e9 - (1e9 - 0.1), 0.1]])
+    assert not all_equal(cancelled)
+    assert all_equal(cancelled, double([2e9]))
+
+
+def test_no_rule_makes_a_signal_of_rounding() -> None:
+    rewards = double([[0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2], [300.3, 300.3, 300.29999999999995, 300.3]])
+    zeros = torch.zeros(2, 4)
+    lengths = torch.ones_like(rewards)
+    assert torch.equal(group_relative(rewards, scale="group"), zeros)
+    assert torch.equal(rloo(rewards), zeros)
+    assert torch.equal(opo(rewards, lengths), zeros)
+    assert torch.equal(max_rl(rewards), zeros)
+    assert torch.equal(pass_at_k(rewards, k=2), zeros)
+    assert torch.equal(reinforce_pp(rewards, baseline="group"), zeros)
+    assert torch.equal(reinforce_pp(rewards[:1], baseline="none"), zeros[:1])
+    assert torch.equal(gdpo(rewards[..., None], double([1.0])), zeros)
+
+
+def test_pass_at_k_whose_best_subsets_differ_by_rounding() -> None:
+    # Every pair holds one of the three best.
+    assert torch.equal(pass_at_k(double([[0.0, 0.3, 0.1 + 0.2, 0.3]]), k=2), torch.zeros(1, 4))
+
+
+def test_level_rewards_by_hand() -> None:
+    weights = {"a": 0.1, "b": 0.2, "c": 0.3}
+
+    def level(parts: list[list[float]]) -> list[float]:
+        own = [dict(zip(weights, values, strict=True)) for values in parts]
+        rewards = [sum(weights[n] * v for n, v in of.items()) for of in own]
+        rollouts = [
+            make_rollout(reward=r, parts={**of}) for r, of in zip(rewards, own, strict=True)
+        ]
+        level_rewards([make_group(0, rollouts)], weights)
+        assert [r.reward for r in rollouts] == [r.outcome_reward for r in rollouts]
+        return [r.reward for r in rollouts]
+
+    assert level([[1, 1, 0], [0, 0, 1]]) == [0.30000000000000004] * 2
+    assert level([[1, 0, 0], [0, 0, 1]]) == [0.1, 0.3]
+    # The sums are 0 and 6e-10, then 6e-9; 1e-9 of the largest sum of parts is 1.2e-9.
+    assert level([[0, 3, -2], [0, 3, -2 + 2e-9]])[0] == pytest.approx(6e-10, rel=1e-3)
+    assert level([[0, 3, -2], [0, 3, -2 + 2e-8]])[0] == pytest.approx(0, abs=1e-12)
+
+
+def test_level_rewards_leaves_what_has_no_reward() -> None:
+    rollouts = [make_rollout(reward=NAN, parts={"a": None}), make_rollout(reward=1.0)]
+    level_rewards([make_group(0, rollouts)], {"a": 1.0})
+    assert math.isnan(rollouts[0].reward)
+    assert rollouts[1].reward == 1.0

@@ -26,7 +26,15 @@ from transformers import PreTrainedTokenizerFast as Tokenizer
 from grpo_cli import random_streams
 from grpo_cli.checkpoints import checkpointer, manifest, shards
 from grpo_cli.checkpoints.checkpointer import Checkpointer, Parts
-from grpo_cli.checkpoints.paths import checkpoint_path, is_model, recover, resumable, steps_saved
+from grpo_cli.checkpoints.paths import (
+    checkpoint_path,
+    interrupted_path,
+    is_model,
+    kept_path,
+    recover,
+    resumable,
+    steps_saved,
+)
 from grpo_cli.checkpoints.shards import Piece, PieceSavePlanner, Shards
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
@@ -865,6 +873,34 @@ def test_prune_keeps_the_newest_and_the_best(
     empty(tmp_path, 3, 20, 30, 100)
     checkpointer.prune(tmp_path, keep_last, best)
     assert steps_saved(tmp_path) == kept
+
+
+def test_prune_removes_a_link_and_not_what_lies_behind_it(tmp_path: Path) -> None:
+    moved = tmp_path / "other_disk"
+    (moved / "training").mkdir(parents=True)
+    run = tmp_path / "run"
+    checkpoint_path(run, 20).mkdir(parents=True)
+    for link in (checkpoint_path(run, 10), interrupted_path(run, 5), kept_path(run, 4)):
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(moved)
+    checkpointer.prune(run, 1, None, checkpoint_path(run, 20))
+    checkpointer.discard_kept(run, 3)
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-20"]
+    assert not [*(run / "replay").iterdir()]
+    assert (moved / "training").is_dir()
+
+
+@pytest.mark.parametrize("is_dangling", [False, True])
+def test_a_checkpoint_takes_the_place_of_a_link(tmp_path: Path, is_dangling: bool) -> None:
+    moved = tmp_path / "other_disk"
+    if not is_dangling:
+        moved.mkdir()
+    (tmp_path / "step-1").symlink_to(moved)
+    (tmp_path / "step-1.tmp").mkdir()
+    checkpointer.give_name(tmp_path / "step-1.tmp", tmp_path / "step-1")
+    assert not (tmp_path / "step-1").is_symlink()
+    assert moved.is_dir() is not is_dangling
+    assert {p.name for p in tmp_path.iterdir()} - {"other_disk"} == {"step-1"}
 
 
 def test_prune_never_removes_the_one_just_written(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ import pytest
 from grpo_cli.checkpoints import checkpointer, paths
 from grpo_cli.checkpoints.lock import JOB, NAME, Lock, is_restart, note_torchruns, torchrun
 from grpo_cli.distributed import heartbeat
-from grpo_cli.errors import UserError
+from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.training import build, prepare
+from grpo_cli.training.resume import save
 from grpo_cli.training.run import Run
+from grpo_cli.training.step import Step, make_clock
 from tests import programs
 from tests.training.test_train import built, recipe, trained
 
@@ -121,6 +125,40 @@ def test_a_file_system_without_locks_is_no_reason_to_stop(
     Lock(tmp_path).release()
     for lock in locks:
         lock.release()
+
+
+def rename(folder: Path) -> None:
+    folder.rename(folder.with_name("renamed"))
+
+
+def replace(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+@pytest.mark.parametrize("change", [rename, shutil.rmtree, replace])
+def test_a_folder_that_is_renamed_or_removed_is_noticed(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    lock = Lock(tmp_path / "run")
+    lock.check_folder()
+    change(tmp_path / "run")
+    with pytest.raises(TrainingError, match=rf"^output_dir = {tmp_path}/run: was renamed or rem"):
+        lock.check_folder()
+    lock.release()
+
+
+def test_a_run_ends_when_its_folder_is_gone(tmp_path: Path) -> None:
+    live = built(tmp_path / "run")
+    rename(live.folder)
+    for write in (
+        Step(live, 0, live.recipe, make_clock(live)).log_completions,
+        partial(save, live),
+    ):
+        with pytest.raises(TrainingError, match="was renamed or removed"):
+            write()
+    live.close()
+    assert not live.folder.exists()
 
 
 def test_a_run_holds_its_folder_until_it_is_closed(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from grpo_cli.distributed.stop_signal import (
     StoppedWhileStarting,
     StopSignal,
     end_of_job,
+    leave_closed_terminal,
 )
 from grpo_cli.errors import UserError
 
@@ -84,6 +85,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         (signal.SIGINT, None, "this step is finished and saved first; once more to stop at once"),
         (signal.SIGTERM, NOW + 30, "if that takes less than 30 s, and else saved as far as it is"),
         (signal.SIGUSR1, NOW + 30, "if that takes less than 30 s, and else saved as far as it is"),
+        (signal.SIGHUP, NOW + 30, "if that takes less than 30 s, and else saved as far as it is"),
     ],
 )
 def test_a_signal(number: int, ends_at: float | None, says: str, heard: Heard) -> None:
@@ -96,6 +98,28 @@ def test_a_signal(number: int, ends_at: float | None, says: str, heard: Heard) -
     (said,) = heard.said
     assert said.startswith("stopping: ")
     assert said.endswith(says)
+
+
+def test_a_run_under_nohup_goes_on_when_its_terminal_is_closed(heard: Heard) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    run = heard.stop()
+    signal.raise_signal(signal.SIGHUP)
+    assert not run.is_requested
+    run.release()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_lines_for_a_closed_terminal_are_discarded() -> None:
+    terminal, closed = os.openpty(), os.openpty()
+    os.close(closed[0])
+    with pytest.raises(OSError, match="Input/output error"):
+        os.write(closed[1], b"line")
+    leave_closed_terminal((terminal[1], closed[1]))
+    os.write(closed[1], b"line")
+    os.write(terminal[1], b"line")
+    assert os.read(terminal[0], 4) == b"line", "a terminal that is there is kept"
+    for descriptor in (*terminal, closed[1]):
+        os.close(descriptor)
 
 
 def test_without_a_signal_a_run_goes_on(heard: Heard, clock: SimpleNamespace) -> None:

@@ -641,6 +641,30 @@ def test_positions_are_bounded_by_what_they_count(tokenizer: PreTrainedTokenizer
     assert score([rollout("é", ids=ids)], r=by("tokens")) == [1.0]
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (1.1e100, "1.1e+100"),
+        (-1e160, "-1e+160"),
+        (10**400, "1.0e+400"),
+        (-(10**5000), "-1.0e+5000"),
+    ],
+    ids=["float", "below", "int", "many digits"],
+)
+def test_a_value_that_is_too_large(value: float, shown: str) -> None:
+    for returned, function in (([1.0, value], "returns"), ([1.0, [(0, value)]], by("tokens"))):
+        RETURNED[:] = [returned]
+        assert training_error([rollout("a"), rollout("b", row=9)], r=function) == (
+            f"reward 'r' returned {shown}, which is beyond ±1e+100; scale the reward down, for "
+            "row 9, completion 'b'"
+        )
+
+
+def test_the_largest_value() -> None:
+    RETURNED[:] = [[1e100, -1e100, 10**100]]
+    assert score([rollout(), rollout(), rollout()], r="returns") == [1e100, -1e100, 1e100]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, "1.0", [1.0]])
 def test_a_steps_value_that_is_not_a_finite_number(value: Any) -> None:
     RETURNED[:] = [[[(0, value)]]]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import time
 from dataclasses import asdict
@@ -449,6 +450,35 @@ def test_a_reward_that_raises_names_row_and_completion(tmp_path: Path) -> None:
 
 def raises_at_three(completions: list[str], question: list[str]) -> list[float]:
     return [1 / (0 if q.startswith("3") else 1) for q in question]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_reward_that_changes_the_working_folder_does_not_move_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ELSEWHERE", str(tmp_path / "elsewhere"))
+    changes: dict[str, Any] = {}
+    if streaming:  # in blocks, so that the file is opened again
+        changes = {"dataset__streaming": True, "dataset__shuffle_buffer": 3}
+        changes |= {"model__build__warmup_steps": 0, "dataset__solution": None}
+    live = trained(
+        Path("here"),
+        steps=3,
+        **changes,
+        reward={"leaves": {"function": "tests.training.test_train:leaves"}},
+    )
+    assert live.state.step == 3
+    assert Path.cwd() == tmp_path / "elsewhere"
+    assert not [*Path.cwd().iterdir()]
+    assert live.folder.is_relative_to(tmp_path / "here")
+    assert paths.steps_saved(live.folder) == [2, 3]
+
+
+def leaves(completions: list[str]) -> list[float]:
+    os.chdir(os.environ["ELSEWHERE"])
+    return [float(len(c)) for c in completions]
 
 
 def test_rows_without_any_reward_train_on_nothing(tmp_path: Path) -> None:

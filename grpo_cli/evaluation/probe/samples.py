@@ -14,6 +14,7 @@ from itertools import chain, islice
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from grpo_cli.algorithm.advantages import level_rewards
 from grpo_cli.config.schedules import at_step
 from grpo_cli.config.schema import Recipe
 from grpo_cli.data import PromptStream
@@ -199,6 +200,7 @@ def _sample_and_score(
         scored = time.monotonic()
         some = spread(groups, max(1, SCORED_TWICE // workers.size))
         again = _scored_again(scorer, policy.state, session, rollouts, some)
+    level_rewards(groups, {name: reward.weight for name, reward in recipe.reward.items()})
     for r in rollouts:
         r.excluded = recipe.loss.mask_truncated and r.completion.finish_reason == "length"
     gathered = workers.gather((groups, session.kept, again))

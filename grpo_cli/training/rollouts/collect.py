@@ -15,6 +15,7 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 
+from grpo_cli.algorithm.advantages import level_rewards
 from grpo_cli.algorithm.loss import every_rollout_has_gradient
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.schema import Recipe
@@ -231,6 +232,7 @@ def _sample(
         clock.stage("reward"),
     ):
         session.finish(rollouts, run.tokenizer)
+    level_rewards(groups, {name: reward.weight for name, reward in recipe.reward.items()})
     for group in groups:
         for r in group.rollouts:
             r.excluded = recipe.loss.mask_truncated and r.completion.finish_reason == "length"

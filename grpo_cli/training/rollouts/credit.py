@@ -9,7 +9,7 @@ import torch
 
 from grpo_cli.algorithm import normalization
 from grpo_cli.algorithm.advantage_shares import advantage_shares
-from grpo_cli.algorithm.advantages import process_advantages, turn_advantages
+from grpo_cli.algorithm.advantages import all_equal, process_advantages, turn_advantages
 from grpo_cli.algorithm.kl import ESTIMATORS
 from grpo_cli.algorithm.objective import rule_function
 from grpo_cli.algorithm.variants import apply, traits_of
@@ -179,8 +179,9 @@ def has_signal(recipe: Recipe, group: Sequence[RolloutStats]) -> bool:
         ValueError: the rule does not take such rewards.
     """
     of_turns = rewards_of_turns(recipe)
-    steps = {v for o in group for name, of in o.steps.items() if name not in of_turns for v in of}
-    if len(steps) > 1 and not all(o.excluded for o in group):
+    steps = [v for o in group for name, of in o.steps.items() if name not in of_turns for v in of]
+    differ = len(steps) > 1 and not all_equal(torch.tensor(steps, dtype=torch.float64))
+    if differ and not all(o.excluded for o in group):
         return True
     trained = [o for o in group if o.steps.keys() & {*of_turns}]
     turns = turn_advantages(

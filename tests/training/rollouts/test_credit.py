@@ -34,7 +34,8 @@ def signal(group: list[RolloutStats], **advantage: Any) -> bool:
     [
         ([1.0, 0.0], True),
         ([1.0, 1.0, 1.0], False),
-        ([0.1, 0.1 + 1e-12], True),
+        ([0.1, 0.1 + 1e-12], False),
+        ([0.1, 0.1 + 1e-9], True),
         ([NAN, 1.0, NAN], False),
         ([NAN, 1.0, 0.0], True),
         ([NAN, NAN], False),

@@ -1,0 +1,73 @@
+"""Guards the run against functions of the user that fork it, end it, or close its files.
+
+A worker process imports this module, so it imports almost nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+
+_guarded = threading.local()  # .pid: of the process, while this thread calls a user's function
+_exit = os._exit
+
+
+def _exit_if_allowed(status: int) -> None:
+    if getattr(_guarded, "pid", None) == os.getpid():  # its forked children may exit
+        raise SystemExit(f"os._exit({status}), which would have ended the run")
+    _exit(status)
+
+
+@contextlib.contextmanager
+def no_exit() -> Iterator[None]:
+    """Makes os._exit raise a SystemExit in this thread: it would end the run without a word."""
+    os._exit = _exit_if_allowed  # type: ignore[assignment]
+    before, _guarded.pid = getattr(_guarded, "pid", None), os.getpid()
+    try:
+        yield
+    finally:
+        _guarded.pid = before
+
+
+@contextlib.contextmanager
+def no_second_run() -> Iterator[None]:
+    """Ends a child that a user's function has forked and that returns as its parent does."""
+    own = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != own:
+            _exit(1)
+
+
+@contextlib.contextmanager
+def keeps_files_open(name: str) -> Iterator[None]:
+    """Ends this process with a sentence if a reward function closes its file descriptors.
+
+    It looks at the outputs, and at a descriptor of its own, which stands for the others. Without
+    them nothing can be closed in good order.
+    """
+    outputs = [fd for fd in (1, 2) if _is_open(fd)]
+    own = os.open(os.devnull, os.O_RDONLY)
+    try:
+        yield
+    finally:
+        if not all(map(_is_open, (*outputs, own))):
+            text = (
+                f"grpo: reward {name!r} has closed file descriptors of the run; a function may "
+                "close only those that it has opened. The run ends; resume=auto continues it.\n"
+            )
+            with contextlib.suppress(OSError):
+                os.write(2, text.encode())
+            _exit(1)
+        os.close(own)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
