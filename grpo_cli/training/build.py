@@ -433,14 +433,18 @@ def text_notices(
     Args:
         eos_ids: the tokens that end a completion without `generation.stop_token_ids`.
     """
-    added = tokenizer.get_added_vocab()
-    for tag in ("<think>", "</think>"):
-        if tag in added and not tokenizer.decode([added[tag]], skip_special_tokens=True):
-            yield (
-                f"{tag} is a special token of the tokenizer, and rewards read completions without "
-                "special tokens: think_format and math never see it; give the token "
-                '"special": false in the files of the tokenizer.'
-            )
+    vocabulary = tokenizer.get_vocab()
+    hidden = [
+        tag
+        for tag in ("<think>", "</think>")
+        if tag in vocabulary and not tokenizer.decode([vocabulary[tag]], skip_special_tokens=True)
+    ]
+    if hidden:
+        yield (
+            f"the tokenizer has {' and '.join(hidden)} as special tokens, and rewards read "
+            "completions without special tokens: think_format and math never see the tags; write "
+            '"special": false into their entries in the files of the tokenizer.'
+        )
     if not (eos_ids or recipe.generation.stop_token_ids or recipe.generation.stop):
         yield (
             "neither the tokenizer nor the generation config has an end token: every completion "

@@ -50,10 +50,10 @@ def test_an_ordinary_run_says_nothing() -> None:
     assert notices(make_tokenizer(), Prompt(0, [5, 6], "no chat", {})) == []
 
 
-@pytest.mark.parametrize("tag", ["<think>", "</think>"])
-def test_a_tag_that_rewards_never_see(tag: str) -> None:
-    (line,) = notices(make_tokenizer([tag]))
-    assert line.startswith(f"{tag} is a special token of the tokenizer, and rewards read")
+@pytest.mark.parametrize("tags", [["<think>"], ["</think>"], ["<think>", "</think>"]])
+def test_tags_that_rewards_never_see(tags: list[str]) -> None:
+    (line,) = notices(make_tokenizer(tags))
+    assert line.startswith(f"the tokenizer has {' and '.join(tags)} as special tokens, and rewards")
 
 
 def test_a_template_that_drops_the_system_message() -> None:
