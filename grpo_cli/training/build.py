@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -420,8 +421,74 @@ def describe(run: Run) -> None:
             else "note: a mixture of experts for which transformers has no load-balancing loss: "
             "nothing keeps the load of its experts even"
         )
-    for notice in (*objective.notices(recipe), *contradictions.notices(recipe)):
+    eos_ids = loading.eos_ids(run.policy.generation_config, run.tokenizer)
+    for notice in (
+        *objective.notices(recipe),
+        *contradictions.notices(recipe),
+        *text_notices(recipe, run.tokenizer, eos_ids, run.queue.stream.prompts),
+    ):
         say(f"note: {notice}")
+
+
+def text_notices(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    eos_ids: Sequence[int],
+    prompts: Sequence[Prompt],
+) -> Iterator[str]:
+    """Yields what the tokenizer or the chat template hides from the model or from the rewards.
+
+    Args:
+        eos_ids: the tokens that end a completion without `generation.stop_token_ids`.
+    """
+    vocabulary = tokenizer.get_vocab()
+    hidden = [
+        tag
+        for tag in ("<think>", "</think>")
+        if tag in vocabulary and not tokenizer.decode([vocabulary[tag]], skip_special_tokens=True)
+    ]
+    if hidden:
+        yield (
+            f"the tokenizer has {' and '.join(hidden)} as special tokens, and rewards read "
+            "completions without special tokens: think_format and math never see the tags; write "
+            '"special": false into their entries in the files of the tokenizer.'
+        )
+    if not (eos_ids or recipe.generation.stop_token_ids or recipe.generation.stop):
+        yield (
+            "neither the tokenizer nor the generation config has an end token: every completion "
+            "runs to generation.max_completion_tokens = "
+            f"{recipe.generation.max_completion_tokens}; set generation.stop_token_ids or "
+            "generation.stop."
+        )
+
+    def read(ids: Sequence[int]) -> str:  # templates strip what they print
+        return "".join(str(tokenizer.decode(ids)).split())
+
+    with_system = (
+        (prompt, prompt.text[0]["content"])
+        for prompt in prompts
+        if isinstance(prompt.text, list)
+        and prompt.text[0]["role"] == "system"
+        and isinstance(prompt.text[0]["content"], str)
+        and len(prompt.ids) < recipe.dataset.max_prompt_tokens  # else it may have been cut
+    )
+    for prompt, system in islice(with_system, 1):
+        if read(tokenizer(system, add_special_tokens=False)["input_ids"]) not in read(prompt.ids):
+            yield (
+                f"the prompt of row {prompt.row} lacks its system message (of dataset.system or of "
+                "the data): the chat template drops it; move it to dataset.prompt, or set "
+                "model.chat_template."
+            )
+    formats = [
+        name
+        for name, reward in recipe.reward.items()
+        if reward.function.rpartition(":")[2] == "think_format" and reward.args.get("opening", True)
+    ]
+    if formats and prompts and read(prompts[0].ids).endswith("<think>"):
+        yield (
+            "the chat template ends the prompt with <think>, so that no completion begins with it "
+            f"and reward.{formats[0]} pays nothing; set reward.{formats[0]}.args.opening=false."
+        )
 
 
 def start(run: Run, resume_from: Path | None, command: list[str]) -> None:

@@ -646,7 +646,8 @@ def test_episodes_of_equal_returns_carry_no_signal(value: float) -> None:
 def test_turn_advantages_of_nothing() -> None:
     assert turn_advantages([]) == []
     assert turn_advantages([[], []]) == [[], []]
-    assert turn_advantages([[], [1.0]]) == [[], [0.5 / (0.5**0.5 + 1e-4)]]
+    literal = pytest.approx(0.5 / (0.5**0.5 + 1e-4), rel=1e-12)  # roots differ between processors
+    assert turn_advantages([[], [1.0]]) == [[], [literal]]
 
 
 MOST_TURNS, STAYS = 4, 0.5
