@@ -157,7 +157,7 @@ ALLOWED: dict[str, Any] = {
     "dataset": {
         **_these(
             "subset train_split eval_split columns prompt system chat final_assistant solution "
-            "max_prompt_tokens overlong_prompts max_pixels bad_images shuffle streaming "
+            "max_prompt_tokens overlong_prompts max_pixels bad_images bad_tests shuffle streaming "
             "shuffle_buffer train_limit eval_limit test_split_size test_split_seed"
         ),
         "train": _data,

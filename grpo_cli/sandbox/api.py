@@ -34,8 +34,8 @@ Tests = str | Sequence[str | Mapping[str, str]]
 EVALUATING = {"eval", "exec", "compile", "__import__"}
 EVALUATING_MODULES = {"pickle", "marshal", "shelve", "runpy", "code", "timeit", "subprocess"}
 EVALUATING_MODULES |= {"importlib", "dill", "joblib", "cloudpickle", "doctest", "builtins", "sympy"}
-EVALUATING_WORDS = ("read_pickle", "allow_pickle", "get_type_hints", "sys.path", "pytest.main")
-EVALUATING_WORDS += ("UnsafeLoader", "unsafe_load", "logging.config")
+EVALUATING_WORDS = {"read_pickle", "allow_pickle", "get_type_hints", "sys.path", "pytest.main"}
+EVALUATING_WORDS |= {"UnsafeLoader", "unsafe_load", "logging.config"}
 NUMBERS = {"isclose", "pi", "e", "inf", "nan", "tau"}  # of math, always the tests' own
 
 

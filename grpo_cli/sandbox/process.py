@@ -223,7 +223,7 @@ class Sandbox:
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
-                stdout=theirs,
+                stdout=theirs.fileno(),
                 stderr=subprocess.PIPE,
                 env=self._environment(),
                 cwd="/",
