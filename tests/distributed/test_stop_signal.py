@@ -122,6 +122,17 @@ def test_lines_for_a_closed_terminal_are_discarded() -> None:
         os.close(descriptor)
 
 
+@pytest.mark.programs
+def test_a_child_that_a_reward_has_forked_dies_of_its_signal(heard: Heard) -> None:
+    run = heard.stop()
+    if (child := os.fork()) == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+    assert not run.is_requested
+
+
 def test_without_a_signal_a_run_goes_on(heard: Heard, clock: SimpleNamespace) -> None:
     run = heard.stop()
     clock.now += 1e9
