@@ -18,7 +18,6 @@ import _thread
 import builtins
 import io
 import sys
-from os import read, write
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -256,7 +255,9 @@ def _plain(value: Any) -> Any:
         return value
     seen = value._peer_.seen_of(value)
     if seen.plain is None:
-        seen.plain = value._peer_.checked(value._peer_.ask("plain", value), value._kind_)
+        seen.plain = value._peer_.ask("plain", value)
+        if type(seen.plain) is not value._kind_:
+            raise value._peer_.fail("the program sent something that is no message")
     return seen.plain
 
 
@@ -381,7 +382,9 @@ class Peer:
     is_strict = False  # whether the other side is not to be trusted
 
     def __init__(self, source: int, sink: int, operations: dict[str, Callable[..., Any]]) -> None:
-        self.source, self.sink, self.operations = source, sink, {**OPERATIONS, **operations}
+        self.source: Any = open(source, "rb", closefd=False)  # noqa: SIM115
+        self.sink: Any = open(sink, "wb", closefd=False)  # noqa: SIM115
+        self.operations = {**OPERATIONS, **operations}
         self.lock = _thread.RLock()
         self.exported: list[Any] = []
         self.numbers: dict[int, int] = {}  # id of an exported object: its place in the list
@@ -541,38 +544,28 @@ class Peer:
         error.__cause__ = None if cause is None else self._raised(*cause)
         return error
 
-    # The pipes
+    # The pipes: a line for each message
 
     def _send(self, kind: str, text: str) -> None:
-        message = memoryview(f"{len(text)}\n{kind}{text}".encode())
         try:
-            while message:
-                message = message[write(self.sink, message) :]
+            self.sink.write(f"{kind}{text}\n".encode())
+            self.sink.flush()
         except OSError:
             raise self.fail("") from None
 
     def _receive(self) -> tuple[str, Any]:
-        head = b""
-        while not head.endswith(b"\n") and len(head) < 12:
-            head += self._bytes(1)
         try:
-            length = int(head) + 1
-            if not 0 < length <= MAX_MESSAGE:
+            line = self.source.readline(MAX_MESSAGE)
+            if len(line) == MAX_MESSAGE:
                 raise self.fail(f"the program's answer has over {MAX_MESSAGE >> 20} MiB")
-            data = bytearray()
-            while len(data) < length:
-                data += self._bytes(length - len(data))
-            text = data.decode("ascii")
-            tree, end = _scan(text, 1)
-        except (ValueError, StopIteration, RecursionError):
+            if not line.endswith(b"\n"):
+                raise self.fail("")
+            tree, end = _scan(line.decode("ascii"), 1)
+            if end != len(line) - 1:
+                raise ValueError
+        except (ValueError, StopIteration, RecursionError, OSError):
             raise self.fail("the program sent something that is no message") from None
-        return text[0], tree if end == length else None
-
-    def _bytes(self, count: int) -> bytes:
-        data = read(self.source, min(count, 1 << 16))
-        if not data:
-            raise self.fail("")
-        return data
+        return chr(line[0]), tree
 
     # ([3, 1, 2], {}) is sent as [[[0, 0, 3, 1, 2], [1, 1]], ["t", ["@", 0, 0], ["@", 1, 1]]]
 
