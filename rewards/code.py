@@ -112,22 +112,21 @@ def code(
         setup = f"{_helpers(prompt)}\n{(test_setup_code and test_setup_code[row]) or ''}"
         entry = (entry_point and entry_point[row]) or None
         try:
-            sandbox.prepare(row_tests, setup, entry, site_packages)
+            verdict = sandbox.grade(
+                prompt + program(text),
+                row_tests,
+                setup=setup,
+                entry_point=entry,
+                limits=limits,
+                guards=guards,
+                site_packages=site_packages,
+                total_seconds=total_seconds,
+                stop_at_failure=not partial,
+            )
         except ValueError as error:  # a run refuses such a row before it starts
             values.append(None)
             reasons.append(str(error))
             continue
-        verdict = sandbox.grade(
-            prompt + program(text),
-            row_tests,
-            setup=setup,
-            entry_point=entry,
-            limits=limits,
-            guards=guards,
-            site_packages=site_packages,
-            total_seconds=total_seconds,
-            stop_at_failure=not partial,
-        )
         values.append(verdict.share if partial else float(verdict.passed == verdict.total))
         reasons.append(verdict.reason)
     if log_extra is not None:

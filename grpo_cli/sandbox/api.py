@@ -34,8 +34,7 @@ Tests = str | Sequence[str | Mapping[str, str]]
 EVALUATING = {"eval", "exec", "compile", "__import__"}
 EVALUATING_MODULES = {"pickle", "marshal", "shelve", "runpy", "code", "timeit", "subprocess"}
 EVALUATING_MODULES |= {"importlib", "dill", "joblib", "cloudpickle", "doctest", "builtins", "sympy"}
-EVALUATING_WORDS = {"read_pickle", "allow_pickle", "get_type_hints", "sys.path", "pytest.main"}
-EVALUATING_WORDS |= {"UnsafeLoader", "unsafe_load", "logging.config"}
+EVALUATING |= {"read_pickle", "allow_pickle", "get_type_hints", "UnsafeLoader", "unsafe_load"}
 NUMBERS = {"isclose", "pi", "e", "inf", "nan", "tau"}  # of math, always the tests' own
 
 
@@ -161,7 +160,7 @@ def prepare(
     return [next(judged) if isinstance(test, str) else test for test in given]
 
 
-@functools.lru_cache(maxsize=10_000)
+@functools.lru_cache(maxsize=1000)
 def _judged(
     snippets: tuple[str, ...], setup: str, entry_point: str | None, site_packages: bool
 ) -> list[Test]:
@@ -171,14 +170,15 @@ def _judged(
         _collect(snippet, tree, entry_point is not None)
         for snippet, tree in zip(snippets, parsed, strict=True)
     ]
-    undefined = {name for snippet in snippets for name in _undefined(setup, snippet)}
+    tops = [symtable.symtable(part, "<test>", "exec") for part in (setup, *snippets)]
+    undefined = {name for top in tops[1:] for name in _undefined(tops[0], top)}
     nodes = [node for tree in (given, *parsed) for node in ast.walk(tree)]
     source = "\n".join((setup, *snippets))
     packages = sorted(_packages(source, nodes, undefined, site_packages))
     names = sorted(_names_of_the_program(source, nodes, undefined, entry_point))
-    first = _compiled(given)
+    first = _compiled(given, undefined)
     return [
-        ([first, _compiled(tree)], entry_point, tests, names, packages)
+        ([first, _compiled(tree, undefined)], entry_point, tests, names, packages)
         for tree, tests in zip(parsed, collected, strict=True)
     ]
 
@@ -194,9 +194,12 @@ def _parse(source: str, snippet: str) -> ast.Module:
 class _Types(ast.NodeTransformer):
     """Has a test ask the program for the type of what is the program's."""
 
+    def __init__(self, undefined: set[str]) -> None:
+        self.is_builtin = "type" in undefined
+
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        if _called(node) == "type" and len(node.args) == 1:
+        if _called(node) == "type" and len(node.args) == 1 and self.is_builtin:
             node.func = ast.Name(TYPE_OF, ast.Load())
         return node
 
@@ -207,9 +210,9 @@ class _Types(ast.NodeTransformer):
         return ast.Call(ast.Name(TYPE_OF, ast.Load()), [node.value], [])
 
 
-def _compiled(tree: ast.Module) -> Any:
+def _compiled(tree: ast.Module, undefined: set[str]) -> Any:
     with warnings.catch_warnings(action="ignore"):
-        tree = ast.fix_missing_locations(_Types().visit(tree))
+        tree = ast.fix_missing_locations(_Types(undefined).visit(tree))
         return compile(tree, "<test>", "exec", dont_inherit=True)
 
 
@@ -231,8 +234,15 @@ def _names_of_the_program(
     """
     calls = [node for node in nodes if isinstance(node, ast.Call) and _called(node)]
     imports = _imports(nodes)
-    words = {word for word in EVALUATING_WORDS if word in source}
-    if evaluating := EVALUATING & undefined | EVALUATING_MODULES & imports | words:
+    names = {getattr(node, "attr", None) or getattr(node, "arg", None) for node in nodes}
+    names |= {
+        alias.name
+        for node in nodes
+        for alias in getattr(node, "names", [])
+        if isinstance(alias, ast.alias)
+    }
+    names -= {"compile", "eval"}  # as attributes, such as re.compile
+    if evaluating := EVALUATING & (undefined | names) | EVALUATING_MODULES & imports:
         raise ValueError(
             f"the tests use {', '.join(sorted(evaluating))}, which can run what a program returns."
         )
@@ -243,7 +253,7 @@ def _names_of_the_program(
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module == "solution":
             names |= {alias.name for alias in node.names} - {"*"}
-    wanted = _undefined(entry_point or "")
+    wanted = _undefined(symtable.symtable(entry_point or "", "<entry point>", "exec"))
     has_check = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in nodes)
     names |= wanted - known if has_check else wanted  # in `check` itself, `abs` is Python's
     if names or wanted or "solution" in imports:
@@ -263,9 +273,8 @@ def _inside(call: ast.Call) -> Iterable[ast.AST]:
     return (node for argument in (*call.args, *call.keywords) for node in ast.walk(argument))
 
 
-def _undefined(*parts: str) -> set[str]:
+def _undefined(*tops: symtable.SymbolTable) -> set[str]:
     """Returns the names that code uses and does not define."""
-    tops = [symtable.symtable(part, "<test>", "exec") for part in parts]
     tables, used, defined = [*tops], set(), set()
     for table in tables:  # which grows
         tables += table.get_children()

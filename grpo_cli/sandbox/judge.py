@@ -50,8 +50,7 @@ def judge(source: int, sink: int, test: tuple[Any, ...]) -> str:
         os.write(sink, b"\n")
         program.outcome([])  # of the program itself, as it is imported
         _run(program, codes, entry_point, collected, packages)
-        for number in [*program.seen]:
-            program.forget(number)
+        program.forget()
     except BaseException as error:
         reason = program.broken if program.broken is not None else _last_line(error)
         return FAILED + (reason or "failed" * (program.broken is None))
@@ -67,8 +66,9 @@ def _run(
     sys.modules[MODULE] = module
     sys.modules["solution"] = _Solution("solution", program)
     program.array_kind = _guard_comparisons()
-    if "unittest" in packages:  # its tests are run below
-        sys.modules["unittest"].main = lambda *_, **__: None  # type: ignore[attr-defined]
+    for runner in {"unittest", "pytest"} & {*packages}:  # its tests are run below
+        sys.modules[runner].main = lambda *_, **__: None  # type: ignore[attr-defined]
+    _keep_path()
     names = module.__dict__
     names["__builtins__"] = _Builtins(program)
     for code in codes:
@@ -81,6 +81,21 @@ def _run(
     cases = [name for name, value in names.items() if _is_case(value)]
     for name in dict.fromkeys([*collected, *cases]):
         _run_collected(names[name])
+
+
+def _keep_path() -> None:
+    """Has modules imported from where they are found now: a test may add its own folder."""
+    known = tuple(os.path.realpath(folder) for folder in sys.path if folder)
+
+    def only_known(hook: Callable[[str], Any]) -> Callable[[str], Any]:
+        def find(folder: str) -> Any:
+            if not os.path.realpath(folder).startswith(known):
+                raise ImportError(folder)
+            return hook(folder)
+
+        return find
+
+    sys.path_hooks[:] = map(only_known, sys.path_hooks)
 
 
 def _is_case(value: Any) -> bool:
@@ -186,7 +201,8 @@ class Program(Peer):
         return super().exception(number, name, module, base)
 
     def array(self, value: Any) -> Any:
-        return value if self.array_kind is None else value.view(self.array_kind)
+        self.array_kind = self.array_kind or _guard_comparisons()
+        return value.view(self.array_kind)
 
 
 class _Solution(type(sys)):  # type: ignore[misc]
@@ -263,7 +279,8 @@ def _guard_comparisons() -> Any:
         __repr__ = lambda self: repr(base(self))  # noqa: E731
 
         def __array_ufunc__(self, ufunc: Any, method: str, *sides: Any, **kwargs: Any) -> Any:
-            fail_if_one_is_empty(*map(base, sides))
+            if ufunc.__name__ in COMPARISONS:
+                fail_if_one_is_empty(*map(base, sides))
             if out := kwargs.get("out"):
                 kwargs["out"] = tuple(map(base, out))
             result = getattr(ufunc, method)(*map(base, sides), **kwargs)

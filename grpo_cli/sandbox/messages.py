@@ -176,7 +176,7 @@ class Opaque:
 
 
 def _is_raised(error: BaseException, trace: Any) -> bool:
-    """Whether an error is from a test's `raise`, and not from what the program has answered."""
+    """Returns whether an error is from a test's `raise`, and not from the program's answers."""
     while trace.tb_next:
         trace = trace.tb_next
     code = trace.tb_frame.f_code
@@ -351,10 +351,10 @@ class Seen:
     def contradicts(self) -> bool:
         if self.source is None or (self.size is None and not self.answers):
             return False
-        limit = MAX_COMPARED if self.size is None else self.size + 1
+        limit = min(MAX_COMPARED, MAX_COMPARED if self.size is None else self.size + 1)
         while len(self.items) < limit and self._has_more():
             pass
-        if self.size not in (None, len(self.items)):
+        if self.size is not None and len(self.items) != min(self.size, limit):
             return True
         keys = any(name == "getitem" for name, *_ in self.answers.values())
         is_mapping = keys and hasattr(self.target, "keys")
@@ -373,7 +373,10 @@ class Seen:
                 return self.is_complete
         item = self.items[key]
         answer = [*answer] if type(key) is slice else answer
-        return not (item is answer or item == answer or (type(item) is float and item != item))
+        try:
+            return not (item is answer or item == answer or (type(item) is float and item != item))
+        except ValueError:  # arrays
+            return False
 
 
 class Peer:
@@ -434,7 +437,7 @@ class Peer:
         if not self.is_strict or (isinstance(answer, Held) and answer is operands[0]):
             return answer
         if type(answer) is not Opaque:
-            raise self.fail("an object of the program is no number, and computes to no value")
+            raise self.fail("arithmetic with an object of the program must give an object of it")
         numbers = {part._number_ for part in operands if isinstance(part, Opaque)}
         if name in TELLING and (len(numbers) < len(operands) or numbers & self.differences):
             self.differences.add(answer._number_)
@@ -459,10 +462,11 @@ class Peer:
             passed = self.passed = []
             message = self.message((name, arguments), heap, {})
             if self.differences.intersection(passed) and name not in (*COMPARE, *COMPUTE):
-                raise self.fail("a difference to a value is asked for more than a comparison")
-            if name in CHANGING:
-                for number in {*passed, *(self.owners.get(n, -1) for n in passed[:1])}:
-                    self.forget(number)
+                raise self.fail(
+                    "a difference such as f(3) - 10 was asked for more than a comparison"
+                )
+            if name in CHANGING:  # of whatever object: the others may be views of it
+                self.forget()
             self._send("?", message)
             try:
                 return self.outcome(heap)
@@ -475,9 +479,10 @@ class Peer:
     def seen_of(self, target: Opaque) -> Seen:
         return self.seen.setdefault(target._number_, Seen(target))
 
-    def forget(self, number: int) -> None:
-        seen = self.seen.pop(number, None)
-        if seen is not None and self.is_strict and seen.contradicts():
+    def forget(self) -> None:
+        """Ends what was seen so far of the other side's objects."""
+        seen, self.seen = self.seen, {}
+        if self.is_strict and any(one.contradicts() for one in seen.values()):
             raise self.fail("an object of the program contradicts itself")
 
     def outcome(self, heap: list[Any]) -> Any:
@@ -537,6 +542,9 @@ class Peer:
         try:
             error = kind(*args)
         except Exception:
+            kind = (
+                Exception if issubclass(kind, BaseExceptionGroup) else kind
+            )  # needs its arguments
             error = kind.__new__(kind)
             error.args = args
         if isinstance(error, Extended):

@@ -325,9 +325,12 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_embeddings(
     wider = AutoTokenizer.from_pretrained(checkpoint)
     wider.add_tokens(["<new>"])
     wider.save_pretrained(checkpoint)
-    (tmp_path / "own.jsonl").write_text('{"question": "1<new>", "answer": "1"}\n')
+    (tmp_path / "own.jsonl").write_text('{"question": "1", "answer": "1"}\n')
+    prompts = [f"benchmark.own.modes.{m}.prompt='<new>{{question}}'" for m in ("cot", "tir")]
     with pytest.raises(UserError, match="has the token 259, but the model has 259 embeddings; use"):
-        evaluate_command.main([str(checkpoint), f"benchmark={tmp_path / 'own.jsonl'}", *QUICK])
+        evaluate_command.main(
+            [str(checkpoint), f"benchmark={tmp_path / 'own.jsonl'}", *prompts, *QUICK]
+        )
 
 
 @pytest.mark.programs

@@ -263,8 +263,8 @@ def test_an_endless_output_is_stopped_and_its_middle_left_out() -> None:
     answer = execute(["while True: print('ab')"], replace(QUICK, output_characters=40))
     assert (answer.status, answer.keeps) == ("output", False)
     assert answer.text == (
-        "ab\nab\nab\nab\nab\nab\nab\n[... 262104 characters left out ...]\n"
-        "\nab\nab\nab\nab\nab\nab\na\nRuntimeError: printed more than 256 KiB"
+        "ab\nab\nab\nab\nab\nab\nab\n[... 1048536 characters left out ...]\n"
+        "\nab\nab\nab\nab\nab\nab\na\nRuntimeError: printed more than 1024 KiB"
     )
 
 

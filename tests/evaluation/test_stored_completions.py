@@ -393,7 +393,7 @@ def test_whole_numbers_stay(tmp_path: Path) -> None:
 
 
 def test_a_number_that_a_float_does_not_hold_is_refused(tmp_path: Path, mine: Benchmark) -> None:
-    number = 123456789012345678901234567890
+    number = 123456789012345678901234567890.0
     lines = [{"row": i, "answer": a, "completion": str(a)} for i, a in enumerate((0.5, number))]
     path = write(tmp_path / "c.jsonl", lines)
     with pytest.raises(UserError) as error:
