@@ -484,7 +484,7 @@ def undecoded(table: Any) -> Any:
     """Returns a table of `datasets` whose images stay encoded: they are decoded when needed."""
     import datasets
 
-    for name, feature in table.features.items():
+    for name, feature in (table.features or {}).items():  # a stream may not know them
         inner = getattr(feature, "feature", None)  # of a list
         if isinstance(feature, datasets.Image):
             table = table.cast_column(name, datasets.Image(decode=False))

@@ -14,6 +14,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -167,8 +168,13 @@ def _of_stream(stream: RowStream) -> dict[str, str]:
     for row in itertools.islice(every.read(0), FIRST_ROWS):
         # The columns are those of the first block, whose size may change.
         values = {name: value for name, value in row.items() if value is not None}
-        digest.update(json.dumps(values, sort_keys=True, default=repr).encode())
+        digest.update(json.dumps(values, sort_keys=True, default=_text).encode())
     return {**found, f"first {FIRST_ROWS:,} rows": digest.hexdigest()}
+
+
+def _text(value: object) -> str:
+    """Returns a value that JSON has no form for; the address of an object is another every time."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def _model_folder(model: Model, path: str) -> Path:

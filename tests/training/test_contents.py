@@ -12,7 +12,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
+from datasets import Image as Picture
+from datasets import List, Value
+from PIL import Image
 
 from grpo_cli import data
 from grpo_cli.checkpoints.checkpointer import CONTENTS
@@ -131,6 +135,21 @@ def test_a_stream_by_sizes_and_first_rows(tmp_path: Path) -> None:
     assert contents.differences(before, stream(file)) == {"dataset.train": ["s.jsonl"]}
     write_rows(file, *answers[:999], "x", *answers[1000:])
     assert contents.differences(before, stream(file)) == {"dataset.train": ["first 1,000 rows"]}
+
+
+def test_a_stream_with_images_by_their_bytes(tmp_path: Path) -> None:
+    def save(name: str, color: str) -> Path:
+        image, path = Image.new("RGB", (2, 2), color), tmp_path / name
+        rows = {"prompt": ["a"], "image": [image], "images": [[image]]}
+        features = {"prompt": Value("string"), "image": Picture(), "images": List(Picture())}
+        datasets.Dataset.from_dict(rows, datasets.Features(features)).save_to_disk(path)
+        return path
+
+    red, blue = save("red", "red"), save("blue", "blue")
+    first = "first 1,000 rows"
+    assert stream(red) == stream(red)
+    assert stream(red)["dataset.train"][first] != stream(blue)["dataset.train"][first]
+    assert contents._text(object()) == contents._text(object())
 
 
 def model_folder(folder: Path) -> Model:
