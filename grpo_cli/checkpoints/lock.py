@@ -64,7 +64,7 @@ class Lock:
         assert self._open is not None, "not released"
         try:
             is_there = os.path.samestat(os.fstat(self._open), self.folder.stat())
-        except FileNotFoundError:
+        except OSError:  # none of the name, or its file system is gone
             is_there = False
         if not is_there:
             raise TrainingError(

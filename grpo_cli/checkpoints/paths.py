@@ -11,6 +11,7 @@ checkpoints/step-N.old/               a checkpoint after the one from which a ru
                                       overwrite=true removes it
 logs/rank-N.log                       output of all processes except the first
 .lock, .job                           the process that writes here, and its torchruns (`lock`)
+.run_id                               a random name, by which `provenance` knows one's own runs
 alarms.jsonl                          one object for each alarm
 plan.json, probe.json                 what was predicted, and measured, of memory, time and signal
 status.json                           what the run does at the moment
@@ -32,6 +33,7 @@ from grpo_cli.config.sources import ADAPTER_CONFIG
 from grpo_cli.errors import UserError
 
 TRAINING = "training"
+RUN_ID = ".run_id"
 
 # The files that `overwrite=true` removes.
 RUN_FILES = (
@@ -46,6 +48,7 @@ RUN_FILES = (
     "curves.png",
     "report.html",
     ".job",
+    RUN_ID,
 )
 RUN_PARTS = (
     "checkpoints/step-*",

@@ -5,7 +5,7 @@
                    evaluation; every other key must have its default value, or needs trust=true
 
 Notes are empty files in grpo's cache folder, named by a hash of the recipe, of the model's code and
-of the configs that name code or another model: a folder that is moved stays one's own. Imports
+of its configs, which name code or another model: a folder that is moved stays one's own. Imports
 nothing heavy.
 """
 
@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from grpo_cli.checkpoints.paths import TRAINING
+from grpo_cli.checkpoints.paths import RUN_ID, TRAINING
 from grpo_cli.config import sources
 from grpo_cli.config.cache import cache_dir
 from grpo_cli.config.interpolation import leaves
@@ -36,7 +37,6 @@ from grpo_cli.config.words import RECIPE_KEYS
 from grpo_cli.errors import UserError, listed
 
 RECIPE = f"{TRAINING}/recipe.yaml"
-CONFIGS = ("config.json", "tokenizer_config.json", sources.ADAPTER_CONFIG)  # auto_map, the base
 
 Rule = Callable[[Any, Path], bool]  # of a value and the checkpoint's folder
 
@@ -73,6 +73,11 @@ def _template(value: Any, folder: Path) -> bool:
 
 def _json_text(value: Any, folder: Path) -> bool:
     return value is None or str(value).lstrip().startswith("{")  # else a file
+
+
+def _schema(value: Any, folder: Path) -> bool:
+    """Returns whether a schema is written in the recipe, or lies in the folder."""
+    return isinstance(value, dict) or _json_text(value, folder) or _inside(str(value), folder)
 
 
 def _model(value: Any, folder: Path) -> bool:
@@ -115,13 +120,14 @@ ARGS = {
     **_these(
         "style letters unclosed_think seconds total_seconds memory_mb partial continues_prompt "
         "site_packages max_completion_tokens correct_max correct_min wrong_min wrong_max exceed "
-        "name episode_credit strip ignore_case schema script threshold target unit final forms "
+        "name episode_credit strip ignore_case script threshold target unit final forms "
         "units percent pattern mode dotall multiline compare ngram max_penalty label chat "
         "chat_template_kwargs eos max_length batch_tokens dtype device revision cache tags "
         "opening answer_tag"
     ),
     "guards": _guards,
     "model": _model,
+    "schema": _schema,
     "trust_remote_code": _never,
 }
 ROWS = {
@@ -275,18 +281,31 @@ def is_own(path: Path) -> bool:
 
 
 def note_run(path: Path) -> None:
-    """Notes the folder of a run as one of this user's; its checkpoints have their own notes."""
+    """Notes the folder of a run as one of this user's; its checkpoints have their own notes.
+
+    The recipe alone may be a shipped one, which others have too: a random name is written beside
+    it.
+    """
+    with suppress(OSError):
+        if not (path / RUN_ID).exists():
+            (path / RUN_ID).write_text(f"{uuid.uuid4()}\n", encoding="utf-8")
     _note(path, _recipe_of_run)
 
 
 def _obeyed_files(path: Path) -> list[Path]:
-    names = ("*.py", *CONFIGS)
+    """Returns the recipe, the model's code and all its configs, any of which may name code."""
     found = [path / RECIPE] if (path / RECIPE).is_file() else []
-    return found + sorted(file for name in names for file in path.rglob(name))
+    configs = (
+        file
+        for file in path.rglob("*.json")
+        if file.parent != path / TRAINING  # the manifest and other hashes
+        and not file.name.endswith(".index.json")
+    )
+    return found + sorted([*path.rglob("*.py"), *configs])
 
 
 def _recipe_of_run(path: Path) -> list[Path]:
-    return [path / "recipe.yaml"]
+    return [path / "recipe.yaml", path / RUN_ID]
 
 
 def _note(path: Path, files: Callable[[Path], list[Path]]) -> None:
@@ -317,15 +336,34 @@ def check_links(path: Path, key: str) -> None:
     Args:
         path: of a run or of an evaluation. key: what messages call the folder by.
     """
-    if _is_noted(path, _recipe_of_run):
-        return
+    if not _is_noted(path, _recipe_of_run):
+        _refuse_links(path, path, key, "remove the link, or put a copy of the file in its place.")
+
+
+def check_model_links(path: Path) -> None:
+    """Raises a UserError if a link in another user's checkpoint leads out of it.
+
+    A model in the hub's cache consists of links to files of the cache, ../../blobs/HASH.
+    """
+    cache = path.absolute().parent.parent
+    root = cache if is_cached(path) else path
+    trust = "if you trust who made it, add --trust=true."
+    _refuse_links(path, root, "checkpoint", trust)
+
+
+def is_cached(path: Path) -> bool:
+    """Returns whether a model's folder is one of the hub's cache, named by its commit."""
+    *_, model, snapshots, _ = ("", "", *path.absolute().parts)
+    return snapshots == "snapshots" and model.startswith("models--")
+
+
+def _refuse_links(path: Path, root: Path, key: str, hint: str) -> None:
     for folder, folders, files in os.walk(path):
         for link in (Path(folder, name) for name in (*folders, *files)):
-            if link.is_symlink() and not _is_below(link, path):
+            if link.is_symlink() and not _is_below(link, root):
                 raise UserError(
                     f"{key} = {path}: no run of yours has made it here, and its link "
-                    f"{link.relative_to(path)} leads out of it, to {os.readlink(link)}; remove the "
-                    "link, or put a copy of the file in its place."
+                    f"{link.relative_to(path)} leads out of it, to {os.readlink(link)}; {hint}"
                 )
 
 

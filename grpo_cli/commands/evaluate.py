@@ -199,7 +199,7 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool = False) ->
             prepared.close()
 
     with off_import_path(is_foreign):
-        compose_and_call(overrides, task, BARE, alone=obeys_foreign)
+        compose_and_call(overrides, task, BARE, only_this_file=obeys_foreign)
 
 
 def evaluate_completions(path: Path, columns: Mapping[str, str], overrides: list[str]) -> None:

@@ -105,7 +105,7 @@ def main(argv: list[str]) -> None:
             print(f"note: the recipe is refused as it stands: {masked(explained.problem)}\n")
         print("\n".join(described(explained, asked)))
 
-    compose_and_call(words, task, alone=bool(runs))
+    compose_and_call(words, task, only_this_file=bool(runs))
 
 
 def words_file(words: Sequence[str]) -> Path | None:

@@ -154,6 +154,8 @@ def export(
     is_adapter, is_sharded = sources.is_adapter(path), paths.has_shards(path)
     if merge and not is_adapter:
         raise UserError(f"--merge: {path} holds no adapter; export it without.")
+    if not trust:
+        provenance.check_model_links(path)
     if is_sharded or (path / manifest.MANIFEST).exists():
         manifest.check(path)
     existing = next(p for p in (out, *out.absolute().parents) if p.exists())

@@ -77,14 +77,14 @@ def compose_and_call(
     task: Callable[[DictConfig], None],
     default: str = DEFAULT_RECIPE,
     *,
-    alone: bool = False,
+    only_this_file: bool = False,
 ) -> None:
     """Composes the recipe that the command line names and calls `task` with it.
 
     Args:
         default: the recipe if it names none; `BARE` is one without model and data.
-        alone: whether the recipe is one that a run has stored, of which only this file is read:
-            Hydra would take a schema.yaml beside it for grpo's own.
+        only_this_file: whether only the named recipe is read, which a run has stored: Hydra would
+            take a schema.yaml beside it for grpo's own.
 
     With --cfg, --info or --help, Hydra prints and `task` is not called; with --multirun it is
     called once for each job, one after another.
@@ -98,7 +98,7 @@ def compose_and_call(
     _check_choices(overrides)
     tree = _read(folder / f"{name}.yaml") if folder is not None else {}
     names_itself = bool(tree.get("recipe"))
-    if alone or (names_itself and is_stored(tree)):
+    if only_this_file or (names_itself and is_stored(tree)):
         stored = translate(tree)
         # Another choice begins without these arguments.
         for group in ("loss", "advantage", "optimizer"):
@@ -108,7 +108,7 @@ def compose_and_call(
         store: Any = ConfigStore.instance()
         store.store(name=name, node=stored)
     options += ["--config-name", name]
-    if folder is not None and not alone:
+    if folder is not None and not only_this_file:
         # As config path, a user's recipe wins over a shipped one of its name; a folder that only
         # adds groups cannot be it, since the recipe has to lie there.
         own = (folder / f"{name}.yaml").is_file()

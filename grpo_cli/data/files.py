@@ -411,12 +411,26 @@ def json_rows(path: Path, key: str) -> Iterator[dict[str, Any]]:
             at = number if start != "[" else error.lineno
             raise UserError(f"{key} = {path}, line {at}: malformed JSON ({error.msg}).") from error
         except UnicodeDecodeError as error:
-            raise UserError(f"{key} = {path}: is not UTF-8 text ({error.reason}).") from error
+            raise _no_utf_8(path, key, error) from error
         except ValueError as error:  # of `_parse`
             place = f" (line {number})" if number else ""
             raise UserError(f"{key} = {path}: cannot be read: {reason(error)}{place}.") from error
         except (OSError, EOFError, MemoryError, RecursionError) as error:  # gzip cut, depth
             raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
+
+
+def _no_utf_8(path: Path, key: str, error: UnicodeDecodeError) -> UserError:
+    """Returns the error of a file that is not UTF-8 text, with its first such line.
+
+    A file is decoded in blocks, and the error only knows its place in a block.
+    """
+    lines = 0
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rb") as file, contextlib.suppress(UnicodeDecodeError):
+        for line in file:
+            lines += 1
+            line.decode()
+    return UserError(f"{key} = {path}, line {lines}: is not UTF-8 text ({error.reason}).")
 
 
 def _parse(text: str) -> Any:
@@ -473,7 +487,7 @@ def csv_rows(path: Path, key: str) -> Iterator[dict[str, str]]:
                     )
                 yield row
     except UnicodeDecodeError as error:
-        raise UserError(f"{key} = {path}: is not UTF-8 text ({error.reason}).") from error
+        raise _no_utf_8(path, key, error) from error
     except (OSError, EOFError, MemoryError, csv.Error) as error:
         raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
     if number < 0:
@@ -484,7 +498,7 @@ def undecoded(table: Any) -> Any:
     """Returns a table of `datasets` whose images stay encoded: they are decoded when needed."""
     import datasets
 
-    for name, feature in table.features.items():
+    for name, feature in (getattr(table, "features", None) or {}).items():  # a stream may have none
         inner = getattr(feature, "feature", None)  # of a list
         if isinstance(feature, datasets.Image):
             table = table.cast_column(name, datasets.Image(decode=False))

@@ -83,7 +83,7 @@ def _rows(config: Dataset, start: int) -> Iterator[dict[str, Any]]:
     if path is None:
         yield from _hub_rows(config, start)
     elif files.is_saved_to_disk(path):
-        table = files.load_local(path, config.subset, split, key)
+        table = files.undecoded(files.load_local(path, config.subset, split, key))
         yield from table.select(range(start, len(table)))
     else:
         found = files.find_files(path, config.subset, split, key)
@@ -92,7 +92,8 @@ def _rows(config: Dataset, start: int) -> Iterator[dict[str, Any]]:
 
 def _hub_rows(config: Dataset, start: int) -> Iterator[dict[str, Any]]:
     source, split, key = str(config.train), config.train_split, "dataset.train"
-    table, row = load_hub(source, config.subset, split, key, streaming=True), start
+    table = files.undecoded(load_hub(source, config.subset, split, key, streaming=True))
+    row = start
     try:
         for values in table.skip(start):
             yield values

@@ -14,13 +14,14 @@ import inspect
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from transformers.utils import cached_file
 
-from grpo_cli.checkpoints import paths
+from grpo_cli.checkpoints import paths, provenance
 from grpo_cli.checkpoints.checkpointer import CONTENTS
 from grpo_cli.checkpoints.lookup import file_hash
 from grpo_cli.config.schema import Benchmark, Model, NamedRows, Recipe
@@ -33,9 +34,11 @@ from grpo_cli.training.prepare import Prepared
 
 Contents = dict[str, dict[str, str]]  # hashes of files by name, by the key that names them
 
-TOKENIZER = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab*",
-    "merges.txt", "*.model", "*.tiktoken",
+TOKENIZER = (  # exact names: a copy such as tokenizer.json.bak is not read
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
+    "sentencepiece.bpe.model", "tiktoken.model", "tekken.json", "chat_template.jinja",
+    "chat_template.json",
 )  # fmt: skip
 WEIGHTS = ("*.safetensors", "*.bin")
 FIRST_ROWS = 1000  # of a stream
@@ -48,7 +51,7 @@ def of_run(prepared: Prepared) -> Contents:
     found = dict(_of_data(prepared))
     if recipe.model.path is not None and recipe.model.build is None:
         folder = _model_folder(recipe.model, recipe.model.path)
-        found["tokenizer"] = {p.name: file_hash(p) for p in _matching(folder, TOKENIZER)}
+        found["tokenizer"] = _of_tokenizer(folder)
         template = Path(recipe.model.chat_template or "").expanduser()
         if recipe.model.chat_template and "{" not in str(template):
             found["tokenizer"]["model.chat_template"] = file_hash(template)
@@ -167,8 +170,13 @@ def _of_stream(stream: RowStream) -> dict[str, str]:
     for row in itertools.islice(every.read(0), FIRST_ROWS):
         # The columns are those of the first block, whose size may change.
         values = {name: value for name, value in row.items() if value is not None}
-        digest.update(json.dumps(values, sort_keys=True, default=repr).encode())
+        digest.update(json.dumps(values, sort_keys=True, default=_text).encode())
     return {**found, f"first {FIRST_ROWS:,} rows": digest.hexdigest()}
+
+
+def _text(value: object) -> str:
+    """Returns a value that JSON has no form for; the address of an object is another every time."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def _model_folder(model: Model, path: str) -> Path:
@@ -185,6 +193,16 @@ def _model_folder(model: Model, path: str) -> Path:
         config = cached_file(path, "config.json", revision=model.revision)
     assert config is not None, "loaded before"
     return Path(config).parent
+
+
+def _of_tokenizer(folder: Path) -> dict[str, str]:
+    """Returns the hashes of a tokenizer's files; the commit of a model in the hub's cache.
+
+    Any tool may add files of the same commit to the cache at any time.
+    """
+    if provenance.is_cached(folder):
+        return {"commit": folder.name}
+    return {file.name: file_hash(file) for file in _matching(folder, TOKENIZER)}
 
 
 def _matching(folder: Path, patterns: tuple[str, ...]) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -122,7 +123,7 @@ def for_training(recipe: Recipe) -> Prepared:
         named = "environment" if recipe.has_environment else "math"
         raise UserError(f"reward: at least one is needed to train, such as reward=[{named}].")
     check_episode_credit(recipe)
-    folder = Path(recipe.output_dir).expanduser()
+    here, folder = Path.cwd(), Path(recipe.output_dir).expanduser().absolute()
     check_same_model(recipe, find_resume(recipe, folder))
     recipe = with_stored_dtype(recipe)
     check_dtype(recipe)
@@ -131,7 +132,8 @@ def for_training(recipe: Recipe) -> Prepared:
     tracking.require(recipe.tracking.backend)
     check_model_path(recipe)
     check_adapter(recipe)
-    callbacks = callback_loading.load(recipe.callbacks)
+    with contextlib.chdir("."):  # a module may leave it, and the paths of data are still relative
+        callbacks = callback_loading.load(recipe.callbacks)
     train, eval_rows = train_rows_of(recipe)
     if recipe.dataset.eval and not recipe.benchmark:
         eval_rows = data.load_rows(recipe.dataset, "eval")
@@ -150,10 +152,9 @@ def for_training(recipe: Recipe) -> Prepared:
         if sessions is not None:
             sessions.close()
         raise
-    recipe = with_absolute_paths(recipe)
-    return Prepared(
-        recipe, folder.absolute(), train, scorer, held_out, benches, note, sessions, callbacks
-    )
+    with contextlib.chdir(here):  # a user's module may have left it
+        recipe = with_absolute_paths(recipe)
+    return Prepared(recipe, folder, train, scorer, held_out, benches, note, sessions, callbacks)
 
 
 def parts_of(
@@ -204,7 +205,7 @@ def for_evaluation(recipe: Recipe) -> Prepared:
     Raises:
         UserError: no held-out data; the data, a reward or the model is not there.
     """
-    dataset = recipe.dataset
+    here, dataset = Path.cwd(), recipe.dataset
     splits = dataset.test_split_size is not None
     if not (dataset.eval or splits or dataset.held_out or recipe.benchmark):
         raise UserError(
@@ -213,22 +214,25 @@ def for_evaluation(recipe: Recipe) -> Prepared:
         )
     recipe = with_stored_dtype(recipe)
     check_model_path(recipe)
-    folder, executor = Path(recipe.output_dir).expanduser(), RewardExecutor(recipe.scoring)
+    folder = Path(recipe.output_dir).expanduser().absolute()
+    executor = RewardExecutor(recipe.scoring)
     check_writable(folder)
     if recipe.benchmark:
         benches = benches_of(recipe, executor)
         check_engine(recipe)
         scorer = next(iter(benches.values())).scorer
-        recipe = with_absolute_paths(recipe)
-        return Prepared(recipe, folder.absolute(), {}, scorer, benchmarks=benches)
+        with contextlib.chdir(here):  # a user's module may have left it
+            recipe = with_absolute_paths(recipe)
+        return Prepared(recipe, folder, {}, scorer, benchmarks=benches)
     rows = train_rows_of(recipe)[1] if splits else None
     rows = data.load_rows(dataset, "eval") if dataset.eval else rows
     held_out = held_out_of(recipe, rows, executor)
     check_engine(recipe)
     scorer = next(iter(held_out.values())).scorer
     sessions = environments.open_sessions(recipe, parts_of({}, held_out))
-    recipe = with_absolute_paths(recipe)
-    return Prepared(recipe, folder.absolute(), {}, scorer, held_out, sessions=sessions)
+    with contextlib.chdir(here):  # a user's module may have left it
+        recipe = with_absolute_paths(recipe)
+    return Prepared(recipe, folder, {}, scorer, held_out, sessions=sessions)
 
 
 def held_out_of(

@@ -148,6 +148,22 @@ def test_a_folder_that_is_renamed_or_removed_is_noticed(
     lock.release()
 
 
+def test_a_folder_that_cannot_be_looked_at_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = Lock(tmp_path / "run")
+    for number in (errno.ESTALE, errno.ENOTDIR, errno.EACCES):
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "stat", lambda path, n=number: refuse(n, path))
+            with pytest.raises(TrainingError, match="was renamed or removed"):
+                lock.check_folder()
+    lock.release()
+
+
+def refuse(number: int, path: Path) -> None:
+    raise OSError(number, os.strerror(number), str(path))
+
+
 def test_a_run_ends_when_its_folder_is_gone(tmp_path: Path) -> None:
     live = built(tmp_path / "run")
     rename(live.folder)

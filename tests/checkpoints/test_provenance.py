@@ -379,6 +379,82 @@ def test_a_moved_checkpoint_stays_ones_own(tmp_path: Path) -> None:
     assert not provenance.is_own(moved)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["processor_config.json", "generation_config.json", "part/config.json", "code.py",
+     "training/model/config.json"],
+)  # fmt: skip
+def test_a_file_that_may_name_code_makes_another_checkpoint(tmp_path: Path, name: str) -> None:
+    path = checkpoint(tmp_path / "run")
+    provenance.note_own(path)
+    for unread in ("model.safetensors.index.json", "training/manifest.json", "README.md"):
+        (path / unread).write_text("{}")
+    assert provenance.is_own(path)
+    (path / name).parent.mkdir(parents=True, exist_ok=True)
+    (path / name).write_text('{"auto_map": {"AutoProcessor": "a/b--code.Own"}}')
+    assert not provenance.is_own(path)
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_allowed"),
+    [
+        (None, True), ({"type": "object"}, True), ('{"type": "object"}', True),
+        ("theirs/own.json", True), ("theirs/link.json", False), ("private.json", False),
+        ("/etc/passwd", False), ("theirs/../private.json", False), ("not_there.json", False),
+    ],
+)  # fmt: skip
+def test_the_schema_of_a_reward(tmp_path: Path, schema: Any, is_allowed: bool) -> None:
+    path = checkpoint(
+        tmp_path / "theirs", reward={"j": {"function": "json_schema", "args": {"schema": schema}}}
+    )
+    for name in ("theirs/own.json", "private.json"):
+        (tmp_path / name).write_text("{}")
+    (path / "link.json").symlink_to(tmp_path / "private.json")
+    said = [] if is_allowed else [f"reward.j.args.schema = {schema}"]
+    assert asked(path) == said
+
+
+def test_a_run_with_the_recipe_of_ones_own_is_not_ones_own(tmp_path: Path) -> None:
+    own, theirs = tmp_path / "own", tmp_path / "theirs"
+    for run in (own, theirs):
+        run.mkdir()
+    build.record_command(own, Recipe(), ["grpo", "train"])
+    (theirs / "recipe.yaml").write_bytes((own / "recipe.yaml").read_bytes())
+    (tmp_path / "private").write_text("secret")
+    name = (own / ".run_id").read_bytes()
+    build.record_command(own, Recipe(), ["grpo", "train", "resume=auto"])
+    assert (own / ".run_id").read_bytes() == name
+    moved = own.rename(tmp_path / "moved")
+    for run in (moved, theirs):
+        (run / "link").symlink_to(tmp_path / "private")
+    provenance.check_links(moved, "RUN")
+    for content in (None, b"", b"another\n"):  # None: as earlier versions had it
+        if content is not None:
+            (theirs / ".run_id").write_bytes(content)
+        with pytest.raises(UserError, match="its link link leads out of it"):
+            provenance.check_links(theirs, "RUN")
+
+
+def test_links_of_a_foreign_model(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "models--a--b" / "snapshots" / "1f2e")
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir()
+    (blobs / "77").write_text("{}")
+    (model / "vocab.json").symlink_to("../../blobs/77")
+    provenance.check_model_links(model)
+    (tmp_path / "private").write_text("secret")
+    (model / "notes.txt").symlink_to(tmp_path / "private")
+    said = f"its link notes.txt leads out of it, to {tmp_path}/private; if you trust who made it"
+    with pytest.raises(UserError, match=re.escape(said)):
+        provenance.check_model_links(model)
+    (model / "notes.txt").unlink()
+    plain = model.rename(tmp_path / "models--a--b" / "plain")  # the same links, in no cache
+    (plain / "vocab.json").unlink()
+    (plain / "vocab.json").symlink_to("../blobs/77")
+    with pytest.raises(UserError, match=r"its link vocab\.json leads out of it"):
+        provenance.check_model_links(plain)
+
+
 def test_links_out_of_a_folder(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "completions").mkdir(parents=True)

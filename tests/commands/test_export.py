@@ -368,6 +368,19 @@ def test_code_of_a_foreign_checkpoint_runs_only_if_it_is_trusted(
     assert told == [True, True]
 
 
+def test_a_foreign_link_is_not_followed(
+    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer
+) -> None:
+    path = saved(tmp_path, model, tokenizer)
+    (tmp_path / "private").write_text("secret")
+    (path / "training" / "model" / "notes.txt").symlink_to(tmp_path / "private")
+    with pytest.raises(UserError, match=r"its link training/model/notes\.txt leads out of it"):
+        export.export(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    export.export(path, tmp_path / "out", trust=True)
+    assert (tmp_path / "out" / "notes.txt").read_text() == "secret"
+
+
 def remade(path: Path) -> None:
     """Writes a checkpoint's manifest anew, as whoever changes a file can."""
     files = [p for p in path.rglob("*") if p.is_file() and p.name != "manifest.json"]

@@ -1,3 +1,4 @@
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,24 @@ def test_what_would_be_read_in_silence(
     with pytest.raises(UserError) as error:
         open_stream(Dataset(train=str(path), prompt="{question}", streaming=True))
     assert complaint in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.jsonl.gz", "a.csv.gz", "a.json"])
+def test_the_line_that_is_no_utf_8(tmp_path: Path, name: str) -> None:
+    line, begin, end, bad = b'{"question": "\xc3\xa9"}', b"", b"", b'{"question": "\xff"}'
+    if "csv" in name:
+        line, begin, bad = b"\xc3\xa9", b"question", b"\xff"
+    elif name == "a.json":
+        line, begin, end = line + b",", b"[", b"]"
+    content = b"\n".join([begin or line, *[line] * 20_000, bad, end])
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    expected = f"dataset.train = {path}, line 20002: is not UTF-8 text (invalid start byte)."
+    assert message(path) == expected
+    with pytest.raises(UserError) as error:
+        for _ in open_stream(Dataset(train=str(path), prompt="{question}", streaming=True)).read(0):
+            pass
+    assert str(error.value) == expected
 
 
 def test_text_in_parquet_that_is_no_utf_8(tmp_path: Path) -> None:

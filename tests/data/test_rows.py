@@ -189,7 +189,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(name: str, end: bytes, tmp_path:
         (b"", ": the data set is empty."),
         (b'{"question": 1}\n{"question": }\n', ", line 2: malformed JSON (Expecting value)."),
         (b"[{},\n{]", ", line 2: malformed JSON ("),
-        (b'{"question": "\xff"}', ": is not UTF-8 text (invalid start byte)."),
+        (b'{"question": "\xff"}', ", line 1: is not UTF-8 text (invalid start byte)."),
     ],
 )
 def test_what_is_wrong_behind_a_byte_order_mark(
@@ -396,7 +396,9 @@ def test_text_that_is_not_utf_8(tmp_path: Path, rows_before: int) -> None:
     path.write_bytes(
         b'{"question": "x"}\n' * rows_before + '{"question": "café"}\n'.encode("latin1")
     )
-    assert message(config(path)).startswith(f"dataset.train = {path}: is not UTF-8 text")
+    assert message(config(path)).startswith(
+        f"dataset.train = {path}, line {rows_before + 1}: is not UTF-8 text"
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
+from datasets import Image as Picture
+from datasets import List, Value
+from PIL import Image
 
 from grpo_cli import data
 from grpo_cli.checkpoints.checkpointer import CONTENTS
@@ -133,8 +137,23 @@ def test_a_stream_by_sizes_and_first_rows(tmp_path: Path) -> None:
     assert contents.differences(before, stream(file)) == {"dataset.train": ["first 1,000 rows"]}
 
 
+def test_a_stream_with_images_by_their_bytes(tmp_path: Path) -> None:
+    def save(name: str, color: str) -> Path:
+        image, path = Image.new("RGB", (2, 2), color), tmp_path / name
+        rows = {"prompt": ["a"], "image": [image], "images": [[image]]}
+        features = {"prompt": Value("string"), "image": Picture(), "images": List(Picture())}
+        datasets.Dataset.from_dict(rows, datasets.Features(features)).save_to_disk(path)
+        return path
+
+    red, blue = save("red", "red"), save("blue", "blue")
+    first = "first 1,000 rows"
+    assert stream(red) == stream(red)
+    assert stream(red)["dataset.train"][first] != stream(blue)["dataset.train"][first]
+    assert contents._text(object()) == contents._text(object())
+
+
 def model_folder(folder: Path) -> Model:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).write_text("{}", encoding="utf-8")
     (folder / "model.safetensors").write_bytes(bytes(3 * 2**20))
@@ -148,6 +167,22 @@ def test_a_file_of_the_tokenizer(tmp_path: Path, name: str) -> None:
     recipe = Recipe(model=model_folder(tmp_path / "m"))
     changed = differences(lambda: (tmp_path / "m" / name).write_text("{ }"), recipe, train={})
     assert changed == {"tokenizer": [name]}
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json.bak", "vocab.json~", "vocab_old.json"])
+def test_a_file_that_no_tokenizer_reads(tmp_path: Path, name: str) -> None:
+    recipe = Recipe(model=model_folder(tmp_path / "m"))
+    assert differences(lambda: (tmp_path / "m" / name).write_text("{}"), recipe, train={}) == {}
+
+
+def test_a_tokenizer_of_the_hub_by_its_commit(tmp_path: Path) -> None:
+    folder = tmp_path / "models--me--x" / "snapshots"
+    recipe = Recipe(model=model_folder(folder / "a1b2"))
+    added = folder / "a1b2" / "vocab.json"
+    assert differences(lambda: added.write_text("{}"), recipe, train={}) == {}
+    other = found(Recipe(model=model_folder(folder / "a1b3")), train={})
+    changed = contents.differences(found(recipe, train={}), other)
+    assert changed == {"tokenizer": ["commit"]}
 
 
 def test_a_chat_template_of_the_recipe(tmp_path: Path) -> None:

@@ -269,3 +269,32 @@ def test_rows_that_a_reward_refuses_stop_a_run_or_are_left_out() -> None:
     alone = data.select_rows(rows, [2])
     with pytest.raises(UserError, match="No row is left"):
         prepare.scorable(scorer, alone, Dataset(bad_tests="drop"))
+
+
+MOVES = """
+import os
+os.chdir(os.environ["ELSEWHERE"])
+class Mine:
+    def on_end(self, event): ...
+def size(completions, **_):
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.mark.parametrize("is_callback", [True, False])
+def test_a_module_that_leaves_the_working_directory_moves_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_callback: bool
+) -> None:
+    name = f"moves_{is_callback}"
+    (tmp_path / f"{name}.py").write_text(MOVES)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("ELSEWHERE", str(tmp_path / "elsewhere"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    changes: Any = {"callbacks": {"mine": {"path": f"{name}:Mine"}}}
+    if not is_callback:
+        changes = {"reward": {"mine": {"function": f"{name}:size"}}}
+    prepared = prepare.for_training(small_recipe(Path("here"), **changes))
+    prepared.close()
+    assert prepared.folder.is_relative_to(tmp_path / "here")
+    assert Path(prepared.recipe.output_dir) == prepared.folder
