@@ -34,7 +34,7 @@ Tests = str | Sequence[str | Mapping[str, str]]
 EVALUATING = {"eval", "exec", "compile", "__import__"}
 EVALUATING_MODULES = {"pickle", "marshal", "shelve", "runpy", "code", "timeit", "subprocess"}
 EVALUATING_MODULES |= {"importlib", "dill", "joblib", "cloudpickle", "doctest", "builtins", "sympy"}
-EVALUATING |= {"read_pickle", "allow_pickle", "get_type_hints", "UnsafeLoader", "unsafe_load"}
+EVALUATING_WORDS = {"read_pickle", "allow_pickle", "get_type_hints", "UnsafeLoader", "unsafe_load"}
 NUMBERS = {"isclose", "pi", "e", "inf", "nan", "tau"}  # of math, always the tests' own
 
 
@@ -234,15 +234,10 @@ def _names_of_the_program(
     """
     calls = [node for node in nodes if isinstance(node, ast.Call) and _called(node)]
     imports = _imports(nodes)
-    names = {getattr(node, "attr", None) or getattr(node, "arg", None) for node in nodes}
-    names |= {
-        alias.name
-        for node in nodes
-        for alias in getattr(node, "names", [])
-        if isinstance(alias, ast.alias)
-    }
-    names -= {"compile", "eval"}  # as attributes, such as re.compile
-    if evaluating := EVALUATING & (undefined | names) | EVALUATING_MODULES & imports:
+    # Of attributes, keywords and imports; as attributes, `compile` and `eval` are others.
+    words = {getattr(n, key, "") for n in nodes for key in ("attr", "arg", "name")}
+    used_words = EVALUATING_WORDS & words
+    if evaluating := EVALUATING & undefined | EVALUATING_MODULES & imports | used_words:
         raise ValueError(
             f"the tests use {', '.join(sorted(evaluating))}, which can run what a program returns."
         )
