@@ -84,7 +84,7 @@ def compose_and_call(
     Args:
         default: the recipe if it names none; `BARE` is one without model and data.
         only_this_file: whether only the named recipe is read, which a run has stored: Hydra would
-            take a schema.yaml beside it for grpo's own.
+            read a schema.yaml that lies beside the recipe in place of grpo's own.
 
     With --cfg, --info or --help, Hydra prints and `task` is not called; with --multirun it is
     called once for each job, one after another.

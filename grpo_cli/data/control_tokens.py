@@ -169,7 +169,7 @@ def _unmark_token(value: Any, token: str) -> Any:
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Returns a value with all texts in it changed, those of keys included."""
+    """Returns a value with all its texts changed, also the texts of keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

@@ -172,10 +172,10 @@ def template_kwargs(
     row: Mapping[str, Any],
     mark: Callable[[Any], Any] = lambda value: value,
 ) -> dict[str, Any]:
-    """Returns the template's arguments: the model's, and before them those of the row's column.
+    """Returns the arguments of the chat template: the row's, and the model's where it has none.
 
     Args:
-        mark: changes those of the row.
+        mark: applied to the row's values.
     """
     of_row = row.get(TEMPLATE_KWARGS) or {}
     return {**of_model, **{key: mark(value) for key, value in of_row.items() if value is not None}}

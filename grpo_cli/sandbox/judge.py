@@ -224,7 +224,7 @@ def _attribute(program: Program, name: str) -> Any:
 
 
 class _Builtins(dict):  # type: ignore[type-arg]
-    """Python's functions but for those that are the program's, and behind them the program."""
+    """Looks up the names that a test does not define: Python's own, and the program's."""
 
     def __init__(self, program: Program) -> None:
         own = {name: value for name, value in vars(builtins).items() if name not in program.names}

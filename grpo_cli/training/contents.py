@@ -168,7 +168,7 @@ def _of_stream(stream: RowStream) -> dict[str, str]:
     every = dataclasses.replace(stream, config=dataclasses.replace(config, train_limit=None))
     digest = hashlib.sha256()
     for row in itertools.islice(every.read(0), FIRST_ROWS):
-        # The columns are those of the first block, whose size may change.
+        # The columns come from the first block of the stream, whose size may change.
         values = {name: value for name, value in row.items() if value is not None}
         digest.update(json.dumps(values, sort_keys=True, default=_text).encode())
     return {**found, f"first {FIRST_ROWS:,} rows": digest.hexdigest()}
