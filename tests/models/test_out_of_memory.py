@@ -107,7 +107,8 @@ def assert_same_update(
 ) -> None:
     assert any(g.abs().max() > 1e-3 for g in expected[0])
     for a, b in zip(found[0], expected[0], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+        # Log-probabilities are float32: an element near zero is as exact as the largest.
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6 * float(b.abs().max()))
     assert found[1].keys() == expected[1].keys()
     for key, value in expected[1].items():
         assert found[1][key] == pytest.approx(value, rel=1e-6, abs=1e-9), key
