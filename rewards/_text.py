@@ -21,22 +21,42 @@ _PLAIN |= dict.fromkeys(
 )
 _PARTS = re.compile("(?<![0-9])([0-9]+)分之([0-9]+)")
 
+# Only these announce an answer; what stands before them in their clause is on a list too.
 _ANNOUNCED = re.compile(
     r"""
-    \banswers?\b (?: [^\n.:=!?]{0,60}? \b(?:is|are|be|equals?)\b (?!\s*n[o']t\b)  # the answer is
-                   | [*_\s]{0,6} [:=] )                                           # **Answer**:
+    (?: \b(?:(?:the|my|our)\s+)? (?:(?:final|correct|right)\s+){0,2}
+        (?: answers? | solutions? | (?<=correct\s)(?:option|choice) )
+        \s+ (?: is | are | equals? | (?:would|must|should)\ be ) \b
+      | \b(?:(?:the|my|our)\s+)? (?:(?:final|correct|right)\s+){0,2} answers? [*_\s]{0,6} [:=] )
     | ^[#*_\s]{0,12} (?:final\ )? answer [*_\ \t]* $                              # a heading
     | 答案\s*[】\]]?\s* (?:应该|应当|应|就|即)? (?: [是为选:] | 等于 ) | 【答案】
-    | (?<![解回问作应]) 答:                                                        # not 解答:
     """,
     re.IGNORECASE | re.MULTILINE | re.VERBOSE,
 )
+_LEAD = re.compile(
+    r"""
+    (?: [\s*_#>`$\\()\[\]-] | \b(?:so|thus|therefore|hence|then|and|but|finally|now|ok|okay|well
+      |wait|yes|no|i|we|you|think|believe|conclude|get|find|see|know|say|have|that|which|means|gives
+      |implies|shows|this\ (?:means|gives|implies|shows)|here|it|follows|also|indeed|overall|again
+      |step|in|conclusion|summary|the|my|our|final|correct|right|best|would|be)\b
+      | (?!如果|假设|若|不|没|错|非|友|他说|她说|认为|可能|或|难道|骗|据说|以为|假|怀疑|要是|有人)
+        [\u3400-\u9fff】【] )*
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
 _AFTER_ANNOUNCEMENT = re.compile(
     r"""
-    [\s:*`]* (?:(?:therefore|thus|simply|just|approximately|about|equal\ to|约为?)[\s:,*]+)?
-    (?P<body> \$\$.{1,1000}?\$\$ | \\\[.{1,1000}?\\\] | [^\n]{0,1000} )
+    [\s:*`]* (?:(?:therefore|thus|just|simply|about|approximately|equal\ to|that|there\ (?:is|are)
+               |一共|总共|共|有|是|约为?|小明|大约)[\s:,*]*)*
+    (?P<body> (?:\$\$.{1,1000}?\$\$ | \\\[.{1,1000}?\\\])(?=[ \t.,]*(?:\n|\Z)) | [^\n]{0,1000} )
     """,
     re.IGNORECASE | re.DOTALL | re.VERBOSE,
+)
+# What may follow a value: "18, because ...", "18 (as said)", "18，因为...".
+_REMARK = re.compile(
+    r"[,;]\s*(?=(?:因为|由于|即|也就是)|[\u3400-\u9fff][^0-9]*\Z)|[,;]\s+(?=(?!and\b|or\b|else\b)[A-Za-z$\\]|[0-9][^,;]*\bthan\b)"
+    r"|\s+(?=(?:because|since|as|not|but\s+not|of\s+(?:the\s+)?[a-z]+)\b)|\s+(?=\((?![^()]*[0-9])[^()]*\)\Z)",
+    re.IGNORECASE,
 )
 ANNOUNCEMENTS = 5
 DIFFERENT = 3  # more announced answers that differ are a list, not a correction
@@ -45,6 +65,7 @@ _DENIAL = r"""
     (?: \b(?:not|never|neither|nor|hardly|cannot|maybe|perhaps|possibly|anything\ but|other\ than
             |rather\ than|instead\ of)\b
       | n't\b | \\neq?(?![A-Za-z]) | \\not\s*= | ≠ | (?<=\s)!=
+      | \brejects?\b | \bdiffers?\ from\b | \bexcludes?\b | \brules?\ out\b
       | 不是 | 并非 | 不等于 | 不为 | 可能是 | 也许是? | 或许是? )
     (?: \s+ (?:be|equal(?:\ to)?|is|the|exactly|really|actually|necessarily|just)\b ){0,3}
 """
@@ -59,34 +80,44 @@ _DENIED_BODY = re.compile(
 _WRONG = (
     r"(?:(?:is|was|are|be)\s+(?:wrong|incorrect|false|not\s+(?:right|correct|true|it|the\s+"
     r"(?:\w+\s+)?answer))|isn't\s+(?:right|correct|true|it|the\s+(?:\w+\s+)?answer))\b"
-    r"|不对|不正确|是错"
+    r"|不对|不正确|是错|错了"
 )
 _GUESS = r"\b(?:maybe|perhaps|possibly|or\ not|not\ really|(?:just|only)\ kidding)\b|\?\s*\Z"
-_TAKEN_BACK = re.compile(rf"\b{_WRONG}|{_GUESS}|\bnot[.!\s]*\Z", re.IGNORECASE)
-_TAKEN_BACK_AT_ONCE = re.compile(
-    rf"[\s$\\)\]}}*]*(?:(?:[.,]\s*(?:that|this|it|which)\s+)?(?:{_WRONG})|,?\s*(?:{_GUESS}))",
+# What a remark after a value must not say: "18, doubled", "18, or else 20".
+_CHANGES = re.compile(
+    r"\A(?!\W*(?:because|since|as\b|因为|由于)).*\b(?:or|probably|incorrect|wrong|false|rejected|sorry"
+    r"|correction|instead|actually|rather|unless|if|except|plus|minus|times|doubled|halved|tripled"
+    r"|no|wait|squared|hundred|thousand|million|dozen|half|approximately|cubed|divided|most|least|yet|base|bound"
+    r"|but(?!\ not))\b|其实"
+    r"|\A(?:[,;]|\s*of)\s*(?:two|three|four|five|six|seven|eight|nine|ten)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+_NEGATION = re.compile(r"(?:\w+ly\s+)?not\b|n't\b", re.IGNORECASE)  # The answer is not 5. It is 7.
+# The sentence after an announced answer takes it back.
+_CORRECTED = re.compile(
+    r"[\s.$*]*(?:(?:no|sorry|correction|oops|wait|actually|scratch that|i lied|just joking"
+    r"|my mistake|disregard|or maybe|false|hmm"
+    r"|(?:this|that)(?:'s|\s+is)\s+(?:wrong|not|incorrect))\b"
+    r"|不|错|更正)",
     re.IGNORECASE,
 )
-# The end of a clause before an announcement, where it says that the announcement does not hold.
-_DENIED_LEAD = re.compile(
-    r"""
-    (?: (?:n't|\bnot|\bnever)\s+(?:think|believe|say|claim|mean|sure)\b | \b(?:doubt|deny)\b
-      | (?:\b(?:wrong|incorrect|false|untrue) | (?:\bnot|n't)\s+(?:true|right|correct|the\ case))
-        \s+(?:to\ say\s+)? that\b
-    ) [^\n]* \Z
-    | \b(?:if|whether|unless|suppose|supposing|assume|assuming|imagine|pretend|maybe|perhaps
-          |possibly|wrong|incorrect|false|not)
-      \s+ (?:that\s+)? (?:(?:the|my|our|your|an?)\s+)? (?:(?:final|correct|right)\s+)* \Z
-    | (?:如果|假设|并非|不是)\Z
-    """,
-    re.IGNORECASE | re.VERBOSE,
+_TAKEN_BACK = re.compile(rf"\b{_WRONG}|{_GUESS}|\bnot[.!\s]*\Z", re.IGNORECASE)
+_TAKEN_BACK_AT_ONCE = re.compile(
+    rf"[\s$\\)\]}}*]*(?:(?:[.,]\s*(?:that|this|it|which)\s+)?(?:{_WRONG})|,?\s*(?:{_GUESS})"
+    r"|[.,:;?!]?\s*(?:I\s+was\s+wrong|turned\s+out|can(?:no|')t\s+be|fails\b|false\b|but\s+the\s+correct"
+    r"|no\s+wait|\\text\{\s*is\s+(?:in|not)|is\s+(?:ruled\s+out|excluded|too\b)|不成立)"
+    r"|\(\s*(?:excluded|incorrect|wrong|false|rejected|no|not)\b)",
+    re.IGNORECASE,
 )
-_DENIED_VERB = re.compile(
-    r"(?:\b(?:not|never|hardly|cannot|might|may|could)|n't)\s+(?:\w+\s+)?(?:is|are|be|equals?)\s*\Z",
+# It is false, that the answer is 7. Wrong: the answer is 7.
+_NOT_SO = re.compile(
+    r"\bit(?:'s|\s+is)\s+(?:false|wrong|incorrect|untrue)\b|\A\W*(?:false|wrong|incorrect)\b"
+    r"|\b(?:wrong|incorrect|false)\s+\w+:|\b(?:friend|book|says?|claims?)\b",
     re.IGNORECASE,
 )
 _CLAUSE_START = re.compile(
-    r"[.,;:!?。，\n]|\b(?:but|so|then|hence|thus|therefore)\b", re.IGNORECASE
+    r"[.,;:!?。，\n>}]|\b(?:since|as|because)\b[^.,;:!?\n]*(?=the\b)|\b(?:but|so|then|hence|thus|therefore)\b",
+    re.IGNORECASE,
 )
 CLAUSE = 80  # characters before an announcement in which its clause is looked for
 _SENTENCE_END = re.compile(r"\.[*]*(?=\s|$)|。")
@@ -157,6 +188,7 @@ def final_box(text: str) -> str | None:
     is `3, 5`. A box inside a box belongs to the outer one. "Not \boxed{3}" and "\boxed{3} is
     wrong" are no answers.
     """
+    text = _BARE_BOX.sub(r"\\boxed{\1}", text)
     outer: list[tuple[int, int, int]] = []
     for span in _box_spans(text):
         if not outer or span[0] > outer[-1][2]:
@@ -169,13 +201,28 @@ def final_box(text: str) -> str | None:
         before, after = text[max(0, first - CLAUSE) : first], text[end : end + CLAUSE]
         if not _DENIED_BEFORE.search(before) and not is_taken_back(after):
             contents = dict.fromkeys(text[start:end] for _, start, end in reversed(joined))
-            return _INNER_BOX.sub("{", ", ".join(filter(str.strip, contents)))
+            if _BESIDE_BOX.match(after) or _BEFORE_BOX.search(before):
+                return ""
+            sign = "-" if re.search(r"(?:\A|[=$({\s])-\Z", before) else ""  # -\boxed{7}
+            return sign + _INNER_BOX.sub("{", ", ".join(filter(str.strip, contents)))
     return None
 
 
 _BETWEEN_BOXES = re.compile(
     r"[\s$\\()\[\],;.]{0,20}(?:and|or|和|或|\\text\{\s*(?:and|or)\s*\})?[\s$\\()\[\],;.]{0,20}"
 )
+# Mathematics that goes on beside a box: 2\cdot\boxed{7}, \boxed{7}^2, \boxed{7} million.
+_BEFORE_BOX = re.compile(
+    r"\\(?:[dt]?frac|sqrt|overline|x?cancel)\s*(?:\{[^{}]*\})?\s*\{\s*\Z|(?:\\neg|~~|<del>|<!--)\s*\Z|(?:\\cdot|\\times|[+/*^0-9])\s*\Z|[0-9A-Za-z)]\s*-\Z"
+    r"|(?:wrong|false|incorrect|错误|twice|half\s+of|far\s+from|\bthan|avoid|guess)\b[^.,;\n]{0,30}\Z",
+    re.IGNORECASE,
+)
+_BESIDE_BOX = re.compile(
+    r"[A-Za-z]|\s*(?:[\^_!/*+0-9]|\\(?:cdot|times|pi|sqrt|frac|over|div)(?![A-Za-z])|-\s*[0-9]"
+    r"|\\[lg]eq?(?![A-Za-z])|\$?\s*(?:(?:or|and)\s+[-$0-9]|hundred|thousand|million|billion"
+    r"|trillion|dozen|minus|plus|squared|cubed|times|[万亿千百]|的(?:两?倍|相反|倒数)))"
+)
+_BARE_BOX = re.compile(r"\\boxed\s*([0-9A-Za-z])(?![0-9A-Za-z/^_\\]|[.,][0-9])")  # \boxed 7
 _INNER_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
@@ -195,7 +242,7 @@ def hashes_answer(text: str) -> str | None:
         answer = line[1].strip()
         is_last_line = line.end() == len(text)
         if answer and (is_last_line or not answer[0].isalpha()):
-            return answer
+            return "" if _CORRECTED.match(text, line.end()) else answer
     return None
 
 
@@ -206,7 +253,9 @@ def tagged_answer(text: str) -> str | None:
         if not tag[1]:
             start = tag.end()
         elif start is not None:
-            start, answer = None, text[start : tag.start()].strip()
+            before, after = text[max(0, start - CLAUSE) : start - 8], text[tag.end() :][:CLAUSE]
+            taken_back = is_taken_back(after) or _DENIED_BEFORE.search(before)
+            start, answer = None, "" if taken_back else text[start : tag.start()].strip()
     return answer
 
 
@@ -214,27 +263,38 @@ def announced_answer(text: str) -> str | None:
     """Returns the rest of the sentence after the last "the answer is", "Answer:", 答案是 or 答:.
 
     It is looked for on the next line where its own line ends there. Of several, the last one counts
-    that holds a digit or a formula, so that "I hope this answer is right" hides none; no more than
-    the last five are looked at. One that is denied or a guess counts for nothing ("if the answer is
-    3", "the answer is anything but 3", "the answer could be 3"), nor do more than three different
+    that holds a digit or a formula, so that "I hope the answer is right" hides none; no more than
+    the last five are looked at. One counts for nothing whose clause begins with other words than
+    "so", "I think" and the like, or whose remark takes it back; nor do more than three different
     ones. The text has `plain_characters`.
     """
     words: str | None = None
     values: list[str] = []
+    denied: set[str] = set()
     for announcement in list(_ANNOUNCED.finditer(text))[: -1 - ANNOUNCEMENTS : -1]:
         after = _AFTER_ANNOUNCEMENT.match(text, announcement.end())
         assert after is not None, "it also matches the empty string"
-        body = after["body"]
-        if not body.startswith(("$$", r"\[")):
-            body = _SENTENCE_END.split(body, maxsplit=1)[0]
-        body = _BOLD.sub("", body).strip(" \t*`,;:")
+        body, end = after["body"], after.end()
+        sentence = None if body.startswith(("$$", r"\[")) else _SENTENCE_END.search(body)
+        if sentence:
+            body, end = body[: sentence.start()], after.start("body") + sentence.end()
+        body = _BOLD.sub("", body).strip(' \t*`,;:"“”')
+        if denial := _NEGATION.match(body):
+            denied.add(body[denial.end() :].strip())
+        if denial or not is_stated(text, announcement.start()):
+            continue
         if not any(character.isdigit() or character in "$\\" for character in body):
             words = words or body
-        elif not (is_denied(text, announcement) or denies(body)):
+        elif body not in denied and not _CORRECTED.match(text, end):
             values.append(body)
     if len(set(values)) > DIFFERENT:
         return None
     return values[0] if values else words
+
+
+def without_remark(body: str) -> str:
+    """Returns a stated answer without the remark that may follow it."""
+    return _REMARK.split(body, maxsplit=1)[0]
 
 
 def announces(text: str) -> bool:
@@ -242,11 +302,12 @@ def announces(text: str) -> bool:
     return _ANNOUNCED.search(text) is not None
 
 
-def is_denied(text: str, announcement: re.Match[str]) -> bool:
-    """Returns whether the clause of an announcement says that it does not hold, or might not."""
-    lead = text[max(0, announcement.start() - CLAUSE) : announcement.start()]
-    clause = _CLAUSE_START.split(lead)[-1]
-    return bool(_DENIED_LEAD.search(clause) or _DENIED_VERB.search(announcement[0]))
+def is_stated(text: str, start: int) -> bool:
+    """Returns whether the words before an announcement in its clause are such as "so I think"."""
+    lead = text[max(0, start - CLAUSE) : start]
+    if _NOT_SO.search(re.split(r"[.!?。\n]", lead)[-1]):
+        return False
+    return _LEAD.fullmatch(_CLAUSE_START.split(lead)[-1]) is not None
 
 
 def is_taken_back(rest: str) -> bool:
@@ -254,6 +315,6 @@ def is_taken_back(rest: str) -> bool:
     return _TAKEN_BACK_AT_ONCE.match(rest) is not None
 
 
-def denies(body: str) -> bool:
-    """Returns whether a stated answer begins with a denial or a guess, or takes itself back."""
-    return bool(_DENIED_BODY.match(body) or _TAKEN_BACK.search(body))
+def denies(remark: str) -> bool:
+    """Returns whether a remark after an answer takes it back or changes it."""
+    return bool(_TAKEN_BACK.search(remark) or _CHANGES.search(remark))

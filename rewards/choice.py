@@ -11,7 +11,7 @@ from grpo_cli.rewards._text import (
     Completions,
     completion_texts,
     final_box,
-    is_denied,
+    is_stated,
     is_taken_back,
     plain_characters,
     tagged_answer,
@@ -28,7 +28,9 @@ _LEAD = re.compile(
     r"""
     (?: answer (?: \ (?:choice|option) )? (?: \ to\ [^.:\n]{1,60}? )?
         [\s*_`]{0,8} (?: \bis\b | [:=] )
-      | (?<![a-z]) correct \  (?:choice|option|letter) [\s*_`]{0,8} (?: \bis\b | [:=] )
+      | (?<![a-z]) (?:correct|right|best) \  (?:choice|option|letter) [\s*_`]{0,8}
+        (?: \bis\b | \b(?:would|must|should)\ be\b | [:=] )
+      | [,;.] \s (?:so|thus|therefore|hence) (?= [\s,:(]{1,3} [A-Za-z0-9] [\s).]* \Z )
       | (?: 答案 | 正确选项 | 正確選項 ) [\s*_`]{0,8}
         (?: 应该是 | 应为 | 应选 | 是 | 为 | 為 | 选 | 選 | : )
       | (?<![不别可]) [选選] [择擇]?
@@ -44,6 +46,11 @@ _LOOKS = re.compile(
     r"""|\\(?=\s|\Z)|\\[\[\](),;!]|[{}$*`~"“”]|(?<![A-Za-z])['‘’]|['‘’](?![A-Za-z])"""
 )
 
+# "B. Wait, no, C.", "B, but it is C"
+_CONTRADICTED = re.compile(
+    r"[^.\n]{0,80}(?:\bbut\s+(?:it|i|mine|the)\b|[.?!]\s+(?:wait|no|sorry)\b)", re.IGNORECASE
+)
+
 # Before another word, `a`, `A` or `I` is a word itself, unless the other is one of these.
 _CONNECTIVE = "because|since|as|and|which|but|with|from|where|when|is|was"
 
@@ -56,6 +63,7 @@ class _Patterns:
     stated: re.Pattern[str]  # a text that goes on begins with a letter
     alone: re.Pattern[str]  # the whole text is a letter
     another: re.Pattern[str]  # what follows a letter names another
+    correct: re.Pattern[str]  # "option B is correct"
 
 
 @reward
@@ -110,7 +118,8 @@ def choice(
 
 def _gold_letter(gold: str, letters: str) -> str:
     patterns = _patterns(letters)
-    letter = _option(plain_characters(gold), patterns) or _chosen(gold, patterns)
+    text = re.sub(r"(?<=\w)[.:]\s*\w\Z", "", plain_characters(gold).strip())  # "B. A" is B
+    letter = _option(text, patterns) or _chosen(gold, patterns)
     if not letter:
         raise ValueError(
             f"choice: answer is {gold!r:.200}; it must be one of the letters {letters}."
@@ -130,8 +139,10 @@ def _patterns(letters: str) -> _Patterns:
     mark = r"[.,:;!?](?!\d)|[)\]】|。—–\u3400-\u9fff]"
     another = (
         rf"[)\]】]?[ \t]*(?:{unnamed}"
-        rf"|(?:(?:[,/&;]|(?:and|or)\b|[或和与與])[ \t]*)+(?:{unnamed}|{label}[)\]】]?)"
-        rf"(?=\s*(?:\Z|\n|[,/&;.。]|(?:and|or)\b|[或和与與])))"
+        rf"|(?:(?:[(,/&;|]|(?:and|or|vs\.?|versus|unless|also|maybe|perhaps|possibly)\b|或者|[或和与與])"
+        rf"[ \t]*)+(?:{unnamed}|{label}[)\]】]?)"
+        rf"(?=\s*(?:\Z|\n|[),/&;.。|]|(?:and|or)\b|[或和与與]))"
+        rf"|[.:]\s*{label}\s*\Z)"
     )
     return _Patterns(
         option=re.compile(rf"(?i:{name})(?:{bracketed}|({label})(?=\s*\Z|[.,:)](?!\d)|{another}))"),
@@ -140,6 +151,11 @@ def _patterns(letters: str) -> _Patterns:
             rf"|({label})(?=\s*\Z|\s*\n|{mark}|</|{another}"
             rf"|[ \t]+(?:[(\[—–]|-\s|(?:{_CONNECTIVE})\b))"
             rf"|({sure})(?=[ \t]+\w))"
+        ),
+        correct=re.compile(
+            rf"(?:\A|[.,;:\n]|\b(?i:so|that|thus|therefore|hence))[ \t]?(?i:option|choice|answer)\s"
+            rf"(?:{bracketed}|({label}))\s(?i:is)\s(?i:the\s)?(?i:correct|right|answer)\b",
+            re.MULTILINE,
         ),
         alone=re.compile(rf"[(\[【]?\s?({label})\s?[)\]】]?\s?[.。:,!]?"),
         another=re.compile(another),
@@ -174,9 +190,12 @@ def _tagged(text: str, patterns: _Patterns) -> str | None:
 def _stated(text: str, patterns: _Patterns) -> str | None:
     for lead in reversed(deque(_LEAD.finditer(text), maxlen=LEADS)):
         letter = _letter(patterns.stated, text[lead.end() : lead.end() + REACH], patterns)
-        if letter is not None and not is_denied(text, lead):
+        if letter is not None and is_stated(text, lead.start() + (lead[0][0] in ",;.")):
             return letter
-    return None
+    named = list(patterns.correct.finditer(text))
+    if not named or is_taken_back(text[named[-1].end() :]):
+        return None
+    return next(letter for letter in named[-1].groups() if letter).upper()
 
 
 def _alone(text: str, patterns: _Patterns) -> str | None:
@@ -194,6 +213,6 @@ def _letter(pattern: re.Pattern[str], text: str, patterns: _Patterns) -> str | N
     found = pattern.match(text)
     if found is None or is_taken_back(text[found.end() :]):
         return None
-    if patterns.another.match(text, found.end()):
+    if patterns.another.match(text, found.end()) or _CONTRADICTED.match(text, found.end()):
         return SEVERAL
     return next(letter for letter in found.groups() if letter).upper()

@@ -7,6 +7,7 @@ from grpo_cli.rewards import reward
 from grpo_cli.rewards._text import Completions, completion_texts
 
 OPENING, CLOSING = "<think>", "</think>"
+FILLERS = "\u115f\u1160\u2800\u3164\uffa0"  # letters of Unicode that are blank
 
 
 @reward
@@ -57,4 +58,9 @@ def _is_in_format(text: str, opening: bool, answer_tag: str | None) -> bool:
         if not (answer.startswith(start) and answer.endswith(end)):
             return False
         answer = answer[len(start) : -len(end)]
-    return bool(thoughts.strip() and answer.strip())
+    return _is_seen(thoughts) and _is_seen(answer)
+
+
+def _is_seen(text: str) -> bool:
+    """Returns whether a text has a character that shows: no space, mark or filler."""
+    return any(c.isprintable() and not c.isspace() and c not in FILLERS for c in text)

@@ -38,7 +38,7 @@ ANSWERS = [
     ("The answer is 18!", "18"),
     ("The answer is 18, because 3 * 6 is.", "18"),
     ("答案是３０元。", "30元"),
-    ("<answer>it is 5 apples or so</answer>", "$5$"),
+    ("<answer>it is 5 apples</answer>", "5 apples"),
     ("<answer>Evelyn</answer>", "Evelyn"),
     ("The answer is B.", "B"),
     ("They sell 3 and keep 4. I hope this answer is correct.", None),

@@ -2,12 +2,25 @@ import importlib.resources
 import json
 import logging
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_cli.rewards import traits_of
-from grpo_cli.rewards._quantity import Quantity, quantity
+from grpo_cli.rewards._answer import (
+    Chain,
+    Choice,
+    Named,
+    Ratio,
+    Reals,
+    Relation,
+    Row,
+    Several,
+    Value,
+    Words,
+    read,
+)
 from grpo_cli.rewards._text import announced_answer, plain_characters, tagged_answer
 from grpo_cli.rewards.math import _is_within_limits, math
 from tests.tables import table
@@ -100,7 +113,6 @@ EQUAL = [
     ("<answer>4</answer> no, <answer>5", "4"),
     (r"<answer>\(\frac{3}{4}\)</answer>", "0.75"),
     (r"<answer>$\text{A, B}$</answer>", r"\text{A, B}"),
-    ("<answer>There are 12 boys, so 5 girls</answer>", "5"),
     ("<answer>3 + 4 = 7\n#### 7</answer>", "7"),
     ("<answer>The answer is 7, not 5</answer>", "7"),
     ("The answer is 42.", "42"),
@@ -137,7 +149,6 @@ EQUAL = [
     ("最终答案：\n$\\frac{1}{2}$。", "0.5"),
     ("答案是(1，2）", "(1,2)"),
     ("答：小明一共有12个苹果。", "12"),
-    ("答：小明有3个，小红有5个。", "5"),
     ("解答：3+4=7\n所以一共8个", "8"),
     ("所以，一共有12个苹果。", "12"),
     ("因此小明用了3/4小时。", "0.75"),
@@ -380,10 +391,13 @@ def test_math_scores_hostile_text_zero(text: str) -> None:
         ("x^x^x^x^x", False),  # 2^2^2^2^2 has 19,729 digits
         ("(x+y)^{61}", True),  # comb(63, 2) = 1953 terms
         ("(x+y)^{62}", False),
-        ("(x+1)^{1000}", True),
+        ("(x+1)^{100}", True),
+        ("(x+1)^{101}", False),
         ("as said, (1 + r)^12 = a; we buy it all", True),
         ("10^{3999}", True),
         ("10^{4001}", False),
+        ("x^{2010}", True),
+        ("x^{20100}", False),
         ("2^{10000}", True),  # 3,010 digits
         ("9**9**9", False),
         ("(9^9)^9", True),
@@ -467,7 +481,7 @@ def test_math_lets_a_bug_surface(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> bool:
         raise TypeError("a bug of ours")
 
-    monkeypatch.setattr("grpo_cli.rewards.math._is_same", broken)
+    monkeypatch.setattr("grpo_cli.rewards.math._same_values", broken)
     with pytest.raises(TypeError, match="a bug of ours"):
         math([r"\boxed{5}"], ["6"])
 
@@ -510,23 +524,26 @@ def test_tagged_answer(text: str, expected: str | None) -> None:
     [
         ("The answer is 3.5. Next.", "3.5"),
         ("the answers are 3 and 4", "3 and 4"),
-        ("The answer to the last question is therefore: **18**", "18"),
+        ("The final answer is therefore: **18**", "18"),
+        ("The answer to the last question is 18", None),
+        ("The answer, which is not even, is 7.", None),
+        ("My friend says the answer is 7.", None),
+        ("The answer is 18. No, it is 20.", None),
         ("The answer is not 5", None),
         ("It answers 5 questions", None),
         ("Answer = 18", "18"),
         ("**Answer**: 18 dollars", "18 dollars"),
         ("# Answer\n\n18", "18"),
         ("Answer:\n$$\nx\n$$\nand more", "$$\nx\n$$"),
-        ("Answer: $$x = 3.\n$$ so", "$$x = 3.\n$$"),
+        ("Answer: $$x = 3.\n$$", "$$x = 3.\n$$"),
         ("The answer is **18** eggs", "18 eggs"),
         ("The answer is 2**3", "2**3"),
         ("The answer is 2 ** 3", "2 ** 3"),
         ("Answer: 3\nAnswer: 4", "4"),
         ("Answer: 3\nThis answer is right.", "3"),
-        ("The answer is Evelyn.\nThis answer is right.", "right"),
+        ("The answer is Evelyn.\nThis answer is right.", "Evelyn"),
         ("答案应该是18个。还有", "18个"),
         ("【答案】18", "18"),
-        ("答:18", "18"),
         ("回答:18", None),
         ("no", None),
         ("", None),
@@ -543,36 +560,68 @@ def test_plain_characters() -> None:
 
 
 @table(
-    ("answer", "expected"),
+    ("text", "expected"),
     [
-        ("18", Quantity("18")),
-        (r"\$1,234.50", Quantity("1234.5", "$")),
-        ("-$5", Quantity("-5", "$")),
-        ("$5$", Quantity("5")),
-        ("18 dollars", Quantity("18", "$")),
-        ("3 million people", Quantity("3", "people", 6)),
-        ("3万千米", Quantity("3", "km", 4)),
-        ("3千米", Quantity("3", "km")),
-        (r"5\text{ cm}^2", Quantity("5", "cm^2")),
-        ("5 cubic feet", Quantity("5", "ft^3")),
-        ("20 m/s", Quantity("20", "m/s")),
-        (r"\sin 30^\circ", Quantity(r"\sin 30^\circ")),
-        (r"60^\circ", Quantity("60", "°")),
-        (r"2^{10} \text{ bytes}", Quantity("2^{10}", "byte")),
-        (r"x + 5 \text{ cm}", Quantity(r"x+5\text{cm}")),
-        ("1 1/2", Quantity(r"1\frac{1}{2}")),
-        ("1 234/5", Quantity("1 234/5")),
-        ("2 pi", Quantity("2 pi")),
-        ("5x", Quantity("5x")),
-        ("100, 200", Quantity("100,200")),
-        ("100,200", Quantity("100200")),
-        ("(100,200)", Quantity("(100,200)")),
-        ("2.50", Quantity("2.5")),
-        ("0.0", Quantity("0")),
-        (r"6.02 \times 10^{23}", Quantity("6.02e23")),
-        ("约18元", Quantity("18", "¥")),
-        ("Not Prime", Quantity("not prime")),
+        ("18", Value("18")),
+        (r"\$1,234.50", Value("1234.5", "$")),
+        ("-$5", Value("-5", "$")),
+        ("$5$", Value("5")),
+        ("18 dollars", Value("18", "$")),
+        ("3 million people", Value("3", "person", 6)),
+        ("5 hundred thousand", Value("5", "", 5)),
+        ("3万千米", Value("3", "km", 4)),
+        (r"5\text{ cm}^2", Value("5", "cm^2")),
+        (r"9.8 \mathrm{~m} / \mathrm{s}^{2}", Value("9.8", "m/s^2")),
+        ("18%", Value("18", percent=True)),
+        (r"60^\circ", Value("60", "°")),
+        (r"\sin 30^\circ", Value(r"\sin 30^\circ")),
+        (r"5+3\mathrm{i}", Value("5+3i")),
+        (r"0.1\overline{6}", Value(r"\frac{1}{6}")),
+        ("1 1/2", Value(r"1\frac{1}{2}")),
+        ("100, 200", Several(",", (Value("100"), Value("200")))),
+        ("100,200", Value("100200")),
+        ("(100,200)", Row("()", (Value("100"), Value("200")))),
+        (r"1 \text{ or } 2", Several("or", (Value("1"), Value("2")))),
+        (r"\pm 2", Several(",", (Value("2"), Value("-2")))),
+        (r"x = 5", Named("x", Value("5"))),
+        (r"3+4=7", Chain((Value("3+4"), Value("7")), (False, False))),
+        (r"2 < x \le 5", Reals((("2", False, "5", True),), name="x")),
+        (r"2x+4y=3", Relation("2x+4y", "=", "3")),
+        ("3:4", Ratio((Value("3"), Value("4")))),
+        ("(B) 5", Choice("B", Value("5"))),
+        ("Not Prime", Words("not prime")),
+        (r"5\text{ plus }3", Words("5 plus 3")),
+        ("7 is wrong", Words("7 is wrong")),
+        ("2024-01-02", Words("2024-01-02")),
     ],
 )
-def test_quantity(answer: str, expected: Quantity) -> None:
-    assert quantity(answer) == expected
+def test_an_answer_is_read_to_its_last_character(text: str, expected: Any) -> None:
+    assert read(text) == expected
+
+
+def attack() -> list[tuple[str, Any, float]]:
+    """Returns the rows of three attacks: wrong answers built to pass, and right ones."""
+    text = (Path(__file__).parent / "math_attack.jsonl").read_text("utf-8")
+    rows = map(json.loads, text.splitlines())
+    return [(row["completion"], row["answer"], row["expected"]) for row in rows]
+
+
+@pytest.mark.smoke  # a large table
+@table(("completion", "gold", "expected"), attack())
+def test_attacks(completion: str, gold: Any, expected: float) -> None:
+    assert math([completion], [gold]) == [expected]
+
+
+@table(
+    ("completion", "gold", "expected"),
+    [
+        (r"\boxed{2}", ["2", "3"], 1.0),
+        (r"\boxed{3}", [2, 3], 1.0),
+        (r"\boxed{3, 2}", ["2", "3"], 1.0),
+        (r"\boxed{4}", ["2", "3"], 0.0),
+        (r"\boxed{2}", [], None),
+        (r"\boxed{2}", ["2", "???"], None),
+    ],
+)
+def test_each_answer_of_a_list_is_right(completion: str, gold: Any, expected: float) -> None:
+    assert math([completion], [gold]) == [expected]
