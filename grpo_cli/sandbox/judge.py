@@ -36,66 +36,57 @@ EXCEPTIONS |= {"struct.error", "zlib.error", "binascii.Error", "_csv.Error", "gr
 EXCEPTIONS |= {"sqlite3.IntegrityError", "sqlite3.OperationalError"}
 
 
-class NotPassedError(Exception):
-    """A unittest class has not passed; says why."""
-
-
 def judge(source: int, sink: int, test: tuple[Any, ...]) -> str:
     """Runs one test; returns PASSED, or FAILED with the reason, empty if the program is gone."""
-    codes, entry_point, collected, names, packages = test
+    *rest, names, packages = test
     program = Program(source, sink, names)
     try:
         for package in packages:  # before the program may write a file that one of them reads
             __import__(package)
         os.write(sink, b"\n")
         program.outcome([])  # of the program itself, as it is imported
-        _run(program, codes, entry_point, collected, packages)
+        _run(program, *rest)
         program.forget()
+        reason = None if program.was_asked else "the test asked the program for nothing"
     except BaseException as error:
-        reason = program.broken if program.broken is not None else _last_line(error)
-        return FAILED + (reason or "failed" * (program.broken is None))
-    if program.broken is not None:  # and the test has caught it
-        return FAILED + program.broken
-    return PASSED if program.was_asked else f"{FAILED}the test asked the program for nothing"
+        reason = _last_line(error)
+    if program.broken is not None:  # whatever the test has caught
+        reason = program.broken
+    return PASSED if reason is None else FAILED + reason
 
 
-def _run(
-    program: Program, codes: Any, entry_point: str | None, collected: list[str], packages: list[str]
-) -> None:
-    module = type(sys)(MODULE)
-    sys.modules[MODULE] = module
-    sys.modules["solution"] = _Solution("solution", program)
-    program.array_kind = _guard_comparisons()
-    for runner in {"unittest", "pytest"} & {*packages}:  # its tests are run below
+def _run(program: Program, codes: Any, entry_point: str | None, collected: list[str]) -> None:
+    module = sys.modules[MODULE] = type(sys)(MODULE)
+    solution = sys.modules["solution"] = type(sys)("solution")
+    # Without names: those that a test uses are looked up as others are.
+    solution.__dict__.update(__all__=[], __getattr__=program.attribute)
+    for runner in {"unittest", "pytest"} & sys.modules.keys():  # its tests are run below
         sys.modules[runner].main = lambda *_, **__: None  # type: ignore[attr-defined]
+    _guard_comparisons()
     _keep_path()
     names = module.__dict__
     names["__builtins__"] = _Builtins(program)
     for code in codes:
         exec(code, names)
     if entry_point is not None and "check" in names:
-        check = names["check"]
-        check(
-            program.value(entry_point) if entry_point.isidentifier() else eval(entry_point, names)
-        )
+        is_name = entry_point.isidentifier()
+        names["check"](program.value(entry_point) if is_name else eval(entry_point, names))
     cases = [name for name, value in names.items() if _is_case(value)]
     for name in dict.fromkeys([*collected, *cases]):
-        _run_collected(names[name])
+        _run_collected(names[name], program)
 
 
 def _keep_path() -> None:
     """Has modules imported from where they are found now: a test may add its own folder."""
     known = tuple(os.path.realpath(folder) for folder in sys.path if folder)
+    find_in = sys.path_hooks[-1]
 
-    def only_known(hook: Callable[[str], Any]) -> Callable[[str], Any]:
-        def find(folder: str) -> Any:
-            if not os.path.realpath(folder).startswith(known):
-                raise ImportError(folder)
-            return hook(folder)
+    def find(folder: str) -> Any:
+        if os.path.realpath(folder).startswith(known):
+            return find_in(folder)
+        raise ImportError(folder)
 
-        return find
-
-    sys.path_hooks[:] = map(only_known, sys.path_hooks)
+    sys.path_hooks[:] = [find]
 
 
 def _is_case(value: Any) -> bool:
@@ -107,7 +98,7 @@ def _is_case(value: Any) -> bool:
     return value.__module__ == MODULE and bool(names)
 
 
-def _run_collected(test: Any) -> None:
+def _run_collected(test: Any, program: Program) -> None:
     """Runs a test function, a unittest class, or a pytest class."""
     if not isinstance(test, type):
         _finish(test())
@@ -117,9 +108,9 @@ def _run_collected(test: Any) -> None:
         result = unittest.TestResult()
         unittest.defaultTestLoader.loadTestsFromTestCase(test).run(result)
         for _, trace in (*result.errors, *result.failures):
-            raise NotPassedError(trace.strip().rpartition("\n")[2])
+            raise program.fail(trace.strip().rpartition("\n")[2])
         if not result.wasSuccessful() or result.testsRun == len(result.skipped):
-            raise NotPassedError(f"{test.__name__} has no test that passed")
+            raise program.fail(f"{test.__name__} has no test that passed")
         return
     getattr(test, "setup_class", lambda: None)()
     for name in dir(test):
@@ -137,8 +128,6 @@ def _finish(result: Any) -> None:
 
 def _last_line(error: BaseException) -> str:
     """Returns the last line of a traceback."""
-    if isinstance(error, NotPassedError):
-        return str(error)
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     name = type(error).__name__
     return f"{name}: {text}" if text else name
@@ -153,7 +142,6 @@ class Program(Peer):
         super().__init__(source, sink, {})
         self.names = frozenset(names)  # that are the program's
         self.was_asked = False
-        self.array_kind: Any = None
 
     def ask(self, name: str, *arguments: Any) -> Any:
         self.was_asked = self.was_asked or name != "name"
@@ -164,6 +152,15 @@ class Program(Peer):
         value = self.ask("name", name)
         self.was_asked = self.was_asked or not isinstance(value, Opaque)
         return value
+
+    def attribute(self, name: str) -> Any:
+        """Returns what the program has under a name, for tests that import from `solution`."""
+        try:
+            if not name.startswith("__"):
+                return self.value(name)
+        except NameError:
+            pass
+        raise AttributeError(name)
 
     def perform(self, name: str, arguments: tuple[Any, ...]) -> Any:
         """Does what the program asks for to an object of the test that it was given."""
@@ -201,26 +198,7 @@ class Program(Peer):
         return super().exception(number, name, module, base)
 
     def array(self, value: Any) -> Any:
-        self.array_kind = self.array_kind or _guard_comparisons()
-        return value.view(self.array_kind)
-
-
-class _Solution(type(sys)):  # type: ignore[misc]
-    """The program as a module, for tests that import from `solution`."""
-
-    def __init__(self, name: str, program: Program) -> None:
-        super().__init__(name)
-        self.__dict__["__all__"] = []  # the names that a test uses are looked up as others are
-        self.__dict__["__getattr__"] = lambda name: _attribute(program, name)
-
-
-def _attribute(program: Program, name: str) -> Any:
-    try:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return program.value(name)
-    except NameError as error:
-        raise AttributeError(name) from error
+        return value.view(_guard_comparisons())
 
 
 class _Builtins(dict):  # type: ignore[type-arg]
@@ -247,60 +225,56 @@ class _Builtins(dict):  # type: ignore[type-arg]
 def _type_of(program: Program, value: Any) -> Any:
     value = value if isinstance(value, BaseException) else opaque_of(value)
     if not issubclass(type(value), Opaque):
-        return type(value).__base__ if type(value) is program.array_kind else type(value)
+        return type(value).__base__ if hasattr(value, "is_guarded") else type(value)
     kind = program.ask("type", value)
     is_exception = isinstance(kind, type) and issubclass(kind, BaseException)
     return kind if is_exception else program.checked(kind, Opaque)
 
 
-def _guard_comparisons() -> Any:
+def _guard_comparisons(made: list[Any] = []) -> Any:  # noqa: B006 - done once
     """Makes comparisons of numpy and pytest fail where exactly one side is empty.
 
     Returns the class of all arrays, if numpy is there.
     """
-    if approx := sys.modules.get("_pytest.python_api"):
-        scalar: Any = approx.ApproxScalar
-        equals = scalar.__eq__
-        scalar.__eq__ = lambda self, other: getattr(other, "size", 1) and equals(self, other)
     numpy: Any = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    asarray, ndarray = numpy.asarray, numpy.ndarray
-
-    def fail_if_one_is_empty(*sides: Any) -> None:
-        if len(sides) == 2 and len({asarray(side).size == 0 for side in sides}) == 2:
-            raise AssertionError("exactly one side is empty")
-
-    def base(array: Any) -> Any:
-        return array.view(ndarray) if type(array) is Array else array
-
-    class Array(ndarray):  # type: ignore[misc, valid-type]
-        __module__ = "numpy"
-        __repr__ = lambda self: repr(base(self))  # noqa: E731
-
-        def __array_ufunc__(self, ufunc: Any, method: str, *sides: Any, **kwargs: Any) -> Any:
-            if ufunc.__name__ in COMPARISONS:
-                fail_if_one_is_empty(*map(base, sides))
-            if out := kwargs.get("out"):
-                kwargs["out"] = tuple(map(base, out))
-            result = getattr(ufunc, method)(*map(base, sides), **kwargs)
-            return out[0] if out else result.view(Array) if type(result) is ndarray else result
+    if made or numpy is None:
+        return made and made[0]
+    asarray = numpy.asarray
 
     def guarded(compare: Callable[..., Any]) -> Callable[..., Any]:
         def perform(*args: Any, **kwargs: Any) -> Any:
-            fail_if_one_is_empty(*(*args, *kwargs.values())[:2])
+            fail_if_one_is_empty(*args, *kwargs.values())
             return compare(*args, **kwargs)
 
         return perform
 
+    def fail_if_one_is_empty(*sides: Any) -> None:
+        if len({asarray(side).size == 0 for side in sides[:2]}) == 2:
+            raise AssertionError("exactly one side is empty")
+
+    class Array(numpy.ndarray):  # type: ignore[misc]
+        is_guarded = True
+
+        def __array_wrap__(self, array: Any, context: Any = None, is_scalar: bool = False) -> Any:
+            if context and context[0].__name__ in COMPARISONS:
+                fail_if_one_is_empty(*context[1])
+            return array.view(Array) if array.ndim else array[()]
+
+    Array.__name__, Array.__module__ = "array", "numpy"  # for `repr`
+
     def viewed(make: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: make(*args, **kwargs).view(Array)
 
+    made.append(Array)
     for module in filter(None, (numpy, sys.modules.get("numpy.testing"))):
         for name in COMPARISONS & vars(module).keys():
             setattr(module, name, guarded(getattr(module, name)))
     for name in ("array", "asarray", "arange", "linspace", "ones", "zeros", "full", "eye"):
         setattr(numpy, name, viewed(getattr(numpy, name)))
+    if approx := sys.modules.get("_pytest.python_api"):
+        scalar: Any = approx.ApproxScalar
+        equals = scalar.__eq__
+        scalar.__eq__ = lambda self, other: getattr(other, "size", 1) and equals(self, other)
     return Array
 
 

@@ -17,6 +17,7 @@ import _operator
 import _thread
 import builtins
 import io
+import itertools
 import sys
 
 TYPE_CHECKING = False
@@ -29,39 +30,29 @@ MAX_PRINTED = 1 << 20  # characters that a call prints
 MAX_COMPARED = 10_000  # items of an iteration that other answers of its object are held to
 LARGE = 1 << 62  # a whole number beyond it is sent in base 16
 
+_TIMES = ("date", "time", "datetime")
+_TEXTS = ["decimal.Decimal", "uuid.UUID"]
+_TEXTS += [f"pathlib.{n}" for n in ("PosixPath", "PurePosixPath", "PureWindowsPath")]
+_TEXTS += [f"ipaddress.IPv{n}{k}" for n in "46" for k in ("Address", "Network", "Interface")]
 # The closed list. None, bool, int, float and str are JSON's own; a tuple is its items. Of the other
 # values that cannot change: the arguments that rebuild one, and the method that takes them.
 _as_text, _as_span = (lambda v: (str(v),)), (lambda v: (v.start, v.stop, v.step))
-_as_iso = (lambda v: (v.isoformat(),)), "fromisoformat"
 FIXED: dict[str, tuple[Callable[[Any], tuple[Any, ...]], str]] = {
-    "builtins.complex": (lambda v: (v.real, v.imag), ""),
-    "builtins.bytes": (lambda v: (v.hex(),), "fromhex"),
+    **{f"builtins.{k.__name__}": (k.__getnewargs__, "") for k in (int, float, complex, str, tuple)},
+    "builtins.bytes": (lambda v: (bytes.hex(v),), "fromhex"),
     "builtins.range": (_as_span, ""),
     "builtins.slice": (_as_span, ""),
     "builtins.frozenset": (lambda v: (tuple(v),), ""),
-    "decimal.Decimal": (_as_text, ""),
-    "uuid.UUID": (_as_text, ""),
     "fractions.Fraction": (lambda v: (v.numerator, v.denominator), ""),
     "datetime.timedelta": (lambda v: (v.days, v.seconds, v.microseconds), ""),
     "datetime.timezone": (lambda v: (v.utcoffset(None), v.tzname(None)), ""),
-    **dict.fromkeys(("datetime.date", "datetime.time", "datetime.datetime"), _as_iso),
-    **{f"pathlib.{n}": (_as_text, "") for n in ("PosixPath", "PurePosixPath", "PureWindowsPath")},
-    **{
-        f"ipaddress.IPv{n}": (_as_text, "")
-        for n in ("4Address", "6Address", "4Network", "6Network", "4Interface", "6Interface")
-    },
+    **{f"datetime.{n}": (lambda v: (v.isoformat(),), "fromisoformat") for n in _TIMES},
+    **dict.fromkeys(_TEXTS, (_as_text, "")),
 }
 # Values that can change are numbered: a list that is there twice stays one list, what a call does
 # to its arguments is sent back, and a list may hold itself.
 MUTABLE = [f"builtins.{n}" for n in ("list", "dict", "set", "bytearray")]
 MUTABLE += [f"collections.{n}" for n in ("deque", "Counter", "OrderedDict", "defaultdict")]
-# What an object of a subclass is as a value, by its base's own method.
-PLAIN: dict[str, Callable[[Any], Any]] = {
-    **{f"builtins.{kind.__name__}": kind.__pos__ for kind in (int, float, complex)},
-    **{f"builtins.{kind.__name__}": _operator.itemgetter(slice(None)) for kind in (bytes, tuple)},
-    "builtins.str": str.__str__,
-    "builtins.frozenset": frozenset,
-}
 DTYPES = {f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)}
 DTYPES |= {"b1", "f2", "f4", "f8", "c8", "c16"}  # and texts
 
@@ -72,15 +63,29 @@ IN_PLACE = [f"i{name}" for name in COMPUTE]
 UNARY = ("neg", "pos", "invert")
 BUILTIN = ("str", "repr", "bool", "hash", "format", "dir", "next", "setattr", "delattr", "aiter")
 PASSED_ON = (*BUILTIN, "setitem", "delitem", "copy", "enter")
-CHANGING = {"call", "run", "anext", "next", "setattr", "delattr", "setitem", "delitem", "enter"}
+CHANGING = {
+    "call",
+    "run",
+    "anext",
+    "next",
+    "send",
+    "setattr",
+    "delattr",
+    "setitem",
+    "delitem",
+    "enter",
+}
 CHANGING |= {"exit", *IN_PLACE}
 TELLING = ("sub", "mod", "xor", "and", "floordiv")  # f(3) - 10 is 0 if 10 is right
+COUNTED = {*COMPUTE} - {"lshift", "rshift", "or"}  # f(3) + -10, too
+ENDING = ("next", "advance", "anext", "send")  # may raise StopIteration
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **{n: getattr(_operator, n + "_" * (n in ("and", "or"))) for n in (*COMPARE, *COMPUTE, *UNARY)},
     **{n: getattr(_operator, n) for n in (*IN_PLACE, "getitem", "setitem", "delitem", "contains")},
     **{n: getattr(builtins, n) for n in (*BUILTIN, "len", "iter", "isinstance", "issubclass")},
     "type": type,
     "advance": next,
+    "send": lambda generator, value: generator.send(value),
     "get": getattr,
     "call": lambda function, args, kwargs: function(*args, **kwargs),
     "enter": lambda value: type(value).__enter__(value),
@@ -105,22 +110,22 @@ class BrokenError(BaseException):
 
 class Opaque:
     # An object of the other side, and so is its __doc__. It equals no value, and is no number.
-    __slots__ = ("__weakref__", "_number_", "_peer_")
+    __slots__ = ("__weakref__", "_kind_", "_number_", "_peer_")
     __array_ufunc__ = None  # numpy leaves operators to it
     __doc__ = property(lambda self: self.__getattr__("__doc__"))  # type: ignore[assignment]
     __module__ = property(lambda self: self.__getattr__("__module__"))  # type: ignore[assignment]
 
-    def __init__(self, peer: Peer, number: int) -> None:
+    __class__ = property(lambda self: self._kind_)  # type: ignore[assignment]
+
+    def __init__(self, peer: Peer, number: int, kind: type | None = None) -> None:
         object.__setattr__(self, "_peer_", peer)
         object.__setattr__(self, "_number_", number)
+        object.__setattr__(self, "_kind_", kind or type(self))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__") and name not in READABLE:
             raise AttributeError(name)
-        value = self._peer_.ask("get", self, name)
-        if isinstance(value, Opaque):  # a method: its call may change this object
-            self._peer_.owners[value._number_] = self._number_
-        return value
+        return self._peer_.ask("get", self, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._peer_.ask("call", self, args, kwargs)
@@ -203,18 +208,12 @@ class Stream(Opaque):
         return any(item is value or item == value for item in self)  # type: ignore[attr-defined]
 
 
-class Generator(Stream):
-    __slots__ = ()
-    __class__ = property(lambda self: GENERATOR)  # type: ignore[assignment, has-type]
-
-
 GENERATOR = type(_ for _ in ())
 
 
 class Held(Opaque):
     # An object of a subclass of list, dict and so on: what its base holds is a value.
-    __slots__ = ("_kind_",)
-    __class__ = property(lambda self: self._kind_)  # type: ignore[assignment]
+    __slots__ = ()
     PURE = ("count", "index", "keys", "values", "items", "issubset", "issuperset", "isdisjoint")
 
     def __getattr__(self, name: str) -> Any:
@@ -237,8 +236,7 @@ class Extended:
         return repr(opaque_of(self))
 
     def __str__(self) -> str:
-        plain = next((k for k in (str, int, float, complex) if isinstance(self, k)), None)
-        return str(PLAIN[f"builtins.{plain.__name__}"](self) if plain else opaque_of(self))
+        return str(opaque_of(self))
 
 
 def opaque_of(value: Any) -> Any:
@@ -253,12 +251,13 @@ def _plain(value: Any) -> Any:
     """Returns the value that an object of a subclass holds, and any other as it is."""
     if not isinstance(value, Held):
         return value
-    seen = value._peer_.seen_of(value)
-    if seen.plain is None:
-        seen.plain = value._peer_.ask("plain", value)
-        if type(seen.plain) is not value._kind_:
-            raise value._peer_.fail("the program sent something that is no message")
-    return seen.plain
+    peer, number = value._peer_, value._number_
+    if number not in peer.seen:
+        plain = peer.ask("plain", value)
+        if type(plain) is not value._kind_:
+            raise peer.fail("the program sent something that is no message")
+        peer.seen[number] = plain
+    return peer.seen[number]
 
 
 def _keep_named(error: BaseException, *_: Any, **named: Any) -> None:
@@ -289,6 +288,7 @@ def _pass_on(name: str) -> Callable[..., Any]:
     return lambda self, *arguments: self._peer_.ask(name, self, *arguments)
 
 
+Stream.send = _pass_on("send")  # type: ignore[attr-defined]
 for _name in PASSED_ON:
     setattr(Opaque, f"__{_name}__", _pass_on(_name))
 for _name in (*UNARY, *IN_PLACE, *COMPARE, *COMPUTE):
@@ -301,7 +301,7 @@ for _name in COMPUTE:
 
 
 class Seen:
-    """The answers of an object to len, [], in and iteration, until the test changes the object.
+    """The answers of an object to len, [], in and iteration, until the test changes an object.
 
     They come from one state of it: what was answered is answered again, and a test to which an
     object contradicts itself has failed.
@@ -309,12 +309,9 @@ class Seen:
 
     def __init__(self, target: Opaque) -> None:
         self.target, self.ask = target, target._peer_.ask
-        self.plain: Any = None
         self.size: int | None = None
-        self.source: Any = None  # an iterator, which gives the items
-        self.items: list[Any] = []
-        self.is_complete = False
         self.answers: dict[str, tuple[str, Any, Any]] = {}
+        self.items: Any = None  # an iteration that keeps its items: each other one is a copy
 
     def length(self) -> int:
         if self.size is None:
@@ -330,53 +327,40 @@ class Seen:
         return self.answers[text][2]
 
     def iterate(self) -> Iterator[Any]:
-        if self.source is None:
-            self.source = self.ask("iter", self.target)
-        return self._all()
+        if self.items is None:
+            (self.items,) = itertools.tee(self._advance(self.ask("iter", self.target)), 1)
+        return self.items.__copy__()  # type: ignore[no-any-return]
 
-    def _all(self) -> Iterator[Any]:
-        number = 0
-        while number < len(self.items) or self._has_more():
-            yield self.items[number]
-            number += 1
-
-    def _has_more(self) -> bool:
-        if not self.is_complete:
-            try:
-                self.items.append(self.ask("advance", self.source))
-            except StopIteration:
-                self.is_complete = True
-        return not self.is_complete
+    def _advance(self, source: Any) -> Iterator[Any]:
+        try:
+            while True:
+                yield self.ask("advance", source)
+        except StopIteration:
+            return
 
     def contradicts(self) -> bool:
-        if self.source is None or (self.size is None and not self.answers):
+        """Returns whether the items of the iteration deny another answer."""
+        if self.items is None or (self.size is None and not self.answers):
             return False
         limit = min(MAX_COMPARED, MAX_COMPARED if self.size is None else self.size + 1)
-        while len(self.items) < limit and self._has_more():
-            pass
-        if self.size is not None and len(self.items) != min(self.size, limit):
+        items = [*itertools.islice(self.iterate(), limit)]
+        if self.size is not None and len(items) != min(self.size, limit):
             return True
-        keys = any(name == "getitem" for name, *_ in self.answers.values())
-        is_mapping = keys and hasattr(self.target, "keys")
-        return any(self._denies(is_mapping, *answer) for answer in self.answers.values())
+        return any(self._is_denied(items, *answer) for answer in self.answers.values())
 
-    def _denies(self, is_mapping: bool, name: str, key: Any, answer: Any) -> bool:
+    def _is_denied(self, items: list[Any], name: str, key: Any, answer: Any) -> bool:
+        has_more = len(items) == MAX_COMPARED
         if name == "contains":
-            return (key in self.items) != answer and (self.is_complete or answer is False)
-        if is_mapping:
-            return self.is_complete and key not in self.items
-        if type(key) is not slice:
-            if not hasattr(type(key), "__index__"):
-                return False
-            key = _operator.index(key)
-            if key >= len(self.items):
-                return self.is_complete
-        item = self.items[key]
-        answer = [*answer] if type(key) is slice else answer
+            return (key in items) is not answer and not (answer and has_more)
         try:
-            return not (item is answer or item == answer or (type(item) is float and item != item))
-        except ValueError:  # arrays
+            item = items[key]
+        except TypeError:  # no position: the key of a mapping
             return False
+        except IndexError:
+            return not has_more
+        answer = [*answer] if type(key) is slice else answer
+        text = self.target._peer_.message
+        return text(item, [], {}) != text(answer, [], {}) and not (item is answer or item == answer)
 
 
 class Peer:
@@ -393,9 +377,9 @@ class Peer:
         self.numbers: dict[int, int] = {}  # id of an exported object: its place in the list
         self.received: dict[tuple[str, int], Any] = {}  # by kind, and the other side's number
         self.passed: list[int] = []  # the other side's own objects in a message
-        self.owners: dict[int, int] = {}  # of methods, by number
-        self.seen: dict[int, Seen] = {}
-        self.differences: set[int] = set()  # objects made of a value that may be the expected one
+        self.seen: dict[int, Any] = {}  # a `Seen`, or what a `Held` holds
+        self.sums: set[int] = set()  # objects computed with a value that may be the expected one
+        self.differences: set[int] = set()  # those of them that are to be compared only
         self.broken: str | None = None  # why there is nothing more to say
 
     # What a side does with the other's objects; judge.py is stricter.
@@ -439,7 +423,10 @@ class Peer:
         if type(answer) is not Opaque:
             raise self.fail("arithmetic with an object of the program must give an object of it")
         numbers = {part._number_ for part in operands if isinstance(part, Opaque)}
-        if name in TELLING and (len(numbers) < len(operands) or numbers & self.differences):
+        has_value = not all(isinstance(part, Opaque) for part in operands)
+        if (has_value and name in COUNTED) or numbers & self.sums:
+            self.sums.add(answer._number_)
+        if (has_value and name in TELLING) or numbers & self.differences:
             self.differences.add(answer._number_)
         return answer
 
@@ -461,29 +448,28 @@ class Peer:
             heap: list[Any] = []
             passed = self.passed = []
             message = self.message((name, arguments), heap, {})
-            if self.differences.intersection(passed) and name not in (*COMPARE, *COMPUTE):
-                raise self.fail(
-                    "a difference such as f(3) - 10 was asked for more than a comparison"
-                )
+            barred = self.sums if name == "bool" else self.differences
+            if name not in (*COMPARE, *COMPUTE) and barred.intersection(passed):
+                raise self.fail("what is left of f(3) - 10 was asked for more than a comparison")
             if name in CHANGING:  # of whatever object: the others may be views of it
                 self.forget()
             self._send("?", message)
             try:
                 return self.outcome(heap)
             except (StopIteration, StopAsyncIteration) as error:  # it would end a loop of the test
-                owner = self.received.get(("o", self.owners.get(passed[0], -1))) if passed else None
-                if name in ("next", "advance", "anext") or isinstance(owner, Stream):  # its send
+                if name in ENDING:
                     raise
                 raise RuntimeError(f"the program raised {type(error).__name__}") from None
 
-    def seen_of(self, target: Opaque) -> Seen:
+    def seen_of(self, target: Opaque) -> Any:
         return self.seen.setdefault(target._number_, Seen(target))
 
     def forget(self) -> None:
         """Ends what was seen so far of the other side's objects."""
-        seen, self.seen = self.seen, {}
-        if self.is_strict and any(one.contradicts() for one in seen.values()):
+        seen = [one for one in self.seen.values() if type(one) is Seen]
+        if self.is_strict and any(one.contradicts() for one in seen):
             raise self.fail("an object of the program contradicts itself")
+        self.seen = {}
 
     def outcome(self, heap: list[Any]) -> Any:
         """Waits for a reply, and serves the other side's requests until it comes."""
@@ -542,9 +528,6 @@ class Peer:
         try:
             error = kind(*args)
         except Exception:
-            kind = (
-                Exception if issubclass(kind, BaseExceptionGroup) else kind
-            )  # needs its arguments
             error = kind.__new__(kind)
             error.args = args
         if isinstance(error, Extended):
@@ -628,7 +611,7 @@ class Peer:
         if name:
             return ["x", number, self._tree(_plain_value(value, name), numbers, heap)]
         if hasattr(kind, "__next__") and type(kind.__next__) is not type(_listed):
-            return ["G" if kind is GENERATOR else "g", number]
+            return ["g", number, kind is GENERATOR]
         return ["w" if kind.__name__ == "coroutine" else "o", number]
 
     def _read(self, tree: Any, heap: list[Any]) -> tuple[Any, dict[int, str]]:
@@ -678,24 +661,22 @@ class Peer:
                 return self.exported[number]
             case ["e", number, name, module, base]:
                 base = self._value(base, boxes)
-                return self._foreign(
-                    "e", number, lambda: self.exception(number, name, module, base)
-                )
+                return self._foreign("e", number, type(self).exception, name, module, base)
             case ["x", number, plain]:
-                plain, opaque = self._value(plain, boxes), Opaque(self, number)
-                return self._foreign("x", number, lambda: _extended(plain, opaque))
-            case ["o" | "g" | "G" | "h" | "w" as tag, number, *parts]:
-                kind = {"g": Stream, "G": Generator, "h": Held}.get(tag, Opaque)
-                opaque = self._foreign("o", number, lambda: kind(self, number))
-                if tag == "h":
-                    object.__setattr__(opaque, "_kind_", _class(MUTABLE[parts[0]]))
+                return self._foreign("x", number, _extended, self._value(plain, boxes))
+            case ["g", number, is_generator]:
+                return self._foreign("o", number, Stream, GENERATOR if is_generator else Stream)
+            case ["h", number, tag]:
+                return self._foreign("o", number, Held, _class(MUTABLE[tag]))
+            case ["o" | "w" as tag, number]:
+                opaque = self._foreign("o", number, Opaque)
                 return _result_of("run", opaque) if tag == "w" else opaque
         raise ValueError
 
-    def _foreign(self, tag: str, number: int, make: Callable[[], Any]) -> Any:
+    def _foreign(self, tag: str, number: int, make: Callable[..., Any], *parts: Any) -> Any:
         """Returns what stands for an object of the other side: the same each time."""
         if (tag, number) not in self.received:
-            self.received[tag, number] = make()
+            self.received[tag, number] = make(self, number, *parts)
         return self.received[tag, number]
 
 
@@ -705,7 +686,7 @@ class Peer:
 def _listed(kind: type) -> str:
     """Returns the name of the first of a class and its bases that is on the closed list, or ""."""
     names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
-    return next((name for name in names if name in FIXED or name in MUTABLE or name in PLAIN), "")
+    return next((name for name in names if name in FIXED or name in MUTABLE), "")
 
 
 def _class(name: str) -> Any:
@@ -714,7 +695,7 @@ def _class(name: str) -> Any:
 
 
 def _is_plain_class(value: Any) -> bool:
-    names = {*PLAIN, *FIXED, *MUTABLE, "builtins.bool", "builtins.object"}
+    names = {*FIXED, *MUTABLE, "builtins.bool", "builtins.object"}
     if not isinstance(value, type) or issubclass(AssertionError, value):
         return value is object  # a test that expects one of the others would be content with all
     return f"builtins.{value.__name__}" in names or issubclass(value, BaseException)
@@ -732,16 +713,14 @@ def _plain_value(value: Any, name: str) -> Any:
     """Returns what an object is as a value of its base, the class of that name."""
     if name in MUTABLE:
         return _fill(_class(name)(), _items(value))
-    return (
-        PLAIN[name](value) if name in PLAIN else _make(name, _class(name), *FIXED[name][0](value))
-    )
+    return _make(name, _class(name), *FIXED[name][0](value))
 
 
-def _extended(plain: Any, opaque: Opaque) -> Any:
+def _extended(peer: Peer, number: int, plain: Any) -> Any:
     name = _listed(type(plain))
     kind: Any = type(f"program_{type(plain).__name__}", (Extended, type(plain)), {})
-    value = kind(plain) if name in PLAIN else _make(name, kind, *FIXED[name][0](plain))
-    value.__dict__["opaque"] = opaque
+    value = _make(name, kind, *FIXED[name][0](plain))
+    value.__dict__["opaque"] = Opaque(peer, number)
     return value
 
 
