@@ -207,7 +207,7 @@ class _Builtins(dict):  # type: ignore[type-arg]
     def __init__(self, program: Program) -> None:
         own = {name: value for name, value in vars(builtins).items() if name not in program.names}
         super().__init__(own)
-        self[TYPE_OF] = lambda value: _type_of(program, value)
+        self[TYPE_OF] = lambda x, own=type: _type_of(program, x) if own is type else own(x)
         self.program = program
 
     def __missing__(self, name: str) -> Any:

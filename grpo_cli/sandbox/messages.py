@@ -30,6 +30,7 @@ MAX_PRINTED = 1 << 20  # characters that a call prints
 MAX_COMPARED = 10_000  # items of an iteration that other answers of its object are held to
 LARGE = 1 << 62  # a whole number beyond it is sent in base 16
 
+_SIMPLE: tuple[Any, ...] = (int, float, complex, str, tuple)
 _TIMES = ("date", "time", "datetime")
 _TEXTS = ["decimal.Decimal", "uuid.UUID"]
 _TEXTS += [f"pathlib.{n}" for n in ("PosixPath", "PurePosixPath", "PureWindowsPath")]
@@ -38,7 +39,7 @@ _TEXTS += [f"ipaddress.IPv{n}{k}" for n in "46" for k in ("Address", "Network", 
 # values that cannot change: the arguments that rebuild one, and the method that takes them.
 _as_text, _as_span = (lambda v: (str(v),)), (lambda v: (v.start, v.stop, v.step))
 FIXED: dict[str, tuple[Callable[[Any], tuple[Any, ...]], str]] = {
-    **{f"builtins.{k.__name__}": (k.__getnewargs__, "") for k in (int, float, complex, str, tuple)},
+    **{f"builtins.{k.__name__}": (k.__getnewargs__, "") for k in _SIMPLE},
     "builtins.bytes": (lambda v: (bytes.hex(v),), "fromhex"),
     "builtins.range": (_as_span, ""),
     "builtins.slice": (_as_span, ""),
@@ -56,33 +57,27 @@ MUTABLE += [f"collections.{n}" for n in ("deque", "Counter", "OrderedDict", "def
 DTYPES = {f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)}
 DTYPES |= {"b1", "f2", "f4", "f8", "c8", "c16"}  # and texts
 
-COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
-COMPUTE = ["add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift"]
-COMPUTE += ["and", "or", "xor"]
+COMPARE, COMPUTE, UNARY, BUILTIN, ENDING, CHANGING, READABLE = map(
+    str.split,
+    (
+        "eq ne lt le gt ge",
+        "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor",
+        "neg pos invert",
+        "str repr bool hash format dir next setattr delattr aiter",
+        "next advance anext send",  # may raise StopIteration
+        "call run anext next send setattr delattr setitem delitem enter exit",
+        # Names with two underscores. Libraries look for others, and trust what they find.
+        "name qualname module doc dict bases mro wrapped cause context notes members",
+    ),
+)
 IN_PLACE = [f"i{name}" for name in COMPUTE]
-UNARY = ("neg", "pos", "invert")
-BUILTIN = ("str", "repr", "bool", "hash", "format", "dir", "next", "setattr", "delattr", "aiter")
-PASSED_ON = (*BUILTIN, "setitem", "delitem", "copy", "enter")
-CHANGING = {
-    "call",
-    "run",
-    "anext",
-    "next",
-    "send",
-    "setattr",
-    "delattr",
-    "setitem",
-    "delitem",
-    "enter",
-}
-CHANGING |= {"exit", *IN_PLACE}
+SEEN = ("len", "iter", "getitem", "contains")
 TELLING = ("sub", "mod", "xor", "and", "floordiv")  # f(3) - 10 is 0 if 10 is right
 COUNTED = {*COMPUTE} - {"lshift", "rshift", "or"}  # f(3) + -10, too
-ENDING = ("next", "advance", "anext", "send")  # may raise StopIteration
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **{n: getattr(_operator, n + "_" * (n in ("and", "or"))) for n in (*COMPARE, *COMPUTE, *UNARY)},
-    **{n: getattr(_operator, n) for n in (*IN_PLACE, "getitem", "setitem", "delitem", "contains")},
-    **{n: getattr(builtins, n) for n in (*BUILTIN, "len", "iter", "isinstance", "issubclass")},
+    **{n: getattr(_operator, n) for n in (*IN_PLACE, *SEEN[2:], "setitem", "delitem")},
+    **{n: getattr(builtins, n) for n in (*BUILTIN, *SEEN[:2], "isinstance", "issubclass")},
     "type": type,
     "advance": next,
     "send": lambda generator, value: generator.send(value),
@@ -90,15 +85,14 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, args, kwargs: function(*args, **kwargs),
     "enter": lambda value: type(value).__enter__(value),
     "exit": lambda value, kind: type(value).__exit__(value, kind, None, None),
+    "aenter": lambda value: type(value).__aenter__(value),
+    "aexit": lambda value, kind: type(value).__aexit__(value, kind, None, None),
     "copy": lambda value: __import__("copy").copy(value),
     "deepcopy": lambda value: __import__("copy").deepcopy(value),
     "run": lambda awaitable: _run(awaitable),
     "anext": lambda iterator: _run(anext(iterator)),
     "plain": lambda value: _plain_value(value, _listed(type(value))),
 }
-# With two underscores. Libraries look for others, as __array_interface__, and trust what they find.
-READABLE = {f"__{n}__" for n in ("name", "qualname", "module", "doc", "dict", "bases")}
-READABLE |= {f"__{n}__" for n in ("mro", "wrapped", "cause", "context", "notes", "members")}
 
 
 class BrokenError(BaseException):
@@ -114,7 +108,6 @@ class Opaque:
     __array_ufunc__ = None  # numpy leaves operators to it
     __doc__ = property(lambda self: self.__getattr__("__doc__"))  # type: ignore[assignment]
     __module__ = property(lambda self: self.__getattr__("__module__"))  # type: ignore[assignment]
-
     __class__ = property(lambda self: self._kind_)  # type: ignore[assignment]
 
     def __init__(self, peer: Peer, number: int, kind: type | None = None) -> None:
@@ -123,18 +116,12 @@ class Opaque:
         object.__setattr__(self, "_kind_", kind or type(self))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name.endswith("__") and name not in READABLE:
+        if name.startswith("__") and name.endswith("__") and name[2:-2] not in READABLE:
             raise AttributeError(name)
         return self._peer_.ask("get", self, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._peer_.ask("call", self, args, kwargs)
-
-    def __len__(self) -> Any:
-        return self._peer_.seen_of(self).length()
-
-    def __iter__(self) -> Any:
-        return self._peer_.seen_of(self).iterate()
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise TypeError("an object of the program is no array")
@@ -142,19 +129,8 @@ class Opaque:
     def __reversed__(self) -> Any:
         return reversed([*self])
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._peer_.seen_of(self).answer("getitem", key)
-
-    def __contains__(self, value: Any) -> Any:
-        return self._peer_.seen_of(self).answer("contains", value) is True
-
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
-        return self._may_swallow(self._peer_.ask("exit", self, kind), error, trace)
-
-    def _may_swallow(self, answer: Any, error: Any, trace: Any) -> Any:
-        if error is not None and answer and self._peer_.is_strict and not _is_raised(error, trace):
-            raise self._peer_.fail("the program swallows an error of the test")
-        return answer
+        return self._peer_.swallowed(self._peer_.ask("exit", self, kind), error)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self._peer_.ask("deepcopy", self)
@@ -166,11 +142,10 @@ class Opaque:
         return _result_of("anext", self)
 
     async def __aenter__(self) -> Any:
-        return await self._peer_.ask("get", self, "__aenter__")()
+        return await self._peer_.ask("aenter", self)
 
     async def __aexit__(self, kind: Any, error: Any, trace: Any) -> Any:
-        leave = self._peer_.ask("get", self, "__aexit__")(kind, None, None)
-        return self._may_swallow(await leave, error, trace)
+        return self._peer_.swallowed(await self._peer_.ask("aexit", self, kind), error)
 
     def __instancecheck__(self, other: Any) -> bool:
         other = opaque_of(other)
@@ -178,15 +153,6 @@ class Opaque:
 
     def __subclasscheck__(self, other: Any) -> bool:
         return isinstance(other, Opaque) and self._peer_.ask("issubclass", other, self) is True
-
-
-def _is_raised(error: BaseException, trace: Any) -> bool:
-    """Returns whether an error is from a test's `raise`, and not from the program's answers."""
-    while trace.tb_next:
-        trace = trace.tb_next
-    code = trace.tb_frame.f_code
-    is_raise = code.co_code[trace.tb_lasti] == __import__("opcode").opmap["RAISE_VARARGS"]
-    return is_raise and code.co_filename == "<test>" and not isinstance(error, AssertionError)
 
 
 class Stream(Opaque):
@@ -288,8 +254,14 @@ def _pass_on(name: str) -> Callable[..., Any]:
     return lambda self, *arguments: self._peer_.ask(name, self, *arguments)
 
 
+def _see(name: str) -> Callable[..., Any]:
+    return lambda self, *key: self._peer_.seen_of(self).answer(name, *key)
+
+
 Stream.send = _pass_on("send")  # type: ignore[attr-defined]
-for _name in PASSED_ON:
+for _name in SEEN:
+    setattr(Opaque, f"__{_name}__", _see(_name))
+for _name in (*BUILTIN, "setitem", "delitem", "copy", "enter"):
     setattr(Opaque, f"__{_name}__", _pass_on(_name))
 for _name in (*UNARY, *IN_PLACE, *COMPARE, *COMPUTE):
     setattr(Opaque, f"__{_name}__", _method(_name))
@@ -309,27 +281,20 @@ class Seen:
 
     def __init__(self, target: Opaque) -> None:
         self.target, self.ask = target, target._peer_.ask
-        self.size: int | None = None
-        self.answers: dict[str, tuple[str, Any, Any]] = {}
-        self.items: Any = None  # an iteration that keeps its items: each other one is a copy
+        # By its text: each question, the key in it, and the answer.
+        self.answers: dict[str, tuple[str, tuple[Any, ...], Any]] = {}
 
-    def length(self) -> int:
-        if self.size is None:
-            self.size = self.ask("len", self.target)
-        return self.size
-
-    def answer(self, name: str, key: Any) -> Any:
-        if name == "getitem" and type(key) is int and key < 0 and self.size is not None:
-            key += self.size
-        text = name + self.target._peer_.message(key, [], {})
+    def answer(self, name: str, *key: Any) -> Any:
+        if name == "getitem" and type(key[0]) is int and key[0] < 0 and "len" in self.answers:
+            key = (key[0] + self.answers["len"][2],)
+        text = name + self.text(*key) if key else name
         if text not in self.answers:
-            self.answers[text] = name, key, self.ask(name, self.target, key)
-        return self.answers[text][2]
-
-    def iterate(self) -> Iterator[Any]:
-        if self.items is None:
-            (self.items,) = itertools.tee(self._advance(self.ask("iter", self.target)), 1)
-        return self.items.__copy__()  # type: ignore[no-any-return]
+            answer = self.ask(name, self.target, *key)
+            if name == "iter":  # is kept with its items, and each iteration is a copy
+                (answer,) = itertools.tee(self._advance(answer), 1)
+            self.answers[text] = name, key, answer
+        answer = self.answers[text][2]
+        return answer.__copy__() if name == "iter" else answer
 
     def _advance(self, source: Any) -> Iterator[Any]:
         try:
@@ -340,27 +305,29 @@ class Seen:
 
     def contradicts(self) -> bool:
         """Returns whether the items of the iteration deny another answer."""
-        if self.items is None or (self.size is None and not self.answers):
+        if "iter" not in self.answers or len(self.answers) == 1:
             return False
-        limit = min(MAX_COMPARED, MAX_COMPARED if self.size is None else self.size + 1)
-        items = [*itertools.islice(self.iterate(), limit)]
-        if self.size is not None and len(items) != min(self.size, limit):
-            return True
+        size = self.answers["len"][2] if "len" in self.answers else MAX_COMPARED
+        items = [*itertools.islice(self.answer("iter"), min(size + 1, MAX_COMPARED))]
         return any(self._is_denied(items, *answer) for answer in self.answers.values())
 
-    def _is_denied(self, items: list[Any], name: str, key: Any, answer: Any) -> bool:
+    def _is_denied(self, items: list[Any], name: str, key: tuple[Any, ...], answer: Any) -> bool:
         has_more = len(items) == MAX_COMPARED
+        if name in ("iter", "len"):
+            return name == "len" and len(items) != min(answer, MAX_COMPARED)
         if name == "contains":
-            return (key in items) is not answer and not (answer and has_more)
+            return (key[0] in items) is not answer and not (answer and has_more)
         try:
-            item = items[key]
+            item = items[key[0]]
         except TypeError:  # no position: the key of a mapping
             return False
         except IndexError:
             return not has_more
-        answer = [*answer] if type(key) is slice else answer
-        text = self.target._peer_.message
-        return text(item, [], {}) != text(answer, [], {}) and not (item is answer or item == answer)
+        answer = [*answer] if type(key[0]) is slice else answer
+        return self.text(item) != self.text(answer) and not (item is answer or item == answer)
+
+    def text(self, value: Any) -> str:
+        return self.target._peer_.message(value, [], {})
 
 
 class Peer:
@@ -429,6 +396,19 @@ class Peer:
         if (has_value and name in TELLING) or numbers & self.differences:
             self.differences.add(answer._number_)
         return answer
+
+    def swallowed(self, answer: Any, error: Any) -> Any:
+        """Returns what `__exit__` answered: it may swallow an error that the test raises itself."""
+        if error is None or not answer or not self.is_strict:
+            return answer
+        trace = error.__traceback__
+        while trace.tb_next:
+            trace = trace.tb_next
+        code = trace.tb_frame.f_code
+        is_raise = code.co_code[trace.tb_lasti] == __import__("opcode").opmap["RAISE_VARARGS"]
+        if is_raise and code.co_filename == "<test>" and not isinstance(error, AssertionError):
+            return answer
+        raise self.fail("the program swallows an error of the test")
 
     def checked(self, answer: Any, *kinds: type) -> Any:
         if self.is_strict and not isinstance(answer, kinds):
