@@ -213,9 +213,12 @@ def _compiled(test: Test) -> Test:
 
 @functools.lru_cache(maxsize=1000)
 def _code(source: str) -> Any:
-    with warnings.catch_warnings(action="ignore"):
-        tree = ast.fix_missing_locations(_Types().visit(ast.parse(source)))
-        return compile(tree, "<test>", "exec", dont_inherit=True)
+    tree = ast.fix_missing_locations(_Types().visit(_parse(source, source)))
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return compile(tree, "<test>", "exec", dont_inherit=True)
+    except (SyntaxError, RecursionError) as error:  # such as a `return` outside of a function
+        raise ValueError(f"the test {_short(source)} is no Python: {error}.") from None
 
 
 def _names_of_the_program(
@@ -312,7 +315,9 @@ def _collect(snippet: str, tree: ast.Module, has_entry_point: bool) -> list[str]
     Raises:
         ValueError: the snippet would test nothing.
     """
-    body = [node for node in tree.body if not _is_for_scripts(node)]
+    # `if __name__ == "__main__"` begins what is for scripts.
+    scripts = [n for n in tree.body if isinstance(n, ast.If) and _uses(n.test, "__name__")]
+    body = [node for node in tree.body if node not in scripts]
     defined = {node.name: node for node in body if isinstance(node, _DEFINITIONS)}
     tests = {
         name: problem
@@ -350,11 +355,6 @@ def _problem(node: ast.stmt) -> str | None:
     needed = ", ".join(positional[: len(positional) - len(node.args.defaults)])
     unknown = "which nothing passes: fixtures and parameters of pytest are not known here"
     return f"takes {needed}, {unknown}" if needed else ""
-
-
-def _is_for_scripts(node: ast.stmt) -> bool:
-    """Whether it is what follows `if __name__ == "__main__"`."""
-    return isinstance(node, ast.If) and _uses(node.test, "__name__")
 
 
 def _uses(node: ast.AST, name: str) -> bool:

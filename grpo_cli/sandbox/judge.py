@@ -14,7 +14,7 @@ from grpo_cli.sandbox.messages import Opaque, Peer, opaque_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from typing import Any
 
 MODULE = "tests"
@@ -49,7 +49,8 @@ def judge(source: int, sink: int, test: tuple[Any, ...]) -> str:
         program.forget()
         reason = None if program.was_asked else "the test asked the program for nothing"
     except BaseException as error:
-        reason = _last_line(error)
+        text = error.msg if isinstance(error, SyntaxError) else str(error)
+        reason = f"{type(error).__name__}: {text}".removesuffix(": ")
     if program.broken is not None:  # whatever the test has caught
         reason = program.broken
     return PASSED if reason is None else FAILED + reason
@@ -100,11 +101,8 @@ def _is_case(value: Any) -> bool:
 
 def _run_collected(test: Any, program: Program) -> None:
     """Runs a test function, a unittest class, or a pytest class."""
-    if not isinstance(test, type):
-        _finish(test())
-        return
     unittest = sys.modules.get("unittest")
-    if unittest and issubclass(test, unittest.TestCase):
+    if unittest and isinstance(test, type) and issubclass(test, unittest.TestCase):
         result = unittest.TestResult()
         unittest.defaultTestLoader.loadTestsFromTestCase(test).run(result)
         for _, trace in (*result.errors, *result.failures):
@@ -112,25 +110,21 @@ def _run_collected(test: Any, program: Program) -> None:
         if not result.wasSuccessful() or result.testsRun == len(result.skipped):
             raise program.fail(f"{test.__name__} has no test that passed")
         return
+    for function in _methods(test) if isinstance(test, type) else [test]:
+        outcome = function()
+        if hasattr(outcome, "cr_await"):  # of an async test
+            __import__("asyncio").run(outcome)
+
+
+def _methods(test: type) -> Iterator[Any]:
+    """Yields the tests of a pytest class, each of an object that is set up for it."""
     getattr(test, "setup_class", lambda: None)()
     for name in dir(test):
         if name.startswith("test"):
             instance = test()
             if setup := getattr(instance, "setup_method", None):
                 setup(*[None] * (setup.__code__.co_argcount - 1))
-            _finish(getattr(instance, name)())
-
-
-def _finish(result: Any) -> None:
-    if hasattr(result, "cr_await"):  # of an async test
-        __import__("asyncio").run(result)
-
-
-def _last_line(error: BaseException) -> str:
-    """Returns the last line of a traceback."""
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
-    name = type(error).__name__
-    return f"{name}: {text}" if text else name
+            yield getattr(instance, name)
 
 
 class Program(Peer):
@@ -166,20 +160,17 @@ class Program(Peer):
         """Does what the program asks for to an object of the test that it was given."""
         target = arguments[0]
         kind = type(target)
-        if id(target) in self.numbers:
-            is_own = kind.__module__ in OWN
-            field = arguments[1] if name in ("get", "setattr", "delattr") else None
-            field = field if type(field) is str else ""
-            if name == "call" or (name in ITERATING and hasattr(kind, "__next__")):
-                return super().perform(name, arguments)
-            if name == "get" and field in NAMES and callable(target):
-                return getattr(target, field)
-            if name in ANY or (is_own and name in USABLE):
-                return super().perform(name, arguments)
-            is_open = field and not field.startswith("_")
+        is_own = kind.__module__ in OWN
+        is_open = name == "call" or name in ANY or (is_own and name in USABLE)
+        is_open = is_open or (name in ITERATING and hasattr(kind, "__next__"))
+        if name in ("get", "setattr", "delattr") and type(arguments[1]) is str:
+            field = arguments[1]
             # A method of its class is the test's own.
-            if is_own and is_open and (name == "get" or not callable(getattr(kind, field, None))):
-                return super().perform(name, arguments)
+            is_open = name == "get" or not callable(getattr(kind, field, None))
+            is_open = is_open and is_own and not field.startswith("_")
+            is_open = is_open or (name == "get" and field in NAMES and callable(target))
+        if is_open and id(target) in self.numbers:
+            return super().perform(name, arguments)
         if name == "get":
             raise AttributeError(f"an object of the test has no {arguments[1]} for a program")
         raise TypeError(f"a program may not do this to an object of a test: {name}")
@@ -241,13 +232,6 @@ def _guard_comparisons(made: list[Any] = []) -> Any:  # noqa: B006 - done once
         return made and made[0]
     asarray = numpy.asarray
 
-    def guarded(compare: Callable[..., Any]) -> Callable[..., Any]:
-        def perform(*args: Any, **kwargs: Any) -> Any:
-            fail_if_one_is_empty(*args, *kwargs.values())
-            return compare(*args, **kwargs)
-
-        return perform
-
     def fail_if_one_is_empty(*sides: Any) -> None:
         if len({asarray(side).size == 0 for side in sides[:2]}) == 2:
             raise AssertionError("exactly one side is empty")
@@ -262,15 +246,19 @@ def _guard_comparisons(made: list[Any] = []) -> Any:  # noqa: B006 - done once
 
     Array.__name__, Array.__module__ = "array", "numpy"  # for `repr`
 
-    def viewed(make: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: make(*args, **kwargs).view(Array)
+    def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def perform(*args: Any, **kwargs: Any) -> Any:
+            if function.__name__ in COMPARISONS:
+                fail_if_one_is_empty(*args, *kwargs.values())
+            result = function(*args, **kwargs)
+            return result.view(Array) if type(result) is numpy.ndarray else result
+
+        return perform
 
     made.append(Array)
     for module in filter(None, (numpy, sys.modules.get("numpy.testing"))):
-        for name in COMPARISONS & vars(module).keys():
+        for name in (COMPARISONS | MAKERS) & vars(module).keys():
             setattr(module, name, guarded(getattr(module, name)))
-    for name in ("array", "asarray", "arange", "linspace", "ones", "zeros", "full", "eye"):
-        setattr(numpy, name, viewed(getattr(numpy, name)))
     if approx := sys.modules.get("_pytest.python_api"):
         scalar: Any = approx.ApproxScalar
         equals = scalar.__eq__
@@ -282,3 +270,4 @@ COMPARISONS = {"allclose", "isclose", "array_equal", "array_equiv", "subtract", 
 COMPARISONS |= {"not_equal", "less_equal", "greater", "greater_equal", "assert_allclose"}
 COMPARISONS |= {"assert_array_equal", "assert_array_almost_equal", "assert_almost_equal"}
 COMPARISONS |= {"assert_equal", "assert_array_less"}
+MAKERS = {"array", "asarray", "arange", "linspace", "ones", "zeros", "full", "eye"}

@@ -226,10 +226,6 @@ def _plain(value: Any) -> Any:
     return peer.seen[number]
 
 
-def _keep_named(error: BaseException, *_: Any, **named: Any) -> None:
-    vars(error)["named"] = named
-
-
 async def _result_of(name: str, target: Opaque) -> Any:
     return target._peer_.ask(name, target)
 
@@ -376,8 +372,9 @@ class Peer:
             raise ValueError
         base = Exception if base is BaseException else base  # asyncio drops a CancelledError
         bases = (base,) if issubclass(base, Extended) else (Extended, base)
-        members = {"number": number, "opaque": Opaque(self, number), "__init__": _keep_named}
-        return type(name, bases, members)
+        members = {"number": number, "opaque": Opaque(self, number)}
+        keep = lambda error, *_, **named: vars(error).update(named=named)  # noqa: E731
+        return type(name, bases, {**members, "__init__": keep})
 
     def array(self, value: Any) -> Any:
         return value
