@@ -216,7 +216,7 @@ class _Builtins(dict):  # type: ignore[type-arg]
 def _type_of(program: Program, value: Any) -> Any:
     value = value if isinstance(value, BaseException) else opaque_of(value)
     if not issubclass(type(value), Opaque):
-        return type(value).__base__ if hasattr(value, "is_guarded") else type(value)
+        return type(value).__base__ if hasattr(type(value), "is_guarded") else type(value)
     kind = program.ask("type", value)
     is_exception = isinstance(kind, type) and issubclass(kind, BaseException)
     return kind if is_exception else program.checked(kind, Opaque)

@@ -202,7 +202,8 @@ class Extended:
         return repr(opaque_of(self))
 
     def __str__(self) -> str:
-        return str(opaque_of(self))
+        plain = next((kind for kind in _SIMPLE[:4] if isinstance(self, kind)), None)  # no tuple
+        return str(plain(*plain.__getnewargs__(self)) if plain else opaque_of(self))
 
 
 def opaque_of(value: Any) -> Any:
@@ -277,19 +278,18 @@ class Seen:
 
     def __init__(self, target: Opaque) -> None:
         self.target, self.ask = target, target._peer_.ask
-        # By its text: each question, the key in it, and the answer.
-        self.answers: dict[str, tuple[str, tuple[Any, ...], Any]] = {}
+        self.answers: dict[str, tuple[Any, ...]] = {}  # (question, answer, key) by question and key
 
     def answer(self, name: str, *key: Any) -> Any:
         if name == "getitem" and type(key[0]) is int and key[0] < 0 and "len" in self.answers:
-            key = (key[0] + self.answers["len"][2],)
-        text = name + self.text(*key) if key else name
+            key = (key[0] + self.answers["len"][1],)
+        text = name + "".join(map(self.text, key))
         if text not in self.answers:
             answer = self.ask(name, self.target, *key)
             if name == "iter":  # is kept with its items, and each iteration is a copy
                 (answer,) = itertools.tee(self._advance(answer), 1)
-            self.answers[text] = name, key, answer
-        answer = self.answers[text][2]
+            self.answers[text] = name, answer, *key
+        answer = self.answers[text][1]
         return answer.__copy__() if name == "iter" else answer
 
     def _advance(self, source: Any) -> Iterator[Any]:
@@ -303,27 +303,35 @@ class Seen:
         """Returns whether the items of the iteration deny another answer."""
         if "iter" not in self.answers or len(self.answers) == 1:
             return False
-        size = self.answers["len"][2] if "len" in self.answers else MAX_COMPARED
+        size = self.answers["len"][1] if "len" in self.answers else MAX_COMPARED
         items = [*itertools.islice(self.answer("iter"), min(size + 1, MAX_COMPARED))]
-        return any(self._is_denied(items, *answer) for answer in self.answers.values())
+        is_mapping = hasattr(self.target, "keys")
+        return any(self._is_denied(items, is_mapping, *one) for one in self.answers.values())
 
-    def _is_denied(self, items: list[Any], name: str, key: tuple[Any, ...], answer: Any) -> bool:
+    def _is_denied(
+        self, items: list[Any], is_mapping: bool, name: str, answer: Any, key: Any = None
+    ) -> bool:
         has_more = len(items) == MAX_COMPARED
         if name in ("iter", "len"):
             return name == "len" and len(items) != min(answer, MAX_COMPARED)
         if name == "contains":
-            return (key[0] in items) is not answer and not (answer and has_more)
+            return (key in items) is not answer and not (answer and has_more)
+        if is_mapping:
+            return key not in items and not has_more
         try:
-            item = items[key[0]]
-        except TypeError:  # no position: the key of a mapping
+            item = items[key]
+        except TypeError:  # no position
             return False
         except IndexError:
             return not has_more
-        answer = [*answer] if type(key[0]) is slice else answer
-        return self.text(item) != self.text(answer) and not (item is answer or item == answer)
+        answer = [*answer] if type(key) is slice else answer
+        try:
+            return self.text(item) != self.text(answer) and not (item is answer or item == answer)
+        except ValueError:  # arrays that differ
+            return True
 
     def text(self, value: Any) -> str:
-        return self.target._peer_.message(value, [], {})
+        return str(self.target._peer_.message(value, [], {}))
 
 
 class Peer:
@@ -373,7 +381,7 @@ class Peer:
         base = Exception if base is BaseException else base  # asyncio drops a CancelledError
         bases = (base,) if issubclass(base, Extended) else (Extended, base)
         members = {"number": number, "opaque": Opaque(self, number)}
-        keep = lambda error, *_, **named: vars(error).update(named=named)  # noqa: E731
+        keep = lambda error, *_, **named: error.__dict__.update(named=named)  # noqa: E731
         return type(name, bases, {**members, "__init__": keep})
 
     def array(self, value: Any) -> Any:
@@ -384,8 +392,7 @@ class Peer:
         answer = self.ask(name, *operands)
         if not self.is_strict or (isinstance(answer, Held) and answer is operands[0]):
             return answer
-        if type(answer) is not Opaque:
-            raise self.fail("arithmetic with an object of the program must give an object of it")
+        self.checked(answer, Opaque)
         numbers = {part._number_ for part in operands if isinstance(part, Opaque)}
         has_value = not all(isinstance(part, Opaque) for part in operands)
         if (has_value and name in COUNTED) or numbers & self.sums:
@@ -408,7 +415,7 @@ class Peer:
         raise self.fail("the program swallows an error of the test")
 
     def checked(self, answer: Any, *kinds: type) -> Any:
-        if self.is_strict and not isinstance(answer, kinds):
+        if self.is_strict and type(answer) not in kinds:
             raise self.fail("an object of the program is no number, and computes to no value")
         return answer
 
@@ -443,10 +450,9 @@ class Peer:
 
     def forget(self) -> None:
         """Ends what was seen so far of the other side's objects."""
-        seen = [one for one in self.seen.values() if type(one) is Seen]
-        if self.is_strict and any(one.contradicts() for one in seen):
+        seen, self.seen = self.seen, {}
+        if self.is_strict and any(type(s) is Seen and s.contradicts() for s in seen.values()):
             raise self.fail("an object of the program contradicts itself")
-        self.seen = {}
 
     def outcome(self, heap: list[Any]) -> Any:
         """Waits for a reply, and serves the other side's requests until it comes."""
