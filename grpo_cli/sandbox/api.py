@@ -122,13 +122,10 @@ def grade(
 
 
 def _failure(test: Test | Mapping[str, str], finished: Finished) -> str | None:
-    if not isinstance(test, Mapping):
-        if finished.test_passed:
-            return None
-        ended = "the program ended before its test did"
-        return ended if finished.status == "ok" else finished.reason
     if finished.status != "ok":
         return finished.reason
+    if not isinstance(test, Mapping):
+        return None if finished.test_passed else "the program ended before its test did"
     if _lines(finished.stdout) == _lines(test["output"]):
         return None
     return f"printed {_short(finished.stdout)}, not {_short(test['output'])}"
@@ -147,8 +144,8 @@ def prepare(
     if not given:
         raise ValueError("tests is empty; there must be at least one.")
     for test in given:
-        pair = (test.get("input"), test.get("output")) if isinstance(test, Mapping) else ("", "")
-        if not isinstance(test, str | Mapping) or not all(isinstance(text, str) for text in pair):
+        texts = [test.get(k) for k in ("input", "output")] if isinstance(test, Mapping) else [test]
+        if not all(isinstance(text, str) for text in texts):
             raise ValueError(
                 f"a test is {_short(test)}; it must be a string, or a mapping whose input and "
                 "output are strings."
@@ -163,16 +160,14 @@ def _judged(
     snippets: tuple[str, ...], setup: str, entry_point: str | None, site_packages: bool
 ) -> list[Test]:
     """Returns what the judge gets of each snippet of a row, with sources that `grade` compiles."""
-    given, parsed = _parse(setup, snippets[0]), [_parse(snippet, snippet) for snippet in snippets]
-    collected = [
-        _collect(snippet, tree, entry_point is not None)
-        for snippet, tree in zip(snippets, parsed, strict=True)
-    ]
-    (used, defined), undefined = _used_and_defined(setup), set()
+    nodes = [*ast.walk(_parse(setup, snippets[0]))]
+    (used, defined), undefined, collected = _used_and_defined(setup), set(), []
     for snippet in snippets:
+        tree = _parse(snippet, snippet)
+        collected.append(_collect(snippet, tree, entry_point is not None))
         more_used, more_defined = _used_and_defined(snippet)
         undefined |= (used | more_used) - defined - more_defined
-    nodes = [node for tree in (given, *parsed) for node in ast.walk(tree)]
+        nodes += ast.walk(tree)
     source = "\n".join((setup, *snippets))
     packages = sorted(_packages(source, nodes, undefined, site_packages))
     names = sorted(_names_of_the_program(source, nodes, undefined, entry_point))
@@ -246,9 +241,8 @@ def _names_of_the_program(
     used = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in called}
     known = vars(builtins).keys() | vars(math).keys() | MODULES.keys()
     names = undefined - known - (sys.stdlib_module_names & used) - {"__file__"}
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and node.module == "solution":
-            names |= {alias.name for alias in node.names} - {"*"}
+    from_it = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "solution"]
+    names |= {alias.name for node in from_it for alias in node.names} - {"*"}
     wanted, _ = _used_and_defined(entry_point or "")
     has_check = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in nodes)
     names |= wanted - known if has_check else wanted  # in `check` itself, `abs` is Python's

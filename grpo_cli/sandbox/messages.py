@@ -678,9 +678,9 @@ def _class(name: str) -> Any:
 
 
 def _is_plain_class(value: Any) -> bool:
-    names = {*FIXED, *MUTABLE, "builtins.bool", "builtins.object"}
     if not isinstance(value, type) or issubclass(AssertionError, value):
         return value is object  # a test that expects one of the others would be content with all
+    names = {*FIXED, *MUTABLE, "builtins.bool"}
     return f"builtins.{value.__name__}" in names or issubclass(value, BaseException)
 
 
@@ -729,12 +729,9 @@ def _fill(container: Any, items: list[Any]) -> Any:
 
 
 def _run(awaitable: Any, loops: list[Any] = []) -> Any:  # noqa: B006 - one loop for all
-    async def wait() -> Any:
-        return await awaitable
-
     if not loops:
         loops.append(__import__("asyncio").new_event_loop())
-    return loops[0].run_until_complete(wait())
+    return loops[0].run_until_complete(awaitable)
 
 
 class _Settings:
