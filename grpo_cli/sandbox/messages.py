@@ -30,7 +30,8 @@ MAX_PRINTED = 1 << 20  # characters that a call prints
 MAX_COMPARED = 10_000  # items of an iteration that other answers of its object are held to
 LARGE = 1 << 62  # a whole number beyond it is sent in base 16
 
-_SIMPLE: tuple[Any, ...] = (int, float, complex, str, tuple)
+_SIMPLE: tuple[Any, ...] = (int, float, str, tuple)
+PLAIN = {f"builtins.{kind.__name__}" for kind in _SIMPLE}  # of these, only subclasses are rebuilt
 _TIMES = ("date", "time", "datetime")
 _TEXTS = ["decimal.Decimal", "uuid.UUID"]
 _TEXTS += [f"pathlib.{n}" for n in ("PosixPath", "PurePosixPath", "PureWindowsPath")]
@@ -39,7 +40,7 @@ _TEXTS += [f"ipaddress.IPv{n}{k}" for n in "46" for k in ("Address", "Network", 
 # values that cannot change: the arguments that rebuild one, and the method that takes them.
 _as_text, _as_span = (lambda v: (str(v),)), (lambda v: (v.start, v.stop, v.step))
 FIXED: dict[str, tuple[Callable[[Any], tuple[Any, ...]], str]] = {
-    **{f"builtins.{k.__name__}": (k.__getnewargs__, "") for k in _SIMPLE},
+    **{f"builtins.{kind.__name__}": (kind.__getnewargs__, "") for kind in (*_SIMPLE, complex)},
     "builtins.bytes": (lambda v: (bytes.hex(v),), "fromhex"),
     "builtins.range": (_as_span, ""),
     "builtins.slice": (_as_span, ""),
@@ -202,7 +203,7 @@ class Extended:
         return repr(opaque_of(self))
 
     def __str__(self) -> str:
-        plain = next((kind for kind in _SIMPLE[:4] if isinstance(self, kind)), None)  # no tuple
+        plain: Any = next((k for k in (int, float, complex, str) if isinstance(self, k)), None)
         return str(plain(*plain.__getnewargs__(self)) if plain else opaque_of(self))
 
 
@@ -325,10 +326,7 @@ class Seen:
         except IndexError:
             return not has_more
         answer = [*answer] if type(key) is slice else answer
-        try:
-            return self.text(item) != self.text(answer) and not (item is answer or item == answer)
-        except ValueError:  # arrays that differ
-            return True
+        return self.text(item) != self.text(answer) and not (item is answer or item == answer)
 
     def text(self, value: Any) -> str:
         return str(self.target._peer_.message(value, [], {}))
@@ -451,7 +449,11 @@ class Peer:
     def forget(self) -> None:
         """Ends what was seen so far of the other side's objects."""
         seen, self.seen = self.seen, {}
-        if self.is_strict and any(type(s) is Seen and s.contradicts() for s in seen.values()):
+        try:
+            is_denied = any(type(s) is Seen and s.contradicts() for s in seen.values())
+        except BaseException:  # such as an error of an iteration, which the test may expect
+            is_denied = True
+        if is_denied and self.is_strict:
             raise self.fail("an object of the program contradicts itself")
 
     def outcome(self, heap: list[Any]) -> Any:
@@ -628,7 +630,7 @@ class Peer:
                 return self._box(boxes, tag, number)
             case ["t", *parts]:
                 return tuple([self._value(part, boxes) for part in parts])
-            case ["v", name, *parts] if name in FIXED:
+            case ["v", name, *parts] if name in FIXED and name not in PLAIN:
                 return _make(name, _class(name), *(self._value(part, boxes) for part in parts))
             case ["i", digits]:
                 return int(digits, 16)
