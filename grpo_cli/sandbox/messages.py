@@ -22,7 +22,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
     from typing import Any
 
 MAX_MESSAGE = 16 << 20  # bytes
@@ -158,18 +158,16 @@ class Opaque:
 
 class Stream(Opaque):
     # One of Python's own iterators: it is consumed item by item, and stays at its end.
-    __slots__ = ("_ended_",)
+    __slots__ = ("_items_",)
     __iter__ = lambda self: self  # noqa: E731
     __len__ = __getitem__ = None  # type: ignore[assignment]
 
+    def __init__(self, peer: Peer, number: int, kind: type | None = None) -> None:
+        super().__init__(peer, number, kind)
+        object.__setattr__(self, "_items_", _items_of(peer.ask, "next", self))
+
     def __next__(self) -> Any:
-        if hasattr(self, "_ended_"):
-            raise StopIteration
-        try:
-            return self._peer_.ask("next", self)
-        except StopIteration:
-            object.__setattr__(self, "_ended_", True)
-            raise
+        return next(self._items_)
 
     def __contains__(self, value: Any) -> bool:
         return any(item is value or item == value for item in self)  # type: ignore[attr-defined]
@@ -226,6 +224,14 @@ def _plain(value: Any) -> Any:
             raise peer.fail("the program sent something that is no message")
         peer.seen[number] = plain
     return peer.seen[number]
+
+
+def _items_of(ask: Callable[..., Any], name: str, source: Any) -> Generator[Any, None, Any]:
+    try:
+        while True:
+            yield ask(name, source)
+    except StopIteration as error:  # and no further item, whatever there is
+        return error.value
 
 
 async def _result_of(name: str, target: Opaque) -> Any:
@@ -288,17 +294,10 @@ class Seen:
         if text not in self.answers:
             answer = self.ask(name, self.target, *key)
             if name == "iter":  # is kept with its items, and each iteration is a copy
-                (answer,) = itertools.tee(self._advance(answer), 1)
+                (answer,) = itertools.tee(_items_of(self.ask, "advance", answer), 1)
             self.answers[text] = name, answer, *key
         answer = self.answers[text][1]
         return answer.__copy__() if name == "iter" else answer
-
-    def _advance(self, source: Any) -> Iterator[Any]:
-        try:
-            while True:
-                yield self.ask("advance", source)
-        except StopIteration:
-            return
 
     def contradicts(self) -> bool:
         """Returns whether the items of the iteration deny another answer."""
