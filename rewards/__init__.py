@@ -79,8 +79,9 @@ def reward(
             is computed twice; by default it is if there is a timeout.
         preload: modules that a worker imports before the clock of its first completion starts.
         describe: called with the recipe's arguments; what the log says of the reward at the start.
-        refuse: called with the columns of one row and the recipe's arguments, before the model is
-            loaded; why no completion of the row can be scored, or "".
+        refuse: called with the columns of one row, its prompt as `prompts`, and the recipe's
+            arguments, before the model is loaded; why no completion of the row can be scored, or
+            "".
         timeout_value: value of a completion that overruns; None: the reward does not apply to it.
         positions: unit in which the function counts the ends of steps, "tokens" or "characters";
             None: as the recipe says.

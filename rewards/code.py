@@ -28,13 +28,17 @@ def _refuse(
     tests: Any = None,
     test_setup_code: str | None = None,
     entry_point: str | None = None,
+    prompts: Any = None,
     *,
+    continues_prompt: bool = False,
     site_packages: bool = False,
     **_: Any,
 ) -> str:
+    helpers = _helpers(prompts) if continues_prompt and isinstance(prompts, str) else ""
     try:
         if row_tests := _tests(tests):
-            sandbox.prepare(row_tests, test_setup_code or "", entry_point or None, site_packages)
+            setup = f"{helpers}\n{test_setup_code or ''}"
+            sandbox.prepare(row_tests, setup, entry_point or None, site_packages)
     except ValueError as error:
         return str(error)
     return ""

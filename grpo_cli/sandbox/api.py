@@ -21,15 +21,13 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from grpo_cli.sandbox.isolation import find_level
 from grpo_cli.sandbox.judge import MODULES, TYPE_OF
 from grpo_cli.sandbox.process import Finished, Limits, Sandbox, Test
 
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
-_Definition = _Function | ast.ClassDef
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 Tests = str | Sequence[str | Mapping[str, str]]
 EVALUATING = {"eval", "exec", "compile", "__import__"}
 EVALUATING_MODULES = {"pickle", "marshal", "shelve", "runpy", "code", "timeit", "subprocess"}
@@ -106,7 +104,7 @@ def grade(
         ValueError: see `prepare`.
     """
     prepared = prepare(tests, setup, entry_point, site_packages)
-    runs = [test["input"] if isinstance(test, Mapping) else test for test in prepared]
+    runs = [test["input"] if isinstance(test, Mapping) else _compiled(test) for test in prepared]
     passed, seconds, reason = 0, 0.0, ""
     level = find_level(guards, site_packages)
     with Sandbox(level, limits or Limits(), code, runs, total_seconds) as sandbox:
@@ -124,13 +122,10 @@ def grade(
 
 
 def _failure(test: Test | Mapping[str, str], finished: Finished) -> str | None:
-    if not isinstance(test, Mapping):
-        if finished.test_passed:
-            return None
-        ended = "the program ended before its test did"
-        return ended if finished.status == "ok" else finished.reason
     if finished.status != "ok":
         return finished.reason
+    if not isinstance(test, Mapping):
+        return None if finished.test_passed else "the program ended before its test did"
     if _lines(finished.stdout) == _lines(test["output"]):
         return None
     return f"printed {_short(finished.stdout)}, not {_short(test['output'])}"
@@ -139,7 +134,7 @@ def _failure(test: Test | Mapping[str, str], finished: Finished) -> str | None:
 def prepare(
     tests: Tests, setup: str = "", entry_point: str | None = None, site_packages: bool = False
 ) -> list[Test | Mapping[str, str]]:
-    """Returns the tests of a row, the snippets as the judge gets them. Arguments as for `grade`.
+    """Returns the tests of a row, snippets with what the judge has to know. See `grade`.
 
     Raises:
         ValueError: `tests` is empty or of another form, or a snippet would test nothing, or could
@@ -149,8 +144,8 @@ def prepare(
     if not given:
         raise ValueError("tests is empty; there must be at least one.")
     for test in given:
-        pair = (test.get("input"), test.get("output")) if isinstance(test, Mapping) else ("", "")
-        if not isinstance(test, str | Mapping) or not all(isinstance(text, str) for text in pair):
+        texts = [test.get(k) for k in ("input", "output")] if isinstance(test, Mapping) else [test]
+        if not all(isinstance(text, str) for text in texts):
             raise ValueError(
                 f"a test is {_short(test)}; it must be a string, or a mapping whose input and "
                 "output are strings."
@@ -164,22 +159,21 @@ def prepare(
 def _judged(
     snippets: tuple[str, ...], setup: str, entry_point: str | None, site_packages: bool
 ) -> list[Test]:
-    """Returns what the judge gets of each snippet of a row."""
-    given, parsed = _parse(setup, snippets[0]), [_parse(snippet, snippet) for snippet in snippets]
-    collected = [
-        _collect(snippet, tree, entry_point is not None)
-        for snippet, tree in zip(snippets, parsed, strict=True)
-    ]
-    tops = [symtable.symtable(part, "<test>", "exec") for part in (setup, *snippets)]
-    undefined = {name for top in tops[1:] for name in _undefined(tops[0], top)}
-    nodes = [node for tree in (given, *parsed) for node in ast.walk(tree)]
+    """Returns what the judge gets of each snippet of a row, with sources that `grade` compiles."""
+    nodes = [*ast.walk(_parse(setup, snippets[0]))]
+    (used, defined), undefined, collected = _used_and_defined(setup), set(), []
+    for snippet in snippets:
+        tree = _parse(snippet, snippet)
+        collected.append(_collect(snippet, tree, entry_point is not None))
+        more_used, more_defined = _used_and_defined(snippet)
+        undefined |= (used | more_used) - defined - more_defined
+        nodes += ast.walk(tree)
     source = "\n".join((setup, *snippets))
     packages = sorted(_packages(source, nodes, undefined, site_packages))
     names = sorted(_names_of_the_program(source, nodes, undefined, entry_point))
-    first = _compiled(given, undefined)
     return [
-        ([first, _compiled(tree, undefined)], entry_point, tests, names, packages)
-        for tree, tests in zip(parsed, collected, strict=True)
+        ([setup, snippet], entry_point, tests, names, packages)
+        for snippet, tests in zip(snippets, collected, strict=True)
     ]
 
 
@@ -194,14 +188,11 @@ def _parse(source: str, snippet: str) -> ast.Module:
 class _Types(ast.NodeTransformer):
     """Has a test ask the program for the type of what is the program's."""
 
-    def __init__(self, undefined: set[str]) -> None:
-        self.is_builtin = "type" in undefined
-
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        if _called(node) == "type" and len(node.args) == 1 and self.is_builtin:
-            node.func = ast.Name(TYPE_OF, ast.Load())
-        return node
+        if not isinstance(node.func, ast.Name) or node.func.id != "type" or len(node.args) != 1:
+            return node
+        return ast.Call(ast.Name(TYPE_OF, ast.Load()), [*node.args, node.func], node.keywords)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
@@ -210,14 +201,19 @@ class _Types(ast.NodeTransformer):
         return ast.Call(ast.Name(TYPE_OF, ast.Load()), [node.value], [])
 
 
-def _compiled(tree: ast.Module, undefined: set[str]) -> Any:
-    with warnings.catch_warnings(action="ignore"):
-        tree = ast.fix_missing_locations(_Types(undefined).visit(tree))
-        return compile(tree, "<test>", "exec", dont_inherit=True)
+def _compiled(test: Test) -> Test:
+    sources, *rest = test
+    return [_code(source) for source in sources], *rest  # type: ignore[return-value]
 
 
-def _called(call: ast.Call) -> str:
-    return call.func.id if isinstance(call.func, ast.Name) else ""
+@functools.lru_cache(maxsize=1000)
+def _code(source: str) -> Any:
+    tree = ast.fix_missing_locations(_Types().visit(_parse(source, source)))
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return compile(tree, "<test>", "exec", dont_inherit=True)
+    except (SyntaxError, RecursionError) as error:  # such as a `return` outside of a function
+        raise ValueError(f"the test {_short(source)} is no Python: {error}.") from None
 
 
 def _names_of_the_program(
@@ -232,7 +228,6 @@ def _names_of_the_program(
     Raises:
         ValueError: there is no such name, or the tests could run what the program returns.
     """
-    calls = [node for node in nodes if isinstance(node, ast.Call) and _called(node)]
     imports = _imports(nodes)
     # Of attributes, keywords and imports; as attributes, `compile` and `eval` are others.
     words = {getattr(n, key, "") for n in nodes for key in ("attr", "arg", "name")}
@@ -241,20 +236,23 @@ def _names_of_the_program(
         raise ValueError(
             f"the tests use {', '.join(sorted(evaluating))}, which can run what a program returns."
         )
+    calls = [n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
     called = {id(call.func) for call in calls}
     used = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in called}
     known = vars(builtins).keys() | vars(math).keys() | MODULES.keys()
     names = undefined - known - (sys.stdlib_module_names & used) - {"__file__"}
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and node.module == "solution":
-            names |= {alias.name for alias in node.names} - {"*"}
-    wanted = _undefined(symtable.symtable(entry_point or "", "<entry point>", "exec"))
+    from_it = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "solution"]
+    names |= {alias.name for node in from_it for alias in node.names} - {"*"}
+    wanted, _ = _used_and_defined(entry_point or "")
     has_check = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in nodes)
     names |= wanted - known if has_check else wanted  # in `check` itself, `abs` is Python's
     if names or wanted or "solution" in imports:
         return names
-    inner = {_called(call) for call in calls if not called & {id(n) for n in _inside(call)}}
-    inner &= undefined
+    inner = {
+        call.func.id  # type: ignore[attr-defined]
+        for call in calls
+        if not any(id(node) in called for node in ast.walk(call) if node is not call.func)
+    } & undefined
     names = (inner & vars(math).keys()) - NUMBERS or (inner if len(inner) == 1 else set())
     if names:
         return names
@@ -264,22 +262,19 @@ def _names_of_the_program(
     )
 
 
-def _inside(call: ast.Call) -> Iterable[ast.AST]:
-    return (node for argument in (*call.args, *call.keywords) for node in ast.walk(argument))
-
-
-def _undefined(*tops: symtable.SymbolTable) -> set[str]:
-    """Returns the names that code uses and does not define."""
-    tables, used, defined = [*tops], set(), set()
+def _used_and_defined(source: str) -> tuple[set[str], set[str]]:
+    """Returns the names of a module that its code uses, and those that it defines."""
+    top = symtable.symtable(source, "<test>", "exec")
+    tables, used, defined = [top], set(), set()
     for table in tables:  # which grows
         tables += table.get_children()
         for symbol in table.get_symbols():
             is_bound = symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
-            if symbol.is_referenced() and (table in tops or symbol.is_global()):
+            if symbol.is_referenced() and (table is top or symbol.is_global()):
                 used.add(symbol.get_name())
-            if is_bound and (table in tops or symbol.is_declared_global()):
+            if is_bound and (table is top or symbol.is_declared_global()):
                 defined.add(symbol.get_name())
-    return used - defined
+    return used, defined
 
 
 def _packages(
@@ -301,21 +296,33 @@ def _packages(
     return found | ({"unittest"} & imports)
 
 
+def _imports(nodes: Iterable[ast.AST]) -> set[str]:
+    """Returns the modules that have to be there, packages for those in them."""
+    names = [alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names]
+    names += [n.module or "." for n in nodes if isinstance(n, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names}
+
+
 def _collect(snippet: str, tree: ast.Module, has_entry_point: bool) -> list[str]:
     """Returns the names of the tests that a snippet defines and does not call itself.
 
     Raises:
         ValueError: the snippet would test nothing.
     """
-    body = [node for node in tree.body if not _is_for_scripts(node)]
-    tests = [node for node in body if _is_collected(node, [n for n in body if n is not node])]
-    for node in tests:
-        if problem := _problem(node):
-            raise ValueError(f"the test {node.name} {problem}.")
-    collected = [node.name for node in tests]
-    defined = {getattr(node, "name", None) for node in body}
-    if collected or any(_does_something(node) for node in body):
-        return collected
+    # `if __name__ == "__main__"` begins what is for scripts.
+    scripts = [n for n in tree.body if isinstance(n, ast.If) and _uses(n.test, "__name__")]
+    body = [node for node in tree.body if node not in scripts]
+    defined = {node.name: node for node in body if isinstance(node, _DEFINITIONS)}
+    tests = {
+        name: problem
+        for name, node in defined.items()
+        if (problem := _problem(node)) is not None
+        and not any(_uses(other, name) for other in body if other is not node)
+    }
+    for name in filter(tests.get, tests):
+        raise ValueError(f"the test {name} {tests[name]}.")
+    if tests or any(_does_something(node) for node in body):
+        return [*tests]
     if "check" not in defined:
         raise ValueError(f"the test {_short(snippet)} tests nothing.")
     if not has_entry_point:
@@ -323,55 +330,25 @@ def _collect(snippet: str, tree: ast.Module, has_entry_point: bool) -> list[str]
             f"the test {_short(snippet)} defines `check`, which nothing calls: the column "
             "entry_point, the name of the function to check, is missing or empty."
         )
-    return collected
+    return []
 
 
-def _imports(nodes: Iterable[ast.AST]) -> set[str]:
-    """Returns the modules that have to be there, packages for those in them."""
-    names: set[str] = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add((node.module or ".").partition(".")[0])
-    return names
-
-
-def _is_collected(node: ast.stmt, others: list[ast.stmt]) -> TypeGuard[_Definition]:
+def _problem(node: ast.stmt) -> str | None:
+    """Returns why a test cannot be run, "" if it can; None: it is no test."""
     if isinstance(node, ast.ClassDef):
-        is_test = _is_case(node) or node.name.startswith("Test")
-    elif isinstance(node, _FUNCTIONS):
-        is_test = node.name.startswith("test")
-    else:
-        return False
-    return is_test and not any(_uses(other, node.name) for other in others)
-
-
-def _is_case(node: ast.ClassDef) -> bool:
-    return any(ast.unparse(base).endswith("TestCase") for base in node.bases)
-
-
-def _methods(node: ast.ClassDef) -> list[_Function]:
-    return [m for m in node.body if isinstance(m, _FUNCTIONS) and m.name.startswith("test")]
-
-
-def _problem(node: _Definition) -> str:
-    """Returns why a test cannot be run, or ""."""
-    if isinstance(node, ast.ClassDef):
-        is_sync = _is_case(node) and not any("Async" in ast.unparse(base) for base in node.bases)
-        if is_sync and any(isinstance(method, ast.AsyncFunctionDef) for method in _methods(node)):
+        bases = ast.unparse(node.bases)  # type: ignore[arg-type]
+        is_async = any(isinstance(method, ast.AsyncFunctionDef) for method in node.body)
+        if is_async and "TestCase" in bases and "Async" not in bases:
             return "is async; derive its class from unittest.IsolatedAsyncioTestCase"
-        return ""
-    positional = [*node.args.posonlyargs, *node.args.args]
-    needed = positional[: len(positional) - len(node.args.defaults)]
-    names = ", ".join(arg.arg for arg in needed)
+        return "" if "TestCase" in bases or node.name.startswith("Test") else None
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return None
+    if not node.name.startswith("test"):
+        return None
+    positional = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args)]
+    needed = ", ".join(positional[: len(positional) - len(node.args.defaults)])
     unknown = "which nothing passes: fixtures and parameters of pytest are not known here"
-    return f"takes {names}, {unknown}" if needed else ""
-
-
-def _is_for_scripts(node: ast.stmt) -> bool:
-    """Whether it is what follows `if __name__ == "__main__"`."""
-    return isinstance(node, ast.If) and _uses(node.test, "__name__")
+    return f"takes {needed}, {unknown}" if needed else ""
 
 
 def _uses(node: ast.AST, name: str) -> bool:
@@ -383,8 +360,7 @@ def _does_something(node: ast.stmt) -> bool:
         return not isinstance(node.value, ast.Constant)
     if isinstance(node, ast.Assign):
         return any(isinstance(part, ast.Call) for part in ast.walk(node.value))
-    nothing = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-    return not isinstance(node, (*nothing, ast.Pass))
+    return not isinstance(node, (*_DEFINITIONS, ast.Import, ast.ImportFrom, ast.Pass))
 
 
 def _lines(text: str) -> list[str]:

@@ -14,7 +14,7 @@ from grpo_cli.sandbox.messages import Opaque, Peer, opaque_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from typing import Any
 
 MODULE = "tests"
@@ -36,66 +36,58 @@ EXCEPTIONS |= {"struct.error", "zlib.error", "binascii.Error", "_csv.Error", "gr
 EXCEPTIONS |= {"sqlite3.IntegrityError", "sqlite3.OperationalError"}
 
 
-class NotPassedError(Exception):
-    """A unittest class has not passed; says why."""
-
-
 def judge(source: int, sink: int, test: tuple[Any, ...]) -> str:
     """Runs one test; returns PASSED, or FAILED with the reason, empty if the program is gone."""
-    codes, entry_point, collected, names, packages = test
+    *rest, names, packages = test
     program = Program(source, sink, names)
     try:
         for package in packages:  # before the program may write a file that one of them reads
             __import__(package)
         os.write(sink, b"\n")
         program.outcome([])  # of the program itself, as it is imported
-        _run(program, codes, entry_point, collected, packages)
+        _run(program, *rest)
         program.forget()
+        reason = None if program.was_asked else "the test asked the program for nothing"
     except BaseException as error:
-        reason = program.broken if program.broken is not None else _last_line(error)
-        return FAILED + (reason or "failed" * (program.broken is None))
-    if program.broken is not None:  # and the test has caught it
-        return FAILED + program.broken
-    return PASSED if program.was_asked else f"{FAILED}the test asked the program for nothing"
+        text = error.msg if isinstance(error, SyntaxError) else str(error)
+        reason = f"{type(error).__name__}: {text}".removesuffix(": ")
+    if program.broken is not None:  # whatever the test has caught
+        reason = program.broken
+    return PASSED if reason is None else FAILED + reason
 
 
-def _run(
-    program: Program, codes: Any, entry_point: str | None, collected: list[str], packages: list[str]
-) -> None:
-    module = type(sys)(MODULE)
-    sys.modules[MODULE] = module
-    sys.modules["solution"] = _Solution("solution", program)
-    program.array_kind = _guard_comparisons()
-    for runner in {"unittest", "pytest"} & {*packages}:  # its tests are run below
+def _run(program: Program, codes: Any, entry_point: str | None, collected: list[str]) -> None:
+    module = sys.modules[MODULE] = type(sys)(MODULE)
+    solution = sys.modules["solution"] = type(sys)("solution")
+    # Without names: those that a test uses are looked up as others are.
+    solution.__dict__.update(__all__=[], __getattr__=program.attribute)
+    for runner in {"unittest", "pytest"} & sys.modules.keys():  # its tests are run below
         sys.modules[runner].main = lambda *_, **__: None  # type: ignore[attr-defined]
+    _guard_comparisons()
     _keep_path()
     names = module.__dict__
     names["__builtins__"] = _Builtins(program)
     for code in codes:
         exec(code, names)
     if entry_point is not None and "check" in names:
-        check = names["check"]
-        check(
-            program.value(entry_point) if entry_point.isidentifier() else eval(entry_point, names)
-        )
+        is_name = entry_point.isidentifier()
+        names["check"](program.value(entry_point) if is_name else eval(entry_point, names))
     cases = [name for name, value in names.items() if _is_case(value)]
     for name in dict.fromkeys([*collected, *cases]):
-        _run_collected(names[name])
+        _run_collected(names[name], program)
 
 
 def _keep_path() -> None:
     """Has modules imported from where they are found now: a test may add its own folder."""
     known = tuple(os.path.realpath(folder) for folder in sys.path if folder)
+    find_in = sys.path_hooks[-1]
 
-    def only_known(hook: Callable[[str], Any]) -> Callable[[str], Any]:
-        def find(folder: str) -> Any:
-            if not os.path.realpath(folder).startswith(known):
-                raise ImportError(folder)
-            return hook(folder)
+    def find(folder: str) -> Any:
+        if os.path.realpath(folder).startswith(known):
+            return find_in(folder)
+        raise ImportError(folder)
 
-        return find
-
-    sys.path_hooks[:] = map(only_known, sys.path_hooks)
+    sys.path_hooks[:] = [find]
 
 
 def _is_case(value: Any) -> bool:
@@ -107,41 +99,32 @@ def _is_case(value: Any) -> bool:
     return value.__module__ == MODULE and bool(names)
 
 
-def _run_collected(test: Any) -> None:
+def _run_collected(test: Any, program: Program) -> None:
     """Runs a test function, a unittest class, or a pytest class."""
-    if not isinstance(test, type):
-        _finish(test())
-        return
     unittest = sys.modules.get("unittest")
-    if unittest and issubclass(test, unittest.TestCase):
+    if unittest and isinstance(test, type) and issubclass(test, unittest.TestCase):
         result = unittest.TestResult()
         unittest.defaultTestLoader.loadTestsFromTestCase(test).run(result)
         for _, trace in (*result.errors, *result.failures):
-            raise NotPassedError(trace.strip().rpartition("\n")[2])
+            raise program.fail(trace.strip().rpartition("\n")[2])
         if not result.wasSuccessful() or result.testsRun == len(result.skipped):
-            raise NotPassedError(f"{test.__name__} has no test that passed")
+            raise program.fail(f"{test.__name__} has no test that passed")
         return
+    for function in _methods(test) if isinstance(test, type) else [test]:
+        outcome = function()
+        if hasattr(outcome, "cr_await"):  # of an async test
+            __import__("asyncio").run(outcome)
+
+
+def _methods(test: type) -> Iterator[Any]:
+    """Yields the tests of a pytest class, each of an object that is set up for it."""
     getattr(test, "setup_class", lambda: None)()
     for name in dir(test):
         if name.startswith("test"):
             instance = test()
             if setup := getattr(instance, "setup_method", None):
                 setup(*[None] * (setup.__code__.co_argcount - 1))
-            _finish(getattr(instance, name)())
-
-
-def _finish(result: Any) -> None:
-    if hasattr(result, "cr_await"):  # of an async test
-        __import__("asyncio").run(result)
-
-
-def _last_line(error: BaseException) -> str:
-    """Returns the last line of a traceback."""
-    if isinstance(error, NotPassedError):
-        return str(error)
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
-    name = type(error).__name__
-    return f"{name}: {text}" if text else name
+            yield getattr(instance, name)
 
 
 class Program(Peer):
@@ -153,7 +136,6 @@ class Program(Peer):
         super().__init__(source, sink, {})
         self.names = frozenset(names)  # that are the program's
         self.was_asked = False
-        self.array_kind: Any = None
 
     def ask(self, name: str, *arguments: Any) -> Any:
         self.was_asked = self.was_asked or name != "name"
@@ -165,24 +147,30 @@ class Program(Peer):
         self.was_asked = self.was_asked or not isinstance(value, Opaque)
         return value
 
+    def attribute(self, name: str) -> Any:
+        """Returns what the program has under a name, for tests that import from `solution`."""
+        try:
+            if not name.startswith("__"):
+                return self.value(name)
+        except NameError:
+            pass
+        raise AttributeError(name)
+
     def perform(self, name: str, arguments: tuple[Any, ...]) -> Any:
         """Does what the program asks for to an object of the test that it was given."""
         target = arguments[0]
         kind = type(target)
-        if id(target) in self.numbers:
-            is_own = kind.__module__ in OWN
-            field = arguments[1] if name in ("get", "setattr", "delattr") else None
-            field = field if type(field) is str else ""
-            if name == "call" or (name in ITERATING and hasattr(kind, "__next__")):
-                return super().perform(name, arguments)
-            if name == "get" and field in NAMES and callable(target):
-                return getattr(target, field)
-            if name in ANY or (is_own and name in USABLE):
-                return super().perform(name, arguments)
-            is_open = field and not field.startswith("_")
+        is_own = kind.__module__ in OWN
+        is_open = name == "call" or name in ANY or (is_own and name in USABLE)
+        is_open = is_open or (name in ITERATING and hasattr(kind, "__next__"))
+        if name in ("get", "setattr", "delattr") and type(arguments[1]) is str:
+            field = arguments[1]
             # A method of its class is the test's own.
-            if is_own and is_open and (name == "get" or not callable(getattr(kind, field, None))):
-                return super().perform(name, arguments)
+            is_open = name == "get" or not callable(getattr(kind, field, None))
+            is_open = is_open and is_own and not field.startswith("_")
+            is_open = is_open or (name == "get" and field in NAMES and callable(target))
+        if is_open and id(target) in self.numbers:
+            return super().perform(name, arguments)
         if name == "get":
             raise AttributeError(f"an object of the test has no {arguments[1]} for a program")
         raise TypeError(f"a program may not do this to an object of a test: {name}")
@@ -201,26 +189,7 @@ class Program(Peer):
         return super().exception(number, name, module, base)
 
     def array(self, value: Any) -> Any:
-        self.array_kind = self.array_kind or _guard_comparisons()
-        return value.view(self.array_kind)
-
-
-class _Solution(type(sys)):  # type: ignore[misc]
-    """The program as a module, for tests that import from `solution`."""
-
-    def __init__(self, name: str, program: Program) -> None:
-        super().__init__(name)
-        self.__dict__["__all__"] = []  # the names that a test uses are looked up as others are
-        self.__dict__["__getattr__"] = lambda name: _attribute(program, name)
-
-
-def _attribute(program: Program, name: str) -> Any:
-    try:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return program.value(name)
-    except NameError as error:
-        raise AttributeError(name) from error
+        return value.view(_guard_comparisons())
 
 
 class _Builtins(dict):  # type: ignore[type-arg]
@@ -229,7 +198,7 @@ class _Builtins(dict):  # type: ignore[type-arg]
     def __init__(self, program: Program) -> None:
         own = {name: value for name, value in vars(builtins).items() if name not in program.names}
         super().__init__(own)
-        self[TYPE_OF] = lambda value: _type_of(program, value)
+        self[TYPE_OF] = lambda x, own=type: _type_of(program, x) if own is type else own(x)
         self.program = program
 
     def __missing__(self, name: str) -> Any:
@@ -247,60 +216,54 @@ class _Builtins(dict):  # type: ignore[type-arg]
 def _type_of(program: Program, value: Any) -> Any:
     value = value if isinstance(value, BaseException) else opaque_of(value)
     if not issubclass(type(value), Opaque):
-        return type(value).__base__ if type(value) is program.array_kind else type(value)
+        return type(value).__base__ if hasattr(type(value), "is_guarded") else type(value)
     kind = program.ask("type", value)
     is_exception = isinstance(kind, type) and issubclass(kind, BaseException)
     return kind if is_exception else program.checked(kind, Opaque)
 
 
-def _guard_comparisons() -> Any:
+def _guard_comparisons(made: list[Any] = []) -> Any:  # noqa: B006 - done once
     """Makes comparisons of numpy and pytest fail where exactly one side is empty.
 
     Returns the class of all arrays, if numpy is there.
     """
+    numpy: Any = sys.modules.get("numpy")
+    if made or numpy is None:
+        return made and made[0]
+    asarray = numpy.asarray
+
+    def fail_if_one_is_empty(*sides: Any) -> None:
+        if len({asarray(side).size == 0 for side in sides[:2]}) == 2:
+            raise AssertionError("exactly one side is empty")
+
+    class Array(numpy.ndarray):  # type: ignore[misc]
+        is_guarded = True
+        __array_priority__ = 1e6  # its results are wrapped here, not by a matrix beside it
+
+        def __array_wrap__(self, array: Any, context: Any = None, is_scalar: bool = False) -> Any:
+            if context and context[0].__name__ in COMPARISONS:
+                fail_if_one_is_empty(*context[1])
+            return array.view(Array) if array.ndim else array[()]
+
+    Array.__name__, Array.__module__ = "array", "numpy"  # for `repr`
+
+    def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def perform(*args: Any, **kwargs: Any) -> Any:
+            if function.__name__ in COMPARISONS:
+                fail_if_one_is_empty(*args, *kwargs.values())
+            result = function(*args, **kwargs)
+            return result.view(Array) if type(result) is numpy.ndarray else result
+
+        return perform
+
+    made.append(Array)
+    for module in filter(None, (numpy, sys.modules.get("numpy.testing"))):
+        for name in (COMPARISONS | MAKERS) & vars(module).keys():
+            setattr(module, name, guarded(getattr(module, name)))
     if approx := sys.modules.get("_pytest.python_api"):
         scalar: Any = approx.ApproxScalar
         equals = scalar.__eq__
         scalar.__eq__ = lambda self, other: getattr(other, "size", 1) and equals(self, other)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    asarray, ndarray = numpy.asarray, numpy.ndarray
-
-    def fail_if_one_is_empty(*sides: Any) -> None:
-        if len(sides) == 2 and len({asarray(side).size == 0 for side in sides}) == 2:
-            raise AssertionError("exactly one side is empty")
-
-    def base(array: Any) -> Any:
-        return array.view(ndarray) if type(array) is Array else array
-
-    class Array(ndarray):  # type: ignore[misc, valid-type]
-        __module__ = "numpy"
-        __repr__ = lambda self: repr(base(self))  # noqa: E731
-
-        def __array_ufunc__(self, ufunc: Any, method: str, *sides: Any, **kwargs: Any) -> Any:
-            if ufunc.__name__ in COMPARISONS:
-                fail_if_one_is_empty(*map(base, sides))
-            if out := kwargs.get("out"):
-                kwargs["out"] = tuple(map(base, out))
-            result = getattr(ufunc, method)(*map(base, sides), **kwargs)
-            return out[0] if out else result.view(Array) if type(result) is ndarray else result
-
-    def guarded(compare: Callable[..., Any]) -> Callable[..., Any]:
-        def perform(*args: Any, **kwargs: Any) -> Any:
-            fail_if_one_is_empty(*(*args, *kwargs.values())[:2])
-            return compare(*args, **kwargs)
-
-        return perform
-
-    def viewed(make: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: make(*args, **kwargs).view(Array)
-
-    for module in filter(None, (numpy, sys.modules.get("numpy.testing"))):
-        for name in COMPARISONS & vars(module).keys():
-            setattr(module, name, guarded(getattr(module, name)))
-    for name in ("array", "asarray", "arange", "linspace", "ones", "zeros", "full", "eye"):
-        setattr(numpy, name, viewed(getattr(numpy, name)))
     return Array
 
 
@@ -308,3 +271,4 @@ COMPARISONS = {"allclose", "isclose", "array_equal", "array_equiv", "subtract", 
 COMPARISONS |= {"not_equal", "less_equal", "greater", "greater_equal", "assert_allclose"}
 COMPARISONS |= {"assert_array_equal", "assert_array_almost_equal", "assert_almost_equal"}
 COMPARISONS |= {"assert_equal", "assert_array_less"}
+MAKERS = {"array", "asarray", "arange", "linspace", "ones", "zeros", "full", "eye"}

@@ -137,7 +137,8 @@ class Scorer:
         for name, reward in self.rewards.items():
             refuse = traits_of(reward.function).refuse
             for number, row in enumerate(rows.rows if refuse else ()):
-                if why := refuse(**{**other_columns(row), **reward.args}):
+                columns = {**other_columns(row), "prompts": row.get("prompt")}
+                if why := refuse(**{**columns, **reward.args}):
                     found.setdefault(number, f"reward.{name}: {why}")
         return found
 

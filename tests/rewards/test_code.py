@@ -112,7 +112,7 @@ def test_program(completion: str, expected: str) -> None:
         ),
         (
             fenced(GOOD),
-            {"tests": TESTS, "prompts": "def f(x):\n    '''Adds 1.'''\n"},
+            {"tests": TESTS, "prompts": "def f(x):\n    'Adds 1.'\n"},
             {"continues_prompt": True},
             1.0,
         ),
@@ -180,6 +180,16 @@ def test_code_scores_each_completion_by_its_own_row() -> None:
 def test_code_refuses(columns: dict[str, Any], args: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         code(**{"completions": [GOOD], "tests": [TESTS], **columns}, **args)
+
+
+def test_a_row_is_refused_for_what_its_prompt_imports() -> None:
+    """The helpers of a prompt are part of the tests where completions continue it."""
+    refuse = traits_of(code).refuse
+    assert refuse is not None
+    prompt = "import numpy\ndef f(x):\n    'Adds 1.'\n"
+    row = {"tests": "assert f(1) == 2", "prompts": prompt}
+    assert refuse(**row) == ""
+    assert "import numpy, which needs site_packages" in refuse(**row, continues_prompt=True)
 
 
 def test_a_sandbox_that_fails_is_no_score(monkeypatch: pytest.MonkeyPatch) -> None:

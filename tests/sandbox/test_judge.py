@@ -153,6 +153,7 @@ CHECK = "def check(candidate):\n    assert candidate(1) == 2"
         ("if __name__ == '__main__': f(1)", {}, "tests nothing"),
         ("def test_a(capsys): f(1)", {}, "the test test_a takes capsys, which nothing passes"),
         ("assert f(1) ==", {}, "is no Python: invalid syntax"),
+        ("return f(1)", {}, "is no Python: 'return' outside function"),
         ("import pytest\nassert f(1) == 2", {}, "import pytest, which needs site_packages: true."),
         ("import no_such_thing\nf(1)", {"site_packages": True}, "import no_such_thing, which is not"),
         ("f(1)", {"setup": "import numpy"}, "import numpy, which needs site_packages: true."),
