@@ -17,7 +17,21 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 
-CHINESE = r"\u3400-\u9fff"
+from grpo_cli.rewards._spelling import CHINESE, as_words, normal
+from grpo_cli.rewards._units import (
+    CODES,
+    COUNTED,
+    CURRENCIES,
+    GLUED,
+    NO_CHINESE,
+    NO_NOUNS,
+    UNIT_LETTERS,
+    UNIT_NAMES,
+    UnreadableError,
+    beside,
+    words_of,
+)
+
 MAX_ANSWER_CHARACTERS = 1000
 MAX_DEPTH = 8  # of brackets
 
@@ -108,10 +122,6 @@ class Choice:
 Answer = Value | Words | Named | Chain | Several | Row | Ratio | Reals | Relation | Choice
 
 
-class UnreadableError(Exception):
-    """The grammar does not cover a text."""
-
-
 @functools.lru_cache(maxsize=4096)
 def read(text: str) -> Answer:
     """Returns the answer that a text is, as a whole."""
@@ -123,368 +133,6 @@ def read(text: str) -> Answer:
     except (UnreadableError, RecursionError):
         return Words(as_words(plain))
 
-
-def words_of(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# --- One spelling -------------------------------------------------------------------------------
-
-_SPELLINGS = {
-    **{"π": r"\pi ", "∞": r"\infty ", "×": r"\times ", "·": r"\cdot ", "÷": "/", "°": r"^\circ "},
-    **{
-        "≤": r"\le ",
-        "≥": r"\ge ",
-        "≠": r"\ne ",
-        "±": r"\pm ",
-        "²": "^2",
-        "³": "^3",
-        "≈": r"\approx ",
-    },
-    **{
-        "∪": r"\cup ",
-        "∩": r"\cap ",
-        "∈": r"\in ",
-        "∅": r"\emptyset ",
-        "ℝ": r"\mathbb{R}",
-        "–": "-",
-    },
-    **{"½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "“": '"', "”": '"'},
-    **{"⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "μ": r"\mu ", "Ω": r"\Omega ", "θ": r"\theta "},
-}
-_SPELLING = re.compile("|".join(map(re.escape, _SPELLINGS)))
-_TEXT = re.compile(
-    r"\\(?:text(?:bf|it|rm|sf|normal)?|mathrm|mbox|operatorname\*?)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
-)
-# (pattern, replacement), in this order
-_REWRITES = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in [
-        (
-            r"\\begin\{(?:aligned|align\*?|gathered|split)\}|\\end\{(?:aligned|align\*?|gathered|split)\}|(?<=[^\\])&(?==)",
-            "",
-        ),
-        (
-            r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|large|Large|normalsize|bf|rm|it)(?![A-Za-z])\s?\.?(?<!\.)",
-            "",
-        ),
-        (r"\\(?:color|textcolor)\s*\{[^{}]*\}", ""),
-        (
-            r"\\(?:underline|mathbf|boldsymbol|bm|mathit|mathsf|ensuremath)\s*(?=\{|\\?[A-Za-z0-9])",
-            "",
-        ),
-        (r"\\(?:d|t|c|nice|s)frac(?![A-Za-z])", r"\\frac"),
-        (r"\\(?:leqslant|leq)(?![A-Za-z])", r"\\le"),
-        (r"\\(?:geqslant|geq)(?![A-Za-z])", r"\\ge"),
-        (r"\\lt(?![A-Za-z])", "<"),
-        (r"\\gt(?![A-Za-z])", ">"),
-        (r"\\neq(?![A-Za-z])", r"\\ne"),
-        (r"\\degree(?![A-Za-z])|\^\s*\{?\s*\\circ\s*\}?", r"^\\circ "),
-        (r"\\varnothing", r"\\emptyset"),
-        (r"\\lor(?![A-Za-z])|\\vee(?![A-Za-z])|\|\|", " or "),
-        (r"\\land(?![A-Za-z])|\\wedge(?![A-Za-z])", " and "),
-        (r"(?<=[0-9])(?:,\\!|\{,\}|\\,|\\ |')(?=[0-9]{3}(?![0-9]))", "\x00"),
-        (r"\\!", ""),
-        (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])|\xa0", " "),
-        (r"\\(?:ldots|dots|cdots)(?![A-Za-z])|…", "..."),
-        (r"√\s*(?:\(([^()]*)\)|([0-9]+|[A-Za-z]))", r"\\sqrt{\1\2}"),
-        (r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"\\?(?<![A-Za-z])exp\s*\(([^()]*)\)", r"e^{\1}"),
-        (r"(?<![\\A-Za-z])(pi|theta|infinity|sin|cos|tan|log|ln)(?![A-Za-z])", r"\\\1 "),
-        (r"\\infinity", r"\\infty"),
-        (r"\*\*|\^", "^"),
-        (r"\^\(([^()]*)\)", r"^{\1}"),
-        (r"\^\s*(-?[0-9]{2,})", r"^{\1}"),
-        (r"\*", r"\\cdot "),
-        (r"\(\s*([0-9A-F]+)\s*\)_", r"\1_"),
-        (
-            r"(\\(?:ln|log)(?:_\{?\w+\}?)?\s*\w+)\s*/\s*(\\(?:ln|log)(?:_\{?\w+\}?)?\s*\w+)",
-            r"\\frac{\1}{\2}",
-        ),
-        (r"\+\s*-", "-"),
-        (r"\\not\s*=", r"\\ne "),
-        (r"\\frac\s*(\\[a-z]+|[0-9A-Za-z])\s*(?=\{)", r"\\frac{\1}"),
-        (r"\\frac\s*(\\[a-z]+|[0-9A-Za-z])\s*(\\[a-z]+(?!\s*\{)|[0-9A-Za-z])", r"\\frac{\1}{\2}"),
-        (r"\\frac(\{[^{}]*\})\s*([0-9A-Za-z])", r"\\frac\1{\2}"),
-        (
-            r"\\h?phantom\s*\{[^{}]*\}|\\(?:tag|hspace)\s*\{[^{}]*\}|\\(?:small|checkmark)(?![A-Za-z])",
-            " ",
-        ),
-        (r"\\\\\[[0-9.]*[a-z]*\]", r"\\\\"),
-        (r"百分之\s*([0-9.]+)", r"\1%"),
-        (r"(?<![0-9.,/])([0-9]+) ([0-9]{1,2})/([0-9]{1,4})(?![0-9/])", r"\1\\frac{\2}{\3}"),
-        (r"(?i)\b(?:minus|negative)\"?\s*(?=[0-9\\])", "-"),
-    ]
-]
-_FORMULA = re.compile(r"\$\$?|(?<!\\)\\[()\[\]]")
-_REPEATING = re.compile(
-    r"([0-9]*)\.([0-9]*)(?:\\(?:overline|bar|dot)\s*(?:\{([0-9]+)\}|([0-9]))"
-    r"(?:([0-9]*)\\dot\s*\{?([0-9])\}?)?|([0-9])\7\7[0-9]*\.\.\.)"
-)
-
-
-def normal(text: str) -> str:
-    r"""Returns the text in one spelling, with the content of `\text` in quotation marks."""
-    text = _SPELLING.sub(lambda sign: _SPELLINGS[sign[0]], text).replace('"', "''")
-    text = re.sub(r"\\(?:text)?dollar(?![A-Za-z])", r"\\$", text).replace(r"\%", "%")
-    text = _TEXT.sub(_quoted, text).replace(r"\$", "＄")
-    if text.count("$") % 2:  # a price, not a formula
-        text = re.sub(r"\$(?=\s*-?[0-9.])", "＄", text)
-    text = _FORMULA.sub(" ", text)
-    for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)
-    text = _REPEATING.sub(_repeating, _thousands(text))
-    text = " ".join(text.replace("...", r"\ldots ").split())
-    return text.lstrip(" ,;:").rstrip(" .,;:。")
-
-
-def _quoted(found: re.Match[str]) -> str:
-    r"""Returns what a `\text` holds: a letter, digits and connectives as such, words in quotes."""
-    body = " ".join(found[1].replace("$", " ").replace("~", " ").split())
-    if re.fullmatch(r"(?!\d)\W*|[-+]?[0-9.,/:]+|[A-Za-z](?<![mgshLltNJWV])", body):
-        return f" {body} " if body else " "
-    parts = re.split(rf"(\b(?:and|or)\b|[0-9][0-9.,:/]*|,|[{CHINESE}]+|[()])", body)
-    return (
-        " "
-        + " ".join(
-            part if i % 2 else f'"{part.strip()}"' for i, part in enumerate(parts) if part.strip()
-        )
-        + " "
-    )
-
-
-def _thousands(text: str) -> str:
-    """Removes the marks between thousands."""
-    grouped = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?!,?[0-9])")
-    rest = grouped.sub("", text)
-    is_list = ", " in text
-    if is_list or ("," not in rest and not re.search(r"[(\[]|\\\{", text)):
-        text = grouped.sub(lambda number: number[0].replace(",", ""), text)
-    text = re.sub(
-        r"(?<![0-9.,])[1-9][0-9]{0,2}(?:\x00[0-9]{3})+", lambda n: n[0].replace("\x00", ""), text
-    )
-    text = text.replace("\x00", " ")
-    if spaced := re.fullmatch(r"\s*([-+]?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?)\s*", text):
-        text = spaced[1].replace(" ", "")
-    return text
-
-
-def _repeating(found: re.Match[str]) -> str:
-    whole, fixed = found[1] or "0", found[2]
-    if found[7]:
-        fixed, period = fixed, found[7]
-    elif found[6]:
-        period = (found[3] or found[4]) + (found[5] or "") + found[6]
-    else:
-        period = found[3] or found[4]
-    scale, nines = 10 ** len(fixed), 10 ** len(period) - 1
-    value = Fraction(int(whole)) + Fraction(int(fixed or 0) * nines + int(period), scale * nines)
-    if value.denominator == 1:
-        return str(value.numerator)
-    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
-
-
-def as_words(plain: str) -> str:
-    """Returns a text without what is only there for looks."""
-    text = re.sub(r'[{}"]|\\(?=[A-Za-z])', " ", plain).casefold()
-    text = re.sub(r"\A\s*\(\s*(\w)\s*\)\s*\Z", r"\1", text)
-    return re.sub(r"\s*([^\w\s])\s*", r"\1", " ".join(text.split()))
-
-
-# --- Units and count nouns ----------------------------------------------------------------------
-
-_POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_POWERS |= {"万亿": 12, "百万": 6, "千万": 7, "百": 2, "千": 3, "万": 4, "亿": 8}
-_POWER = re.compile(rf"\s*({'|'.join(_POWERS)})(?![A-Za-z米克瓦])\s*")
-
-# Short name: the other names of a unit, in the singular.
-_UNIT_NAMES = {
-    "mm": "millimeter millimetre 毫米",
-    "cm": "centimeter centimetre 厘米 公分",
-    "dm": "decimeter decimetre 分米",
-    "m": "meter metre 米",
-    "km": "kilometer kilometre 千米 公里",
-    "in": "inch",
-    "ft": "foot feet",
-    "yd": "yard 码",
-    "mi": "mile 英里",
-    "mg": "milligram 毫克",
-    "g": "gram 克",
-    "kg": "kilogram kilo 千克 公斤",
-    "t": "ton tonne 吨",
-    "lb": "pound 磅",
-    "oz": "ounce",
-    "ml": "milliliter millilitre 毫升",
-    "l": "liter litre 升",
-    "gal": "gallon",
-    "s": "second sec 秒",
-    "min": "minute 分钟",
-    "h": "hour hr 小时 时",
-    "km/h": "kph kmh kmph",
-    "mi/h": "mph",
-    "day": "天 日",
-    "week": "周 星期",
-    "month": "月 个月",
-    "year": "yr 年 岁",
-    "$": "dollar usd 美元",
-    "¢": "cent 美分",
-    "€": "euro eur 欧元",
-    "£": "gbp 英镑",
-    "¥": "yuan rmb cny 元 块 元钱 块钱 人民币",
-    "₹": "rs rupee",
-    "°": "degree deg 度",
-    "°c": "摄氏度",
-    "am": "a.m 上午",
-    "pm": "p.m 下午",
-    **{"n": "newton", "j": "joule", "w": "watt", "v": "volt", "pa": "pascal"},
-    **{
-        "Ω": r"ohm \omega",
-        "μm": r"\mum micrometer",
-        "ha": "hectare 公顷",
-        "acre": "",
-        "th": "st nd rd",
-    },
-    "person": "people 人",
-    "child": "children",
-    "man": "men",
-    "woman": "women",
-}
-_SHORT_NAMES = {name: short for short, names in _UNIT_NAMES.items() for name in names.split()}
-# Units that may stand without `\text`, and with no space before them.
-_GLUED = re.compile(
-    r"(?i:mm|cm|dm|km|ft|yds?|mi|mg|kg|lbs?|oz|ml|cl|dl|gal|secs?|mins?|hrs?|yrs?|mph|kph|kmh|kmph"
-    r"|rs|rmb|usd|am|pm|hz|khz|mhz|ghz|kb|mb|gb|tb|kj|kw|kwh|mol)\Z|in\Z"
-)
-_UNIT_LETTERS = "mgshLlt"  # where there is no `\\text`
-_CURRENCIES = {"＄": "$", "€": "€", "£": "£", "¥": "¥", "￥": "¥", "¢": "¢", "₹": "₹"}
-_CODES = {"usd": "$", "us": "$", "eur": "€", "gbp": "£", "rmb": "¥", "cny": "¥", "rs": "₹"}
-
-# What no count noun is: numbers and fractions, multiples, comparisons, denials, guesses,
-# connectives, directions, qualifiers of a list.
-_NO_NOUNS = words_of("""
-    lakh lakhs crore tens zero one two three four five six seven eight nine ten eleven twelve
-    thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty
-    seventy eighty ninety hundreds thousands millions billions hundred thousand million billion
-    trillion half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths
-    seventh sevenths eighth eighths ninth ninths tenth tenths hundredth hundredths thousandth
-    thousandths dozen dozens score scores gross couple pair pairs twice double doubled triple
-    tripled times time twofold threefold fold squared cubed square root factorial remainder modulo
-    mod base rejected halved quadrupled tenfold invalid excluded extraneous nope untrue unless doubt
-    fails works lower upper bound bounds it t quadrillion permille grand bn doz et millionth
-    millionths thirteenth twelfth eleventh sixteenth twentieth twelfths elevenths sixteenths
-    twentieths more less fewer greater least most lesser than over under above below up down larger
-    smaller better worse bigger beyond within between near nearly almost approximately about roughly
-    around exactly ish odd even plusminus max maximum min minimum minima maxima not no never none
-    nothing neither nor without wrong incorrect false except but fake cannot maybe perhaps possibly
-    probably guess guessed likely unlikely unsure estimate estimated or and minus plus of out to is
-    was are be if hence so thus then because since as by from for versus vs respectively resp else
-    when where while until with at in on into upon off per divided multiplied negative positive
-    inverse reciprocal opposite left right north south east west forward backward backwards forwards
-    clockwise counterclockwise anticlockwise inside outside ago before after later earlier late
-    early away each every all both either any only first second last next other another others also
-    too through onto upto wait actually instead rather sorry joking kidding
-""") - {"second", "square"}
-_ADVERB = re.compile(r"(?<!^fami)(?<!^jel)(?<!^bel)(?<!^supp)(?<!^f)(?<!butterf)ly\Z")
-_NO_CHINESE = re.compile(
-    r"[一二三四五六七八九十百千加减乘除舍无打点多半约几不没非或和与及至余的吗呢错]|分之|倒数|相反|方根|次方|左右|以[上下内外]|上下|不到|大概|可能|至少|至多|最[多少]"
-)
-_MEASURES = re.compile(
-    r"\A[大小]?[个只本名位张支枝棵株条件辆台双朵头匹盒包袋瓶杯页题首座间栋份根块片段种人道架艘幅堆把串粒颗套班排行列"
-    r"层组队箱桶筐车户家所门户面枚滴盘碗壶筒节场次遍倍岁]"
-)
-# A count noun is in the plural, or Chinese.
-_COUNTED = re.compile(
-    rf"\A\Z|(?:s|feet|teeth|geese|mice|fish|sheep|deer|dice|data)[\s.\")]*\Z|[{CHINESE}%°C]"
-)
-_PLURAL = re.compile(r"(?<=[a-z]{2})(?:(?<=x)es|(?<=ch|sh|ss)es|(?<!s)s)\Z")
-_SUFFIX = re.compile(
-    rf"""
-    "(?P<quoted>[^"]*)" | (?P<word>[A-Za-z][A-Za-z'.-]*) | (?P<chinese>[{CHINESE}]+)
-    | (?P<circle>\^\\circ) | (?P<power>\^\{{?-?[1-4]\}}?)
-    | (?P<sign>[/%＄€£¥¢₹\s]|\\cdot|\\mu|\\Omega)
-    | \(\s*(?P<remark>["A-Za-z\s{CHINESE}]+)\)\Z
-    """,
-    re.VERBOSE,
-)
-
-
-def _beside(suffix: str) -> tuple[str, int, bool]:
-    """Returns the unit or count noun, the power of ten and the percent sign after a value."""
-    words, at = "", 0
-    while at < len(suffix):
-        found = _SUFFIX.match(suffix, at)
-        if found is None:
-            raise UnreadableError
-        part = found["quoted"] or found["remark"] or found["word"] or found["chinese"]
-        if part is None:
-            part = "°" if found["circle"] else found["power"] or found["sign"] or ""
-        glue = "" if part in "/°" or part[:1] == "^" or words.endswith(("/", "°", "\\mu")) else " "
-        words += glue + part.replace('"', " ").strip() if part.strip() else " "
-        at = found.end()
-    return unit_of(" ".join(words.split()))
-
-
-def unit_of(words: str) -> tuple[str, int, bool]:
-    """Returns the short name of a unit or the singular of a count noun; power of ten; percent."""
-    power, percent = 0, False
-    while found := _POWER.match(words):
-        power += _POWERS[found[1]]
-        words = words[found.end() :]
-    if found := re.match(r"\s*(?:%|per ?cent\b)\s*", words):
-        percent, words = True, words[found.end() :]
-    words = re.sub(
-        r"(?i)\b(?:of them|in total|in all|altogether|total|(?:(?<=years )|(?<=year ))old)\Z",
-        "",
-        words,
-    ).strip()
-    if not words:
-        return "", power, percent
-    return _unit_name(words), power, percent
-
-
-def _unit_name(words: str) -> str:
-    words = re.sub(r"(?i)\bp\.\s*m\b\.?", "pm", re.sub(r"(?i)\ba\.\s*m\b\.?", "am", words))
-    words = re.sub(r"(?i)\A(?:degrees? |度|°)\s*(?=(?:c|f|celsius|fahrenheit)\Z)", "°", words)
-    words = re.sub(r"(?i)°(celsius|fahrenheit)", lambda name: f"°{name[1][0]}", words)
-    words = re.sub(r"\s*\^\{?(-?[0-9])\}?", r"^\1", words)
-    words = re.sub(r"\s*/\s*|\s+per\s+|\s+an?\s+(?=hour|day|week|month|year)|每", "/", words)
-    words = re.sub(r"(?i:\b(?:square|sq)\b\.?\s*|平方)([^\s/]+)", r"\1^2", words)
-    words = re.sub(r"(?i:\b(?:cubic|cu)\b\.?\s*|立方)([^\s/]+)", r"\1^3", words)
-    words = re.sub(r"(?<=[a-z])(?=[23]\Z)", "^", words)
-    if re.search(r"\^-", words):  # m s^-1
-        words = re.sub(r"\s*(\S+?)\^-1(?![0-9])", r"/\1", words)
-        words = re.sub(r"\s*(\S+?)\^-([2-4])", r"/\1^\2", words)
-    parts = [part.split() for part in words.removeprefix("/").split("/")]
-    if sum(map(len, parts)) > 4 or not all(parts):
-        raise UnreadableError
-    names = "/".join(" ".join(map(_short_name, part)) for part in parts)
-    return f"/{names}" if words.startswith("/") else names
-
-
-def _short_name(word: str) -> str:
-    name, power, exponent = word.partition("^")
-    name = name.strip(".,-")
-    lower = name.lower() if len(name) > 2 or name.isupper() else name  # not Mg
-    singulars: list[str] = [lower, lower.removesuffix("s"), lower.removesuffix("es")]
-    for singular in singulars if lower[2:] else singulars[:1]:
-        if singular in _UNIT_NAMES or singular in _SHORT_NAMES:
-            return _SHORT_NAMES.get(singular, singular) + power + exponent
-    if exponent or (len(name) == 1 and name.isascii()) or name in ("sin", "cos", "tan", "log"):
-        raise UnreadableError
-    is_chinese = re.match(f"[{CHINESE}]", name)
-    if (
-        (lower in _NO_NOUNS or (set(re.split(r"[-']", lower)) - {"it"}) & _NO_NOUNS)
-        or (is_chinese and not _MEASURES.match(name))
-        or _ADVERB.search(lower)
-        or _NO_CHINESE.search(name)
-        or not name
-    ):
-        raise UnreadableError
-    name = name if len(name) <= 2 else lower  # mW and MW
-    return _PLURAL.sub("", _MEASURES.sub("", name)) + power + exponent
-
-
-# --- The grammar --------------------------------------------------------------------------------
 
 _OPEN, _CLOSE = r"\\\{|\\langle(?![A-Za-z])|[({\[]", r"\\\}|\\rangle(?![A-Za-z])|[)}\]]"
 _JOINT = r",|;|(?<![\\A-Za-z\"])(?:and|or)(?![A-Za-z])|[和与或]"
@@ -720,7 +368,7 @@ def _is_name(text: str) -> bool:
         return False
     words = re.findall(r"[A-Za-z]{2,}", text)
     return not {word.lower() for word in words} & (
-        _NO_NOUNS
+        NO_NOUNS
         - {
             "of",
             "total",
@@ -734,7 +382,7 @@ def _is_name(text: str) -> bool:
             "base",
             "times",
         }
-    ) and not _NO_CHINESE.search(text)
+    ) and not NO_CHINESE.search(text)
 
 
 def _has_letters(text: str) -> bool:
@@ -857,17 +505,17 @@ def _value(text: str) -> Value:
     text, currency = _without_currency(text.strip())
     end = _end_of_formula(text, currency)
     formula, suffix = text[:end].strip(), text[end:].strip()
-    is_product = re.match(r"[A-Za-z]|\^", suffix) and not _GLUED.match(suffix)
+    is_product = re.match(r"[A-Za-z]|\^", suffix) and not GLUED.match(suffix)
     if (
         formula[:1] == "{"
         or re.search(r"\^\{?T\b", formula)
         or (is_product and _has_letters(formula))
     ):
         raise UnreadableError  # x^2 abc
-    unit, power, percent = _beside(suffix)
+    unit, power, percent = beside(suffix)
     is_one = re.fullmatch(r"-?1|.*[./\\].*", formula)
     if unit and not (
-        is_one or unit in _UNIT_NAMES or re.search(r"[/^]", unit) or _COUNTED.search(suffix)
+        is_one or unit in UNIT_NAMES or re.search(r"[/^]", unit) or COUNTED.search(suffix)
     ):
         raise UnreadableError  # 7 invalid
     if currency and unit.startswith("/"):
@@ -883,7 +531,7 @@ def _without_currency(text: str) -> tuple[str, str]:
         r"([-+]?)\s*(?:(?:US|HK|[AC])?([＄€£¥￥₹])|\"?(USD|US|EUR|GBP|RMB|CNY|Rs)\b\.?\"?)\s*(?=[-0-9.\\])",
         text,
     ):
-        unit = _CURRENCIES[price[2]] if price[2] else _CODES[price[3].lower()]
+        unit = CURRENCIES[price[2]] if price[2] else CODES[price[3].lower()]
         if prefix := re.match(r"[-+]?\s*(HK|[AC])", price[0]):
             unit = f"{prefix[1]}{unit}"
         return price[1] + text[price.end() :], unit
@@ -920,7 +568,7 @@ def _end_of_formula(text: str, currency: str) -> int:
                 and (depth > 0 or bool(_FUNCTION.search(text[: token.start()])))
             )
             if not is_letter:
-                if complete and depth == 0 and (kind != "letters" or spaced or _GLUED.match(word)):
+                if complete and depth == 0 and (kind != "letters" or spaced or GLUED.match(word)):
                     return token.start()
                 raise UnreadableError
             complete = True
@@ -967,12 +615,12 @@ def _is_product(word: str, text: str, token: re.Match[str], spaced: bool, comple
     """Returns whether letters are variables, not a unit or a noun."""
     if len(word) == 1:
         ends = re.match(r"\s*(?:\Z|[/^]|per\b)", text[token.end() :])
-        is_unit = spaced and complete and word in _UNIT_LETTERS and ends and "\\" not in text
+        is_unit = spaced and complete and word in UNIT_LETTERS and ends and "\\" not in text
         return not (is_unit and text[: token.start()].strip()[-1].isdigit())
-    if complete and (_GLUED.match(word) or word in ("st", "nd", "rd", "th")):
+    if complete and (GLUED.match(word) or word in ("st", "nd", "rd", "th")):
         return False
     is_noun = spaced and len(word) == 3 and re.search("[aeiou]", word) and word not in _ALPHABET
-    return word.islower() and len(word) <= 3 and not is_noun and word not in _NO_NOUNS
+    return word.islower() and len(word) <= 3 and not is_noun and word not in NO_NOUNS
 
 
 def _plain_formula(formula: str) -> str:

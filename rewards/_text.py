@@ -211,16 +211,17 @@ def final_box(text: str) -> str | None:
 _BETWEEN_BOXES = re.compile(
     r"[\s$\\()\[\],;.]{0,20}(?:and|or|和|或|\\text\{\s*(?:and|or)\s*\})?[\s$\\()\[\],;.]{0,20}"
 )
-# Mathematics that goes on beside a box: 2\cdot\boxed{7}, \boxed{7}^2, \boxed{7} million.
+# What goes on beside a box, so that its content is not the answer: half of \boxed{7}, \boxed{7}^2.
 _BEFORE_BOX = re.compile(
-    r"\\(?:[dt]?frac|sqrt|overline|x?cancel)\s*(?:\{[^{}]*\})?\s*\{\s*\Z|(?:\\neg|~~|<del>|<!--)\s*\Z|(?:\\cdot|\\times|[+/*^0-9])\s*\Z|[0-9A-Za-z)]\s*-\Z"
-    r"|(?:wrong|false|incorrect|错误|twice|half\s+of|far\s+from|\bthan|avoid|guess)\b[^.,;\n]{0,30}\Z",
+    r"\\(?:[dt]?frac|sqrt|overline|x?cancel)\s*(?:\{[^{}]*\})?\s*\{\s*\Z|(?:\\neg|~~|<del>|<!--)\s*\Z"
+    r"|[+/*^]\s*\Z|[0-9A-Za-z)]\s*-\Z"
+    r"|\b(?:twice|half\s+of|far\s+from|avoid|(?:less|more|fewer|greater)\s+than)[\s$]*\Z"
+    r"|(?:\b(?:wrong|false|incorrect)\b|错误)[^.,;\n]{0,30}\Z",
     re.IGNORECASE,
 )
 _BESIDE_BOX = re.compile(
-    r"[A-Za-z]|\s*(?:[\^_!/*+0-9]|\\(?:cdot|times|pi|sqrt|frac|over|div)(?![A-Za-z])|-\s*[0-9]"
-    r"|\\[lg]eq?(?![A-Za-z])|\$?\s*(?:(?:or|and)\s+[-$0-9]|hundred|thousand|million|billion"
-    r"|trillion|dozen|minus|plus|squared|cubed|times|[万亿千百]|的(?:两?倍|相反|倒数)))"
+    r"\s*(?:\^(?!\s*\{?\s*\\circ)|[!/*+0-9]|\\(?:cdot|times|pi|sqrt|over|div|leq?|geq?)(?![A-Za-z])"
+    r"|-\s*[0-9]|(?:or|and)\s+[0-9]|(?:hundred|thousand|million|billion|trillion|dozen)\b|\$?\s*(?:squared|cubed|[万亿千百]|的(?:两?倍|相反|倒数)))"
 )
 _BARE_BOX = re.compile(r"\\boxed\s*([0-9A-Za-z])(?![0-9A-Za-z/^_\\]|[.,][0-9])")  # \boxed 7
 _INNER_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")

@@ -11,7 +11,6 @@ from typing import Any
 
 from grpo_cli.rewards import reward
 from grpo_cli.rewards._answer import (
-    CHINESE,
     MAX_ANSWER_CHARACTERS,
     NUMBER,
     Answer,
@@ -23,15 +22,14 @@ from grpo_cli.rewards._answer import (
     Relation,
     Row,
     Several,
-    UnreadableError,
     Value,
     Words,
-    as_words,
     interval,
     number,
     read,
 )
 from grpo_cli.rewards._forms import is_worked_out
+from grpo_cli.rewards._spelling import CHINESE, as_words
 from grpo_cli.rewards._text import (
     Completions,
     announced_answer,
@@ -45,6 +43,7 @@ from grpo_cli.rewards._text import (
     without_remark,
     without_thoughts,
 )
+from grpo_cli.rewards._units import UnreadableError
 
 CHOICES = {
     "final": ("marked", "anywhere"),
@@ -398,6 +397,8 @@ def same(gold: Answer, stated: Answer, rules: Rules) -> bool:
             if whole.text.isdigit() and re.fullmatch(r"\\frac\{\d+\}\{\d+\}|\d+/\d+", part.text):
                 return same(gold, read(f"{whole.text} {part.text}"), rules)
             return False
+        case (Value(), Several(_, items)) if len({str(item) for item in items}) == len(items):
+            return all(same(gold, item, rules) for item in items)  # \boxed{x+1} or \boxed{1+x}
         case (Value(), Value()):
             return _same_values(gold, stated, rules)
         case (Words(), _) | (_, Words()):
@@ -814,6 +815,8 @@ def _digits(text: str) -> float:
     size, factor, names = 0.0, 1.0, len(set(_LETTER.findall(text)))
     terms = 0
     for power in _POWER.finditer(text):
+        if len(power["exponent"]) > 6:
+            return inf
         base, exponent = power["base"], int(power["exponent"].replace(",", ""))
         if base in ")}]":  # what is inside is not looked for: all of the formula is multiplied
             factor *= max(exponent, 1)
