@@ -358,6 +358,8 @@ def _equal(members: list[str], signs: list[str]) -> Answer:
         answer = _single(members[0])
     else:
         answer = Chain(tuple(map(_value, members)), approximate)
+    if name and name[0] == "(" and not isinstance(answer, Row):
+        raise UnreadableError
     return Named(name.strip('" '), answer) if name else answer
 
 
@@ -366,7 +368,7 @@ def _is_name(text: str) -> bool:
         return False
     if set(re.findall(r"\\([A-Za-z]+)", text)) - _GREEK - _MARKS or text in (r"\pi", "i"):
         return False
-    words = re.findall(r"[A-Za-z]{2,}", text)
+    words = re.findall(r"[A-Za-z]{2,}|(?<=')[a-z]", text)
     return not {word.lower() for word in words} & (
         NO_NOUNS
         - {
@@ -422,7 +424,7 @@ def _row(text: str) -> Answer | None:
         if not content:
             return Value(r"\emptyset")
         items = tuple(_single(item) for item in split(content, "[,;]")[0])
-        if items == (Value(r"\emptyset"),):
+        if len(items) == 1 and (isinstance(items[0], Several) or items[0] == Value(r"\emptyset")):
             raise UnreadableError
         return Several("set", items) if len(items) > 1 else items[0]
     parts, marks = split(content, "[,;]")
@@ -505,9 +507,9 @@ def _value(text: str) -> Value:
     text, currency = _without_currency(text.strip())
     end = _end_of_formula(text, currency)
     formula, suffix = text[:end].strip(), text[end:].strip()
-    is_product = re.match(r"[A-Za-z]|\^", suffix) and not GLUED.match(suffix)
+    is_product = re.match(r"[A-Za-z]|\^", suffix)
     if (
-        formula[:1] == "{"
+        formula[:1] in ("{", "/", "^", "_")
         or re.search(r"\^\{?T\b", formula)
         or (is_product and _has_letters(formula))
     ):
@@ -517,7 +519,7 @@ def _value(text: str) -> Value:
     if unit and not (
         is_one or unit in UNIT_NAMES or re.search(r"[/^]", unit) or COUNTED.search(suffix)
     ):
-        raise UnreadableError  # 7 invalid
+        unit = f"~{unit}"  # 7 invalid, 7 egg: equal to the same only
     if currency and unit.startswith("/"):
         unit = currency + unit
     if currency and unit and not unit.startswith(currency):

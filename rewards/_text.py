@@ -54,8 +54,11 @@ _AFTER_ANNOUNCEMENT = re.compile(
 )
 # What may follow a value: "18, because ...", "18 (as said)", "18，因为...".
 _REMARK = re.compile(
-    r"[,;]\s*(?=(?:因为|由于|即|也就是)|[\u3400-\u9fff][^0-9]*\Z)|[,;]\s+(?=(?!and\b|or\b|else\b)[A-Za-z$\\]|[0-9][^,;]*\bthan\b)"
-    r"|\s+(?=(?:because|since|as|not|but\s+not|of\s+(?:the\s+)?[a-z]+)\b)|\s+(?=\((?![^()]*[0-9])[^()]*\)\Z)",
+    r"[,;]\s*(?=(?:因为|由于|即(?!两)|也就是))"
+    r"|[,;]\s+(?=(?:because|since|as|so|not|but\s+not|given|where|when|of\s+course|in\s+total|which\s+is\s+the)\b"
+    r"|[0-9]+\s+(?:more|less|fewer)\s+than\s+(?:before|last|the)\b)"
+    r"|\s+(?=(?:because|since|as\s+(?!an?\b|often|[0-9])|not|but\s+not|of\s+(?:the\s+)?[a-z]+)\b)"
+    r"|\s+(?=\((?=\w+\s+\w+\s+\w|as\b|\w+-\w+\))(?![^()]*[0-9])[^()]*\)\Z)",
     re.IGNORECASE,
 )
 ANNOUNCEMENTS = 5
@@ -96,7 +99,7 @@ _NEGATION = re.compile(r"(?:\w+ly\s+)?not\b|n't\b", re.IGNORECASE)  # The answer
 # The sentence after an announced answer takes it back.
 _CORRECTED = re.compile(
     r"[\s.$*]*(?:(?:no|sorry|correction|oops|wait|actually|scratch that|i lied|just joking"
-    r"|my mistake|disregard|or maybe|false|hmm"
+    r"|my mistake|disregard|or maybe|false|hmm|it's|at least|multiply"
     r"|(?:this|that)(?:'s|\s+is)\s+(?:wrong|not|incorrect))\b"
     r"|不|错|更正)",
     re.IGNORECASE,
@@ -104,7 +107,7 @@ _CORRECTED = re.compile(
 _TAKEN_BACK = re.compile(rf"\b{_WRONG}|{_GUESS}|\bnot[.!\s]*\Z", re.IGNORECASE)
 _TAKEN_BACK_AT_ONCE = re.compile(
     rf"[\s$\\)\]}}*]*(?:(?:[.,]\s*(?:that|this|it|which)\s+)?(?:{_WRONG})|,?\s*(?:{_GUESS})"
-    r"|[.,:;?!]?\s*(?:I\s+was\s+wrong|turned\s+out|can(?:no|')t\s+be|fails\b|false\b|but\s+the\s+correct"
+    r"|[.,:;?!]?\s*(?:I\s+was\s+wrong|I\s+take|wrong\b|turned\s+out|can(?:no|')t\s+be|fails\b|false\b|but\s+the\s+correct"
     r"|no\s+wait|\\text\{\s*is\s+(?:in|not)|is\s+(?:ruled\s+out|excluded|too\b)|不成立)"
     r"|\(\s*(?:excluded|incorrect|wrong|false|rejected|no|not)\b)",
     re.IGNORECASE,
@@ -112,7 +115,8 @@ _TAKEN_BACK_AT_ONCE = re.compile(
 # It is false, that the answer is 7. Wrong: the answer is 7.
 _NOT_SO = re.compile(
     r"\bit(?:'s|\s+is)\s+(?:false|wrong|incorrect|untrue)\b|\A\W*(?:false|wrong|incorrect)\b"
-    r"|\b(?:wrong|incorrect|false)\s+\w+:|\b(?:friend|book|says?|claims?)\b",
+    r"|\b(?:wrong|incorrect|false)\s+\w+:|\b(?:friend|book|says?|claims?|believes|myth|suppose|assume"
+    r"|refuse|no\s+way|lie)\b",
     re.IGNORECASE,
 )
 _CLAUSE_START = re.compile(
@@ -255,7 +259,8 @@ def tagged_answer(text: str) -> str | None:
             start = tag.end()
         elif start is not None:
             before, after = text[max(0, start - CLAUSE) : start - 8], text[tag.end() :][:CLAUSE]
-            taken_back = is_taken_back(after) or _DENIED_BEFORE.search(before)
+            denied = _DENIED_BEFORE.search(before) or _BEFORE_BOX.search(before)
+            taken_back = is_taken_back(after) or denied
             start, answer = None, "" if taken_back else text[start : tag.start()].strip()
     return answer
 

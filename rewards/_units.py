@@ -89,22 +89,26 @@ NO_NOUNS = words_of("""
     seventh sevenths eighth eighths ninth ninths tenth tenths hundredth hundredths thousandth
     thousandths dozen dozens score scores gross couple pair pairs twice double doubled triple
     tripled times time twofold threefold fold squared cubed square root factorial remainder modulo
-    mod base rejected halved quadrupled tenfold invalid excluded extraneous nope untrue unless doubt
-    fails works lower upper bound bounds it t quadrillion permille grand bn doz et millionth
-    millionths thirteenth twelfth eleventh sixteenth twentieth twelfths elevenths sixteenths
-    twentieths more less fewer greater least most lesser than over under above below up down larger
-    smaller better worse bigger beyond within between near nearly almost approximately about roughly
-    around exactly ish odd even plusminus max maximum min minimum minima maxima not no never none
-    nothing neither nor without wrong incorrect false except but fake cannot maybe perhaps possibly
-    probably guess guessed likely unlikely unsure estimate estimated or and minus plus of out to is
-    was are be if hence so thus then because since as by from for versus vs respectively resp else
-    when where while until with at in on into upon off per divided multiplied negative positive
-    inverse reciprocal opposite left right north south east west forward backward backwards forwards
-    clockwise counterclockwise anticlockwise inside outside ago before after later earlier late
-    early away each every all both either any only first second last next other another others also
-    too through onto upto wait actually instead rather sorry joking kidding
+    mod base bogus cube error discarded mistake rejected halved quadrupled tenfold invalid excluded
+    extraneous nope untrue unless doubt fails works lower upper bound bounds it t quadrillion
+    permille grand bn doz et millionth millionths thirteenth twelfth eleventh sixteenth twentieth
+    twelfths elevenths sixteenths twentieths more less fewer greater least most lesser than over
+    under above below up down larger smaller better worse bigger beyond within between near nearly
+    almost approximately about roughly around exactly ish odd even plusminus max maximum min minimum
+    minima maxima not no never none nothing neither nor without wrong incorrect false except but
+    fake cannot maybe perhaps possibly probably guess guessed likely unlikely unsure estimate
+    estimated or and minus plus of out to is was are be if hence so thus then because since as by
+    from for versus vs respectively resp else when where while until with at in on into upon off per
+    divided multiplied negative positive inverse reciprocal opposite left right north south east
+    west forward backward backwards forwards clockwise counterclockwise anticlockwise inside outside
+    ago before after later earlier late early away each every all both either any only first second
+    last next other another others also too through onto upto wait actually instead rather sorry
+    joking kidding
 """) - {"second", "square"}
-_ADVERB = re.compile(r"(?<!^fami)(?<!^jel)(?<!^bel)(?<!^supp)(?<!^f)(?<!butterf)ly\Z")
+_ADVERB = re.compile(
+    r"(?:enty|rty|fty|xty|ghty|nety)[a-z-]+\Z|(?:[^n]ieth|enth|ixth|ghth|lfth)s?\Z"
+    r"|(?<!^fami)(?<!^jel)(?<!^bel)(?<!^supp)(?<!^f)(?<!butterf)ly\Z"
+)
 NO_CHINESE = re.compile(
     r"[一二三四五六七八九十百千加减乘除舍无打点多半约几不没非或和与及至余的吗呢错]|分之|倒数|相反|方根|次方|左右|以[上下内外]|上下|不到|大概|可能|至少|至多|最[多少]"
 )

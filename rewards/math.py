@@ -237,6 +237,7 @@ def _last_line(text: str) -> list[str]:
         above = _LOOKS.sub("", before.rstrip().rpartition("\n")[2]).strip(" ,;-")
         is_list = NUMBER.fullmatch(above) and above != line
         is_list = is_list or (_UNCERTAIN.search(above) and above[-1:] not in ".!。")
+        is_list = is_list or (above[-1:] == ":" and not _RESULT.search(above))
         return [] if is_list else [line, line.rstrip("!")]
     if not re.search(r"[0-9]|\$", line):
         return [line]
@@ -259,6 +260,11 @@ def _last_line(text: str) -> list[str]:
     return [value + noun]
 
 
+_RESULT = re.compile(
+    r"\b(?:answers?|results?|solutions?|total|is|are|have|get|gives?|obtain|find|thus|therefore|hence|so"
+    r"|value|sum|equals?|conclusion)\b[^:]{0,30}:\Z|[案果为是得即答]:\Z",
+    re.IGNORECASE,
+)
 _LOOKS = re.compile(r"\*\*|^[\s*#-]*\s|`")
 _LABEL = re.compile(
     r"\A\s*(?:(?:A|Ans|Answer|Result|Conclusion|Total|结果)\s*[:=]|=)\s*", re.IGNORECASE
@@ -268,8 +274,8 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[。;])")
 _VERB = re.compile(
     r"(?:\A|\b(?:is|are|was|were|be|has|have|had|gets?|takes?|took|costs?|makes?|made|needs?|sells?|sold"
     r"|buys?|bought|pays?|paid|earns?|earned|spends?|spent|saves?|saved|eats?|ate|gives?|gave|equals?"
-    r"|uses?|used|reads?|works?|walks?|runs?|ran|drives?|drove|receives?|received|contains?|weighs?"
-    r"|lasts?|requires?|leaves?|left|that|of|by|for|so|thus|therefore|hence|get|about|total|only)\b"
+    r"|reads?|works?|walks?|runs?|ran|drives?|drove|receives?|received|contains?|weighs?"
+    r"|lasts?|requires?|leaves?|left|that|for|so|thus|therefore|hence|get|about|total|only)\b"
     r"|[=:,]|\b[A-Za-z]\s*=)[\s*]*(?:exactly\s+|a total of\s+)?[$\\(]*\Z",
     re.IGNORECASE,
 )
@@ -299,7 +305,7 @@ _DISPLAY = re.compile(r"(?:\$\$([^$]+)\$\$|\\\[((?:(?!\\\]).)+)\\\])\Z", re.DOTA
 _UNCERTAIN = re.compile(
     r"\b(?:not?|never|nothing|none|neither|nor|cannot|without|if|unless|whether|suppose|assum\w+"
     r"|guess|maybe|perhaps|possibly|might|could|may|or|wrong|incorrect|false|anything|except|than"
-    r"|least|most|between)\b|n't|\?|不(?!同)|没|非|如果|假设|可能|也许|或|的两?倍|相反|倒数|大于|小于|排除|超过|不足|舍|除",
+    r"|least|most|between)\b|n't|\?|不(?!同)|没|非|如果|假设|可能|也许|或|的两?倍|相反|倒数|大于|小于|去掉|接近|减|还差|排除|超过|不足|舍|除",
     re.IGNORECASE,
 )
 # Words before a value that say it is not the result itself.
@@ -408,7 +414,8 @@ def same(gold: Answer, stated: Answer, rules: Rules) -> bool:
 
 def _denies_choice(choice: Choice) -> bool:
     words = _as_text(choice.answer) or ""
-    return bool(re.match(r"(?:is|are|was|not?|wrong|incorrect|false)\b|\W*[a-z]\W*\Z|\W", words))
+    denial = r"(?:is|are|was|no)\b|\W*[a-z]\W*\Z|\W|.*\b(?:not|wrong|incorrect|false)\b"
+    return re.match(denial, words) is not None
 
 
 def _folded(named: Named) -> str:
@@ -419,18 +426,20 @@ def _folded(named: Named) -> str:
 def _as_text(answer: Answer) -> str | None:
     if isinstance(answer, Words):
         return str(answer.text)
-    if isinstance(answer, Value) and not answer.power and not answer.percent:
-        return str(as_words(f"{answer.text} {answer.unit}" if answer.unit else answer.text))
+    if isinstance(answer, Value) and re.fullmatch("[A-Za-z ]+", answer.text) and not answer.unit:
+        return str(as_words(answer.text))
     return None
 
 
 def _same_lists(gold: Several, stated: Several, rules: Rules) -> bool:
     if {gold.joint, stated.joint} == {"and", "or"} or len(gold.items) != len(stated.items):
         return False
+    names = [[x.name for x in side.items if isinstance(x, Named)] for side in (gold, stated)]
+    if "or" in (gold.joint, stated.joint) and max(len(set(of_side)) for of_side in names) > 1:
+        return _as_text(gold) == _as_text(stated) is not None
     one, other = _assigned(gold), _assigned(stated)
     if one is not None or other is not None:
-        names = [{item.name for item in x.items if isinstance(item, Named)} for x in (gold, stated)]
-        if all(names) and names[0] != names[1]:
+        if all(names) and set(names[0]) != set(names[1]):
             return False
         return _same_rows(one or gold.items, other or stated.items, rules)
     left = list(stated.items)
@@ -492,8 +501,10 @@ def _quotient(answer: Answer) -> Value | None:
 
 
 def _units_agree(gold: str, stated: str, rules: Rules) -> bool:
-    if rules.units == "ignore" or gold == stated:
+    if rules.units == "ignore" or gold.lstrip("~") == stated.lstrip("~"):
         return True
+    if "~" in gold + stated:  # a word that may be no count noun
+        return False
     return not gold or (not stated and rules.units == "agree")
 
 
@@ -616,7 +627,7 @@ def _same_equation(gold: Named | Relation, stated: Named | Relation) -> bool:
 def _as_relation(answer: Named | Relation) -> Relation | None:
     if isinstance(answer, Relation):
         return answer
-    if not re.search(r"[A-Za-z]{2}|\(", answer.name) and isinstance(answer.answer, Value):
+    if not re.search(r"[A-Za-z]{2}|[('_]", answer.name) and isinstance(answer.answer, Value):
         return Relation(answer.name, "=", answer.answer.text)
     return None
 
