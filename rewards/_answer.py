@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
+from string import ascii_lowercase
 
 from grpo_cli.rewards._spelling import CHINESE, as_words, normal
 from grpo_cli.rewards._units import (
@@ -38,7 +39,7 @@ MAX_DEPTH = 8  # of brackets
 
 @dataclass(frozen=True)
 class Value:
-    """A number or an expression, without what stands beside it."""
+    """A number or an expression, and separately its unit, its power of ten and its percent sign."""
 
     text: str  # LaTeX
     unit: str = ""  # short name of a unit, or a count noun in the singular
@@ -164,6 +165,8 @@ _NAME = re.compile(
 _MARKS = words_of(
     "angle triangle overline vec hat bar overrightarrow frac sin cos tan cot max min cap cup mid"
 )
+# These are no nouns, and stand in names: "Area of the square", "total time".
+_OF_NAMES = words_of("of total per time times max min maximum minimum square base")
 _SYMBOL = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*|\\?[A-Za-z]+\s*\([A-Za-z, ]*\)")
 
 
@@ -206,8 +209,6 @@ def _answer(text: str) -> Answer:
     if (choice := _CHOICE.fullmatch(text)) and not re.match(_JOINT, choice[2] or choice[4] or ""):
         letter, rest = choice[1] or choice[3], choice[2] or choice[4]
         return Choice(letter, read(rest)) if rest else Words(letter.lower())
-    if quoted := re.fullmatch(r'"([^"]*)"', text):
-        return _text_answer(quoted[1])
     if _LETTERS_ONLY.fullmatch(text):
         is_product = len(text) <= 3 and text.islower() and not re.search("[aeiou]", text)
         if not is_product and len(text) > 1 and not re.search(r"\b(?:and|or)\b", text):
@@ -368,23 +369,8 @@ def _is_name(text: str) -> bool:
         return False
     if set(re.findall(r"\\([A-Za-z]+)", text)) - _GREEK - _MARKS or text in (r"\pi", "i"):
         return False
-    words = re.findall(r"[A-Za-z]{2,}|(?<=')[a-z]", text)
-    return not {word.lower() for word in words} & (
-        NO_NOUNS
-        - {
-            "of",
-            "total",
-            "per",
-            "time",
-            "max",
-            "min",
-            "maximum",
-            "minimum",
-            "square",
-            "base",
-            "times",
-        }
-    ) and not NO_CHINESE.search(text)
+    words = {word.lower() for word in re.findall(r"[A-Za-z]{2,}|(?<=')[a-z]", text)}
+    return not words & (NO_NOUNS - _OF_NAMES) and not NO_CHINESE.search(text)
 
 
 def _has_letters(text: str) -> bool:
@@ -463,7 +449,7 @@ def _joined(rays: list[Reals], joint: str) -> Reals:
             try:
                 if float(Fraction(low[0])) <= float(Fraction(high[2])):
                     return Reals(((low[0], low[1], high[2], high[3]),), name=rays[0].name)
-            except ValueError:
+            except (ValueError, ZeroDivisionError):
                 raise UnreadableError from None
     if joint == "and":
         raise UnreadableError
@@ -497,9 +483,7 @@ _SCIENTIFIC = re.compile(
 )
 _MIXED = re.compile(r"([-+]?[0-9]+)\s*(?:\s([0-9]+)/([0-9]+)|\\frac\{?([0-9]+)\}?\{?([0-9]+)\}?)")
 NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e(?:-?[0-9]{1,4}|\+[0-9]{2,4}))?")
-
-
-_BASE = re.compile(r"[0-9A-F]+_\{?[0-9]+\}?")
+BASE = re.compile(r"([0-9A-F]+)_\{?([0-9]+)\}?")
 
 
 def _value(text: str) -> Value:
@@ -590,7 +574,7 @@ def _end_of_formula(text: str, currency: str) -> int:
             complete = True
         elif part == "/" and currency and depth == 0 and _PER.match(text, token.start()):
             return token.start()
-        elif part == "_" and previous[-1:].isdigit() and not _BASE.fullmatch(text):
+        elif part == "_" and previous[-1:].isdigit() and not BASE.fullmatch(text):
             raise UnreadableError
         elif part in "+-/^_" or (part in ",&\\=<>:" and depth > 0):
             complete = False
@@ -610,9 +594,6 @@ _GREEK = words_of(
 )
 
 
-_ALPHABET = "abcdefghijklmnopqrstuvwxyz"
-
-
 def _is_product(word: str, text: str, token: re.Match[str], spaced: bool, complete: bool) -> bool:
     """Returns whether letters are variables, not a unit or a noun."""
     if len(word) == 1:
@@ -621,7 +602,9 @@ def _is_product(word: str, text: str, token: re.Match[str], spaced: bool, comple
         return not (is_unit and text[: token.start()].strip()[-1].isdigit())
     if complete and (GLUED.match(word) or word in ("st", "nd", "rd", "th")):
         return False
-    is_noun = spaced and len(word) == 3 and re.search("[aeiou]", word) and word not in _ALPHABET
+    is_noun = (
+        spaced and len(word) == 3 and re.search("[aeiou]", word) and word not in ascii_lowercase
+    )
     return word.islower() and len(word) <= 3 and not is_noun and word not in NO_NOUNS
 
 

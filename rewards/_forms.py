@@ -1,6 +1,6 @@
 r"""Tells an answer that was worked out from one whose evaluation is the exercise.
 
-`\gcd(12,18)` equals 6; it answers no question. The texts are those of `Value`.
+`\gcd(12,18)` equals 6, and leaves the work to the reader. The texts are the `text` of a `Value`.
 """
 
 import re
@@ -44,7 +44,7 @@ _LETTER = re.compile(
 
 
 def is_worked_out(gold: str, stated: str) -> bool:
-    """Returns whether a stated value has the form of an answer, beside that of the gold one."""
+    """Returns whether a stated value leaves no operation to be done that the gold value lacks."""
     wanted, given = (
         _SCIENTIFIC.sub(lambda n: f"{n[1]}e{n[2] or n[3]}", _UNSEEN.sub("", text)).strip()
         for text in (gold, stated)

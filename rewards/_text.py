@@ -47,7 +47,7 @@ _LEAD = re.compile(
 _AFTER_ANNOUNCEMENT = re.compile(
     r"""
     [\s:*`]* (?:(?:therefore|thus|just|simply|about|approximately|equal\ to|that|there\ (?:is|are)
-               |一共|总共|共|有|是|约为?|小明|大约)[\s:,*]*)*
+               |一共|总共|共|有|是|约为?|大约)[\s:,*]*)*
     (?P<body> (?:\$\$.{1,1000}?\$\$ | \\\[.{1,1000}?\\\])(?=[ \t.,]*(?:\n|\Z)) | [^\n]{0,1000} )
     """,
     re.IGNORECASE | re.DOTALL | re.VERBOSE,
@@ -72,14 +72,7 @@ _DENIAL = r"""
       | 不是 | 并非 | 不等于 | 不为 | 可能是 | 也许是? | 或许是? )
     (?: \s+ (?:be|equal(?:\ to)?|is|the|exactly|really|actually|necessarily|just)\b ){0,3}
 """
-_BOUND = (
-    r"\b(?:(?:less|more|greater|smaller|fewer|larger)\ than|at\ (?:least|most)|between|either)\b"
-)
 _DENIED_BEFORE = re.compile(rf"{_DENIAL} [\s$\\(\[{{:*\"`]* \Z", re.IGNORECASE | re.VERBOSE)
-# A body up to its value: "definitely not 7", "nowhere near 7".
-_DENIED_BODY = re.compile(
-    rf"\A [^0-9$\\\n]*? (?: {_DENIAL} | {_BOUND} | \bnowhere\b )", re.IGNORECASE | re.VERBOSE
-)
 _WRONG = (
     r"(?:(?:is|was|are|be)\s+(?:wrong|incorrect|false|not\s+(?:right|correct|true|it|the\s+"
     r"(?:\w+\s+)?answer))|isn't\s+(?:right|correct|true|it|the\s+(?:\w+\s+)?answer))\b"
@@ -266,7 +259,7 @@ def tagged_answer(text: str) -> str | None:
 
 
 def announced_answer(text: str) -> str | None:
-    """Returns the rest of the sentence after the last "the answer is", "Answer:", 答案是 or 答:.
+    """Returns the rest of the sentence after the last "the answer is", "Answer:" or 答案是.
 
     It is looked for on the next line where its own line ends there. Of several, the last one counts
     that holds a digit or a formula, so that "I hope the answer is right" hides none; no more than
@@ -309,7 +302,7 @@ def announces(text: str) -> bool:
 
 
 def is_stated(text: str, start: int) -> bool:
-    """Returns whether the words before an announcement in its clause are such as "so I think"."""
+    """Returns whether the clause of an announcement begins with words such as "so I think"."""
     lead = text[max(0, start - CLAUSE) : start]
     if _NOT_SO.search(re.split(r"[.!?。\n]", lead)[-1]):
         return False

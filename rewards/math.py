@@ -11,7 +11,9 @@ from typing import Any
 
 from grpo_cli.rewards import reward
 from grpo_cli.rewards._answer import (
+    BASE,
     MAX_ANSWER_CHARACTERS,
+    MAX_DEPTH,
     NUMBER,
     Answer,
     Chain,
@@ -52,9 +54,7 @@ CHOICES = {
     "percent": ("sign", "value", "either"),
 }
 
-# Math-Verify's grammar takes up to twice as long with each further bracket or bar in a row.
-MAX_DEPTH = 8
-MAX_BARS = 8
+MAX_BARS = 8  # Math-Verify's grammar takes up to twice as long with each further one in a row
 MAX_RELATIONS = 20
 MAX_SLASHES = 10  # one after the other: SymPy's numerical value takes twice as long for each
 MAX_WORDS = 8  # of prose in a formula, each of which is a product of letters to it
@@ -100,8 +100,9 @@ def math(
     - the content of the last closed `\boxed{...}`;
     - the content of the last closed `<answer>...</answer>`;
     - what follows the last `####` on its line;
-    - the rest of the sentence after the last "the answer is", "Answer:", 答案是 or 答：;
-    - the value on the last line, if that is only a value, or ends in a sentence with one value.
+    - the rest of the sentence after the last "the answer is", "Answer:" or 答案是;
+    - the value on the last line, if that is only a value, or a sentence such as "So there are 7
+      apples." or 答：一共7个。 with one value.
 
     It is read to its last character: what the grammar of answers does not cover is text, which
     equals only the same text. docs/math.md lists the cases, each with its value and the argument
@@ -292,7 +293,7 @@ _VALUE = re.compile(
     r"(?:[0-9.,/:^%()]|\s*[-+*×/=÷]\s*\\?[$€£¥]?(?=[0-9(]))*(?<![.,:(])"
 )
 _TAIL_WORD = (
-    r"(?!(?:and|or|but|while|when|who|which|that|got|was|were|more|less|fewer|times|than|dozen|fails?|seventh|half"
+    r"(?!(?:and|or|but|while|when|who|which|that|got|was|were|more|less|fewer|times|than|dozen|fails?|half"
     r"|halves|thirds|quarters|squared|cubed|hours?\s+ago)\b)[A-Za-z/²³°'^-]+[23]?"
 )
 # The unit or noun after the value, and where it goes on what belongs to the sentence.
@@ -523,7 +524,7 @@ def _same_values(gold: Value, stated: Value, rules: Rules) -> bool:
     if gold.text == stated.text and gold.power == stated.power:
         return True
     # To Math-Verify, which drops the subscript, 31_4, 31_5 and 31 are the same.
-    bases = [_BASE.fullmatch(value.text) for value in (gold, stated)]
+    bases = [BASE.fullmatch(value.text) for value in (gold, stated)]
     if any(bases) and rules.strict:
         digits, base = _in_base(gold)
         stated_digits, stated_base = _in_base(stated)
@@ -542,11 +543,8 @@ def _by_value(value: Value) -> Value:
     return Value(text, value.unit)
 
 
-_BASE = re.compile(r"([0-9A-F]+)_\{?([0-9]+)\}?")
-
-
 def _in_base(value: Value) -> tuple[str, str]:
-    found = _BASE.fullmatch(value.text)
+    found = BASE.fullmatch(value.text)
     return (found[1], found[2]) if found else (value.text, "")
 
 
@@ -571,7 +569,7 @@ def _is_rounded(exact: Value, rounded: Value) -> bool:
     """Returns whether a decimal is a value's own, to as many places as it has."""
     stated = number(rounded)
     expression = _expression(_formula(exact)) if _is_within_limits(_formula(exact)) else None
-    value = None if expression is None else expression.evalf(20)
+    value = None if expression is None else _computed(lambda: expression.evalf(20, maxn=300))
     if stated is None or value is None or not value.is_Float:
         return _same_values(exact, rounded, Rules(strict=False))
     places = stated.as_tuple().exponent
@@ -597,7 +595,7 @@ _DEGREES = re.compile(r"([0-9.]+|\\?[A-Za-z]+)\s*\^\\circ\s*")
 
 
 def _same_equation(gold: Named | Relation, stated: Named | Relation) -> bool:
-    """Returns whether two equations are the same but for a factor."""
+    """Returns whether two equations are equal up to a constant factor."""
     one, other = _as_relation(gold), _as_relation(stated)
     if one is None or other is None or one.sign != other.sign:
         return False
@@ -612,16 +610,16 @@ def _same_equation(gold: Named | Relation, stated: Named | Relation) -> bool:
     if not symbols:
         return False
     point = {x: sympy.Rational(37 + 7 * i, 100) for i, x in enumerate(symbols)}
-    try:
-        quotient = differences[0].subs(point) / differences[1].subs(point)
-        if not (quotient.is_finite and quotient != 0):
-            return False
-        rest = differences[0] - quotient * differences[1]
-        return not _differ(differences[0], quotient * differences[1], exact=True) and bool(
-            sympy.expand(rest) == 0
+
+    def is_multiple() -> bool:
+        factor = differences[0].subs(point) / differences[1].subs(point)
+        return (
+            bool(factor.is_finite and factor != 0)
+            and not _differ(differences[0], factor * differences[1], exact=True)
+            and bool(sympy.expand(differences[0] - factor * differences[1]) == 0)
         )
-    except Exception:  # SymPy raises whatever a formula leads it to
-        return False
+
+    return _computed(is_multiple) is True
 
 
 def _as_relation(answer: Named | Relation) -> Relation | None:
@@ -685,17 +683,25 @@ def _differ(one: Any, other: Any, exact: bool) -> bool:
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
     for start in (37, 191):
         point = {x: sympy.Rational(start + 7 * i, 100) for i, x in enumerate(symbols)}
-        try:
+
+        def differ_at(point: dict[Any, Any] = point) -> bool:
             a, b = one.subs(point), other.subs(point)
-            off = abs((a - b).evalf(20, maxn=300))
             size = max(abs(a.evalf(20)), abs(b.evalf(20)))
-            if bool(off > size * (1e-15 if exact else 2e-6)) or (
-                exact and (a - b).is_zero is False
-            ):
-                return True
-        except Exception:  # SymPy raises whatever a formula leads it to
-            return False
+            off = abs((a - b).evalf(20, maxn=300))
+            is_off = bool(off > size * (1e-15 if exact else 2e-6))
+            return is_off or (exact and (a - b).is_zero is False)
+
+        if _computed(differ_at):
+            return True
     return False
+
+
+def _computed(compute: Callable[[], Any]) -> Any:
+    """Returns what SymPy computes; None where it raises, which is whatever a formula leads to."""
+    try:
+        return compute()
+    except Exception:
+        return None
 
 
 @functools.lru_cache(maxsize=1024)  # every completion of a group is held against the same gold
@@ -778,7 +784,7 @@ _LARGE_COUNT = re.compile(
     r"|\\[dt]?binom\s*\{[^{}]*[A-Za-z]"
 )
 _POWER = re.compile(
-    r"(?P<base>[0-9][0-9.,]*|[A-Za-z]|[)}\]])\s*(?:\^|\*\*)\s*\{?\s*-?(?P<exponent>[0-9][0-9,]*)"
+    r"(?P<base>[0-9][0-9,]*(?:\.[0-9]+)?|[A-Za-z]|[)}\]])\s*(?:\^|\*\*)\s*\{?\s*-?(?P<exponent>[0-9][0-9,]*)"
 )
 _POWER_OF_POWER = re.compile(r"(?:\^|\*\*)[\s{(]*[0-9A-Za-z]+[\s}]*(?:\^|\*\*|!)")
 _LETTER = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
@@ -837,7 +843,7 @@ def _digits(text: str) -> float:
         elif base.isalpha():
             size += exponent / 2  # of its value at a fixed point
         else:
-            size += exponent * max(log10(float(base.replace(",", "").rstrip(".")) + 1e-9), 0.3)
+            size += exponent * max(log10(float(base.replace(",", "")) + 1e-9), 0.3)
     if names and terms > MAX_POWER:
         return inf
     return factor * (size + sum(log10(number + 1) for number in numbers))

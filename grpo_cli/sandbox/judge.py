@@ -238,7 +238,7 @@ def _guard_comparisons(made: list[Any] = []) -> Any:  # noqa: B006 - done once
 
     class Array(numpy.ndarray):  # type: ignore[misc]
         is_guarded = True
-        __array_priority__ = 1e6  # its results are wrapped here, not by a matrix beside it
+        __array_priority__ = 1e6  # numpy calls this `__array_wrap__`, not that of a matrix operand
 
         def __array_wrap__(self, array: Any, context: Any = None, is_scalar: bool = False) -> Any:
             if context and context[0].__name__ in COMPARISONS:

@@ -347,7 +347,7 @@ class Peer:
         self.passed: list[int] = []  # the other side's own objects in a message
         self.seen: dict[int, Any] = {}  # a `Seen`, or what a `Held` holds
         self.sums: set[int] = set()  # objects computed with a value that may be the expected one
-        self.differences: set[int] = set()  # those of them that are to be compared only
+        self.differences: set[int] = set()  # ids of those objects that may only be compared
         self.broken: str | None = None  # why there is nothing more to say
 
     # What a side does with the other's objects; judge.py is stricter.

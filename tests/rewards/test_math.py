@@ -259,6 +259,9 @@ HOSTILE = [
     r"\frac{1}{0}",
     r"\infty - \infty",
     r"\begin{pmatrix} 1 & 2 \\ 3",
+    r"x \ge 1/0 \text{ and } x \le 4",
+    r"\tan 90^\circ\frac{1}{0}\approx \sqrt{2}",
+    "1.2.3^5",
 ]
 
 
