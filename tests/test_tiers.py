@@ -1,4 +1,4 @@
-"""The gate of the default tier, and tables of cases."""
+"""What is said of long tests of the default tier, and tables of cases."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ def run(pytester: pytest.Pytester, tests: str) -> pytest.RunResult:
     pytester.makepyfile(BUSY + tests)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiers, "SECONDS", 0.1)
-        patch.setattr(tiers, "slowdown", lambda: 1.0)
         return pytester.runpytest_inprocess("-p", "no:cacheprovider", plugins=[tiers])
 
 
-def test_an_unmarked_test_that_takes_long_fails_and_names_the_tiers(
+def test_of_an_unmarked_test_that_takes_long_a_warning_names_the_tiers(
     gated: pytest.Pytester,
 ) -> None:
     found = run(gated, "def test_long():\n    busy()\n\n" + QUICK)
-    found.assert_outcomes(passed=1, failed=1)
+    found.assert_outcomes(passed=2, warnings=1)
     said = " ".join(found.stdout.str().split())
     for name in ("pytest.mark.runs", "pytest.mark.programs", "pytest.mark.slow", "0.1 s"):
         assert name in said
@@ -55,23 +54,20 @@ def test_an_unmarked_test_that_takes_long_fails_and_names_the_tiers(
 def test_the_time_of_programs_counts(gated: pytest.Pytester) -> None:
     program = "import time\\nwhile time.process_time() < 0.3: pass"
     tests = f"def test_long():\n    subprocess.run([sys.executable, '-c', '{program}'])\n"
-    run(gated, tests).assert_outcomes(failed=1)
+    run(gated, tests).assert_outcomes(passed=1, warnings=1)
 
 
 @pytest.mark.parametrize("name", tiers.MARKERS)
 def test_a_marked_test_may_take_long(gated: pytest.Pytester, name: str) -> None:
-    run(gated, f"@pytest.mark.{name}\ndef test_long():\n    busy()\n").assert_outcomes(passed=1)
+    run(gated, f"@pytest.mark.{name}\ndef test_long():\n    busy()\n").assert_outcomes(
+        passed=1, warnings=0
+    )
 
 
 def test_waiting_for_other_programs_of_the_machine_is_no_reason(gated: pytest.Pytester) -> None:
-    run(gated, "import time\n\ndef test_waits():\n    time.sleep(0.2)\n").assert_outcomes(passed=1)
-
-
-def test_an_error_of_the_test_itself_is_what_is_shown(gated: pytest.Pytester) -> None:
-    found = run(gated, "def test_long():\n    busy()\n    assert 1 == 2\n")
-    found.assert_outcomes(failed=1)
-    assert "assert 1 == 2" in found.stdout.str()
-    assert "processor time" not in found.stdout.str()
+    run(gated, "import time\n\ndef test_waits():\n    time.sleep(0.2)\n").assert_outcomes(
+        passed=1, warnings=0
+    )
 
 
 def test_a_table_shows_every_row_that_fails() -> None:
@@ -117,9 +113,3 @@ def test_a_table_names_the_parameters_of_its_test() -> None:
         table("other", [1])(lambda value: None)
     with pytest.raises(AssertionError, match="has no rows"):
         table("value", [])
-
-
-def test_a_slow_processor_gives_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tiers.slowdown() >= 1
-    monkeypatch.setattr(tiers, "LOOP_SECONDS", 1e-6)
-    assert tiers.slowdown() > 100
