@@ -142,7 +142,7 @@ _SIGNS = {
     **{r"\ne": "≠", r"\in": "∈"},
 }
 _RELATION = r"(?<![<>!\\:])=(?!=)|[<>]|\\(?:approx|simeq|le|ge|ne|in)(?![A-Za-z])"
-_LETTERS_ONLY = re.compile(r"[A-Za-z][A-Za-z'’. -]*")
+_LETTERS_ONLY = re.compile(r"(?!(?:[A-Za-z]-)+[A-Za-z]\Z)[A-Za-z][A-Za-z'’. -]*")
 _CHOICE = re.compile(r"\(\s*\"?([A-Z])\"?\s*\)\s*(.*)|\"?([A-Z])\"?(?:\)|[.:](?=\s))\s*(.*)")
 _DATE = re.compile(r"[0-9]+(?:\s?[-–]\s?[0-9]+)+|[0-9]{1,4}(?:([./])[0-9]{1,4})(?:\1[0-9]{1,4})+")
 _CODE = re.compile(r"(?=.*[A-Z])(?=.*[0-9])(?![0-9A-F]+_)(?:[0-9A-Z]|_\{?[0-9]+\}?)+")  # A1, H_2O
@@ -156,7 +156,7 @@ _NAME = re.compile(
     | \\?[A-Za-z]+'*(?:\^\{-1\})?(?:_\{?\w+\}?)?\s*\((?:[^()]|\([^()]*\))*\) # f(3), P(A)
     | \|\s*[A-Z]+\s*\| | \[\s*[A-Z]+\s*\] | \|[a-z]\|
     | m?\s*\\(?:angle|triangle|overline|vec|hat|bar|overrightarrow)\s*\{?\s*[A-Za-z]+\s*\}?
-    | \(\s*[a-z](?:\s*,\s*[a-z])+\s*\) | \\frac\{d\w?\}\{d\w\}
+    | \(\s*(?:[a-z]|\\[a-z]+)(?:\s*,\s*(?:[a-z]|\\[a-z]+))+\s*\) | \\frac\{d\w?\}\{d\w\}
     | \\(?:sin|cos|tan|cot|max|min)\s*\\?[A-Za-z]*
     | \"[^\"]*\"(?:\s*[A-Za-z]\w*)? | [A-Za-z]{2,} | [\u3400-\u9fff]{1,8}
     """,

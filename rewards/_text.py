@@ -55,7 +55,7 @@ _AFTER_ANNOUNCEMENT = re.compile(
 # What may follow a value: "18, because ...", "18 (as said)", "18，因为...".
 _REMARK = re.compile(
     r"[,;]\s*(?=(?:因为|由于|即(?!两)|也就是))"
-    r"|[,;]\s+(?=(?:because|since|as|so|not|but\s+not|given|where|when|of\s+course|in\s+total|which\s+is\s+the)\b"
+    r"|[,;]\s+(?=(?:because|since|as|not|but\s+not|given|where|when|of\s+course|in\s+total|which\s+is\s+the)\b"
     r"|[0-9]+\s+(?:more|less|fewer)\s+than\s+(?:before|last|the)\b)"
     r"|\s+(?=(?:because|since|as\s+(?!an?\b|often|[0-9])|not|but\s+not|of\s+(?:the\s+)?[a-z]+)\b)"
     r"|\s+(?=\((?=\w+\s+\w+\s+\w|as\b|\w+-\w+\))(?![^()]*[0-9])[^()]*\)\Z)",
@@ -74,7 +74,7 @@ _DENIAL = r"""
 """
 _DENIED_BEFORE = re.compile(rf"{_DENIAL} [\s$\\(\[{{:*\"`]* \Z", re.IGNORECASE | re.VERBOSE)
 _WRONG = (
-    r"(?:(?:is|was|are|be)\s+(?:wrong|incorrect|false|not\s+(?:right|correct|true|it|the\s+"
+    r"(?:(?:is|was|are|be)\s+(?:\w+ly\s+)?(?:wrong|incorrect|false|not\s+(?:right|correct|true|it|the\s+"
     r"(?:\w+\s+)?answer))|isn't\s+(?:right|correct|true|it|the\s+(?:\w+\s+)?answer))\b"
     r"|不对|不正确|是错|错了"
 )
@@ -100,9 +100,9 @@ _CORRECTED = re.compile(
 _TAKEN_BACK = re.compile(rf"\b{_WRONG}|{_GUESS}|\bnot[.!\s]*\Z", re.IGNORECASE)
 _TAKEN_BACK_AT_ONCE = re.compile(
     rf"[\s$\\)\]}}*]*(?:(?:[.,]\s*(?:that|this|it|which)\s+)?(?:{_WRONG})|,?\s*(?:{_GUESS})"
-    r"|[.,:;?!]?\s*(?:I\s+was\s+wrong|I\s+take|wrong\b|turned\s+out|can(?:no|')t\s+be|fails\b|false\b|but\s+the\s+correct"
+    r"|[.,:;?!]?\s*(?:I\s+was\s+wrong|I\s+take|wrong\b|turned\s+out|can(?:no|')t\s+be|wait\b|but\s+(?:this|that|it)\s+(?:does|is|did)\s+not\b|fails\b|false\b|but\s+the\s+correct"
     r"|no\s+wait|\\text\{\s*is\s+(?:in|not)|is\s+(?:ruled\s+out|excluded|too\b)|不成立)"
-    r"|\(\s*(?:excluded|incorrect|wrong|false|rejected|no|not)\b)",
+    r"|\(\s*(?:(?:just|only)\s+kidding|excluded|incorrect|wrong|false|rejected|no|not)\b)",
     re.IGNORECASE,
 )
 # It is false, that the answer is 7. Wrong: the answer is 7.

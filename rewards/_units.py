@@ -64,6 +64,7 @@ UNIT_NAMES = {
         "acre": "",
         "th": "st nd rd",
     },
+    "unit": "单位",
     "person": "people 人",
     "child": "children",
     "man": "men",
@@ -114,11 +115,11 @@ NO_CHINESE = re.compile(
 )
 _MEASURES = re.compile(
     r"\A[大小]?[个只本名位张支枝棵株条件辆台双朵头匹盒包袋瓶杯页题首座间栋份根块片段种人道架艘幅堆把串粒颗套班排行列"
-    r"层组队箱桶筐车户家所门户面枚滴盘碗壶筒节场次遍倍岁]"
+    r"层组队箱桶筐车户家所门户面枚滴盘碗壶筒节场次遍下倍岁]"
 )
 # A count noun is in the plural, or Chinese.
 COUNTED = re.compile(
-    rf"\A\Z|(?:s|feet|teeth|geese|mice|fish|sheep|deer|dice|data)[\s.\")]*\Z|[{CHINESE}%°C]"
+    rf"\A\Z|(?:s|feet|teeth|geese|mice|fish|sheep|deer|dice|data)[\s.\")]*\Z|[{CHINESE}%°]"
 )
 _PLURAL = re.compile(r"(?<=[a-z]{2})(?:(?<=x)es|(?<=ch|sh|ss)es|(?<!s)s)\Z")
 _SUFFIX = re.compile(

@@ -305,8 +305,8 @@ _BRACKETS = re.compile(r"\s*\(([^()0-9]*)\)\Z")
 _DISPLAY = re.compile(r"(?:\$\$([^$]+)\$\$|\\\[((?:(?!\\\]).)+)\\\])\Z", re.DOTALL)
 _UNCERTAIN = re.compile(
     r"\b(?:not?|never|nothing|none|neither|nor|cannot|without|if|unless|whether|suppose|assum\w+"
-    r"|guess|maybe|perhaps|possibly|might|could|may|or|wrong|incorrect|false|anything|except|than"
-    r"|least|most|between)\b|n't|\?|不(?!同)|没|非|如果|假设|可能|也许|或|的两?倍|相反|倒数|大于|小于|去掉|接近|减|还差|排除|超过|不足|舍|除",
+    r"|guess|maybe|perhaps|possibly|might|could|may|or|wrong|incorrect|false|anything|except|than|impossible"
+    r"|least|most|between)\b|n't|\?|不(?!同)|没|非|如果|假设|可能|也许|或|的两?倍|相反|倒数|大于|小于|至[多少]|最[多少]|去掉|接近|减|还差|排除|超过|不足|舍|除",
     re.IGNORECASE,
 )
 # Words before a value that say it is not the result itself.
@@ -513,6 +513,8 @@ def _same_values(gold: Value, stated: Value, rules: Rules) -> bool:
     if not _units_agree(gold.unit, stated.unit, rules):
         # `5m` is a product as a formula, and 5 metres where the gold answer is.
         return bool(gold.unit) and not stated.unit and stated.text == f"{gold.text}{gold.unit}"
+    if gold.percent != stated.percent and (gold.unit or stated.unit):  # 100% and 100 degrees
+        return False
     if rules.percent_by_value:
         gold, stated = _by_value(gold), _by_value(stated)
     one, other = number(gold), number(stated)
@@ -672,7 +674,7 @@ def _lost_letters(text: str, expression: Any) -> bool:
     """Returns whether Math-Verify dropped a letter, which it takes for a unit: the m of 5m."""
     if re.search(r"\\(?:i?int|sum|prod|lim)(?![A-Za-z])", text):  # whose variables are bound
         return False
-    letters = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z]+", text)) - {"e", "i", "d"}
+    letters = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z]+", _small(text))) - {"e", "i", "d"}
     return bool(set("".join(letters)) - set("".join(map(str, expression.free_symbols))) - set("ei"))
 
 
@@ -704,6 +706,18 @@ def _computed(compute: Callable[[], Any]) -> Any:
         return None
 
 
+_CAPITAL = re.compile(
+    r"(?<![A-Za-z\\])(?<!\\mathbb\{)(?<!\\mathcal\{)([A-Z])(?![A-Za-z])(?:_(?:([0-9a-z])|\{([0-9a-z]+)\}))?"
+)
+
+
+def _small(text: str) -> str:
+    """Returns a formula with `z_{cr}` for R, because Math-Verify takes R and r for one symbol."""
+    return _CAPITAL.sub(
+        lambda found: f"z_{{c{found[1].lower()}{found[2] or found[3] or ''}}}", text
+    )
+
+
 @functools.lru_cache(maxsize=1024)  # every completion of a group is held against the same gold
 def _parsed(text: str) -> list[Any]:
     import sympy
@@ -715,7 +729,7 @@ def _parsed(text: str) -> list[Any]:
     # Not its list of units, which are taken off before, and are letters of formulas too.
     reading = NormalizationConfig(malformed_operators=True, nits=True)
     config = LatexExtractionConfig(normalization_config=reading)
-    answers: list[Any] = parse(text, [config], parsing_timeout=None)
+    answers: list[Any] = parse(_small(text), [config], parsing_timeout=None)
     if answers and isinstance(answers[0], sympy.Expr):  # it may have two symbols i
         named = {
             x: sympy.I if str(x) == "i" else sympy.Symbol(str(x)) for x in answers[0].free_symbols
