@@ -7,7 +7,9 @@ forwards and backwards (`Workers.runs_in_lockstep`), even if it has less to comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import TypeVar, cast
 
@@ -151,6 +153,20 @@ def within(model: nn.Module, compute: Callable[[], T]) -> T:
 
 def _call(model: nn.Module, compute: Callable[[], T]) -> T:
     return compute()
+
+
+@contextlib.contextmanager
+def inputs_kept(model: nn.Module) -> Iterator[None]:
+    """Leaves the inputs of sharded layers in their dtype, which FSDP would cast to its own."""
+    states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+    policies = [state._mp_policy for state in states]
+    for state in states:
+        state._mp_policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=False)
+    try:
+        yield
+    finally:
+        for state, policy in zip(states, policies, strict=True):
+            state._mp_policy = policy
 
 
 def offload(model: nn.Module) -> None:

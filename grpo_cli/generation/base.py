@@ -197,12 +197,12 @@ class Generator:
     def offload(self) -> None:
         """Frees memory for the update, since nothing is generated for a while."""
 
-    def fallback_state(self) -> dict[str, str]:
-        """Returns what it fell back on, for a checkpoint; {} if it did not."""
+    def checks(self) -> dict[str, str]:
+        """Returns what its self-checks have found, for a checkpoint; {} if it makes none."""
         return {}
 
-    def restore_fallbacks(self, state: Mapping[str, str]) -> None:
-        """Falls back as the run had when it saved `state`: another mode rounds differently."""
+    def restore_checks(self, stored: Mapping[str, str]) -> None:
+        """Decodes as the run did that has stored `checks`: another decoder rounds differently."""
 
     def close(self) -> None:
         """Ends processes and frees memory."""

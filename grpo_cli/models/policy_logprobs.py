@@ -3,7 +3,8 @@
 By default each prompt is computed once for its completions without padding (`packing.py`), and the
 logits exist one chunk at a time (`token_logprobs.py`). Not every model supports this. The first
 rollouts are therefore also computed in the simplest mode, with padded rows and complete logits;
-where the numbers differ, the run falls back to the next simpler mode and says so.
+where the numbers differ beyond rounding (`self_check.py`), the run falls back to the next simpler
+mode and says so.
 
 With `model.compile` the decoder layers are compiled. The compiled layers are in the module itself
 and not around it, so that names of weights stay, and a backward with gradient checkpointing
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -27,7 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_cli.algorithm.load_balancing import Routing
 from grpo_cli.distributed import fsdp
-from grpo_cli.models import activation_checkpointing, attention, packing
+from grpo_cli.models import activation_checkpointing, attention, packing, self_check
 from grpo_cli.models.attention import mismatch as mismatch
 from grpo_cli.models.families import (
     BIDIRECTIONAL,
@@ -39,21 +40,19 @@ from grpo_cli.models.families import (
 from grpo_cli.models.flops import FORWARD_BACKWARD, forward_flops, params_in_products, passes
 from grpo_cli.models.kernels import choice
 from grpo_cli.models.kernels.base import Kernel
+from grpo_cli.models.kernels.plain import Plain
 from grpo_cli.models.kernels.table import Needs
 from grpo_cli.models.loading import inference
 from grpo_cli.models.memory import saved_bytes
 from grpo_cli.models.routers import RouterRecorder
+from grpo_cli.models.self_check import Outcome
 from grpo_cli.models.token_logprobs import Head, linear_logprobs, token_entropy, token_logprobs
 from grpo_cli.models.tower_flops import TowerFlops
 from grpo_cli.models.vision import has_images, parameters_of_images, takes_images
-from grpo_cli.records import Completion, Prompt, Rollout, sampled_mask, sampled_places
+from grpo_cli.records import Completion, Prompt, Rollout, sampled_places
 
 CHECKED_ROLLOUTS = 4  # rollouts that are also computed in the simplest mode
 CHECKED_TOKENS = 64  # tokens of a prompt, and of a completion, that this check reads
-# Largest and mean difference of log-probabilities, in nats, and relative difference of a gradient
-# that count as rounding.
-TOLERANCE = {torch.float64: (1e-6, 1e-7, 1e-5), torch.float32: (2e-3, 2e-4, 1e-2)}
-TOLERANCE_OF_HALF = (0.5, 0.03, 0.3)
 # Compiled variants of a layer: with and without gradient, packed and padded, of a few kinds.
 MOST_VARIANTS = 64
 
@@ -124,6 +123,9 @@ class PolicyLogprobs:
             for compiled in ([False] if compile_backend is None else [True, False])
             if (packed or not p) and (chunked or not c)
         ]
+        self.rounding = (
+            0.0  # mean error of the simplest mode in 16 bit, in nats, once it is checked
+        )
         self.checked = self.modes[0] == SIMPLEST
         self.checked_images = self.checked or not takes_images(model.config)
 
@@ -241,67 +243,123 @@ class PolicyLogprobs:
         device = fsdp.device_of(self.model)
         devices = [device] if device.type == "cuda" else []
         with inference(self.model), self.autocast(), torch.random.fork_rng(devices):
-            if self.modes[0].packed and self.kernel is None:
-                self.kernel = choice.choose(
-                    Needs.of(self.model, device),
-                    self.attention_kernel,
-                    say=self.say,
-                    agree_on=self.agree_on,
-                )
-            expected = self._with_gradient(SIMPLEST, some, temperature)
+            self._choose_kernel()
+            simplest = self._with_gradient(SIMPLEST, some, temperature)
+            right: list[Outcome] = []
+
+            def compute_in_float32() -> None:
+                with self._in_float32():
+                    right.append(self._with_gradient(SIMPLEST, some, temperature))
+
+            failed = None
+            if self_check.is_16_bit(self.model):
+                failed = self.agree_on(mismatch(compute_in_float32))
+            if right:
+                _, self.rounding, _ = simplest.errors(right[0])
             while self.modes[0] != SIMPLEST:
-                reason = self.agree_on(self._difference(some, temperature, expected))
+                reason = failed or self.agree_on(
+                    self._fault(some, temperature, simplest, right[0] if right else None)
+                )
                 if reason is None:
                     break
                 self.fall_back(reason)
         self.checked = True
         self.checked_images = self.checked_images or images or self.modes[0] == SIMPLEST
 
-    def restore_mode(self, mode: str) -> None:
-        """Drops the modes before the named one: the run fell back from them before."""
+    def _choose_kernel(self) -> None:
+        if self.modes[0].packed and self.kernel is None:
+            self.kernel = choice.choose(
+                Needs.of(self.model, fsdp.device_of(self.model)),
+                self.attention_kernel,
+                say=self.say,
+                agree_on=self.agree_on,
+            )
+
+    def checks(self) -> dict[str, str]:
+        """Returns the mode, and what it was checked on ("text" or "images"), for a checkpoint."""
+        if not self.checked:
+            return {"mode": str(self.modes[0])}
+        return {"mode": str(self.modes[0]), "checked": "images" if self.checked_images else "text"}
+
+    def restore_checks(self, stored: Mapping[str, str]) -> None:
+        """Takes the mode that `checks` has stored, so that a resumed run rounds as before."""
         names = [str(mode) for mode in self.modes]
-        if mode in names:
-            del self.modes[: names.index(mode)]
-            self.checked = self.checked or self.modes[0] == SIMPLEST
+        if stored["mode"] not in names:
+            return
+        del self.modes[: names.index(stored["mode"])]
+        is_simplest = self.modes[0] == SIMPLEST
+        self.checked = self.checked or is_simplest or "checked" in stored
+        is_known = is_simplest or stored.get("checked") == "images"
+        self.checked_images = self.checked_images or is_known
+        if self.checked:
+            with self.autocast():
+                self._choose_kernel()
 
     def fall_back(self, reason: str) -> None:
         """Takes the next simpler mode and says why."""
         dropped = self.modes.pop(0)
         self.say(f"note: not {dropped} ({reason}); instead {self.modes[0]}")
 
-    def _difference(
-        self, some: list[Rollout], temperature: float, expected: tuple[Tensor, Tensor | None]
+    def _fault(
+        self,
+        some: list[Rollout],
+        temperature: float,
+        simplest: Outcome,
+        right: Outcome | None,
     ) -> str | None:
-        """Returns why the first mode differs from the expected numbers, or None."""
-        results: list[tuple[Tensor, Tensor | None]] = []
+        """Returns why the first mode is wrong, or None.
+
+        Args:
+            simplest: of the simplest mode. right: in float32 if that is in 16 bit, else None.
+        """
+        mode = self.modes[0]
+        found: list[Outcome] = []
 
         def attempt() -> None:
-            results.append(self._with_gradient(self.modes[0], some, temperature))
+            found.append(self._with_gradient(mode, some, temperature))
             # Dropout in attention is only visible in training mode.
             self.model.train()
             try:
-                self._by(self.modes[0], some, temperature)
+                self._by(mode, some, temperature)
             finally:
                 self.model.eval()
+            if right is not None:  # layers are not compiled once more for it
+                with self._in_float32():
+                    uncompiled = replace(mode, compiled=False)
+                    found.append(self._with_gradient(uncompiled, some, temperature))
 
         reason = mismatch(attempt)
         if reason is not None:
             return reason
-        (logprobs, gradient), (right_logprobs, right_gradient) = results[0], expected
-        reason = max_difference(some, right_logprobs, logprobs, self.model)
-        if reason is None and gradient is not None and right_gradient is not None:
-            relative = ((gradient - right_gradient).norm() / right_gradient.norm()).item()
-            if not relative <= tolerance(self.model)[2]:
-                return f"gradients differ by {relative:.1e}"
-        return reason
+        if right is None:
+            return self_check.difference(found[0], simplest, self.model.dtype)
+        in_float32 = self_check.difference(found[1], right, torch.float32)
+        return in_float32 or self_check.excess(found[0], simplest, right)
+
+    @contextlib.contextmanager
+    def _in_float32(self) -> Iterator[None]:
+        """Computes in float32, with the attention kernel that does so everywhere."""
+        autocast, kernel = self.autocast, self.kernel
+
+        @contextlib.contextmanager
+        def entered() -> Iterator[None]:  # which may also switch an adapter off
+            with autocast(), torch.autocast(fsdp.device_of(self.model).type, enabled=False):
+                yield
+
+        self.autocast, self.kernel = entered, None if kernel is None else Plain()
+        try:
+            with self_check.in_float32(self.model):
+                yield
+        finally:
+            self.autocast, self.kernel = autocast, kernel
 
     def _with_gradient(
         self, mode: ForwardMode, rollouts: Sequence[Rollout], temperature: float
-    ) -> tuple[Tensor, Tensor | None]:
-        """Computes log-probabilities [B, C], and one weight's gradient of a mixture of them."""
+    ) -> Outcome:
+        """Computes log-probabilities, and one weight's gradient of a mixture of them."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         if not trained:
-            return self._by(mode, rollouts, temperature)[0], None
+            return Outcome.of(rollouts, self._by(mode, rollouts, temperature)[0])
         # The gradient of a norm of the first layer passes through every layer. So does that of an
         # adapter's matrix B; of A it is 0 as long as B is.
         of_adapter = (p for name, p in self.model.named_parameters() if ".lora_B." in name)
@@ -312,7 +370,7 @@ class PolicyLogprobs:
             logprobs, _ = self._by(mode, rollouts, temperature)
             signs = torch.arange(logprobs.numel(), device=logprobs.device) % 3 - 1
             if not logprobs.requires_grad:  # an adapter that is switched off
-                return logprobs, None
+                return Outcome.of(rollouts, logprobs)
             mixed = (logprobs * signs.view_as(logprobs)).sum()
             if fsdp.is_sharded(self.model):  # the backward sums gradients over processes
                 mixed.backward()  # type: ignore[no-untyped-call]
@@ -320,7 +378,8 @@ class PolicyLogprobs:
                 self.model.zero_grad()
             else:
                 (gradient,) = torch.autograd.grad(mixed, first, allow_unused=True)
-        return logprobs.detach(), None if gradient is None else gradient.double()
+        gradient = None if gradient is None else gradient.double()
+        return Outcome.of(rollouts, logprobs.detach(), gradient)
 
     def _by(
         self,
@@ -528,24 +587,3 @@ def explained() -> Iterator[None]:
         cause = getattr(error, "inner_exception", error)  # of a backend
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise attention.UnsupportedModelError(f"torch.compile fails: {reason}") from error
-
-
-def tolerance(model: PreTrainedModel) -> tuple[float, float, float]:
-    """Returns the tolerated differences for the precision that a model computes in."""
-    device = fsdp.device_of(model).type
-    half = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if half else model.dtype
-    return TOLERANCE.get(dtype, TOLERANCE_OF_HALF)
-
-
-def max_difference(
-    rollouts: Sequence[Rollout], expected: Tensor, actual: Tensor, model: PreTrainedModel
-) -> str | None:
-    """Returns how log-probabilities [B, C] differ beyond rounding from the expected, or None."""
-    mask = sampled_mask(rollouts).to(expected.device)  # [B, C]
-    apart = (actual.to(expected.device) - expected).abs()[mask].double()
-    largest, mean = apart.max().item(), apart.mean().item()
-    highest, highest_mean, _ = tolerance(model)
-    if largest <= highest and mean <= highest_mean:
-        return None
-    return f"log-probabilities differ by {mean:.1e} on average, {largest:.1e} at most"

@@ -95,7 +95,7 @@ def linear_logprobs(
     """Computes log softmax(logits / temperature) at the targets, and its entropy in nats.
 
     The logits are computed in the weight's dtype, or in autocast's where it is on, unless the head
-    computes in float32; everything else in float32 or better.
+    or the hidden states are float32; everything else in float32 or better.
 
     Args:
         hidden: [N, H], where hidden[n] predicts targets[n]. targets: [N] token ids.
@@ -112,6 +112,8 @@ def linear_logprobs(
     assert targets.ndim == 1, shapes
     device = hidden.device.type
     dtype = head.weight.dtype
+    if hidden.dtype == torch.float32 and dtype.itemsize == 2:  # as `self_check.in_float32` computes
+        dtype = torch.float32
     if torch.is_autocast_enabled(device) and dtype != torch.float64:  # autocast leaves float64
         dtype = torch.get_autocast_dtype(device)
     if head.in_float32 and dtype != torch.float64:

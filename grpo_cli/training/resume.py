@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from transformers import PreTrainedModel
 
@@ -25,6 +26,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.generation.embedded.speculation.kept_completions import KeptCompletions
 from grpo_cli.models.optimizers import EIGHT_BIT
 from grpo_cli.records import Group
+from grpo_cli.reporting.machine import processor
 from grpo_cli.reporting.model_card import model_card
 from grpo_cli.training import contents, step_progress
 from grpo_cli.training.rollouts import prefetch
@@ -126,7 +128,7 @@ def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
             "micro_batch_tokens": workers.gather(run.micro_batches.budget.tokens),
             "counts_images": workers.gather(run.micro_batches.budget.counts_images),
             "cache_tokens": workers.gather(run.generator.cache_tokens),
-            "modes": workers.gather(modes(run)),
+            "modes": workers.gather(checks(run)),
             "beta": run.beta.adapted,
             "entropy_coef": run.entropy_bonus.adapted,
             "entropy": run.entropy_bonus.entropy,
@@ -230,20 +232,50 @@ def kept_completions(run: Run) -> KeptCompletions | None:
     return None if speculation is None else speculation.kept
 
 
-def modes(run: Run) -> dict[str, str]:
-    """Returns how this process computes and decodes: a simpler mode is another rounding."""
-    found = {"policy": str(run.policy_logprobs.modes[0])}
+def checks(run: Run) -> dict[str, dict[str, str]]:
+    """Returns what this process's self-checks have found, and where they were made."""
+    found = {"made": made_on(run), "policy": run.policy_logprobs.checks()}
     if run.reference is not None:
-        found["reference"] = str(run.reference.logprobs.modes[0])
-    return found | run.generator.fallback_state()
+        found["reference"] = run.reference.logprobs.checks()
+    return found | {"generator": run.generator.checks()}
 
 
-def restore_modes(run: Run, stored: Mapping[str, str]) -> None:
-    """Applies the fallbacks of the stored run; the other modes are verified again."""
-    run.policy_logprobs.restore_mode(stored["policy"])
+def made_on(run: Run) -> dict[str, str]:
+    """Returns what the rounding of a computation depends on, beside the recipe."""
+    on_gpu = run.workers.device.type == "cuda"
+    device = torch.cuda.get_device_name(run.workers.device) if on_gpu else processor()
+    return {
+        "torch": str(torch.__version__),
+        "device": device,
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def restore_checks(run: Run, stored: Mapping[str, Any]) -> None:
+    """Takes the modes of the stored run without checking them again, on the same machine."""
+    if isinstance(stored["policy"], str):  # of 0.1.0: what it had fallen back from
+        stored = _fallbacks(stored)
+    now = made_on(run)
+    changed = [
+        f"{key} {was} -> {now[key]}" for key, was in stored["made"].items() if was != now[key]
+    ]
+    if changed:
+        run.reporter.say(
+            "note: the self-checks are made again, since the checkpoint was written elsewhere "
+            f"({', '.join(changed)}); from here on numbers may differ by rounding"
+        )
+        return
+    run.policy_logprobs.restore_checks(stored["policy"])
     if run.reference is not None and "reference" in stored:
-        run.reference.logprobs.restore_mode(stored["reference"])
-    run.generator.restore_fallbacks(stored)
+        run.reference.logprobs.restore_checks(stored["reference"])
+    run.generator.restore_checks(stored["generator"])
+
+
+def _fallbacks(stored: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Returns the entry of an earlier version in the present form."""
+    found = {name: {"mode": stored[name]} for name in ("policy", "reference") if name in stored}
+    decoder = {name: stored[name] for name in ("decoder", "graphs") if name in stored}
+    return {"made": {}, **found, "generator": decoder if "decoder" in decoder else {}}
 
 
 @dataclass
@@ -260,7 +292,7 @@ class StoredRun:
     micro_batch_tokens: list[int | None]
     counts_images: list[bool]
     cache_tokens: list[int | None]
-    modes: list[dict[str, str]]
+    modes: list[dict[str, Any]]
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> StoredRun:
@@ -435,7 +467,7 @@ def restore_state(run: Run, path: Path) -> dict[str, Any]:
             run.micro_batches.budget.counts_images = stored.counts_images[workers.rank]
         run.generator.cache_tokens = stored.cache_tokens[workers.rank]
         if bool(before["model"].get("compile")) == run.recipe.model.compile:
-            restore_modes(run, stored.modes[workers.rank])
+            restore_checks(run, stored.modes[workers.rank])
     # An adaptive coefficient whose initial value was changed begins anew.
     if before["loss"].get("beta") != run.recipe.loss.beta:
         run.beta.adapted = None

@@ -37,8 +37,8 @@ def test_only_sample_has_to_be_written(model: PreTrainedModel) -> None:
     generator = Notes()
     assert generator.update_weights(model, 1) == {}
     generator.offload()
-    assert generator.fallback_state() == {}
-    generator.restore_fallbacks({"decoder": "plain"})
+    assert generator.checks() == {}
+    generator.restore_checks({"decoder": "plain"})
     assert (generator.prefetch_steps, generator.cache_tokens) == (0, None)
     generator.close()
 

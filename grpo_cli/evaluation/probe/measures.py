@@ -73,6 +73,7 @@ class Mismatch:
     mean: float
     max: float
     tokens: int
+    rounding: float = 0.0  # mean error of the trainer's own in 16 bit
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def measure(
         | {"mean": sum(lengths) / len(lengths), "max": float(lengths[-1])},
         ended_length=float(quantile(ended, 0.99)) if ended else None,
         rewards={name: _stats(recipe, scored, rewards[name]) for name in recipe.reward},
-        mismatch=_mismatch(scored.gaps),
+        mismatch=_mismatch(scored.gaps, scored.rounding),
         sampling_seconds=scored.sampling_seconds,
         scoring_seconds=scored.scoring_seconds,
         prompt_checks=checks,
@@ -295,10 +296,10 @@ def wanted_by(reward: BoundReward) -> str:
     return f"{lines[0]} ({args})" if args else lines[0]
 
 
-def _mismatch(gaps: Sequence[float]) -> Mismatch | None:
+def _mismatch(gaps: Sequence[float], rounding: float) -> Mismatch | None:
     if not gaps:
         return None
-    return Mismatch(math.fsum(gaps) / len(gaps), max(gaps), len(gaps))
+    return Mismatch(math.fsum(gaps) / len(gaps), max(gaps), len(gaps), rounding)
 
 
 def _worth_showing(groups: Sequence[Group]) -> list[Rollout]:

@@ -84,6 +84,7 @@ class Scored:
     results: dict[str, list[RewardResult]]  # by reward, in the order of the rollouts
     again: dict[str, list[tuple[RewardResult, RewardResult]]]  # first and second result of some
     gaps: list[float]  # |trainer's - sampler's log-probability| of some sampled tokens
+    rounding: float  # mean error of the trainer's own in 16 bit, in nats
     sampling_seconds: float  # of the slowest process
     scoring_seconds: float  # after everything was sampled
 
@@ -205,12 +206,14 @@ def _sample_and_score(
         r.excluded = recipe.loss.mask_truncated and r.completion.finish_reason == "length"
     gathered = workers.gather((groups, session.kept, again))
     every = sorted(chain.from_iterable(part[0] for part in gathered), key=_position)
+    # One process's, so that all come to the same verdict.
+    gaps = workers.gather(sampler_gaps(policy, recipe, spread(every, COMPARED)))[0]
     return Scored(
         every,
         _in_order(gathered, every, [*scorer.rewards], size.samples),
         {name: [pair for part in gathered for pair in part[2][name]] for name in scorer.rewards},
-        # One process's, so that all come to the same verdict.
-        workers.gather(sampler_gaps(policy, recipe, spread(every, COMPARED)))[0],
+        gaps,
+        workers.max(policy.logprobs.rounding),
         workers.max(sampled - began),
         workers.max(scored - sampled),
     )

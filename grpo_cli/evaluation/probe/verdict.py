@@ -18,6 +18,7 @@ from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import listed
 from grpo_cli.evaluation.probe.measures import Measured, RewardStats
 from grpo_cli.evaluation.probe.signal import SignalShare
+from grpo_cli.models.self_check import TIMES
 
 LOW_SIGNAL = 0.5  # share of groups with a signal below which larger groups are looked at
 GAIN = 0.1  # that a larger group has to bring
@@ -28,7 +29,7 @@ ALL_CUT = 0.9
 ALL_IDENTICAL = 0.9
 MANY = 0.5  # of prompts that are solved, or that no completion solves
 SOME = 0.05
-MISMATCH = 0.05  # nats a token; mixed precision alone is below
+MISMATCH = 0.05  # nats a token, or in 16 bit `TIMES` the trainer's own rounding if that is more
 SLOW_SHARE = 0.5  # of the time of sampling that scoring adds
 SLOW_SECONDS = 2.0
 
@@ -120,7 +121,7 @@ def errors(recipe: Recipe, m: Measured) -> Iterator[Finding]:
         )
     gap = m.mismatch
     most = recipe.generation.max_logp_difference
-    if gap is not None and gap.mean > MISMATCH:
+    if gap is not None and gap.mean > max(MISMATCH, TIMES * gap.rounding):
         stops = most is not None and gap.mean > most
         changed = recipe.generation.changed_by
         by = f"; {listed(changed)} (of generation) change what is sampled" if changed else ""

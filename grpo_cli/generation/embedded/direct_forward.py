@@ -10,8 +10,8 @@ quantized or sharded weights, hooks), `of` returns None.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -167,10 +167,11 @@ class DirectForward:
 
     embedding: Tensor
     rotary: Rotary
-    layers: list[Layer]
+    layers: Sequence[Callable[[Tensor, Tensor, Tensor, Attending], Tensor]]  # as `Layer`
     norm: Norm
     head: Product
     window: float  # tokens that the narrowest layer sees
+    dtype: torch.dtype  # of the hidden states
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> DirectForward | None:
@@ -191,6 +192,22 @@ class DirectForward:
             Norm.of(decoder.norm),
             Product.of(head, prepacks=prepacks),
             narrowest_window(model),
+            decoder.embed_tokens.weight.dtype,
+        )
+
+    def in_float32(self) -> DirectForward:
+        """Returns the same forward pass in float32; a layer is cast while it computes."""
+
+        def cast(layer: Any) -> Callable[..., Tensor]:
+            return lambda *args: _cast(layer)(*args)
+
+        return replace(
+            self,
+            rotary=Rotary(self.rotary.module),
+            layers=[cast(layer) for layer in self.layers],
+            norm=_cast(self.norm),
+            head=_cast(self.head),
+            dtype=torch.float32,
         )
 
     def __call__(
@@ -202,11 +219,22 @@ class DirectForward:
             ids, positions: [1, N].
             kept: indices of the tokens whose logits are returned; None: all tokens.
         """
-        x = F.embedding(ids[0], self.embedding)  # [N, H]
+        x = F.embedding(ids[0], self.embedding).to(self.dtype)  # [N, H]
         cos, sin = self.rotary(positions, attending.longest, x)
         for layer in self.layers:
             x = layer(x, cos, sin, attending)
         return self.head(self.norm(x if kept is None else x[kept]))
+
+
+def _cast(part: Any) -> Any:
+    """Returns a part of a forward pass with all its weights in float32."""
+    if isinstance(part, Tensor):
+        return part.float()
+    if isinstance(part, tuple):
+        return tuple(map(_cast, part))
+    if isinstance(part, Norm | Product | Layer):
+        return replace(part, **{f.name: _cast(getattr(part, f.name)) for f in fields(part)})
+    return part
 
 
 def class_of(module: nn.Module) -> str:

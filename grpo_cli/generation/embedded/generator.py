@@ -32,7 +32,7 @@ from grpo_cli.generation.embedded.kept_caches import KeptCaches
 from grpo_cli.generation.embedded.speculation.drafter import Speculation, budget_of
 from grpo_cli.generation.embedded.speculation.kept_completions import KeptCompletions
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.models import attention, loading, memory
+from grpo_cli.models import attention, loading, memory, self_check
 from grpo_cli.models.families import (
     BIDIRECTIONAL,
     RECURRENT,
@@ -42,12 +42,19 @@ from grpo_cli.models.families import (
     is_recurrent,
 )
 from grpo_cli.models.loading import inference
-from grpo_cli.models.policy_logprobs import CHECKED_TOKENS, PolicyLogprobs, max_difference, mismatch
+from grpo_cli.models.policy_logprobs import CHECKED_TOKENS, PolicyLogprobs, mismatch
+from grpo_cli.models.self_check import Outcome
 from grpo_cli.models.vision import has_images
 from grpo_cli.records import Completion, Prompt, Rollout
 
 Decoder = type[Engine] | type[CachedDecoder] | type[UncachedDecoder]
-STORED: dict[Decoder, str] = {CachedDecoder: "plain", UncachedDecoder: "uncached"}
+# Tokens of a completion that a decoder is checked on: what is only nearly right shows after some.
+DECODED_TOKENS = 16
+STORED: dict[Decoder, str] = {
+    Engine: "engine",
+    CachedDecoder: "plain",
+    UncachedDecoder: "uncached",
+}
 
 
 @dataclass(eq=False)
@@ -118,6 +125,8 @@ class TransformersGenerator(Generator):
     say: Callable[[str], None] = print
     cuda_graphs: bool = True  # on a GPU, replay captured steps (`static_decoding.py`)
     speculation: Speculation | None = None  # of the engine; None: no drafts
+    # What the decoder is checked on: the same on every process of a run. (): its first prompts.
+    checked_on: Sequence[Prompt] = ()
     cache_tokens: int | None = None
     direct: DirectForward | None = None  # of the weights, while it samples: for all rounds
     decoder: Decoder | None = None  # found by the first prompts
@@ -138,6 +147,7 @@ class TransformersGenerator(Generator):
             "autocast": workers.autocast,
             "say": setup.say,
             "cuda_graphs": generation.cuda_graphs,
+            "checked_on": () if has_images(setup.prompts) else setup.prompts[:2],
             "speculation": Speculation(most, budget_of(model), KeptCompletions()) if most else None,
         }
         if fsdp.is_sharded(model):
@@ -204,7 +214,7 @@ class TransformersGenerator(Generator):
         works = [work for work in works if work.missing]  # more processes than prompts
         prompts = [prompt for work in works for prompt in work.request.prompts]
         if works and (self.decoder is None or (not self.checked_images and has_images(prompts))):
-            self._choose_decoder(prompts)
+            self._choose_decoder(self.checked_on or prompts)
         while works:
             assert self.decoder is not None
             states = [work.state(self.eos_ids, self.tokenizer, never) for work in works]
@@ -285,20 +295,27 @@ class TransformersGenerator(Generator):
             "ones are sampled again, with the same result"
         )
 
-    def fallback_state(self) -> dict[str, str]:
-        stored = STORED.get(self.decoder) if self.decoder is not None else None
-        fallbacks = {} if stored is None else {"decoder": stored}
-        has_failed = self.graphs is not None and self.graphs.has_failed
-        return fallbacks | ({"graphs": "off"} if has_failed else {})
+    def checks(self) -> dict[str, str]:
+        if self.decoder is None:
+            return {}
+        found = {"decoder": STORED[self.decoder]}
+        if self.checked_images:
+            found["images"] = "checked"
+        if self.graphs is not None:
+            found["graphs"] = "off" if self.graphs.has_failed else "on"
+        return found
 
-    def restore_fallbacks(self, state: Mapping[str, str]) -> None:
-        if "graphs" in state:
-            self.graphs = FallbackGraphs(CudaGraphs(), self.say, has_failed=True)
-        for decoder, name in STORED.items():
-            if state.get("decoder") == name:
-                if not is_recurrent(self.policy):
-                    attention.install(self.policy)  # as it was when the engine was tried
-                self.fall_back("as before", decoder)
+    def restore_checks(self, stored: Mapping[str, str]) -> None:
+        decoders = {name: decoder for decoder, name in STORED.items()}
+        if "decoder" not in stored:
+            return
+        if not is_recurrent(self.policy):
+            attention.install(self.policy)  # as it was when the engine was tried
+        self.decoder = decoders[stored["decoder"]]
+        self.checked_images = "images" in stored
+        if "graphs" in stored:
+            failed = stored["graphs"] == "off"
+            self.graphs = FallbackGraphs(CudaGraphs(), self.say, has_failed=failed)
 
     def _note_changing_rope(self, longest: int) -> None:
         """Says once that numbers depend on what shares a batch, where it is so."""
@@ -342,8 +359,7 @@ class TransformersGenerator(Generator):
             elif self._may_capture and self.graphs is None:
                 self.check_graphs(FallbackGraphs(CudaGraphs(), self.say), prompts)
         elif self.decoder is CachedDecoder and is_recurrent(self.policy):
-            # A state that is only nearly right shows after some tokens.
-            why = self._mismatch(CachedDecoder, prompts, tokens=16)
+            why = self._mismatch(CachedDecoder, prompts)
             if why is not None:
                 self.fall_back(f"with a cache, {why}", UncachedDecoder)
 
@@ -355,28 +371,54 @@ class TransformersGenerator(Generator):
 
     def check_graphs(self, graphs: FallbackGraphs, prompts: Sequence[Prompt]) -> None:
         """Captures steps from now on, if what they report are the model's log-probabilities."""
-        why = self._mismatch(partial(Engine, graphs=graphs), prompts, tokens=16)
+        why = self._mismatch(partial(Engine, graphs=graphs), prompts, captured=True)
         self.graphs = graphs
         if why is not None:
             graphs.has_failed = True
             self.say(f"note: decoding step by step, without CUDA graphs ({why})")
 
     def _mismatch(
-        self, decoder: Callable[..., Any], prompts: Sequence[Prompt], tokens: int = 4
+        self, decoder: Callable[..., Any], prompts: Sequence[Prompt], *, captured: bool = False
     ) -> str | None:
-        """Returns why a decoder cannot be used; None if its log-probabilities are the model's."""
+        """Returns why a decoder cannot be used; None if its log-probabilities are the model's.
+
+        Args:
+            captured: in 16 bit it is not also tried in float32, for which it would capture anew.
+        """
         some = sorted(prompts, key=lambda p: not p.images)[:2]
         begun = [p if p.images else Prompt.from_ids(p.ids[-CHECKED_TOKENS:]) for p in some]
-        groups: dict[int, list[Completion]] = {}
-        request = Request(begun, 2, Sampling(max_tokens=tokens), [0, 1])
-        state = DecodingState(request, [], None, groups.__setitem__)
-        why = mismatch(lambda: decoder(self.policy, 4).decode([state]))
-        if why is not None:
-            return why
-        rollouts = [Rollout(p, c, "") for n, p in enumerate(begun) for c in groups[n]]
-        plain, _ = PolicyLogprobs(self.policy, packed=False, chunked=False)(rollouts, 1.0)
-        sampled = [torch.tensor(r.completion.sampling_logprobs) for r in rollouts]
-        return max_difference(rollouts, plain, pad_right(sampled, plain.shape[1]), self.policy)
+        simplest = PolicyLogprobs(self.policy, packed=False, chunked=False)
+
+        def model_of(rollouts: list[Rollout]) -> Outcome:
+            return Outcome.of(rollouts, simplest(rollouts, 1.0)[0])
+
+        def attempt(**own: Any) -> tuple[list[Rollout], Outcome]:
+            groups: dict[int, list[Completion]] = {}
+            request = Request(begun, 2, Sampling(max_tokens=DECODED_TOKENS), [0, 1])
+            state = DecodingState(request, [], None, groups.__setitem__)
+            decoder(self.policy, 4, **own).decode([state])
+            rollouts = [Rollout(p, c, "") for n, p in enumerate(begun) for c in groups[n]]
+            sampled = [torch.tensor(r.completion.sampling_logprobs) for r in rollouts]
+            return rollouts, Outcome.of(rollouts, pad_right(sampled, DECODED_TOKENS))
+
+        found: list[str | None] = []
+
+        def check() -> None:
+            rollouts, reported = attempt()
+            own = model_of(rollouts)
+            if not self_check.is_16_bit(self.policy):
+                found.append(self_check.difference(reported, own, self.policy.dtype))
+                return
+            direct = DirectForward.of(self.policy) if decoder is Engine else None
+            with self_check.in_float32(self.policy):
+                found.append(self_check.excess(reported, own, model_of(rollouts)))
+                if not captured:
+                    wide = {} if direct is None else {"direct": direct.in_float32()}
+                    rollouts, reported = attempt(**wide)
+                    right = model_of(rollouts)
+                    found.append(self_check.difference(reported, right, torch.float32))
+
+        return mismatch(check) or next(filter(None, found), None)
 
 
 class GatheringGenerator(TransformersGenerator):

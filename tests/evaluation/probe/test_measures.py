@@ -58,7 +58,7 @@ def scored(groups: list[Group], again: Any = None) -> Scored:
         for name in RECIPE.reward
     }  # fmt: skip
     same = {name: [(one, one) for one in own[:2]] for name, own in results.items()}
-    return Scored(groups, results, again or same, [0.1, 0.3], 2.0, 0.5)
+    return Scored(groups, results, again or same, [0.1, 0.3], 0.02, 2.0, 0.5)
 
 
 GROUPS = [

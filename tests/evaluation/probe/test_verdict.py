@@ -161,6 +161,11 @@ def test_larger_groups_are_proposed() -> None:
     assert "With groups of 32 it is between 0.60 and 0.90 (bounds)" in first(judged(beyond)).message
 
 
+def test_a_mismatch_that_rounding_explains_is_none() -> None:
+    assert judged({"mismatch": Mismatch(0.1, 9.0, 100, rounding=0.04)}).findings == []  # < 3 · 0.04
+    assert first(judged({"mismatch": Mismatch(0.1, 9.0, 100, rounding=0.03)})).name == "mismatch"
+
+
 def test_turns_that_are_cut_off() -> None:
     own = replace(RECIPE, episode=EpisodeSettings(turn_tokens=4))
     changes = {"truncated": 0.5, "stop_reasons": {"turn_tokens": 0.4, "max_tokens": 0.1}}

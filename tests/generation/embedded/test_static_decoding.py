@@ -225,9 +225,10 @@ def test_a_generator_refuses_graphs_whose_numbers_are_wrong(
     monkeypatch.setattr(static_decoding, "pick", shifted)
     notes = list[str]()
     generator = generator_of(model_of(CONFIGS["llama"]), notes)
-    assert generator.fallback_state() == {"graphs": "off"}
+    generator.generate(PROMPTS, 1, LONG, [*range(len(PROMPTS))])
+    assert generator.checks() == {"decoder": "engine", "graphs": "off"}
     resumed = TransformersGenerator(generator.policy, [4])
-    resumed.restore_fallbacks(generator.fallback_state())
+    resumed.restore_checks(generator.checks())
     assert resumed.graphs is not None
     assert resumed.graphs.has_failed
     assert len(notes) == 1

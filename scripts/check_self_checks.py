@@ -1,0 +1,399 @@
+"""Tries the self-checks on a real model: right computations, and faults built in on purpose.
+
+    python scripts/check_self_checks.py --draws 200      # hours; --draws 5 takes a few minutes
+
+Each precision and each computation (packed rows, logits in chunks, the engine) is checked on
+`--draws` draws of prompts and completions, of which none may be rejected. Then each fault is built
+in once, and has to be found. `make test-real` does five draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import real_model  # noqa: E402
+
+from grpo_cli.generation.embedded import decode_batch, direct_forward  # noqa: E402
+from grpo_cli.generation.embedded.decode_batch import DecodeBatch  # noqa: E402
+from grpo_cli.generation.embedded.direct_forward import DirectForward  # noqa: E402
+from grpo_cli.generation.embedded.generator import TransformersGenerator  # noqa: E402
+from grpo_cli.generation.sampling import Sampling  # noqa: E402
+from grpo_cli.models import adapters, packing, policy_logprobs  # noqa: E402
+from grpo_cli.models.attention import Layout, Prefix  # noqa: E402
+from grpo_cli.models.policy_logprobs import PolicyLogprobs  # noqa: E402
+from grpo_cli.models.token_logprobs import linear_logprobs  # noqa: E402
+from grpo_cli.models.vision import PositionIds  # noqa: E402
+from grpo_cli.records import Prompt, Rollout, sampled_mask  # noqa: E402
+
+PRECISIONS = ("float32", "bf16 autocast", "bf16 weights", "fp16 autocast")
+COMPUTATIONS = ("packed", "chunked", "engine")
+MOVED = 0.1  # nats that updates move the mean log-probability by
+QUESTIONS = (
+    "What is {a} + {b}?",
+    "Write a sentence about the number {a}.",
+    "A shop sells {a} pens for {b} dollars each. How much do all the pens cost?",
+    "List {b} animals that live in the sea, and say one thing about each of them.",
+    "Reply in JSON with the keys name and age for a person who is {a} years old.",
+    "Explain in one short paragraph why the sky is blue, to a child of {b}.",
+    "Is {a} a prime number?",
+    "Translate into French: there are {a} houses and {b} trees.",
+)
+
+Fault = Callable[[PreTrainedModel, PreTrainedModel], contextlib.AbstractContextManager[Any]]
+
+
+def autocast(precision: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    if "autocast" not in precision:
+        return contextlib.nullcontext
+    dtype = torch.float16 if precision.startswith("fp16") else torch.bfloat16
+    return partial(torch.autocast, "cpu", dtype=dtype)
+
+
+def in_precision(model: PreTrainedModel, precision: str) -> PreTrainedModel:
+    """Returns a copy of a model in the dtype of the weights."""
+    dtype = torch.bfloat16 if precision == "bf16 weights" else torch.float32
+    return copy.deepcopy(model).to(dtype)
+
+
+def sample(model: PreTrainedModel, tokenizer: Any, count: int, seed: int) -> list[list[Rollout]]:
+    """Returns groups of two completions of up to 64 tokens each, of `count` prompts."""
+    random = torch.Generator().manual_seed(seed)
+    prompts = []
+    for n in range(count):
+        a, b = torch.randint(2, 99, (2,), generator=random).tolist()
+        text = QUESTIONS[n % len(QUESTIONS)].format(a=a, b=b)
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        prompts.append(replace(Prompt.from_ids(list(ids)), row=n))
+    generator = TransformersGenerator(model, [tokenizer.eos_token_id], say=lambda line: None)
+    seeds = torch.randint(2**31, (count,), generator=random).tolist()
+    found = generator.generate(prompts, 2, Sampling(max_tokens=64), seeds)
+    return [[Rollout(p, c, "") for c in found[n]] for n, p in enumerate(prompts)]
+
+
+def reason(
+    computation: str, precision: str, model: PreTrainedModel, rollouts: Sequence[Rollout]
+) -> str:
+    """Returns what the check of a computation says; "" if it finds nothing."""
+    said: list[str] = []
+    if computation == "engine":
+        generator = TransformersGenerator(model, [], say=said.append, autocast=autocast(precision))
+        generator.generate([r.prompt for r in rollouts[::2]], 1, Sampling(max_tokens=1), [0, 0])
+    else:
+        own = PolicyLogprobs(
+            model,
+            packed=computation == "packed",
+            autocast=autocast(precision),
+            say=said.append,
+        )
+        own.check(rollouts, 1.0)
+        assert own.checked
+    return " ".join(said)
+
+
+# The faults. Each takes the model and what it was before its updates.
+
+
+@contextlib.contextmanager
+def patched(*patches: Any) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for one in patches:
+            stack.enter_context(one)
+        yield
+
+
+def of_layout(change: Callable[[list[Any], list[Prefix]], tuple[Any, Any]]) -> Fault:
+    """A fault in what the tokens of a packed row see."""
+
+    def make(segments: list[Any], prefixes: list[Prefix], *rest: Any) -> Layout:
+        return Layout(*change(segments, prefixes), *rest)
+
+    return lambda model, base: patched(patch.object(packing, "Layout", make))
+
+
+def of_attention(owner: type, change: Callable[..., tuple[Any, ...]]) -> Fault:
+    """A fault in the arguments of attention."""
+    attend: Callable[..., Tensor] = owner.attend  # type: ignore[attr-defined]
+
+    def changed(self: Any, *given: Any) -> Tensor:
+        return attend(self, *change(self, *given))
+
+    return lambda model, base: patched(patch.object(owner, "attend", changed))
+
+
+def joined(segments: list[Any], prefixes: list[Prefix]) -> tuple[Any, Any]:
+    """The last two completions of the row are one segment: one sees the other."""
+    *others, (start, _), (_, end) = segments
+    return [*others, (start, end)], prefixes
+
+
+def stale_key(self: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Any:
+    """The key of the last token of each prompt is that of the token before."""
+    k = k.clone()
+    for p in self.prefixes:
+        k[p.end - 1] = k[p.end - 2]
+    return layer, q, k, v, scale
+
+
+def stale_step(self: DecodeBatch, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Any:
+    """The third token of each completion gets the key of the second."""
+    if self.length == 2:
+        k = self.seen_keys[layer][:, :, -2]
+    return layer, q, k, v, scale
+
+
+def rescaled(self: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Any:
+    return layer, q, k, v, 1.05 * scale
+
+
+def of_neighbour(self: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Any:
+    return layer, q, k.roll(1, 0), v.roll(1, 0), scale
+
+
+def without_prompt(
+    self: DecodeBatch, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> Any:
+    """A step does not see the prompt, where that lies in a row's own cache."""
+    if self.prompt_columns and layer == 0:
+        own = slice(self.prompt_columns, None)
+        self.seen_keys = [t[:, :, own] for t in self.seen_keys]
+        self.seen_values = [t[:, :, own] for t in self.seen_values]
+        self.seen_mask = None
+    return layer, q, k, v, scale
+
+
+def later_positions(model: PreTrainedModel, base: PreTrainedModel) -> Any:
+    add = PositionIds.add_prompt
+    return patched(patch.object(PositionIds, "add_prompt", lambda *given: add(*given) + 1))
+
+
+def later_steps(model: PreTrainedModel, base: PreTrainedModel) -> Any:
+    positions = DecodeBatch.positions
+    return patched(
+        patch.object(DecodeBatch, "positions", lambda self: [p + 1 for p in positions(self)])
+    )
+
+
+def swapped_targets(model: PreTrainedModel, base: PreTrainedModel) -> Any:
+    """The hidden states of two completions are exchanged."""
+    return patched(
+        patch.object(
+            policy_logprobs,
+            "linear_logprobs",
+            lambda hidden, *given, **named: linear_logprobs(hidden.flip(0), *given, **named),
+        )
+    )
+
+
+def colder(model: PreTrainedModel, base: PreTrainedModel) -> Any:
+
+    def at(hidden: Tensor, head: Any, targets: Tensor, temperature: float, **named: Any) -> Any:
+        return linear_logprobs(hidden, head, targets, 1.05 * temperature, **named)
+
+    return patched(patch.object(policy_logprobs, "linear_logprobs", at))
+
+
+def of_logits(change: Callable[[Tensor], Tensor]) -> Fault:
+    """A fault in the engine's logits."""
+    call = DirectForward.__call__
+
+    def changed(self: DirectForward, *given: Any, **named: Any) -> Tensor:
+        return change(call(self, *given, **named))
+
+    return lambda model, base: patched(patch.object(DirectForward, "__call__", changed))
+
+
+@contextlib.contextmanager
+def stale_layer(model: PreTrainedModel, base: PreTrainedModel) -> Iterator[None]:
+    """The middle layer computes with the weights from before the updates, where rows are packed."""
+    number = len(model.model.layers) // 2
+    layer, old = model.model.layers[number], base.model.layers[number]
+    own = {name: p.data for name, p in layer.named_parameters()}
+
+    def before(module: nn.Module, args: Any, named: dict[str, Any]) -> None:
+        if "attending" in named:
+            for name, p in module.named_parameters():
+                p.data = old.get_parameter(name).data
+
+    def after(module: nn.Module, args: Any, out: Any) -> None:
+        for name, p in module.named_parameters():
+            p.data = own[name]
+
+    hooks = (
+        layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+        layer.register_forward_hook(after, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def stale_layer_of_engine(model: PreTrainedModel, base: PreTrainedModel) -> Iterator[None]:
+    """The engine has read the middle layer's weights before the updates."""
+    number = len(model.model.layers) // 2
+    make = direct_forward.Layer.of
+
+    def of(module: Any, *, prepacks: bool) -> Any:
+        is_stale = module is model.model.layers[number]
+        return make(base.model.layers[number] if is_stale else module, prepacks=prepacks)
+
+    with patch.object(direct_forward.Layer, "of", of):
+        yield
+
+
+@contextlib.contextmanager
+def without_adapter(model: PreTrainedModel, base: PreTrainedModel) -> Iterator[None]:
+    """The adapter is not applied where rows are packed or the engine decodes."""
+    off = contextlib.ExitStack()
+
+    def before(module: nn.Module, args: Any, named: dict[str, Any]) -> None:
+        if "attending" in named:
+            off.enter_context(adapters.switched_off(model))
+
+    hooks = (
+        model.model.register_forward_pre_hook(before, with_kwargs=True),
+        model.model.register_forward_hook(lambda *_: off.close(), always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+FAULTS: dict[str, dict[str, Fault]] = {
+    "packed": {
+        "positions off by one": later_positions,
+        "a row sees its neighbour": of_layout(joined),
+        "a missing prefix": of_layout(lambda segments, prefixes: (segments, [])),
+        "scale 1.05": of_attention(Layout, rescaled),
+        "temperature 1.05": colder,
+        "a stale key": of_attention(Layout, stale_key),
+        "swapped rows": swapped_targets,
+        "one layer not updated": stale_layer,
+    },
+    "chunked": {"temperature 1.05": colder, "swapped rows": swapped_targets},
+    "engine": {
+        "positions off by one": later_steps,
+        "a row sees its neighbour": of_attention(DecodeBatch, of_neighbour),
+        "a missing prefix": lambda model, base: patched(
+            patch.object(decode_batch, "merge", lambda out, lse, *of_prompt: (out, lse)),
+            of_attention(DecodeBatch, without_prompt)(model, base),
+        ),
+        "scale 1.05": of_attention(DecodeBatch, rescaled),
+        "temperature 1.05": of_logits(lambda logits: logits / 1.05),
+        "a stale key": of_attention(DecodeBatch, stale_step),
+        "swapped rows": of_logits(lambda logits: logits.roll(1, 0)),
+        "one layer not updated": stale_layer_of_engine,
+    },
+}
+
+
+def updated(
+    model: PreTrainedModel, rollouts: Sequence[Rollout], *, adapter: bool = False
+) -> PreTrainedModel:
+    """Returns a copy after updates that move the mean log-probability of rollouts by `MOVED`."""
+    moved = copy.deepcopy(model)
+    if adapter:
+        config = LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"])
+        adapters.attach(moved, config, seed=0)
+    trained = [p for p in moved.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4 if adapter else 2e-6, weight_decay=0.0)
+    policy = PolicyLogprobs(moved, packed=False, chunked=False)
+    mask = sampled_mask(rollouts)
+    start = None
+    while True:
+        mean = policy(rollouts, 1.0)[0][mask].mean()
+        start = mean.item() if start is None else start
+        if mean.item() - start > MOVED:
+            return moved
+        optimizer.zero_grad()
+        (-mean).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def draws_of(groups: list[list[Rollout]], count: int, seed: int) -> Iterator[list[Rollout]]:
+    random = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        one, other = torch.randperm(len(groups), generator=random)[:2].tolist()
+        yield [*groups[one], *groups[other]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the table; returns 1 if a right computation was rejected or a fault not found."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=os.environ.get("GRPO_REAL_MODEL"))
+    parser.add_argument("--draws", type=int, default=200)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--precisions", nargs="+", default=PRECISIONS[:3], choices=PRECISIONS)
+    parser.add_argument("--computations", nargs="+", default=COMPUTATIONS, choices=COMPUTATIONS)
+    parser.add_argument("--no-faults", action="store_true")
+    given = parser.parse_args(argv)
+    torch.set_num_threads(given.threads)
+    path = given.model or str(real_model.folder())
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        groups = sample(loaded, tokenizer, max(8, min(given.draws, 64)), given.seed)
+    groups = [g for g in groups if max(len(r.completion.ids) for r in g) > 8]
+    wrong = 0
+    some = [*groups[0], *groups[1]]
+    moved = None if given.no_faults else updated(loaded, some)
+    adapted = None if given.no_faults else updated(loaded, some, adapter=True)
+    for precision in given.precisions:
+        model = in_precision(loaded, precision)
+        for computation in given.computations:
+            begin, rejected = time.monotonic(), []
+            for rollouts in draws_of(groups, given.draws, given.seed):
+                if found := reason(computation, precision, model, rollouts):
+                    rejected.append(found)
+            wrong += len(rejected)
+            taken = time.monotonic() - begin
+            print(
+                f"{precision:14} {computation:8} rejected {len(rejected)} of {given.draws} "
+                f"({taken / max(given.draws, 1):.1f} s each) {rejected[:1] or ''}",
+                flush=True,
+            )
+            if moved is None or adapted is None:
+                continue
+            rollouts = next(draws_of(groups, 1, given.seed + 1))
+            before = in_precision(loaded, precision)
+            tried = {name: (moved, fault) for name, fault in FAULTS[computation].items()}
+            if computation != "chunked":
+                tried["the adapter not applied"] = (adapted, without_adapter)
+            for name, (changed, fault) in tried.items():
+                after = in_precision(changed, precision)
+                with fault(after, before):
+                    found = reason(computation, precision, after, rollouts)
+                wrong += not found
+                line = f"{precision:14} {computation:8} {name:24} {found or 'NOT FOUND'}"
+                print(line, flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

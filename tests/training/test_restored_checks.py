@@ -1,0 +1,87 @@
+"""A resumed run computes in the modes that its checkpoint's run had come to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from grpo_cli.generation.embedded.generator import TransformersGenerator
+from grpo_cli.generation.sampling import Sampling
+from grpo_cli.models.policy_logprobs import PolicyLogprobs
+from grpo_cli.training import resume
+from grpo_cli.training.run import Run
+from tests.conftest import as_prompts
+from tests.models.families import Family
+from tests.models.test_architectures import make
+from tests.models.test_policy_logprobs import make_rollouts
+
+PROMPTS = as_prompts([[5, 6, 7], [8, 9]])
+
+
+def run_of(model: PreTrainedModel, said: list[str]) -> Run:
+    """As much of a run as these checks need."""
+    run = SimpleNamespace(
+        policy_logprobs=PolicyLogprobs(model, say=said.append),
+        reference=None,
+        generator=TransformersGenerator(model, [2], say=said.append),
+        workers=SimpleNamespace(device=torch.device("cpu")),
+        reporter=SimpleNamespace(say=said.append),
+    )
+    return cast(Run, run)
+
+
+def begun() -> tuple[PreTrainedModel, dict[str, dict[str, str]]]:
+    """Returns a model, and what a run with it stores after its first step."""
+    model, said = make(Family("llama")), list[str]()
+    run = run_of(model, said)
+    run.policy_logprobs.check(make_rollouts(), 1.0)
+    run.generator.generate(PROMPTS, 2, Sampling(max_tokens=3), [0, 1])
+    assert said == []
+    return model, resume.checks(run)
+
+
+def test_nothing_is_checked_again_on_the_same_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, stored = begun()
+    said: list[str] = []
+    resumed = run_of(model, said)
+    resume.restore_checks(resumed, stored)
+    passes: list[int] = []
+    model.base_model.register_forward_hook(lambda *_: passes.append(1))
+    resumed.policy_logprobs.check(make_rollouts(), 1.0)
+    assert (passes, said) == ([], [])
+    assert resumed.policy_logprobs.mode.packed
+    assert resumed.policy_logprobs.kernel is not None
+    monkeypatch.setattr(TransformersGenerator, "_mismatch", lambda *_, **__: pytest.fail("again"))
+    resumed.generator.generate(PROMPTS, 2, Sampling(max_tokens=3), [0, 1])
+    assert resume.checks(resumed) == stored
+
+
+@pytest.mark.parametrize("key", ["torch", "device", "threads"])
+def test_elsewhere_the_checks_are_made_again(key: str) -> None:
+    model, stored = begun()
+    now = stored["made"][key]
+    stored["made"][key] = "another"
+    said: list[str] = []
+    resumed = run_of(model, said)
+    resume.restore_checks(resumed, stored)
+    assert said == [
+        "note: the self-checks are made again, since the checkpoint was written elsewhere "
+        f"({key} another -> {now}); from here on numbers may differ by rounding"
+    ]
+    assert not resumed.policy_logprobs.checked
+    assert resumed.generator.checks() == {}
+
+
+def test_a_checkpoint_of_0_1_0_names_what_the_run_had_fallen_back_from() -> None:
+    model, _ = begun()
+    resumed = run_of(model, [])
+    old: Mapping[str, Any] = {"policy": "rows padded, logits in chunks", "decoder": "plain"}
+    resume.restore_checks(resumed, old)
+    assert str(resumed.policy_logprobs.modes[0]) == "rows padded, logits in chunks"
+    assert not resumed.policy_logprobs.checked
+    assert resumed.generator.checks() == {"decoder": "plain"}
