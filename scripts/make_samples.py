@@ -40,6 +40,21 @@ BENCHMARKS = {
 ARITHMETIC_SEED = 0
 CALCULATOR_SEED, CALLED = 0, 0.3  # share of the warm-up's episodes that call the tool
 GUESS_SEED = 0
+CHAT_SEED, NUMBERS = 0, range(10, 100)
+NAMES = (
+    "Anna", "Ben", "Carla", "David", "Elif", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kofi",
+    "Lena", "Mei", "Noah", "Olga", "Priya",
+)  # fmt: skip
+CITIES = (
+    "Oslo", "Lima", "Cairo", "Delhi", "Paris", "Quito", "Rome", "Seoul", "Tokyo", "Accra", "Lagos",
+    "Berlin",
+)  # fmt: skip
+SENTENCES = (
+    "{name} is {age} years old and lives in {city}.",
+    "{name}, who lives in {city}, is {age}.",
+    "In {city} lives {name}, aged {age}.",
+    "At {age}, {name} moved to {city}.",
+)
 
 Row = dict[str, Any]
 
@@ -65,6 +80,9 @@ def main() -> None:
     write("calculator_test.jsonl", keep(calculations[2000:2200], ("question", "answer")))
     write("guess_train.jsonl.gz", games(4000))
     write("guess_test.jsonl", [{"id": 4000 + n} for n in range(256)])
+    for name, rows in (("chat_sums", chat_sums(640)), ("chat_json", chat_json(640))):
+        write(f"{name}_train.jsonl", rows[:512])
+        write(f"{name}_test.jsonl", rows[512:])
     for name, (file, count, fields) in BENCHMARKS.items():
         rows = read(data / file)
         if name == "mbpp":  # the split that papers report
@@ -72,6 +90,31 @@ def main() -> None:
         write(f"benchmarks/{name}.jsonl", keep(spread(rows, count), fields))
     for name in LICENSES:
         shutil.copyfile(data / "LICENSES" / name, SAMPLES / "LICENSES" / name)
+
+
+def chat_sums(count: int) -> list[Row]:
+    """Questions for the sum of two numbers from 10 to 99, no two of them alike."""
+    pairs = random.Random(CHAT_SEED).sample([(a, b) for a in NUMBERS for b in NUMBERS], count)
+    return [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in pairs]
+
+
+def chat_json(count: int) -> list[Row]:
+    """Sentences about people, each with a schema that only the JSON of its facts fits."""
+    draws = random.Random(CHAT_SEED)
+    people = draws.sample([(n, a, c) for n in NAMES for a in range(18, 80) for c in CITIES], count)
+    rows = []
+    for name, age, city in people:
+        text = draws.choice(SENTENCES).format(name=name, age=age, city=city)
+        facts = {"name": name, "age": age, "city": city}
+        schema = {
+            "type": "object",
+            "properties": {key: {"const": value} for key, value in facts.items()},
+            "required": list(facts),
+            "additionalProperties": False,
+        }
+        answer, schema_text = json.dumps(facts), json.dumps(schema)
+        rows.append({"question": text, "answer": answer, "schema": schema_text})
+    return rows
 
 
 def sums(below: int) -> list[Row]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 # The markers in pyproject.toml: `smoke` belongs to the default tier, the others are left out of it.
-MARKERS = ("smoke", "runs", "programs", "slow", "gpu", "vllm", "slurm")
+MARKERS = ("smoke", "runs", "programs", "slow", "gpu", "vllm", "slurm", "real")
 SECONDS = 2.0  # of processor time
 
 

@@ -31,6 +31,7 @@ START = "start"  # the stage before the first evaluation or step
 START_TIMES = 4.0  # factor of the stall limit in that stage: it loads, builds, downloads
 
 _stage = START
+_detail = ""  # of the stage, such as 12/64
 _step: int | None = None
 _entered = _beaten = _now()
 _spent: dict[str, float] = {}  # seconds in each stage that the main thread has left
@@ -46,7 +47,8 @@ class Interrupt(BaseException):
 
 def at(stage: str, step: int | None = None) -> None:
     """Enters a stage, which is a beat. Without `step` the step stays the same."""
-    global _stage, _step, _entered, _beaten
+    global _stage, _detail, _step, _entered, _beaten
+    _detail = ""
     if step is not None:
         _step = step
     now = _now()
@@ -55,6 +57,17 @@ def at(stage: str, step: int | None = None) -> None:
     _entered = _beaten = now
     if on_stage is not None:
         on_stage()
+
+
+def detail(text: str) -> None:
+    """Notes what is done within the stage, or how much of it, until the next stage."""
+    global _detail
+    _detail = text
+
+
+def activity() -> str:
+    """Returns what this process does at the moment, such as `generate 12/64`."""
+    return f"{_stage} {_detail}".strip()
 
 
 def touch() -> None:

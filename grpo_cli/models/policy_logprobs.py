@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_cli.algorithm.load_balancing import Routing
-from grpo_cli.distributed import fsdp
+from grpo_cli.distributed import fsdp, heartbeat
 from grpo_cli.models import activation_checkpointing, attention, packing, self_check
 from grpo_cli.models.attention import mismatch as mismatch
 from grpo_cli.models.families import (
@@ -313,6 +313,7 @@ class PolicyLogprobs:
             simplest: of the simplest mode. right: in float32 if that is in 16 bit, else None.
         """
         mode = self.modes[0]
+        heartbeat.detail(f"checking the {'packed' if mode.packed else 'padded'} forward")
         found: list[Outcome] = []
 
         def attempt() -> None:

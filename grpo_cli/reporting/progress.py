@@ -6,8 +6,10 @@ import time
 from collections.abc import Iterable
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
+
+from grpo_cli.distributed import heartbeat
 
 SECONDS_BETWEEN_LINES = 2.0  # without a terminal, between two lines of progress
 
@@ -23,18 +25,32 @@ class _WithLineBelow(Progress):
             yield Text(self.below, style="dim", no_wrap=True, overflow="ellipsis")
 
 
+class _Activity(ProgressColumn):
+    """Shows what the process does at the moment, such as `generate 12/64`."""
+
+    def render(self, task: Task) -> Text:
+        return Text(heartbeat.activity(), style="dim")
+
+
 class Bar:
-    """A progress bar on a terminal; elsewhere a line of text every few seconds."""
+    """A progress bar on a terminal; elsewhere a line of text every few seconds.
+
+    The time left is shown once a tenth is done, by the newer half of it: the first step of a run
+    also compiles and checks.
+    """
 
     def __init__(self, console: Console, name: str, total: int) -> None:
         self.console, self.name, self.total = console, name, total
-        self.first, self.start, self.last_line = 0, time.monotonic(), 0.0
+        self.last_line = 0.0
+        self.marks = [(0, time.monotonic())]  # how much was done when
         self.held_back: str | None = None  # the newest line, if it was not written
         self.bar: _WithLineBelow | None = None
 
     def start_at(self, done: int) -> None:
-        """Starts the estimate of the remaining time at `done`, for a resumed run."""
-        self.first, self.start = done, time.monotonic()
+        """Shows the bar, and starts the estimate of the remaining time at `done`."""
+        self.marks = [(done, time.monotonic())]
+        if self.console.is_terminal and not self.console.quiet:
+            self._show(done)
 
     def update(self, done: int, text: str, *, below: str = "", always: bool = False) -> None:
         """Shows the progress.
@@ -47,29 +63,49 @@ class Bar:
         """
         if self.console.quiet:
             return
-        if self.console.is_terminal:
-            if self.bar is None:
-                self.bar = _WithLineBelow(
-                    TextColumn("{task.description}"),
-                    BarColumn(),
-                    MofNCompleteColumn(),
-                    TextColumn("{task.fields[text]}"),
-                    TimeRemainingColumn(),
-                    console=self.console,
-                )
-                self.bar.add_task(self.name, total=self.total, completed=done, text="")
-                self.bar.start()
-            self.bar.below = below
-            self.bar.update(self.bar.task_ids[0], completed=done, text=text)
-            return
         now = time.monotonic()
-        left = (now - self.start) / max(1, done - self.first) * (self.total - done)
-        self.held_back = f"{self.name} {done}/{self.total}  {text}  {clock(left)} left"
+        self.marks.append((done, now))
+        left = self._seconds_left()
+        remaining = "" if left is None else f"{clock(left)} left"
+        if self.console.is_terminal:
+            bar = self._show(done)
+            bar.below = below
+            bar.update(bar.task_ids[0], completed=done, text=text, left=remaining)
+            return
+        self.held_back = "  ".join(
+            filter(None, (f"{self.name} {done}/{self.total}", text, remaining))
+        )
         if below:
             self.held_back += f"\n  {below}"
         if always or done == self.total or now - self.last_line >= SECONDS_BETWEEN_LINES:
             self.last_line = now
             self._write()
+
+    def _show(self, done: int) -> _WithLineBelow:
+        if self.bar is None:
+            self.bar = _WithLineBelow(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[text]}"),
+                TextColumn("{task.fields[left]}"),
+                _Activity(),
+                console=self.console,
+            )
+            self.bar.add_task(self.name, total=self.total, completed=done, text="", left="")
+            self.bar.start()
+        return self.bar
+
+    def _seconds_left(self) -> float | None:
+        """Returns the expected seconds until all is done, None if too little is done to tell."""
+        (first, _), (done, now) = self.marks[0], self.marks[-1]
+        if done >= self.total:
+            return 0.0
+        if 10 * (done - first) < self.total - first or len(self.marks) < 3:
+            return None
+        half = first + (done - first) / 2
+        since, then = max(mark for mark in self.marks if mark[0] <= half)
+        return (now - then) / (done - since) * (self.total - done)
 
     def _write(self) -> None:
         if self.held_back is not None:

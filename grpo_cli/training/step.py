@@ -215,7 +215,9 @@ def make_clock(run: Run) -> Clock:
     """Returns the clock of a step that begins now."""
     stages = possible_stages(run.recipe, run.reference is not None, run.workers.size)
     dtype = run.workers.half_type or run.policy.dtype
-    peak = peak_flops(run.workers.device, dtype)
+    # The peak of a CPU can only be measured, beside whatever else runs on it.
+    on_cpu = run.workers.device.type == "cpu"
+    peak = math.nan if on_cpu else peak_flops(run.workers.device, dtype)
     meter = None if run.plan is None else run.plan.meter.of_next_step(run.resident_bytes)
     return Clock(run.workers.device, stages, peak, meter=meter)
 

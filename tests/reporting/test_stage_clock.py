@@ -255,7 +255,7 @@ def test_a_plain_log_has_times_below_the_lines_that_are_written(
     live.close()
     lines = shown.getvalue().splitlines()
     assert [line.split()[1] for line in lines[::2]] == ["1/5", "4/5"]
-    assert lines[0] == "train 1/5  reward 0.500  length 12  0:00 left"
+    assert lines[0] == "train 1/5  reward 0.500  length 12"
     stages = "  generate 4.1 s · reward 0.20 · ref 0.10 · fwd/bwd 4.8"
     assert lines[1::2] == [f"{stages} | {number} tok/s | MFU 41 %" for number in (1, 4)]
 

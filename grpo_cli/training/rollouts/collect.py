@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from grpo_cli.algorithm.advantages import level_rewards
 from grpo_cli.algorithm.loss import every_rollout_has_gradient
 from grpo_cli.config.interpolation import masked
 from grpo_cli.config.schema import Recipe
+from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.embedded.speculation.drafter import Speculation, draft_metrics
@@ -219,9 +221,15 @@ def _sample(
     # Processes in lockstep take rounds of episodes together: one that left would leave the others.
     in_rounds = run.queue.episodes is not None and run.workers.runs_in_lockstep
     leaving = nullcontext() if in_rounds else run.interrupts.interruptible()
+    own, complete = -(-number // run.workers.size), itertools.count(1)
+
+    def add(rollouts: Sequence[Rollout]) -> None:
+        session.add(rollouts)  # scoring begins while others are still being sampled
+        heartbeat.detail(f"{next(complete)}/{own}")
+
     with clock.stage("generate"), leaving:
         sampling = run.queue.sample(recipe, number) if batch is None else batch.take
-        groups = sampling(session.add)  # scoring begins while others are still being sampled
+        groups = sampling(add)
     rollouts = [r for g in groups for r in g.rollouts]
     if run.generator.computes_here:
         clock.count("generate", run.policy_logprobs.flops(rollouts))
