@@ -123,9 +123,7 @@ class PolicyLogprobs:
             for compiled in ([False] if compile_backend is None else [True, False])
             if (packed or not p) and (chunked or not c)
         ]
-        self.rounding = (
-            0.0  # mean error of the simplest mode in 16 bit, in nats, once it is checked
-        )
+        self.rounding = 0.0  # in 16 bit, once checked: the simplest mode's mean error in nats
         self.checked = self.modes[0] == SIMPLEST
         self.checked_images = self.checked or not takes_images(model.config)
 

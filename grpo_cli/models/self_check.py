@@ -32,6 +32,7 @@ from grpo_cli.records import Rollout, sampled_mask
 TOLERANCE = {torch.float64: (1e-6, 1e-7, 1e-5), torch.float32: (2e-3, 2e-4, 1e-2)}
 # In 16 bit: times the error of the simplest mode, and errors that are none.
 TIMES, FLOOR, GRADIENT_FLOOR = 3.0, 1e-3, 1e-2
+ADVICE = ": a fault, not rounding; the run is right and slower; please report the model's name"
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -67,10 +68,11 @@ def difference(found: Outcome, right: Outcome, dtype: torch.dtype) -> str | None
     if not (largest <= highest and mean <= highest_mean):
         return (
             f"log-probabilities differ by {mean:.1e} nats on average, {largest:.1e} at most, in "
-            f"{str(dtype).removeprefix('torch.')}"
+            f"{str(dtype).removeprefix('torch.')}{ADVICE}"
         )
     if not gradient <= highest_gradient:
-        return f"gradients differ by {gradient:.1e}, in {str(dtype).removeprefix('torch.')}"
+        name = str(dtype).removeprefix("torch.")
+        return f"gradients differ by {gradient:.1e}, in {name}{ADVICE}"
     return None
 
 
@@ -84,10 +86,13 @@ def excess(found: Outcome, simplest: Outcome, right: Outcome) -> str | None:
     if not mean <= TIMES * own + FLOOR:
         return (
             f"log-probabilities are off by {mean:.1e} nats on average, of which rounding explains "
-            f"{own:.1e}"
+            f"{own:.1e}{ADVICE}"
         )
     if not gradient <= TIMES * own_gradient + GRADIENT_FLOOR:
-        return f"gradients are off by {gradient:.1e}, of which rounding explains {own_gradient:.1e}"
+        return (
+            f"gradients are off by {gradient:.1e}, of which rounding explains {own_gradient:.1e}"
+            f"{ADVICE}"
+        )
     return None
 
 

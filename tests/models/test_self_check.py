@@ -40,7 +40,7 @@ def test_a_difference_of_float32_is_compared_with_a_constant(
     assert difference(outcome(0, 0, 0, 0, 4.9 * mean), right, dtype) is None
     assert difference(outcome(0, 0, -5.1 * mean, 0, 0), right, dtype) == (
         f"log-probabilities differ by {1.02 * mean:.1e} nats on average, {5.1 * mean:.1e} at most, "
-        f"in {str(dtype).removeprefix('torch.')}"
+        f"in {str(dtype).removeprefix('torch.')}{self_check.ADVICE}"
     )
     assert difference(outcome(math.nan, 0, 0, 0, 0), right, dtype)
     many = outcome(*[0.0] * 200)
@@ -56,6 +56,7 @@ def test_an_error_of_16_bit_is_compared_with_that_of_the_simplest_mode() -> None
     assert excess(near, simplest, right) is None
     assert excess(outcome(0.1, 0.1, 0.1, 0.1), simplest, right) == (
         "log-probabilities are off by 1.0e-01 nats on average, of which rounding explains 3.0e-02"
+        + self_check.ADVICE
     )
     assert excess(outcome(0, 0, 0, 0, gradient=1.3), simplest, right) is None
     assert excess(outcome(0, 0, 0, 0, gradient=1.32), simplest, right)

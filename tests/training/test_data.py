@@ -157,7 +157,7 @@ def test_a_mixture_of_data_sets_with_their_own_rewards(tmp_path: Path) -> None:
     columns = {p.columns["dataset"]: p for p in live.queue.stream.prompts}
     assert columns["b"].columns["answer"] is None
     assert str(columns["b"].text).startswith("write ")
-    in_parts = trained_in_parts(tmp_path, 40, output_dir=outputs[1], **mixture(tmp_path))
+    in_parts = trained_in_parts(tmp_path, 60, output_dir=outputs[1], **mixture(tmp_path))
     assert torch.equal(weights(in_parts), weights(live))
     assert timeless(in_parts) == timeless(live)
     again = trained(tmp_path, output_dir=str(tmp_path / "file"), **mixture(tmp_path, epochs=1.0))

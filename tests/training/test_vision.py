@@ -163,9 +163,6 @@ def test_two_processes_do_what_one_does(
         for f in folders
     )
     assert one.equals(two)
-    for folder in folders:  # the tower's FLOPs are known
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        assert all("mfu/forward_backward" in json.loads(line) for line in lines)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
