@@ -23,7 +23,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -318,6 +317,8 @@ def updated(
     """Returns a copy after updates that move the mean log-probability of rollouts by `MOVED`."""
     moved = copy.deepcopy(model)
     if adapter:
+        from peft import LoraConfig
+
         config = LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"])
         adapters.attach(moved, config, seed=0)
     trained = [p for p in moved.parameters() if p.requires_grad]
