@@ -46,6 +46,7 @@ from grpo_cli.records import Prompt, Rollout, sampled_mask  # noqa: E402
 PRECISIONS = ("float32", "bf16 autocast", "bf16 weights", "fp16 autocast")
 COMPUTATIONS = ("packed", "chunked", "engine")
 MOVED = 0.1  # nats that updates move the mean log-probability by
+MOST_UPDATES = 500
 QUESTIONS = (
     "What is {a} + {b}?",
     "Write a sentence about the number {a}.",
@@ -122,7 +123,7 @@ def patched(*patches: Any) -> Iterator[None]:
 
 
 def of_layout(change: Callable[[list[Any], list[Prefix]], tuple[Any, Any]]) -> Fault:
-    """A fault in what the tokens of a packed row see."""
+    """Returns a fault in what the tokens of a packed row see."""
 
     def make(segments: list[Any], prefixes: list[Prefix], *rest: Any) -> Layout:
         return Layout(*change(segments, prefixes), *rest)
@@ -131,7 +132,7 @@ def of_layout(change: Callable[[list[Any], list[Prefix]], tuple[Any, Any]]) -> F
 
 
 def of_attention(owner: type, change: Callable[..., tuple[Any, ...]]) -> Fault:
-    """A fault in the arguments of attention."""
+    """Returns a fault in the arguments of attention."""
     attend: Callable[..., Tensor] = owner.attend  # type: ignore[attr-defined]
 
     def changed(self: Any, *given: Any) -> Tensor:
@@ -141,13 +142,13 @@ def of_attention(owner: type, change: Callable[..., tuple[Any, ...]]) -> Fault:
 
 
 def joined(segments: list[Any], prefixes: list[Prefix]) -> tuple[Any, Any]:
-    """The last two completions of the row are one segment: one sees the other."""
+    """Joins the last two completions of a row into one segment: one sees the other."""
     *others, (start, _), (_, end) = segments
     return [*others, (start, end)], prefixes
 
 
 def stale_key(self: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Any:
-    """The key of the last token of each prompt is that of the token before."""
+    """Replaces the key of each prompt's last token by that of the token before."""
     k = k.clone()
     for p in self.prefixes:
         k[p.end - 1] = k[p.end - 2]
@@ -155,7 +156,7 @@ def stale_key(self: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: flo
 
 
 def stale_step(self: DecodeBatch, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Any:
-    """The third token of each completion gets the key of the second."""
+    """Replaces the key of each completion's third token by that of the second."""
     if self.length == 2:
         k = self.seen_keys[layer][:, :, -2]
     return layer, q, k, v, scale
@@ -172,7 +173,7 @@ def of_neighbour(self: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: 
 def without_prompt(
     self: DecodeBatch, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float
 ) -> Any:
-    """A step does not see the prompt, where that lies in a row's own cache."""
+    """Hides the prompt from a step, where it lies in a row's own cache."""
     if self.prompt_columns and layer == 0:
         own = slice(self.prompt_columns, None)
         self.seen_keys = [t[:, :, own] for t in self.seen_keys]
@@ -194,7 +195,7 @@ def later_steps(model: PreTrainedModel, base: PreTrainedModel) -> Any:
 
 
 def swapped_targets(model: PreTrainedModel, base: PreTrainedModel) -> Any:
-    """The hidden states of two completions are exchanged."""
+    """Exchanges the hidden states of completions."""
     return patched(
         patch.object(
             policy_logprobs,
@@ -213,7 +214,7 @@ def colder(model: PreTrainedModel, base: PreTrainedModel) -> Any:
 
 
 def of_logits(change: Callable[[Tensor], Tensor]) -> Fault:
-    """A fault in the engine's logits."""
+    """Returns a fault in the engine's logits."""
     call = DirectForward.__call__
 
     def changed(self: DirectForward, *given: Any, **named: Any) -> Tensor:
@@ -224,7 +225,7 @@ def of_logits(change: Callable[[Tensor], Tensor]) -> Fault:
 
 @contextlib.contextmanager
 def stale_layer(model: PreTrainedModel, base: PreTrainedModel) -> Iterator[None]:
-    """The middle layer computes with the weights from before the updates, where rows are packed."""
+    """Gives the middle layer the weights from before the updates, where rows are packed."""
     number = len(model.model.layers) // 2
     layer, old = model.model.layers[number], base.model.layers[number]
     own = {name: p.data for name, p in layer.named_parameters()}
@@ -251,7 +252,7 @@ def stale_layer(model: PreTrainedModel, base: PreTrainedModel) -> Iterator[None]
 
 @contextlib.contextmanager
 def stale_layer_of_engine(model: PreTrainedModel, base: PreTrainedModel) -> Iterator[None]:
-    """The engine has read the middle layer's weights before the updates."""
+    """Makes the engine read the middle layer's weights from before the updates."""
     number = len(model.model.layers) // 2
     make = direct_forward.Layer.of
 
@@ -265,7 +266,7 @@ def stale_layer_of_engine(model: PreTrainedModel, base: PreTrainedModel) -> Iter
 
 @contextlib.contextmanager
 def without_adapter(model: PreTrainedModel, base: PreTrainedModel) -> Iterator[None]:
-    """The adapter is not applied where rows are packed or the engine decodes."""
+    """Leaves the adapter out where rows are packed or the engine decodes."""
     off = contextlib.ExitStack()
 
     def before(module: nn.Module, args: Any, named: dict[str, Any]) -> None:
@@ -326,7 +327,7 @@ def updated(
     policy = PolicyLogprobs(moved, packed=False, chunked=False)
     mask = sampled_mask(rollouts)
     start = None
-    while True:
+    for _ in range(MOST_UPDATES):
         mean = policy(rollouts, 1.0)[0][mask].mean()
         start = mean.item() if start is None else start
         if mean.item() - start > MOVED:
@@ -334,6 +335,7 @@ def updated(
         optimizer.zero_grad()
         (-mean).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+    raise RuntimeError(f"{MOST_UPDATES} updates move the mean log-probability by less than {MOVED}")
 
 
 def draws_of(groups: list[list[Rollout]], count: int, seed: int) -> Iterator[list[Rollout]]:

@@ -1,4 +1,4 @@
-"""What is said of long tests of the default tier, and tables of cases."""
+"""The warning of a long test in the default tier, and tables of cases."""
 
 from __future__ import annotations
 

@@ -261,6 +261,7 @@ class PolicyLogprobs:
                 if reason is None:
                     break
                 self.fall_back(reason)
+        heartbeat.detail("")
         self.checked = True
         self.checked_images = self.checked_images or images or self.modes[0] == SIMPLEST
 

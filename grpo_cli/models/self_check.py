@@ -1,9 +1,9 @@
-r"""Tells a fault of a computation from rounding, in every precision.
+r"""Distinguishes a wrong computation from rounding error, in every precision.
 
-A forward mode or a decoder is right if its log-probabilities are the model's. Two right
-computations in float32 differ by some 1e-5 nats. In bfloat16 those of a chat model of 135M
-parameters differ by 0.03 on average, which is more than a layer with wrong weights may cost. So no
-constant separates faults from rounding there, and two questions are asked instead:
+A forward mode or a decoder is right if its log-probabilities are the model's. In float32, two right
+computations differ by about 1e-5 nats a token. In bfloat16, they differ by 0.03 nats for a chat
+model with 135M parameters, which is more than a layer with wrong weights may change. No constant
+separates an error from rounding there, so two questions are asked:
 
 1. Computed in float32, does it equal the simplest computation (`difference`)?
 2. In its own precision, is its error against float32 at most `TIMES` that of the simplest

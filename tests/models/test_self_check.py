@@ -1,4 +1,4 @@
-"""A fault is told from rounding, in float32 and in 16 bit."""
+"""The self-checks find wrong computations and accept rounding, in float32 and in bfloat16."""
 
 from __future__ import annotations
 

@@ -113,7 +113,8 @@ def test_a_run_keeps_its_fast_modes_and_a_killed_one_ends_the_same(
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     first = tmp_path / "killed" / "checkpoints" / "step-1"
-    while not first.exists() and process.poll() is None:
+    deadline = time.monotonic() + programs.PATIENCE
+    while not first.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -149,11 +150,10 @@ def test_the_engine_decodes_as_generate_does(
             ids = model.generate(  # type: ignore[operator]
                 torch.tensor([prompt]), max_new_tokens=32, do_sample=False
             )[0, len(prompt) :].tolist()
-        shared = min(len(ids), len(completion.ids))
         if precision == "no":
             assert completion.ids == ids
         else:  # two tokens may be nearly as likely
-            assert completion.ids[:4] == ids[:4], shared
+            assert completion.ids[:4] == ids[:4]
 
 
 def test_the_engine_reports_the_log_probabilities_of_the_model(
@@ -210,9 +210,10 @@ def test_an_adapter_is_trained_exported_and_generates(precision: str, tmp_path: 
 
 
 def test_a_run_of_two_processes_and_its_evaluation(tmp_path: Path) -> None:
-    said = train(tmp_path / "two", "mixed_precision=bf16", processes=2)
+    said = train(tmp_path / "two", processes=2)
     assert "note:" not in said, said
-    train(tmp_path / "one", "mixed_precision=bf16", "steps=1")
+    train(tmp_path / "one", "steps=1")
     one, two = metrics(tmp_path / "one")[0], metrics(tmp_path / "two")[0]
-    assert two["reward"] == pytest.approx(one["reward"], abs=0.2), "nearly the same completions"
+    assert two["reward"] == pytest.approx(one["reward"], abs=1e-6), "the same completions"
+    assert two["loss"] == pytest.approx(one["loss"], abs=1e-4)
     assert "accuracy" in grpo("eval", str(tmp_path / "two"), "limit=4")
