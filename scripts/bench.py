@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import real_model
 from bench_setup import MODELS, OURS, WARM_UP, WORKLOADS, Job, Workload, make_folder, write_recipe
 
 from grpo_cli.cli import spin_count
@@ -336,6 +337,9 @@ def comparison(
         if "vllm" in workload.sides and importlib.util.find_spec("vllm") is None:
             print(f"{workload.name}: vLLM is not installed here (make bench-vllm has it): left out")
             continue
+        if workload.questions and not real_model.folder().exists():
+            print(f"{workload.name}: make real-model has not been run: left out")
+            continue
         sides = [s for s in workload.sides if has_trl or not s.startswith("trl")]
         found = bench.compare(workload, sides, rounds)
         metered = bench.memory(workload, sides)
@@ -445,6 +449,24 @@ def read_rate(bf16: bool) -> float:
     return matrix.numel() * matrix.element_size() / min(taken)
 
 
+def processor() -> str:
+    """Names the processor, and what it has for products of matrices."""
+    import torch
+
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    has = {
+        "AMX": torch.cpu._is_amx_tile_supported(),
+        "AVX512-BF16": torch.cpu._is_avx512_bf16_supported(),
+    }
+    found = [
+        torch.backends.cpu.get_cpu_capability(),
+        *(name for name, there in has.items() if there),
+    ]
+    return f"{(names or [platform.machine()])[0]} ({', '.join(found)})"
+
+
 def machine() -> str:
     """Describes the machine and the versions that the figures come from."""
     packages = ("torch", "transformers", "trl")
@@ -455,7 +477,7 @@ def machine() -> str:
         capture_output=True, text=True,
     )  # fmt: skip
     return (
-        f"{time.strftime('%Y-%m-%d %H:%M')}, {os.cpu_count()} cores, {platform.machine()}, "
+        f"{time.strftime('%Y-%m-%d %H:%M')}, {os.cpu_count()} cores, {processor()}, "
         f"{versions}, commit {commit.stdout.strip() or 'unknown'}, load {os.getloadavg()[0]:.1f}"
     )
 

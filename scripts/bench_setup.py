@@ -1,6 +1,7 @@
 """Defines what both sides of the benchmark get: workloads, models, a tokenizer, prompts, a reward.
 
-Nothing is downloaded. A token is a character, so a prompt of N tokens is a text of N characters.
+Nothing is downloaded. A token is a character, so a prompt of N tokens is a text of N characters,
+except with the real chat model (`make real-model`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import real_model
 import yaml
 
 WARM_UP = 1  # steps at the beginning of each process that do not count
@@ -74,6 +76,8 @@ class Workload:
     entropy: bool = False  # measured in every step; TRL measures it always
     tools: bool = False  # the model, prompts and tool of the recipe `calculator`
     images: bool = False  # the pictures of the recipe `shapes_tiny`, of 128 x 128 pixels
+    questions: str = ""  # a file of samples/ whose questions the real chat model is asked
+    micro_batch: int = 0  # completions of a forward of TRL's; 0: all at once
     lora_rank: int = 0  # of an adapter on all linear layers of the decoder; 0: all weights train
     sides: tuple[str, ...] = ("ours", "trl", "generate")
     steps: int = 3  # counted, in each round
@@ -101,6 +105,14 @@ WORKLOADS = {
         Workload(
             "images", (0, 0), limit=48, min_tokens=48, prompts=4, model="shapes", images=True,
             sides=("ours", "trl"), steps=1,
+        ),
+        Workload(
+            "real", (0, 0), limit=64, prompts=16, model="real", micro_batch=8,
+            questions="chat_sums_train.jsonl", sides=("ours", "trl"), steps=2,
+        ),
+        Workload(
+            "real-256", (0, 0), limit=256, prompts=16, model="real", micro_batch=8,
+            questions="gsm8k_train.jsonl.gz", sides=("ours", "trl"), steps=1,
         ),
         Workload("vllm", (30, 130), limit=512, sides=("vllm", "trl_vllm", "ours")),  # tail's
     )
@@ -189,6 +201,9 @@ def make_folder(folder: Path, workload: Workload, steps: int) -> None:
     if workload.images:
         make_shapes(folder, steps * workload.prompts)
         return
+    if workload.questions:
+        ask_real_model(folder, workload.questions, steps * workload.prompts)
+        return
     rows = make_prompts(steps * workload.prompts, workload.prompt_tokens, workload.half_flat)
     lines = (json.dumps(row) + "\n" for row in rows)
     (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -206,8 +221,20 @@ def make_calculator(folder: Path, count: int) -> None:
         shutil.copytree(build_model(recipe), folder / "model")
 
     compose.compose_and_call(["recipe=calculator"], build)
-    packed = resources.files("grpo_cli") / "samples" / "calculator_train.jsonl.gz"
-    rows = [json.loads(line) for line in gzip.decompress(packed.read_bytes()).splitlines()]
+    write_chats(folder, "calculator_train.jsonl.gz", count)
+
+
+def ask_real_model(folder: Path, questions: str, count: int) -> None:
+    """Links the real chat model, and writes the questions of a sample as chats."""
+    (folder / "model").symlink_to(real_model.folder())
+    write_chats(folder, questions, count)
+
+
+def write_chats(folder: Path, sample: str, count: int) -> None:
+    """Writes the first questions of a file of samples/, each as a conversation."""
+    path = resources.files("grpo_cli") / "samples" / sample
+    content = gzip.decompress(path.read_bytes()) if sample.endswith(".gz") else path.read_bytes()
+    rows = [json.loads(line) for line in content.splitlines()]
     chats = [
         {"prompt": [{"role": "user", "content": row["question"]}], "flat": False}
         for row in rows[:count]
@@ -313,7 +340,7 @@ def make_recipe(job: Job) -> tuple[dict[str, Any], list[str]]:
     }
     wanted |= {"generation.min_completion_tokens": w.min_tokens} if w.min_tokens else {}
     wanted |= {"tools.multiply": TOOL, "dataset.chat": True} if w.tools else {}
-    wanted |= {"dataset.chat": True} if w.images else {}
+    wanted |= {"dataset.chat": True} if w.images or w.questions else {}
     wanted |= {"log.entropy_every": 1} if w.entropy else {}
     wanted |= {"adapter.rank": w.lora_rank, "adapter.alpha": LORA_ALPHA} if w.lora_rank else {}
     wanted |= OURS[job.side]

@@ -41,11 +41,16 @@ def run_trl(job: Job, probe: Probe) -> None:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
+    w = job.workload
+    at_once = w.micro_batch or w.prompts * w.generations
+    parts = w.prompts * w.generations // at_once  # forwards of a step
+
     class Watched(GRPOTrainer):  # type: ignore[misc]
         """A trainer that tells the probe when it does what."""
 
         def training_step(self, *given: Any, **named: Any) -> Any:
-            probe.steps.append(Step())
+            if self._step % parts == 0:
+                probe.steps.append(Step())
             with probe.stage("step"), contextlib.ExitStack() as self.after_inputs:
                 return super().training_step(*given, **named)
 
@@ -92,7 +97,6 @@ def run_trl(job: Job, probe: Probe) -> None:
         def on_optimizer_step(self, *given: Any, **named: Any) -> None:
             self.open.close()
 
-    w = job.workload
     tools: dict[str, Any] = {}
     if w.tools:
         tools = {"tools": [multiply], "processing_class": calling_tokenizer(job.model)}
@@ -108,8 +112,8 @@ def run_trl(job: Job, probe: Probe) -> None:
         data = data.cast_column("image", Image())
     config = GRPOConfig(
         output_dir=f"{job.output}/run",
-        per_device_train_batch_size=w.prompts * w.generations,
-        gradient_accumulation_steps=1,
+        per_device_train_batch_size=at_once,
+        gradient_accumulation_steps=parts,
         num_generations=w.generations,
         max_completion_length=w.limit,
         generation_kwargs={"min_new_tokens": w.min_tokens} if w.min_tokens else None,

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+import half_products  # noqa: E402
 import real_model  # noqa: E402
 
 from grpo_cli.generation.embedded import decode_batch, direct_forward  # noqa: E402
@@ -357,6 +358,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-faults", action="store_true")
     given = parser.parse_args(argv)
     torch.set_num_threads(given.threads)
+    half_products.install()
     path = given.model or str(real_model.folder())
     tokenizer = AutoTokenizer.from_pretrained(path)
     loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

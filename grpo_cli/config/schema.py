@@ -118,7 +118,8 @@ class Model:
     )
     chat_template: str | None = knob(
         None,
-        "Jinja file, or template text, that replaces the tokenizer's chat template.",
+        "In place of the tokenizer's chat template: a Jinja file, a template as text, or hermes "
+        "(ChatML with tool calls, for models whose own has none).",
         read_if=("dataset.chat",),
     )
     chat_template_kwargs: dict[str, Any] = knob(

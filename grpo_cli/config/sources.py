@@ -26,6 +26,15 @@ def local_path(source: str) -> Path | None:
     return path if path.exists() or looks_local or is_pattern(path) else None
 
 
+def template_file(template: str) -> Path | None:
+    """Returns the file of a chat template, `hermes` being the package's own; None if it is text."""
+    if "{" in template:
+        return None
+    if template == "hermes":
+        return Path(str(importlib.resources.files("grpo_cli.models") / "hermes.jinja"))
+    return Path(template).expanduser()
+
+
 def is_pattern(path: Path) -> bool:
     """Returns whether a path stands for all files that match it, as data/*.parquet does."""
     return not path.exists() and any(sign in str(path) for sign in "*?[")

@@ -363,7 +363,8 @@ class Chat:
             for roles in self._shapes_to_check(replies):
                 self.skeleton_of(roles)
         except _Refused as error:
-            raise UserError(f"{error}; set model.chat_template to another.") from error
+            another = "hermes (ChatML with tool calls) or another" if self.tools else "another"
+            raise UserError(f"{error}; set model.chat_template to {another}.") from error
         if self.tools:
             _ = self.parser
 

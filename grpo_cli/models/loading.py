@@ -364,10 +364,9 @@ def set_dropout(model_config: transformers.PretrainedConfig, rate: float) -> Non
 
 
 def read_template(template: str) -> str:
-    """Returns a chat template: `template` itself, or the contents of the file that it names."""
-    if "{" in template:
-        return template
-    return Path(template).expanduser().read_text(encoding="utf-8")
+    """Reads a chat template: text that is one, `hermes` for the package's own, or a file."""
+    file = sources.template_file(template)
+    return template if file is None else file.read_text(encoding="utf-8")
 
 
 def eos_ids(config: transformers.GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:

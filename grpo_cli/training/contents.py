@@ -24,6 +24,7 @@ from transformers.utils import cached_file
 from grpo_cli.checkpoints import paths, provenance
 from grpo_cli.checkpoints.checkpointer import CONTENTS
 from grpo_cli.checkpoints.lookup import file_hash
+from grpo_cli.config import sources
 from grpo_cli.config.schema import Benchmark, Model, NamedRows, Recipe
 from grpo_cli.config.sources import local_path
 from grpo_cli.data import Rows, RowStream, files
@@ -52,9 +53,9 @@ def of_run(prepared: Prepared) -> Contents:
     if recipe.model.path is not None and recipe.model.build is None:
         folder = _model_folder(recipe.model, recipe.model.path)
         found["tokenizer"] = _of_tokenizer(folder)
-        template = Path(recipe.model.chat_template or "").expanduser()
-        if recipe.model.chat_template and "{" not in str(template):
-            found["tokenizer"]["model.chat_template"] = file_hash(template)
+        template = recipe.model.chat_template
+        if template and (file := sources.template_file(template)) is not None:
+            found["tokenizer"]["model.chat_template"] = file_hash(file)
         found["model.path"] = {p.name: sample_hash(p) for p in _matching(folder, WEIGHTS)}
     for name, reward in prepared.scorer.rewards.items():
         if (file := _file_of(reward.function)) is not None:

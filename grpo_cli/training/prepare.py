@@ -616,7 +616,8 @@ def check_model_path(recipe: Recipe) -> None:
     the package is missing that quantizes it.
     """
     template = recipe.model.chat_template
-    if template is not None and "{" not in template and not Path(template).expanduser().is_file():
+    file = None if template is None else sources.template_file(template)
+    if file is not None and not file.is_file():
         raise UserError(f"model.chat_template = {template}: neither a file nor a Jinja template.")
     if recipe.model.quantization != "none":
         from grpo_cli.models import quantization  # late: it imports torch

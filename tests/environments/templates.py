@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from grpo_cli.config.schema import Build
-from grpo_cli.models import tiny
+from grpo_cli.models import loading, tiny
 
 MULTIPLY: dict[str, Any] = {
     "type": "function",
@@ -184,5 +184,6 @@ FAMILIES = {
     "qwen3_5": Family(QWEN3_5, [], ["<|im_end|>", "<|endoftext|>"], _TAGS),
     "llama3": Family(LLAMA3, _LLAMA, ["<|eot_id|>", "<|eom_id|>"]),
     "mistral": Family(MISTRAL, [*_MISTRAL, *_RESULTS], ["</s>"]),
+    "hermes": Family(loading.read_template("hermes"), [], ["<|im_end|>"]),
     "gemma": Family(GEMMA, ["<start_of_turn>", "<end_of_turn>"], ["<end_of_turn>"]),
 }
