@@ -71,7 +71,7 @@ test-all: lint types ## Check style and types and run all tests that need no spe
 test-gpu: .venv/dev.stamp ## Run the tests that need a CUDA device
 	$(PYTEST) -m gpu $(ARGS)
 
-test-vllm: .venv-vllm/made.stamp ## Run the tests with real vLLM on the CPU, in a venv of their own
+test-vllm: .venv-vllm/made.stamp real-model ## Run the tests with real vLLM on the CPU, in a venv of their own
 	HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest -m vllm $(ARGS)
 
 test-slurm: .venv/dev.stamp ## Run the tests on a real SLURM of this machine; root installs it

@@ -30,12 +30,14 @@ from tests import programs
 
 sys.path.insert(0, str(programs.ROOT / "scripts"))
 import check_self_checks
+import half_products
 import real_model
 
 pytestmark = pytest.mark.real
 
 MODEL = str(real_model.folder())
 PRECISIONS = pytest.mark.parametrize("precision", ["no", "bf16"])
+CLI = [str(programs.ROOT / "scripts" / "half_products.py"), "-m", "grpo_cli.cli"]
 HALF = {"no": nullcontext, "bf16": functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)}
 SMALL = [
     "recipe=chat_sums",
@@ -51,6 +53,11 @@ SMALL = [
     "checkpoint.keep_last=5",
     "log.completions_every=1",
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_products() -> None:
+    half_products.install()
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +85,7 @@ def chat(tokenizer: Any, *turns: str) -> list[int]:
 
 def grpo(*words: str, processes: int = 1) -> str:
     """Runs the command and returns what it has printed."""
-    done = programs.run(programs.started(processes, "-m", "grpo_cli.cli", *words))
+    done = programs.run(programs.started(processes, *CLI, *words))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -107,7 +114,7 @@ def test_a_run_keeps_its_fast_modes_and_a_killed_one_ends_the_same(
     words = [f"mixed_precision={precision}"]
     said = train(tmp_path / "straight", *words)
     assert "note:" not in said, said
-    command = ["-m", "grpo_cli.cli", "train", *SMALL, *words, f"output_dir={tmp_path / 'killed'}"]
+    command = [*CLI, "train", *SMALL, *words, f"output_dir={tmp_path / 'killed'}"]
     process = subprocess.Popen(
         programs.alone(*command), cwd=programs.ROOT, env=programs.environment(),
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

@@ -1,0 +1,32 @@
+"""A real chat model, whose rounding is larger than a random model's, sampled from by real vLLM."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import programs
+from tests.vllm_engines import grpo_train, run_metrics
+
+sys.path.insert(0, str(programs.ROOT / "scripts"))
+import half_products
+import real_model
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+
+
+def test_a_real_model_learns_from_what_vllm_has_sampled(tmp_path: Path) -> None:
+    precision = "bf16" if half_products.are_quick() else "no"
+    done = grpo_train(
+        "recipe=chat_sums", f"model.path={real_model.folder()}", "device=cpu",
+        "generation=vllm_colocate", f"mixed_precision={precision}", "steps=2",
+        "prompts_per_step=2", "generation.num_generations=4",
+        "generation.max_completion_tokens=16", "checkpoint.every=0", f"output_dir={tmp_path}",
+    )  # fmt: skip
+    assert "note:" not in done.stdout, done.stdout
+    limit = 0.1 if precision == "bf16" else 1e-3
+    for metrics in run_metrics(tmp_path):
+        assert metrics["sampling/sampling_logp_difference/mean"] < limit
