@@ -77,10 +77,11 @@ test-vllm: .venv-vllm/made.stamp real-model ## Run the tests with real vLLM on t
 test-slurm: .venv/dev.stamp ## Run the tests on a real SLURM of this machine; root installs it
 	$(PYTEST) -m slurm $(ARGS)
 
-lint: .venv/dev.stamp ## Check style, formatting and the order of the packages (one arrow)
+lint: .venv/dev.stamp ## Check style, formatting, the order of the packages (one arrow) and the budget of lines
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_budget.py
 
 format: .venv/dev.stamp ## Correct style and formatting where a tool can
 	$(BIN)/ruff check --fix --exit-zero --quiet .
