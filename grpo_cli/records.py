@@ -109,11 +109,6 @@ class Completion:
     env_retries: int = 0  # fresh environments after one that failed
 
     @property
-    def first_turn(self) -> list[int]:
-        """Returns the tokens that follow the prompt until an environment replies, or all."""
-        return self.ids[: self.turns[0].end] if self.turns else self.ids
-
-    @property
     def is_episode(self) -> bool:
         """Whether the model has taken turns with an environment, or tried to."""
         return bool(self.stop_reason or self.messages)

@@ -194,7 +194,7 @@ def decoding_limit(
     bandwidth: float,
     width: int,
 ) -> float:
-    """Returns a lower bound of the seconds that generation takes without speculative decoding.
+    """Returns a lower bound of the seconds that generation takes.
 
     The prompts are computed once. Each decoding step then takes the longer of two times: reading
     the weights and the keys and values (a prompt's once for its group), or the matrix products.

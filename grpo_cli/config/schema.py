@@ -892,16 +892,6 @@ class Generation:
         "this in a step; null: never.",
         gt=0,
     )
-    num_speculative_tokens: int = knob(
-        0,
-        "Tokens drafted at most for a completion in a decoding step, from completions of its "
-        "prompt in this group and in the last epoch, as far as they are among the last 4 million "
-        "tokens (n-gram lookup). Completions are the same except for rounding. Used once few "
-        "completions are left, and only where drafts are often right. 0: none. "
-        "Not with vLLM; on a GPU in place of CUDA graphs.",
-        ge=0,
-        le=32,
-    )
     vllm: Vllm = section(Vllm, Vllm.__doc__ or "")
     tools: Tools = section(Tools, Tools.__doc__ or "")
     dynamic_sampling: bool = knob(

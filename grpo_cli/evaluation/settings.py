@@ -70,8 +70,7 @@ READ_OF_ROWS = (
 READ = (
     *BEARING, *READ_OF_ROWS, "recipe", "device", "output_dir", "overwrite", "model.path",
     "scoring.", "distributed.", "benchmark.", "generation", "generation.max_num_seqs",
-    "generation.cuda_graphs", "generation.num_speculative_tokens", "generation.vllm.",
-    "log.images", "hydra.",
+    "generation.cuda_graphs", "generation.vllm.", "log.images", "hydra.",
 )  # fmt: skip
 ALWAYS = ("resume=auto",)  # accepted, since an evaluation does so in any case
 NOT_READ = (

@@ -24,7 +24,6 @@ from grpo_cli.records import Completion, Prompt
 if TYPE_CHECKING:
     from grpo_cli.config.schema import Recipe
     from grpo_cli.distributed.workers import Workers
-    from grpo_cli.generation.embedded.speculation.drafter import Speculation
 
 OnGroup = Callable[[int, list[Completion]], None]
 
@@ -116,7 +115,6 @@ class Generator:
     computes_here = False  # on this process's device, so that its FLOPs are the device's
     is_repeatable = True  # whether what shares a batch is the run's own choice
     accepts_images = False  # whether it reads `Prompt.images`
-    speculation: Speculation | None = None  # drafts of what comes next; None: there are none
     prefetch_steps = 0  # steps whose completions are sampled while an earlier step is trained on
     cache_tokens: int | None = None  # measured size of its caches: other batches round differently
 

@@ -23,7 +23,6 @@ from grpo_cli.config import saved_recipe
 from grpo_cli.config.renamed import translate
 from grpo_cli.config.schema import Adapter, Model, Optimizer, Recipe
 from grpo_cli.errors import UserError
-from grpo_cli.generation.embedded.speculation.kept_completions import KeptCompletions
 from grpo_cli.models.optimizers import EIGHT_BIT
 from grpo_cli.records import Group
 from grpo_cli.reporting.machine import processor
@@ -145,7 +144,6 @@ def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
         "alarms": run.reporter.alarms.to_state(),
         "stop": run.stop_rules.to_state(),
         "prefetch": queue.depth.to_state(),
-        "drafts": None if (drafts := kept_completions(run)) is None else drafts.to_state(),
         "grad_scaler": run.scaler.state_dict(),  # {} unless the arithmetic is float16
     }
 
@@ -224,12 +222,6 @@ def expected_seconds(policy: PreTrainedModel, processes: int) -> float:
     """Returns the expected seconds of the first checkpoint: weights and two moments."""
     size = float(3 * sum(tensor.nbytes for tensor in shards.tensors_of(policy).values()))
     return 2.0 + size / processes / BYTES_PER_SECOND
-
-
-def kept_completions(run: Run) -> KeptCompletions | None:
-    """Returns the completions that are kept as drafts; None without speculative decoding."""
-    speculation = run.generator.speculation
-    return None if speculation is None else speculation.kept
 
 
 def checks(run: Run) -> dict[str, dict[str, str]]:
@@ -450,8 +442,6 @@ def restore_state(run: Run, path: Path) -> dict[str, Any]:
     run.reporter.alarms.restore(saved.get("alarms", {}))  # earlier versions have none of these
     run.stop_rules.restore(saved.get("stop"), stored.state.seconds, len(saved["rng"]))
     run.queue.depth.restore(saved.get("prefetch"))
-    if (drafts := kept_completions(run)) is not None and saved.get("drafts"):
-        drafts.restore(saved["drafts"])
     run.recovery.unreported = saved["unreported"]
     if run.log_history is not None:  # a checkpoint has none if no reward read it then
         run.log_history = json.loads(saved.get("log_history", "[]"))

@@ -237,7 +237,6 @@ def test_other_settings_have_another_hash(always: dict[str, Any], changes: dict[
         *({"device": "cpu"}, {"scoring.workers": 1}, {"output_dir": "x"}, {"loss.beta": 0.1}),
         *(
             {"generation.max_num_seqs": 7},
-            {"generation.num_speculative_tokens": 4},
             {"eval.every": 9},
             {"log.images": "none"},
             {"eval.temperature": 0.0},

@@ -21,7 +21,6 @@ from grpo_cli.config import parsing, schema
 from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.generation.embedded.speculation import drafter, drafts
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.reporting.stage_clock import Clock
@@ -259,14 +258,6 @@ def test_the_checkpoint_is_a_model_with_the_generators_logprobs(tmp_path: Path) 
             )
 
 
-@pytest.fixture
-def all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts also what is hardly ever right: a random policy repeats little."""
-    monkeypatch.setattr(drafts, "LEAST_PROBABILITY", 0.0)
-    monkeypatch.setattr(drafter, "LEAST_SHARE", 0.0)
-    monkeypatch.setattr(drafter, "ENOUGH", 0)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -295,20 +286,12 @@ def all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
             "distributed__offload": "optimizer",
             "update__minibatches": 2,
         },
-        {
-            "generation__num_speculative_tokens": 4,
-            "generation__temperature": 0.1,
-            "optimizer__learning_rate": 1e-5,  # so that a step repeats the last
-            "dataset__train_limit": 2,
-            "prompts_per_step": 2,
-        },
     ],
     ids=[
         *("plain", "off-policy-kl", "moving-reference", "entropy", "dynamic-sampling-schedules"),
-        *("muon", "8-bit", "stochastic-rounding", "offload", "drafts-of-the-last-epoch"),
+        *("muon", "8-bit", "stochastic-rounding", "offload"),
     ],
 )
-@pytest.mark.usefixtures("all_drafts")
 def test_stop_and_resume_is_the_same_run(tmp_path: Path, changes: dict[str, Any]) -> None:
     straight = trained(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
 
@@ -332,8 +315,6 @@ def test_stop_and_resume_is_the_same_run(tmp_path: Path, changes: dict[str, Any]
         for m in metrics(live)
     ]
     assert timeless[:4] == timeless[4:]
-    used = any(m.get("drafts/tokens", 0) for m in timeless)
-    assert used == ("generation__num_speculative_tokens" in changes)
 
 
 def test_a_resumed_run_keeps_its_optimizer(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor
 from grpo_cli.generation.embedded.decoding_state import DecodingState
 from grpo_cli.generation.embedded.kept_caches import KeptCache
 from grpo_cli.generation.embedded.prefill import Continuation, Prefill
-from grpo_cli.generation.embedded.rows import RaggedRow
 from grpo_cli.models.attention import flash, merge
 
 ROOM = 64  # tokens that a batch's cache begins with; it doubles when it is full
@@ -71,11 +70,6 @@ class DecodeBatch:
             self._arrange()
 
     def __len__(self) -> int:
-        return len(self.rows)
-
-    @property
-    def num_tokens(self) -> int:
-        """Returns the number of tokens that the next step computes: one a row."""
         return len(self.rows)
 
     def positions(self) -> list[int]:
@@ -174,17 +168,6 @@ class DecodeBatch:
         if self.places is not None:
             of_prompt, lse_of_prompt = of_prompt[self.places], lse_of_prompt[self.places]
         return merge(out, lse, of_prompt, lse_of_prompt)[0].reshape(size, -1, dim)
-
-    def conversation_of(self, i: int) -> int:
-        """Returns the number of the conversation that row i continues."""
-        return self.state.conversations[self.rows[i]]
-
-    def ragged_row(self, i: int) -> RaggedRow:
-        """Returns row i as one of a `RaggedBatch`, for which `cache_of` returns the cache."""
-        number = self.rows[i] // self.num_generations
-        length = self.prompt_lengths[number]
-        shift = self.first_positions[number] - length
-        return RaggedRow(self.state, self.rows[i], length + self.length, shift)
 
     def cache_of(self, i: int) -> KeptCache:
         """Returns the cache of row i: of its prompt and its tokens except the one just drawn."""

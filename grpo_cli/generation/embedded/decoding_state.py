@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -130,37 +129,6 @@ class DecodingState:
                 self._end(row)
                 return True
         return False
-
-    def next_drafted(
-        self, rows: Sequence[int], drafts: Sequence[Sequence[int]], logits: Tensor
-    ) -> list[bool]:
-        """Draws tokens for each row for as long as its draft is what is drawn.
-
-        Speculative decoding (arXiv 2211.17192, algorithm 1) with a draft that is certain: a token
-        of probability p is accepted with probability p, and what is drawn otherwise comes from the
-        other tokens in proportion. To draw from the distribution and to compare does just that.
-        Since each draw takes the row's own number, a completion is what it would be without drafts,
-        except for the rounding of logits.
-
-        Args:
-            logits: [N, V], for the token after each row's last token and after each draft token.
-
-        Returns:
-            Whether each row has ended.
-        """
-        starts = [0, *accumulate(len(draft) + 1 for draft in drafts)]
-        has_ended = [False] * len(rows)
-        drawing, depth = list(range(len(rows))), 0
-        while drawing:
-            index = torch.tensor([starts[i] + depth for i in drawing], device=logits.device)
-            tokens, ended = self.next([rows[i] for i in drawing], logits[index])
-            agree = []
-            for i, token, is_last in zip(drawing, tokens.tolist(), ended, strict=True):
-                has_ended[i] = is_last
-                if not is_last and drafts[i][depth : depth + 1] == [token]:
-                    agree.append(i)
-            drawing, depth = agree, depth + 1
-        return has_ended
 
     def _has_ended(self, row: int, token: int) -> bool:
         ids = self.tokens[row]

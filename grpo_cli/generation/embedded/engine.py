@@ -20,7 +20,6 @@ Two prompts of 3 and 2 tokens with two completions each, max_rows = 4:
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,8 +38,6 @@ from grpo_cli.generation.embedded.direct_forward import DirectForward
 from grpo_cli.generation.embedded.graphs import FallbackGraphs
 from grpo_cli.generation.embedded.kept_caches import KeptCache, KeptCaches
 from grpo_cli.generation.embedded.prefill import Continuation, Prefill
-from grpo_cli.generation.embedded.speculation.drafter import Drafter, Speculation
-from grpo_cli.generation.embedded.speculation.ragged_batch import RaggedBatch, shape_of
 from grpo_cli.generation.embedded.static_decoding import StaticDecoding
 from grpo_cli.models import vision
 from grpo_cli.models.attention import (
@@ -49,22 +46,18 @@ from grpo_cli.models.attention import (
     no_mask,
 )
 from grpo_cli.models.families import image_tokens, without_router_logits
-from grpo_cli.models.memory import free_memory
 from grpo_cli.records import Prompt
 
 PREFILL = 8192  # prompt tokens computed at once
 REFILL = 0.5  # share of the rows that have to be free for the next prompts to come in
 
 
-Batch = DecodeBatch | RaggedBatch
-
-
 class Step:
     """Computes the attention of the new tokens of every row of several batches."""
 
-    def __init__(self, batches: Sequence[Batch]) -> None:
+    def __init__(self, batches: Sequence[DecodeBatch]) -> None:
         self.batches = batches
-        self.sizes = [c.num_tokens for c in batches]
+        self.sizes = [len(c) for c in batches]
         self.longest = max(c.longest for c in batches)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -87,7 +80,6 @@ class Engine:
     max_rows: int  # decoded at the same time; a group is never split, and may be larger
     caches: KeptCaches | None = None  # of conversations that go on; None: none does
     graphs: FallbackGraphs | None = None  # capture steps; None: decode step by step
-    speculation: Speculation | None = None  # None: no drafts
     direct: DirectForward | None = None  # of these weights; None: made in each call, if it can be
 
     @torch.no_grad()
@@ -103,12 +95,10 @@ class Engine:
         """
         waiting: deque[Waiting] = deque()
         batches: list[Any] = []  # of any kind
-        drafter = None if self.speculation is None else Drafter(self.speculation)
         direct = self.direct or DirectForward.of(self.model)
-        # Conversations come and go one by one, and drafts differ in length: each would need another
-        # bucket.
+        # Conversations come and go one by one: each would need another bucket.
         static = None
-        if self.caches is None and drafter is None:
+        if self.caches is None:
             static = StaticDecoding.of(direct, self.graphs, states)
         steps = 0  # since it was asked
         while True:
@@ -139,8 +129,6 @@ class Engine:
             batches = [batch for batch in batches if batch.rows]
             if static is not None and not batches:
                 static.release()
-            if drafter is not None and not waiting:
-                batches = self._with_drafts(batches, drafter)
             states, steps = [], steps + 1
             # Not after each token, since many small batches are slow.
             if has_room and not waiting and steps > len(batches):
@@ -254,70 +242,37 @@ class Engine:
         self._take(batch, *state.next(batch.rows, logits), active=active)
         return batch
 
-    def _with_drafts(self, batches: list[Batch], drafter: Drafter) -> list[Batch]:
-        """Returns the batches; as one whose rows get drafts, where few are left and it pays."""
-        if all(isinstance(batch, RaggedBatch) for batch in batches):
-            return batches
-        if not drafter.is_due(sum(map(len, batches))):
-            return batches
-        places = [(batch, i) for batch in batches for i in range(len(batch))]
-        rows = [batch.ragged_row(i) for batch, i in places]
-        states = list(dict.fromkeys(row.state for row in rows))
-        if not drafter.pays([(row.state, row.number) for row in rows]):
-            return batches
-        order = sorted(range(len(rows)), key=lambda i: states.index(rows[i].state))
-        rows, like = [rows[i] for i in order], batches[0].keys
-        if 2 * math.prod(shape_of(rows, like)) * like.element_size() > free_memory(like.device) / 2:
-            return batches  # the old caches are there meanwhile
-        caches = (places[i][0].cache_of(places[i][1]) for i in order)
-        return [RaggedBatch(rows, caches, like, drafter)]
-
-    def _step(self, batches: Sequence[Batch], direct: DirectForward | None) -> None:
-        """Draws one more token of every row, or several of a row that has a draft."""
-        plain = [batch for batch in batches if isinstance(batch, DecodeBatch)]
-        ragged = [batch for batch in batches if isinstance(batch, RaggedBatch)]
-        ordered: list[Batch] = [*plain, *ragged]
-        for batch in ordered:
+    def _step(self, batches: Sequence[DecodeBatch], direct: DirectForward | None) -> None:
+        """Draws one more token of every row."""
+        for batch in batches:
             batch.make_room()
-        positions = [p for batch in ordered for p in batch.positions()]
-        ids = torch.cat([batch.tokens for batch in ordered])
+        positions = [p for batch in batches for p in batch.positions()]
+        ids = torch.cat([batch.tokens for batch in batches])
         at = torch.tensor([positions], device=ids.device)
-        logits = self._logits(ids[None], at, Step(ordered), direct)
+        logits = self._logits(ids[None], at, Step(batches), direct)
         active, start = sum(map(len, batches)), 0
-        for state, group in groupby(plain, key=lambda batch: batch.state):
+        for state, group in groupby(batches, key=lambda batch: batch.state):
             together = list(group)
             rows = [row for batch in together for row in batch.rows]
-            of_state = slice(start, start + len(rows))
+            drawn, ended = state.next(rows, logits[start : start + len(rows)])
             start += len(rows)
-            drawn, ended = state.next(rows, logits[of_state])
             first = 0
             for batch in together:
                 own = slice(first, first + len(batch))
                 first += len(batch)
                 batch.length += 1
                 self._take(batch, drawn[own], ended[own], active=active)
-        for drafted in ragged:
-            own = slice(start, start + drafted.num_tokens)
-            start += drafted.num_tokens
-            ended = drafted.draw(logits[own])
-            self._keep(drafted, ended, active)
-            drafted.drop(ended)
 
     def _take(
         self, batch: DecodeBatch, tokens: Tensor, ended: Sequence[bool], *, active: int
     ) -> None:
-        """Takes the next tokens of a batch; keeps the caches of rows that have ended."""
-        self._keep(batch, ended, active)
+        """Takes the next tokens of a batch; keeps the caches of conversations that may go on."""
+        if self.caches is not None:
+            gone = [i for i, has_ended in enumerate(ended) if has_ended]
+            for i in gone:
+                conversation = batch.state.conversations[batch.rows[i]]
+                self.caches.keep(conversation, partial(batch.cache_of, i), active - len(gone))
         batch.take(tokens, ended)
-
-    def _keep(self, batch: Batch, ended: Sequence[bool], active: int) -> None:
-        """Keeps the caches of rows that have ended, if their conversations may go on."""
-        if self.caches is None:
-            return
-        gone = [i for i, has_ended in enumerate(ended) if has_ended]
-        for i in gone:
-            cache = partial(batch.cache_of, i)
-            self.caches.keep(batch.conversation_of(i), cache, active - len(gone))
 
     def _logits(
         self,

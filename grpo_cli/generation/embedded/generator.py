@@ -29,8 +29,6 @@ from grpo_cli.generation.embedded.direct_forward import DirectForward
 from grpo_cli.generation.embedded.engine import Engine
 from grpo_cli.generation.embedded.graphs import CudaGraphs, FallbackGraphs
 from grpo_cli.generation.embedded.kept_caches import KeptCaches
-from grpo_cli.generation.embedded.speculation.drafter import Speculation, budget_of
-from grpo_cli.generation.embedded.speculation.kept_completions import KeptCompletions
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models import attention, loading, memory, self_check
 from grpo_cli.models.families import (
@@ -124,7 +122,6 @@ class TransformersGenerator(Generator):
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # of the arithmetic
     say: Callable[[str], None] = print
     cuda_graphs: bool = True  # on a GPU, replay captured steps (`static_decoding.py`)
-    speculation: Speculation | None = None  # of the engine; None: no drafts
     # What the decoder is checked on: the same on every process of a run. (): its first prompts.
     checked_on: Sequence[Prompt] = ()
     cache_tokens: int | None = None
@@ -139,7 +136,6 @@ class TransformersGenerator(Generator):
         """Returns a `GatheringGenerator` where the policy is sharded."""
         model, workers = setup.model, setup.workers
         generation = setup.recipe.generation
-        most = generation.num_speculative_tokens
         settings: dict[str, Any] = {
             "eos_ids": setup.eos_ids,
             "max_rows": generation.max_num_seqs,
@@ -148,7 +144,6 @@ class TransformersGenerator(Generator):
             "say": setup.say,
             "cuda_graphs": generation.cuda_graphs,
             "checked_on": () if has_images(setup.prompts) else setup.prompts[:2],
-            "speculation": Speculation(most, budget_of(model), KeptCompletions()) if most else None,
         }
         if fsdp.is_sharded(model):
             return GatheringGenerator(model, workers.half_type or model.dtype, **settings)
@@ -235,7 +230,6 @@ class TransformersGenerator(Generator):
                         rows,
                         caches=caches,
                         graphs=self.graphs,
-                        speculation=self.speculation,
                         direct=self.direct,
                     ).decode(states, arrived)
                 else:
@@ -365,9 +359,8 @@ class TransformersGenerator(Generator):
 
     @property
     def _may_capture(self) -> bool:
-        """Whether steps may be captured; drafts of unequal lengths cannot."""
-        on_gpu = self.policy.device.type == "cuda"
-        return self.cuda_graphs and on_gpu and self.speculation is None
+        """Whether steps may be captured."""
+        return self.cuda_graphs and self.policy.device.type == "cuda"
 
     def check_graphs(self, graphs: FallbackGraphs, prompts: Sequence[Prompt]) -> None:
         """Captures steps from now on, if what they report are the model's log-probabilities."""

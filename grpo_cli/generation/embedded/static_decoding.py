@@ -34,7 +34,6 @@ from grpo_cli.generation.embedded.direct_forward import DirectForward
 from grpo_cli.generation.embedded.graphs import FallbackGraphs, Graphs, Replay
 from grpo_cli.generation.embedded.kept_caches import KeptCache
 from grpo_cli.generation.embedded.prefill import mask_of
-from grpo_cli.generation.embedded.rows import StaticRow
 from grpo_cli.generation.sampling import adjusted, pick
 from grpo_cli.models.attention import flash, merge
 from grpo_cli.models.memory import free_memory
@@ -59,6 +58,31 @@ def column_bucket(columns: int, most: int) -> int:
     while size < columns:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
     return min(size, -(-most // MULTIPLE) * MULTIPLE)
+
+
+@dataclass
+class StaticRow:
+    """Describes a row of a `StaticBatch`: a completion that is decoded."""
+
+    state: DecodingState
+    number: int  # of the row in its state
+    prompt_length: int
+    first_position: int  # of the first token of the completion
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Returns the state and the number of the row's prompt."""
+        return id(self.state), self.number // self.state.num_generations
+
+    @property
+    def own(self) -> int:
+        """Returns the number of the completion's tokens in the cache: all except the last."""
+        return len(self.state.tokens[self.number]) - 1
+
+    @property
+    def left(self) -> int:
+        """Returns the number of tokens that may still come."""
+        return self.state.sampling.max_tokens - len(self.state.tokens[self.number])
 
 
 @dataclass(frozen=True)

@@ -85,11 +85,6 @@ def _contradictions_of_both(recipe: Recipe) -> Iterator[str]:
             "generation.no_repeat_ngram_size: vLLM has no such setting; set it to 0, or use "
             "generation=transformers."
         )
-    if recipe.generation.num_speculative_tokens:
-        yield (
-            "generation.num_speculative_tokens: vLLM drafts by settings of its own; set it to 0, "
-            "or use generation=transformers."
-        )
     if vllm.regex is not None and vllm.json_schema is not None:
         yield "generation.vllm.regex: json_schema is set too; a completion follows one of the two."
     try:

@@ -59,7 +59,6 @@ def keep(run: Run, step: Step) -> None:
         "carried": [[] for _ in range(run.workers.size)],  # of the steps to come
         "stream": None,
         "lengths": {},
-        "drafts": None,
         "log_history": "[]",
         ENTRY: {
             "prompts": prompts,

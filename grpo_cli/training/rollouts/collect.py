@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-import numpy as np
 import torch
 
 from grpo_cli.algorithm.advantages import level_rewards
@@ -23,7 +22,6 @@ from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.generation.embedded.speculation.drafter import Speculation, draft_metrics
 from grpo_cli.records import Group, Rollout, RolloutStats, StepStats, rollout_stats
 from grpo_cli.reporting.rollout_metrics import mean, staleness_metrics
 from grpo_cli.reporting.stage_clock import Clock
@@ -55,39 +53,9 @@ def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
     streams = recipe.dataset.streaming  # of which rows do not come again soon
     for _, group in sorted(collected.sampled.items()) if not streams else ():
         run.queue.lengths[group[0].row] = mean([o.tokens for o in group])
-    if run.generator.speculation is not None:
-        with clock.waiting():
-            collected.metrics |= keep_drafts(
-                run.generator.speculation, run.workers, collected, streams=streams
-            )
     with clock.waiting():
         rebalance(run, recipe, collected)
     return collected
-
-
-def keep_drafts(
-    speculation: Speculation, workers: Workers, collected: StepBatch, *, streams: bool
-) -> dict[str, float]:
-    """Keeps a step's completions as drafts for the next epoch, and returns how drafts did.
-
-    Every process keeps those of all, so that a resumed run may have another number of processes.
-
-    Args:
-        streams: rows do not come again soon, and nothing is kept.
-    """
-    if speculation.kept is not None and not streams:
-        own = [
-            (
-                g.prompt_index,
-                g.prompt.ids,
-                [np.asarray(r.completion.first_turn, np.int32) for r in g.rollouts],
-            )
-            for g in collected.groups
-        ]
-        gathered = [group for part in workers.gather(own) for group in part]
-        for _, prompt, completions in sorted(gathered, key=lambda group: group[0]):
-            speculation.kept.keep(prompt, completions)
-    return draft_metrics(workers.sum(speculation.take_counts()))
 
 
 def rebalance(run: Run, recipe: Recipe, collected: StepBatch) -> None:

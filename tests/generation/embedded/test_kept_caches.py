@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from grpo_cli.generation.base import Generator
 from grpo_cli.generation.embedded import engine, prefill
 from grpo_cli.generation.embedded.direct_forward import DirectForward
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.embedded.kept_caches import KeptCache
-from grpo_cli.generation.embedded.speculation import drafter
-from grpo_cli.generation.embedded.speculation.drafter import Speculation
-from grpo_cli.generation.embedded.speculation.drafts import NgramDrafts
 from grpo_cli.generation.sampling import Sampling
 from tests.conversations import Conversations
 
@@ -137,40 +134,6 @@ def test_memory_that_ends_after_the_last_completion_ends_nothing(
     kept.run(sampler(model))
     assert failed
     assert same(plain, kept)
-
-
-@pytest.mark.parametrize("is_repeatable", [True, False])
-@pytest.mark.parametrize("stop", [(), ("e",)])
-def test_conversations_with_drafts_are_the_same(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    monkeypatch: pytest.MonkeyPatch,
-    is_repeatable: bool,
-    stop: tuple[str, ...],
-) -> None:
-    """Caches of drafted rows are kept, and others that arrive are decoded beside them."""
-    monkeypatch.setattr(drafter, "LEAST_SHARE", 0.0)
-    monkeypatch.setattr(drafter, "ENOUGH", 0)
-    sampling = Sampling(max_tokens=12, temperature=0.2, stop=stop)
-    feeds = [Conversations(PROMPTS, 3, sampling, 4, is_repeatable=r) for r in (True, is_repeatable)]
-    plain, drafted = feeds
-    plain.run(TransformersGenerator(model, MANY_EOS, 100, tokenizer))
-
-    def draft(_: NgramDrafts, completion: Sequence[int], most: int) -> list[int]:
-        """Returns what follows these tokens in a conversation; every third token is wrong."""
-        last = [*completion[-3:]]
-        for ids in plain.ids:
-            for at in range(len(ids) - 3):
-                if ids[at : at + 3] == last:
-                    following = ids[at + 3 : at + 3 + most]
-                    return [t if i % 3 < 2 else 7 for i, t in enumerate(following)]
-        return []
-
-    monkeypatch.setattr(NgramDrafts, "draft", draft)
-    how = Speculation(4, budget=40)
-    drafted.run(TransformersGenerator(model, MANY_EOS, 100, tokenizer, speculation=how))
-    assert same(plain, drafted)
-    assert 0 < how.counts["accepted"] < how.counts["drafted"]
 
 
 def test_one_conversation_does_not_wait_for_another(model: PreTrainedModel) -> None:
