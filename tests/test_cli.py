@@ -121,10 +121,6 @@ MISTAKES = {
         ["dataset.train=rows.jsonl", "generation.logit_bias={a: 5}"],
         ["generation.logit_bias={a: 5}: Key a (str) is incompatible with (int)."],
     ),
-    "empty bad word": (
-        ["dataset.train=rows.jsonl", "generation.bad_words=[' ']"],
-        ["generation.bad_words: holds a word that is empty or only spaces"],
-    ),
     "data sets of a reward without a mixture": (
         ["dataset.train=rows.jsonl", "reward.exact_match.datasets=[nope]"],
         ["reward.exact_match.datasets: is only read with dataset.mixture"],

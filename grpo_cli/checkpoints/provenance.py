@@ -197,7 +197,7 @@ ALLOWED: dict[str, Any] = {
         **_these(
             "num_generations max_completion_tokens min_completion_tokens stop temperature top_p "
             "top_k min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
-            "no_repeat_ngram_size allowed_token_ids stop_token_ids bad_words max_num_seqs "
+            "allowed_token_ids stop_token_ids max_num_seqs "
             "cuda_graphs max_logp_difference dynamic_sampling max_attempts"
         ),
         "engine": _word,

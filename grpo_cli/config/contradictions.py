@@ -133,8 +133,6 @@ def _of_generation(recipe: Recipe) -> Iterator[str]:
                 f"<= {key} = {limit}."
             )
             break
-    if any(not word.strip() for word in generation.bad_words):
-        yield "generation.bad_words: holds a word that is empty or only spaces; drop it."
     for name in ("stop_token_ids", "logit_bias") if generation.allowed_token_ids else ():
         if never := sorted({*getattr(generation, name)} - {*generation.allowed_token_ids}):
             yield (

@@ -848,12 +848,6 @@ class Generation:
         ge=-2,
         le=2,
     )
-    no_repeat_ngram_size: int = knob(
-        0,
-        "No sequence of this many tokens occurs twice in prompt and completion; 0: any may. Not "
-        "with vLLM.",
-        ge=0,
-    )
     logit_bias: dict[int, float] = knob(
         {},
         "Numbers that are added to the logits of tokens, by token id, such as {42: -5}.",
@@ -865,12 +859,6 @@ class Generation:
     )
     stop_token_ids: list[int] = knob(
         [], "Tokens that end a completion, by token id, in addition to the model's own."
-    )
-    bad_words: list[str] = knob(
-        [],
-        "Words that are not sampled in the tokenizer's own spelling, with and without a space "
-        "before: the token that would complete one is ruled out. Other tokens may spell the same "
-        "text.",
     )
     max_num_seqs: int | None = knob(
         None,
@@ -918,7 +906,7 @@ class Generation:
 # Knobs of generation, see `Generation.changed_by`.
 CHANGING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "no_repeat_ngram_size", "logit_bias", "allowed_token_ids", "bad_words", "min_completion_tokens",
+    "logit_bias", "allowed_token_ids", "min_completion_tokens",
 )  # fmt: skip
 
 

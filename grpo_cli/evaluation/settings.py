@@ -23,7 +23,7 @@ from grpo_cli.errors import UserError, listed
 # Keys, groups, and sections, which end with a dot. The numbers of any evaluation depend on:
 SAMPLING = (  # knobs of generation that evaluation reads as training does
     "stop", "stop_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "no_repeat_ngram_size", "allowed_token_ids", "bad_words",
+    "allowed_token_ids",
 )  # fmt: skip
 BEARING = (
     "seed", "mixed_precision", "model.revision", "model.dtype", "model.head_dtype",

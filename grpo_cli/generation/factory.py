@@ -15,7 +15,6 @@ from grpo_cli.config.user_code import import_module
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError, listed, nearest
 from grpo_cli.generation.base import EngineSetup, Generator
-from grpo_cli.generation.forbidden import bad_word_ids
 from grpo_cli.models import loading
 from grpo_cli.records import Prompt
 
@@ -60,15 +59,10 @@ def check_settings(recipe: Recipe) -> None:
 
 def names_tokens(generation: Generation) -> bool:
     """Whether a setting names tokens, for `check_tokens`."""
-    return any((*(getattr(generation, name) for name in TOKEN_SETTINGS), generation.bad_words))
+    return any(getattr(generation, name) for name in TOKEN_SETTINGS)
 
 
-def check_tokens(
-    generation: Generation,
-    size: int,
-    eos_ids: Collection[int],
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def check_tokens(generation: Generation, size: int, eos_ids: Collection[int]) -> None:
     """Checks the settings that name tokens.
 
     Args:
@@ -86,17 +80,11 @@ def check_tokens(
                     f"{size - 1}."
                 )
     sampled = set(generation.allowed_token_ids or range(size))
-    bad = {ids[0] for ids in bad_word_ids(tokenizer, generation.bad_words) if len(ids) == 1}
-    if not sampled - bad:
-        raise UserError(
-            "generation.bad_words: rule out every token of generation.allowed_token_ids; allow "
-            "others."
-        )
-    if generation.min_completion_tokens and not sampled - bad - {*eos_ids}:
+    if generation.min_completion_tokens and not sampled - {*eos_ids}:
         raise UserError(
             f"generation.min_completion_tokens = {generation.min_completion_tokens}: every token "
-            "that generation.allowed_token_ids and bad_words leave ends the completion, which is "
-            "shorter then; use 0, or allow others."
+            "of generation.allowed_token_ids ends the completion, which is shorter then; use 0, or "
+            "allow others."
         )
 
 

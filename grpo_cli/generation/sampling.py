@@ -38,9 +38,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     allowed_token_ids: tuple[int, ...] = ()  # no others are sampled; (): all are
-    bad_words: tuple[str, ...] = ()  # a generator forbids them (forbidden.py)
-    no_repeat_ngram_size: int = 0  # likewise
-    min_tokens: int = 0  # no eos before; likewise
+    min_tokens: int = 0  # no eos before; a generator forbids it
     stop: tuple[str, ...] = ()  # texts that end a completion (stop_strings.py)
     never: tuple[int, ...] = ()  # ids of tokens that stand for images
 
@@ -55,14 +53,13 @@ class Sampling:
         """Returns the settings of `generation`, with some changed."""
         same = (
             "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-            "frequency_penalty", "no_repeat_ngram_size",
+            "frequency_penalty",
         )  # fmt: skip
         settings: dict[str, Any] = {
             "max_tokens": config.max_completion_tokens,
             "min_tokens": config.min_completion_tokens,
             "logit_bias": tuple(sorted(config.logit_bias.items())),
             "allowed_token_ids": tuple(config.allowed_token_ids),
-            "bad_words": tuple(config.bad_words),
             "stop": tuple(config.stop),
             **{name: getattr(config, name) for name in same},
         }
@@ -131,8 +128,8 @@ def choose(
         ruled_out = bias is not None or forbidden is not None
         if ruled_out and bool((scores.amax(-1) == -torch.inf).any()):
             raise TrainingError(
-                "no token may come next: generation.allowed_token_ids, bad_words, "
-                "no_repeat_ngram_size and min_completion_tokens together rule out all of them.",
+                "no token may come next: generation.allowed_token_ids and "
+                "min_completion_tokens together rule out all of them.",
                 alone=True,
             )
         token, logprob = pick(scores, sampling, None if uniforms is None else uniforms[part])

@@ -637,7 +637,7 @@ def check_tokens(recipe: Recipe, path: str) -> None:
         defaults = loading.generation_config(recipe.model, path, config)
         eos_ids = [*loading.eos_ids(defaults, tokenizer), *generation.stop_token_ids]
         size = config.get_text_config().vocab_size
-        factory.check_tokens(generation, size, eos_ids, tokenizer)
+        factory.check_tokens(generation, size, eos_ids)
 
 
 def build_model(
@@ -668,7 +668,7 @@ def build_model(
     if factory.names_tokens(generation):
         tokenizer = tiny.tokenizer_of(build, pairs)
         eos_ids = [tokenizer.eos_token_id, *generation.stop_token_ids]
-        factory.check_tokens(generation, len(tokenizer), eos_ids, tokenizer)
+        factory.check_tokens(generation, len(tokenizer), eos_ids)
     bar = Bar(console, "warm-up", build.warmup_steps)
     path = tiny.build(
         build,

@@ -1018,10 +1018,8 @@ K1_IN_LOSS = {"loss.beta": 0.1, "loss.kl_estimator": "k1"}
                 "min_completion_tokens": 1,
                 "presence_penalty": -0.5,
                 "frequency_penalty": 0.5,
-                "no_repeat_ngram_size": 3,
                 "logit_bias": {3: 1.0},
                 "allowed_token_ids": [3],
-                "bad_words": ["no"],
             }.items()
         ),
         ({"generation.repetition_penalty": 1.1, "generation.min_completion_tokens": 2}, None),

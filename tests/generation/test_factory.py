@@ -99,40 +99,28 @@ def test_a_recipe_may_name_any_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
-def test_a_token_that_the_model_lacks_is_refused(
-    name: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_token_that_the_model_lacks_is_refused(name: str) -> None:
     tokens: Any = {9: 1.0} if name == "logit_bias" else [0, 9]
-    check_tokens(Generation(**{name: tokens}), 10, [2], tokenizer)
+    check_tokens(Generation(**{name: tokens}), 10, [2])
     with pytest.raises(UserError, match=rf"generation\.{name}: 9 is no token .* 0 to 8\."):
-        check_tokens(Generation(**{name: tokens}), 9, [2], tokenizer)
+        check_tokens(Generation(**{name: tokens}), 9, [2])
 
 
 @pytest.mark.parametrize(
-    ("allowed", "words", "at_least", "message"),
+    ("allowed", "at_least", "message"),
     [
-        ("ab", ["a"], 0, None),
-        ("ab", ["ab"], 0, None),  # of two tokens: the first may come
-        ("ab", ["a", "b"], 0, "bad_words: rule out every token of generation.allowed_token_ids"),
-        ("", ["a"], 3, None),
-        ("ab.", ["a", "b"], 0, None),
-        ("ab.", ["a"], 3, None),
-        ("ab.", ["a", "b"], 3, "min_completion_tokens = 3: every token that generation.allowed_t"),
-        (".", [], 1, "min_completion_tokens = 1: every token"),
+        ([], 3, None),
+        ([3, 4], 0, None),
+        ([2, 3], 3, None),
+        ([2], 1, "min_completion_tokens = 1: every token of generation.allowed_token_ids ends"),
     ],
 )
 def test_settings_that_leave_no_token_are_refused(
-    tokenizer: PreTrainedTokenizerFast,
-    allowed: str,
-    words: list[str],
-    at_least: int,
-    message: str | None,
+    allowed: list[int], at_least: int, message: str | None
 ) -> None:
-    ids = tokenizer.encode(allowed, add_special_tokens=False)
-    config = Generation(allowed_token_ids=ids, bad_words=words, min_completion_tokens=at_least)
-    ends = tokenizer.encode(".", add_special_tokens=False)
+    config = Generation(allowed_token_ids=allowed, min_completion_tokens=at_least)
     with pytest.raises(UserError) if message else contextlib.nullcontext() as error:
-        check_tokens(config, len(tokenizer), ends, tokenizer)
+        check_tokens(config, 10, [2])
     if message:
         assert str(error.value).startswith(f"generation.{message}")
 

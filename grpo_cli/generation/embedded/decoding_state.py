@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import OnGroup, Request
-from grpo_cli.generation.forbidden import Ngrams, bad_word_ids, completing
 from grpo_cli.generation.sampling import choose
 from grpo_cli.generation.stop_strings import StopStrings
 from grpo_cli.random_streams import derive_seed
@@ -33,7 +32,7 @@ class DecodingState:
         """Begins all rows.
 
         Args:
-            tokenizer: only read if there are stop strings or bad words.
+            tokenizer: only read if there are stop strings.
             on_group: called with a prompt's number and completions once all of them are complete.
         """
         self.prompts = [prompt.ids for prompt in request.prompts]
@@ -45,11 +44,9 @@ class DecodingState:
         self.eos_ids = list(eos_ids)
         self.on_group = on_group
         self.stop = None
-        self.bad_words: list[list[int]] = []
-        if sampling.stop or sampling.bad_words:
-            assert tokenizer is not None, "stop strings are found in text, bad words are texts"
-            self.bad_words = bad_word_ids(tokenizer, sampling.bad_words)
-            self.stop = StopStrings(tokenizer, sampling.stop) if sampling.stop else None
+        if sampling.stop:
+            assert tokenizer is not None, "stop strings are found in text"
+            self.stop = StopStrings(tokenizer, sampling.stop)
         rows = len(self.prompts) * num_generations
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         self.logprobs: list[list[float]] = [[] for _ in range(rows)]
@@ -59,7 +56,6 @@ class DecodingState:
         self.bias: Tensor | None = None
         self.seen: dict[int, Tensor] = {}
         self.counts: dict[int, Tensor] = {}
-        self.ngrams: dict[int, Ngrams] = {}
 
     @property
     def num_rows(self) -> int:
@@ -102,8 +98,6 @@ class DecodingState:
                 self.seen[row][token] = True
             if row in self.counts:
                 self.counts[row][token] += 1
-            if row in self.ngrams:
-                self.ngrams[row].append(token)
             ended.append(self._has_ended(row, token))
             if ended[-1]:
                 self._end(row)
@@ -113,9 +107,8 @@ class DecodingState:
     def reads_no_history(self) -> bool:
         """Whether no setting reads the tokens drawn before, such as a penalty or a stop string."""
         s = self.sampling
-        rules = s.stop or s.min_tokens or self.bad_words or s.no_repeat_ngram_size
         penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
-        return not (rules or penalties)
+        return not (s.stop or s.min_tokens or penalties)
 
     def take(self, row: int, tokens: Sequence[int], logprobs: Sequence[float]) -> bool:
         """Takes a row's next tokens, up to the one that ends it; returns whether one does.
@@ -141,8 +134,8 @@ class DecodingState:
 
     def _end(self, row: int) -> None:
         self.noise.pop(row, None)
-        for of_row in (self.seen, self.counts, self.ngrams):
-            of_row.pop(row, None)
+        self.seen.pop(row, None)
+        self.counts.pop(row, None)
         number = row // self.num_generations
         self.left[number] -= 1
         if not self.left[number]:
@@ -195,24 +188,11 @@ class DecodingState:
 
     def _forbidden(self, rows: Sequence[int], device: torch.device) -> Tensor | None:
         """Returns the tokens that must not come next, [B, K], -1 where fewer; None if none."""
-        sampling = self.sampling
-        if not (sampling.min_tokens or self.bad_words or sampling.no_repeat_ngram_size):
+        is_short = [len(self.tokens[row]) + 1 < self.sampling.min_tokens for row in rows]
+        if not (any(is_short) and self.eos_ids):
             return None
-        found = []
-        for row in rows:
-            ids = self.tokens[row]
-            found.append(completing(ids, self.bad_words))
-            if len(ids) + 1 < sampling.min_tokens:  # too short to end
-                found[-1] += self.eos_ids
-            if sampling.no_repeat_ngram_size:
-                if row not in self.ngrams:
-                    prompt = self.prompts[row // self.num_generations]
-                    self.ngrams[row] = Ngrams(sampling.no_repeat_ngram_size, prompt)
-                found[-1] += self.ngrams[row].repeating()
-        most = max(map(len, found))
-        if not most:
-            return None
-        return torch.tensor([ids + [-1] * (most - len(ids)) for ids in found], device=device)
+        none = [-1] * len(self.eos_ids)
+        return torch.tensor([self.eos_ids if short else none for short in is_short], device=device)
 
 
 def check_logits(logits: Tensor) -> None:

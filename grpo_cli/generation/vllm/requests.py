@@ -41,7 +41,6 @@ def sampling_params(
         "frequency_penalty": sampling.frequency_penalty,
         "logit_bias": {**dict(sampling.logit_bias), **never} or None,
         "allowed_token_ids": allowed or None,
-        "bad_words": list(sampling.bad_words),
         "stop": list(sampling.stop) or None,
         "stop_token_ids": list(eos_ids),
         "ignore_eos": True,

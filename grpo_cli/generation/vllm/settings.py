@@ -80,11 +80,6 @@ def contradictions_of_colocate(recipe: Recipe) -> Iterator[str]:
 
 def _contradictions_of_both(recipe: Recipe) -> Iterator[str]:
     vllm = recipe.generation.vllm
-    if recipe.generation.no_repeat_ngram_size:
-        yield (
-            "generation.no_repeat_ngram_size: vLLM has no such setting; set it to 0, or use "
-            "generation=transformers."
-        )
     if vllm.regex is not None and vllm.json_schema is not None:
         yield "generation.vllm.regex: json_schema is set too; a completion follows one of the two."
     try:

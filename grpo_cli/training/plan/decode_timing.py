@@ -49,7 +49,7 @@ def decode_seconds(
         Request(
             [Prompt.from_ids(row) for row in ids],
             num_generations,
-            replace(sampling, max_tokens=most, min_tokens=0, stop=(), bad_words=()),
+            replace(sampling, max_tokens=most, min_tokens=0, stop=()),
             list(range(prompts)),
         ),
         [],

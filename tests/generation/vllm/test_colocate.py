@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from grpo_cli.config.schema import Tools, Vllm
 from grpo_cli.environments.programs import program_loop
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.generation.forbidden import bad_word_ids, completing
 from grpo_cli.generation.sampling import Sampling
 from tests.vllm_engines import (
     LONG,
@@ -110,14 +109,12 @@ def test_never_stale(engine: ColocatedGenerator, policy: PreTrainedModel) -> Non
         Sampling(24, presence_penalty=0.8, frequency_penalty=0.6),
         Sampling(24, logit_bias=((7, 3.0), (9, -4.0)), repetition_penalty=1.3),
         Sampling(24, allowed_token_ids=(2, 5, 6, 7, 8), frequency_penalty=-0.5),
-        Sampling(24, bad_words=("1", "23", "+")),
     ],
     ids=repr,
 )
 def test_log_probabilities_are_of_what_was_drawn_from(
     engine: ColocatedGenerator,
     policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
     sampling: Sampling,
 ) -> None:
     groups = engine.generate(as_prompts(PROMPTS), 3, sampling, SEEDS)
@@ -131,12 +128,7 @@ def test_log_probabilities_are_of_what_was_drawn_from(
             for t in range(len(c.ids)):
                 seen[t, torch.tensor(prompt + c.ids[:t])] = True
             places = range(1, len(c.ids) + 1)
-            short = torch.tensor([[2] if t < sampling.min_tokens else [-1] for t in places])
-            banned = bad_word_ids(tokenizer, sampling.bad_words)
-            words = [completing(c.ids[:t], banned) for t in range(len(c.ids))]
-            most = max(map(len, words))
-            of_words = torch.tensor([w + [-1] * (most - len(w)) for w in words])
-            forbidden = torch.cat([short, of_words.long()], 1)
+            forbidden = torch.tensor([[2] if t < sampling.min_tokens else [-1] for t in places])
             counts = torch.zeros_like(logits)
             for t, token in enumerate(c.ids[:-1]):
                 counts[t + 1 :, token] += 1

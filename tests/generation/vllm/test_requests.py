@@ -29,7 +29,6 @@ PLAIN: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "logit_bias": None,
     "allowed_token_ids": None,
-    "bad_words": [],
     "stop": None,
     "stop_token_ids": [2, 7],
     "ignore_eos": True,
@@ -59,7 +58,6 @@ def test_a_request_says_what_the_recipe_says() -> None:
         frequency_penalty=-0.5,
         logit_bias=((3, 1.5),),
         allowed_token_ids=(3, 4),
-        bad_words=("no",),
         stop=("\n", "END"),
     )
     expected = {
@@ -73,7 +71,6 @@ def test_a_request_says_what_the_recipe_says() -> None:
         "frequency_penalty": -0.5,
         "logit_bias": {3: 1.5},
         "allowed_token_ids": [3, 4],
-        "bad_words": ["no"],
         "stop": ["\n", "END"],
         "detokenize": True,
         "seed": 0,

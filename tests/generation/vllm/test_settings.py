@@ -160,11 +160,6 @@ def test_what_is_sound(changes: dict[str, Any]) -> None:
             (AHEAD | {f"generation.{name}": value}, f"generation.{name}{OF_THE_OLD_POLICY}")
             for name, value in {"presence_penalty": 1, "logit_bias": {3: 1.0}}.items()
         ),
-        (
-            SERVED | {"generation.no_repeat_ngram_size": 2},
-            "generation.no_repeat_ngram_size: vLLM has no such setting; set it to 0, or use "
-            "generation=transformers.",
-        ),
         (AHEAD | {"generation.vllm.regex": "a"}, f"generation.vllm.regex{OF_THE_OLD_POLICY}"),
         (
             AHEAD | {"generation.vllm.json_schema": "{}"},
