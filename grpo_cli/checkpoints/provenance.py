@@ -204,8 +204,7 @@ ALLOWED: dict[str, Any] = {
         "vllm": {
             **_these(
                 "regex seeded check_weights weights_tolerance max_model_len tensor_parallel memory "
-                "kv_cache_gb sleep dtype model_impl eager prefetch_steps prefetch "
-                "prefetch_max_difference in_flight"
+                "kv_cache_gb sleep dtype model_impl eager prefetch_steps in_flight"
             ),
             "json_schema": _json_text,
         },

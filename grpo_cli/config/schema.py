@@ -572,20 +572,6 @@ class _VllmServers:
         "the largest staleness in steps.",
         ge=0,
     )
-    prefetch: str = knob(
-        "fixed",
-        "Number of steps that are prefetched: always prefetch_steps (fixed); or fewer, down to 0, "
-        "while staleness/logp_difference is above prefetch_max_difference (auto).",
-        choices=("fixed", "auto"),
-        read_if=("generation.vllm.prefetch_steps",),
-    )
-    prefetch_max_difference: float = knob(
-        0.05,
-        "Value of staleness/logp_difference, in nats a token, above which one step fewer is "
-        "prefetched; five steps in a row below half of it prefetch one more.",
-        gt=0,
-        read_if=("generation.vllm.prefetch", "auto"),
-    )
     transfer_folder: str | None = knob(
         None,
         "Shared folder for generation.vllm.transfer=disk, visible to the trainer and all servers.",

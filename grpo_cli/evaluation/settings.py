@@ -74,8 +74,7 @@ READ = (
 )  # fmt: skip
 ALWAYS = ("resume=auto",)  # accepted, since an evaluation does so in any case
 NOT_READ = (
-    "generation.vllm.prefetch_steps", "generation.vllm.prefetch",
-    "generation.vllm.prefetch_max_difference", "generation.vllm.in_flight", "distributed.offload",
+    "generation.vllm.prefetch_steps", "generation.vllm.in_flight", "distributed.offload",
 )  # fmt: skip
 # Read when stored completions are scored.
 READ_OF_COMPLETIONS = (

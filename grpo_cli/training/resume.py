@@ -143,7 +143,6 @@ def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
         "log_history": json.dumps(run.log_history or []),  # text is loaded fast
         "alarms": run.reporter.alarms.to_state(),
         "stop": run.stop_rules.to_state(),
-        "prefetch": queue.depth.to_state(),
         "grad_scaler": run.scaler.state_dict(),  # {} unless the arithmetic is float16
     }
 
@@ -441,7 +440,6 @@ def restore_state(run: Run, path: Path) -> dict[str, Any]:
         run.scaler.load_state_dict(scaler)
     run.reporter.alarms.restore(saved.get("alarms", {}))  # earlier versions have none of these
     run.stop_rules.restore(saved.get("stop"), stored.state.seconds, len(saved["rng"]))
-    run.queue.depth.restore(saved.get("prefetch"))
     run.recovery.unreported = saved["unreported"]
     if run.log_history is not None:  # a checkpoint has none if no reward read it then
         run.log_history = json.loads(saved.get("log_history", "[]"))

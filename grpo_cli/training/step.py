@@ -153,9 +153,6 @@ class Step:
             o.prompt_tokens + o.tokens for group in collected.sampled.values() for o in group
         )
         self.metrics |= {"num_tokens": run.state.num_tokens, "epoch": run.queue.epoch}
-        if run.queue.depth.adapts:
-            self.metrics["staleness/prefetch_steps"] = float(run.queue.depth.steps)
-        run.queue.depth.follow(self.metrics.get(STALENESS))
         run.stop_rules.follow_step(self.metrics, run.seconds, run.workers)
         run.recovery.end_step()
         run.recovery.unreported = self.metrics

@@ -537,8 +537,6 @@ BESIDES: dict[str, dict[str, Any]] = {
     "stop.max_kl": {"loss.beta": 0.1},
     "generation.vllm.transfer_folder": SERVERS,
     "generation.vllm.in_flight": SERVERS,
-    "generation.vllm.prefetch": SERVERS | {"generation.vllm.prefetch_steps": 1},
-    "generation.vllm.prefetch_max_difference": SERVERS | {"generation.vllm.prefetch_steps": 1},
     **{k: WITH_PROGRAMS for k, (other, *_) in READ_IF.items() if other == "eval.mode"},
 }
 

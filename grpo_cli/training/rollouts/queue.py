@@ -20,7 +20,6 @@ from grpo_cli.generation.base import Generator
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Group, Prompt
 from grpo_cli.training.rollouts.prefetch import Arrived, PrefetchedGroups
-from grpo_cli.training.rollouts.prefetch_depth import PrefetchDepth
 
 
 class RolloutQueue:
@@ -52,7 +51,6 @@ class RolloutQueue:
         self.signal_share = 1.0  # of the groups sampled last (dynamic sampling)
         self.leftover: list[Group] = []  # this process's scored groups, for the next step
         self.prefetched: deque[PrefetchedGroups] = deque()  # of the next steps
-        self.depth = PrefetchDepth(generator.prefetch_steps, recipe.generation.vllm)
         self.lengths: dict[int, float] = {}  # mean tokens of each row's completions, last time
 
     @property
@@ -63,7 +61,7 @@ class RolloutQueue:
 
     @property
     def prefetch_steps(self) -> int:
-        """Largest number of steps whose completions are prefetched."""
+        """Number of steps whose completions are prefetched."""
         return self.generator.prefetch_steps
 
     def take_prompts(self, number: int) -> list[tuple[int, Prompt]]:
@@ -100,8 +98,8 @@ class RolloutQueue:
         )
 
     def prefetch(self, step: int) -> None:
-        """Starts to sample for as many steps after `step` as are prefetched now."""
-        while len(self.prefetched) < self.depth.steps:
+        """Starts to sample for the steps after `step` that are prefetched."""
+        while len(self.prefetched) < self.prefetch_steps:
             later = step + len(self.prefetched) + 1
             if later >= self.recipe.steps:
                 return

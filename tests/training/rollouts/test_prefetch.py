@@ -373,27 +373,6 @@ def test_stop_and_resume_is_the_same_run(tmp_path: Path, fakes: list[FakeVllm]) 
 
 
 @pytest.mark.runs
-def test_auto_prefetches_fewer_steps_while_the_difference_is_large(
-    tmp_path: Path, fakes: list[FakeVllm]
-) -> None:
-    """With a rate of 5e-3 a stale step differs by more than 1e-3, and a fresh one by 1e-7."""
-    changes = {"steps": 9, "eval__at_start": False, "eval__at_end": False}
-    of_vllm = {"prefetch_steps": 2, "prefetch": "auto", "prefetch_max_difference": 1e-3}
-    changes |= serve(fakes, **of_vllm)
-    straight, expected = trained(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
-    found = metrics(straight)
-    assert [m["staleness/prefetch_steps"] for m in found] == [2, 2, 1, 1, 1, 0, 0, 0, 0]
-    assert [m["staleness/max"] for m in found] == [0, 1, 2, 2, 1, 1, 0, 0, 0]
-    assert [d[0] for step in expected for d in step] == list(range(54)), "each prompt once"
-    halted, first = trained(tmp_path, stop_after=4, output_dir=str(tmp_path / "halted"), **changes)
-    assert halted.queue.depth.steps == 1
-    resumed, rest = trained(tmp_path, output_dir=str(tmp_path / "halted"), resume="auto", **changes)
-    assert first + rest == expected
-    assert torch.equal(weights(resumed), weights(straight))
-    assert resumed.queue.depth.to_state() == straight.queue.depth.to_state()
-
-
-@pytest.mark.runs
 def test_a_run_that_is_stopped_does_not_wait_for_what_is_not_done(
     tmp_path: Path, fakes: list[FakeVllm]
 ) -> None:
