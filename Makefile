@@ -22,7 +22,7 @@ SLOW_TIER := not ($(SPECIAL)) and slow
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install demo demo-real real-model test-real quick test test-runs test-slow test-all test-gpu test-vllm \
-	test-slurm lint format types docs docs-site bench bench-growth bench-vllm long-run gpu-pack \
+	test-slurm lint format types docs docs-site bench bench-vllm long-run gpu-pack \
 	gpu-check clean
 
 help: ## List the targets
@@ -99,15 +99,11 @@ docs-site: .venv/docs.stamp ## Build the documentation as a site, in site/
 bench: .venv-bench/made.stamp ## Measure time and memory of a step beside TRL's; tail takes 15 minutes a round
 	HF_HUB_OFFLINE=1 .venv-bench/bin/python scripts/bench.py --workloads $(WORKLOADS) --rounds $(ROUNDS) $(ARGS)
 
-bench-growth: .venv/dev.stamp ## Measure how time and memory of a step grow with its sizes, in 10 to 30 minutes
-	HF_HUB_OFFLINE=1 $(BIN)/python scripts/bench_growth.py $(ARGS)
-
 long-run: .venv/dev.stamp ## Check memory, files and step time of a run of 5,000 steps, in about half an hour
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python scripts/check_long_run.py $(ARGS)
 
-bench-vllm: .venv-vllm/trl.stamp ## Measure a step with vLLM beside TRL with vLLM, and a weight sync
+bench-vllm: .venv-vllm/trl.stamp ## Measure a step with vLLM beside TRL with vLLM
 	HF_HUB_OFFLINE=1 .venv-vllm/bin/python scripts/bench.py --workloads vllm --rounds $(ROUNDS) $(ARGS)
-	HF_HUB_OFFLINE=1 .venv-vllm/bin/python scripts/bench_sync.py
 
 gpu-pack: .venv/dev.stamp ## Put the wheels that a GPU machine without a network lacks into .gpu-pack
 	$(BIN)/python scripts/gpu/pack.py $(ARGS)

@@ -1,8 +1,6 @@
 """A step beside TRL's and transformers', on random models made here: `make bench`.
 
-    python scripts/bench.py [--workloads tail,short] [--rounds 3]    time and memory, side by side
-    python scripts/bench.py curve    what a sampled token costs, by number of prompts and by limit
-    python scripts/bench.py peak     limits of this machine, and the share that `tail` reaches
+    python scripts/bench.py [--workloads tail,short] [--rounds 3]
 
 The sides take turns, each in a process of its own: ours, TRL, ours, TRL ... They get the same
 weights, prompt tokens (checked), rewards, sampling settings and limits; what they sample differs by
@@ -55,9 +53,6 @@ STAGES = {  # that a side is compared in
     "trl_vllm": ("step", "generate", "update", "tokens"),
 }  # fmt: skip
 TOLERANCE = 0.03  # sides whose tokens differ by more are compared by the token too
-READ_NUMBERS = 2**26  # of the matrix that the bandwidth of memory is measured with
-CURVE_PROMPTS = (1, 2, 4, 8, 16, 32, 64)
-CURVE_LIMITS = (64, 128, 256, 512, 1024)
 # Freed memory goes back to the system at once, so that resident memory is memory in use.
 GIVES_BACK = {
     "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -153,67 +148,6 @@ def logits_row(workload: Workload) -> str:
         f"{workload.name:8} logits    {count} x {workload.limit:,} x {words:,} x 4 bytes = "
         f"{mib:,.0f} MiB by formula, and as much again for their gradient"
     )
-
-
-def update_flops(shape: Mapping[str, int], lengths: Sequence[tuple[int, Sequence[int]]]) -> float:
-    """Floating-point operations of forward and backward over a step's tokens, each counted once.
-
-    2 a weight and token forward and 4 backward; attention 4 · hidden_size for each pair of tokens
-    of which one sees the other, and twice that backward; logits at completion tokens only.
-
-    Args:
-        lengths: tokens of each prompt (counted once for its group) and of each completion.
-    """
-    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    completed = sum(sum(c) for _, c in lengths)
-    tokens = sum(p for p, _ in lengths) + completed
-    pairs = sum(
-        p * (p + 1) / 2 + sum(c * p + c * (c + 1) / 2 for c in completions)
-        for p, completions in lengths
-    )
-    weights = 2.0 * (layer_weights(shape) * tokens + hidden * shape["vocab_size"] * completed)
-    return 3 * (weights + 4 * hidden * layers * pairs)
-
-
-def layer_weights(shape: Mapping[str, int]) -> int:
-    """Returns the number of weights in the products of all decoder layers."""
-    hidden = shape["hidden_size"]
-    layer = 2 * hidden * (hidden + kv_width(shape)) + 3 * hidden * shape["intermediate_size"]
-    return shape["num_hidden_layers"] * layer
-
-
-def kv_width(shape: Mapping[str, int]) -> int:
-    """Returns the width of a token's keys in one layer, which is also that of its values."""
-    return shape["hidden_size"] // shape["num_attention_heads"] * shape["num_key_value_heads"]
-
-
-def decoding_limit(
-    shape: Mapping[str, int],
-    lengths: Sequence[tuple[int, Sequence[int]]],
-    flops: float,
-    bandwidth: float,
-    width: int,
-) -> float:
-    """Returns a lower bound of the seconds that generation takes.
-
-    The prompts are computed once. Each decoding step then takes the longer of two times: reading
-    the weights and the keys and values (a prompt's once for its group), or the matrix products.
-
-    Args:
-        lengths: tokens of each prompt and of its completions.
-        flops: floating-point operations a second.
-        bandwidth: bytes a second from memory.
-        width: bytes of a number.
-    """
-    weights = layer_weights(shape) + shape["hidden_size"] * shape["vocab_size"]
-    cached = 2 * kv_width(shape) * shape["num_hidden_layers"]  # numbers of a token
-    seconds = 2.0 * layer_weights(shape) * sum(p for p, _ in lengths) / flops
-    for done in range(1, max(max(c) for _, c in lengths)):  # the first token is the prompt's
-        rows = [sum(n > done for n in completions) for _, completions in lengths]
-        seen = sum(p + r * done for (p, _), r in zip(lengths, rows, strict=True) if r)
-        read = width * (weights + cached * seen) / bandwidth
-        seconds += max(read, 2.0 * weights * sum(rows) / flops)
-    return seconds
 
 
 class Bench:
@@ -363,92 +297,6 @@ def alone(workload: str, ours: Rounds) -> list[str]:
     ]
 
 
-def curve(bench: Bench, model: str, rounds: int, longest: int) -> None:
-    """Prints what a token costs our generation.
-
-    Args:
-        longest: limit up to which the second table goes.
-    """
-    tail, most = WORKLOADS["tail"], max(CURVE_PROMPTS)
-    workload = dataclasses.replace(tail, name="curve", prompts=most, model=model)
-    by_prompts = [[prompts, min(tail.limit, longest)] for prompts in CURVE_PROMPTS]
-    by_limit = [[tail.prompts, limit] for limit in CURVE_LIMITS if limit <= longest]
-    for title, points in (("prompts", by_prompts), ("limit", by_limit)):
-        job = bench.job(workload, "ours", 1, points=points)
-        found = [bench.run(job)["points"] for _ in range(rounds)]
-        print(f"generation by {title}, {workload.generations} completions of each prompt")
-        print(f"{'prompts':>8} {'limit':>6} {'tokens':>8} {'seconds':>9} {'ms a token':>11}")
-        for same in zip(*found, strict=True):
-            seconds = statistics.median(p["seconds"] for p in same)
-            cost = statistics.median(1e3 * p["seconds"] / p["tokens"] for p in same)
-            size = f"{same[0]['prompts']:8} {same[0]['limit']:6} {same[0]['tokens']:8,}"
-            print(f"{size} {seconds:9.2f} {cost:11.3f}", flush=True)
-
-
-def peak(bench: Bench, model: str, changes: Mapping[str, Any]) -> None:
-    """Prints the machine's limits, and the share of them that a step of `tail` reaches."""
-    shape = MODELS[model]
-    hidden, best = shape["hidden_size"], 0.0
-    for tokens in (64, 1024, 8192):
-        for width in (hidden, shape["intermediate_size"], shape["vocab_size"]):
-            rate = product_rate(tokens, hidden, width, bench.bf16)
-            best = max(best, rate)
-            print(f"peak     {tokens:6,} x {hidden} x {width:7,}  {rate / 1e9:8,.1f} GFLOP/s")
-    bandwidth, size = read_rate(bench.bf16), 2 if bench.bf16 else 4
-    print(f"peak     reading {READ_NUMBERS * size / 2**20:,.0f} MiB  {bandwidth / 1e9:,.1f} GB/s")
-    # Groups without a signal are not skipped: their tokens are counted.
-    workload = dataclasses.replace(WORKLOADS["tail"], **changes)
-    found = bench.turn(workload, "all", workload.steps)[WARM_UP:]
-    for stage, limits in (
-        ("update", [update_flops(shape, s["lengths"]) / best for s in found]),
-        ("generate", [decoding_limit(shape, s["lengths"], best, bandwidth, size) for s in found]),
-    ):
-        taken = [s["seconds"][stage] for s in found]
-        share = Figure.of([[a / b for a, b in zip(limits, taken, strict=True)]])
-        print(
-            f"peak     {stage} of tail  {Figure.of([taken]).text('s')}, at least "
-            f"{Figure.of([limits]).text('s')}: {share.median:.0%} of the limit"
-        )
-
-
-def product_rate(tokens: int, inner: int, width: int, bf16: bool) -> float:
-    """Floating-point operations a second of [tokens, inner] times [inner, width], at best."""
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    a = torch.randn(tokens, inner, device=device, dtype=dtype)
-    b = torch.randn(width, inner, device=device, dtype=dtype).T  # as a linear layer keeps it
-    repeat = max(1, int(2e9 / (tokens * inner * width)))
-    taken = []
-    for _ in range(6):
-        start = time.perf_counter()
-        for _ in range(repeat):
-            torch.mm(a, b)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-    return 2.0 * tokens * inner * width * repeat / min(taken)
-
-
-def read_rate(bf16: bool) -> float:
-    """Bytes a second that a product with one row reads of a matrix larger than caches, at best."""
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    matrix = torch.ones(READ_NUMBERS // 4096, 4096, device=device, dtype=dtype)
-    row = torch.ones(4096, device=device, dtype=dtype)
-    taken = []
-    for _ in range(10):
-        start = time.perf_counter()
-        torch.mv(matrix, row)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-    return matrix.numel() * matrix.element_size() / min(taken)
-
-
 def processor() -> str:
     """Names the processor, and what it has for products of matrices."""
     import torch
@@ -485,7 +333,6 @@ def machine() -> str:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", nargs="?", default="compare", choices=("compare", "curve", "peak"))
     parser.add_argument("--workloads", default="all", help=f"all, or some of {','.join(WORKLOADS)}")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side")
     parser.add_argument(
@@ -511,13 +358,7 @@ def main() -> None:
     print(machine(), flush=True)
     with tempfile.TemporaryDirectory(prefix="grpo-bench-") as root:
         bench = Bench(Path(root), given.bf16)
-        if given.what == "curve":
-            longest = given.limit or max(CURVE_LIMITS)
-            curve(bench, given.model or "small", given.rounds, longest)
-        elif given.what == "peak":
-            peak(bench, given.model or "small", given.changes)
-        else:
-            comparison(bench, given.workloads, given.rounds, given.json)
+        comparison(bench, given.workloads, given.rounds, given.json)
 
 
 if __name__ == "__main__":

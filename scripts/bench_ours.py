@@ -6,28 +6,24 @@ What `grpo train` does with the job's recipe, in this process. Times are those o
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_probe import Probe, Step, check_meter, synchronize
+from bench_probe import Probe, Step, check_meter
 from bench_setup import Job
 from omegaconf import DictConfig
 
 from grpo_cli import train
 from grpo_cli.config import compose, parsing
 from grpo_cli.generation.base import OnGroup, Request, Work
-from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Completion, Prompt
 from grpo_cli.reporting import stage_clock
 from grpo_cli.training import build, prepare
-from grpo_cli.training.run import Run
 
 UPDATE = ("update", "forward_backward", "optimizer")  # stages of time/* that make up the update
 METERED = ("update", "forward_backward")  # where memory is looked at, as far as they exist
@@ -89,10 +85,6 @@ def main() -> None:
     def task(cfg: DictConfig) -> None:
         recipe = parsing.parse(cfg, compose.given_keys(cfg))
         live = build.build(prepare.for_training(recipe), sys.argv)
-        if job.points:
-            more["points"] = generation_curve(live, job.points)
-            live.close()
-            return
         watched: Any = Watched(live.generator, probe)
         live.generator = live.queue.generator = watched
         if job.metered:
@@ -107,10 +99,9 @@ def main() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     recipe = Path(job.output) / "recipe.yaml"
     compose.compose_and_call([f"recipe={recipe}", f"output_dir={folder}"], task)
-    if not job.points:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        for step, line in zip(probe.steps, lines, strict=True):
-            step.seconds = stages(json.loads(line))
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    for step, line in zip(probe.steps, lines, strict=True):
+        step.seconds = stages(json.loads(line))
     probe.write(job.output, device=str(probe.device), **more)
 
 
@@ -131,24 +122,6 @@ def meter_stages(probe: Probe, model: torch.nn.Module) -> None:
             yield
 
     stage_clock.Clock.stage = stage  # type: ignore[assignment, method-assign]
-
-
-def generation_curve(live: Run, points: Sequence[Sequence[int]]) -> list[dict[str, float]]:
-    """Tokens and seconds of generation alone, at each (prompts, limit); the first is a warm-up."""
-    found = []
-    number = live.recipe.generation.num_generations
-    for prompts, limit in [points[0], *points]:
-        settings = dataclasses.replace(live.recipe.generation, max_completion_tokens=limit)
-        sampling = Sampling.of(settings)
-        chosen = live.queue.stream.prompts[:prompts]
-        synchronize(live.workers.device)
-        start = time.perf_counter()
-        groups = live.generator.generate(chosen, number, sampling, list(range(prompts)))
-        synchronize(live.workers.device)
-        tokens = sum(len(c.ids) for group in groups for c in group)
-        seconds = time.perf_counter() - start
-        found.append({"prompts": prompts, "limit": limit, "tokens": tokens, "seconds": seconds})
-    return found[1:]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import json
 import random
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,6 @@ class Job:
     steps: int  # counted and not
     bf16: bool
     metered: bool = False  # looks at memory, which costs time
-    points: list[list[int]] = field(default_factory=list)  # (prompts, limit) of `curve`
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")

@@ -5,8 +5,7 @@ python scripts/check_math.py ../shared/data --fuzz 100000 --seed 0
 Right answers: each gold solution of GSM8K and MATH against its own answer, and each answer in the
 endings that models write, English and Chinese. Wrong answers: the same against the answer of
 another row, where the two answers are not the same text. What comes out otherwise is printed.
-Fuzz: random, truncated, nested and huge text against gold answers of several kinds; crashes (an
-exception, or a value other than 0 and 1), and the time that a call takes.
+Fuzz: random, truncated, nested and huge text; crashes, and the time that a call takes.
 """
 
 from __future__ import annotations
@@ -154,30 +153,6 @@ def share(part: int, whole: int) -> str:
 
 
 GOLDS = ("6", "1,080", r"\frac{3}{4}", "x=5", r"x \in [-2,7]", r"\text{Evelyn}", r"\sqrt{2}", "18%")
-ADVERSARIAL = (
-    "9**9**9**9", "9^{9^{9^9}}", "10^{10^{10}}", "99999999999!", "9!!!!!!",
-    "(((9^{99})^{99})^{99})", r"\binom{10^9}{10^8}", r"\sum_{k=1}^{10^{12}} k^k",
-    r"\prod_{k=1}^{99999999} k", r"\int x^x dx", r"\frac{1}{0}", r"0^{0^0}", r"\infty-\infty",
-    r"\sqrt{-1}^{i^i}", r"\log_{0}{0}", r"\tan(\frac{\pi}{2})", "x^{97}+x+1=0", "(x+y+z)^{100}",
-    "1e999999999", "0x" + "f" * 999, "1" * 5000, "." * 999, "1." * 450, "\x00", "\x00" * 999,
-    "\ud800", "\u202e5\u202c", "\u200f5", "\ufeff5", "5\u0301" * 300, "５" * 400, "{" * 50_000,
-    "}" * 50_000, "(" * 900, "((" * 40 + "1" + "))" * 40, "|x|" * 300, "||" * 40, "$" * 50_000,
-    r"\boxed{" * 20_000, r"\boxed{" + "{" * 50_000, r"\boxed" * 9000, r"\frac{" * 150,
-    r"\frac" * 5000, r"\sqrt{" * 150, r"\left(" * 150, r"\begin{pmatrix}" * 60,
-    r"\begin{pmatrix}1\\" * 50, r"\text{" * 150, "<answer>" * 5000, "</answer>" * 5000,
-    "<answer></answer>" * 3000, "#### " * 20_000, "####\n" * 20_000, "answer " * 9000,
-    "answer: " * 9000, "the answer is " * 5000, r"answer: \[ " * 5000, "answer: $$" * 5000,
-    "答：" * 20_000, "答案是" * 20_000, "【答案】" * 9000, "一共" * 9000 + "5",
-    "百分之" * 3000,
-    "万亿" * 3000,
-    "1," * 5000, "1,000" * 999, "1 " * 20_000, "1 000 " * 5000, "+-" * 450, "-" * 900,
-    "1+" * 450 + "1", "x^" * 450, "a(" * 450, "1<x" * 300, "x=" * 450, "x<" * 450, "x_" * 450,
-    "!" * 900, "1!" * 450, "%" * 9000, "1%" * 5000, r"\%" * 5000, "&" * 900, "\\" * 50_000,
-    "\n" * 50_000, " " * 50_000, "\t5\t" * 9000, "a" * 50_000, "e" * 900, "i^" * 300 + "i",
-    "π" * 900, "√" * 900, "∞" * 900, "²" * 900, "½" * 900, "**" * 9000, "**5** " * 5000,
-    "5 apples " * 5000, "5/" * 450, "1/2 " * 9000, "3 or 4", ";" * 900, "~" * 900, "[0,1)" * 180,
-    r"\cup" * 200,
-)  # fmt: skip
 PIECES = (
     *"0123456789+-*/^_=<>()[]{}|!,.;:%$\\ &~#'\"", "\n", *"xyzaei", "**", r"\frac", r"\frac{",
     r"\sqrt{", "}{", r"\left(", r"\right)", r"\boxed{", "<answer>", "</answer>", "#### ",
@@ -191,58 +166,31 @@ PIECES = (
 
 
 def fuzz(count: int, seed: int, rows: list[dict[str, Any]], pool: Pool) -> None:
+    """Scores random texts; prints the verdicts, the seconds and the crashes."""
     rng = random.Random(seed)
     solutions = [row["solution"] for row in rows]
-    values = Counter[str]()
-    seconds: list[tuple[float, str, str]] = []
-    crashes: list[str] = []
+    values, seconds = Counter[str](), []
     for start in range(0, count, CHUNK):
         indices = range(start, min(start + CHUNK, count))
         asked = [(fuzz_text(i, rng, solutions), rng.choice(GOLDS)) for i in indices]
         for (text, gold), done in zip(asked, verdicts(asked, pool), strict=True):
-            seconds.append((done.seconds, text, gold))
+            seconds.append(done.seconds)
             if done.error is not None and not done.timed_out:
-                crashes.append(f"{text[:200]!r} gold {gold!r}: {done.error}")
                 values["crash"] += 1
+                print(f"    crash: {text[:200]!r} gold {gold!r}: {done.error}")
             else:
-                value = value_of(done)
-                values[{None: "over the deadline", 0.0: "wrong", 1.0: "right"}[value]] += 1
-    seconds.sort(key=lambda entry: entry[0])
-    print(f"fuzz, {count} texts, seed {seed}: {dict(values)}")
-    if seconds:
-        quantiles = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
-        print("    seconds:", {
-            name: round(seconds[min(int(q * count), count - 1)][0], 4)
-            for name, q in quantiles.items()
-        })  # fmt: skip
-    for crash in crashes[:PRINTED]:
-        print(f"    crash: {crash}")
-    for elapsed, text, gold in seconds[-PRINTED:]:
-        print(f"    {elapsed:.2f} s: {text[:90]!r} ({len(text)} characters) gold {gold!r}")
+                values[str(value_of(done))] += 1
+    seconds.sort()
+    quantiles = {q: round(seconds[min(int(q * count), count - 1)], 4) for q in (0.5, 0.99, 1.0)}
+    print(f"fuzz, {count} texts, seed {seed}: {dict(values)}; seconds by quantile: {quantiles}")
 
 
 def fuzz_text(index: int, rng: random.Random, solutions: Sequence[str]) -> str:
-    if index < 3 * len(ADVERSARIAL):
-        core = ADVERSARIAL[index // 3]
-        return (core, rf"so \boxed{{{core}}}", f"The answer is ${core}$.")[index % 3]
-    makers = (random_bytes, random_characters, random_pieces, truncated, nested, huge, spliced)
+    """Returns a text of one of the kinds in turn, often within the marks of an answer."""
+    makers = (random_characters, random_pieces, truncated, nested, huge)
     text = makers[index % len(makers)](rng, solutions)
-    wrappers = (
-        "%s",
-        "%s",
-        r"\boxed{%s}",
-        "$%s$",
-        "<answer>%s</answer>",
-        "The answer is %s",
-        "答：%s",
-    )
-    return rng.choice(wrappers).replace("%s", text)
-
-
-def random_bytes(rng: random.Random, _: Sequence[str]) -> str:
-    return rng.randbytes(rng.randrange(400)).decode(
-        rng.choice(("latin-1", "utf-16", "utf-8")), "replace"
-    )
+    marks = ("%s", "%s", r"\boxed{%s}", "$%s$", "<answer>%s</answer>", "The answer is %s", "答：%s")
+    return rng.choice(marks).replace("%s", text)
 
 
 def random_characters(rng: random.Random, _: Sequence[str]) -> str:
@@ -259,10 +207,6 @@ def truncated(rng: random.Random, solutions: Sequence[str]) -> str:
     text = rng.choice(solutions)
     start = rng.randrange(len(text))
     return text[start : start + rng.randrange(1, 600)]
-
-
-def spliced(rng: random.Random, solutions: Sequence[str]) -> str:
-    return truncated(rng, solutions) + random_pieces(rng, solutions) + truncated(rng, solutions)
 
 
 def nested(rng: random.Random, _: Sequence[str]) -> str:

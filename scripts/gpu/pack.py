@@ -3,19 +3,16 @@
     python scripts/gpu/pack.py [--out .gpu-pack]
 
 The machine has the packages of `image.txt` on Python 3.12. All other packages that grpo depends on
-are put into the folder as wheels, in the versions of `constraints.txt`, with `manifest.json`.
-`check.sh` installs them there. A package of which PyPI has no wheel is built from its source, which
-must be pure Python.
+are put into the folder as wheels, in the installed versions; `check.sh` installs them there. A
+package of which PyPI has no wheel is built from its source, which must be pure Python.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import subprocess
 import sys
-import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,7 +22,6 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-LARGEST = 40 * 10**6  # bytes of all wheels together
 GLIBC = (17, 24, 26, 27, 28, 31, 34)  # pip wants each version named that a wheel may ask for
 TARGET = {  # of the markers in requirements
     "python_version": "3.12",
@@ -43,10 +39,10 @@ def read_image(text: str) -> dict[str, str | None]:
     """Returns the packages of an image by name, each with its version where that is written.
 
     Args:
-        text: of `image.txt`: `name` or `name==version` a line, comments after a #.
+        text: of `image.txt`: words `name` or `name==version`, comments after a #.
     """
-    lines = (line.partition("#")[0].strip() for line in text.splitlines())
-    pairs = (line.partition("==") for line in lines if line)
+    words = (word for line in text.splitlines() for word in line.partition("#")[0].split())
+    pairs = (word.partition("==") for word in words)
     return {canonicalize_name(name): version or None for name, _, version in pairs}
 
 
@@ -75,10 +71,9 @@ def lacking(requirements: Iterable[str], image: Mapping[str, str | None]) -> dic
             found[name] = package.version
         # Of a package that the image has, only what its extras add can be lacking.
         for wanted in (() if is_there else ("",)) + tuple(requirement.extras):
-            if f"{name}[{wanted}]" in seen:
-                continue
-            seen.add(f"{name}[{wanted}]")
-            waiting += [(Requirement(r), wanted) for r in package.requires or ()]
+            if f"{name}[{wanted}]" not in seen:
+                seen.add(f"{name}[{wanted}]")
+                waiting += [(Requirement(r), wanted) for r in package.requires or ()]
     return dict(sorted(found.items()))
 
 
@@ -94,54 +89,40 @@ def fetch(name: str, version: str, folder: Path) -> None:
         [*pip, "download", "--no-deps", "--only-binary=:all:", "--python-version=3.12",
          "--implementation=cp", *platforms, "--platform=manylinux2014_x86_64",
          f"--dest={folder}", f"{name}=={version}"],
-        capture_output=True, text=True,
+        capture_output=True,
     )  # fmt: skip
     if ready.returncode == 0:
         return
-    with tempfile.TemporaryDirectory(prefix="grpo-wheel-") as built:
-        command = [*pip, "wheel", "--no-deps", f"--wheel-dir={built}", f"{name}=={version}"]
-        made = subprocess.run(command, capture_output=True, text=True)
-        wheel = next(Path(built).glob("*.whl"), None)
-        if wheel is None:
-            raise SystemExit(f"{name} {version}: no wheel\n{ready.stderr}{made.stderr}")
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", f"--wheel-dir={folder}", f"{name}=={version}"], check=True
+    )
+    for wheel in folder.glob(f"{name.replace('-', '_')}-*.whl"):
         if not wheel.name.endswith("-none-any.whl"):
+            wheel.unlink()
             raise SystemExit(f"{name} {version}: {wheel.name} is not pure Python")
-        (folder / wheel.name).write_bytes(wheel.read_bytes())
-
-
-def manifest(folder: Path) -> list[dict[str, str | int]]:
-    """Returns name, version and bytes of each wheel in a folder."""
-    rows: list[dict[str, str | int]] = []
-    for wheel in sorted(folder.glob("*.whl")):
-        name, version, *_ = parse_wheel_filename(wheel.name)
-        rows.append({"name": name, "version": str(version), "bytes": wheel.stat().st_size})
-    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / ".gpu-pack")
-    folder = parser.parse_args().out
+    folder: Path = parser.parse_args().out
     folder.mkdir(parents=True, exist_ok=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     image = read_image((HERE / "image.txt").read_text(encoding="utf-8"))
     wanted = lacking(project["dependencies"], image)
-    for wheel in folder.glob("*.whl"):  # of other versions, or no longer needed
+    present = set()
+    for wheel in folder.glob("*.whl"):
         name, version, *_ = parse_wheel_filename(wheel.name)
+        present.add(name)
         if wanted.get(name) != str(version):
             wheel.unlink()
-    present = {row["name"] for row in manifest(folder)}
-    for package, number in wanted.items():
-        if package not in present:
-            fetch(package, number, folder)
-    rows = manifest(folder)
-    (folder / "manifest.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    for row in rows:
-        print(f"{row['bytes']:>12,}  {row['name']} {row['version']}")
-    total = sum(int(row["bytes"]) for row in rows)
-    print(f"{total:>12,}  bytes in {len(rows)} wheels, in {folder}")
-    if total > LARGEST:
-        raise SystemExit(f"the wheels are larger than {LARGEST:,} bytes together")
+            present.discard(name)
+    for package in wanted.keys() - present:
+        fetch(package, wanted[package], folder)
+    wheels = sorted(folder.glob("*.whl"))
+    total = sum(wheel.stat().st_size for wheel in wheels)
+    print("\n".join(wheel.name for wheel in wheels))
+    print(f"{total:,} bytes in {len(wheels)} wheels, in {folder}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Stage speed: measures seconds, tokens per second, MFU and memory of generation and update.
+"""Stages speed, decoding and adapters: seconds, tokens per second, MFU and memory.
 
-By model and length: packed against padded rows, and against transformers alone (`plain.py`).
+By model and length: packed against padded rows, CUDA graphs against decoding step by step, and all
+against transformers alone (`plain.py`). Sampling by the number of rows. An update of all weights,
+and one of a LoRA adapter.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from bench_probe import peak_memory
 from cases import Case, Figures, Setting
 from transformers import PreTrainedModel
 
-from grpo_cli.config.schema import Optimizer
+from grpo_cli.config.schema import Adapter, Optimizer
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.embedded.graphs import EagerGraphs, FallbackGraphs
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.models import optimizers
+from grpo_cli.models import adapters, optimizers
 from grpo_cli.models.flops import peak_flops
 from grpo_cli.models.memory import is_out_of_memory, release
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
@@ -29,6 +31,8 @@ from grpo_cli.records import Prompt, Rollout
 
 MICRO_BATCH = 16384  # tokens, halved as often as memory needs it
 NEW_TOKENS = 64  # sampled at a length; a step samples all
+ROWS = (1, 8, 32, 128, 512)  # decoded together
+RANKS = {"all weights": 0, "LoRA of rank 16": 16}
 PROMPTS = {512: 8, 2048: 8, 8192: 2}  # of a generation, by their length with the new tokens
 
 
@@ -43,12 +47,31 @@ def cases(setting: Setting) -> list[Case]:
                 for way in ways:
                     name = f"{model}, {length}, {what}, {way}"
                     found.append(Case("speed", name, partial(call, setting, model, length, way)))
+    smallest, largest = workloads.names(setting)[0], workloads.names(setting)[-1]
+    for rows in (1, 4) if setting.dry else ROWS:
+        for way in ("ours", "steps", "plain"):
+            name = f"{smallest}, {rows} rows, {way}"
+            found.append(Case("decoding", name, partial(decode, setting, smallest, rows, way)))
+    length = workloads.lengths(setting)[1]
+    for what, rank in RANKS.items():
+        call = partial(update, setting, largest, length, "packed", rank)
+        found.append(Case("adapters", f"{largest}, {length}, {what}", call))
     return found
 
 
-def update(setting: Setting, name: str, length: int, way: str) -> Figures:
-    """Measures one optimizer step over random rollouts."""
-    model = workloads.model(name, setting)
+def update(setting: Setting, name: str, length: int, way: str, rank: int = 0) -> Figures:
+    """Measures one optimizer step over random rollouts.
+
+    Args:
+        rank: of an adapter on all linear layers; 0: all weights are trained.
+    """
+    if rank:  # not the model that other cases share
+        workloads.drop_model()
+        model = workloads.make_model(name, setting.device)
+        adapter = Adapter(method="lora", rank=rank)
+        adapters.attach(model, adapters.config_of(adapter, "random", None), seed=0)
+    else:
+        model = workloads.model(name, setting)
     groups = workloads.GROUPS.get(length, 2)
     rollouts = workloads.rollouts(model.config.vocab_size, length, groups)
     return measured_update(setting, model, rollouts, way)
@@ -194,6 +217,15 @@ def generation(setting: Setting, name: str, length: int, way: str) -> Figures:
     new = 4 if setting.dry else NEW_TOKENS
     prompts = prompts_of(model, PROMPTS.get(length, 2), length - new)
     return measured_generation(setting, model, prompts, workloads.NUM_GENERATIONS, new, way)
+
+
+def decode(setting: Setting, name: str, rows: int, way: str) -> Figures:
+    """Measures sampling with groups of 8 completions, or of all rows if there are fewer."""
+    model = workloads.model(name, setting)
+    size = min(rows, workloads.NUM_GENERATIONS)
+    prompt, new = (8, 4) if setting.dry else (128, NEW_TOKENS)
+    prompts = prompts_of(model, rows // size, prompt)
+    return measured_generation(setting, model, prompts, size, new, way)
 
 
 def measured_generation(

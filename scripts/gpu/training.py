@@ -1,14 +1,16 @@
-"""Stages demo and resume: trains on the GPU, and repeats the second half from a checkpoint."""
+"""Stages tests, demo and resume: pytest, a run on the GPU, and its second half again."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
 
-from cases import Case, Figures, Setting
+from cases import ROOT, Case, Figures, Setting
 
+MARK = "@pytest.mark.gpu"
 TINY = (  # of the dry run
     "prompts_per_step=2 dataset.train_limit=20 dataset.eval_limit=2 model.build.warmup_steps=0 "
     "model.build.hidden_size=32 generation.num_generations=2 generation.max_completion_tokens=4"
@@ -16,27 +18,46 @@ TINY = (  # of the dry run
 
 
 def cases(setting: Setting) -> list[Case]:
-    precision = "no" if setting.dry else "bf16"
     return [
-        Case("demo", f"grpo train device={setting.device} mixed_precision={precision}",
-             lambda: demo(setting, precision)),
+        Case("tests", "pytest -m gpu", lambda: run_tests(setting)),
+        Case("demo", "grpo train mixed_precision=bf16", lambda: demo(setting)),
         Case("resume", "the second half of the demo again", lambda: resume(setting)),
-    ]  # fmt: skip
+    ]
 
 
-def demo(setting: Setting, precision: str) -> Figures:
-    """Trains the demo's recipe; returns the held-out accuracy before and after."""
+def run_tests(setting: Setting) -> Figures:
+    """Runs the tests marked `gpu`, or only collects them; returns pytest's counts."""
+    # To import the files without such tests would take long.
+    found = sorted((ROOT / "tests").rglob("test_*.py"))
+    files = [str(path) for path in found if MARK in path.read_text(encoding="utf-8")]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    command += ["--collect-only"] if setting.dry else ["--durations=5", "--tb=short"]
+    code, printed = setting.run_program(command)
+    counts = re.findall(r"(\d+)[/ ]?\d* (passed|failed|errors?|skipped|tests collected)", printed)
+    figures: Figures = {what: int(count) for count, what in counts}
+    if code:
+        failed = re.findall(r"^(?:FAILED|ERROR) (.*)$", printed, re.MULTILINE)
+        figures |= {"status": "failed", "error": "; ".join(failed) or printed.strip()[-300:]}
+    return figures
+
+
+def words(setting: Setting) -> list[str]:
+    """Returns the words of `grpo train` for the demo's recipe."""
     steps = 2 if setting.dry else 60
+    given = f"recipe=arithmetic_tiny device={setting.device} steps={steps} "
+    given += f"mixed_precision={'no' if setting.dry else 'bf16'} checkpoint.every={steps // 2} "
+    given += f"eval.every={steps} log.plots=false log.report=false {TINY if setting.dry else ''}"
+    return given.split()
+
+
+def demo(setting: Setting) -> Figures:
+    """Trains the demo's recipe; returns the held-out accuracy before and after."""
     folder = setting.scratch / "demo"
-    given = f"recipe=arithmetic_tiny device={setting.device} mixed_precision={precision} "
-    given += f"steps={steps} checkpoint.every={steps // 2} eval.every={steps} log.plots=false "
-    given += "log.report=false " + (TINY if setting.dry else "")
-    train(setting, folder, given.split())
+    train(setting, folder, words(setting))
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    last = json.loads(lines[-1])
+    last = json.loads((folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     return {
-        "steps": steps,
+        "steps": last["step"],
         "accuracy before": summary["before"]["accuracy"],
         "after": summary["after"]["accuracy"],
         "seconds": summary["seconds"],
@@ -53,15 +74,13 @@ def resume(setting: Setting) -> Figures:
     from safetensors.torch import load_file
 
     first, second = setting.scratch / "demo", setting.scratch / "resumed"
-    steps = 2 if setting.dry else 60
-    last = f"checkpoints/step-{steps}"
-    if not (first / last).exists():
-        return {"status": "failed", "error": f"the demo has left no {last}"}
+    middle, last = sorted((first / "checkpoints").glob("step-*"), key=lambda f: int(f.name[5:]))
     shutil.copytree(first, second, symlinks=True)
-    shutil.rmtree(second / last)
-    command = json.loads((setting.scratch / "demo.json").read_text(encoding="utf-8"))
-    train(setting, second, [*command, f"resume={second / 'checkpoints' / f'step-{steps // 2}'}"])
-    one, other = (load_file(f / last / "model.safetensors") for f in (first, second))
+    shutil.rmtree(second / "checkpoints" / last.name)
+    start = second / "checkpoints" / middle.name
+    train(setting, second, [*words(setting), f"resume={start}"])
+    resumed = second / "checkpoints" / last.name
+    one, other = (load_file(f / "model.safetensors") for f in (last, resumed))
     apart = max((one[name].double() - other[name].double()).abs().max().item() for name in one)
     largest = max(weight.double().abs().max().item() for weight in one.values())
     is_right = apart == 0 if setting.dry else apart < 0.02 * largest
@@ -76,10 +95,8 @@ def train(setting: Setting, folder: Path, given: list[str]) -> None:
     Raises:
         RuntimeError: it fails.
     """
-    kept = [word for word in given if not word.startswith("resume=")]
-    (setting.scratch / "demo.json").write_text(json.dumps(kept), encoding="utf-8")
     command = [sys.executable, "-m", "grpo_cli", "train", *given, f"output_dir={folder}"]
     code, printed = setting.run_program(command)
     if code:
-        words = printed.strip().splitlines()
-        raise RuntimeError(words[-1] if words else f"grpo train ended with {code}")
+        lines = printed.strip().splitlines()
+        raise RuntimeError(lines[-1] if lines else f"grpo train ended with {code}")

@@ -55,18 +55,6 @@ def test_rows_of_memory_need_it_on_both_sides() -> None:
     assert not [r for r in unmeasured if "memory" in r]
 
 
-def test_update_flops_by_hand() -> None:
-    shape = {
-        "hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 10,
-    }  # fmt: skip
-    # A layer: q and o 2·16, k and v 2·4·2, feed-forward 3·4·6: 120 weights; the head: 40.
-    # A prompt of 2 with completions of 1 and 2: 5 tokens, 3 of them predicted.
-    # Pairs: 3 in the prompt, 2 + 1 and 4 + 3 of the completions: 13.
-    forward = 2 * (120 * 5 + 40 * 3) + 4 * 4 * 13
-    assert bench.update_flops(shape, [(2, [1, 2])]) == 3 * forward
-
-
 def test_prompts_have_as_many_tokens_as_asked_for() -> None:
     rows = bench_setup.make_prompts(50, (30, 130), half_flat=True)
     lengths = [len(r["prompt"]) for r in rows]
@@ -123,19 +111,3 @@ def test_meter_sees_what_is_freed_again() -> None:
         del known
     before, highest = seen
     assert highest - before == pytest.approx(2**28, rel=0.1)
-
-
-def test_limit_of_decoding_by_hand() -> None:
-    """One layer of width 2 with one head: 2·2·(2 + 2) + 3·2·4 = 40 weights, 2·10 in the head."""
-    shape = {
-        "hidden_size": 2, "num_hidden_layers": 1, "num_attention_heads": 1,
-        "num_key_value_heads": 1, "intermediate_size": 4, "vocab_size": 10,
-    }  # fmt: skip
-    lengths = [(5, [3, 2]), (4, [1])]  # the second prompt's completion ends with its prompt
-    # Steps of 2 rows and of 1, which see 5 + 2 and 5 + 2 tokens; 4 numbers of 1 byte for each.
-    reading = (60 + 4 * 7) + (60 + 4 * 7)
-    prompts = 2 * 40 * 9
-    slow_memory = bench.decoding_limit(shape, lengths, flops=1e12, bandwidth=1.0, width=1)
-    assert slow_memory == pytest.approx(reading, abs=1e-6)
-    slow_products = bench.decoding_limit(shape, lengths, flops=1.0, bandwidth=1e12, width=1)
-    assert slow_products == pytest.approx(prompts + 2 * 60 * (2 + 1), abs=1e-6)

@@ -17,7 +17,6 @@ sys.path.append(str(ROOT / "scripts" / "gpu"))
 import check
 import pack
 from cases import Setting
-from results import table
 
 IMAGE = pack.read_image((ROOT / "scripts/gpu/image.txt").read_text("utf-8"))
 
@@ -40,11 +39,11 @@ def test_a_version_of_the_image_that_we_do_not_admit_is_named() -> None:
 
 def test_table_has_a_column_for_each_figure_and_a_line_for_each_error() -> None:
     rows = [
-        check.row("speed", "a", "ok", 1.0, figures={"tokens/s": 12345.6, "GiB": 0.51234}),
+        check.row("speed", "a", "ok", figures={"tokens/s": 12345.6, "GiB": 0.51234}),
         check.row("speed", "b", "failed", error="OutOfMemoryError: no"),
         check.row("tests", "c", "ok", figures={"passed": 1234}),
     ]
-    assert table({"gpu": "H100", "cores": 16}, rows) == (
+    assert check.table({"gpu": "H100", "cores": 16}, rows) == (
         "gpu H100, cores 16\n\n"
         "| speed | status | tokens/s | GiB |\n| --- | --- | --- | --- |\n"
         "| a | ok | 12,346 | 0.512 |\n| b | failed |  |  |\n\n- b: OutOfMemoryError: no\n\n"
@@ -82,10 +81,10 @@ def test_a_stage_goes_on_after_a_case_that_dies_breaks_or_hangs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(check, "Worker", FakeWorker)
-    monkeypatch.setitem(check.STAGES, "tests", ("suite", 0.1))
+    monkeypatch.setitem(check.STAGES, "tests", ("training", 0.1))
     checker = check.Checker(Setting(True, tmp_path, tmp_path))
     checker.stage("tests")
-    rows = checker.results.rows
+    rows = checker.rows
     statuses = [(r["case"], r["status"]) for r in rows]
     assert statuses == [
         ("right", "ok"), ("dies", "died"), ("breaks", "failed"), ("hangs", "cut off"),
@@ -95,7 +94,6 @@ def test_a_stage_goes_on_after_a_case_that_dies_breaks_or_hangs(
     assert FakeWorker.made == 3  # at first, and after two that were lost
     lines = (tmp_path / "results.jsonl").read_text("utf-8").splitlines()
     assert [json.loads(line) for line in lines] == rows
-    assert json.loads((tmp_path / "results.json").read_text("utf-8"))["rows"] == rows
 
 
 @pytest.mark.slow
@@ -106,9 +104,8 @@ def test_dry_run_passes_in_every_stage(tmp_path: Path) -> None:
         env=programs.environment(OUT=str(tmp_path), PYTHON=sys.executable),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "results.json").read_text("utf-8"))["rows"]
+    lines = (tmp_path / "results.jsonl").read_text("utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
     assert {row["stage"] for row in rows} == check.STAGES.keys()
     assert {row["status"] for row in rows} == {"ok"}
-    assert {f.name for f in tmp_path.iterdir()} == {
-        "log", "results.json", "results.jsonl", "table.md",
-    }  # fmt: skip
+    assert {f.name for f in tmp_path.iterdir()} == {"log", "results.jsonl", "table.md"}
