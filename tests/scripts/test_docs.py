@@ -130,29 +130,6 @@ def test_example_recipe_composes(
     assert "beta: 0.04" in printed
 
 
-def test_readme_names_every_package() -> None:
-    readme = (ROOT / "README.md").read_text("utf-8")
-    layout = readme.partition("## Layout")[2].partition("\n## ")[0]
-    cells = re.findall(r"^\|([^|]*)\|", layout, re.MULTILINE)
-    named = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
-    source = ROOT / "grpo_cli"
-    packages = [f.parent.relative_to(source).as_posix() for f in source.rglob("__init__.py")]
-    modules = [f.name for f in source.glob("*.py") if not f.name.startswith("__")]
-    assert sorted(named) == sorted(
-        ["grpo_cli/", *(f"{p}/" for p in packages if p != "."), *modules]
-    )
-    assert len(readme.splitlines()) <= 260
-
-
-def test_readme_names_every_recipe_loss_and_advantage_rule() -> None:
-    readme = (ROOT / "README.md").read_text("utf-8")
-    recipes = ROOT / "recipes"
-    files = [*recipes.glob("*.yaml"), *recipes.glob("loss/*"), *recipes.glob("advantage/*")]
-    names = [f.stem for f in files if f.suffix == ".yaml" and not f.stem.startswith("_")]
-    assert len(names) > 20
-    assert [n for n in names if f"`{n}`" not in readme and n != "schema"] == []
-
-
 def test_readme_example_recipe_composes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
