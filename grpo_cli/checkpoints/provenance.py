@@ -54,10 +54,6 @@ def _word(value: Any, folder: Path) -> bool:
     return value is None or re.fullmatch(r"\w+", str(value), re.ASCII) is not None
 
 
-def _kernel(value: Any, folder: Path) -> bool:
-    return bool(value != "hub")  # which downloads it
-
-
 def _never(value: Any, folder: Path) -> bool:
     return value in (None, False)
 
@@ -238,13 +234,10 @@ ALLOWED: dict[str, Any] = {
         "algorithm": _word,
         "args": {"*": _number},
     },
-    "update": {
-        **_these(
-            "num_iterations minibatches tokens_per_micro_batch packing chunked_logits old_logprobs "
-            "skip_zero_advantage"
-        ),
-        "attention_kernel": _kernel,
-    },
+    "update": _these(
+        "num_iterations minibatches tokens_per_micro_batch packing attention_kernel "
+        "chunked_logits old_logprobs skip_zero_advantage"
+    ),
     "schedules": {"*": {**SCHEDULE, "*": SCHEDULE}},  # stored by section, parsed by full key
     "distributed": _these("strategy reshard_after_forward offload stall_minutes"),
     "eval": _these(

@@ -1268,12 +1268,11 @@ class Update:
     )
     attention_kernel: str = knob(
         "auto",
-        "Kernel of the attention of packed rows. auto: the first of flash3, varlen, flash2, flex "
-        "and plain that is installed, fits the device, the precision and the heads, and passes a "
-        "comparison with float64. flash3, flash2: the packages of flash attention. varlen: "
-        "torch's own. hub: flash-attn2 from the hub by the package kernels. flex: FlexAttention, "
-        "compiled. plain: PyTorch's other operations, on any device; the only one on CPUs.",
-        choices=("auto", "flash3", "varlen", "flash2", "hub", "flex", "plain"),
+        "Kernel of the attention of packed rows. auto: the first of varlen, flex and plain that "
+        "fits the device, the precision and the heads, and passes a comparison with float64. "
+        "varlen: torch's flash attention. flex: FlexAttention, compiled. plain: PyTorch's other "
+        "operations, on any device; the only one on CPUs.",
+        choices=("auto", "varlen", "flex", "plain"),
         read_if=("update.packing", True),
     )
     chunked_logits: bool = knob(

@@ -42,8 +42,7 @@ from grpo_cli.models.kernels.arithmetic import merge as merge
 from grpo_cli.models.kernels.base import Kernel
 from grpo_cli.models.kernels.flex import block_mask
 from grpo_cli.models.kernels.plain import Bucket, Plain
-from grpo_cli.models.kernels.ragged import Ragged
-from grpo_cli.models.kernels.varlen import HALVES, RepeatedVarlen
+from grpo_cli.models.kernels.varlen import HALVES, Ragged, RepeatedVarlen
 from grpo_cli.models.memory import is_out_of_memory
 
 NAME = "grpo_sdpa"  # the implementation's name: transformers' sdpa unless `attending` is passed

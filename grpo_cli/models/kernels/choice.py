@@ -1,8 +1,8 @@
 """Chooses the kernel for the attention of packed rows, and checks what it offers.
 
 The first row of the table that fits the device, the precision and the heads is compared with a
-masked softmax on a few rows of unequal length (`self_check.py`). Where it is not installed, fails
-or is wrong, the next row is taken. The last one runs everywhere.
+masked softmax on a few rows of unequal length (`self_check.py`). Where it fails or is wrong, the
+next row is taken. The last one runs everywhere.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def choose(
         agree_on: reduces a reason over all processes to one, so that they take the same kernel.
 
     Raises:
-        UserError: the wanted kernel does not fit, is not installed or fails.
+        UserError: the wanted kernel does not fit or fails.
     """
     rows = [r for r in table if r.fits(needs) and wanted in (r.name, "auto")]
     if wanted == "auto":
@@ -41,10 +41,6 @@ def choose(
     for row in rows:
         if row.name == "plain":  # what the others are compared with
             return row.make()
-        absence = agree_on(row.absence(needs))
-        if absence is not None:
-            reason = absence
-            continue
         made: list[Kernel] = []
         failure = agree_on(mismatch(partial(_attempt, row, needs, made)))
         if failure is None:

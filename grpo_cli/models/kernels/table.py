@@ -5,7 +5,6 @@ Imports no transformers, so that a wanted kernel that cannot run is refused earl
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +14,6 @@ import torch
 from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.models.kernels.base import Kernel
-from grpo_cli.models.kernels.flash_attn import Flash2, Flash3
 from grpo_cli.models.kernels.flex import Flex
 from grpo_cli.models.kernels.plain import Plain
 from grpo_cli.models.kernels.varlen import HALVES, RepeatedVarlen, Varlen
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 KNOB = "update.attention_kernel"
-HOPPER = (9, 0)
 WIDEST = 256  # head dimension of flash attention
 
 
@@ -66,20 +63,8 @@ class Row:
     # Depends on device type, precision and heads only, which all processes share.
     fits: Callable[[Needs], bool]
     needs: str  # what `fits` asks for, in words
-    package: str | None = None  # that has to be installed
-    capability: tuple[int, int] | None = None  # of the GPU, exactly
     # Of those that fit, which ones `auto` takes.
     is_automatic: Callable[[Needs], bool] = lambda needs: True
-
-    def absence(self, needs: Needs) -> str | None:
-        """Returns why the kernel is not on this machine, or None."""
-        if self.package is not None and importlib.util.find_spec(self.package) is None:
-            return f"the package {self.package} is not installed"
-        if self.capability is not None:
-            found = torch.cuda.get_device_capability(needs.device)
-            if found != self.capability:
-                return "it needs a GPU of compute capability {}.{}".format(*self.capability)
-        return None
 
 
 def _half(needs: Needs) -> bool:
@@ -93,12 +78,8 @@ def _flash(needs: Needs) -> bool:
 FLASH_NEEDS = f"bfloat16 or float16 on cuda, with heads of a multiple of 8 up to {WIDEST}"
 
 TABLE: Sequence[Row] = (
-    Row("flash3", Flash3.installed, _flash, FLASH_NEEDS, "flash_attn_interface", HOPPER),
     Row("varlen", Varlen, _flash, FLASH_NEEDS),
     Row("varlen", RepeatedVarlen, lambda n: _flash(n) and n.heads != n.key_heads, FLASH_NEEDS),
-    Row("flash2", Flash2.installed, _flash, FLASH_NEEDS, "flash_attn"),
-    # It runs code from the hub.
-    Row("hub", Flash2.of_hub, _flash, FLASH_NEEDS, "kernels", is_automatic=lambda n: False),
     # In float32 short runs would wait for the compiler longer than they compute.
     Row("flex", Flex, lambda n: n.device.type == "cuda", "on cuda", is_automatic=_half),
     Row("plain", Plain, lambda n: True, ""),
@@ -109,7 +90,7 @@ def check(recipe: Recipe) -> None:
     """Checks what can be known of a wanted kernel before a model is loaded.
 
     Raises:
-        UserError: it does not run on the run's device in its precision, or is not installed.
+        UserError: it does not run on the run's device in its precision.
     """
     wanted = recipe.update.attention_kernel
     rows = [r for r in TABLE if r.name == wanted]
@@ -118,10 +99,8 @@ def check(recipe: Recipe) -> None:
     on_cuda = recipe.device in ("auto", "cuda") and torch.cuda.is_available()
     device = torch.device("cuda" if on_cuda else "cpu")
     needs = Needs(device, getattr(torch, recipe.arithmetic_dtype), head_dim=0, heads=1, key_heads=1)
-    fitting = [r for r in rows if r.fits(needs)]
-    reason = fitting[0].absence(needs) if fitting else unfit(rows, needs)
-    if reason is not None:
-        raise refusal(wanted, reason)
+    if not any(r.fits(needs) for r in rows):
+        raise refusal(wanted, unfit(rows, needs))
 
 
 def unfit(rows: Sequence[Row], needs: Needs) -> str:

@@ -27,7 +27,7 @@ class Call:
 
 @dataclass
 class Calls:
-    """Records calls; the functions of torch 2.11 to 2.13, flash-attn 2.7 and flash-attn 3."""
+    """Records calls of the operators of torch 2.11 to 2.13."""
 
     made: list[Call] = field(default_factory=list)
 
@@ -50,53 +50,6 @@ class Calls:
         assert not dropout_p
         tensors = (grad_out, query, key, value, out, logsumexp)
         return self._backward(tensors, (cum_seq_q, cum_seq_k, max_q, max_k), is_causal, scale)
-
-    def flash2(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-        max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float,
-        causal: bool, window_size_left: int = -1, window_size_right: int = -1,
-        softcap: float = 0.0, alibi_slopes: Tensor | None = None, return_softmax: bool = False,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        assert (dropout_p, window_size_left, window_size_right, softcap) == (0, -1, -1, 0)
-        ranges = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        return self._forward((q, k, v), ranges, causal, softmax_scale)
-
-    def flash2_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
-        dq: Tensor, dk: Tensor, dv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-        max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float,
-        causal: bool, window_size_left: int, window_size_right: int, softcap: float,
-        alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        assert (dropout_p, window_size_left, window_size_right, softcap) == (0, -1, -1, 0)
-        ranges = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        tensors = (dout, q, k, v, out, softmax_lse)
-        grads = self._backward(tensors, ranges, causal, softmax_scale)
-        for given, grad in zip((dq, dk, dv), grads, strict=True):
-            given.copy_(grad)
-
-    def flash3(
-        self, q: Tensor, k: Tensor, v: Tensor, k_new: None = None, v_new: None = None,
-        qv: None = None, out_: None = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
-        cu_seqlens_k_new: None = None, seqused_q: None = None, seqused_k: None = None,
-        max_seqlen_q: Any = None, max_seqlen_k: Any = None, softmax_scale: Any = None,
-        causal: bool = False, window_size_left: int = -1, window_size_right: int = -1,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        ranges = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        return self._forward((q, k, v), ranges, causal, softmax_scale)
-
-    def flash3_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
-        cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, sequed_q: None, sequed_k: None,
-        max_seqlen_q: int, max_seqlen_k: int, dq: Tensor, dk: Tensor, dv: Tensor,
-        softmax_scale: float, is_causal: bool, window_size_left: int = -1,
-    ) -> None:  # fmt: skip
-        assert sequed_q is None
-        assert sequed_k is None
-        self.flash2_backward(
-            dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-            max_seqlen_k, 0, softmax_scale, is_causal, window_size_left, -1, 0, None, False,
-        )  # fmt: skip
 
     def _forward(
         self, tensors: tuple[Tensor, ...], ranges: tuple[Any, ...], causal: bool, scale: float

@@ -1,18 +1,14 @@
-"""Kernels of rows of unequal length: their offsets, and what each is called with."""
+"""Torch's kernel of rows of unequal length: its offsets, and what it is called with."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from grpo_cli.models.kernels import flash_attn
 from grpo_cli.models.kernels.base import ByParts
-from grpo_cli.models.kernels.flash_attn import Flash2, Flash3
 from grpo_cli.models.kernels.plain import Plain
-from grpo_cli.models.kernels.ragged import RaggedKernel
 from grpo_cli.models.kernels.varlen import RepeatedVarlen, Varlen
 from tests.models.kernels.fakes import Calls
 from tests.models.kernels.layouts import DTYPES, GROUPS, assert_same, make_heads, make_layout
@@ -29,13 +25,11 @@ def test_ragged_by_hand() -> None:
     assert len(make_layout([(4, [])]).ragged) == 1
 
 
-def kernels(calls: Calls) -> dict[str, RaggedKernel]:
+def kernels(calls: Calls) -> dict[str, Varlen]:
     """Each kernel with functions that record their arguments and compute the right result."""
     return {
         "varlen": Varlen(calls.varlen, calls.varlen_backward),
         "repeated varlen": RepeatedVarlen(calls.varlen, calls.varlen_backward),
-        "flash2": Flash2(calls.flash2, calls.flash2_backward),
-        "flash3": Flash3(calls.flash3, calls.flash3_backward),
     }
 
 
@@ -53,30 +47,6 @@ def test_each_kernel_gives_one_softmax(
     assert {c.scale for c in calls.made} == {0.3}
     # Only where the operator may refuse groups are key heads repeated.
     assert {c.key_heads for c in calls.made} == {4 if kernel == "repeated varlen" else 2}
-
-
-def test_the_hubs_kernel_is_flash2(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = Calls()
-    asked: list[str] = []
-
-    class Interface:  # the module flash_attn_interface of the loaded kernel
-        _flash_attn_varlen_forward = staticmethod(calls.flash2)
-        _flash_attn_varlen_backward = staticmethod(calls.flash2_backward)
-
-    class Loaded:
-        flash_attn_varlen_func = SimpleNamespace(__module__="loaded.interface")
-
-    class Hub:
-        @staticmethod
-        def get_kernel(repository: str) -> Any:
-            asked.append(repository)
-            return Loaded
-
-    monkeypatch.setitem(flash_attn.sys.modules, "kernels", Hub)
-    monkeypatch.setitem(flash_attn.sys.modules, "loaded.interface", Interface)
-    assert_same(GROUPS["both"], 4, 2, torch.float32, 1e-4, Flash2.of_hub())
-    assert asked == ["kernels-community/flash-attn2"]
-    assert calls.made
 
 
 def names(op: Any) -> tuple[list[str], list[str]]:
