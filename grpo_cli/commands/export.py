@@ -67,7 +67,7 @@ class Settings:
         None,
         "With --merge: quantization that the base model had in training; default: the one that the "
         "checkpoint's recipe names.",
-        choices=("none", "nf4", "int8"),
+        choices=("none", "nf4"),
     )
     trust: bool = knob(
         False,

@@ -30,7 +30,6 @@ NOT_IN_ARGS = {
     "tp_plan": "write distributed=fsdp2 to divide the model",
     "token": "set HF_TOKEN in the environment",
     "quantization_config": "write model.quantization",
-    "load_in_8bit": "write model.quantization=int8",
     "load_in_4bit": "write model.quantization=nf4",
     "auto_map": "write model.trust_remote_code, which runs the model's own code",
     "use_kernels": "it would run code from the hub",

@@ -84,9 +84,9 @@ class Model:
     quantization: str = knob(
         "none",
         "Quantization of the frozen model under an adapter, by bitsandbytes when it is loaded: "
-        "4 bits a weight (nf4, QLoRA) or 8 (int8). The output head, embeddings and norms are not "
-        "quantized. Training needs an adapter with it.",
-        choices=("none", "nf4", "int8"),
+        "4 bits a weight (nf4, QLoRA). The output head, embeddings and norms are not quantized. "
+        "Training needs an adapter with it.",
+        choices=("none", "nf4"),
     )
     head_dtype: str = knob(
         "auto",

@@ -87,7 +87,7 @@ def load(
                 **quantized,
             )
             if quantized:
-                quantization.prepare(model, half_type or dtype)
+                quantization.prepare(model)
             check_weights(model, info["missing_keys"])
         else:
             with torch.device("meta"):

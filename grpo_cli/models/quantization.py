@@ -1,12 +1,11 @@
-"""Quantized base models through bitsandbytes: 4 bits (nf4, QLoRA, arXiv 2305.14314) or 8 (int8).
+"""Quantized base models through bitsandbytes: 4 bits a weight (nf4, QLoRA, arXiv 2305.14314).
 
 The linear layers except the output head hold quantized weights and dequantize them for each
 product. Embeddings, the head, norms, biases and the experts of a mixture, which are no linear
 layers in transformers, keep their dtype. The weights are not trained: an adapter is.
 
-    nf4     0.516 bytes a weight: 4 bits, a scale of 8 bits for 64 weights, and one of 32 bits for
-            256 of these (double quantization)
-    int8    1 byte a weight, and a scale of 32 bits for each output
+A weight takes 0.516 bytes: 4 bits, a scale of 8 bits for 64 weights, and one of 32 bits for 256 of
+these (double quantization).
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ if TYPE_CHECKING:
 BLOCK = 64  # weights of nf4 that share a scale
 
 
-def require(method: str) -> None:
-    """Raises a UserError if bitsandbytes, which quantizes by any method, is not installed."""
+def require() -> None:
+    """Raises a UserError if bitsandbytes, which quantizes, is not installed."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
-            f"model.quantization = {method}: bitsandbytes is not installed here; "
+            "model.quantization = nf4: bitsandbytes is not installed here; "
             "pip install 'grpo-cli[bitsandbytes]'."
         )
 
@@ -62,20 +61,17 @@ def load_options(config: Model, compute_dtype: torch.dtype) -> dict[str, Any]:
     """
     if config.quantization == "none":
         return {}
-    require(config.quantization)
-    if config.quantization == "nf4":
-        settings = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=compute_dtype,
-        )
-    else:
-        settings = BitsAndBytesConfig(load_in_8bit=True)
+    require()
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+    )
     return {"quantization_config": settings, "device_map": {"": "cpu"}}
 
 
-def prepare(model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
+def prepare(model: PreTrainedModel) -> None:
     """Prepares a model that has just been loaded with quantized weights for training.
 
     Its config is that of the unquantized model from here on, since weights that leave the model,
@@ -86,40 +82,31 @@ def prepare(model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
     """
     import bitsandbytes
 
-    from grpo_cli.models.int8 import WeightOnlyInt8
-
     for name, module in model.named_modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             # On a CPU bitsandbytes 0.50 gives wrong numbers where a block crosses the end of a row.
             if module.in_features % BLOCK:
                 raise UserError(
                     f"model.quantization = nf4: {name} has {module.in_features} inputs, which is "
-                    f"no multiple of the {BLOCK} weights of a block; use int8 or none."
+                    f"no multiple of the {BLOCK} weights of a block; use model.quantization=none."
                 )
             # On a CPU with AVX512-BF16 the first forward pass without gradient would repack the
             # weight for good: dequantizing it would give wrong numbers, and training would fail.
             module.support_avx512bf16_for_cpu = False
-        elif isinstance(module, bitsandbytes.nn.Linear8bitLt):
-            WeightOnlyInt8.replace(module, compute_dtype)
     del model.config.quantization_config
     model.hf_quantizer = None  # save_pretrained would ask it for the weights
 
 
 def is_quantized(p: Tensor) -> bool:
     """Returns whether a parameter holds a quantized weight."""
-    return type(p).__name__ in ("Params4bit", "Int8Params")
+    return type(p).__name__ == "Params4bit"
 
 
 def dequantized(p: Any) -> Tensor:
     """Returns the weight that a quantized parameter stands for, with which its layer computes."""
     from bitsandbytes import functional
 
-    if p.dtype == torch.int8:
-        if p.SCB.device != p.device:  # moving a model leaves the scales behind
-            p.SCB = p.SCB.to(p.device)
-        weight: Tensor = functional.int8_vectorwise_dequant(p.data, p.SCB)
-    else:
-        weight = functional.dequantize_4bit(p.data, p.quant_state)
+    weight: Tensor = functional.dequantize_4bit(p.data, p.quant_state)
     return weight
 
 
@@ -138,12 +125,11 @@ def plain(p: Any, dtype: torch.dtype) -> Tensor:
     if not is_quantized(p):
         parameter: Tensor = p
         return parameter
-    shape = p.shape if p.dtype == torch.int8 else p.quant_state.shape
-    return torch.empty(shape, dtype=dtype, device="meta")
+    return torch.empty(p.quant_state.shape, dtype=dtype, device="meta")
 
 
 def numel(p: Tensor) -> int:
-    """Returns the number of weights in a parameter, of which two share a byte if it is nf4."""
+    """Returns the number of weights in a parameter; two quantized ones share a byte."""
     return plain(p, torch.float32).numel()
 
 
@@ -151,8 +137,6 @@ def stored_bytes(p: Any) -> int:
     """Returns the bytes of a parameter, with the scales of a quantized one."""
     if not is_quantized(p):
         return int(p.nbytes)
-    if p.dtype == torch.int8:
-        return int(p.nbytes + p.SCB.nbytes)
     state, total = p.quant_state, int(p.nbytes)
     while state is not None:  # the scales, and the scales of these
         total += state.absmax.nbytes
@@ -166,11 +150,10 @@ def summary(model: nn.Module) -> str | None:
     inside = [p for p in parameters if is_quantized(p)]
     if not inside:
         return None
-    kind = "int8" if inside[0].dtype == torch.int8 else "nf4"
     weights, size = sum(map(numel, inside)), sum(map(stored_bytes, inside))
     others = sum(p.numel() for p in parameters if not is_quantized(p) and not p.requires_grad)
     dtype = str(dtype_of(model)).removeprefix("torch.")
     return (
-        f"base model: {weights / 1e6:.2f} M weights in {kind}, {size / weights:.3f} bytes each; "
+        f"base model: {weights / 1e6:.2f} M weights in nf4, {size / weights:.3f} bytes each; "
         f"{others / 1e6:.2f} M in {dtype}"
     )

@@ -50,8 +50,8 @@ PACKED_SHARE = 1 / 8  # of the memory that prepacked weights may take (products.
 ROOM = 64  # tokens that a row's cache begins with; it doubles when it is full (decode_batch.ROOM)
 WHOLE_LOGITS = 4  # tensors of the logits' size in a backward with update.chunked_logits=false
 IN_PLACE = ("adamw", "adamw_8bit", "paged_adamw_8bit")  # fused: a step makes no tensors of its own
-# Bytes of a quantized weight. nf4: 4 bits, 1 byte for each block of 64 and 4 for each of 64 * 256.
-QUANTIZED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
+# Bytes of a weight in nf4: 4 bits, 1 byte for each block of 64 and 4 for each of 64 * 256.
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 def share(tensors: Iterable[tuple[int, ...]], gpus: int, strategy: str) -> int:
@@ -391,7 +391,7 @@ def base_bytes(shape: Shape, gpus: int, settings: Settings) -> float:
         return (shape.layers * layer + root) * settings.weight_bytes
     matrices = shape.layers * count(t for t in shape.layer() if len(t) == 2)
     rest = shape.layers * layer + root - matrices  # biases, norms, embedding and head
-    return rest * settings.weight_bytes + matrices * QUANTIZED[settings.quantization]
+    return rest * settings.weight_bytes + matrices * NF4_BYTES
 
 
 def _copies(shape: Shape, settings: Settings) -> dict[str, int]:

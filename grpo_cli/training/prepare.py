@@ -622,7 +622,7 @@ def check_model_path(recipe: Recipe) -> None:
     if recipe.model.quantization != "none":
         from grpo_cli.models import quantization  # late: it imports torch
 
-        quantization.require(recipe.model.quantization)
+        quantization.require()
     if recipe.model.path is not None:
         lookup.check_model_folder("model.path", recipe.model.path)
         folder = Path(recipe.model.path).expanduser()

@@ -25,7 +25,6 @@ from tests.models.test_policy_logprobs import gradient, make_rollouts, weighted
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
-METHODS = pytest.mark.parametrize("method", ["nf4", "int8"])
 KINDS = pytest.mark.parametrize("kind", ["lora", "dora", "rslora"])
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 
@@ -40,13 +39,13 @@ def folder(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
     return tmp_path / "base"
 
 
-def load(folder: Path, method: str, **more: Any) -> PreTrainedModel:
-    model, _ = loading.load(Model(quantization=method, **more), folder)
+def load(folder: Path, method: str) -> PreTrainedModel:
+    model, _ = loading.load(Model(quantization=method), folder)
     return model
 
 
-def adapted(folder: Path, method: str, kind: str = "lora", **more: Any) -> PreTrainedModel:
-    model = load(folder, method, **more)
+def adapted(folder: Path, kind: str = "lora") -> PreTrainedModel:
+    model = load(folder, "nf4")
     config = adapters.config_of(Adapter(method=kind, rank=4), str(folder), None)
     adapters.attach(model, config, 7)
     move(model)
@@ -64,40 +63,34 @@ def dequantized_base(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return plain.eval()
 
 
-@pytest.mark.parametrize(("method", "most"), [("nf4", 0.52), ("int8", 1.13)])
-def test_bytes_of_the_weights(folder: Path, method: str, most: float) -> None:
-    model = load(folder, method)
+def test_bytes_of_the_weights(folder: Path) -> None:
+    model = load(folder, "nf4")
     inside = [p for p in model.parameters() if quantization.is_quantized(p)]
     weights = sum(map(quantization.numel, inside))
     size = sum(map(quantization.stored_bytes, inside))
     # 2 layers of q, k, v, o, gate, up, down with hidden size 64, 32 keys, 128 within.
     assert weights == 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128)
-    assert 0.5 < size / weights < most
-    assert f"in {method}" in (quantization.summary(model) or "")
+    assert 0.5 < size / weights < 0.52
+    assert "in nf4" in (quantization.summary(model) or "")
     assert not quantization.is_quantized(model.get_output_embeddings().weight)
     plain = load(folder, "none")
     assert quantization.summary(plain) is None
     assert flops.params_in_products(model) == flops.params_in_products(plain)
 
 
-@METHODS
-def test_it_is_near_the_model_that_it_was_made_from(folder: Path, method: str) -> None:
-    plain, model = load(folder, "none"), load(folder, method)
-    limit = {"nf4": 0.12, "int8": 0.01}[method]
+def test_it_is_near_the_model_that_it_was_made_from(folder: Path) -> None:
+    plain, model = load(folder, "none"), load(folder, "nf4")
     for (name, p), (_, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
         if quantization.is_quantized(q):
             error = (quantization.dequantized(q) - p).norm() / p.norm()
-            assert 0 < error < limit, name
+            assert 0 < error < 0.12, name
         else:
             assert torch.equal(p, q), name
 
 
-@METHODS
 @KINDS
-def test_packed_rows_and_their_gradients_are_those_of_padded_ones(
-    folder: Path, method: str, kind: str
-) -> None:
-    model = adapted(folder, method, kind)
+def test_packed_rows_and_their_gradients_are_those_of_padded_ones(folder: Path, kind: str) -> None:
+    model = adapted(folder, kind)
     said: list[str] = []
     policy = PolicyLogprobs(model, say=said.append)
     policy.check(make_rollouts(), 1.0)
@@ -111,12 +104,9 @@ def test_packed_rows_and_their_gradients_are_those_of_padded_ones(
         assert (other - slope).norm() < 1e-5 * slope.norm()
 
 
-@METHODS
 @KINDS
-def test_merged_weights_are_the_adapter_on_the_dequantized_model(
-    folder: Path, method: str, kind: str
-) -> None:
-    model = adapted(folder, method, kind)
+def test_merged_weights_are_the_adapter_on_the_dequantized_model(folder: Path, kind: str) -> None:
+    model = adapted(folder, kind)
     with torch.no_grad():
         logprobs(model.eval())  # which must not repack the weights
     plain = load(folder, "none").eval()
@@ -137,11 +127,8 @@ def test_merged_weights_are_the_adapter_on_the_dequantized_model(
     assert apart(logprobs(unmerged), logprobs(model)) < 1e-5
 
 
-@METHODS
-def test_training_leaves_the_weights_and_switched_off_is_the_quantized_model(
-    folder: Path, method: str
-) -> None:
-    base, model = load(folder, method).eval(), adapted(folder, method)
+def test_training_leaves_the_weights_and_switched_off_is_the_quantized_model(folder: Path) -> None:
+    base, model = load(folder, "nf4").eval(), adapted(folder)
     before = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
     trained = [p for p in model.parameters() if p.requires_grad]
     assert all(p.dtype == torch.float32 for p in trained)
@@ -154,12 +141,11 @@ def test_training_leaves_the_weights_and_switched_off_is_the_quantized_model(
     assert apart(logprobs(model), logprobs(base)) > 1e-3
 
 
-@METHODS
 @pytest.mark.parametrize("half", [True, False])
-def test_the_dtype_that_it_computes_in(folder: Path, method: str, half: bool) -> None:
+def test_the_dtype_that_it_computes_in(folder: Path, half: bool) -> None:
     """That of mixed precision, or of the stored weights; autocast does not decide it."""
     given = torch.bfloat16 if half else None
-    model, _ = loading.load(Model(quantization=method), folder, half_type=given)
+    model, _ = loading.load(Model(quantization="nf4"), folder, half_type=given)
     dtypes = {x.compute_dtype for x in model.modules() if hasattr(x, "compute_dtype")}
     assert dtypes == {torch.bfloat16 if half else torch.float32}
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
@@ -172,9 +158,8 @@ def test_the_dtype_that_it_computes_in(folder: Path, method: str, half: bool) ->
         assert layer(x).dtype == x.dtype
 
 
-@METHODS
-def test_the_gradient_for_the_inputs_of_a_layer(folder: Path, method: str) -> None:
-    layer = load(folder, method).model.layers[0].mlp.up_proj
+def test_the_gradient_for_the_inputs_of_a_layer(folder: Path) -> None:
+    layer = load(folder, "nf4").model.layers[0].mlp.up_proj
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     (found,) = torch.autograd.grad(layer(x).sum(), x)
     expected = quantization.dequantized(layer.weight).sum(0).expand(3, 64)
@@ -182,7 +167,7 @@ def test_the_gradient_for_the_inputs_of_a_layer(folder: Path, method: str) -> No
 
 
 def test_gradient_checkpointing_gives_the_same_gradient(folder: Path) -> None:
-    model = adapted(folder, "nf4")
+    model = adapted(folder)
     slope = gradient(model, weighted(list(logprobs(model))))
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -192,7 +177,7 @@ def test_gradient_checkpointing_gives_the_same_gradient(folder: Path) -> None:
 def test_a_folder_has_no_weights_and_no_quantization(
     folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    model = adapted(folder, "nf4")
+    model = adapted(folder)
     files = model_folder.files_of_adapter(model, tokenizer)
     assert not any(name.endswith(".safetensors") for name in files)
     assert b"quantization" not in model_folder.files_of(model, tokenizer)["config.json"]
@@ -253,9 +238,8 @@ def test_a_weight_that_is_not_finite(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    for method in ("nf4", "int8"):
-        with pytest.raises(UserError, match=r"layers.1.mlp.up_proj.weight are not finite"):
-            load(folder, method)
+    with pytest.raises(UserError, match=r"layers.1.mlp.up_proj.weight are not finite"):
+        load(folder, "nf4")
 
 
 def test_weights_that_are_stored_quantized(folder: Path) -> None:
@@ -276,10 +260,9 @@ def test_rows_that_do_not_fit_the_blocks(
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"layers.0.mlp.down_proj has 96 inputs, which is no mult"):
         load(tmp_path, "nf4")
-    load(tmp_path, "int8")
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'grpo-cli\[bitsandbytes\]'"):
-        quantization.require("nf4")
+        quantization.require()

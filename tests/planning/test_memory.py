@@ -344,8 +344,6 @@ def test_quantized_base_by_hand() -> None:
     nf4 = memory(TINY, Cluster(1), replace(lora, quantization="nf4")).moments["forward"]
     assert nf4["weights"] == 320 * (0.5 + 1 / 64 + 1 / 4096) + 100 * 4  # matrices of both layers
     assert nf4["dequantized matrix"] == 32 * 4
-    eight = memory(TINY, Cluster(1), replace(lora, quantization="int8")).moments["forward"]
-    assert eight["weights"] == 320 + 100 * 4
 
 
 @pytest.mark.parametrize("wrong", [{"adapter_rank": 0}, {"strategy": "fsdp2"}])

@@ -55,9 +55,8 @@ def digest(path: Path) -> str:
         ["loss.beta=0.05", "loss.reference_every=1", "loss.reference_alpha=0.5"],
         ["adapter=dora", "adapter.dropout=0.2", "adapter.modules_to_save=[norm]"],
         [*QUANTIZED, "adapter=qlora", "loss.beta=0.05", "model.gradient_checkpointing=true"],
-        [*QUANTIZED, "adapter=lora_8bit", "model.dtype=bfloat16"],
     ],
-    ids=["off", "moving", "dora", "qlora", "8bit"],
+    ids=["off", "moving", "dora", "qlora"],
 )
 def test_a_resumed_run_is_the_straight_run(tmp_path: Path, words: list[str]) -> None:
     straight = train(tmp_path / "straight", *words)

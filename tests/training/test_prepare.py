@@ -186,8 +186,8 @@ def test_quantized_weights_are_not_trained_or_sharded() -> None:
 
 def test_a_model_to_quantize_needs_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"int8: bitsandbytes is not installed here; pip install"):
-        check_model_path(Recipe(model=Model(path="some/model", quantization="int8")))
+    with pytest.raises(UserError, match=r"nf4: bitsandbytes is not installed here; pip install"):
+        check_model_path(Recipe(model=Model(path="some/model", quantization="nf4")))
     check_model_path(Recipe(model=Model(path="some/model")))
 
 

@@ -87,7 +87,7 @@ def _refusals(recipe: Recipe) -> Iterator[Finding]:
     if recipe.adapter.method != "none":
         checks["adapter"] = adapters.require
     if model.quantization != "none":
-        checks["model.quantization"] = lambda: quantization.require(model.quantization)
+        checks["model.quantization"] = quantization.require
     if model.path is not None:
         path = model.path
         checks["model.path"] = lambda: lookup.check_model_folder("model.path", path)
