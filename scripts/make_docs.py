@@ -73,8 +73,6 @@ STEP = Settings(
 )  # fmt: skip
 TRAINING = {
     "all weights": STEP,
-    "stochastic rounding": replace(STEP, weight_bytes=2, stochastic=True, optimizer="adamw_8bit"),
-    "offload": replace(STEP, weight_bytes=2, offload="optimizer"),
     "LoRA": replace(STEP, weight_bytes=2, adapter_rank=16),
     "QLoRA": replace(STEP, weight_bytes=2, adapter_rank=16, quantization="nf4"),
 }

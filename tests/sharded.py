@@ -32,7 +32,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from grpo_cli.checkpoints.shards import Parts
 from grpo_cli.config.schema import (
     Adapter,
     Distributed,
@@ -794,75 +793,6 @@ def the_host_holds_shards_and_computes_the_same(workers: Workers) -> None:
         found.append(complete(list(model.parameters())))
     for a, b in zip(*found, strict=True):
         assert (a - b).abs().max() < 1e-5  # AdamW is fused on the host
-
-
-@case
-def master_weights_of_shards_are_float32(workers: Workers) -> None:
-    """On the host: as the complete model with the same master weights, except for rounding."""
-    config = Optimizer(learning_rate=1e-3)
-    model = divided(make_model().bfloat16())
-    optimizer = optimizers.make(config, model, offload="optimizer")
-    start = complete(list(model.parameters()))
-    steps_of(model, optimizer, workers, 3)
-    parts = Parts(model, optimizer)
-    masters = list(parts.trained().values())
-    assert all(isinstance(m, DTensor) and m.dtype == torch.float32 for m in masters)
-    assert all(isinstance(t, DTensor) for n, t in parts.tensors().items() if "exp_avg" in n)
-    moved = 0.0
-    for p, m, before in zip(model.parameters(), masters, start, strict=True):
-        own, master = memory.own_part(p), memory.own_part(m)
-        assert torch.equal(own, master.bfloat16())
-        if own.numel():
-            moved = max(moved, (fsdp.full_tensor(m.detach()) - before.float()).abs().max().item())
-        else:
-            fsdp.full_tensor(m.detach())
-    assert 2e-3 < moved < 4e-3  # three steps of AdamW
-
-
-@case
-def shards_are_rounded_stochastically(workers: Workers) -> None:
-    """Each process's shard by random numbers of its own, and the same the second time."""
-    config = Optimizer(algorithm="sgd", learning_rate=1.0, rounding="stochastic")
-    found = []
-    for seed in (0, 0, 1):
-        model = divided(make_model().bfloat16())
-        optimizer = optimizers.make(config, model, seed=seed)
-        weight = model.model.embed_tokens.weight
-        with torch.no_grad():
-            memory.own_part(weight).fill_(1.0)
-        for p in model.parameters():
-            p.grad = torch.full_like(p, -1 / 256)
-        optimizer.step()
-        found.append(fsdp.full_tensor(weight.detach()).clone())
-    first, again, other = found
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    assert {*first.flatten().tolist()} == {1.0, 1.0078125}
-    assert abs((first > 1).float().mean().item() - 0.5) < 0.05
-    rows = -(-len(first) // workers.size)
-    if workers.size > 1:
-        parts = first.split(rows)
-        assert not torch.equal(parts[0][: len(parts[1])], parts[1])
-
-
-@case
-def every_ddp_process_rounds_alike(workers: Workers) -> None:
-    replicas = copy.copy(workers)
-    replicas.runs_in_lockstep = False
-    model = make_model().bfloat16()
-    config = Optimizer(learning_rate=1e-4, rounding="stochastic")
-    optimizer = optimizers.make(config, model, seed=5)
-    rollouts = make_rollouts()
-    own = rollouts[workers.rank :: workers.size]
-    torch.manual_seed(workers.rank)
-    logprobs = PolicyLogprobs(model, say=refuse)
-    for _ in range(2):
-        weighted(own, logprobs(own, 1.0)[0]).backward()
-        replicas.sum_gradients(model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-    digests = workers.gather(sum(p.double().sum().item() for p in model.parameters()))
-    assert len(set(digests)) == 1
 
 
 # Generation.

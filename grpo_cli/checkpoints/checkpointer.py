@@ -56,7 +56,6 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import listed
 from grpo_cli.models import adapters
-from grpo_cli.models.master_weights import MASTER, MasterWeights, stepped
 
 PARTIAL = ".tmp"
 MODEL = f"{TRAINING}/model"
@@ -434,8 +433,6 @@ def load(path: Path, parts: Parts) -> None:
     targets |= optimizer_targets(parts, stored)
     stored.read_into(targets)
     set_numbers(parts, targets)
-    if isinstance(parts.optimizer, MasterWeights):
-        parts.optimizer.reload()
 
 
 def check_fits(part: str, tensors: dict[str, Tensor], stored: Shards) -> None:
@@ -456,7 +453,7 @@ def check_fits(part: str, tensors: dict[str, Tensor], stored: Shards) -> None:
 
 def optimizer_targets(parts: Parts, stored: Shards) -> dict[str, Tensor]:
     """Gives the optimizer a state with the saved tensors; returns these, still empty, by name."""
-    optimizer = stepped(parts.optimizer)
+    optimizer = parts.optimizer
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     trained = parts.trained()
     optimizer.state.clear()
@@ -472,10 +469,7 @@ def optimizer_targets(parts: Parts, stored: Shards) -> dict[str, Tensor]:
             continue
         if dtype == stored.tensors[f"model.{of}"].properties.dtype:
             dtype = p.dtype  # which may have changed; 8-bit states have a type of their own
-        if key == MASTER:
-            tensor = p.detach()
-        else:
-            tensor = new_state(optimizer, p, groups[id(p)], key, saved.size, dtype)
+        tensor = new_state(optimizer, p, groups[id(p)], key, saved.size, dtype)
         optimizer.state[p][key] = targets[f"optimizer.{name}"] = tensor
     return targets
 

@@ -228,7 +228,7 @@ ALLOWED: dict[str, Any] = {
     "advantage": {**_these("scale baseline k"), "rule": _word, "args": {"*": _number}},
     "optimizer": {
         **_these(
-            "rounding learning_rate betas eps weight_decay no_decay max_grad_norm schedule "
+            "learning_rate betas eps weight_decay no_decay max_grad_norm schedule "
             "warmup_steps warmup_ratio decay_ratio min_learning_rate min_learning_rate_ratio"
         ),
         "algorithm": _word,

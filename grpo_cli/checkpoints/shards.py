@@ -38,7 +38,6 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.balance import split_balanced
 from grpo_cli.errors import TrainingError
 from grpo_cli.models import adapters
-from grpo_cli.models.master_weights import stepped_parameter
 
 SHARDS = f"{TRAINING}/shards"
 NUMBER = ":number"  # ends the name of a tensor that is a plain number in the optimizer
@@ -78,12 +77,9 @@ class Parts:
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters by which the optimizer keeps its state, by names in the model."""
+        """Returns the parameters that the optimizer steps, by names in the model."""
         names = {id(tensor): name for name, tensor in tensors_of(self.model).items()}
-        groups = self.optimizer.param_groups
-        return {
-            names[id(p)]: stepped_parameter(self.optimizer, p) for g in groups for p in g["params"]
-        }
+        return {names[id(p)]: p for g in self.optimizer.param_groups for p in g["params"]}
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Returns the optimizer's state of each parameter that has one, if it is saved."""

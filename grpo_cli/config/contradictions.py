@@ -105,11 +105,6 @@ def _of_adapter(recipe: Recipe) -> Iterator[str]:
 def of_dtype(recipe: Recipe) -> Iterator[str]:
     """Yields contradictions with the resolved data type of the weights."""
     alpha, dtype = recipe.loss.reference_alpha, recipe.model.dtype
-    if recipe.optimizer.rounding == "stochastic" and dtype != "bfloat16":
-        yield (
-            f"optimizer.rounding = stochastic: rounds weights to bfloat16, and model.dtype = "
-            f"{dtype}; use model.dtype=bfloat16, or optimizer.rounding=nearest."
-        )
     if alpha < 1 and dtype != "float32":
         yield (
             f"loss.reference_alpha = {alpha}: small steps of a mixed reference are lost in "
@@ -282,29 +277,12 @@ def _of_training(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
 
 
 def _of_offload(recipe: Recipe) -> Iterator[str]:
-    optimizer, distributed = recipe.optimizer, recipe.distributed
+    distributed = recipe.distributed
     if distributed.offload == "all" and distributed.strategy not in ("fsdp2", "zero3"):
         yield (
             "distributed.offload = all: is FSDP2's offload of sharded weights, and "
             f"distributed.strategy = {distributed.strategy}; use distributed=fsdp2, or "
-            "distributed.offload=optimizer."
-        )
-    if distributed.offload == "optimizer" and optimizer.algorithm == "paged_adamw_8bit":
-        yield (
-            "distributed.offload = optimizer: paged_adamw_8bit moves its own state between device "
-            "and host; use optimizer=adamw_8bit, or distributed.offload=none."
-        )
-    if optimizer.rounding != "stochastic":
-        return
-    if distributed.offload == "optimizer":
-        yield (
-            "optimizer.rounding = stochastic: distributed.offload = optimizer keeps a float32 copy "
-            "of the weights, from which no update is lost; use optimizer.rounding=nearest."
-        )
-    if recipe.adapter.method != "none":
-        yield (
-            "optimizer.rounding = stochastic: the weights of an adapter are in float32; use "
-            "optimizer.rounding=nearest."
+            "distributed.offload=none."
         )
 
 
@@ -572,15 +550,12 @@ def notices(recipe: Recipe) -> Iterator[str]:
             f"{', '.join(map(str, late))} to be kept."
         )
     dtype = recipe.model.dtype
-    in_float32 = optimizer.rounding == "stochastic" or recipe.distributed.offload == "optimizer"
     small = optimizer.learning_rate < LOST_IN_BFLOAT16
-    if dtype != "float32" and small and not in_float32 and recipe.adapter.method == "none":
-        instead = ", optimizer.rounding=stochastic" if dtype == "bfloat16" else ""
+    if dtype != "float32" and small and recipe.adapter.method == "none":
         yield (
             f"model.dtype = {dtype}: updates with a learning rate of "
             f"{optimizer.learning_rate:g} are smaller than the weights' precision, and most are "
-            f"lost; use model.dtype=float32 with mixed_precision=bf16{instead} or "
-            "distributed.offload=optimizer."
+            "lost; use model.dtype=float32 with mixed_precision=bf16, or an adapter."
         )
     differs = []  # why the sampler's probabilities are not the trainer's
     if g.top_p < 1 or g.top_k or g.min_p:

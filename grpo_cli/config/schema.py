@@ -1188,13 +1188,6 @@ class Optimizer:
     args: dict[str, Any] = knob(
         {}, "Further arguments of the optimizer's constructor, such as momentum of sgd and muon."
     )
-    rounding: str = knob(
-        "nearest",
-        "Rounding of the updated weights to bfloat16, with model.dtype=bfloat16. nearest: the "
-        "update is computed in bfloat16, where small updates are lost. stochastic: it is computed "
-        "in float32 and rounded up or down at random, so that small updates count on average.",
-        choices=("nearest", "stochastic"),
-    )
     learning_rate: float = knob(1e-6, "Peak learning rate.", ge=0)
     betas: list[float] = knob(
         [0.9, 0.999], "Decay rates of AdamW's two moments, also of muon's AdamW.", ge=0, lt=1
@@ -1392,10 +1385,9 @@ class Distributed:
     )
     offload: str = knob(
         "none",
-        "Tensors that are kept in host memory. optimizer: a float32 copy of the weights and the "
-        "optimizer's state; the optimizer steps on the host. all: weights, gradients and state, by "
+        "Tensors that are kept in host memory. all: weights, gradients and optimizer state, by "
         "FSDP2's CPU offload (distributed=fsdp2 or zero3).",
-        choices=("none", "optimizer", "all"),
+        choices=("none", "all"),
     )
     stall_minutes: float = knob(
         30.0,

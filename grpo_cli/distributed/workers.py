@@ -94,8 +94,7 @@ class Workers:
         if self.config.offload == "all" and self.size == 1:
             raise UserError(
                 "distributed.offload = all: nothing is sharded in one process, so that FSDP2 "
-                "offloads nothing; start several with torchrun, or use "
-                "distributed.offload=optimizer."
+                "offloads nothing; start several with torchrun, or use distributed.offload=none."
             )
         # Whether forward and backward passes are collective: equally many on every process.
         self.runs_in_lockstep = self.size > 1 and self.config.strategy in ("fsdp2", "zero3")

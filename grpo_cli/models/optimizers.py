@@ -3,8 +3,7 @@
 `optimizer.algorithm` is one of `CLASSES`, or a class of the user's own as `my_module:MyOptimizer`.
 A class is called with the parameter groups, `lr` and `optimizer.args`; `check` does that with a
 small parameter before a model is loaded. All state of an optimizer must be kept for each parameter,
-as tensors or numbers: that is what a checkpoint stores. With `optimizer.rounding=stochastic` or
-`distributed.offload=optimizer` it steps float32 copies of the weights (`master_weights.py`).
+as tensors or numbers: that is what a checkpoint stores.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,7 +21,6 @@ from torch import nn
 from grpo_cli.config.schema import Optimizer, Recipe
 from grpo_cli.config.user_code import import_function
 from grpo_cli.errors import UserError, listed, nearest
-from grpo_cli.models.master_weights import MasterWeights, stepped, stepped_parameter
 
 if TYPE_CHECKING:  # a mistake in a recipe shows before transformers is imported
     from transformers import PreTrainedModel
@@ -194,51 +191,31 @@ def _arguments(config: Optimizer) -> dict[str, Any]:
 
 
 def make(
-    config: Optimizer, model: PreTrainedModel, *, offload: str = "none", seed: int = 0
+    config: Optimizer, model: PreTrainedModel, *, offload: str = "none"
 ) -> torch.optim.Optimizer:
     """Returns the optimizer of a recipe over the trained parameters of a model.
 
     Args:
         offload: `distributed.offload`; the model is placed already.
-        seed: of stochastic rounding.
     """
     arguments = _arguments(config)
     trained = [p for p in model.parameters() if p.requires_grad]
     if config.algorithm == "adamw" and (offload != "none" or all(p.is_cuda for p in trained)):
         arguments.setdefault("fused", not {"foreach", "capturable"} & {*config.args})
-    make_inner: Callable[..., torch.optim.Optimizer] = optimizer_class(config)
-    make_inner = partial(make_inner, **arguments)
-    optimizer: torch.optim.Optimizer
-    if offload != "optimizer" and config.rounding == "nearest":
-        optimizer = make_inner(parameter_groups(config, model))
-    else:
-        optimizer = MasterWeights(
-            parameter_groups(config, model, weight_bytes=4),  # the state is in float32
-            make_inner,
-            on_host=offload == "optimizer",
-            stochastic=config.rounding == "stochastic",
-            seed=seed,
-        )
+    optimizer = optimizer_class(config)(parameter_groups(config, model), **arguments)
     if config.algorithm in EIGHT_BIT:  # embeddings are read by rows: 8 bits are too few there
         for part in model.modules():
             if isinstance(part, nn.Embedding):
-                weight = cast(nn.Parameter, part.weight)
-                held = SimpleNamespace(weight=stepped_parameter(optimizer, weight))
-                stepped(optimizer).mng.register_module_override(  # type: ignore[attr-defined]
-                    held, "weight", {"optim_bits": 32}
+                optimizer.mng.register_module_override(  # type: ignore[attr-defined]
+                    part, "weight", {"optim_bits": 32}
                 )
     return optimizer
 
 
-def parameter_groups(
-    config: Optimizer, model: PreTrainedModel, *, weight_bytes: int | None = None
-) -> list[dict[str, Any]]:
+def parameter_groups(config: Optimizer, model: PreTrainedModel) -> list[dict[str, Any]]:
     """Returns the trained parameters, grouped by weight decay and, for muon, by optimizer.
 
     Each group says in `state_bytes` how many bytes of state a weight gets.
-
-    Args:
-        weight_bytes: of a weight that the optimizer steps; None: as in the model.
     """
     without_decay = set(undecayed(model, config.no_decay)) if config.weight_decay else set()
     hidden = set(hidden_matrices(model))
@@ -251,9 +228,7 @@ def parameter_groups(
         {
             "params": parameters,
             "weight_decay": 0.0 if is_undecayed else config.weight_decay,
-            "state_bytes": state_bytes(
-                config, weight_bytes or parameters[0].element_size(), is_muon=is_muon
-            ),
+            "state_bytes": state_bytes(config, parameters[0].element_size(), is_muon=is_muon),
             **({"muon": True} if is_muon else {}),
         }
         for (is_muon, is_undecayed), parameters in groups.items()

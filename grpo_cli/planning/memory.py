@@ -25,7 +25,6 @@ from dataclasses import dataclass
 
 from grpo_cli.config.schema import Optimizer
 from grpo_cli.errors import UserError
-from grpo_cli.models.master_weights import CHUNK_BYTES as CHUNK_OF_WEIGHTS
 from grpo_cli.models.optimizers import state_bytes
 from grpo_cli.models.token_logprobs import CHUNK_BYTES
 from grpo_cli.planning.settings import Cluster, Settings
@@ -217,15 +216,12 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
     config = Optimizer(s.optimizer)
     matrices = shape.layers * count(t for t in trained_layer if len(t) == 2)
     by_muon = matrices if s.optimizer == "muon" else 0
-    moment_bytes = 4 if s.stochastic else s.trained_bytes
     moments_bytes = int(
-        by_muon * state_bytes(config, moment_bytes, is_muon=True)
-        + (trained - by_muon) * state_bytes(config, moment_bytes)
+        by_muon * state_bytes(config, s.trained_bytes, is_muon=True)
+        + (trained - by_muon) * state_bytes(config, s.trained_bytes)
     )
-    if s.offload != "none":  # to the host
-        moments_bytes = 0
-    if s.offload == "all":
-        weights = dict.fromkeys(weights, 0)
+    if s.offload == "all":  # to the host
+        weights, moments_bytes = dict.fromkeys(weights, 0), 0
     has_copy = s.reference and not adapter
     optimizer = {"moments": moments_bytes} | ({"reference": own} if has_copy else {})
     state = weights | {"gradients": 0 if s.offload == "all" else trained_bytes} | optimizer
@@ -280,9 +276,7 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
             if s.quantization == "none"
             else {"dequantized matrix": largest_matrix * s.compute_bytes}
         )
-        temporaries = 0 if s.optimizer in IN_PLACE or s.offload != "none" else trained_bytes
-        if s.stochastic:  # a chunk at a time: weights, gradients and temporaries in float32
-            temporaries = 3 * CHUNK_OF_WEIGHTS
+        temporaries = 0 if s.optimizer in IN_PLACE else trained_bytes
         recomputes_all = s.gradient_checkpointing and s.checkpointed_layers == 1
         kept_copies = {} if recomputes_all else copies
         in_update = {

@@ -265,21 +265,12 @@ def candidates(plan: Plan) -> list[tuple[str, str, Settings]]:
         if s.weight_bytes == 4 and s.optimizer == "adamw" and not s.sharded:
             found.append(
                 (
-                    "model.dtype=bfloat16 mixed_precision=bf16 optimizer.rounding=stochastic "
-                    "optimizer=adamw_8bit",
-                    half | {"stochastic": True, "optimizer": "adamw_8bit"},
+                    "model.dtype=bfloat16 mixed_precision=bf16 optimizer=adamw_8bit",
+                    half | {"optimizer": "adamw_8bit"},
                     "weights in 16 bits, moments in 8",
                 )
             )
-        if s.offload == "none":
-            found.append(
-                (
-                    "model.dtype=bfloat16 mixed_precision=bf16 distributed.offload=optimizer",
-                    half | {"offload": "optimizer"},
-                    "the optimizer steps on the host, whose time is not counted",
-                )
-            )
-        lora = half | {"adapter_rank": 16, "offload": "none", "stochastic": False}
+        lora = half | {"adapter_rank": 16, "offload": "none"}
         found.append(
             (
                 "adapter=lora model.dtype=bfloat16 mixed_precision=bf16",
@@ -297,7 +288,6 @@ def candidates(plan: Plan) -> list[tuple[str, str, Settings]]:
                     "quantization": "nf4",
                     "optimizer": "adamw",
                     "offload": "none",
-                    "stochastic": False,
                 },
                 "an adapter on weights in 4 bits",
             )

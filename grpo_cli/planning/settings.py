@@ -31,7 +31,6 @@ class Settings:
     adapter_rank: int = 0  # adapter.rank with adapter.method=lora; 0: all weights are trained
     quantization: str = "none"  # model.quantization
     optimizer: str = "adamw"  # optimizer.algorithm
-    stochastic: bool = False  # optimizer.rounding=stochastic: float32 moments of bfloat16 weights
     offload: str = "none"  # distributed.offload
     bf16: bool = True  # mixed_precision=bf16; the same memory with fp16
     reference: bool = True
@@ -91,7 +90,6 @@ class Settings:
             "adapter_rank": 0 if recipe.adapter.method == "none" else recipe.adapter.rank,
             "quantization": recipe.model.quantization,
             "optimizer": recipe.optimizer.algorithm,
-            "stochastic": recipe.optimizer.rounding == "stochastic",
             "offload": recipe.distributed.offload,
             "bf16": recipe.mixed_precision != "no",
             "reference": recipe.needs_reference,

@@ -259,9 +259,7 @@ def make_networks(
         reference = Reference(make_logprobs(reference_model, recipe, workers, reporter))
     elif recipe.needs_reference:
         reference = adapter_reference(model, recipe, workers, reporter)
-    optimizer = optimizers.make(
-        recipe.optimizer, model, offload=recipe.distributed.offload, seed=recipe.seed
-    )
+    optimizer = optimizers.make(recipe.optimizer, model, offload=recipe.distributed.offload)
     return Networks(policy_logprobs, reference, optimizer, router_coef)
 
 

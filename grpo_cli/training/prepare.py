@@ -533,8 +533,7 @@ def check_dtype(recipe: Recipe) -> None:
     for problem in contradictions.of_dtype(recipe):
         raise UserError(problem)
     smallest = 2.0**-24  # the smallest number of float16 above 0
-    on_host = recipe.distributed.offload == "optimizer"  # where the state is in float32
-    reads_eps = recipe.optimizer.algorithm in ADAM and not on_host
+    reads_eps = recipe.optimizer.algorithm in ADAM
     if recipe.model.dtype == "float16" and reads_eps and recipe.optimizer.eps < smallest:
         raise UserError(
             f"model.dtype = float16: optimizer.eps = {recipe.optimizer.eps:g} is 0 in it, so that "

@@ -323,40 +323,9 @@ def with_stored_optimizer(recipe: Recipe, path: Path) -> Recipe:
                 f"keeps its optimizer; begin a run from its weights with {weights}."
             )
     check_adapter(recipe, stored, path)
-    check_float32_state(recipe, stored, path)
     if now.no_decay == Optimizer().no_decay and "no_decay" in before and now.weight_decay:
         recipe = replace(recipe, optimizer=replace(now, no_decay=before["no_decay"]))
     return recipe
-
-
-def check_float32_state(recipe: Recipe, stored: Mapping[str, Any], path: Path) -> None:
-    """Checks that a resumed run keeps its float32 state where the checkpoint has it.
-
-    Args:
-        stored: the recipe of the checkpoint `path`; earlier versions lack these knobs.
-
-    Raises:
-        UserError: the run has kept it elsewhere, or not at all.
-    """
-    dtype_before = (stored.get("model") or {}).get("dtype", recipe.model.dtype)
-    # The trained weights of an adapter are float32.
-    if recipe.adapter.method != "none" or {recipe.model.dtype, dtype_before} == {"float32"}:
-        return
-    shown = paths.shown(path)
-    offload = recipe.distributed.offload
-    offload_before = (stored.get("distributed") or {}).get("offload", "none")
-    rounding = recipe.optimizer.rounding
-    rounding_before = stored["optimizer"].get("rounding", "nearest")
-    if (offload == "optimizer") != (offload_before == "optimizer"):
-        raise UserError(
-            f"distributed.offload = {offload}: {shown} was trained with {offload_before}, which "
-            f"keeps its float32 state elsewhere; set distributed.offload={offload_before}."
-        )
-    if rounding != rounding_before:
-        raise UserError(
-            f"optimizer.rounding = {rounding}: {shown} was trained with {rounding_before}, whose "
-            f"moments have another dtype; set optimizer.rounding={rounding_before}."
-        )
 
 
 def check_adapter(recipe: Recipe, stored: Mapping[str, Any], path: Path) -> None:

@@ -17,7 +17,6 @@ from grpo_cli.config.schema import Model, Recipe, Reward, Schedule, knobs
 from grpo_cli.errors import UserError
 from grpo_cli.training.prepare import parse
 
-IN_BFLOAT16 = {"model.dtype": "bfloat16", "optimizer.rounding": "stochastic"}
 SOUND: dict[str, Any] = {
     "model": {"path": "some/model"},
     "dataset": {"train": "a.jsonl"},
@@ -345,29 +344,9 @@ PLAIN_REINFORCE_PP = {"advantage.rule": "reinforce_pp", "advantage.baseline": "n
             "since entropy_target moves entropy_coef between them.",
         ),
         (
-            {"optimizer.rounding": "stochastic"},
-            "optimizer.rounding = stochastic: rounds weights to bfloat16, and model.dtype = "
-            "float32; use model.dtype=bfloat16, or optimizer.rounding=nearest.",
-        ),
-        (
-            IN_BFLOAT16 | {"distributed.offload": "optimizer"},
-            "optimizer.rounding = stochastic: distributed.offload = optimizer keeps a float32 copy "
-            "of the weights, from which no update is lost; use optimizer.rounding=nearest.",
-        ),
-        (
-            IN_BFLOAT16 | {"adapter.method": "lora"},
-            "optimizer.rounding = stochastic: the weights of an adapter are in float32; use "
-            "optimizer.rounding=nearest.",
-        ),
-        (
             {"distributed.offload": "all"},
             "distributed.offload = all: is FSDP2's offload of sharded weights, and "
-            "distributed.strategy = ddp; use distributed=fsdp2, or distributed.offload=optimizer.",
-        ),
-        (
-            {"distributed.offload": "optimizer", "optimizer.algorithm": "paged_adamw_8bit"},
-            "distributed.offload = optimizer: paged_adamw_8bit moves its own state between device "
-            "and host; use optimizer=adamw_8bit, or distributed.offload=none.",
+            "distributed.strategy = ddp; use distributed=fsdp2, or distributed.offload=none.",
         ),
         (
             {"loss.beta": 0.1, "loss.kl_in": "reward", "loss.kl_bias_correction": True},
@@ -990,15 +969,6 @@ K1_IN_LOSS = {"loss.beta": 0.1, "loss.kl_estimator": "k1"}
             "model.dtype = bfloat16: updates with a learning rate of 1e-06 are smaller than the",
         ),
         ({"model.dtype": "bfloat16", "optimizer.learning_rate": 1e-3}, None),
-        (IN_BFLOAT16 | {"optimizer.learning_rate": 1e-6}, None),
-        (
-            {
-                "model.dtype": "bfloat16",
-                "optimizer.learning_rate": 1e-6,
-                "distributed.offload": "optimizer",
-            },
-            None,
-        ),
         *(
             (
                 {"loss.sampling_correction": "token_mask", f"generation.{knob}": value},

@@ -361,12 +361,6 @@ def test_less_memory_for_all_weights_by_hand() -> None:
     half = replace(PLAIN, strategy="ddp", weight_bytes=2)
     plain = memory(TINY, Cluster(1), half).moments
     assert plain["forward"]["moments"] == 420 * 4
-    stochastic = memory(TINY, Cluster(1), replace(half, stochastic=True)).moments
-    assert stochastic["forward"]["moments"] == 420 * 8
-    assert stochastic["optimizer"]["optimizer's temporaries"] == 3 * 64 * 2**20
-    host = memory(TINY, Cluster(1), replace(half, offload="optimizer")).moments["optimizer"]
-    parts = {"weights": 840, "gradients": 840, "moments": 0, "reference": 840}
-    assert host == parts | {"optimizer's temporaries": 0}
     rests = memory(TINY, Cluster(2), replace(PLAIN, offload="all")).moments["forward"]
     assert [rests[part] for part in ("weights", "gradients", "moments")] == [0, 0, 0]
     with pytest.raises(UserError, match=r"^offload = all: needs strategy = fsdp2 or zero3\.$"):

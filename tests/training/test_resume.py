@@ -14,7 +14,7 @@ import pytest
 
 from grpo_cli.checkpoints import paths
 from grpo_cli.config import saved_recipe
-from grpo_cli.config.schema import Adapter, Distributed, Model, Optimizer, Recipe
+from grpo_cli.config.schema import Adapter, Model, Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.training import ending, resume
 from grpo_cli.training.run import Run
@@ -225,45 +225,3 @@ def test_a_resumed_run_keeps_its_adapter(changed: dict[str, Any], message: str |
         resume.check_adapter(recipe, {"adapter": asdict(before)}, Path("step-2"))
     with pytest.raises(UserError, match=r"adapter.* was trained with none"):  # an earlier version's
         resume.check_adapter(recipe, {}, Path("step-2"))
-
-
-FLOAT32_STATE: list[tuple[str, dict[str, str], dict[str, str], str | None]] = [
-    ("bfloat16", {}, {}, None),
-    ("bfloat16", {"offload": "optimizer"}, {"offload": "optimizer"}, None),
-    ("bfloat16", {"offload": "all"}, {}, None),
-    ("float32", {"offload": "optimizer"}, {}, None),
-    ("float32", {}, {"offload": "optimizer"}, None),
-    (
-        "bfloat16",
-        {"offload": "optimizer"},
-        {},
-        r"distributed\.offload = none: run/step-2 was trained with optimizer, which .*; set "
-        r"distributed\.offload=optimizer\.$",
-    ),
-    ("float16", {}, {"offload": "optimizer"}, r"distributed\.offload = optimizer: .* with none"),
-    ("bfloat16", {"rounding": "stochastic"}, {}, r"rounding = nearest: .* with stochastic"),
-    ("bfloat16", {}, {"rounding": "stochastic"}, r"rounding = stochastic: .* with nearest"),
-]
-
-
-@pytest.mark.parametrize(("dtype", "before", "now", "message"), FLOAT32_STATE)
-def test_a_resumed_run_keeps_its_float32_state(
-    dtype: str, before: dict[str, str], now: dict[str, str], message: str | None
-) -> None:
-    def of(knobs: dict[str, str]) -> Recipe:
-        return Recipe(
-            model=Model(dtype=dtype),
-            optimizer=Optimizer(rounding=knobs.get("rounding", "nearest")),
-            distributed=Distributed(offload=knobs.get("offload", "none")),
-        )
-
-    stored = asdict(of(before))
-    if not before:  # an earlier version's
-        del stored["distributed"], stored["optimizer"]["rounding"]
-    if message is None:
-        resume.check_float32_state(of(now), stored, Path("run/step-2"))
-        return
-    with pytest.raises(UserError, match=message):
-        resume.check_float32_state(of(now), stored, Path("run/step-2"))
-    adapted = replace(of(now), adapter=Adapter(method="lora"))  # its weights are float32
-    resume.check_float32_state(adapted, stored, Path("run/step-2"))

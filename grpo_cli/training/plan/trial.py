@@ -129,7 +129,7 @@ class Trial:
         """Returns the seconds of an optimizer step, norm of the gradient included."""
         recipe = self.recipe
         optimizer = optimizers.make(
-            recipe.optimizer, self.model, offload=recipe.distributed.offload, seed=0
+            recipe.optimizer, self.model, offload=recipe.distributed.offload
         )
 
         def step() -> None:

@@ -74,11 +74,8 @@ def recipe_of(path: Path, device: str | None) -> Recipe:
     stored = translate(provenance.read(path))
     tree = {key: value for key, value in stored.items() if key != "defaults"}
     recipe = prepare.parse(tree)
-    offload = recipe.distributed.offload
     # One process shards nothing; FSDP2's offload changes no number.
-    distributed = dataclasses.replace(
-        recipe.distributed, strategy="ddp", offload="none" if offload == "all" else offload
-    )
+    distributed = dataclasses.replace(recipe.distributed, strategy="ddp", offload="none")
     return dataclasses.replace(recipe, distributed=distributed, device=device or recipe.device)
 
 
