@@ -1,11 +1,10 @@
-"""Makes one kind of environment of what users bring: classes of several manners, and servers.
+"""Makes one kind of environment of what users bring: classes of two manners, and servers.
 
 A class is recognised by its methods:
 
     manner        methods                                        the model's turn
     ours          reset(row, seed), step(message)                a message, to `step`
     TRL's         reset(**row), public methods, get_reward()     calls of the public methods
-    SkyRL-gym's   init(prompt), step(action)                     a text, to `step`
 
 A text that TRL's `reset` returns is a message of the user. The loop adds a single such message to
 the last user message of the prompt, as TRL does.
@@ -42,7 +41,7 @@ ROLES = ("user", "tool", "system")  # of an environment's messages
 NAME_COLUMN = "environment"  # the column that names the environment of a row
 NO_TOOLS = ("reset", "get_reward", "close")  # public methods of TRL's classes that are not tools
 NO_TURN_YET = "and the model has taken no turn yet"
-Manner = Literal["ours", "trl", "skyrl"]
+Manner = Literal["ours", "trl"]
 
 
 class Broken(Exception):  # noqa: N818
@@ -120,27 +119,17 @@ class Maker:
             if inspect.isclass(found.call) and manner_of(found.call, found.where) == "trl":
                 found.tools(found.call)
 
-    def has_own_schemas(self, name: str) -> bool:
-        """Whether an environment may have tools of its own.
-
-        SkyRL-gym's have none, and need a row to be made.
-        """
-        return not (self.spec.path or self.spec.by_name) or not self._class(name).takes_row
-
     async def close(self) -> None:
         """Ends the connections that rollouts share."""
         for shared in list(self._shared.values()):
             if hasattr(shared, "close"):
                 await shared.close()
 
-    def make(
-        self, name: str, row: Mapping[str, Any], answered: Callable[[Answer], None]
-    ) -> Adapted:
+    def make(self, name: str, answered: Callable[[Answer], None]) -> Adapted:
         """Returns a fresh environment.
 
         Args:
             name: which of `environment.by_name`; "" if there is only one.
-            row: of the episode, which SkyRL-gym's classes are constructed with.
             answered: called with each answer of a tool.
 
         Raises:
@@ -159,7 +148,7 @@ class Maker:
             return McpTools(self.spec.mcp, functions, self._shared, **args)
         if not self.spec.has_state:
             return ToolsOnly(functions)
-        return self._class(name).make(row, functions)
+        return self._class(name).make(functions)
 
     def _class(self, name: str) -> _Class:
         if name not in self._classes:
@@ -228,14 +217,17 @@ class _Class:
         found = cls(where, given, dict(args), is_chosen)
         if inspect.isclass(found.call):
             manner_of(found.call, where)
-        parameters = found.parameters
-        if parameters is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            own = [n for n in parameters if n not in ("extras",)]
-            if unknown := [name for name in args if name not in parameters]:
-                raise UserError(
-                    f"environment.args.{unknown[0]}: {path} takes no such argument; it takes "
-                    f"{listed(own)}.{nearest(unknown[0], own)}"
-                )
+        parameters: Mapping[str, inspect.Parameter] = {}
+        try:
+            parameters = inspect.signature(given).parameters
+            takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        except (TypeError, ValueError):  # its parameters cannot be read
+            takes_all = True
+        if not takes_all and (unknown := [name for name in args if name not in parameters]):
+            raise UserError(
+                f"environment.args.{unknown[0]}: {path} takes no such argument; it takes "
+                f"{listed(parameters)}.{nearest(unknown[0], parameters)}"
+            )
         if is_coroutine_function(given):
             try:
                 inspect.signature(given).bind(None, **args)
@@ -246,60 +238,30 @@ class _Class:
                 ) from error
         return found
 
-    @property
-    def parameters(self) -> Mapping[str, inspect.Parameter] | None:
-        """The parameters of its constructor; None if they cannot be read."""
-        with contextlib.suppress(TypeError, ValueError):
-            return inspect.signature(self.call).parameters
-        return None
-
-    @property
-    def takes_row(self) -> bool:
-        """Whether it makes environments in SkyRL-gym's manner, from a row."""
-        if inspect.isclass(self.call):
-            return manner_of(self.call, self.where) == "skyrl"
-        return "extras" in (self.parameters or {})
-
     def tools(self, cls: type) -> dict[str, Tool]:
         """Returns the tools that its public methods are, in TRL's manner."""
         if cls not in self._tools:
             self._tools[cls] = tools_of(cls, self.where)
         return self._tools[cls]
 
-    def make(self, row: Mapping[str, Any], functions: Functions) -> Adapted:
+    def make(self, functions: Functions) -> Adapted:
         """Returns a new object of the class as an environment."""
-        args = dict(self.args)
         if is_coroutine_function(self.call):
             from grpo_cli.environments.rollout_function import RolloutFunction
 
-            return RolloutFunction(self.call, args, functions)
-        known = self.parameters or {}
-        if self.takes_row:
-            if "extras" in known:
-                args.setdefault("extras", dict(row))
-            if "env_config" in known:  # whose entries its classes read as attributes
-                from omegaconf import OmegaConf
-
-                args["env_config"] = OmegaConf.create(dict(args.get("env_config") or {}))
+            return RolloutFunction(self.call, self.args, functions)
         try:
-            given = self.call(**args)
+            given = self.call(**self.args)
         except UserError:
             raise
         except Exception as error:
             raise Broken(f"{self.where}: its constructor raised {blame(error)}") from error
         manner = manner_of(type(given), self.where)
-        if self.takes_row and manner != "skyrl":
-            raise UserError(
-                f"{self.where}: takes extras, the row, as environments of SkyRL-gym do, and "
-                f"returns a {type(given).__name__}, whose reset gets the row; leave extras out."
-            )
         if manner == "ours":
             return MessageEnvironment(given, functions)
-        if manner == "trl":
-            own = self.tools(type(given))
-            bound = {n: replace(t, function=getattr(given, n)) for n, t in own.items()}
-            return TrlEnvironment(given, functions.joined(bound, self.where), self.is_chosen)
-        return SkyRlEnvironment(given, functions)
+        own = self.tools(type(given))
+        bound = {n: replace(t, function=getattr(given, n)) for n, t in own.items()}
+        return TrlEnvironment(given, functions.joined(bound, self.where), self.is_chosen)
 
 
 def manner_of(cls: type, where: str) -> Manner:
@@ -310,21 +272,18 @@ def manner_of(cls: type, where: str) -> Manner:
     Raises:
         UserError: in none.
     """
-    reset, step, init = (
+    reset, step = (
         getattr(cls, n, None) if callable(getattr(cls, n, None)) else None
-        for n in ("reset", "step", "init")
+        for n in ("reset", "step")
     )
     if reset is not None:
         takes_message = step is not None and names_of(step)[:1] == ["message"]
         if step is not None and (takes_message or names_of(reset)[:1] == ["row"]):
             return "ours"
         return "trl"
-    if init is not None and step is not None:
-        return "skyrl"
     raise UserError(
         f"{where}: {cls.__name__} has no method reset; an environment has reset(row, seed) and "
-        "step(message), or reset(**row) and public methods as tools (TRL), or init(prompt) and "
-        "step(action) (SkyRL-gym)."
+        "step(message), or reset(**row) and public methods as tools (TRL)."
     )
 
 
@@ -519,49 +478,6 @@ class TrlEnvironment(_Base):
     async def step(self, message: Message) -> Observation:
         """Answers the calls of a turn; a turn without a call ends the episode."""
         return await self.functions.step(message)
-
-
-class SkyRlEnvironment(_Base):
-    """An environment in SkyRL-gym's manner: it takes the text of the model's turns."""
-
-    async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
-        """Begins an episode with the prompt of the row."""
-        prompt = row.get("prompt") or ""
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        begun = await result_of(self.given.init([dict(m) for m in prompt]))
-        messages = begun[0] if isinstance(begun, tuple) and begun else begun
-        if not isinstance(messages, list):
-            raise Broken(f"init returned {kind_of(begun)}, not (messages, info)")
-        if messages[: len(prompt)] != prompt:
-            raise Broken("init changes the prompt; it can only add messages to its end")
-        return Observation(as_messages(messages[len(prompt) :]), tools=self.schemas)
-
-    async def step(self, message: Message) -> Observation:
-        """Takes a turn of the model."""
-        return await with_tools(self.functions, message, self._step)
-
-    async def _step(self, message: Message) -> Observation:
-        output = await result_of(self.given.step(message.get("content") or ""))
-        if not isinstance(output, Mapping):
-            raise Broken(f"step returned {kind_of(output)}, not a dict with observations")
-        return Observation(
-            messages=as_messages(output.get("observations") or ()),
-            reward=as_reward(output.get("reward")),
-            done=as_done(output.get("done", False)),
-        )
-
-    async def finish(self) -> Observation:
-        """Returns the metrics of the episode, which `get_metrics` gives."""
-        final = await super().finish()
-        get_metrics = getattr(self.given, "get_metrics", None)
-        found = await result_of(get_metrics()) if get_metrics is not None else None
-        if not isinstance(found, Mapping):
-            return final
-        numbers = {
-            str(k): float(v) for k, v in found.items() if isinstance(v, Real) and is_finite(v)
-        }
-        return replace(final, metrics=numbers)
 
 
 # Checks of the values that environments return

@@ -211,7 +211,7 @@ class Host:
             return await self._schemas(run, request.payload)
         assert request.kind == "try", request.kind
         name, row, seed = request.payload
-        session = self._make(run, name, row)
+        session = self._make(run, name)
         try:
             seed_everything(seed)
             return await session.environment.reset(row, seed)
@@ -221,14 +221,14 @@ class Host:
     def _session(self, run: Run, number: int) -> _Session:
         if number not in self._sessions:
             assert not self.spec.has_state, "reset comes first"
-            self._sessions[number] = self._make(run, "", {})  # it has moved here
+            self._sessions[number] = self._make(run, "")  # it has moved here
         return self._sessions[number]
 
     async def _reset(
         self, run: Run, number: int, name: str, row: Mapping[str, Any], seed: int
     ) -> Observation:
         seed_everything(seed)
-        session = self._idle[name].pop() if self._idle[name] else self._make(run, name, row)
+        session = self._idle[name].pop() if self._idle[name] else self._make(run, name)
         session.streams = run.streams
         try:
             first = await session.environment.reset(row, seed)
@@ -238,9 +238,9 @@ class Host:
         self._sessions[number] = session
         return first
 
-    def _make(self, run: Run, name: str, row: Mapping[str, Any]) -> _Session:
+    def _make(self, run: Run, name: str) -> _Session:
         session = _Session(name, None, run.streams)  # type: ignore[arg-type]
-        session.environment = self._maker.make(name, row, lambda answer: self._answered(answer))
+        session.environment = self._maker.make(name, lambda answer: self._answered(answer))
         return session
 
     def _answered(self, answer: Answer) -> None:
@@ -249,9 +249,7 @@ class Host:
             self.reply(Reply(run.number, "partial", answer))
 
     async def _schemas(self, run: Run, name: str) -> list[dict[str, Any]]:
-        if not self._maker.has_own_schemas(name):
-            return [dict(tool.schema) for tool in self._maker.tools.values()]
-        session = self._make(run, name, {})
+        session = self._make(run, name)
         try:
             open_it = getattr(session.environment, "open", None)
             if open_it is not None:  # of a server, which has to be asked

@@ -157,27 +157,6 @@ class Counter:
         return float(self.count)
 
 
-class Gym:
-    """SkyRL-gym's manner."""
-
-    def __init__(self, env_config: dict[str, Any], extras: dict[str, Any]) -> None:
-        self.answer = extras["answer"]
-        self.refusal = env_config.get("refusal") and env_config.refusal  # type: ignore[attr-defined]
-        self.turns = 0
-
-    def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        return [*prompt, {"role": "user", "content": "Go."}], {}
-
-    def step(self, action: str) -> dict[str, Any]:
-        self.turns += 1
-        right = action == self.answer
-        said = [] if right else [{"role": "user", "content": self.refusal or "No."}]
-        return {"observations": said, "reward": float(right), "done": right, "metadata": {}}
-
-    def get_metrics(self) -> dict[str, Any]:
-        return {"turns": self.turns, "name": "gym"}
-
-
 class Draws:
     """Draws global random numbers, at reset and at each step; takes no seed."""
 

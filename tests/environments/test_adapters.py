@@ -18,8 +18,8 @@ from tests.tables import table
 SAMPLES = "tests.environments.samples"
 
 
-def made(name: str = "", row: Mapping[str, Any] = {}, **settings: Any) -> Adapted:
-    return Maker(Spec(**settings)).make(name, row, lambda _: None)
+def made(name: str = "", **settings: Any) -> Adapted:
+    return Maker(Spec(**settings)).make(name, lambda _: None)
 
 
 def calls(*calls: tuple[str, Any]) -> Message:
@@ -120,38 +120,6 @@ def test_trls_numbers() -> None:
     assert [observation.done for observation in observations] == [False, False, True]
 
 
-def test_skyrls_manner() -> None:
-    async def episode() -> None:
-        row = {"prompt": "Which?", "answer": "b"}
-        env = made(path=f"{SAMPLES}:Gym", args={"env_config": {"refusal": "Nope."}}, row=row)
-        assert texts(await env.reset(row, 0)) == ["Go."]
-        wrong, right = [await env.step(says(text)) for text in ("a", "b")]
-        assert (texts(wrong), wrong.reward, wrong.done) == (["Nope."], 0.0, False)
-        assert (texts(right), right.reward, right.done) == ([], 1.0, True)
-        assert (await env.finish()).metrics == {"turns": 2.0}
-
-    asyncio.run(episode())
-
-
-def make_gym(extras: Any, env_config: Any = None) -> Any:
-    return samples.Gym(env_config, extras)
-
-
-def make_shop(extras: Any) -> Any:
-    return samples.Counter()
-
-
-def test_a_function_that_makes_skyrls_environments_gets_the_row() -> None:
-    maker = Maker(Spec(path=f"{HERE}:make_gym"))
-    assert not maker.has_own_schemas("")
-    row = {"prompt": "Which?", "answer": "b"}
-    env = maker.make("", row, lambda _: None)
-    asyncio.run(env.reset(row, 0))
-    assert asyncio.run(env.step(says("b"))).reward == 1.0
-    with pytest.raises(UserError, match=r"make_shop: takes extras.*returns a Counter"):
-        made(path=f"{HERE}:make_shop")
-
-
 class Library:
     shelf = "A"
 
@@ -188,13 +156,13 @@ def test_several_environments_by_name() -> None:
     maker = Maker(
         Spec(by_name={"g": f"{SAMPLES}:Guess", "c": f"{SAMPLES}:Counter"}, args={"g": {"limit": 2}})
     )
-    guess, counter = (maker.make(name, {}, lambda _: None) for name in ("g", "c"))
+    guess, counter = (maker.make(name, lambda _: None) for name in ("g", "c"))
     assert guess.given.limit == 2  # type: ignore[attr-defined]
     assert names(counter.schemas) == ["increment", "later"]
     asyncio.run(counter.reset({"environment": "c", "other": 1}, 0))
     assert counter.given.columns == {"other": 1}, "without the name"  # type: ignore[attr-defined]
     with pytest.raises(UserError, match=r"no environment 'cc'; environment\.by_name has c, g"):
-        maker.make("cc", {}, lambda _: None)
+        maker.make("cc", lambda _: None)
 
 
 def cls(**methods: Any) -> type:
@@ -209,7 +177,6 @@ def cls(**methods: Any) -> type:
         (cls(reset=lambda self: 0, step=lambda self, message: 0), "ours"),
         (cls(reset=lambda self, **kwargs: 0), "trl"),
         (cls(reset=lambda self, **kwargs: 0, step=lambda self, action: 0), "trl"),
-        (cls(init=lambda self, prompt: 0, step=lambda self, action: 0), "skyrl"),
     ],
 )
 def test_manners(made: type, manner: str) -> None:

@@ -1,12 +1,18 @@
 """The tools and the environment of the shipped recipes."""
 
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from grpo_cli.environments.adapters import observed
 from grpo_cli.environments.examples import GuessNumber, multiply, multiply_wrongly
+from grpo_cli.environments.protocol import Message, Observation
+from tests.scripts.test_docs import example
 from tests.tables import table
 
 
@@ -92,3 +98,29 @@ def test_a_game_that_was_not_played_has_a_reward() -> None:
     game = GuessNumber()
     game.reset({}, 3)
     assert game.get_reward() == 0.0
+
+
+def test_a_wrapped_environment_of_skyrl_gym(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gym:
+        def __init__(self, env_config: Any, extras: Mapping[str, Any]) -> None:
+            self.answer, self.refusal = extras["answer"], env_config.refusal
+
+        def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
+            return [*prompt, {"role": "user", "content": "Go."}], {}
+
+        def step(self, action: str) -> dict[str, Any]:
+            right = action == self.answer
+            said = [] if right else [{"role": "user", "content": self.refusal}]
+            return {"observations": said, "reward": float(right), "done": right, "metadata": {}}
+
+    made = {"gym": Gym}
+    library = SimpleNamespace(make=lambda name, **args: made[name](**args))
+    monkeypatch.setitem(sys.modules, "skyrl_gym", library)  # type: ignore[arg-type]
+    names: dict[str, Any] = {}
+    exec(example("environments.md", "my_skyrl.py"), names)
+    env = names["SkyRl"]("gym", refusal="Nope.")
+    first = env.reset({"prompt": "Which?", "answer": "b"}, 0)
+    assert observed(first) == Observation([{"role": "user", "content": "Go."}], tools=[], calls=[])
+    wrong, right = (observed(env.step({"content": text})) for text in "ab")
+    assert (wrong.messages[0]["content"], wrong.reward, wrong.done) == ("Nope.", 0.0, False)
+    assert (list(right.messages), right.reward, right.done) == ([], 1.0, True)

@@ -92,24 +92,6 @@ def test_answers_of_a_turn_are_passed_on_and_those_before_are_skipped() -> None:
     assert [m["content"] for m in last.payload.messages] == ["5", "6"]
 
 
-class NeedsItsRow:
-    """In SkyRL-gym's manner."""
-
-    def __init__(self, extras: dict[str, Any]) -> None:
-        self.target = extras["reward_spec"]["target"]
-
-    def init(self, prompt: list[Any]) -> Any: ...
-
-    def step(self, action: str) -> Any: ...
-
-
-def test_the_schemas_of_a_class_whose_constructor_reads_the_row() -> None:
-    spec = Spec(path=f"{__name__}:NeedsItsRow", tools=TOOLS.tools)
-    (reply,) = answers(spec, Request(1, 0, "schemas", ""))
-    assert reply.status == "ok"
-    assert [schema["function"]["name"] for schema in reply.payload] == ["times"]
-
-
 class Raises:
     def __init__(self) -> None:
         raise RuntimeError("no licence")
