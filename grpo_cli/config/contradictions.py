@@ -204,7 +204,7 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
 
 def _of_episodes(recipe: Recipe) -> Iterator[str]:
     environment = recipe.environment
-    ways = ("path", "by_name", "openenv", "mcp")
+    ways = ("path", "by_name", "mcp")
     given = [f"environment.{name}" for name in ways if getattr(environment, name)]
     if len(given) > 1:
         yield f"{' and '.join(given)}: each names the environment; set one of them."

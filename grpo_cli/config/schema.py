@@ -692,9 +692,6 @@ class EnvironmentSettings:
         "Several environments in one run: name and class of each. The column `environment` of a "
         "row holds the name of its environment.",
     )
-    openenv: str | None = knob(
-        None, "Address of an OpenEnv server, such as ws://localhost:8000, as the environment."
-    )
     mcp: str | None = knob(
         None,
         "MCP server whose tools the model may call: a command that speaks MCP on its standard "
@@ -1717,7 +1714,7 @@ class Recipe:
     def has_environment(self) -> bool:
         """Whether something answers the model's turns: tools or an environment."""
         of = self.environment
-        return bool(self.tools or of.path or of.by_name or of.openenv or of.mcp)
+        return bool(self.tools or of.path or of.by_name or of.mcp)
 
     @property
     def has_episodes(self) -> bool:

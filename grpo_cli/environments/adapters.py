@@ -74,7 +74,6 @@ class Spec:
     path: str | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
     by_name: Mapping[str, str] = field(default_factory=dict)
-    openenv: str | None = None
     mcp: str | None = None
     tools: Mapping[str, str] = field(default_factory=dict)
     seconds: float | None = 30.0  # deadline of each call; None: none
@@ -82,7 +81,7 @@ class Spec:
     @property
     def has_state(self) -> bool:
         """Whether there is more than tools, which can be called anywhere."""
-        return bool(self.path or self.by_name or self.openenv or self.mcp)
+        return bool(self.path or self.by_name or self.mcp)
 
     @property
     def names(self) -> list[str]:
@@ -136,11 +135,6 @@ class Maker:
             UserError: there is no such class, or it is no environment.
         """
         functions = Functions(self.tools, self.deadlines, answered)
-        if self.spec.openenv:
-            from grpo_cli.environments.openenv import OpenEnv
-
-            args = accepted_args(OpenEnv.__init__, self.spec.args, "environment.openenv")
-            return OpenEnv(self.spec.openenv, functions, self._shared, **args)
         if self.spec.mcp:
             from grpo_cli.environments.mcp import McpTools
 
@@ -434,7 +428,8 @@ class MessageEnvironment(_Base):
         """Begins an episode."""
         given = accepted(self.given.reset, {"row": dict(row), "seed": seed})
         first = observed(await result_of(self.given.reset(**given)))
-        check_not_done(first)
+        if first.done:
+            raise Broken(f"it returned done=True, {NO_TURN_YET}")
         if first.reward is not None:
             raise Broken(f"it returned the reward {first.reward:g}, {NO_TURN_YET}")
         return first if first.tools else replace(first, tools=self.schemas)
@@ -622,12 +617,6 @@ def is_finite(value: Real) -> bool:
         return math.isfinite(value)
     except OverflowError:
         return False
-
-
-def check_not_done(first: Observation) -> None:
-    """Raises `Broken` if an episode is over with its first observation."""
-    if first.done:
-        raise Broken(f"it returned done=True, {NO_TURN_YET}")
 
 
 def as_done(value: Any) -> bool:

@@ -61,9 +61,6 @@ class Tool:
     name: str
     function: Callable[..., Any]
     schema: Mapping[str, Any]  # as chat templates take it: {"type": "function", "function": {...}}
-    in_order: bool = (
-        False  # whether an async function is called one call after another, all the same
-    )
 
     def __post_init__(self) -> None:
         import jsonschema
@@ -76,7 +73,7 @@ class Tool:
     @property
     def is_async(self) -> bool:
         """Whether its calls are awaited, several at the same time."""
-        return not self.in_order and is_coroutine_function(self.function)
+        return is_coroutine_function(self.function)
 
     def arguments(self, given: Any) -> dict[str, Any]:
         """Returns the arguments of a call, with texts converted to the types of the schema.
@@ -298,11 +295,10 @@ def served_tool(
     description: str | None,
     parameters: Mapping[str, Any],
     call: Callable[..., Any],
-    in_order: bool = False,
 ) -> Tool:
     """Returns a tool that a server has described with a JSON schema of its arguments."""
     own = {"name": name, "description": description or "", "parameters": dict(parameters)}
-    return Tool(name, call, {"type": "function", "function": own}, in_order)
+    return Tool(name, call, {"type": "function", "function": own})
 
 
 def calls_of(message: Message) -> list[Mapping[str, Any]]:

@@ -125,7 +125,6 @@ class Sessions:
             path=settings.path,
             args=dict(settings.args),
             by_name=dict(settings.by_name),
-            openenv=settings.openenv,
             mcp=settings.mcp,
             tools=dict(tools or {}),
             seconds=settings.seconds,
@@ -170,7 +169,7 @@ class Sessions:
     def _ask(self, kind: str, payload: Any) -> Any:
         call = _Call(kind, None, payload)
         self._home.submit(call)
-        what = self.spec.path or self.spec.openenv or self.spec.mcp or "tools"
+        what = self.spec.path or self.spec.mcp or "tools"
         name = payload if isinstance(payload, str) else payload[0]
         what = self.spec.by_name.get(name, what)
         try:

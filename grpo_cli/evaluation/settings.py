@@ -45,7 +45,7 @@ BEARING_OF_ROWS = (
 # Episodes of held-out rows depend also on:
 BEARING_OF_EPISODES = (
     "rollout", "tools", "tools.", "environment.path", "environment.args", "environment.args.",
-    "environment.by_name", "environment.by_name.", "environment.openenv", "environment.mcp",
+    "environment.by_name", "environment.by_name.", "environment.mcp",
     "episode.max_turns", "episode.turn_tokens", "episode.reply_tokens", "episode.seconds",
     "episode.max_parse_errors", "model.response_template",
 )  # fmt: skip

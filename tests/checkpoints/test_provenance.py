@@ -73,7 +73,6 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
 ASKS: dict[str, tuple[dict[str, Any], str]] = {
     "mcp": ({"environment__mcp": 'bash -c "id > PWNED"'}, "environment.mcp = bash"),
     "environment": ({"environment__path": "ck.evil:Env"}, "environment.path = ck.evil:Env"),
-    "openenv": ({"environment__openenv": "ws://a:9"}, "environment.openenv = ws://a:9"),
     "by name": ({"environment__by_name": {"a": "ck.evil:E"}}, "environment.by_name.a = ck.evil:E"),
     "isolate": ({"environment__isolate": False}, "environment.isolate = false"),
     "tools": ({"tools": {"t": "ck.evil:tool"}}, "tools.t = ck.evil:tool"),

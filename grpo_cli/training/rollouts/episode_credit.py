@@ -61,11 +61,11 @@ def check_episode_credit(recipe: Recipe) -> None:
         UserError: they do not.
     """
     given, of = environment_rewards(recipe), recipe.environment
-    if given and not (of.path or of.by_name or of.openenv or recipe.rollout):
+    if given and not (of.path or of.by_name or recipe.rollout):
         there = "tools give none" if recipe.has_environment else "there is none"
         raise UserError(
             f"reward.{given[0]}: is what an environment gives, and {there}; set environment.path, "
-            "environment.openenv or rollout, or use another reward, such as reward=[exact_match]."
+            "or rollout, or use another reward, such as reward=[exact_match]."
         )
     path = recipe.rollout
     if given and path is not None and not is_coroutine_function(rollout_function(recipe)):

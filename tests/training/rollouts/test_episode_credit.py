@@ -50,7 +50,7 @@ def test_credit_for_turns_is_checked_before_a_run() -> None:
     plain.tools = {"add": "m:add"}
     with pytest.raises(UserError, match="and tools give none; set "):
         check_episode_credit(plain)
-    plain.environment.openenv = "ws://localhost:1"
+    plain.environment.path = "m:Guess"
     check_episode_credit(plain)
     rollout = Recipe(reward=plain.reward, rollout=f"{__name__}:leads")
     check_episode_credit(rollout)
