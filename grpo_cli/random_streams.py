@@ -40,6 +40,4 @@ def set_rng_state(state: dict[str, Any]) -> None:
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
-        # Earlier versions have kept the streams of all devices.
-        own = min(torch.cuda.current_device(), len(state["cuda"]) - 1)
-        torch.cuda.set_rng_state(state["cuda"][own])
+        torch.cuda.set_rng_state(state["cuda"][0])

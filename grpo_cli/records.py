@@ -279,20 +279,6 @@ def rollout_stats(groups: Sequence[Group]) -> list[tuple[int, list[RolloutStats]
     return [(g.prompt_index, [RolloutStats.of(r) for r in g.rollouts]) for g in groups]
 
 
-# The names that some fields had in what version 0.1.0 has stored.
-FORMER_NAMES = {
-    "logprobs": "sampling_logprobs",
-    "sampled": "is_sampled",
-    "outcome": "outcome_reward",
-    "masked": "excluded",
-}
-
-
-def with_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns stored fields of a record under the names that they have now."""
-    return {FORMER_NAMES.get(name, name): value for name, value in values.items()}
-
-
 NOT_STORED = (
     "prompt", "completion", "advantage", "token_advantages", "ref_logprobs", "weight",
     "high_entropy", "cov_selected",
@@ -325,8 +311,8 @@ def to_state(rollout: Rollout) -> dict[str, Any]:
 
 
 def from_state(prompt: Prompt, state: Mapping[str, Any]) -> Rollout:
-    """Returns the rollout of `prompt` that `to_state` has read; also of version 0.1.0."""
-    values = with_current_names(state)
+    """Returns the rollout of `prompt` that `to_state` has read."""
+    values = dict(state)
     if (observed := values.pop("observed_prompt", None)) is not None:
         added = json.loads(observed.get("added", "{}"))
         prompt = dataclasses.replace(

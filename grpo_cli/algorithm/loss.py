@@ -134,29 +134,13 @@ class MeasuredUpdate:
 
     @classmethod
     def from_state(cls, saved: Mapping[str, Any]) -> MeasuredUpdate:
-        """Restores what `to_state` has returned; also from the metrics that 0.1.0 has stored."""
-        if "metrics" in saved:
-            means = {name: Mean(*saved[name]) for name in ACTED_ON}
-            metrics = ReducedMetrics(**{k: dict(v) for k, v in saved["metrics"].items()})
-            return cls(loss=saved["loss"], metrics=metrics, **means)
-        metrics = ReducedMetrics(**{k: dict(v) for k, v in saved.items()})
-        means = {}
-        for name, former in FORMER_NAMES.items():
-            total = metrics.sums.get(former, 0.0)
-            means[name] = Mean(total, metrics.counts.get(former, 0.0))
-        for part in (metrics.sums, metrics.counts):
-            part.pop(FORMER_NAMES["entropy"], None)  # it was not logged
-        return cls(loss=metrics.sums["loss"], metrics=metrics, **means)
+        """Restores what `to_state` has returned."""
+        means = {name: Mean(*saved[name]) for name in ACTED_ON}
+        metrics = ReducedMetrics(**{k: dict(v) for k, v in saved["metrics"].items()})
+        return cls(loss=saved["loss"], metrics=metrics, **means)
 
 
 ACTED_ON = ("kl", "entropy", "sampler_gap", "staleness_gap")
-# The metrics that 0.1.0 acted on, in steps that it has stored.
-FORMER_NAMES = {
-    "kl": "kl",
-    "entropy": "entropy_trained",
-    "sampler_gap": "sampling/sampling_logp_difference/mean",
-    "staleness_gap": STALENESS,
-}
 
 
 def every_rollout_has_gradient(

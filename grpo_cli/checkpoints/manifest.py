@@ -147,12 +147,6 @@ def read(folder: Path) -> dict[str, Entry]:
         Damaged: the manifest is missing or cannot be read.
     """
     if not (folder / MANIFEST).is_file():
-        state, shards = folder / TRAINING / "state.pt", folder / TRAINING / "shards"
-        if state.is_file() and not shards.exists():
-            raise Damaged(
-                "was written by an earlier version of grpo and cannot be resumed "
-                "(its model loads as any other: model.path=...)"
-            )
         raise Damaged(f"is damaged ({MANIFEST}: missing)")
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
@@ -168,8 +162,7 @@ def read(folder: Path) -> dict[str, Entry]:
     for name in files:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise Damaged(f"is damaged ({MANIFEST}: names {name}, which is no file of it)")
-    # Earlier versions have listed an adapter's config.
-    return {name: entry for name, entry in files.items() if not is_editable(name)}
+    return files
 
 
 def is_editable(name: str) -> bool:

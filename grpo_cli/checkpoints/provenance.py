@@ -28,10 +28,10 @@ from omegaconf import OmegaConf
 from grpo_cli.checkpoints.paths import RUN_ID, TRAINING
 from grpo_cli.config import sources
 from grpo_cli.config.cache import cache_dir
+from grpo_cli.config.compose import is_stored
 from grpo_cli.config.interpolation import leaves
 from grpo_cli.config.knob import as_written
 from grpo_cli.config.parsing import first_line
-from grpo_cli.config.renamed import is_stored
 from grpo_cli.config.schema import ENTRIES, Benchmark, Recipe
 from grpo_cli.config.words import RECIPE_KEYS
 from grpo_cli.errors import UserError, listed
@@ -383,7 +383,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def unusual(tree: Mapping[str, Any]) -> Iterator[str]:
     """Yields the entries of a stored recipe that no run writes: Hydra would obey them."""
-    if not is_stored(dict(tree)):
+    if not is_stored(tree):
         yield "defaults"
     for entry in tree.get("defaults") or []:
         if isinstance(entry, dict) and [*entry.values()] == [None]:

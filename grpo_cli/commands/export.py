@@ -340,7 +340,7 @@ class Merged:
 
 
 class Whole:
-    """A plain model folder, such as a checkpoint of an earlier version, or an adapter's folder."""
+    """A plain model folder, or an adapter's folder."""
 
     def __init__(self, path: Path) -> None:
         self.files = path

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_cli.config import parsing, schema
-from grpo_cli.config.renamed import is_stored, translate
 from grpo_cli.errors import UserError, listed, nearest
 
 DEFAULT_RECIPE = "arithmetic_tiny"
 RECIPES = "grpo_cli.recipes"  # the package of the shipped ones
 BARE = "_bare"  # for `grpo score`, and for `grpo eval` of what no recipe has made
-STORED = "_stored"  # a recipe that an earlier version has stored, under today's keys
+STORED = "_stored"  # a recipe that a run has stored
 
 # Hydra makes no folder and no logging: the run's folder is ours to make, after the checks.
 QUIET_HYDRA = (
@@ -99,14 +98,13 @@ def compose_and_call(
     tree = _read(folder / f"{name}.yaml") if folder is not None else {}
     names_itself = bool(tree.get("recipe"))
     if only_this_file or (names_itself and is_stored(tree)):
-        stored = translate(tree)
         # Another choice begins without these arguments.
         for group in ("loss", "advantage", "optimizer"):
             if any(word.startswith(f"{group}=") for word in overrides):
-                stored.get(group, {}).pop("args", None)
+                tree.get(group, {}).pop("args", None)
         name = STORED
         store: Any = ConfigStore.instance()
-        store.store(name=name, node=stored)
+        store.store(name=name, node=tree)
     options += ["--config-name", name]
     if folder is not None and not only_this_file:
         # As config path, a user's recipe wins over a shipped one of its name; a folder that only
@@ -377,6 +375,11 @@ def _read(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise not_yaml(f"recipe = {path}", error) from error
     return tree if isinstance(tree, dict) else {}
+
+
+def is_stored(tree: Mapping[str, Any]) -> bool:
+    """Returns whether a run has stored this recipe; else a user wrote it."""
+    return list(tree.get("defaults") or [])[:2] == ["schema", "_self_"]
 
 
 def not_yaml(what: str, error: yaml.YAMLError) -> UserError:

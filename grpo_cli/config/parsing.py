@@ -19,7 +19,7 @@ from omegaconf.errors import (
 from grpo_cli.config import interpolation
 from grpo_cli.config.contradictions import contradictions, contradictions_by_step
 from grpo_cli.config.knob import TYPES, allowed, as_written, scheduled_violation, violation
-from grpo_cli.config.renamed import OTHER_NAMES, renamed
+from grpo_cli.config.renamed import OTHER_NAMES
 from grpo_cli.config.schema import (
     ENTRIES,
     Benchmark,
@@ -160,8 +160,6 @@ def _by_knob(tree: dict[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     entries = ((name, e) for name in tree for e in _schedule_entries({name: tree[name]}))
     for name, (key, value) in entries:
-        if message := renamed(f"schedules.{key}"):
-            raise UserError(message)
         if key not in SCHEDULABLE and not key.startswith(LOSS_ARGS):
             beside = [k for k in SCHEDULABLE if k.partition(".")[0] == key.partition(".")[0]]
             raise UserError(
@@ -199,8 +197,7 @@ def _entry(kind: type[E], key: str, value: Any) -> E:
         raise UserError(f"{key} = {value!r}: must be a mapping of {listed(fields)}.")
     if unknown := sorted(value.keys() - set(fields)):
         raise UserError(
-            renamed(f"{key}.{unknown[0]}")
-            or f"{key}.{unknown[0]}: there is no such key; a {_KINDS[kind]} has "
+            f"{key}.{unknown[0]}: there is no such key; a {_KINDS[kind]} has "
             f"{listed(fields)}.{nearest(unknown[0], fields)}"
         )
     try:
@@ -393,8 +390,8 @@ def _wrong_type(key: str, reason: str) -> str:
 
 
 def no_such_key(key: str, where: str = "") -> str:
-    """Returns the message for an unknown key, with its new name or the nearest known one."""
-    return renamed(key) or f"{key}: there is no such key{where}.{nearest_key(key)}"
+    """Returns the message for an unknown key, with the nearest known one."""
+    return f"{key}: there is no such key{where}.{nearest_key(key)}"
 
 
 def nearest_key(key: str, known: Collection[str] = ()) -> str:

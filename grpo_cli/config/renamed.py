@@ -1,22 +1,5 @@
-"""Recipe keys that earlier versions knew by another name.
+"""The names that other trainers give to our knobs."""
 
-A command line or a recipe that sets an old key is refused with the new name. The `recipe.yaml` that
-an earlier version has stored with a run is translated instead, since nobody wrote it by hand.
-"""
-
-from __future__ import annotations
-
-import copy
-import re
-from typing import Any
-
-RENAMED_KEYS = {
-    "update.skip_silent": "update.skip_zero_advantage",
-    "generation.max_rows": "generation.max_num_seqs",
-    "generation.vllm.overlap": "generation.vllm.prefetch_steps",
-    "generation.vllm.canary": "generation.vllm.check_weights",
-    "generation.vllm.canary_tolerance": "generation.vllm.weights_tolerance",
-}
 # Names that other trainers give to a knob, by the last part of the key: TRL's GRPOConfig, verl's.
 OTHER_NAMES = {
     "model_name_or_path": "model.path=NAME with model.build=null",
@@ -78,54 +61,3 @@ OTHER_NAMES = {
     "torch_dtype": "model.dtype",
     "model_init_kwargs": "model.args",
 }
-PROMPT = re.compile(r"(benchmark\.[^.]+)\.(cot|tir)")
-
-
-def renamed(key: str) -> str | None:
-    """Returns the message for a key that has another name now, or None for any other key."""
-    prefix = "schedules." if key.startswith("schedules.") else ""
-    new = RENAMED_KEYS.get(key.removeprefix(prefix))
-    if prompt := PROMPT.fullmatch(key):
-        new = f"{prompt[1]}.modes.{prompt[2]}.prompt"
-    return f"{key}: is called {prefix}{new} now; write that." if new else None
-
-
-def translate(stored: dict[str, Any]) -> dict[str, Any]:
-    """Returns a stored recipe with its old keys renamed; the argument stays as it is."""
-    tree = copy.deepcopy(stored)
-    for old, new in RENAMED_KEYS.items():
-        for prefix in ("", "schedules."):
-            _move(tree, prefix + old, prefix + new)
-    optimizer = tree.get("optimizer") or {}
-    if optimizer.get("weight_decay"):  # earlier versions decayed all parameters
-        optimizer.setdefault("no_decay", [])
-    tracking = tree.get("tracking") or {}
-    if isinstance(tracking.get("backend"), str):  # until 0.1.0 there was one
-        tracking["backend"] = [tracking["backend"]]
-    for name in tree.get("benchmark") or {}:
-        for mode in ("cot", "tir"):
-            key = f"benchmark.{name}"
-            _move(tree, f"{key}.{mode}", f"{key}.modes.{mode}.prompt")
-    return tree
-
-
-def is_stored(tree: dict[str, Any]) -> bool:
-    """Returns whether a run has stored this recipe; else a user wrote it."""
-    return list(tree.get("defaults") or [])[:2] == ["schema", "_self_"]
-
-
-def _move(tree: dict[str, Any], old: str, new: str) -> None:
-    *path, name = old.split(".")
-    node: Any = tree
-    for part in path:
-        node = node.get(part)
-        if not isinstance(node, dict):
-            return
-    if name not in node:
-        return
-    value = node.pop(name)
-    *path, name = new.split(".")
-    node = tree
-    for part in path:
-        node = node.setdefault(part, {})
-    node.setdefault(name, value)

@@ -9,7 +9,6 @@ import yaml
 
 from grpo_cli.config.compose import recipe_files
 from grpo_cli.config.interpolation import as_text
-from grpo_cli.config.renamed import translate
 from grpo_cli.config.schema import Benchmark, Recipe, Reward
 
 
@@ -44,11 +43,8 @@ def groups() -> list[str]:
 
 
 def differences(stored: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Returns the knobs that differ between a stored recipe and this one, as `key: old -> new`.
-
-    A knob that an earlier version did not have was as its default is now.
-    """
-    changed = changes(translate(stored), as_text(dataclasses.asdict(recipe)))
+    """Returns the knobs that differ between a stored recipe and this one, as `key: old -> new`."""
+    changed = changes(stored, as_text(dataclasses.asdict(recipe)))
     return [f"{key}: {old} -> {new}" for key, (old, new) in changed.items()]
 
 
@@ -58,8 +54,8 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, An
     A knob that a recipe does not have is at its default. The run's folder, what it was started
     with, and the description are left out.
     """
-    defaults = _flat(as_text(dataclasses.asdict(Recipe())))
-    both = [defaults | _flat(_completed(tree, other)) for tree, other in ((old, new), (new, old))]
+    defaults = flat(as_text(dataclasses.asdict(Recipe())))
+    both = [defaults | flat(_completed(tree, other)) for tree, other in ((old, new), (new, old))]
     skip = ("output_dir", "overwrite", "resume", "defaults", "description")
     values = {key: (both[0].get(key), both[1].get(key)) for key in sorted({*both[0], *both[1]})}
     return {k: (a, b) for k, (a, b) in values.items() if not k.startswith(skip) and a != b}
@@ -76,11 +72,12 @@ def _completed(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns {"loss.beta": 0.0, …} of {"loss": {"beta": 0.0}, …}; empty mappings are left out."""
     out: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            out |= _flat(value, f"{prefix}{key}.")
+            out |= flat(value, f"{prefix}{key}.")
         else:
             out[f"{prefix}{key}"] = value
     return out

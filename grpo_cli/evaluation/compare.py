@@ -72,11 +72,10 @@ class Stored:
         return self.section("benchmark")[name].get(key, getattr(Benchmark(), key))
 
     def prompt(self, name: str, mode: str) -> str | None:
-        """Returns a mode's prompt template; 0.1.0 stored it as a setting of the mode's name."""
-        settings = self.section("benchmark")[name]
-        prompts = {m: values.get("prompt") for m, values in settings.get("modes", {}).items()}
-        default = None if prompts else Benchmark().prompts.get(mode)
-        found: str | None = prompts.get(mode, settings.get(mode, default))
+        """Returns a mode's prompt template."""
+        modes = self.section("benchmark")[name].get("modes")
+        found: str | None
+        found = modes.get(mode, {}).get("prompt") if modes else Benchmark().prompts.get(mode)
         return found
 
 
@@ -386,7 +385,7 @@ def read_counts(path: Path) -> Counts:
 def read_columns(path: Path, names: Collection[str]) -> dict[str, dict[int, dict[str, Any]]]:
     """Returns the data columns of each row of some benchmarks, from its first completion.
 
-    They are empty for a file of an older version, which has no column `columns`.
+    They are empty for a file without the column `columns`.
 
     Raises:
         UserError: the file is not what `grpo eval` writes.

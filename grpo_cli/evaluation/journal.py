@@ -8,7 +8,6 @@ the scores of several. A line that was cut off when its writer ended is ignored.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -77,10 +76,10 @@ class Journal:
         if known is None:
             return None
         scores = self.scores.get((task, prompt.row), [{}] * len(known))
-        rollouts = []
-        for entry, of_entry in zip(known, scores, strict=True):
-            values = {k: math.nan if v is None else v for k, v in of_entry.items()}  # of 0.1.0
-            rollouts.append(from_state(prompt, {**entry, **values}))
+        rollouts = [
+            from_state(prompt, {**entry, **values})
+            for entry, values in zip(known, scores, strict=True)
+        ]
         return Group(prompt.row, prompt, rollouts)
 
     def is_scored(self, task: str, group: Group) -> bool:

@@ -16,7 +16,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpo_cli.config.interpolation import as_text
 from grpo_cli.config.parsing import value_at
-from grpo_cli.config.renamed import renamed
 from grpo_cli.config.schema import Benchmark, Eval, Recipe, Tools, knobs
 from grpo_cli.errors import UserError, listed
 
@@ -149,8 +148,6 @@ def check_read_of_completions(overrides: Sequence[str]) -> None:
             raise UserError(f"{why}read is {listed(shown)}.")
         section, *rest = key.split(".")  # benchmark.NAME.KNOB
         if section == "benchmark" and len(rest) > 1 and rest[1] not in READ_OF_THEIR_BENCHMARK:
-            if message := renamed(key):
-                raise UserError(message)
             raise UserError(f"{why}read of a benchmark is {listed(READ_OF_THEIR_BENCHMARK)}.")
 
 

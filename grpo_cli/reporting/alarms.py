@@ -81,7 +81,7 @@ class Alarms:
         return self.watches.to_state()
 
     def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restores what `to_state` has returned; {} of a checkpoint of an earlier version."""
+        """Restores what `to_state` has returned."""
         self.watches.restore(saved, [alarm.watch for alarm in self.alarms])
 
 

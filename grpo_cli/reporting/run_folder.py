@@ -23,7 +23,6 @@ import yaml
 
 from grpo_cli.checkpoints import lock, provenance
 from grpo_cli.checkpoints.paths import step_of
-from grpo_cli.config.renamed import translate
 from grpo_cli.data.stored_completions import steps_stored
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import UserError
@@ -65,7 +64,7 @@ class RunFolder:
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
-        """The stored recipe as nested dicts, with keys of earlier versions renamed.
+        """The stored recipe as nested dicts.
 
         Raises:
             UserError: the file is damaged.
@@ -77,7 +76,7 @@ class RunFolder:
             raise UserError(f"{path}: cannot be read: {error}.") from error
         if not isinstance(stored, dict):
             raise UserError(f"{path}: this is no recipe.")
-        return translate(stored)
+        return stored
 
     def commands(self) -> list[str]:
         """Returns the command line of each start of the run, the first one first."""
@@ -97,11 +96,11 @@ class RunFolder:
         return read_json(self.path / "summary.json")
 
     def status(self) -> dict[str, Any] | None:
-        """Returns status.json; None for a run of an earlier version."""
+        """Returns status.json; None before the run has written it."""
         return read_json(self.path / STATUS)
 
     def plan(self) -> dict[str, Any] | None:
-        """Returns plan.json; None for a run of an earlier version."""
+        """Returns plan.json; None before the run has written it."""
         return read_json(self.path / "plan.json")
 
     def steps_with_completions(self) -> list[int]:

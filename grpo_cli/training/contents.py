@@ -73,14 +73,7 @@ def check(recipe: Recipe, checkpoint: Path, now: Contents, say: Callable[[str], 
     Raises:
         UserError: data or the tokenizer has changed, and `resume_changed` is not set.
     """
-    try:
-        before: Contents = json.loads((checkpoint / CONTENTS).read_text("utf-8"))
-    except FileNotFoundError:
-        say(
-            f"note: {paths.shown(checkpoint)} has no hashes of its data and its tokenizer, which "
-            "earlier versions did not store: they are not compared"
-        )
-        return
+    before: Contents = json.loads((checkpoint / CONTENTS).read_text("utf-8"))
     changed = differences(before, now)
     refused, shown = [], paths.shown(checkpoint)
     for key, names in changed.items():

@@ -7,7 +7,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from grpo_cli.algorithm.controllers import AdaptiveBeta, AdaptiveEntropyBonus
 from grpo_cli.checkpoints import checkpointer, paths, shards
 from grpo_cli.checkpoints.shards import Parts
 from grpo_cli.config import saved_recipe
-from grpo_cli.config.renamed import translate
-from grpo_cli.config.schema import Adapter, Model, Optimizer, Recipe
+from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.models.optimizers import EIGHT_BIT
 from grpo_cli.records import Group
@@ -244,8 +243,6 @@ def made_on(run: Run) -> dict[str, str]:
 
 def restore_checks(run: Run, stored: Mapping[str, Any]) -> None:
     """Takes the modes of the stored run without checking them again, on the same machine."""
-    if isinstance(stored["policy"], str):  # of 0.1.0: what it had fallen back from
-        stored = _fallbacks(stored)
     now = made_on(run)
     changed = [
         f"{key} {was} -> {now[key]}" for key, was in stored["made"].items() if was != now[key]
@@ -260,13 +257,6 @@ def restore_checks(run: Run, stored: Mapping[str, Any]) -> None:
     if run.reference is not None and "reference" in stored:
         run.reference.logprobs.restore_checks(stored["reference"])
     run.generator.restore_checks(stored["generator"])
-
-
-def _fallbacks(stored: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Returns the entry of an earlier version in the present form."""
-    found = {name: {"mode": stored[name]} for name in ("policy", "reference") if name in stored}
-    decoder = {name: stored[name] for name in ("decoder", "graphs") if name in stored}
-    return {"made": {}, **found, "generator": decoder if "decoder" in decoder else {}}
 
 
 @dataclass
@@ -287,45 +277,34 @@ class StoredRun:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> StoredRun:
-        """Reads the entry, also that of version 0.1.0."""
+        """Reads the entry."""
         entry = dict(saved)
-        if "ways" in entry:  # the name in version 0.1.0
-            entry["modes"] = entry.pop("ways")
-        if "tracker_id" in entry:  # of one tracker, which the recipe names, until version 0.1.0
-            known = entry.pop("tracker_id")
-            entry["tracker_ids"] = {} if known is None else {"wandb": known, "trackio": known}
-        entry.setdefault("counts_images", [True] * len(entry["modes"]))  # until version 0.1.0
         beta = AdaptiveBeta(entry.pop("beta"))
         bonus = AdaptiveEntropyBonus(entry.pop("entropy_coef"), entry.pop("entropy"))
         own = {f.name: entry.pop(f.name) for f in fields(cls)[3:]}
         return cls(State(**entry), beta, bonus, **own)
 
 
-def with_stored_optimizer(recipe: Recipe, path: Path) -> Recipe:
-    """Returns the recipe with the weight decay groups of the run that it resumes.
-
-    Earlier versions decayed all parameters; such a run ends as it began.
+def check_optimizer(recipe: Recipe, path: Path) -> None:
+    """Checks that a resumed run has the optimizer whose state the checkpoint `path` holds.
 
     Raises:
         UserError: the run has another optimizer, whose state this one cannot take, or another
             adapter.
     """
-    stored = translate(yaml.safe_load((path / paths.TRAINING / "recipe.yaml").read_text("utf-8")))
-    before, now, shown = stored["optimizer"], recipe.optimizer, paths.shown(path)
+    stored = yaml.safe_load((path / paths.TRAINING / "recipe.yaml").read_text("utf-8"))
+    shown = paths.shown(path)
     weights = f"model.path={shown} model.build=null"
     if recipe.adapter.method != "none":
         weights = f"adapter.path={shown}"
-    for knob, value in (("algorithm", now.algorithm), ("args", now.args)):
-        was = before.get(knob, getattr(Optimizer(), knob))
+    for knob in ("algorithm", "args"):
+        was, value = stored["optimizer"][knob], getattr(recipe.optimizer, knob)
         if was != value and not {was, value} <= {*EIGHT_BIT}:
             raise UserError(
                 f"optimizer.{knob} = {value}: {shown} was trained with {was}, and a resumed run "
                 f"keeps its optimizer; begin a run from its weights with {weights}."
             )
     check_adapter(recipe, stored, path)
-    if now.no_decay == Optimizer().no_decay and "no_decay" in before and now.weight_decay:
-        recipe = replace(recipe, optimizer=replace(now, no_decay=before["no_decay"]))
-    return recipe
 
 
 def check_adapter(recipe: Recipe, stored: Mapping[str, Any], path: Path) -> None:
@@ -334,19 +313,19 @@ def check_adapter(recipe: Recipe, stored: Mapping[str, Any], path: Path) -> None
     The tensors of another method, alpha or init can have the same shapes in a model that differs.
 
     Args:
-        stored: the recipe of the checkpoint `path`; earlier versions have no adapter in it.
+        stored: the recipe of the checkpoint `path`.
 
     Raises:
         UserError: the run has another adapter, or its base model is quantized differently.
     """
     shown = paths.shown(path)
-    was = (stored.get("model") or {}).get("quantization", Model().quantization)
+    was = stored["model"]["quantization"]
     if was != recipe.model.quantization:
         raise UserError(
             f"model.quantization = {recipe.model.quantization}: {shown} was trained with {was}, "
             "which is another model under the adapter; give another output_dir to begin a run."
         )
-    before, now = asdict(Adapter()) | (stored.get("adapter") or {}), asdict(recipe.adapter)
+    before, now = dict(stored["adapter"]), asdict(recipe.adapter)
     before["init"], now["init"] = str(before["init"]).lower(), now["init"].lower()  # True: true
     for knob in (knob for knob in now if knob not in ("dropout", "path", "sync")):
         if before[knob] != now[knob]:
@@ -372,7 +351,7 @@ def restore(run: Run, path: Path) -> None:
     for change in saved_recipe.differences(before, run.recipe):
         run.reporter.say(f"  changed since: {change}")
         run.state.stop_reason = None  # of the recipe as it was
-    run.callbacks.restore(run, saved.get("callbacks", []))
+    run.callbacks.restore(run, saved["callbacks"])
     if len(saved["rng"]) != workers.size:
         run.reporter.say(
             f"  {len(saved['rng'])} processes then, {workers.size} now: the same run except for "
@@ -401,17 +380,17 @@ def restore_state(run: Run, path: Path) -> dict[str, Any]:
     run.state, run.beta, run.entropy_bonus = stored.state, stored.beta, stored.entropy_bonus
     run.queue.position, run.queue.signal_share = stored.position, stored.signal_share
     run.queue.lengths = saved["lengths"]
-    run.queue.stream.restore(saved.get("stream"))  # 0.1.0 has stored none
+    run.queue.stream.restore(saved["stream"])
     if run.reference is not None:
         run.reference.has_moved = stored.reference_moved
-    run.checkpointer.best = saved.get("best", run.state.best_step)
-    if scaler := saved.get("grad_scaler"):
+    run.checkpointer.best = saved["best"]
+    if scaler := saved["grad_scaler"]:
         run.scaler.load_state_dict(scaler)
-    run.reporter.alarms.restore(saved.get("alarms", {}))  # earlier versions have none of these
-    run.stop_rules.restore(saved.get("stop"), stored.state.seconds, len(saved["rng"]))
+    run.reporter.alarms.restore(saved["alarms"])
+    run.stop_rules.restore(saved["stop"])
     run.recovery.unreported = saved["unreported"]
     if run.log_history is not None:  # a checkpoint has none if no reward read it then
-        run.log_history = json.loads(saved.get("log_history", "[]"))
+        run.log_history = json.loads(saved["log_history"])
     run.queue.leftover = _leftover(run, saved["carried"])
     run.recovery.progress = _progress(run, saved["work"])
     _restore_prefetched(run, saved["ahead"])
@@ -423,12 +402,12 @@ def restore_state(run: Run, path: Path) -> dict[str, Any]:
             run.micro_batches.budget.tokens = stored.micro_batch_tokens[workers.rank]
             run.micro_batches.budget.counts_images = stored.counts_images[workers.rank]
         run.generator.cache_tokens = stored.cache_tokens[workers.rank]
-        if bool(before["model"].get("compile")) == run.recipe.model.compile:
+        if before["model"]["compile"] == run.recipe.model.compile:
             restore_checks(run, stored.modes[workers.rank])
     # An adaptive coefficient whose initial value was changed begins anew.
-    if before["loss"].get("beta") != run.recipe.loss.beta:
+    if before["loss"]["beta"] != run.recipe.loss.beta:
         run.beta.adapted = None
-    if before["loss"].get("entropy_coef") != run.recipe.loss.entropy_coef:
+    if before["loss"]["entropy_coef"] != run.recipe.loss.entropy_coef:
         run.entropy_bonus.adapted = None
     return saved
 

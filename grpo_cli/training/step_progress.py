@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_cli.algorithm.loss import MeasuredUpdate
 from grpo_cli.data import PromptStream
-from grpo_cli.records import EpisodeStats, Group, RolloutStats, StepStats, with_current_names
+from grpo_cli.records import EpisodeStats, Group, RolloutStats, StepStats
 from grpo_cli.training.rollouts.stored_groups import from_entries, to_entries
 
 
@@ -87,6 +87,6 @@ def _outcomes(saved: Sequence[tuple[int, list[dict[str, Any]]]]) -> StepStats:
 
 
 def _stats(saved: Mapping[str, Any]) -> RolloutStats:
-    values = {"sampled_tokens": saved["tokens"], **with_current_names(saved)}  # 0.1.0 has none
+    values = dict(saved)
     episode = values.pop("episode", None)
     return RolloutStats(**values, episode=None if episode is None else EpisodeStats(**episode))

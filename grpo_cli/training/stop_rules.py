@@ -89,17 +89,8 @@ class StopRules:
             "not_better": self.not_better,
         }
 
-    def restore(self, saved: Mapping[str, Any] | None, seconds: float, processes: int) -> None:
-        """Restores what `to_state` has returned.
-
-        Args:
-            saved: None in a checkpoint of an earlier version.
-            seconds: of the run up to the checkpoint.
-            processes: that the run had then.
-        """
-        if saved is None:
-            self.seconds, self.process_seconds = seconds, seconds * processes
-            return
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restores what `to_state` has returned."""
         self.watches.restore(saved["watches"], self.rules.values())
         self.sentences = dict(saved["sentences"])
         self.seconds, self.process_seconds = saved["seconds"], saved["process_seconds"]

@@ -427,7 +427,7 @@ def test_a_run_with_the_recipe_of_ones_own_is_not_ones_own(tmp_path: Path) -> No
     for run in (moved, theirs):
         (run / "link").symlink_to(tmp_path / "private")
     provenance.check_links(moved, "RUN")
-    for content in (None, b"", b"another\n"):  # None: as earlier versions had it
+    for content in (None, b"", b"another\n"):
         if content is not None:
             (theirs / ".run_id").write_bytes(content)
         with pytest.raises(UserError, match="its link link leads out of it"):

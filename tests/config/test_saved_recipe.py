@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import yaml
 
-from grpo_cli.config.renamed import translate
 from grpo_cli.config.saved_recipe import as_yaml, differences
 from grpo_cli.config.schema import Optimizer, Recipe
 
@@ -29,12 +27,3 @@ def test_a_knob_that_is_new_was_as_its_default() -> None:
         "optimizer.algorithm: adamw -> muon",
         "optimizer.warmup_steps: 0 -> 3",
     ]
-
-
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_earlier_versions_decayed_all_parameters(weight_decay: float) -> None:
-    recipe = Recipe(optimizer=Optimizer(weight_decay=weight_decay))
-    found = translate(stored(recipe, "optimizer.no_decay"))["optimizer"].get("no_decay")
-    assert found == ([] if weight_decay else None)
-    kept = translate(stored(recipe))["optimizer"]["no_decay"]
-    assert kept == ["norms", "biases", "embeddings"]

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_cli import data
 from grpo_cli.config import compose, parsing, schema
-from grpo_cli.config.renamed import translate
 from grpo_cli.config.schema import Benchmark, Reward
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation import benchmarks
@@ -671,20 +670,6 @@ def test_nothing_here_needs_torch() -> None:
 )
 def test_chinese_answers(completion: str, gold: str, expected: float) -> None:
     assert math([completion], [gold]) == [expected]
-
-
-def test_prompts_under_their_former_keys(composed: Composed) -> None:
-    """A recipe that version 0.1.0 has stored loads; others are told the new key."""
-    stored = translate(
-        {"benchmark": {"own": {"data": "a.jsonl", "cot": "{question}!", "tir": None}}}
-    )
-    found = parsing.parse({**BESIDES, **stored}).benchmark["own"]
-    assert found.prompts == {"cot": "{question}!"}
-    assert found.modes["cot"].title == "Chain-of-Thought Reasoning"
-    with pytest.raises(UserError) as error:
-        composed("benchmark=gsm8k", "benchmark.gsm8k.cot='{question}'")
-    key = "benchmark.gsm8k.modes.cot.prompt"
-    assert str(error.value) == f"benchmark.gsm8k.cot: is called {key} now; write that."
 
 
 def test_a_mode_of_ones_own_is_a_key_of_the_benchmark() -> None:

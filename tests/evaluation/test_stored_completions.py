@@ -375,7 +375,7 @@ def test_numbers_that_are_read_as_floats_are_their_text(
     groups = read(write(tmp_path / "c.jsonl", lines), config)
     assert [g.prompt.columns for g in groups] == [{"answer": "2.5"}, {"answer": "3"}]
     assert values(groups, config, executor) == [[1.0], [1.0]]
-    # As a run of an earlier version has stored them.
+    # As a run has stored them.
     stored = [{"completion": "3", "columns": json.dumps({"answer": a})} for a in (2.5, 3.0, 3)]
     groups = read(write(tmp_path / "d.jsonl", stored), config)
     assert [g.prompt.columns["answer"] for g in groups] == ["2.5", "3", "3"]

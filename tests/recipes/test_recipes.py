@@ -12,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 from grpo_cli import data
 from grpo_cli.algorithm.variants import POLICY, RULES
 from grpo_cli.config import compose, saved_recipe, schema
-from grpo_cli.config.renamed import RENAMED_KEYS, translate
 from grpo_cli.errors import UserError
 from grpo_cli.scoring import registry
 from grpo_cli.training import prepare
@@ -336,45 +335,3 @@ def test_differences_name_what_changed_in_a_schedule(composed: Composed) -> None
     found = saved_recipe.differences(before, later)
     assert "schedules.loss.beta.to: 0.1 -> 0.3" in found
     assert [line for line in found if "temperature" in line] == []
-
-
-# Keys of earlier versions: refused where a user writes them, translated in stored recipes.
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items())
-def test_an_old_key_is_refused_with_its_new_name(old: str, new: str, composed: Composed) -> None:
-    with pytest.raises(Exception) as error:  # noqa: PT011, Hydra's, which the command explains
-        composed(f"{old}=1")
-    assert compose.error_message(error.value) == f"{old}: is called {new} now; write that."
-
-
-def test_a_stored_recipe_of_an_earlier_version_is_translated(
-    composed: Composed, tmp_path: Path
-) -> None:
-    recipe = composed("update.skip_zero_advantage=false", "generation.max_num_seqs=7")
-    tree = yaml.safe_load(saved_recipe.as_yaml(recipe))
-    tree["update"]["skip_silent"] = tree["update"].pop("skip_zero_advantage")
-    tree["generation"]["max_rows"] = tree["generation"].pop("max_num_seqs")
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
-    assert composed(f"recipe={path}") == recipe
-    assert composed(f"recipe={path}", "seed=9").seed == 9
-    assert saved_recipe.differences(tree, recipe) == []
-
-
-def test_an_old_key_in_a_recipe_that_a_user_wrote_is_refused(
-    composed: Composed, tmp_path: Path
-) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("defaults: [schema]\nupdate: {skip_silent: true}\n", encoding="utf-8")
-    with pytest.raises(Exception) as error:  # noqa: PT011, Hydra's, which the command explains
-        composed(f"recipe={path}")
-    assert compose.error_message(error.value).startswith(
-        "update.skip_silent: is called update.skip_zero"
-    )
-
-
-def test_a_translation_changes_no_other_key() -> None:
-    tree = {"update": {"minibatches": 2}, "schedules": {"loss": {"beta": {"to": 0}}}}
-    assert translate(tree) == tree
-    assert not RENAMED_KEYS.keys() & dict(schema.knobs()).keys()

@@ -263,12 +263,3 @@ def test_another_reward_and_other_weights_are_named(tmp_path: Path) -> None:
 def test_a_data_set_that_only_one_recipe_has_is_not_compared(tmp_path: Path) -> None:
     now = {key: value for key, value in BEFORE.items() if key != "tokenizer"}
     assert checked(tmp_path, now | {"dataset.eval": {"e.jsonl": "1"}}) == []
-
-
-def test_a_checkpoint_of_an_earlier_version(tmp_path: Path) -> None:
-    said: list[str] = []
-    contents.check(Recipe(resume="auto"), tmp_path, BEFORE, said.append)
-    assert said == [
-        f"note: {tmp_path} has no hashes of its data and its tokenizer, which earlier versions "
-        "did not store: they are not compared"
-    ]

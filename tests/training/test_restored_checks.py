@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -75,13 +74,3 @@ def test_elsewhere_the_checks_are_made_again(key: str) -> None:
     ]
     assert not resumed.policy_logprobs.checked
     assert resumed.generator.checks() == {}
-
-
-def test_a_checkpoint_of_0_1_0_names_what_the_run_had_fallen_back_from() -> None:
-    model, _ = begun()
-    resumed = run_of(model, [])
-    old: Mapping[str, Any] = {"policy": "rows padded, logits in chunks", "decoder": "plain"}
-    resume.restore_checks(resumed, old)
-    assert str(resumed.policy_logprobs.modes[0]) == "rows padded, logits in chunks"
-    assert not resumed.policy_logprobs.checked
-    assert resumed.generator.checks() == {"decoder": "plain"}

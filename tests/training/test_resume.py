@@ -185,7 +185,7 @@ def test_a_resumed_run_keeps_the_quantization_of_its_base_model() -> None:
     recipe = Recipe(model=model, adapter=adapter)
     stored = {"adapter": asdict(adapter), "model": asdict(model)}
     resume.check_adapter(recipe, stored, Path("step-2"))
-    del stored["model"]["quantization"]  # an earlier version's
+    stored["model"]["quantization"] = "none"
     with pytest.raises(UserError, match=r"model.quantization = nf4: step-2 was trained with none"):
         resume.check_adapter(recipe, stored, Path("step-2"))
 
@@ -202,7 +202,7 @@ def test_another_optimizer_begins_a_run_from_the_weights(
     (tmp_path / "training" / "recipe.yaml").write_text(saved_recipe.as_yaml(recipe))
     recipe.optimizer.algorithm = "sgd"
     with pytest.raises(UserError, match=rf"with {advice.format(tmp_path)}\.$"):
-        resume.with_stored_optimizer(recipe, tmp_path)
+        resume.check_optimizer(recipe, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -217,11 +217,9 @@ def test_another_optimizer_begins_a_run_from_the_weights(
 )
 def test_a_resumed_run_keeps_its_adapter(changed: dict[str, Any], message: str | None) -> None:
     before = Adapter(method="lora")
-    recipe = Recipe(adapter=replace(before, **changed))
+    recipe, stored = Recipe(adapter=replace(before, **changed)), asdict(Recipe(adapter=before))
     if message is None:
-        resume.check_adapter(recipe, {"adapter": asdict(before)}, Path("step-2"))
+        resume.check_adapter(recipe, stored, Path("step-2"))
         return
     with pytest.raises(UserError, match=message):
-        resume.check_adapter(recipe, {"adapter": asdict(before)}, Path("step-2"))
-    with pytest.raises(UserError, match=r"adapter.* was trained with none"):  # an earlier version's
-        resume.check_adapter(recipe, {}, Path("step-2"))
+        resume.check_adapter(recipe, stored, Path("step-2"))

@@ -58,7 +58,7 @@ def health(run: Followed) -> Health:
 
 
 def _health_without_status(run: Followed) -> Health:
-    """Returns the state of a run of an earlier version, or of one that has just begun."""
+    """Returns the state of a run that has just begun, or whose status.json is lost."""
     if run.holds_lock:
         return Health("training" if run.step else "starting", "runs; it has no status.json")
     if run.summary is not None:

@@ -13,7 +13,6 @@ import transformers
 
 from grpo_cli.checkpoints import checkpointer, manifest, provenance
 from grpo_cli.checkpoints.checkpointer import Checkpointer
-from grpo_cli.config.renamed import translate
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.workers import Workers
@@ -71,7 +70,7 @@ def recipe_of(path: Path, device: str | None) -> Recipe:
     Raises:
         UserError: the recipe cannot be read, or this version does not take it.
     """
-    stored = translate(provenance.read(path))
+    stored = provenance.read(path)
     tree = {key: value for key, value in stored.items() if key != "defaults"}
     recipe = prepare.parse(tree)
     # One process shards nothing; FSDP2's offload changes no number.

@@ -80,8 +80,7 @@ def from_entries(
     for entry in saved:
         position = entry["position"]
         prompt = stream.prompt_at(position)
-        known = (digest(fingerprint), fingerprint)  # earlier versions stored it as it is
-        if prompt.ids != entry["prompt_ids"] or entry["rewards"] not in known:
+        if prompt.ids != entry["prompt_ids"] or entry["rewards"] != digest(fingerprint):
             continue
         rollouts = [from_state(prompt, values) for values in entry["rollouts"]]
         for rollout in rollouts:

@@ -75,7 +75,7 @@ def test_why_a_run_failed_is_wrapped(tmp_path: Path) -> None:
 
 
 def test_a_run_of_which_nothing_is_known(tmp_path: Path) -> None:
-    """Of an earlier version, whose files lack most keys."""
+    """Its files lack most keys."""
     (tmp_path / "recipe.yaml").write_text("seed: 1\n", encoding="utf-8")
     lines = [line.plain for line in panels.plain(followed(tmp_path), None, 0, 80)]
     assert lines[1] == "● stopped  does not run, and has not ended"
