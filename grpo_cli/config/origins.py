@@ -1,21 +1,20 @@
-"""Finds where the values of a composed recipe come from: default, group file, recipe, command line.
+"""Finds the places that set a value of a composed recipe, from the default to the command line.
 
 For example, the origins of `loss.epsilon_high` in `recipe=math_qwen loss.epsilon_high=0.3` are
 
     Origin("default", None)
-    Origin("recipes/loss/dapo.yaml, line 9", 0.28, "loss = dapo: recipes/math_qwen.yaml, line 7")
-    Origin("command line", 0.3, "loss.epsilon_high=0.3")
+    Origin("recipes/loss/dapo.yaml, line 10", 0.28)
+    Origin("command line", 0.3)
 
-of which the last one counts. Where values are mappings, each origin adds entries to those before.
+of which the last one counts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.resources
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from grpo_cli.config.compose import RECIPES
+from grpo_cli.config.compose import RECIPES, STORED
+from grpo_cli.config.saved_recipe import flat
 from grpo_cli.config.schema import Recipe, entry_field
 
-NOTHING = object()
+NOTHING = dataclasses.MISSING
+SHIPPED = Path(str(importlib.resources.files(RECIPES)))
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,6 @@ class Origin:
 
     place: str  # "default", "command line", or a file and its line
     value: Any  # as it is written there
-    why: str = ""  # why a file of a group is read, or the words of the command line
 
 
 @dataclass(frozen=True)
@@ -47,48 +47,25 @@ class Layer:
     """A YAML file of the composition, or the defaults that a choice of a group begins from."""
 
     path: Path | None  # None: defaults
-    package: tuple[str, ...]  # the keys below which its values are; () for a recipe
+    package: list[str]  # the keys below which its values are; [] for a recipe
     root: yaml.Node | None
-    tree: dict[str, Any]
-    choice: str = ""  # group = choice, for a file of a group
-    why: str = ""  # the place that chose it
 
-    def find(self, key: Sequence[str]) -> Origin | None:
-        """Returns what the file sets a key to; None if it does not."""
-        if tuple(key[: len(self.package)]) != self.package:
+    def find(self, key: list[str]) -> Origin | None:
+        """Returns the place in the file that sets a key; None if it does not."""
+        depth = len(self.package)
+        if key[:depth] != self.package:
             return None
-        value: Any = self.tree
-        rest, line = list(key[len(self.package) :]), 0
-        if self.path is None:
-            for name in rest:
-                if not isinstance(value, dict) or name not in value:
-                    return None
-                value = value[name]
-            return Origin("default", value, f"{self.choice} begins from the defaults")
-        found = self.root
-        while rest and value is not None:  # all that is below null is null, too
-            entry = _entry(found, rest)
-            if entry is None:
+        node, line, rest = self.root, 0, key[depth:]
+        while rest:
+            for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
+                parts = name.value.split(".")  # of schedules: several
+                if rest[: len(parts)] == parts:
+                    node, line, rest = value, name.start_mark.line + 1, rest[len(parts) :]
+                    break
+            else:
                 return None
-            name, found, line, rest = entry
-            value = value[name]
-        place = f"{shown(self.path)}, line {line}" if line else shown(self.path)
-        return Origin(place, value, ": ".join(filter(None, [self.choice, self.why])))
-
-
-def _entry(node: yaml.Node | None, rest: list[str]) -> tuple[str, yaml.Node, int, list[str]] | None:
-    """Finds an entry of a mapping whose key is the next part of `rest`, or several with dots.
-
-    Returns:
-        (its key, its value, its line, what is left of `rest`).
-    """
-    if not isinstance(node, yaml.MappingNode):
-        return None
-    for key, value in node.value:
-        parts = str(key.value).split(".")
-        if rest[: len(parts)] == parts:
-            return key.value, value, key.start_mark.line + 1, rest[len(parts) :]
-    return None
+        place = "default" if self.path is None else f"{shown(self.path)}, line {line}"
+        return Origin(place, yaml.SafeLoader("").construct_document(node))
 
 
 @dataclass(frozen=True)
@@ -96,156 +73,79 @@ class Composition:
     """The files and the words that a recipe is composed of, in the order in which they count."""
 
     layers: list[Layer]
-    words: list[str]  # of the command line
-    replaces_rewards: bool = False  # whether `reward=` on the command line drops the recipe's own
-    overrides: list[Any] = field(default_factory=list)  # the words, parsed
+    overrides: list[Any]  # of the command line, parsed by Hydra
 
     def origins(self, key: str) -> list[Origin]:
-        """Returns what sets a key, or a part of its mapping; the last one counts."""
+        """Returns the places that set a key; the last one counts."""
         parts, found = key.split("."), [Origin("default", default_of(key))]
+        replaces_rewards = any(o.key_or_group == "reward" for o in self.overrides)
         for layer in self.layers:
-            if parts[0] == "reward" and self.replaces_rewards and not layer.package:
+            if parts[0] == "reward" and replaces_rewards and not layer.package:
                 continue
             origin = layer.find(parts)
-            if origin is not None and (layer.path is not None or len(found) > 1):
+            if origin is not None and (layer.path or len(found) > 1):
                 found.append(origin)
-        return [*found, *self._given(key)]
-
-    def _given(self, key: str) -> Iterator[Origin]:
-        for given, override in zip(self.words, self.overrides, strict=True):
-            word = given.lstrip("+")
+        for override in self.overrides:
             name = override.key_or_group
-            if override.is_delete():
-                if f"{key}.".startswith(f"{name}."):
-                    yield Origin("command line", None, word)
+            if override.is_delete() or not f"{key}.".startswith(f"{name}."):
                 continue
             value = override.value()
-            if isinstance(value, list | dict):
-                value = OmegaConf.to_container(OmegaConf.create(value))
-            if "." not in name and name in self._groups and not isinstance(value, dict):
-                continue
-            if name.startswith(f"{key}."):  # one entry of the mapping
-                yield Origin("command line", {name.removeprefix(f"{key}."): value}, word)
-            elif f"{key}.".startswith(f"{name}."):
-                for part in key.removeprefix(name).split(".")[1:]:
-                    value = value.get(part, NOTHING) if isinstance(value, dict) else NOTHING
-                if value is not NOTHING:
-                    yield Origin("command line", value, word)
-
-    @property
-    def _groups(self) -> set[str]:
-        return {layer.choice.partition(" = ")[0] for layer in self.layers if layer.choice}
+            for part in key.removeprefix(name).split(".")[1:]:
+                value = value.get(part, NOTHING) if isinstance(value, dict) else NOTHING
+            if value is not NOTHING:
+                found.append(Origin("command line", value))
+        return found
 
 
 def default_of(key: str) -> Any:
     """Returns the default of a key; NOTHING if it has none, as an argument of a reward."""
-    value: Any = Recipe()
-    parts = key.split(".")
     if (entry := entry_field(key)) is not None:
-        declared, parts = entry
-        factory = declared.default_factory
-        value = declared.default if factory is dataclasses.MISSING else factory()
-    for part in parts:
-        if isinstance(value, dict):
-            value = value.get(part, NOTHING)
-        elif value is not None:
-            value = getattr(value, part, NOTHING)
-    is_section = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return dataclasses.asdict(value) if is_section else value  # type: ignore[arg-type]
+        return NOTHING if entry[1] else entry[0].default
+    return flat(dataclasses.asdict(Recipe())).get(key, NOTHING)
 
 
-def composition(stored: Path | None = None) -> Composition:
+def composition(file: Path | None = None) -> Composition:
     """Returns the files and words of the recipe that Hydra composes at the moment.
 
     Args:
-        stored: the file of a recipe that a run has stored, which is composed under today's keys.
+        file: of the recipe, if it lies outside of the package.
     """
     job = HydraConfig.get()
     loader = GlobalHydra.instance().config_loader()
     words: Any = OmegaConf.to_container(job.overrides.task, resolve=False)
-    overrides = OverridesParser.create().parse_overrides(words)
     defaults = loader.compute_defaults_list(
         job.job.config_name, [*job.overrides.hydra, *words], RunMode.RUN
     )
-    layers = [
-        layer
-        for default in defaults.defaults
-        if default.config_path and not default.config_path.startswith("hydra")
-        and (layer := _layer(default, stored)) is not None
-    ]  # fmt: skip
-    layers = [
-        dataclasses.replace(layer, why=_chooser(layer, layers, words)) if layer.root else layer
-        for layer in layers
-    ]
-    replaces = any(word.startswith("reward=") for word in words)
-    return Composition(layers, words, replaces, overrides)
+    layers = [_layer(d, file) for d in defaults.defaults if d.config_path]
+    overrides = OverridesParser.create().parse_overrides(words)
+    return Composition([*filter(None, layers)], overrides)
 
 
-def _layer(default: Any, stored: Path | None) -> Layer | None:
+def _layer(default: Any, file: Path | None) -> Layer | None:
     """Returns a layer of Hydra's list of defaults; None for what sets nothing of its own."""
     name: str = default.config_path
-    package = tuple(filter(None, (default.package or "").split(".")))
-    group, _, choice = name.rpartition("/")
-    if choice == "_defaults":
-        node = ConfigStore.instance().load(f"{name}.yaml").node
-        tree: Any = OmegaConf.to_container(node, enum_to_str=True)
-        return Layer(None, package, None, tree, group)
-    path = stored if stored is not None and default.primary else _file_of(name)
+    package = [part for part in (default.package or "").split(".") if part]
+    if name.endswith("/_defaults"):
+        text = OmegaConf.to_yaml(ConfigStore.instance().load(f"{name}.yaml").node)
+        return Layer(None, package, yaml.compose(text))
+    path = file if name == STORED else _file_of(name)
     if path is None:
         return None
-    text = path.read_text(encoding="utf-8")
-    tree = OmegaConf.to_container(OmegaConf.create(text)) if text.strip() else {}
-    root = yaml.compose(text, yaml.SafeLoader)
-    return Layer(path, package, root, tree, f"{group} = {choice}" if group else "")
+    root = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
+    return Layer(path, package, root)
 
 
 def _file_of(name: str) -> Path | None:
     """Returns the file of a config in Hydra's search path; None for one of Hydra's store."""
     for source in HydraConfig.get().runtime.config_sources:
-        if source.schema == "pkg" and source.path == RECIPES:
-            folder = Path(str(importlib.resources.files(RECIPES)))
-        elif source.schema == "file":
-            folder = Path(source.path)
-        else:
-            continue
-        if (path := folder / f"{name}.yaml").is_file():
-            return path
+        if source.schema == "file" or source.path == RECIPES:
+            folder = SHIPPED if source.path == RECIPES else Path(source.path)
+            if (path := folder / f"{name}.yaml").is_file():
+                return path
     return None
-
-
-def _chooser(layer: Layer, layers: Sequence[Layer], words: Sequence[str]) -> str:
-    """Returns the place that chose a file of a group: a word of the command line, or a line."""
-    group, _, choice = layer.choice.partition(" = ")
-    if not group:
-        return ""
-    for word in reversed(words):
-        key, _, chosen = word.lstrip("+").partition("=")
-        if key.partition("@")[0] == group and choice in re.split(r"[\[\],\s]+", chosen):
-            return f"command line, {word}"
-    for other in reversed(layers):
-        for line, text in enumerate(_defaults(other), start=1):
-            named = re.match(rf"[\s\-]*(override\s+)?/?{group}(@\S+)?\s*:", text)
-            nested = group.rpartition("/")[2] if other.choice else ""
-            within = nested and re.match(rf"[\s\-]*(override\s+)?{nested}(@\S+)?\s*:", text)
-            if not other.path or not (named or within):
-                continue
-            if re.search(rf"\b{re.escape(choice)}\b", text):
-                return f"{shown(other.path)}, line {line}"
-    return ""
-
-
-def _defaults(layer: Layer) -> list[str]:
-    """Returns the lines of a file up to the end of its list of defaults."""
-    entry = _entry(layer.root, ["defaults"])
-    if entry is None or layer.path is None:
-        return []
-    return layer.path.read_text(encoding="utf-8").splitlines()[: entry[1].end_mark.line + 1]
 
 
 def shown(path: Path) -> str:
     """Returns a path for people: `recipes/...` for a shipped file, else from where they are."""
-    shipped = Path(str(importlib.resources.files(RECIPES)))
-    if path.is_relative_to(shipped):
-        return str(Path("recipes") / path.relative_to(shipped))
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+    is_shipped = path.is_relative_to(SHIPPED)
+    return f"recipes/{path.relative_to(SHIPPED)}" if is_shipped else os.path.relpath(path)
