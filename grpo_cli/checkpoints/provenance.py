@@ -229,7 +229,7 @@ ALLOWED: dict[str, Any] = {
     "optimizer": {
         **_these(
             "learning_rate betas eps weight_decay no_decay max_grad_norm schedule "
-            "warmup_steps warmup_ratio decay_ratio min_learning_rate min_learning_rate_ratio"
+            "warmup_steps decay_ratio min_learning_rate"
         ),
         "algorithm": _word,
         "args": {"*": _number},

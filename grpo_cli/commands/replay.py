@@ -131,8 +131,7 @@ def find(run: RunFolder, settings: Settings) -> tuple[int, Mapping[str, Any]]:
     if settings.step not in kept:
         raise UserError(
             f"--step = {settings.step}: {run.path} has not kept what is needed of this step; "
-            f"{there}. A run keeps the steps that log.keep_steps=[{settings.step}] or "
-            "log.keep_steps_every=N names."
+            f"{there}. A run keeps the steps that log.keep_steps=[{settings.step}] names."
         )
     if settings.sample is not None and settings.row is None:
         raise UserError("--sample: is only read with --row.")

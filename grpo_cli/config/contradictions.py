@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from grpo_cli.config.interpolation import as_text, plain_secrets
 from grpo_cli.config.knob import as_written
-from grpo_cli.config.schedules import at_step, steps_to_check, warmup_steps
+from grpo_cli.config.schedules import at_step, steps_to_check
 from grpo_cli.config.schema import ADAM, Benchmark, Eval, HeldOut, Hub, Recipe, Stop
 from grpo_cli.errors import listed, nearest
 from grpo_cli.rewards import WITH_AN_ANSWER, has_votes
@@ -263,12 +263,6 @@ def _of_training(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     if "optimizer.no_decay" in given and not recipe.optimizer.weight_decay:
         yield "optimizer.no_decay: is only read when optimizer.weight_decay is set."
     yield from _of_offload(recipe)
-    for knob, other in (
-        ("warmup_ratio", "warmup_steps"),
-        ("min_learning_rate_ratio", "min_learning_rate"),
-    ):
-        if getattr(recipe.optimizer, knob) and getattr(recipe.optimizer, other):
-            yield f"optimizer.{knob}: optimizer.{other} is set too; set one of the two."
     if recipe.update.minibatches > recipe.prompts_per_step:
         yield (
             f"update.minibatches = {recipe.update.minibatches}: must be <= prompts_per_step = "
@@ -538,9 +532,9 @@ def notices(recipe: Recipe) -> Iterator[str]:
     """Yields what is allowed and does less than it seems to."""
     loss, g = recipe.loss, recipe.generation
     optimizer = recipe.optimizer
-    if recipe.steps > 1 and (warmup := warmup_steps(optimizer, recipe.steps)) >= recipe.steps:
+    if recipe.steps > 1 and optimizer.warmup_steps >= recipe.steps:
         yield (
-            f"optimizer.warmup_steps = {warmup}: the run has {recipe.steps} steps, "
+            f"optimizer.warmup_steps = {optimizer.warmup_steps}: the run has {recipe.steps} steps, "
             f"so that its learning rate stays below {optimizer.learning_rate:g}."
         )
     late = [step for step in recipe.log.keep_steps if step > recipe.steps]

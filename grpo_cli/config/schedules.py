@@ -15,22 +15,16 @@ def learning_rate(config: Optimizer, step: int, steps: int) -> float:
     Args:
         step: counted from 0. steps: the run's number of steps.
     """
-    begin = warmup_steps(config, steps)
+    begin = config.warmup_steps
     if step < begin:
         return config.learning_rate * (step + 1) / begin
     if config.schedule == "wsd":
         begin = max(begin, steps - math.ceil(config.decay_ratio * steps))
     if config.schedule == "constant" or step < begin:
         return config.learning_rate
-    last = config.min_learning_rate or config.min_learning_rate_ratio * config.learning_rate
     done = (step - begin) / max(1, steps - begin)  # in [0, 1)
     shape = "cosine" if config.schedule == "cosine" else "linear"
-    return between(config.learning_rate, last, done, shape)
-
-
-def warmup_steps(config: Optimizer, steps: int) -> int:
-    """Returns the steps of the warm-up in a run of `steps` steps."""
-    return config.warmup_steps or math.ceil(config.warmup_ratio * steps)
+    return between(config.learning_rate, config.min_learning_rate, done, shape)
 
 
 def between(first: float, last: float, done: float, shape: str) -> float:

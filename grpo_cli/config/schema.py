@@ -1212,12 +1212,6 @@ class Optimizer:
     warmup_steps: int = knob(
         0, "Steps over which the learning rate rises from 0 to its peak.", ge=0
     )
-    warmup_ratio: float = knob(
-        0.0,
-        "Warm-up as a share of the run's steps, in place of optimizer.warmup_steps.",
-        ge=0,
-        lt=1,
-    )
     decay_ratio: float = knob(
         0.1,
         "Share of the run's steps, at its end, over which wsd lowers the learning rate.",
@@ -1229,13 +1223,6 @@ class Optimizer:
         0.0,
         "Final learning rate of the linear, cosine and wsd schedules.",
         ge=0,
-        read_if=("optimizer.schedule", "linear", "cosine", "wsd"),
-    )
-    min_learning_rate_ratio: float = knob(
-        0.0,
-        "Final learning rate as a share of the peak, in place of optimizer.min_learning_rate.",
-        ge=0,
-        le=1,
         read_if=("optimizer.schedule", "linear", "cosine", "wsd"),
     )
 
@@ -1523,9 +1510,6 @@ class Log:
         "Steps, counted from 1, of which the run keeps rollouts and weights in replay/step-N, so "
         "that grpo replay can recompute their loss and explain each completion.",
         ge=1,
-    )
-    keep_steps_every: int = knob(
-        0, "Keep every N-th step for grpo replay, in addition to log.keep_steps; 0: none.", ge=0
     )
 
 

@@ -226,7 +226,7 @@ def test_a_resumed_run_keeps_its_steps(kept: Path, grpo: Grpo, tmp_path: Path) -
     for step in (2, 3):
         shutil.rmtree(resumed / "checkpoints" / f"step-{step}")
     words = [*RECIPES["minibatches-iterations"], "checkpoint.every=1", "checkpoint.keep_last=5"]
-    again = ["train", *words, f"output_dir={resumed}", "resume=auto", "log.keep_steps_every=3"]
+    again = ["train", *words, f"output_dir={resumed}", "resume=auto", "log.keep_steps=[3]"]
     code, _, err = grpo(*again)
     assert code == 0, err
     assert paths.steps_kept(resumed) == [3], "step 2 was taken again, and not kept"
@@ -294,8 +294,7 @@ def test_experts(dropout: float | None, tokenizer: PreTrainedTokenizerFast, tmp_
     ("words", "said"),
     [
         (["old", "--step=3"], "--step = 3: old has not kept what is needed of this step; it has "
-         "kept none. A run keeps the steps that log.keep_steps=[3] or log.keep_steps_every=N "
-         "names."),
+         "kept none. A run keeps the steps that log.keep_steps=[3] names."),
         (["run", "--step=3"], "it has kept the steps 2, 10."),
         (["run"], "--step: is missing; run: it has kept the steps 2, 10 (log.keep_steps)."),
         (["run", "--step=2"], "run/metrics.jsonl has no line of this step yet."),

@@ -280,19 +280,6 @@ PLAIN_REINFORCE_PP = {"advantage.rule": "reinforce_pp", "advantage.baseline": "n
         ),
         ({"optimizer.betas": [0.9]}, "optimizer.betas = [0.9]: must be two numbers."),
         (
-            {"optimizer.warmup_steps": 2, "optimizer.warmup_ratio": 0.1},
-            "optimizer.warmup_ratio: optimizer.warmup_steps is set too; set one of the two.",
-        ),
-        (
-            {
-                "optimizer.schedule": "wsd",
-                "optimizer.min_learning_rate": 1e-7,
-                "optimizer.min_learning_rate_ratio": 0.1,
-            },
-            "optimizer.min_learning_rate_ratio: optimizer.min_learning_rate is set too; set one of "
-            "the two.",
-        ),
-        (
             {"update.minibatches": 9, "prompts_per_step": 8},
             "update.minibatches = 9: must be <= prompts_per_step = 8, "
             "since a minibatch holds whole groups.",

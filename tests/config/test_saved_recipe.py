@@ -20,7 +20,7 @@ def stored(recipe: Recipe, *without: str) -> dict[str, Any]:
 
 
 def test_a_knob_that_is_new_was_as_its_default() -> None:
-    before = stored(Recipe(), "optimizer.algorithm", "optimizer.warmup_ratio")
+    before = stored(Recipe(), "optimizer.algorithm", "optimizer.warmup_steps")
     assert differences(before, Recipe()) == []
     now = Recipe(optimizer=Optimizer(algorithm="muon", warmup_steps=3))
     assert differences(before, now) == [

@@ -25,18 +25,13 @@ def rates(steps: int, **settings: object) -> list[float]:
         # (1 + cos(0, π/4, π/2, 3π/4)) / 2
         ({"schedule": "cosine"}, [1.0, 0.85355339, 0.5, 0.14644661]),
         ({"schedule": "cosine", "min_learning_rate": 0.2}, [1.0, 0.88284271, 0.6, 0.31715729]),
-        (
-            {"schedule": "cosine", "min_learning_rate_ratio": 0.2},
-            [1.0, 0.88284271, 0.6, 0.31715729],
-        ),
-        ({"warmup_ratio": 0.3}, [0.5, 1.0, 1.0, 1.0]),  # of 4 steps 1.2: 2
         ({"schedule": "wsd", "decay_ratio": 0.5}, [1.0, 1.0, 1.0, 0.5]),
         ({"schedule": "wsd"}, [1.0, 1.0, 1.0, 1.0]),  # the last step is where the decay begins
         (
             {
                 "schedule": "wsd",
                 "decay_ratio": 0.75,
-                "warmup_ratio": 0.25,
+                "warmup_steps": 1,
                 "min_learning_rate": 0.4,
             },
             [1.0, 1.0, 0.8, 0.6],
@@ -61,8 +56,6 @@ def test_schedules_end_at_the_minimum(schedule: str) -> None:
 def test_the_rate_scales_with_its_peak() -> None:
     config = Optimizer(learning_rate=3e-4, schedule="linear", warmup_steps=1)
     assert learning_rate(config, 3, 5) == pytest.approx(1.5e-4)
-    config = Optimizer(learning_rate=3e-4, schedule="linear", min_learning_rate_ratio=0.1)
-    assert learning_rate(config, 5, 5) == pytest.approx(3e-5)
 
 
 # Scheduled knobs.

@@ -19,7 +19,6 @@ import torch
 from grpo_cli.checkpoints import paths
 from grpo_cli.checkpoints.shards import Parts
 from grpo_cli.config import saved_recipe
-from grpo_cli.config.schema import Log
 from grpo_cli.data import PromptStream
 from grpo_cli.images import ImageError, StoredImage
 from grpo_cli.models.vision import VisionProcessor
@@ -31,19 +30,13 @@ from grpo_cli.training.step import Step
 ENTRY = "replay"  # of the state, which no other checkpoint has
 
 
-def is_kept(config: Log, step: int) -> bool:
-    """Whether the run keeps a step, counted from 1."""
-    every = config.keep_steps_every
-    return step in config.keep_steps or (every > 0 and step % every == 0)
-
-
 def keep(run: Run, step: Step) -> None:
     """Starts to write a step that log.keep_steps names, before its first update. Collective.
 
     A disk that is full is a note: see `Checkpointer.save`. So is an image that is gone.
     """
     number = step.number + 1
-    if not is_kept(run.recipe.log, number) or step.progress.updates:  # kept before a resume
+    if number not in run.recipe.log.keep_steps or step.progress.updates:  # kept before a resume
         return
     own_prompts: dict[int, dict[str, Any]] | str
     try:
