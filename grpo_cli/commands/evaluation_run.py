@@ -204,7 +204,7 @@ def finish(
     with workers.raise_together():
         if workers.is_main:
             before = None if recipe.overwrite else tables.set_aside(folder, settings)
-            images = recipe.log.images != "none"
+            images = recipe.log.images
             tables.write(folder, subject, results, settings, images=images)
             shutil.rmtree(folder / FOLDER, ignore_errors=True)
             tables.show(reporter.console, paths.shown(subject), results)

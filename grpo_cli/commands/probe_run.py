@@ -99,7 +99,7 @@ def write(prepared: Prepared, result: ProbeResult, console: Console, *, as_json:
     """Writes probe.json and completions.parquet, and prints the result."""
     folder, recipe = prepared.folder, prepared.recipe
     result.write(folder / FILE)
-    with_images = recipe.log.images != "none" and has_images(g.prompt for g in result.groups)
+    with_images = recipe.log.images and has_images(g.prompt for g in result.groups)
     rows = []
     for g in result.groups:
         images = images_cell(g.prompt) if with_images else None

@@ -1491,12 +1491,11 @@ class Log:
         "Print only the first completion of each prompt, and send only that to trackers; the "
         "files keep all.",
     )
-    images: str = knob(
-        "all",
-        "Written completions whose images are kept: in the files and in the tables of trackers "
-        "(all), in the files only (files), or nowhere (none). A file holds an image once for all "
-        "completions of its prompt, no larger than dataset.max_pixels.",
-        choices=("all", "files", "none"),
+    images: bool = knob(
+        True,
+        "Keep the images of written completions, in the files and in the tables of trackers. A "
+        "file holds an image once for all completions of its prompt, no larger than "
+        "dataset.max_pixels.",
     )
     entropy_every: int = knob(
         10, "Measure the entropy every N steps if nothing else needs it; 0: never.", ge=0
@@ -1519,11 +1518,11 @@ class Tracking:
 
     backend: list[str] = knob(
         ["none"],
-        "Experiment trackers that also receive the metrics, and a table of the logged completions "
-        "where they take tables.",
+        "Experiment trackers that also receive the metrics; trackio and wandb also receive a table "
+        "of the written completions.",
         choices=(
-            "none", "aim", "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive",
-            "mlflow", "neptune", "swanlab", "tensorboard", "trackio", "wandb",
+            "none", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard",
+            "trackio", "wandb",
         ),
     )  # fmt: skip
     project: str = knob(
@@ -1537,8 +1536,7 @@ class Tracking:
         None,
         "Run name in the trackers; null: the name of the output folder.",
         read_if=(
-            "tracking.backend", "aim", "azure_ml", "clearml", "codecarbon", "dagshub", "mlflow",
-            "neptune", "swanlab", "trackio", "wandb",
+            "tracking.backend", "aim", "clearml", "mlflow", "swanlab", "trackio", "wandb",
         ),
     )  # fmt: skip
 

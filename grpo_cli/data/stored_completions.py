@@ -275,7 +275,7 @@ def check_images(columns: Iterable[Mapping[str, Any]], key: str = "") -> None:
         if image.source is None:
             raise UserError(
                 f"{said}{image.place}: holds no images, which the rewards read; a run writes "
-                "them with log.images=all or files."
+                "them with log.images=true."
             )
         try:
             stored = image.encoded()["bytes"]

@@ -137,12 +137,7 @@ class Reporter:
     @property
     def keeps_images(self) -> bool:
         """Whether stored completions hold the images of their prompts."""
-        return self.has_images and self.config.images != "none"
-
-    @property
-    def sends_images(self) -> bool:
-        """Whether trackers receive the images of the completions that they receive."""
-        return self.has_images and self.config.images == "all"
+        return self.has_images and self.config.images
 
     def completions(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         """Stores and prints one step's completions, each a `completion_row`."""
@@ -162,8 +157,7 @@ class Reporter:
         if self.config.unique_prompts:
             own = "row" if self.has_images else "prompt"  # other images may have the same text
             rows = list({(row["prompt"], row[own]): row for row in reversed(rows)}.values())[::-1]
-        images = [row[IMAGES] for row in rows] if self.sends_images else None
-        self.trackers.table([in_table(row) for row in rows], step, images)
+        self.trackers.table([in_table(row) for row in rows], step)
         if shown := rows[: self.config.completions_shown]:
             self.console.print(completions_table(step, shown))
 
@@ -336,11 +330,9 @@ def completion_row(
 
 
 def in_table(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the cells of a completion that a person reads, with the number of its images."""
-    read = ("step", "prompt", "completion", "advantage")
-    chosen = (k for k in row if k in read or k.startswith(("reward", "extras/")))
-    cells = {key: row[key] for key in chosen}
-    return cells | ({IMAGES: len(row[IMAGES])} if IMAGES in row else {})
+    """Returns the cells of a completion that a person reads."""
+    read = ("step", "prompt", "completion", "advantage", IMAGES)
+    return {k: row[k] for k in row if k in read or k.startswith(("reward", "extras/"))}
 
 
 def completions_table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:

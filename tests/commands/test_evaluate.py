@@ -66,7 +66,7 @@ def test_what_only_training_reads_is_refused(word: str, message: str) -> None:
             "dataset.final_assistant=drop",
             "dataset.bad_images=drop",
             "dataset.max_pixels=4096",
-            "log.images=none",
+            "log.images=false",
             "scoring.workers=1",
             "scoring={workers:1}",
             "generation.stop=[x]",
@@ -238,7 +238,7 @@ def test_other_settings_have_another_hash(always: dict[str, Any], changes: dict[
         *(
             {"generation.max_num_seqs": 7},
             {"eval.every": 9},
-            {"log.images": "none"},
+            {"log.images": False},
             {"eval.temperature": 0.0},
             {"steps": 3},
         ),

@@ -53,7 +53,7 @@ def test_completions_of_a_run_are_scored_with_their_images(folder: Path) -> None
 
 def test_images_are_left_out_where_the_log_has_none(folder: Path) -> None:
     write_groups(folder / "step-1.parquet", image_groups([ROWS[0], ROWS[2]]))
-    assert evaluate("completions=step-1.parquet", "log.images=none") == 0
+    assert evaluate("completions=step-1.parquet", "log.images=false") == 0
     found = json.loads((folder / "out/eval.json").read_text())["benchmarks"]["gsm8k"]
     assert (found["n"], found["accuracy"]) == (2, 0.5)  # scored with them
     assert "images" not in parquet.read_schema(folder / "out/completions.parquet").names
