@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import sys
+import contextlib
+import time
 from dataclasses import dataclass
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 
 from grpo_cli.config.knob import knob
 from grpo_cli.config.words import described, parse_with_run
 from grpo_cli.reporting.live.following import Followed
+from grpo_cli.reporting.live.panels import view
 from grpo_cli.reporting.run_folder import RunFolder
 
 USAGE = """\
 grpo watch RUN [--every=SECONDS] [--once]
 
 Shows a run that goes on or has ended: progress and the time that is left, curves, the stages of
-the newest step, completions with high and low rewards, alarms. It only reads the run's folder, also
-on another node of a shared file system. ? lists its keys. Without a terminal it prints one block of
-text.
+the newest step, completions with the highest and the lowest reward, alarms. It only reads the run's
+folder, also on another node of a shared file system. Ctrl-C ends it. Without a terminal it prints
+one block of text.
 
   RUN                      Folder of a run, or a checkpoint.
 """
@@ -44,32 +46,30 @@ def main(argv: list[str]) -> None:
         return
     given, settings = parse_with_run(Settings, argv, "grpo watch")
     run = Followed(RunFolder.open(given, starting=True))
-    if settings.once or not has_screen():
+    console = Console(highlight=False)
+    if settings.once or not console.is_terminal or console.is_dumb_terminal:
         print_block(run)
-        return
-    from grpo_cli.commands.watch_screen import WatchApp
-
-    error = WatchApp(run, settings.every).run(mouse=False)  # the mouse selects text, as elsewhere
-    if error is not None:
-        raise error
+    else:
+        follow(run, console, settings.every)
 
 
-def has_screen() -> bool:
-    """Whether keys come from a terminal, and the view goes to one: textual writes to stderr."""
-    is_terminal = all(s.isatty() for s in (sys.stdin, sys.stdout, sys.stderr))
-    return is_terminal and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+def follow(run: Followed, console: Console, every: float) -> None:
+    """Shows the view and what changes in it, until Ctrl-C."""
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while True:
+            run.poll()
+            live.update(Group(*view(run, console, console.height)), refresh=True)
+            time.sleep(every)
 
 
 def print_block(run: Followed) -> None:
     """Prints the view as one block without control characters."""
-    from grpo_cli.reporting.live.pager import Pager
-    from grpo_cli.reporting.live.panels import plain
-
     console = Console(
         highlight=False, color_system=None, force_terminal=False, legacy_windows=False
     )
     run.poll()
-    pager = Pager(run)
-    pager.load()
-    for row in plain(run, pager.pages, pager.step, console.width):
+    for row in view(run, console):
         console.print(row, soft_wrap=True)

@@ -19,7 +19,6 @@ FRESH_SECONDS = 5.0  # in which a process has written its status, even on a busy
 LOST_SECONDS = 90.0  # the same for another node, whose files may be seen a minute later (NFS)
 LEVELS = "▁▂▃▄▅▆▇█"
 ENDS = ("ended", "stopped", "failed")
-NOT_TRAINING = (heartbeat.START, "evaluate", "checkpoint", "hub")
 
 
 class Health(NamedTuple):
@@ -89,52 +88,23 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
-def evaluations_left(recipe: Mapping[str, Any], done: int, steps: int) -> int:
-    """Returns how many evaluations are due after the steps from `done` + 1 to `steps`."""
-    config = recipe.get("eval") or {}
-    every, delay = config.get("every") or 0, config.get("delay") or 0
-    due = max(0, steps // every - (max(done + 1, delay) - 1) // every) if every else 0
-    at_end = bool(config.get("at_end", True)) and done < steps
-    return due + int(at_end and (not every or steps % every > 0 or steps < delay))
-
-
 def seconds_left(run: Followed) -> float | None:
     """Returns the expected seconds until the end of a run, None before its first step.
 
-    The steps that are left take as long as the last ones, with the time between steps and of saving
-    that this process has spent on average; evaluations are counted by their schedule.
+    The steps that are left take as long as those that this process has done, with the time between
+    steps, of evaluations and of saving.
     """
-    times, steps = run.series["step_time"], run.steps
-    if not times.values or steps is None:
+    times, steps = run.series["step_time"].values, run.steps
+    if not times or steps is None:
         return None
-    left = steps - run.step
-    per_step = math.fsum(times.values[-RECENT:]) / len(times.values[-RECENT:])
-    finished = (run.status or {}).get("finished")
-    if not finished or finished.get("step") != run.step:
-        return left * per_step
-    assert run.status is not None
-    first, seconds = int(run.status.get("first_step") or 0), finished["seconds"]
-    since = sum(step > first for step in times.steps)  # steps of this process
-    if not since:
-        return left * per_step
-    in_steps = math.fsum(times.values[-since:])
-    in_training = math.fsum(s for name, s in seconds.items() if name not in NOT_TRAINING)
-    saving = seconds.get("checkpoint", 0.0) + seconds.get("hub", 0.0)
-    per_step += (max(0.0, in_training - in_steps) + saving) / since
-    evaluated = sum(step > first for step in run.series[EVALUATION].steps)
-    evaluated += first == 0 and run.status.get("before") is not None
-    per_evaluation = seconds.get("evaluate", 0.0) / evaluated if evaluated else 0.0
-    total: float = left * per_step + evaluations_left(run.recipe, run.step, steps) * per_evaluation
-    passed = float(run.status["time"] - finished["time"])
-    return max(0.0, total - max(0.0, passed))
-
-
-def may_end_early(recipe: Mapping[str, Any]) -> bool:
-    """Whether a rule of the recipe or a callback may end the run before its last step."""
-    rules = recipe.get("stop") or {}
-    named = any(limit for name, limit in rules.items() if name != "steps")
-    patience = (recipe.get("eval") or {}).get("patience")
-    return bool(named or patience or recipe.get("callbacks"))
+    per_step, passed = math.fsum(times[-RECENT:]) / len(times[-RECENT:]), 0.0
+    status = run.status or {}
+    if finished := status.get("finished"):
+        seconds = finished["seconds"]
+        spent = math.fsum(s for name, s in seconds.items() if name != heartbeat.START)
+        per_step = spent / max(1, finished["step"] - int(status.get("first_step") or 0))
+        passed = float(status["time"] - finished["time"])
+    return max(0.0, (steps - run.step) * per_step - passed)
 
 
 def resample(values: Sequence[float], width: int) -> list[float]:
@@ -148,20 +118,16 @@ def resample(values: Sequence[float], width: int) -> list[float]:
     return [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(ends)]
 
 
-def sparkline(values: Sequence[float], width: int, height: int = 1) -> list[str]:
-    """Returns the lines of a curve, the top one first, from the lowest value to the highest."""
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Returns a curve as a line of characters, from the lowest value to the highest."""
     finite = [v for v in values if math.isfinite(v)]
-    if not finite or width <= 0:
-        return [" " * max(0, width)] * height
+    if not finite or not width:
+        return " " * width
     shown = resample(finite, width)
-    low, high = min(shown), max(shown)
-    span, most = high - low, len(LEVELS) * height - 1
+    low, span = min(shown), max(shown) - min(shown)
+    most = len(LEVELS) - 1
     levels = [round((v - low) / span * most) if span > 0 else most // 2 for v in shown]
-    rows = []
-    for row in reversed(range(height)):
-        cells = (level - row * len(LEVELS) for level in levels)
-        rows.append("".join(" " if c < 0 else LEVELS[min(c, len(LEVELS) - 1)] for c in cells))
-    return [line.ljust(width) for line in rows]
+    return "".join(LEVELS[level] for level in levels).ljust(width)
 
 
 def stage_seconds(line: Mapping[str, Any]) -> dict[str, float]:
@@ -176,22 +142,6 @@ def stage_seconds(line: Mapping[str, Any]) -> dict[str, float]:
     seconds = {name: line.get(f"time/{name}") or 0.0 for name in STAGES if f"time/{name}" in line}
     other = max(0.0, total - math.fsum(seconds.values()))
     return {name: s for name, s in {**seconds, "other": other}.items() if s > 0}
-
-
-def widths(shares: Sequence[float], width: int) -> list[int]:
-    """Divides `width` characters in proportion, so that they sum to it (largest remainder).
-
-    For example, widths([1, 1, 1], 10) is [4, 3, 3].
-    """
-    total = math.fsum(shares)
-    if total <= 0:
-        return [0] * len(shares)
-    exact = [share / total * width for share in shares]
-    cells = [int(e) for e in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda i: cells[i] - exact[i])
-    for i in by_remainder[: width - sum(cells)]:
-        cells[i] += 1
-    return cells
 
 
 class Evaluation(NamedTuple):

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.checkpoints.paths import steps_saved
+from grpo_cli.data.stored_completions import Sample
 from grpo_cli.errors import UserError
+from grpo_cli.reporting.live.completions import best_and_worst
 from grpo_cli.reporting.metric_names import measure_of
 from grpo_cli.reporting.run_folder import ALARMS, METRICS, RunFolder
 
@@ -90,7 +92,7 @@ class Followed:
     summary: dict[str, Any] | None = None
     recipe: dict[str, Any] = field(default_factory=dict)
     checkpoints: list[int] = field(default_factory=list)  # their steps
-    stored: list[int] = field(default_factory=list)  # the steps whose completions are stored
+    samples: list[Sample] = field(default_factory=list)  # `best_and_worst` of the newest step
     holds_lock: bool | None = None  # `RunFolder.is_running`
     age: float | None = None  # seconds since the status was written
 
@@ -135,9 +137,15 @@ class Followed:
         if self._has_changed("checkpoints"):
             self.checkpoints = steps_saved(self.folder.path)
         if self._has_changed("completions"):
-            self.stored = [step for step in self.folder.steps_with_completions() if step >= 0]
+            self._read_completions()
         self.holds_lock = self.folder.is_running
         self._read_status(time.monotonic() if now is None else now)
+
+    def _read_completions(self) -> None:
+        self.samples = []
+        if stored := [step for step in self.folder.steps_with_completions() if step >= 0]:
+            with contextlib.suppress(OSError, ValueError, UserError):
+                self.samples = best_and_worst(self.folder.completions(stored[-1]))
 
     def _read_status(self, now: float) -> None:
         """Reads the status and its age.

@@ -1,16 +1,17 @@
-"""Draws the panels of `grpo watch` as rich texts: on a screen, or printed as one block."""
+"""Draws the panels of `grpo watch` as rich texts."""
 
 from __future__ import annotations
 
 import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 
-from rich.cells import cell_len, set_cell_size
+from rich.console import Console
 from rich.text import Text
 
+from grpo_cli.data.stored_completions import Sample
 from grpo_cli.reporting.live import figures
-from grpo_cli.reporting.live.completions import Pages
 from grpo_cli.reporting.live.figures import Health, duration
 from grpo_cli.reporting.live.following import EVALUATION, Followed
 from grpo_cli.reporting.metric_names import SHORT
@@ -21,12 +22,6 @@ STATE_STYLES = {
     "saving": "bold blue", "ended": "bold", "stopped": "bold yellow", "failed": "bold red",
     "dead": "bold red", "unknown": "bold yellow",
 }  # fmt: skip
-STAGE_STYLES = {
-    "generate": "black on cyan", "reward": "black on yellow", "old_logprobs": "white on blue",
-    "ref_logprobs": "white on magenta", "forward_backward": "black on green",
-    "optimizer": "black on bright_yellow", "weights": "black on white", "idle": "white on red",
-    "other": "white on bright_black",
-}  # fmt: skip
 CURVES = {
     "reward": "reward",
     EVALUATION: "held-out",
@@ -36,9 +31,11 @@ CURVES = {
     "grad_norm": "grad norm",
 }
 VALUE = 7  # characters of a curve's newest value
-LONG_LABELS = 60  # characters of a curve from which its name may be long
+LABEL = 10  # characters of a curve's name
 GAP = 2  # characters between two curves
-PROMPT_CHARACTERS = 300  # of the prompt's end, unless all of it is asked for
+TWO_COLUMNS = 70  # width from which curves stand in two columns
+TALL, ALARMS = 40, 4  # height from which several alarms are shown, and how many
+PROMPT_CHARACTERS = 200  # of the prompt's end
 NOT_RECORDED = "not recorded"
 
 
@@ -85,8 +82,7 @@ def progress(run: Followed, health: Health, width: int) -> Text:
     more = f" · {step_seconds(times)} a step" if times else ""
     left = figures.seconds_left(run)
     if health.is_live and left is not None and run.step < (steps or 0):
-        more += " · at most " if figures.may_end_early(run.recipe) else " · "
-        more += f"{duration(left)} left"
+        more += f" · {duration(left)} left"
     if steps is None:
         return Text(said + more)
     done = min(1.0, run.step / steps)
@@ -130,43 +126,31 @@ def parts(run: Followed, width: int) -> Text:
     return stacked([Text(f"reward parts: {said}")] if len(means) > 1 else [], width)
 
 
-def curves(run: Followed, width: int, height: int = 1) -> Text:
-    """Draws the newest values of the metrics and their curves, in two columns or three."""
-    columns = 3 if width >= 150 else 2 if width >= 70 else 1
+def curves(run: Followed, width: int) -> Text:
+    """Draws the newest values of the metrics and their curves, in one column or two."""
+    columns = 2 if width >= TWO_COLUMNS else 1
     cell = (width - GAP * (columns - 1)) // columns
-    cells = [_curve(run, key, title, cell, height) for key, title in CURVES.items()]
-    rows = []
-    for first in range(0, len(cells), columns):
-        beside = cells[first : first + columns]
-        rows += [Text(" " * GAP).join(cells) for cells in zip(*beside, strict=True)]
-    return stacked(rows, width)
+    cells = [_curve(run, key, title, cell) for key, title in CURVES.items()]
+    rows = [cells[first : first + columns] for first in range(0, len(cells), columns)]
+    return stacked([Text(" " * GAP).join(row) for row in rows], width)
 
 
-def _curve(run: Followed, key: str, title: str, width: int, height: int) -> list[Text]:
-    """Returns the lines of one curve, each `width` characters wide."""
+def _curve(run: Followed, key: str, title: str, width: int) -> Text:
+    """Returns the line of one curve, `width` characters wide."""
     values = run.series[key].values
     said = number(values[-1]) if values else "–"
     if key == EVALUATION:
         values = figures.evaluation_values(run)
         newest = figures.newest_evaluation(run)
-        title += f" {newest.name}" if newest is not None and width >= LONG_LABELS else ""
         said = "–" if newest is None else number(newest.value)
         if newest is not None and newest.low is not None and newest.high is not None:
             said += f" [{number(newest.low)}, {number(newest.high)}]"
     said = said.rjust(VALUE)
-    labels = 18 if width >= LONG_LABELS else 10
-    room = max(0, width - labels - len(said) - 2)
-    drawn = figures.sparkline(values, room, height)
-    lines = []
-    for row, curve in enumerate(drawn):
-        is_last = row == height - 1
-        label = title if is_last else ""
-        style = "green" if key in ("reward", EVALUATION) else "cyan"
-        end = said if is_last else " " * len(said)
-        text = Text.assemble((label.ljust(labels), "bold"), " ", (curve, style), " ", end)
-        text.truncate(width, pad=True)
-        lines.append(text)
-    return lines
+    curve = figures.sparkline(values, max(0, width - LABEL - len(said) - 2))
+    style = "green" if key in ("reward", EVALUATION) else "cyan"
+    text = Text.assemble((title.ljust(LABEL), "bold"), " ", (curve, style), " ", said)
+    text.truncate(width, pad=True)
+    return text
 
 
 def number(value: float) -> str:
@@ -179,24 +163,10 @@ def number(value: float) -> str:
 
 
 def stages(run: Followed, width: int) -> Text:
-    """Draws the stages of the newest step as a bar, its rates, memory and checkpoints."""
+    """Draws the stages of the newest step, its rates, memory and checkpoints."""
     seconds = figures.stage_seconds(run.newest)
-    rows = [Text("")] if not seconds else [_bar(seconds, width), _times(run, seconds)]
+    rows = [_times(run, seconds)] if seconds else []
     return stacked([*rows, Text(" · ".join(_rates(run)))], width)
-
-
-def _bar(seconds: Mapping[str, float], width: int) -> Text:
-    """Returns a bar with a segment for each stage, which has its name if there is room."""
-    total = math.fsum(seconds.values())
-    bar = Text(no_wrap=True)
-    cells = figures.widths(list(seconds.values()), width)
-    for (name, spent), size in zip(seconds.items(), cells, strict=True):
-        if size:
-            label = f"▏{SHORT.get(name, name)} {100 * spent / total:.0f} %"
-            short = f"▏{SHORT.get(name, name)}"
-            fitting = next((text for text in (label, short) if cell_len(text) <= size), "▏")
-            bar.append(set_cell_size(fitting, size), style=STAGE_STYLES.get(name, "reverse"))
-    return bar
 
 
 def _times(run: Followed, seconds: Mapping[str, float]) -> Text:
@@ -231,29 +201,36 @@ def size(number_of_bytes: float) -> str:
     return f"{gigabytes:.1f} GB" if gigabytes >= 1 else f"{1000 * gigabytes:.0f} MB"
 
 
-def completion_title(kind: str, step: int, place: int, count: int) -> str:
-    """Returns the title of a panel of completions, such as `good: 1 of 40, step 20`."""
-    return f"{kind}: {place + 1} of {count:,}, step {step:,}" if count else f"{kind}: none"
+def view(run: Followed, console: Console, height: int | None = None) -> list[Text]:
+    """Returns the lines of the view, as wide as the console.
+
+    Args:
+        height: lines of the terminal, which completions are cut to; None: all lines.
+    """
+    width = console.width
+    most_alarms = ALARMS if height is None or height >= TALL else 1
+    panels = [
+        header(run, figures.health(run), width, most_alarms),
+        curves(run, width),
+        stages(run, width),
+        parts(run, width),
+    ]
+    lines = [row for panel in panels if panel for row in panel.split("\n", allow_blank=True)]
+    if not run.samples:
+        return [*lines, Text(""), note(run)]
+    shown = [[Text(""), *completion(sample)] for sample in run.samples]
+    if height is None:
+        return lines + list(chain.from_iterable(shown))
+    room = (height - len(lines)) // len(shown)
+    for texts in shown:
+        wrapped = chain.from_iterable(text.wrap(console, width) for text in texts)
+        lines += islice(wrapped, max(0, room))
+    return lines[:height]
 
 
-def completion(pages: Pages, number_of_line: int, *, whole_prompt: bool = False) -> list[Text]:
+def completion(sample: Sample) -> list[Text]:
     """Returns the lines of a completion: what is known of it, the end of its prompt, its text."""
-    sample = pages.sample(number_of_line)
-    shown = body(sample, None if whole_prompt else PROMPT_CHARACTERS)
-    return [Text(printable(head(sample)), style="bold"), *shown]
-
-
-def plain(run: Followed, pages: Pages | None, step: int, width: int) -> list[Text]:
-    """Returns all panels as one block of lines."""
-    health = figures.health(run)
-    panels = [header(run, health, width), curves(run, width), stages(run, width)]
-    lines = [row for panel in panels for row in panel.split("\n", allow_blank=True)]
-    for kind in ("good", "bad") if pages is not None and len(pages) else ():
-        assert pages is not None
-        order = pages.orders[kind]
-        lines += [Text(""), Text(completion_title(kind, step, 0, len(order)), style="bold")]
-        lines += completion(pages, order[0]) if order else []
-    return lines
+    return [Text(printable(head(sample)), style="bold"), *body(sample, PROMPT_CHARACTERS)]
 
 
 def note(run: Followed) -> Text:

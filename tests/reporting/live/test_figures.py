@@ -12,14 +12,12 @@ from grpo_cli.reporting.live import figures
 from grpo_cli.reporting.live.figures import (
     activity,
     duration,
-    evaluations_left,
     health,
     newest_evaluation,
     resample,
     seconds_left,
     sparkline,
     stage_seconds,
-    widths,
 )
 from grpo_cli.reporting.live.following import EVALUATION, Followed
 from grpo_cli.reporting.run_folder import RunFolder
@@ -85,7 +83,7 @@ def test_an_end_needs_no_news(state: str, message: str | None, said: str) -> Non
         (1, None, None, "unknown"),
     ],
 )
-def test_a_run_of_an_earlier_version(
+def test_a_run_without_a_status(
     lines: int, summary: Any, holds_lock: bool | None, state: str
 ) -> None:
     run = followed([{"step": 1}] * lines, summary=summary, holds_lock=holds_lock)
@@ -109,45 +107,25 @@ def test_durations(seconds: float, said: str) -> None:
     assert duration(seconds) == said
 
 
-@table(
-    ("config", "done", "steps", "left"),
-    [
-        ({"every": 0, "at_end": True}, 0, 10, 1),
-        ({"every": 5, "at_end": True}, 0, 10, 2),  # that of the last step is one of them
-        ({"every": 5, "at_end": False}, 5, 10, 1),
-        ({"every": 4, "at_end": True}, 4, 10, 2),
-        ({"every": 4, "at_end": True}, 10, 10, 0),
-        ({"every": 2, "at_end": False, "delay": 6}, 0, 10, 3),
-        ({"every": 5, "at_end": True, "delay": 20}, 0, 10, 1),
-        ({}, 3, 10, 1),
-    ],
-)
-def test_evaluations_that_are_due(config: dict[str, Any], done: int, steps: int, left: int) -> None:
-    assert evaluations_left({"eval": config}, done, steps) == left
-
-
 def test_the_time_that_is_left() -> None:
-    """Four steps of 2 s, 0.5 s between steps, 0.25 s a step of saving, evaluations of 3 s."""
+    """Four steps of 2 s, with 10 s of evaluations, saving and between steps: 4.5 s a step."""
     lines = [{"step": step, "step_time": 2.0} for step in (1, 2, 3, 4)]
-    lines[1] |= {"eval/accuracy": 0.5}
-    lines[3] |= {"eval/accuracy": 0.6}
-    seconds = {"start": 50.0, "generate": 8.0, "optimizer": 2.0, "evaluate": 9.0, "checkpoint": 1.0}
+    seconds = {"start": 50.0, "generate": 8.0, "optimizer": 2.0, "evaluate": 7.0, "checkpoint": 1.0}
     finished = {"step": 4, "time": 99.0, "seconds": seconds}
-    recipe = {"steps": 10, "eval": {"every": 2, "at_end": True}}
-    run = followed(lines, recipe=recipe)
+    run = followed(lines, recipe={"steps": 10})
     assert seconds_left(run) == 6 * 2.0  # nothing but the steps is known
-    run.status = status(first_step=0, before={"accuracy": 0.1}, finished=finished)
-    assert seconds_left(run) == 6 * (2.0 + 0.5 + 0.25) + 3 * 3.0 - 1.0  # 1 s has passed since
+    run.status = status(first_step=0, finished=finished)
+    assert seconds_left(run) == 6 * 4.5 - 1.0  # 1 s has passed since
     run.status["time"] = 500.0
     assert seconds_left(run) == 0.0
 
 
 def test_a_resumed_run_counts_the_time_of_this_process() -> None:
     lines = [{"step": step, "step_time": 1.0} for step in range(1, 9)]
-    finished = {"step": 8, "time": 100.0, "seconds": {"generate": 4.0, "evaluate": 70.0}}
-    run = followed(lines, recipe={"steps": 10, "eval": {"at_end": False}})
-    run.status = status(first_step=6, before={"accuracy": 0.1}, finished=finished)
-    assert seconds_left(run) == 2 * (1.0 + 1.0)
+    run = followed(lines, recipe={"steps": 10})
+    finished = {"step": 8, "time": 100.0, "seconds": {"start": 30.0, "generate": 4.0}}
+    run.status = status(first_step=6, finished=finished)
+    assert seconds_left(run) == 2 * 2.0
 
 
 def test_no_estimate_before_the_first_step() -> None:
@@ -170,12 +148,11 @@ def test_resampling() -> None:
 
 
 def test_sparklines() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 10) == ["▁▂▃▄▅▆▇█  "]
-    assert sparkline([3, 3], 2) == ["▄▄"]
-    assert sparkline([0, 15], 2, height=2) == [" █", "▁█"]
-    assert sparkline([math.nan, 1, math.inf, 2], 4) == ["▁█  "]
-    assert sparkline([], 3, height=2) == ["   ", "   "]
-    assert sparkline([1, 2], 0) == [""]
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 10) == "▁▂▃▄▅▆▇█  "
+    assert sparkline([3, 3], 2) == "▄▄"
+    assert sparkline([math.nan, 1, math.inf, 2], 4) == "▁█  "
+    assert sparkline([], 3) == "   "
+    assert sparkline([1, 2], 0) == ""
 
 
 def test_the_stages_of_a_step() -> None:
@@ -186,15 +163,6 @@ def test_the_stages_of_a_step() -> None:
     assert stage_seconds(line) == {"generate": 6.0, "forward_backward": 3.0, "other": 1.0}
     assert stage_seconds({"reward": 1.0}) == {}
     assert stage_seconds({"step_time": None}) == {}
-
-
-def test_widths_sum_to_the_whole() -> None:
-    assert widths([1, 1, 1], 10) == [4, 3, 3]
-    assert widths([0.6, 0.3, 0.1], 80) == [48, 24, 8]
-    assert widths([1e-9, 1.0], 7) == [0, 7]
-    assert widths([0.0], 5) == [0]
-    for width in range(1, 200):
-        assert sum(widths([0.503, 0.301, 0.112, 0.084], width)) == width
 
 
 def test_the_newest_evaluation() -> None:
@@ -215,17 +183,3 @@ def test_the_newest_evaluation() -> None:
 @pytest.mark.parametrize("state", ["ended", "dead", "unknown"])
 def test_only_a_living_run_has_time_left(state: str) -> None:
     assert not figures.Health(state, "").is_live
-
-
-@pytest.mark.parametrize(
-    ("recipe", "expected"),
-    [
-        ({}, False),
-        ({"stop": {"steps": 3, "hours": None, "zero_gradient": 0}, "eval": {"patience": 0}}, False),
-        ({"stop": {"steps": 3, "hours": 2.0}}, True),
-        ({"eval": {"patience": 2}}, True),
-        ({"callbacks": {"mine": {"path": "my:Callback"}}}, True),
-    ],
-)
-def test_a_run_that_may_end_before_its_last_step(recipe: dict[str, Any], expected: bool) -> None:
-    assert figures.may_end_early(recipe) is expected

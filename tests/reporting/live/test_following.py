@@ -85,14 +85,14 @@ def test_a_run_that_is_begun_anew(folder: Path) -> None:
     (folder / "completions" / "step-20.parquet").touch()
     (folder / "summary.json").write_text('{"steps": 1}', encoding="utf-8")
     run.poll()
-    assert (len(run.alarms), run.checkpoints, run.stored) == (1, [10, 20], [20])
+    assert (len(run.alarms), run.checkpoints, run.samples) == (1, [10, 20], [])
     assert run.summary == {"steps": 1}
     for name in ("metrics.jsonl", "alarms.jsonl", "summary.json", "completions/step-20.parquet"):
         (folder / name).unlink()
     (folder / "recipe.yaml").write_text("steps: 7\nseed: 123\n", encoding="utf-8")
     run.poll()
     assert (run.step, run.alarms, run.summary, run.steps) == (0, [], None, 7)
-    assert (run.series["reward"].values, run.stored) == ([], [])
+    assert (run.series["reward"].values, run.samples) == ([], [])
 
 
 def test_the_age_of_the_status_is_counted_by_this_clock_once_it_changes(folder: Path) -> None:

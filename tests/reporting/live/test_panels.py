@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from rich.text import Text
 
 from grpo_cli.reporting.live import figures, panels
-from grpo_cli.reporting.live.completions import Pages
+from grpo_cli.reporting.live.completions import best_and_worst
 from grpo_cli.reporting.live.following import Followed
 from grpo_cli.reporting.live.panels import number, size
 from grpo_cli.reporting.run_folder import RunFolder
 from tests.runs_on_disk import write_completions, write_run
 from tests.tables import table
+
+CONSOLE = Console(width=80)
 
 
 def followed(folder: Path) -> Followed:
@@ -34,20 +37,17 @@ def test_no_line_is_wider_than_its_panel(tmp_path: Path, width: int) -> None:
     health = figures.health(run)
     for panel in (
         panels.header(run, health, width, 4),
-        panels.curves(run, width, 3),
+        panels.curves(run, width),
         panels.stages(run, width),
         panels.parts(run, width),
     ):
         assert max(line.cell_len for line in panel.split("\n", allow_blank=True)) <= width
 
 
-def test_the_stages_fill_the_line(tmp_path: Path) -> None:
-    bar = rows(panels.stages(followed(write_run(tmp_path)), 80))
-    assert len(bar[0]) == 80
-    assert bar[0].startswith("▏generate 50 %" + 26 * " " + "▏")
-    assert "▏fwd/bwd 25 %" in bar[0]
-    assert bar[1].startswith("step 120: 2 s, idle 10 %: generate 1, fwd/bwd 0.5, idle 0.2")
-    assert bar[2] == "5,120 tok/s · MFU 31.4 % · memory 1.2 GB · checkpoints: 100"
+def test_the_stages_of_the_newest_step(tmp_path: Path) -> None:
+    said = rows(panels.stages(followed(write_run(tmp_path)), 80))
+    assert said[0].startswith("step 120: 2 s, idle 10 %: generate 1, fwd/bwd 0.5, idle 0.2")
+    assert said[1] == "5,120 tok/s · MFU 31.4 % · memory 1.2 GB · checkpoints: 100"
 
 
 def test_alarms_the_last_one_first(tmp_path: Path) -> None:
@@ -77,19 +77,19 @@ def test_why_a_run_failed_is_wrapped(tmp_path: Path) -> None:
 def test_a_run_of_which_nothing_is_known(tmp_path: Path) -> None:
     """Its files lack most keys."""
     (tmp_path / "recipe.yaml").write_text("seed: 1\n", encoding="utf-8")
-    lines = [line.plain for line in panels.plain(followed(tmp_path), None, 0, 80)]
+    lines = [line.plain for line in panels.view(followed(tmp_path), CONSOLE)]
     assert lines[1] == "● stopped  does not run, and has not ended"
     assert lines[2] == "step 0"
-    assert lines[-1] == "memory not recorded · no checkpoint yet"
+    assert lines[-3] == "memory not recorded · no checkpoint yet"
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": null}\n', encoding="utf-8")
-    assert panels.plain(followed(tmp_path), None, 0, 80)[2].plain == "step 1"
+    assert panels.view(followed(tmp_path), CONSOLE)[2].plain == "step 1"
 
 
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     write_run(tmp_path, done=0, stage="start", step=None, state="starting", finished=None)
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "recipe.yaml").unlink()
-    lines = [line.plain for line in panels.plain(followed(tmp_path), None, 0, 80)]
+    lines = [line.plain for line in panels.view(followed(tmp_path), CONSOLE)]
     assert lines[1].startswith("● starting  loading and building for 3 s")
     assert lines[2].startswith("step 0 of 400 ───")
 
@@ -102,8 +102,8 @@ HOSTILE = (
 def test_a_completion_cannot_drive_the_terminal(tmp_path: Path) -> None:
     prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": HOSTILE}]}]
     write_completions(tmp_path, 1, [HOSTILE, "[/]"], [1.0, 0.0], prompt)
-    pages = Pages(tmp_path / "completions" / "step-1.parquet")
-    shown = panels.completion(pages, 0)
+    sample = best_and_worst(tmp_path / "completions" / "step-1.parquet")[0]
+    shown = panels.completion(sample)
     text = "\n".join(line.plain for line in shown)
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2028]", text)
     assert "\\x1b]0;owned\\x07\\x1b[2J[bold]not markup[/bold] \\x0d\\x9b31m \\u202egnp.exe" in text
@@ -115,12 +115,11 @@ def test_a_completion_cannot_drive_the_terminal(tmp_path: Path) -> None:
 
 def test_the_end_of_a_long_prompt(tmp_path: Path) -> None:
     write_completions(tmp_path, 1, ["ok"], [1.0], "begin " + "word " * 200 + "end?")
-    pages = Pages(tmp_path / "completions" / "step-1.parquet")
-    shown = panels.completion(pages, 0)[1].plain
+    (sample,) = best_and_worst(tmp_path / "completions" / "step-1.parquet")
+    shown = panels.completion(sample)[1].plain
     assert shown.startswith("… ")
     assert shown.endswith("word end?")
     assert len(shown) == panels.PROMPT_CHARACTERS + 2
-    assert panels.completion(pages, 0, whole_prompt=True)[1].plain.startswith("prompt: begin")
 
 
 @table(
