@@ -9,11 +9,8 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 site=
-<<<<<<< HEAD
-  [ -d .gpu-pack ] || { echo "grpo's packages are not installed, and there is no .gpu-pack: run make gpu-pack" >&2; exit 2; }
-=======
 if ! "$python" -c 'import datasets, hydra, jsonschema, math_verify' 2>/dev/null; then
-  [ -e .gpu-pack/manifest.json ] || { echo "grpo's packages are not installed, and there is no .gpu-pack: run make gpu-pack" >&2; exit 2; }
+  [ -d .gpu-pack ] || { echo "grpo's packages are not installed, and there is no .gpu-pack: run make gpu-pack" >&2; exit 2; }
   site=$(mktemp -d)
   trap 'rm -rf "$site"' EXIT
   "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" .gpu-pack/*.whl
