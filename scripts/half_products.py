@@ -31,7 +31,7 @@ def install() -> None:
     """Replaces the products of this process, unless the processor has its own."""
     if installed or are_quick():
         return
-    library = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     installed.append(library)
     for name in OPERATORS:
         kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
@@ -53,7 +53,9 @@ def install() -> None:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that it overrides
-            library.impl(name, product, "CPU", with_keyset=True, allow_override=True)
+            library.impl(  # type: ignore[no-untyped-call]
+                name, product, "CPU", with_keyset=True, allow_override=True
+            )
 
 
 if __name__ == "__main__":
