@@ -110,7 +110,7 @@ class StoredImage:
             return rgb if rgb.size == size else rgb.resize(size, Image.Resampling.BICUBIC)
 
     def encoded(self) -> dict[str, Any]:
-        """Returns what `open` reads in the form of `datasets`' images, {"bytes", "path"}.
+        """Returns the image in the form of `datasets`' images, {"bytes", "path"}.
 
         The bytes are taken from the data as they are; a resized image is encoded as PNG.
 

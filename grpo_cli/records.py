@@ -360,7 +360,7 @@ def reward_tensors(step_stats: StepStats, weights: Mapping[str, float]) -> dict[
 
 
 def weighted_parts(step_stats: StepStats, weights: Mapping[str, float]) -> Tensor:
-    """Returns what each function adds to the rewards, [P, G, R]; 0 where it did not apply."""
+    """Returns the weighted scores of each function, [P, G, R]; 0 where it did not apply."""
 
     def part(name: str) -> Callable[[RolloutStats], float | None]:
         return lambda o: o.reward_parts[name]

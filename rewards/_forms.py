@@ -1,4 +1,4 @@
-r"""Tells an answer that was worked out from one whose evaluation is the exercise.
+r"""Distinguishes a computed answer from one whose evaluation is the exercise.
 
 `\gcd(12,18)` equals 6, and leaves the work to the reader. The texts are the `text` of a `Value`.
 """

@@ -119,7 +119,7 @@ def normal(text: str) -> str:
 
 
 def _quoted(found: re.Match[str]) -> str:
-    r"""Returns what a `\text` holds: a letter, digits and connectives as such, words in quotes."""
+    r"""Spells out a `\text`: letters, digits and connectives as they are, words in quotes."""
     body = " ".join(found[1].replace("$", " ").replace("~", " ").split())
     if re.fullmatch(r"(?!\d)\W*|[-+]?[0-9.,/:]+|[A-Za-z](?<![mgshLltNJWV])", body):
         return f" {body} " if body else " "

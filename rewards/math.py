@@ -218,7 +218,7 @@ def _marked(text: str) -> list[str] | None:
 
 
 def _readings(body: str) -> list[str]:
-    """Returns what a stated answer may be: as a whole, or without a remark or the mark after it."""
+    """Lists the readings of a stated answer: whole, or without the remark or mark after it."""
     whole = [body, body.rstrip("!")]  # a factorial, or the end of a sentence
     if not isinstance(read(body), Words):
         return whole
@@ -699,7 +699,7 @@ def _differ(one: Any, other: Any, exact: bool) -> bool:
 
 
 def _computed(compute: Callable[[], Any]) -> Any:
-    """Returns what SymPy computes; None where it raises, which is whatever a formula leads to."""
+    """Evaluates with SymPy; None where it raises, which a formula may do in any way."""
     try:
         return compute()
     except Exception:
@@ -748,7 +748,7 @@ def _expression(text: str) -> Any:
 
 
 def final_answer(text: str, final: str = "marked", unclosed_think: bool = False) -> str | None:
-    """Returns what `math` takes for a completion's final answer, as text; None without one.
+    """Returns the final answer that `math` reads in a completion, as text, or None.
 
     It is looked for in the same places, in the same order. "The answer is a surprise" states
     nothing where a value stands elsewhere; on the last line one word is an answer. Full-width

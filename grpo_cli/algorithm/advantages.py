@@ -82,7 +82,7 @@ def reinforce_pp(rewards: Tensor, *, baseline: str) -> Tensor:
 
     Args:
         baseline: "group": r' = r − mean of its group (REINFORCE++-baseline); "none": r' = r, as for
-            a single completion a prompt. Then only a step whose rewards are all equal is silent.
+            a single completion a prompt. Then a step has no signal only if all rewards are equal.
     """
     assert baseline in ("group", "none"), f"unknown baseline {baseline!r}"
     shaped = rewards - group_mean(rewards) if baseline == "group" else rewards
@@ -93,8 +93,8 @@ def reinforce_pp(rewards: Tensor, *, baseline: str) -> Tensor:
     out = (shaped - every.nanmean()) / (group_std(every) + EPS)
     if baseline == "group":
         return _finished(out, rewards)
-    silent = all_equal(rewards.reshape(1, -1)) | rewards.isnan()
-    return out.masked_fill(silent, 0.0).float()
+    has_no_signal = all_equal(rewards.reshape(1, -1)) | rewards.isnan()
+    return out.masked_fill(has_no_signal, 0.0).float()
 
 
 @advantage_rule()
@@ -216,8 +216,8 @@ def gdpo(parts: Tensor, weights: Tensor) -> Tensor:
     there = ~parts.isnan().all(-1)
     every = total.masked_fill(~there, torch.nan)
     out = (total - every.nanmean()) / (group_std(every.reshape(1, -1)) + EPS)
-    silent = torch.stack([all_equal(part) for part in parts.unbind(-1)], dim=-1).all(-1)
-    return out.masked_fill(silent[:, None] | ~there, 0.0).float()
+    has_no_signal = torch.stack([all_equal(part) for part in parts.unbind(-1)], dim=-1).all(-1)
+    return out.masked_fill(has_no_signal[:, None] | ~there, 0.0).float()
 
 
 def process_advantages(
@@ -346,5 +346,5 @@ def level_rewards(groups: Sequence[Group], weights: Mapping[str, float]) -> None
 def _finished(advantages: Tensor, rewards: Tensor) -> Tensor:
     """0 where there is no reward and in groups whose rewards are equal; float32."""
     # A mean of equal floats can be off by one ulp, and eps would blow that up.
-    silent = all_equal(rewards)[:, None] | rewards.isnan()
-    return advantages.masked_fill(silent, 0.0).float()
+    has_no_signal = all_equal(rewards)[:, None] | rewards.isnan()
+    return advantages.masked_fill(has_no_signal, 0.0).float()

@@ -114,7 +114,7 @@ def notices(recipe: Recipe) -> Iterator[str]:
 
 
 def values_of(recipe: Recipe, section: str) -> dict[str, Any]:
-    """Returns what a `check` or a `notice` may name, besides the fields and args of its section."""
+    """Lists the values that a `check` or a `notice` may name beside the fields of its section."""
     config, update = getattr(recipe, section), recipe.update
     return {
         "num_generations": recipe.generation.num_generations,

@@ -1,4 +1,4 @@
-"""Tells what may be obeyed of a checkpoint's own recipe, which can run code, as a program.
+"""Decides which keys of a checkpoint's stored recipe are obeyed, since a recipe can name code.
 
     own run        a run of this user has noted the folder: its recipe is obeyed
     another's      only the keys of `ALLOWED` are obeyed, which describe the model, its data and the

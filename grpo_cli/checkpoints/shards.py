@@ -116,7 +116,7 @@ class Piece:
 
 
 def pieces_of(tensors: Mapping[str, Tensor], rank: int, processes: int) -> dict[str, Piece]:
-    """Returns what process `rank` writes: its shards, and its share of the replicated tensors."""
+    """Selects what process `rank` writes: its shards, and its share of the replicated tensors."""
     replicated = sorted(name for name, t in tensors.items() if not isinstance(t, DTensor))
     sizes = [tensors[name].nbytes + OVERHEAD for name in replicated]
     own = {replicated[i] for i in split_balanced(sizes, processes)[rank]}

@@ -159,7 +159,7 @@ def prepare(
 def _judged(
     snippets: tuple[str, ...], setup: str, entry_point: str | None, site_packages: bool
 ) -> list[Test]:
-    """Returns what the judge gets of each snippet of a row, with sources that `grade` compiles."""
+    """Prepares the snippets of a row for the judge, with sources that `grade` compiles."""
     nodes = [*ast.walk(_parse(setup, snippets[0]))]
     (used, defined), undefined, collected = _used_and_defined(setup), set(), []
     for snippet in snippets:

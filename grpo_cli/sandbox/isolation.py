@@ -63,7 +63,7 @@ def find_level(guards: str = "auto", site_packages: bool = False) -> Level:
 
 
 def _reach() -> str:
-    """Returns what the level "limits" cannot keep out."""
+    """Lists what the level "limits" does not prevent."""
     reads = "what any user may read" if _may_change_user() else "what you can read"
     writes = "" if _may_change_user() else ", change your files and end your processes"
     return f"a program can use the network, read {reads}, write to /tmp{writes}"

@@ -142,13 +142,13 @@ class Program(Peer):
         return super().ask(name, *arguments)
 
     def value(self, name: str) -> Any:
-        """Returns what the program has under a name."""
+        """Looks a name up in the program."""
         value = self.ask("name", name)
         self.was_asked = self.was_asked or not isinstance(value, Opaque)
         return value
 
     def attribute(self, name: str) -> Any:
-        """Returns what the program has under a name, for tests that import from `solution`."""
+        """Looks a name up in the program, for tests that import from `solution`."""
         try:
             if not name.startswith("__"):
                 return self.value(name)

@@ -399,7 +399,7 @@ class Peer:
         return answer
 
     def swallowed(self, answer: Any, error: Any) -> Any:
-        """Returns what `__exit__` answered: it may swallow an error that the test raises itself."""
+        """Calls `__exit__`, which may suppress an error that the test itself raises."""
         if error is None or not answer or not self.is_strict:
             return answer
         trace = error.__traceback__
@@ -417,7 +417,7 @@ class Peer:
         return answer
 
     def fail(self, why: str) -> BrokenError:
-        """Returns what ends the test as failed, whatever it catches."""
+        """Makes the exception that fails the test, whatever the test catches."""
         self.broken = why if self.broken is None else self.broken
         return BrokenError(why)
 
@@ -658,7 +658,7 @@ class Peer:
         raise ValueError
 
     def _foreign(self, tag: str, number: int, make: Callable[..., Any], *parts: Any) -> Any:
-        """Returns what stands for an object of the other side: the same each time."""
+        """Returns the proxy of an object of the other side, the same one each time."""
         if (tag, number) not in self.received:
             self.received[tag, number] = make(self, number, *parts)
         return self.received[tag, number]
@@ -694,7 +694,7 @@ def _make(name: str, kind: Any, *parts: Any) -> Any:
 
 
 def _plain_value(value: Any, name: str) -> Any:
-    """Returns what an object is as a value of its base, the class of that name."""
+    """Converts an object to a value of its base class of that name."""
     if name in MUTABLE:
         return _fill(_class(name)(), _items(value))
     return _make(name, _class(name), *FIXED[name][0](value))

@@ -289,7 +289,7 @@ class ScoringSession:
                     self._under_way[reward.name, id(sample)] = started
 
     def measured(self, since: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Returns what was counted and logged so far, or after `since`, as built-in types."""
+        """Returns the counts and the log so far, or since `since`, as built-in types."""
         counts, logged = dict(self.counts), {k: list(v) for k, v in self.logged.items()}
         if since is not None:
             counts = {k: v - since["counts"].get(k, 0) for k, v in counts.items()}
