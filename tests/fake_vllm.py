@@ -178,8 +178,8 @@ class FakeVllm:
         self.take([dict(weights) for _ in range(self.workers)])
         return [None] * self.workers
 
-    def grpo_can_read(self, file: str) -> list[bool]:
-        return [self.reads and Path(file).is_file()] * self.workers
+    def grpo_can_read(self, folder: str) -> list[bool]:
+        return [self.reads and Path(folder).is_dir()] * self.workers
 
     def grpo_load_adapter(self, folder: str) -> list[None]:
         (name,) = self.adapters
@@ -420,7 +420,7 @@ def recipe_for(servers: Sequence[FakeVllm], **of_vllm: Any) -> Recipe:
     recipe.generation.engine, recipe.generation.max_completion_tokens = "vllm_server", 6
     known = {
         "servers": [s.url for s in servers], "transfer": "gloo", "check_weights": False,
-        "start_timeout": 10.0, "request_timeout": 30.0, "update_timeout": 30.0, "bucket_mb": 1,
+        "start_timeout": 10.0,
     }  # fmt: skip
     for name, value in (known | of_vllm).items():
         setattr(recipe.generation.vllm, name, value)

@@ -194,13 +194,13 @@ ALLOWED: dict[str, Any] = {
             "num_generations max_completion_tokens min_completion_tokens stop temperature top_p "
             "top_k min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
             "allowed_token_ids stop_token_ids max_num_seqs "
-            "cuda_graphs max_logp_difference dynamic_sampling max_attempts"
+            "cuda_graphs max_logp_difference dynamic_sampling"
         ),
         "engine": _word,
         "vllm": {
             **_these(
-                "regex seeded check_weights weights_tolerance max_model_len tensor_parallel memory "
-                "kv_cache_gb sleep dtype model_impl eager prefetch_steps in_flight"
+                "regex seeded check_weights max_model_len tensor_parallel memory "
+                "kv_cache_gb sleep dtype eager prefetch_steps in_flight"
             ),
             "json_schema": _json_text,
         },

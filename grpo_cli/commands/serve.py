@@ -345,9 +345,6 @@ def training_words(plan: ServerPlan, recipe: Recipe | None, words: Sequence[str]
     on_cpu = not plan.gpus or (recipe is not None and recipe.device == "cpu")
     if plan.transfer != ("gloo" if on_cpu else "nccl"):  # what the trainer takes by itself
         needed.append(f"generation.vllm.transfer={plan.transfer}")
-        folder = "generation.vllm.transfer_folder="
-        if plan.transfer == "disk" and not any(w.startswith(folder) for w in kept):
-            needed.append(f"{folder}FOLDER")
     key_file = plan.settings.key_file
     if key_file is not None:
         needed.append(f"generation.vllm.key_file={key_file}")

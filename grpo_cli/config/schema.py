@@ -543,7 +543,8 @@ class _VllmServers:
     transfer: str = knob(
         "auto",
         "Transport of weights to servers: nccl (GPUs), ipc (the trainer's own GPU), gloo "
-        "(CPU), disk (a shared folder); auto: as the server was started.",
+        "(CPU), disk (files in output_dir, which the servers must see); auto: as the server was "
+        "started.",
         choices=("auto", "nccl", "ipc", "gloo", "disk"),
     )
     transfer_host: str | None = knob(
@@ -551,31 +552,12 @@ class _VllmServers:
         "Address at which servers reach the trainer with transfer gloo, the trainer_host of "
         "`grpo serve`; null: the address of the interface towards them.",
     )
-    transfer_port: int = knob(
-        0,
-        "Port of the first server's weight transfer with gloo; each further server uses the next "
-        "port; 0: any.",
-        ge=0,
-        lt=65536,
-    )
-    bucket_mb: int = knob(256, "MiB of weights that are sent to servers at a time.", ge=1)
     start_timeout: float = knob(240.0, "Seconds to wait for the servers when a run starts.", gt=0)
-    request_timeout: float = knob(
-        1800.0, "Seconds to wait for the completions of one prompt.", gt=0
-    )
-    update_timeout: float = knob(
-        300.0, "Seconds to wait for each bucket and each other call of a weight update.", gt=0
-    )
     prefetch_steps: int = knob(
         0,
         "Steps whose completions are sampled in advance, while the policy is updated; also "
         "the largest staleness in steps.",
         ge=0,
-    )
-    transfer_folder: str | None = knob(
-        None,
-        "Shared folder for generation.vllm.transfer=disk, visible to the trainer and all servers.",
-        read_if=("generation.vllm.transfer", "disk"),
     )
     in_flight: bool = knob(
         False,
@@ -617,11 +599,6 @@ class _VllmColocated:
         "with mixed_precision=fp16, else model.dtype.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    model_impl: str = knob(
-        "auto",
-        "Modelling code of the engine: vLLM's own, or transformers' inside vLLM.",
-        choices=("auto", "vllm", "transformers"),
-    )
     eager: bool | None = knob(
         None, "Run the engine without compilation and CUDA graphs; null: true on the CPU."
     )
@@ -646,13 +623,8 @@ class Vllm(_VllmColocated, _VllmServers):
     check_weights: bool = knob(
         True,
         "After each weight update, compare the engine's and the trainer's log-probabilities "
-        "of a few fixed tokens; if they differ, repeat the update once, then stop.",
-    )
-    weights_tolerance: float | None = knob(
-        None,
-        "Largest mean difference that check_weights allows; null: four times the difference "
-        "at the start, at least 5e-5 in float32 and 0.005 in 16 bit.",
-        gt=0,
+        "of a few fixed tokens; if they differ by more than rounding, repeat the update once, "
+        "then stop.",
     )
 
 
@@ -867,14 +839,8 @@ class Generation:
     tools: Tools = section(Tools, Tools.__doc__ or "")
     dynamic_sampling: bool = knob(
         False,
-        "Drop groups whose rewards are all equal, and sample more prompts until the step is full.",
-    )
-    max_attempts: int = knob(
-        10,
-        "Rounds of sampling in one step of dynamic sampling; after the last, the step trains "
-        "on the groups that it has.",
-        ge=1,
-        read_if=("generation.dynamic_sampling",),
+        "Drop groups whose rewards are all equal, and sample more prompts until the step is full; "
+        "after ten rounds the step trains on the groups that it has.",
     )
 
     @property

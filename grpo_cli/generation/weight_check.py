@@ -47,7 +47,6 @@ class WeightCheck:
     rows: list[Scored]
     trainer_logprobs: Callable[[], list[list[float]]]  # of each row's scored tokens
     dtype: str  # of the engine's arithmetic
-    tolerance: float | None = None  # None: from the difference at the start
     measured: dict[str, float] = field(default_factory=dict)  # by engine, at the start
 
     def difference(self, trainer: list[list[float]], engine: list[list[float]]) -> float:
@@ -59,8 +58,6 @@ class WeightCheck:
 
     def allowed(self, engine: str) -> float:
         """Returns the largest mean difference of an engine that counts as rounding."""
-        if self.tolerance is not None:
-            return self.tolerance
         floor = FLOOR.get(self.dtype, FLOOR_16_BIT)
         return max(floor, FACTOR * self.measured.get(engine, 0.0))
 
@@ -73,8 +70,6 @@ class WeightCheck:
         if engine in self.measured:
             return difference <= self.allowed(engine)
         limit = LARGEST_AT_START.get(self.dtype, LARGEST_AT_START_16_BIT)
-        if self.tolerance is not None:
-            limit = self.tolerance
         if difference > limit:
             raise TrainingError(
                 f"{engine} and the trainer differ by {difference:.3g} (mean difference of the "
@@ -129,8 +124,7 @@ def make_weight_check(setup: EngineSetup) -> WeightCheck | None:
     An image is given before its prompt's end, so that its tower's weights are checked too.
     """
     model, autocast = setup.model, setup.workers.autocast
-    vllm = setup.recipe.generation.vllm
-    if not vllm.check_weights:
+    if not setup.recipe.generation.vllm.check_weights:
         return None
     rows = fixed_rows(setup.prompts, image_tokens(model.config))
     rollouts = []
@@ -147,7 +141,7 @@ def make_weight_check(setup: EngineSetup) -> WeightCheck | None:
         both = zip(logprobs.tolist(), rollouts, strict=True)
         return [row[: len(r.completion.ids)] for row, r in both]
 
-    return WeightCheck(rows, trainer_logprobs, dtype_of(setup.recipe), vllm.weights_tolerance)
+    return WeightCheck(rows, trainer_logprobs, dtype_of(setup.recipe))
 
 
 def fixed_rows(prompts: Sequence[Prompt], of_images: Collection[int]) -> list[Scored]:

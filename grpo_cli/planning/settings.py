@@ -45,7 +45,7 @@ class Settings:
     max_completion_tokens: int = 4096
     embedded: bool = False  # the embedded engine; else vLLM
     prepacks: bool = False  # the embedded engine, large float32 matrices: on x86 CPUs
-    bucket_bytes: int = 256 * MIB  # generation.vllm.bucket_mb
+    bucket_bytes: int = 256 * MIB  # of weights that vLLM servers are sent at a time
     packed: bool = True  # update.packing
     chunked: bool = True  # update.chunked_logits
     decoded_rows: int | None = None  # completions that are decoded at a time; None: one group
@@ -103,7 +103,6 @@ class Settings:
             "completion_tokens": limit,
             "max_completion_tokens": limit,
             "embedded": engine == "transformers",
-            "bucket_bytes": vllm.bucket_mb * MIB,
             "packed": updates.packing,
             "chunked": updates.chunked_logits,
             "servers": len(vllm.servers) or 1 if engine == "vllm_server" else 0,

@@ -419,9 +419,7 @@ def test_the_words_that_train(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert words(own=None, gpus=1) == f"grpo train ... {servers}"
     assert words("recipe=r", gpus=1) == f"grpo train recipe=r {servers}"  # its device is cpu
     assert words(own=None, gpus=1, transfer="ipc").endswith(" generation.vllm.transfer=ipc")
-    assert words(own=None, transfer="disk").endswith(
-        " generation.vllm.transfer=disk generation.vllm.transfer_folder=FOLDER"
-    )
+    assert words(own=None, transfer="disk").endswith(" generation.vllm.transfer=disk")
     assert words(own=None, key_file="a/key").endswith(" generation.vllm.key_file=a/key")
     for host, shown in (("0.0.0.0", "node1"), ("::", "node1"), ("::1", "[::1]")):
         assert f"=[http://{shown}:81]'" in words(own=None, host=host, port=81)

@@ -496,12 +496,10 @@ BESIDES: dict[str, dict[str, Any]] = {
     "advantage.k": {"generation.num_generations": 16},
     "adapter.sync": {"adapter.method": "lora"},
     "loss.cov_high": {"loss.cov_low": 0.25},
-    "generation.vllm.transfer": {"generation.vllm.transfer_folder": "/shared"},
     **{k: SERVERS for k, (_, *v) in READ_IF.items() if v == ["vllm_server"]},
     "eval.patience": {"dataset.eval": "a.jsonl"},
     "stop.plateau": {"dataset.eval": "a.jsonl"},
     "stop.max_kl": {"loss.beta": 0.1},
-    "generation.vllm.transfer_folder": SERVERS,
     "generation.vllm.in_flight": SERVERS,
     **{k: WITH_PROGRAMS for k, (other, *_) in READ_IF.items() if other == "eval.mode"},
 }
@@ -615,8 +613,7 @@ def test_with_its_condition_met_it_is_accepted(key: str) -> None:
     settings = {**met(key), **BESIDES.get(key, {})}
     parsed = parse(recipe(**{**settings, key: value}), given=[key])
     assert value_at(parsed, key) == value
-    if key != "generation.vllm.transfer_folder":  # without it there is no such transfer
-        parse(recipe(**settings), given=[key])
+    parse(recipe(**settings), given=[key])
 
 
 @pytest.mark.parametrize("key", ["optimizer.betas", "optimizer.eps"])

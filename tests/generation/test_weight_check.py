@@ -26,8 +26,8 @@ from tests.generation.vllm.test_server import move
 ROWS = [[3, 4, 5], [6, 7]]
 
 
-def weight_check(dtype: str = "float32", tolerance: float | None = None) -> WeightCheck:
-    return WeightCheck(as_scored(ROWS), lambda: [[-1.0, -2.0], [-3.0]], dtype, tolerance)
+def weight_check(dtype: str = "float32") -> WeightCheck:
+    return WeightCheck(as_scored(ROWS), lambda: [[-1.0, -2.0], [-3.0]], dtype)
 
 
 # What it compares.
@@ -55,22 +55,18 @@ def test_other_tokens_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance", "at_start", "allowed"),
+    ("dtype", "at_start", "allowed"),
     [
-        ("float32", None, [0.0], 5e-5),
-        ("float32", None, [1e-5], 5e-5),
-        ("float32", None, [4e-4], 1.6e-3),
-        ("float32", None, [4e-4, 1e-3], 1.6e-3),  # of each engine its own
-        ("bfloat16", None, [0.0], 5e-3),
-        ("float16", None, [6e-3], 2.4e-2),
-        ("float32", 5e-4, [4e-4], 5e-4),
-        ("bfloat16", 0.3, [0.2], 0.3),
+        ("float32", [0.0], 5e-5),
+        ("float32", [1e-5], 5e-5),
+        ("float32", [4e-4], 1.6e-3),
+        ("float32", [4e-4, 1e-3], 1.6e-3),  # of each engine its own
+        ("bfloat16", [0.0], 5e-3),
+        ("float16", [6e-3], 2.4e-2),
     ],
 )
-def test_a_difference_that_is_rounding(
-    dtype: str, tolerance: float | None, at_start: list[float], allowed: float
-) -> None:
-    check = weight_check(dtype, tolerance)
+def test_a_difference_that_is_rounding(dtype: str, at_start: list[float], allowed: float) -> None:
+    check = weight_check(dtype)
     for number, difference in enumerate(at_start):
         assert check.agrees(f"server {number}", difference)
     assert check.allowed("server 0") == pytest.approx(allowed)
@@ -81,18 +77,10 @@ def test_a_difference_that_is_rounding(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance", "most"),
-    [
-        ("float32", None, "0.001"),
-        ("bfloat16", None, "0.5"),
-        ("float16", None, "0.5"),
-        ("float32", 0.2, "0.2"),
-    ],
+    ("dtype", "most"), [("float32", "0.001"), ("bfloat16", "0.5"), ("float16", "0.5")]
 )
-def test_the_first_difference_may_already_be_too_large(
-    dtype: str, tolerance: float | None, most: str
-) -> None:
-    check = weight_check(dtype, tolerance)
+def test_the_first_difference_may_already_be_too_large(dtype: str, most: str) -> None:
+    check = weight_check(dtype)
     assert check.agrees("server a", float(most))
     for too_large in (float(most) + 0.01, math.inf):
         with pytest.raises(TrainingError) as error:
@@ -144,13 +132,12 @@ def test_the_fixed_tokens_of_images() -> None:
 def test_the_trainer_says_what_its_policy_says_now(model: PreTrainedModel) -> None:
     prompts = [Prompt(i, ids, "", {}) for i, ids in enumerate([[5, 6, 7, 8], [9, 10]])]
     recipe = Recipe(device="cpu")
-    recipe.generation.vllm.weights_tolerance = 0.125
     recipe.mixed_precision = "bf16"
     process: Any = Process()
     process.autocast = lambda: torch.autocast("cpu", enabled=False)
     check = make_weight_check(EngineSetup(recipe, model, None, [], process, prompts, print))
     assert check.rows == as_scored([[5, 6, 7, 8], [9, 10]])
-    assert (check.dtype, check.tolerance) == ("bfloat16", 0.125)
+    assert check.dtype == "bfloat16"
     model.train()
     for _ in range(2):
         found = check.trainer_logprobs()
@@ -184,9 +171,7 @@ def watching(fakes: list[FakeVllm], policy: PreTrainedModel, **of_vllm: Any) -> 
         weights = dict(policy.named_parameters())
         return [toy_logprobs(weights, row) for row in ROWS]
 
-    check = WeightCheck(
-        as_scored(ROWS), trainer_logprobs, "float32", of_vllm.pop("tolerance", None)
-    )
+    check = WeightCheck(as_scored(ROWS), trainer_logprobs, "float32")
     return generator_for(fakes, policy, check, recipe=recipe_for(fakes, **of_vllm))
 
 
@@ -271,14 +256,13 @@ def test_a_server_of_other_weights_is_found_by_the_first_update(
     generator.close()
 
 
-@pytest.mark.parametrize(("tolerance", "allowed"), [(None, 0.002), (0.03, 0.03)])
 def test_later_differences_are_held_to_the_first(
-    fakes: list[FakeVllm], model: PreTrainedModel, tolerance: float | None, allowed: float
+    fakes: list[FakeVllm], model: PreTrainedModel
 ) -> None:
-    off = 0.0005
+    off, allowed = 0.0005, 0.002
     (fake,) = fakes[:1]
     fake.score = lambda ids: [x + off for x in toy_logprobs(fake.held[0], ids)]
-    generator = watching([fake], model, tolerance=tolerance)
+    generator = watching([fake], model)
     found = generator.update_weights(model, 0)["weights/check_difference"]
     assert found == pytest.approx(off)
     off = allowed - 1e-5

@@ -27,6 +27,7 @@ from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.training import build, prepare, run
 from grpo_cli.training.logprob_passes import fill_old_logprobs, fill_ref_logprobs, select_tokens
+from grpo_cli.training.rollouts import collect as collecting
 from grpo_cli.training.rollouts.collect import collect
 from grpo_cli.training.rollouts.credit import set_token_weights
 from grpo_cli.training.step import Step
@@ -516,11 +517,12 @@ def test_dynamic_sampling_fills_the_step_with_groups_that_have_a_signal(tmp_path
     live.close()
 
 
-def test_dynamic_sampling_gives_up_in_the_end(tmp_path: Path) -> None:
+def test_dynamic_sampling_gives_up_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collecting, "MAX_ATTEMPTS", 3)
     same = {"same": {"function": "tests.training.test_train:always_one"}}
-    live = built(
-        tmp_path, generation__dynamic_sampling=True, generation__max_attempts=3, reward=same
-    )
+    live = built(tmp_path, generation__dynamic_sampling=True, reward=same)
     before = weights(live)
     train.train(live)
     live.close()

@@ -21,8 +21,6 @@ from grpo_cli.generation.vllm import lora
 from grpo_cli.models import adapters
 from grpo_cli.models.vision import parameters_of_images
 
-FOLDER = "vllm_adapter"  # in a run's output_dir
-
 
 class AdapterFolder:
     """A folder that vLLM reads: peft's two files, of which each update replaces the weights."""
@@ -47,11 +45,6 @@ class AdapterFolder:
     def remove(self) -> None:
         """Removes the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
-
-
-def folder_of(recipe: Recipe) -> Path:
-    """Returns the folder of a run's adapters for vLLM."""
-    return Path(recipe.output_dir).expanduser().resolve() / FOLDER
 
 
 def rank_on(model: nn.Module, recipe: Recipe) -> int | None:

@@ -6,19 +6,22 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import EngineSetup, Generator, Request
-from grpo_cli.generation.vllm.adapter_folder import check_tower, folder_of, rank_on
+from grpo_cli.generation.vllm.adapter_folder import check_tower, rank_on
 from grpo_cli.generation.vllm.requests import sampling_params
 from grpo_cli.generation.vllm.settings import structured_outputs
 from grpo_cli.generation.vllm.weights import AdapterWeights, Weights
 from grpo_cli.generation.weight_check import WeightCheck, make_weight_check
 from grpo_cli.models.families import image_tokens
 from grpo_cli.records import Prompt
+
+FOLDER = "vllm_weights"  # in a run's output_dir
 
 
 class VllmGenerator(Generator, ABC):
@@ -43,7 +46,8 @@ class VllmGenerator(Generator, ABC):
         self.lora_rank = rank_on(setup.model, setup.recipe)
         if self.most_images:
             self.check_images()
-        self.adapter_folder = folder_of(setup.recipe)
+        # Where engines read the adapter, or the weights with transfer=disk.
+        self.folder = Path(setup.recipe.output_dir).expanduser().resolve() / FOLDER
 
     def check_images(self) -> None:
         """Checks that no setting contradicts prompts with images.

@@ -25,6 +25,10 @@ from grpo_cli.generation.weight_check import Scored
 from grpo_cli.records import Completion, Prompt
 
 QUICK = 20.0  # seconds for a call that computes nothing
+# Seconds for the completions of one prompt: 32,000 tokens at 10 a second. A server that is gone is
+# noticed by its probes; this is for a request that hangs on a healthy one.
+REQUEST_SECONDS = 3600.0
+UPDATE_SECONDS = 300.0  # for a bucket of weights, and for a call in which all weights are handled
 PROBE = 5.0  # seconds between two probes of a server
 MORE_ABOUT_KEYS = (
     "copy the key of its `grpo serve` into a file of mode 600 and name the file with "
@@ -188,7 +192,6 @@ class Server:
         params: dict[str, Any],
         version: str,
         steps: Callable[[str], int],
-        timeout: float,
     ) -> list[Completion]:
         """Returns a group of completions of a prompt.
 
@@ -211,9 +214,9 @@ class Server:
         }
         try:
             asked = client.post(self.url + path, json=body, headers=self.headers)
-            answer = await asyncio.wait_for(asked, timeout)
+            answer = await asyncio.wait_for(asked, REQUEST_SECONDS)
         except (httpx2.HTTPError, OSError, TimeoutError) as error:
-            lost = self.lost(path, failure(error, timeout))
+            lost = self.lost(path, failure(error, REQUEST_SECONDS))
             lost.is_passing = isinstance(error, (httpx2.NetworkError, httpx2.ProtocolError))
             raise lost from error
         found = self._good(path, answer)
@@ -238,7 +241,7 @@ class Server:
             group.append(completion(choice["token_ids"], logprobs, choice["finish_reason"], oldest))
         return group
 
-    def score(self, rows: Sequence[Scored], timeout: float) -> list[list[float]]:
+    def score(self, rows: Sequence[Scored]) -> list[list[float]]:
         """Returns the log-probabilities of each row's scored tokens."""
         params = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         params |= {"repetition_penalty": 1.0, "prompt_logprobs": 0, "detokenize": False, "n": 1}
@@ -247,7 +250,7 @@ class Server:
 
         def score_one(row: Scored) -> list[float]:
             body = {**images.over_http(row.prompt), **how}
-            found = self.call("/inference/v1/generate", body, timeout)
+            found = self.call("/inference/v1/generate", body, UPDATE_SECONDS)
             images.check_ids(row.prompt, found.get("prompt_token_ids"))
             plain = [
                 {int(t): entry["logprob"] for t, entry in of_token.items()} if of_token else None

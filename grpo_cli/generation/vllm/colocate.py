@@ -75,7 +75,6 @@ def engine_args(
         "dtype": dtype_of(recipe),
         "max_model_len": max_model_len,
         "tensor_parallel_size": vllm.tensor_parallel,
-        "model_impl": vllm.model_impl,
         "enforce_eager": on_cpu if vllm.eager is None else vllm.eager,
         "enable_sleep_mode": vllm.sleep > 0,
         "logprobs_mode": "processed_logprobs",
@@ -247,7 +246,7 @@ class ColocatedGenerator(VllmGenerator):
             said = f"vLLM could not take the weights of step {step}: {error}"
             if self.lora_rank is not None:
                 said = f"vLLM could not take the adapter of step {step}: {str(error)[:400]}"
-                said += f" ({self.adapter_folder}); {lora.OTHER_WAY}."
+                said += f" ({self.folder}); {lora.OTHER_WAY}."
             raise TrainingError(said, alone=True) from error
         self.has_weights, self.step = True, step
         self.engine.set_weight_version(str(step))
@@ -274,9 +273,9 @@ class ColocatedGenerator(VllmGenerator):
         with self.workers.raise_together():
             if self.workers.is_main:
                 if self.written is None:
-                    self.written = AdapterFolder(self.adapter_folder, self.policy)
+                    self.written = AdapterFolder(self.folder, self.policy)
                 self.written.write(tensors)
-        path = str(self.adapter_folder)
+        path = str(self.folder)
         with self.apart():
             # Not in a request: one whose adapter fails to load makes the engine loop forever,
             # and one with load_inplace reads the files again at each token.

@@ -22,15 +22,15 @@ def local_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def listen(address: str, port: int, size: int, timeout: float) -> tuple[TCPStore, int]:
-    """Returns the store at which a group of `size` meets, and its port; 0 is any free port.
+def listen(address: str, size: int, timeout: float) -> tuple[TCPStore, int]:
+    """Returns the store at which a group of `size` meets, and its port, any free one.
 
     Raises:
-        OSError: the port is taken, or the address is not this machine's.
+        OSError: the address is not this machine's.
     """
     # Bound here: torch's rendezvous by address would join torchrun's own store instead.
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listening = socket.create_server((address, port), family=family, backlog=64)
+    listening = socket.create_server((address, 0), family=family, backlog=64)
     port = int(listening.getsockname()[1])
     # The store takes the socket over, and closes it.
     store = TCPStore(

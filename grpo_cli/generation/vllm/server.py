@@ -24,7 +24,6 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.base import EngineSetup, Feed, OnGroup, Request
 from grpo_cli.generation.vllm import lora, weight_transfer
-from grpo_cli.generation.vllm.adapter_folder import AdapterFolder
 from grpo_cli.generation.vllm.base import VllmGenerator
 from grpo_cli.generation.vllm.client import QUICK, Server, ServerLost, wait_for
 from grpo_cli.generation.vllm.requests import check_lengths, repeated
@@ -199,7 +198,7 @@ class ServerGenerator(VllmGenerator):
             link.close()
         self.links = {}
         with contextlib.suppress(OSError):  # there is none, or it holds another's folder
-            self.adapter_folder.rmdir()
+            self.folder.rmdir()
 
     async def _sample(self, request: Request, hand_over: OnGroup, feed: Feed | None = None) -> None:
         """Asks the least busy server for each prompt; those of a lost server go to the others.
@@ -236,7 +235,6 @@ class ServerGenerator(VllmGenerator):
                     self.params(a.request, a.request.seeds[a.number]),
                     f"{self.run}:{self.step}",
                     steps,
-                    self.config.request_timeout,
                 )
             )
             watch = watches[server.url]
@@ -348,7 +346,7 @@ class ServerGenerator(VllmGenerator):
             if self.workers.is_main:
                 pause = "keep" if self.config.in_flight else "wait"
                 links = list(self.links.values())
-                lost = weight_transfer.send(links, weights, version, self.config, pause)
+                lost = weight_transfer.send(links, weights, version, pause)
                 for url, why in lost.items():
                     self._drop(url, str(why))
                 self.live = set(self.links)
@@ -414,8 +412,8 @@ class ServerGenerator(VllmGenerator):
                     server,
                     self.config,
                     self.run,
-                    number,
-                    None if self.lora_rank is None else self._adapter_folder,
+                    self.folder / f"server-{number}",
+                    None if self.lora_rank is None else self.policy,
                 )
                 self.why_lost.pop(server.url, None)
                 if not is_first:
@@ -424,10 +422,6 @@ class ServerGenerator(VllmGenerator):
                 if is_first:
                     raise UserError(str(error)) from error
                 self._drop(server.url, str(error))
-
-    def _adapter_folder(self, number: int) -> AdapterFolder:
-        """Returns a new folder for the adapter of a server."""
-        return AdapterFolder(self.adapter_folder / f"server-{number}", self.policy)
 
     def _drop(self, url: str, why: str) -> None:
         """Closes the link to a lost server."""
@@ -445,7 +439,7 @@ class ServerGenerator(VllmGenerator):
         with self.workers.raise_together():
             for server in self._live() if self.workers.is_main else ():
                 try:
-                    scores = server.score(self.weight_check.rows, self.config.update_timeout)
+                    scores = server.score(self.weight_check.rows)
                     found[f"server {server.url}"] = self.weight_check.difference(trainer, scores)
                 except ServerLost as error:
                     self._drop(server.url, str(error))

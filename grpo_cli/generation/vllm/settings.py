@@ -46,7 +46,6 @@ REFUSED = {
     "kv_cache_memory_bytes": "write generation.vllm.kv_cache_gb",
     "enforce_eager": "write generation.vllm.eager",
     "enable_sleep_mode": "write generation.vllm.sleep",
-    "model_impl": "write generation.vllm.model_impl",
     "max_num_seqs": "write generation.max_num_seqs",
 }
 
@@ -86,11 +85,6 @@ def _contradictions_of_both(recipe: Recipe) -> Iterator[str]:
         structured_outputs(vllm)
     except (OSError, ValueError, RuntimeError) as error:  # the last of ~nobody
         yield f"generation.vllm.json_schema = {vllm.json_schema}: {error}."
-    if vllm.weights_tolerance is not None and not vllm.check_weights:
-        yield (
-            "generation.vllm.weights_tolerance: is only read with generation.vllm.check_weights = "
-            "true."
-        )
 
 
 def contradictions_of_servers(recipe: Recipe) -> Iterator[str]:
@@ -110,8 +104,6 @@ def contradictions_of_servers(recipe: Recipe) -> Iterator[str]:
             )
     if len({url.rstrip("/") for url in vllm.servers}) < len(vllm.servers):
         yield "generation.vllm.servers: names a server twice."
-    if vllm.transfer == "disk" and vllm.transfer_folder is None:
-        yield "generation.vllm.transfer = disk: needs generation.vllm.transfer_folder."
     if not vllm.prefetch_steps:
         return
     if generation.dynamic_sampling:

@@ -21,7 +21,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -30,16 +30,21 @@ from urllib.parse import urlsplit
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_cli.config.schema import Vllm
 from grpo_cli.generation.vllm import gloo_wire, ipc_wire, lora
 from grpo_cli.generation.vllm.adapter_folder import AdapterFolder
-from grpo_cli.generation.vllm.client import Server, ServerLost
-from grpo_cli.generation.vllm.weights import WeightInfo, Weights, buckets, flattened, unflattened
-from grpo_cli.models import adapters
+from grpo_cli.generation.vllm.client import REQUEST_SECONDS, UPDATE_SECONDS, Server, ServerLost
+from grpo_cli.generation.vllm.weights import (
+    BUCKET_BYTES,
+    WeightInfo,
+    Weights,
+    buckets,
+    flattened,
+    unflattened,
+)
 
-MIB = 2**20
 POLL = 1e-3  # seconds between two looks at a transfer
 RENDEZVOUS_SECONDS = 60.0  # at most, for trainer and workers to join a group
 
@@ -48,10 +53,11 @@ class Link:
     """Sends weights to one server, a bucket at a time."""
 
     replaces = "weights"  # what an update replaces: all weights, or the adapter
+    timeout = UPDATE_SECONDS
 
-    def __init__(self, server: Server, config: Vllm, name: str, number: int) -> None:
-        """name: of the run, like no other's. number: of the server."""
-        self.server, self.config, self.timeout = server, config, config.update_timeout
+    def __init__(self, server: Server, config: Vllm, folder: Path) -> None:
+        """folder: of this server, for files that it is to read."""
+        self.server = server
 
     def begin(self, infos: Sequence[WeightInfo]) -> None:
         """Prepares the server for these weights."""
@@ -109,7 +115,7 @@ class BroadcastLink(Link):
             "dtype_names": [str(i.dtype).removeprefix("torch.") for i in infos],
             "shapes": [list(i.shape) for i in infos],
         }
-        number = sum(1 for _ in buckets(infos, self.config.bucket_mb * MIB))
+        number = sum(1 for _ in buckets(infos, BUCKET_BYTES))
         self.tell("/update_weights", {"update_info": update}, self.timeout * (number + 1))
 
     def end(self, version: str) -> None:
@@ -124,17 +130,17 @@ _groups: list[Any] = []
 class GlooLink(BroadcastLink):
     """Broadcasts from this process to the server's workers, with a deadline for each bucket."""
 
-    def __init__(self, server: Server, config: Vllm, name: str, number: int) -> None:
-        super().__init__(server, config, name, number)
-        own, wanted, size, rendezvous = rendezvous_of(server, config, number)
+    def __init__(self, server: Server, config: Vllm, folder: Path) -> None:
+        super().__init__(server, config, folder)
+        own = config.transfer_host or gloo_wire.local_address(*address_of(server.url))
+        size, rendezvous = server.world_size + 1, RENDEZVOUS_SECONDS
         try:
-            store, port = gloo_wire.listen(own, wanted, size, rendezvous)
+            store, port = gloo_wire.listen(own, size, rendezvous)
         except (OSError, RuntimeError) as error:
-            why = f"cannot listen at {own}:{wanted} ({error})"
-            raise server.lost("weight transfer", why) from error
+            raise server.lost("weight transfer", f"cannot listen at {own} ({error})") from error
         init = {
             "address": own, "port": port, "size": size, "timeout": self.timeout,
-            "bucket_bytes": config.bucket_mb * MIB,
+            "bucket_bytes": BUCKET_BYTES,
         }  # fmt: skip
         self.tell("/init_weight_transfer_engine", {"init_info": init}, rendezvous)
         try:
@@ -172,12 +178,12 @@ class NcclLink(BroadcastLink):
     ended, with a message (`deadline`).
     """
 
-    def __init__(self, server: Server, config: Vllm, name: str, number: int) -> None:
+    def __init__(self, server: Server, config: Vllm, folder: Path) -> None:
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
         from vllm.distributed.weight_transfer import nccl_common
 
-        super().__init__(server, config, name, number)
-        size, rendezvous = server.world_size + 1, min(config.update_timeout, RENDEZVOUS_SECONDS)
+        super().__init__(server, config, folder)
+        size, rendezvous = server.world_size + 1, RENDEZVOUS_SECONDS
         # NCCL's id goes with the request, which carries the key. With an address in its place the
         # workers would unpickle what the store at that address holds.
         unique_id = bytes(NCCLLibrary().ncclGetUniqueId())
@@ -206,8 +212,8 @@ class NcclLink(BroadcastLink):
 class IpcLink(Link):
     """Sends by vLLM's CUDA IPC transfer: the server opens this process's memory."""
 
-    def __init__(self, server: Server, config: Vllm, name: str, number: int) -> None:
-        super().__init__(server, config, name, number)
+    def __init__(self, server: Server, config: Vllm, folder: Path) -> None:
+        super().__init__(server, config, folder)
         if server.world_size > 1:
             why = f"ipc reaches the trainer's own GPU alone, and it has {server.world_size}"
             raise server.lost("weight transfer", why)
@@ -230,13 +236,13 @@ class IpcLink(Link):
 
 
 class DiskLink(Link):
-    """Writes all weights as safetensors files into a folder that the server can read."""
+    """Writes all weights as safetensors files into a folder of the run, and the server reads it."""
 
-    def __init__(self, server: Server, config: Vllm, name: str, number: int) -> None:
-        super().__init__(server, config, name, number)
-        assert config.transfer_folder is not None, "checked when the recipe was parsed"
-        folder = Path(config.transfer_folder).expanduser().resolve()
-        self.folder = folder / f"{name}-server-{number}"
+    def __init__(self, server: Server, config: Vllm, folder: Path) -> None:
+        super().__init__(server, config, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        check_shared(server, folder, "transfer=disk writes the weights")
+        self.folder = folder
 
     def begin(self, infos: Sequence[WeightInfo]) -> None:
         self.parts = 0
@@ -265,16 +271,14 @@ class AdapterLink(Link):
 
     replaces = "adapter"
 
-    def __init__(self, server: Server, config: Vllm, name: str, folder: AdapterFolder) -> None:
-        super().__init__(server, config, name, 0)
-        self.name, self.folder, self.is_loaded = name, folder, False
-        if not all(server.rpc("grpo_can_read", str(folder.path / adapters.CONFIG))):
-            why = (
-                f"it cannot read {folder.path}, where adapter.sync=adapter writes the adapter; "
-                "give an output_dir on a file system that the server's node shares, or "
-                f"{lora.OTHER_WAY}"
-            )
-            raise server.lost("weight transfer", why)
+    def __init__(
+        self, server: Server, config: Vllm, folder: Path, name: str, policy: nn.Module
+    ) -> None:
+        """name: of the run, like no other's."""
+        super().__init__(server, config, folder)
+        self.name, self.folder, self.is_loaded = name, AdapterFolder(folder, policy), False
+        what = "adapter.sync=adapter writes the adapter"
+        check_shared(server, folder, what, f", or {lora.OTHER_WAY}")
 
     def begin(self, infos: Sequence[WeightInfo]) -> None:
         self.tensors: list[tuple[str, Tensor]] = []
@@ -319,21 +323,22 @@ def connect(
     server: Server,
     config: Vllm,
     name: str,
-    number: int,
-    make_folder: Callable[[int], AdapterFolder] | None = None,
+    folder: Path,
+    adapted: nn.Module | None = None,
 ) -> Link:
     """Returns the link to a server, of the kind that recipe and server agree on.
 
     Args:
-        name: of the run, like no other's. number: of the server.
-        make_folder: makes the folder of a server's adapter; None: all weights are sent.
+        name: of the run, like no other's.
+        folder: for files that this server is to read.
+        adapted: the policy, if only its adapter is sent; None: all weights are sent.
 
     Raises:
         ServerLost: it cannot be reached that way.
     """
-    if make_folder is not None:
+    if adapted is not None:
         try:
-            return AdapterLink(server, config, name, make_folder(number))
+            return AdapterLink(server, config, folder, name, adapted)
         except OSError as error:
             raise server.lost("weight transfer", f"{type(error).__name__}: {error}") from error
     kind = config.transfer
@@ -351,13 +356,23 @@ def connect(
             f"it was started with transfer={server.transfer}, and the run has {kind}",
         )
     try:
-        return KINDS[kind](server, config, name, number)
+        return KINDS[kind](server, config, folder)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         raise server.lost("weight transfer", f"{type(error).__name__}: {error}") from error
 
 
+def check_shared(server: Server, folder: Path, what: str, otherwise: str = "") -> None:
+    """Raises a ServerLost if the server cannot read a folder of the run."""
+    if not all(server.rpc("grpo_can_read", str(folder))):
+        why = (
+            f"it cannot read {folder}, where {what}; give an output_dir on a file system that the "
+            f"server's node shares{otherwise}"
+        )
+        raise server.lost("weight transfer", why)
+
+
 def send(
-    links: Sequence[Link], weights: Weights, version: str, config: Vllm, pause: str
+    links: Sequence[Link], weights: Weights, version: str, pause: str
 ) -> dict[str, ServerLost]:
     """Sends the weights to all servers at the same time; servers that fail are dropped.
 
@@ -385,11 +400,11 @@ def send(
 
     infos = weights.infos()
     # Those begun may take as long as any request.
-    patience = config.request_timeout if pause == "wait" else config.update_timeout
+    patience = REQUEST_SECONDS if pause == "wait" else Link.timeout
 
     def begin(link: Link) -> None:
         link.server.call(f"/pause?mode={pause}", {}, patience)
-        link.server.rpc("grpo_begin_update", link.replaces, timeout=config.update_timeout)
+        link.server.rpc("grpo_begin_update", link.replaces, timeout=link.timeout)
         link.begin(infos)
 
     def end(link: Link) -> None:
@@ -402,23 +417,12 @@ def send(
 
     each("the beginning of a weight update", begin)
     passing = iter(weights)
-    for bucket in buckets(infos, config.bucket_mb * MIB):
+    for bucket in buckets(infos, BUCKET_BYTES):
         flat = flattened(passing, bucket)
         each("weight transfer", lambda link: link.put(flat, bucket))  # noqa: B023 - done before the next
         each("weight transfer", lambda link: link.flush())
     each("the end of a weight update", end)
     return lost
-
-
-def rendezvous_of(server: Server, config: Vllm, number: int) -> tuple[str, int, int, float]:
-    """Returns where the server's workers join this process: (address, port, size, seconds).
-
-    A port of 0 is any free one.
-    """
-    host, port = address_of(server.url)
-    own = config.transfer_host or gloo_wire.local_address(host, port)
-    wanted = config.transfer_port + number if config.transfer_port else 0
-    return own, wanted, server.world_size + 1, min(config.update_timeout, RENDEZVOUS_SECONDS)
 
 
 def address_of(url: str) -> tuple[str, int]:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from grpo_cli.distributed.fsdp import full_tensor
 from grpo_cli.models import adapters, quantization
 
+BUCKET_BYTES = 2**28  # sent at a time: large enough for the link's full speed, small beside a model
+
 
 @dataclass(frozen=True)
 class WeightInfo:

@@ -188,9 +188,9 @@ class WorkerExtension:
         self.reload_weights(weights_path=folder)  # type: ignore[attr-defined]
         refresh_packed_heads(self.model_runner.get_model())
 
-    def grpo_can_read(self, file: str) -> bool:
-        """Returns whether this machine can read a file of the trainer."""
-        return os.access(file, os.R_OK)
+    def grpo_can_read(self, folder: str) -> bool:
+        """Returns whether this machine can read a folder of the trainer."""
+        return os.access(folder, os.R_OK)
 
     def grpo_load_adapter(self, folder: str) -> None:
         """Replaces the weights of the one adapter by those in a folder (adapter.sync=adapter).

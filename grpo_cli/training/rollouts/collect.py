@@ -35,6 +35,7 @@ from grpo_cli.training.run import Run
 from grpo_cli.training.step_progress import StepBatch
 
 LOWEST_SHARE = 0.1  # of groups with a signal: more are not sampled in the hope of finding one
+MAX_ATTEMPTS = 10  # rounds of sampling in a step, as in DAPO: what has no signal then has none
 
 
 def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
@@ -124,7 +125,7 @@ def collect_informative(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
     carried = len(usable)
     sampled: StepStats = {}
     attempts = 0
-    while len(usable) < wanted and attempts < recipe.generation.max_attempts:
+    while len(usable) < wanted and attempts < MAX_ATTEMPTS:
         share = max(queue.signal_share, LOWEST_SHARE)
         number = min(wanted, math.ceil((wanted - len(usable)) / share))
         groups, fresh = _sample(run, recipe, number, clock, sessions)

@@ -45,14 +45,10 @@ def answers(status: int, message: str) -> Callable[[], None]:
     return act
 
 
-def generated(
-    fake: FakeVllm, steps: Callable[[str], int] = lambda version: 0, timeout: float = 30.0
-) -> list[Completion]:
+def generated(fake: FakeVllm, steps: Callable[[str], int] = lambda version: 0) -> list[Completion]:
     async def ask() -> list[Completion]:
         async with httpx2.AsyncClient(trust_env=False) as client:
-            return await to(fake).generate(
-                client, Prompt.from_ids([5, 6]), PARAMS, "run:3", steps, timeout
-            )
+            return await to(fake).generate(client, Prompt.from_ids([5, 6]), PARAMS, "run:3", steps)
 
     return asyncio.run(ask())
 
@@ -334,26 +330,27 @@ def test_a_completion_without_log_probabilities_stops_the_run(fake: FakeVllm) ->
 
 
 @pytest.mark.parametrize(
-    ("happens", "timeout", "kind", "why"),
+    ("happens", "kind", "why"),
     [
-        (lambda fake: fake.hang, 0.2, ServerLost, "no answer within 0.2 s"),
-        (lambda fake: fake.die, 30, ServerLost, "the connection broke"),
-        (lambda fake: fake.fail, 30, ServerLost, "answered 500: EngineCore"),
-        (lambda fake: answers(400, "too long"), 30, TrainingError, "refused: too long"),
+        (lambda fake: fake.hang, ServerLost, "no answer within 5 s"),
+        (lambda fake: fake.die, ServerLost, "the connection broke"),
+        (lambda fake: fake.fail, ServerLost, "answered 500: EngineCore"),
+        (lambda fake: answers(400, "too long"), TrainingError, "refused: too long"),
     ],
     ids=["hangs", "dies", "500", "400"],
 )
 def test_generation_that_fails(
-    fake: FakeVllm, happens: Any, timeout: float, kind: type, why: str
+    fake: FakeVllm, monkeypatch: pytest.MonkeyPatch, happens: Any, kind: type, why: str
 ) -> None:
+    monkeypatch.setattr(client, "REQUEST_SECONDS", 5.0)
     fake.faults[GENERATE] = happens(fake)
     with pytest.raises(kind, match=f"server {fake.url}: {GENERATE} .*{why}"):
-        generated(fake, timeout=timeout)
+        generated(fake)
 
 
 def test_scores_are_those_of_each_rows_own_tokens(fake: FakeVllm) -> None:
     rows = [[3, 4, 5], [9, 8], [7, 7, 7, 1]]
-    found = to(fake).score(as_scored(rows), 30)
+    found = to(fake).score(as_scored(rows))
     assert found == [toy_logprobs({"w": torch.tensor([1.0])}, row) for row in rows]
     assert found[0] == pytest.approx([-1.04, -1.05])
 
@@ -367,13 +364,13 @@ def test_a_server_that_makes_other_tokens_of_an_image_is_told_as_such(fake: Fake
     stored = StoredImage(Image.new("RGB", (4, 4)), "row 7")
     prompt = Prompt(7, [1, 5, 5, 5, 6], "", {}, images=(stored,))
     with pytest.raises(TrainingError, match=r"vLLM made 4 tokens of the prompt of row 7, .* 5, or"):
-        to(fake).score([Scored(prompt, 1)], 30)
+        to(fake).score([Scored(prompt, 1)])
 
 
 def test_a_server_that_does_not_score(fake: FakeVllm) -> None:
     fake.faults[GENERATE] = lambda: {"prompt_logprobs": None}
     with pytest.raises(TrainingError, match="no log-probabilities of a prompt"):
-        to(fake).score(as_scored([[3, 4]]), 30)
+        to(fake).score(as_scored([[3, 4]]))
 
 
 # Whether it lives, and until it does.

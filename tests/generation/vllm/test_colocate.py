@@ -382,14 +382,14 @@ def test_an_adapter_is_never_stale(
                 engine.update_weights(policy, 4)
         engine.update_weights(policy, 4)
         # What vLLM refuses is one sentence, and the engine samples on.
-        (tmp_path / "run/vllm_adapter/adapter_config.json").write_text('{"r": 3}')
+        (tmp_path / "run/vllm_weights/adapter_config.json").write_text('{"r": 3}')
         with pytest.raises(TrainingError, match=r"not take the adapter of step 5: .*sync=merge"):
             engine.update_weights(policy, 5)
         groups = engine.generate(as_prompts(PROMPTS), 2, SAMPLING, SEEDS)
         assert difference(before, groups) > difference(policy, groups) == pytest.approx(0, abs=1e-4)
     finally:
         engine.close()
-    assert not (tmp_path / "run/vllm_adapter").exists()
+    assert not (tmp_path / "run/vllm_weights").exists()
 
 
 def test_a_model_that_is_none_is_one_sentence(
@@ -490,4 +490,4 @@ def test_two_processes_apply_the_adapter_of_a_sharded_policy(tmp_path: Path) -> 
     for metrics in steps:
         assert metrics["sampling/sampling_logp_difference/max"] < 1e-3
         assert metrics["weights/check_difference"] < 1e-4
-    assert not (tmp_path / "vllm_adapter").exists()
+    assert not (tmp_path / "vllm_weights").exists()

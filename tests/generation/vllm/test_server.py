@@ -27,6 +27,7 @@ from grpo_cli.generation.vllm import base, client, server
 from grpo_cli.generation.vllm.client import Server
 from grpo_cli.generation.vllm.requests import sampling_params
 from grpo_cli.generation.vllm.server import Load, ServerGenerator
+from grpo_cli.generation.vllm.weight_transfer import Link
 from grpo_cli.generation.vllm.weights import Weights
 from grpo_cli.generation.weight_check import WeightCheck
 from grpo_cli.images import StoredImage
@@ -290,11 +291,17 @@ def test_what_does_not_fit_is_not_asked_for(fakes: list[FakeVllm], model: PreTra
     ],
 )
 def test_prompts_of_a_server_that_is_lost_go_to_the_others(
-    fakes: list[FakeVllm], model: PreTrainedModel, fault: str, why: str, good_calls: int
+    fakes: list[FakeVllm],
+    model: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    why: str,
+    good_calls: int,
 ) -> None:
     said: list[str] = []
-    timeout = 1.5 if fault == "hang" else 30.0
-    generator = generator_for(fakes, model, say=said.append, request_timeout=timeout)
+    if fault == "hang":
+        monkeypatch.setattr(client, "REQUEST_SECONDS", 1.5)
+    generator = generator_for(fakes, model, say=said.append)
     generator.update_weights(model, 0)
     bad, good = fakes
     bad.faults[GENERATE] = bad.after(good_calls, getattr(bad, fault))
@@ -348,7 +355,7 @@ def test_prompts_of_a_server_that_an_update_has_lost_go_to_the_others(
 ) -> None:
     """It may be up, and hold on to what it was asked."""
     monkeypatch.setattr(server, "BEAT", 0.02)
-    generator = generator_for(fakes, model, in_flight=True, request_timeout=1000.0)
+    generator = generator_for(fakes, model, in_flight=True)
     generator.update_weights(model, 0)
     bad, begun = fakes[0], threading.Barrier(6 + 1, timeout=30)  # its share, and this test
 
@@ -518,7 +525,9 @@ def test_completions_that_an_update_meets(
 def test_every_server_has_every_weight_after_an_update(
     fakes: list[FakeVllm], model: PreTrainedModel, tmp_path: Path, transfer: str
 ) -> None:
-    generator = generator_for(fakes, model, transfer=transfer, transfer_folder=str(tmp_path))
+    recipe = recipe_for(fakes, transfer=transfer)
+    recipe.output_dir = str(tmp_path)
+    generator = generator_for(fakes, model, recipe=recipe)
     metrics = generator.update_weights(model, 0)
     assert metrics.keys() == {"weights/sync_seconds", "weights/servers"}
     for step in (1, 2):
@@ -560,9 +569,16 @@ def test_a_server_that_dies_in_an_update_drops_out(
     ],
 )
 def test_an_update_that_reaches_no_server_stops_the_run(
-    fakes: list[FakeVllm], model: PreTrainedModel, fault: str, call: str, why: str
+    fakes: list[FakeVllm],
+    model: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    call: str,
+    why: str,
 ) -> None:
-    generator = generator_for(fakes[:1], model, update_timeout=1.5 if fault == "hang" else 30.0)
+    if fault == "hang":
+        monkeypatch.setattr(Link, "timeout", 1.5)
+    generator = generator_for(fakes[:1], model)
     generator.update_weights(model, 0)
     fakes[0].faults[call] = getattr(fakes[0], fault)
     with pytest.raises(TrainingError) as error:
@@ -1073,7 +1089,7 @@ def test_a_server_that_cannot_read_the_adapter(
     generator = generator_for(fakes, adapted, recipe=recipe_of_adapter(fakes, tmp_path))
     sentence = (
         rf"^server {fakes[1].url}: weight transfer failed: it cannot read "
-        rf"{tmp_path}/vllm_adapter/server-1, where adapter\.sync=adapter writes the adapter; give "
+        rf"{tmp_path}/vllm_weights/server-1, where adapter\.sync=adapter writes the adapter; give "
         r"an output_dir on a file system that the server's node shares, or use "
         r"adapter\.sync=merge, which sends merged weights\.$"
     )

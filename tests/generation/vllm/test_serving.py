@@ -21,8 +21,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.generation.vllm import server_key
+from grpo_cli.generation.vllm import server_key, weight_transfer
 from grpo_cli.generation.vllm.server import ServerGenerator
+from grpo_cli.generation.vllm.weight_transfer import Link
 from tests.conftest import as_prompts
 from tests.vllm_engines import (
     PROMPTS,
@@ -104,16 +105,17 @@ def generator_of(
 def test_never_stale(
     servers: Servers,
     tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     name: str,
     transfer: str,
 ) -> None:
     policy = make_model(tokenizer, tied=name == "tied")
-    folder = str(tmp_path) if transfer == "disk" else None
+    monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", 2**20)
+    monkeypatch.chdir(tmp_path)  # the recipe's output_dir, in which transfer=disk writes
     generator = generator_of(
-        servers.folders[name], policy, [getattr(servers, name)], [],
-        transfer=transfer, transfer_folder=folder, bucket_mb=1,
-    )  # fmt: skip
+        servers.folders[name], policy, [getattr(servers, name)], [], transfer=transfer
+    )
     generator.update_weights(policy, 0)
     for step in range(1, 6):
         before = copy.deepcopy(policy)
@@ -395,9 +397,8 @@ def test_a_server_that_dies_in_the_middle_of_an_update(
     servers: Servers, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = make_model(tokenizer, tied=False)
-    generator = generator_of(
-        servers.folders["untied"], policy, [servers.untied], [], update_timeout=60
-    )
+    monkeypatch.setattr(Link, "timeout", 60.0)
+    generator = generator_of(servers.folders["untied"], policy, [servers.untied], [])
     generator.update_weights(policy, 0)
     (link,) = generator.links.values()
     monkeypatch.setattr(link, "flush", lambda flush=link.flush: (servers.untied.kill(), flush()))

@@ -38,7 +38,7 @@ def parsed(changes: dict[str, Any]) -> Recipe:
     "changes",
     [
         HERE,
-        HERE | {"generation.vllm.regex": "[a-z]+", "generation.vllm.weights_tolerance": 0.1},
+        HERE | {"generation.vllm.regex": "[a-z]+"},
         HERE | {"generation.vllm.json_schema": '{"type": "object"}'},
         HERE | {"generation.vllm.engine_args": {"max_num_batched_tokens": 64}},
         HERE | {"generation.vllm.sleep": 2, "device": "auto"},
@@ -47,7 +47,7 @@ def parsed(changes: dict[str, Any]) -> Recipe:
         SERVED | LORA,
         SERVED,
         SERVED | {"generation.vllm.servers": ["https://node1:8000/", "http://node2"]},
-        SERVED | {"generation.vllm.transfer": "disk", "generation.vllm.transfer_folder": "/shared"},
+        SERVED | {"generation.vllm.transfer": "disk"},
         SERVED | {"generation.top_p": 0.9, "generation.dynamic_sampling": True},
         SERVED | {"generation.vllm.regex": "a+", "generation.min_completion_tokens": 2},
         AHEAD | {"generation.temperature": 0.7, "generation.stop": ["\n"]},
@@ -76,15 +76,6 @@ def test_what_is_sound(changes: dict[str, Any]) -> None:
             SERVED | {"generation.vllm.json_schema": "{'type': 'object'}"},
             "generation.vllm.json_schema = {'type': 'object'}: Expecting property name enclosed in "
             "double quotes: line 1 column 2 (char 1).",
-        ),
-        (
-            SERVED
-            | {
-                "generation.vllm.check_weights": False,
-                "generation.vllm.weights_tolerance": 0.1,
-            },
-            "generation.vllm.weights_tolerance: is only read with generation.vllm.check_weights = "
-            "true.",
         ),
         (
             HERE | {"generation.vllm.engine_args": {"seed": 1}},
@@ -136,10 +127,6 @@ def test_what_is_sound(changes: dict[str, Any]) -> None:
             "generation.vllm.servers: names a server twice.",
         ),
         (
-            SERVED | {"generation.vllm.transfer": "disk"},
-            "generation.vllm.transfer = disk: needs generation.vllm.transfer_folder.",
-        ),
-        (
             AHEAD | {"generation.dynamic_sampling": True},
             "generation.vllm.prefetch_steps: completions cannot be begun ahead with "
             "generation.dynamic_sampling, which sees a step's rewards before it knows how many "
@@ -186,11 +173,13 @@ def test_engine_arguments_that_are_not_passed_through(name: str) -> None:
 
 
 def test_every_contradiction_is_named_at_once() -> None:
-    both = {"generation.vllm.servers": ["x"], "generation.vllm.transfer": "disk"}
+    both = {"generation.vllm.servers": ["x"], "generation.dynamic_sampling": True}
     with pytest.raises(UserError) as error:
         parsed(SERVED | both | {"generation.vllm.prefetch_steps": 1, "generation.top_k": 3})
     keys = [line.split(":")[0].split(" =")[0] for line in str(error.value).splitlines()]
-    assert keys == ["generation.vllm.servers", "generation.vllm.transfer", "generation.top_k"]
+    assert keys == [
+        "generation.vllm.servers", "generation.vllm.prefetch_steps", "generation.top_k",
+    ]  # fmt: skip
 
 
 def test_what_vllm_is_told_is_not_read_by_another_engine() -> None:

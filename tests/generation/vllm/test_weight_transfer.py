@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from grpo_cli.config.schema import Vllm
 from grpo_cli.generation.vllm import gloo_wire, weight_transfer
-from grpo_cli.generation.vllm.client import QUICK, Server, ServerLost
+from grpo_cli.generation.vllm.client import QUICK, REQUEST_SECONDS, Server, ServerLost
 from grpo_cli.generation.vllm.weight_transfer import Link, connect, send
 from grpo_cli.generation.vllm.weights import WeightInfo, Weights, buckets, flattened, unflattened
 from grpo_cli.models import adapters
@@ -164,7 +164,7 @@ def test_the_address_on_the_way_to_another() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_the_trainer_broadcasts_reaches_every_worker(size: int) -> None:
-    store, port = gloo_wire.listen("127.0.0.1", 0, size, 30)
+    store, port = gloo_wire.listen("127.0.0.1", size, 30)
     found: dict[int, list[float]] = {}
 
     def work(rank: int) -> None:
@@ -183,15 +183,9 @@ def test_what_the_trainer_broadcasts_reaches_every_worker(size: int) -> None:
     assert found == {rank: [1.0, 2.0] for rank in range(1, size)}
 
 
-def test_a_port_that_is_taken() -> None:
-    _store, port = gloo_wire.listen("127.0.0.1", 0, 2, 30)
-    with pytest.raises(OSError, match="in use"):
-        gloo_wire.listen("127.0.0.1", port, 2, 30)
-
-
 @pytest.mark.programs
 def test_nobody_comes() -> None:
-    store, _ = gloo_wire.listen("127.0.0.1", 0, 2, 0.3)
+    store, _ = gloo_wire.listen("127.0.0.1", 2, 0.3)
     with pytest.raises(RuntimeError):
         gloo_wire.group(store, "127.0.0.1", 0, 2, 0.3)
     port = free_port()
@@ -210,16 +204,18 @@ def fakes() -> Iterator[list[FakeVllm]]:
         yield servers
 
 
-def linked(fakes: list[FakeVllm], config: Vllm) -> list[Link]:
+def linked(fakes: list[FakeVllm], config: Vllm, folder: Path) -> list[Link]:
     servers = [Server(fake.url, key=fake.key) for fake in fakes]
     for server in servers:
         assert server.greet({})
-    return [connect(server, config, RUN, number) for number, server in enumerate(servers)]
+    return [connect(s, config, RUN, folder / f"server-{n}") for n, s in enumerate(servers)]
 
 
-def settings(transfer: str, folder: Path, **changes: Any) -> Vllm:
-    known = {"transfer": transfer, "transfer_folder": str(folder), "bucket_mb": 1}
-    return Vllm(**(known | {"update_timeout": 30.0} | changes))
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts weights into buckets of 1 MiB, and waits for nothing for long."""
+    monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", 2**20)
+    monkeypatch.setattr(Link, "timeout", 30.0)
 
 
 def refuse(status: int, message: str) -> Callable[[], None]:
@@ -243,13 +239,13 @@ BY_DISK = [
 def test_every_weight_arrives_on_every_worker_of_every_server(
     fakes: list[FakeVllm], tmp_path: Path, transfer: str, calls: list[str]
 ) -> None:
-    config = settings(transfer, tmp_path)
-    links = linked(fakes, config)
+    config = Vllm(transfer=transfer)
+    links = linked(fakes, config, tmp_path)
     for seed, version in ((0, "run:0"), (1, "run:1")):  # and again, over the same links
         model = Odd(seed)
         for fake in fakes:
             fake.calls.clear()
-        assert send(links, Weights(model), version, config, "wait") == {}
+        assert send(links, Weights(model), version, "wait") == {}
         for fake in fakes:
             for held in fake.held:
                 assert_bit_equal(held, model)
@@ -263,17 +259,19 @@ def test_every_weight_arrives_on_every_worker_of_every_server(
 def test_servers_are_told_how_to_wait_for_what_is_under_way(
     fakes: list[FakeVllm], tmp_path: Path
 ) -> None:
-    config = settings("gloo", tmp_path)
-    links = linked(fakes, config)
-    send(links, Weights(Odd()), "v", config, "wait")
+    config = Vllm(transfer="gloo")
+    links = linked(fakes, config, tmp_path)
+    send(links, Weights(Odd()), "v", "wait")
     assert [fake.calls.count("/reset_prefix_cache") for fake in fakes] == [1, 1]
-    send(links, Weights(Odd()), "w", config, "keep")
+    send(links, Weights(Odd()), "w", "keep")
     assert [fake.calls.count("/reset_prefix_cache") for fake in fakes] == [1, 1], "it is in use"
     assert [fake.pauses for fake in fakes] == [["wait", "keep"]] * 2
 
 
-@pytest.mark.parametrize(("pause", "patience"), [("wait", 7.0), ("keep", 5.0)])
-def test_what_is_under_way_may_take_as_long_as_any_request(pause: str, patience: float) -> None:
+@pytest.mark.parametrize(("pause", "patience"), [("wait", REQUEST_SECONDS), ("keep", 30.0)])
+def test_what_is_under_way_may_take_as_long_as_any_request(
+    tmp_path: Path, pause: str, patience: float
+) -> None:
     told: dict[str, float] = {}
 
     class Quiet:
@@ -290,13 +288,12 @@ def test_what_is_under_way_may_take_as_long_as_any_request(pause: str, patience:
     class Nothing(Link):
         def put(self, *_: Any) -> None: ...
 
-    config = Vllm(update_timeout=5.0, request_timeout=7.0)
-    link = Nothing(Quiet(), config, RUN, 0)
-    assert send([link], Weights(nn.Linear(2, 1)), "v", config, pause) == {}
+    link = Nothing(Quiet(), Vllm(), tmp_path)
+    assert send([link], Weights(nn.Linear(2, 1)), "v", pause) == {}
     told.pop("/reset_prefix_cache", None)
     assert told == {
-        f"/pause?mode={pause}": patience, "grpo_begin_update": 5.0, "/start_weight_update": 5.0,
-        "/finish_weight_update": 5.0, "grpo_end_update": QUICK, "/resume": QUICK,
+        f"/pause?mode={pause}": patience, "grpo_begin_update": 30.0, "/start_weight_update": 30.0,
+        "/finish_weight_update": 30.0, "grpo_end_update": QUICK, "/resume": QUICK,
     }  # fmt: skip
 
 
@@ -307,11 +304,11 @@ def test_what_is_under_way_may_take_as_long_as_any_request(pause: str, patience:
 def test_a_server_that_fails_drops_out_and_the_others_go_on(
     fakes: list[FakeVllm], tmp_path: Path, transfer: str, call: str
 ) -> None:
-    config, model = settings(transfer, tmp_path), Odd()
-    links = linked(fakes, config)
+    config, model = Vllm(transfer=transfer), Odd()
+    links = linked(fakes, config, tmp_path)
     bad, good = fakes
     bad.faults[call] = bad.fail
-    lost = send(links, Weights(model), "v", config, "wait")
+    lost = send(links, Weights(model), "v", "wait")
     route = call.replace("grpo_", "/collective_rpc grpo_").split()[0]
     route += "?mode=wait" if call == "/pause" else ""
     assert {url: str(error) for url, error in lost.items()} == {
@@ -322,19 +319,19 @@ def test_a_server_that_fails_drops_out_and_the_others_go_on(
 
 
 def test_a_cache_that_was_not_reset_is_a_failure(fakes: list[FakeVllm], tmp_path: Path) -> None:
-    config = settings("disk", tmp_path)
+    config = Vllm(transfer="disk")
     fakes[1].faults["/reset_prefix_cache"] = lambda: {"success": False}
-    lost = send(linked(fakes, config), Weights(nn.Linear(2, 1)), "v", config, "wait")
+    lost = send(linked(fakes, config, tmp_path), Weights(nn.Linear(2, 1)), "v", "wait")
     assert list(lost) == [fakes[1].url]
     assert "/reset_prefix_cache failed: it was not reset" in str(lost[fakes[1].url])
 
 
 def test_a_server_that_dies_while_it_receives(fakes: list[FakeVllm], tmp_path: Path) -> None:
-    config, model = settings("gloo", tmp_path), Odd()
-    links = linked(fakes, config)
+    config, model = Vllm(transfer="gloo"), Odd()
+    links = linked(fakes, config, tmp_path)
     bad, good = fakes
     bad.faults["/update_weights"] = bad.die
-    lost = send(links, Weights(model), "v", config, "wait")
+    lost = send(links, Weights(model), "v", "wait")
     assert list(lost) == [bad.url]
     assert f"server {bad.url}: " in str(lost[bad.url])
     assert "the connection broke" in str(lost[bad.url])
@@ -354,13 +351,14 @@ def test_a_server_that_dies_while_it_receives(fakes: list[FakeVllm], tmp_path: P
     ids=["hangs", "500"],
 )
 def test_a_server_that_does_not_receive_is_waited_for_until_the_deadline(
-    fakes: list[FakeVllm], tmp_path: Path, happens: Any, why: str
+    fakes: list[FakeVllm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, happens: Any, why: str
 ) -> None:
-    config = settings("gloo", tmp_path, update_timeout=1.5)
+    monkeypatch.setattr(Link, "timeout", 1.5)
+    config = Vllm(transfer="gloo")
     bad, good = fakes
     bad.faults["/update_weights"] = happens(bad)
     model = nn.Linear(3, 2)
-    lost = send(linked(fakes, config), Weights(model), "v", config, "wait")
+    lost = send(linked(fakes, config, tmp_path), Weights(model), "v", "wait")
     assert list(lost) == [bad.url]
     assert re.match(f"server {bad.url}: {why}", str(lost[bad.url]))
     assert_bit_equal(good.held[0], model)
@@ -377,12 +375,15 @@ def test_a_failure_that_was_told_is_not_waited_out() -> None:
 
 
 @pytest.mark.programs
-def test_a_server_that_receives_and_does_not_answer(fakes: list[FakeVllm], tmp_path: Path) -> None:
-    config = settings("gloo", tmp_path, update_timeout=1.5)
+def test_a_server_that_receives_and_does_not_answer(
+    fakes: list[FakeVllm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Link, "timeout", 1.5)
+    config = Vllm(transfer="gloo")
     bad, good = fakes
     receive = bad.update_weights
     bad.update_weights = lambda **body: [receive(**body), bad.hang()]  # type: ignore[assignment]
-    lost = send(linked(fakes, config), Weights(nn.Linear(3, 2)), "v", config, "wait")
+    lost = send(linked(fakes, config, tmp_path), Weights(nn.Linear(3, 2)), "v", "wait")
     assert {url: str(error) for url, error in lost.items()} == {
         bad.url: f"server {bad.url}: /update_weights failed: no answer within 3 s."
     }
@@ -390,9 +391,9 @@ def test_a_server_that_receives_and_does_not_answer(fakes: list[FakeVllm], tmp_p
 
 
 def test_a_server_that_refuses_is_left_out(fakes: list[FakeVllm], tmp_path: Path) -> None:
-    config = settings("gloo", tmp_path)
+    config = Vllm(transfer="gloo")
     fakes[0].faults["/start_weight_update"] = refuse(400, "not now")
-    lost = send(linked(fakes, config), Weights(Odd()), "v", config, "wait")
+    lost = send(linked(fakes, config, tmp_path), Weights(Odd()), "v", "wait")
     assert list(lost) == [fakes[0].url]
     assert "/start_weight_update was refused: not now" in str(lost[fakes[0].url])
     assert fakes[1].version == "v"
@@ -405,18 +406,18 @@ def test_a_model_that_changes_its_order_in_the_middle_is_refused(
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
             return iter([*super().__iter__()][::-1])
 
-    config = settings("disk", tmp_path)
+    config = Vllm(transfer="disk")
     with pytest.raises(ValueError, match="was to be"):
-        send(linked(fakes, config), Turning(nn.Linear(3, 2)), "v", config, "wait")
+        send(linked(fakes, config, tmp_path), Turning(nn.Linear(3, 2)), "v", "wait")
     assert all(fake.updating for fake in fakes), "they have to be started again"
 
 
 def test_nothing_is_sent_where_nobody_is_left(fakes: list[FakeVllm], tmp_path: Path) -> None:
-    config = settings("gloo", tmp_path)
-    links = linked(fakes, config)
+    config = Vllm(transfer="gloo")
+    links = linked(fakes, config, tmp_path)
     for fake in fakes:
         fake.end()
-    lost = send(links, Weights(Odd()), "v", config, "wait")
+    lost = send(links, Weights(Odd()), "v", "wait")
     assert list(lost) == [fake.url for fake in fakes]
     assert all("/pause?mode=wait failed: nothing listens there" in str(e) for e in lost.values())
 
@@ -424,11 +425,11 @@ def test_nothing_is_sent_where_nobody_is_left(fakes: list[FakeVllm], tmp_path: P
 # Meeting.
 
 
-def refused(fake: FakeVllm, config: Vllm, number: int = 0) -> str:
+def refused(fake: FakeVllm, config: Vllm, folder: Path) -> str:
     server = Server(fake.url, key=fake.key)
     server.greet({})
     with pytest.raises(ServerLost) as error:
-        connect(server, config, RUN, number)
+        connect(server, config, RUN, folder)
     return str(error.value)
 
 
@@ -454,7 +455,7 @@ def test_recipe_and_server_must_agree_on_the_way(
     fake = FakeVllm({}, transfer=server)
     with serving(fake):
         expected = f"server {fake.url}: weight transfer failed: {why}."
-        assert refused(fake, settings(recipe, tmp_path)) == expected
+        assert refused(fake, Vllm(transfer=recipe), tmp_path) == expected
 
 
 def test_memory_is_handed_to_a_server_of_one_gpu_alone(
@@ -463,7 +464,7 @@ def test_memory_is_handed_to_a_server_of_one_gpu_alone(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     fake = FakeVllm({}, transfer="ipc", workers=2)
     with serving(fake):
-        said = refused(fake, settings("ipc", tmp_path))
+        said = refused(fake, Vllm(transfer="ipc"), tmp_path)
         assert "ipc reaches the trainer's own GPU alone, and it has 2" in said
 
 
@@ -479,7 +480,7 @@ def test_memory_is_handed_to_a_server_of_one_gpu_alone(
 def test_the_way_that_is_taken(tmp_path: Path, recipe: str, server: str | None, kind: str) -> None:
     fake = FakeVllm({}, transfer=server)
     with serving(fake):
-        (link,) = linked([fake], settings(recipe, tmp_path))
+        (link,) = linked([fake], Vllm(transfer=recipe), tmp_path)
         assert type(link).__name__ == kind
         link.close()
 
@@ -497,49 +498,57 @@ def test_the_way_that_is_taken(tmp_path: Path, recipe: str, server: str | None, 
     ids=["hangs", "answers and does not join", "500"],
 )
 def test_workers_that_do_not_come(
-    fakes: list[FakeVllm], tmp_path: Path, happens: Any, why: str
+    fakes: list[FakeVllm],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    happens: Any,
+    why: str,
 ) -> None:
+    monkeypatch.setattr(weight_transfer, "RENDEZVOUS_SECONDS", 0.5)
     fakes[0].faults["/init_weight_transfer_engine"] = happens(fakes[0])
-    said = refused(fakes[0], settings("gloo", tmp_path, update_timeout=0.5))
+    said = refused(fakes[0], Vllm(transfer="gloo"), tmp_path)
     assert re.match(f"server {fakes[0].url}: {why}", said)
 
 
 def test_workers_are_told_where_to_meet_the_trainer(fakes: list[FakeVllm], tmp_path: Path) -> None:
-    port = free_port()
-    config = settings("gloo", tmp_path, transfer_host="127.0.0.1", transfer_port=port - 1)
+    config = Vllm(transfer="gloo", transfer_host="127.0.0.1")
     server = Server(fakes[1].url, key=fakes[1].key)
     server.greet({})
-    link = connect(server, config, RUN, 1)
-    assert fakes[1].inits == [
-        {
-            "address": "127.0.0.1", "port": port, "size": 3, "timeout": 30.0,
-            "bucket_bytes": 2**20,
-        }
-    ]  # fmt: skip
+    link = connect(server, config, RUN, tmp_path)
+    (told,) = fakes[1].inits
+    assert told.pop("port") > 0
+    assert told == {
+        "address": "127.0.0.1", "size": 3, "timeout": 30.0, "bucket_bytes": 2**20,
+    }  # fmt: skip
     link.close()
 
 
-def test_a_transfers_port_that_is_taken(fakes: list[FakeVllm], tmp_path: Path) -> None:
-    config = settings("gloo", tmp_path, transfer_port=fakes[1].port)
-    said = refused(fakes[0], config)
-    assert f"weight transfer failed: cannot listen at 127.0.0.1:{fakes[1].port} (" in said
+def test_an_address_that_is_not_the_trainers(fakes: list[FakeVllm], tmp_path: Path) -> None:
+    said = refused(fakes[0], Vllm(transfer="gloo", transfer_host="192.0.2.1"), tmp_path)
+    assert "weight transfer failed: cannot listen at 192.0.2.1 (" in said
     assert fakes[0].inits == [], "it was not asked to come"
+
+
+def test_a_folder_that_a_server_cannot_read(fakes: list[FakeVllm], tmp_path: Path) -> None:
+    fakes[0].reads = False
+    said = refused(fakes[0], Vllm(transfer="disk"), tmp_path / "weights")
+    assert f"cannot read {tmp_path}/weights, where transfer=disk writes the weights; give" in said
 
 
 def test_a_folder_holds_the_newest_weights_of_one_server(
     fakes: list[FakeVllm], tmp_path: Path
 ) -> None:
-    left_over = tmp_path / f"{RUN}-server-1" / "old.safetensors"
+    left_over = tmp_path / "server-1" / "old.safetensors"
     left_over.parent.mkdir()
     left_over.write_bytes(b"")
-    config = settings("disk", tmp_path)
-    links = linked(fakes, config)
+    config = Vllm(transfer="disk")
+    links = linked(fakes, config, tmp_path)
     large, small = Odd(), nn.Linear(2, 1)
     for model, files in ((large, 5), (small, 1)):
-        send(links, Weights(model), "v", config, "wait")
+        send(links, Weights(model), "v", "wait")
         names = [f"model-{i:05d}.safetensors" for i in range(files)]
         for number in (0, 1):
-            folder = tmp_path / f"{RUN}-server-{number}"
+            folder = tmp_path / f"server-{number}"
             assert sorted(f.name for f in folder.iterdir()) == names
     for fake in fakes:
         assert_bit_equal({n: fake.held[0][n] for n, _ in small.named_parameters()}, small)
@@ -590,7 +599,7 @@ def test_a_broadcast_has_its_own_time_and_not_that_of_the_meeting(
     allowed: float, comes: bool
 ) -> None:
     """The other side is three seconds late, with a group that gives operations two."""
-    store, port = gloo_wire.listen("127.0.0.1", 0, 2, 2.0)
+    store, port = gloo_wire.listen("127.0.0.1", 2, 2.0)
     late, flat = torch.zeros(2), torch.tensor([1.0, 2.0])
 
     def receive() -> None:

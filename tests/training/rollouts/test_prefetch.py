@@ -238,7 +238,7 @@ def fakes(policy: PreTrainedModel) -> Iterator[list[FakeVllm]]:
 
 def serve(fakes: list[FakeVllm], **of_vllm: Any) -> dict[str, Any]:
     """Changes of the recipe for a run with these servers."""
-    known = {"servers": [fake.url for fake in fakes], "transfer": "gloo", "bucket_mb": 1}
+    known = {"servers": [fake.url for fake in fakes], "transfer": "gloo"}
     changes: dict[str, Any] = {f"generation__vllm__{k}": v for k, v in (known | of_vllm).items()}
     return changes | {"generation__engine": "vllm_server", "optimizer__learning_rate": 5e-3}
 
@@ -542,8 +542,7 @@ def test_what_another_recipe_has_begun_is_sampled_anew(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"generation__vllm__request_timeout": 77.0},
-        {"generation__vllm__transfer_port": 0, "generation__max_num_seqs": 4},
+        {"generation__vllm__start_timeout": 77.0, "generation__max_num_seqs": 4},
         {"optimizer__learning_rate": 1e-4, "reward": {"length": {}}},
     ],
     ids=str,
