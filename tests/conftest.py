@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.config.schema import Build
-from grpo_cli.generation.weight_check import Scored
+from grpo_cli.generation.vllm.weight_check import Scored
 from grpo_cli.models import tiny
 from grpo_cli.records import Completion, Group, Prompt, Rollout
 from tests.tiers import pytest_runtest_call  # noqa: F401

@@ -30,8 +30,8 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.generation.base import EngineSetup
 from grpo_cli.generation.vllm import gloo_wire, server_key
 from grpo_cli.generation.vllm.server import ServerGenerator
+from grpo_cli.generation.vllm.weight_check import WeightCheck
 from grpo_cli.generation.vllm.weights import WeightInfo, buckets, unflattened
-from grpo_cli.generation.weight_check import WeightCheck
 from grpo_cli.records import Prompt
 
 EOS = 2

@@ -16,8 +16,8 @@ from grpo_cli.generation.base import EngineSetup, Generator, Request
 from grpo_cli.generation.vllm.adapter_folder import check_tower, rank_on
 from grpo_cli.generation.vllm.requests import sampling_params
 from grpo_cli.generation.vllm.settings import structured_outputs
+from grpo_cli.generation.vllm.weight_check import WeightCheck, make_weight_check
 from grpo_cli.generation.vllm.weights import AdapterWeights, Weights
-from grpo_cli.generation.weight_check import WeightCheck, make_weight_check
 from grpo_cli.models.families import image_tokens
 from grpo_cli.records import Prompt
 

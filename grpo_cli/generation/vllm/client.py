@@ -21,7 +21,7 @@ from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.vllm import images, server_key
 from grpo_cli.generation.vllm.requests import completion, prompt_logprobs
 from grpo_cli.generation.vllm.server_log import tail_of
-from grpo_cli.generation.weight_check import Scored
+from grpo_cli.generation.vllm.weight_check import Scored
 from grpo_cli.records import Completion, Prompt
 
 QUICK = 20.0  # seconds for a call that computes nothing

@@ -33,7 +33,7 @@ from grpo_cli.generation.vllm.requests import (
     repeated,
 )
 from grpo_cli.generation.vllm.settings import contradictions_of_colocate, dtype_of, of_head
-from grpo_cli.generation.weight_check import Scored, WeightCheck
+from grpo_cli.generation.vllm.weight_check import Scored, WeightCheck
 from grpo_cli.models import memory
 from grpo_cli.random_streams import rng_state, set_rng_state
 from grpo_cli.records import Completion, Prompt

@@ -28,8 +28,8 @@ from grpo_cli.generation.vllm.base import VllmGenerator
 from grpo_cli.generation.vllm.client import QUICK, Server, ServerLost, wait_for
 from grpo_cli.generation.vllm.requests import check_lengths, repeated
 from grpo_cli.generation.vllm.settings import contradictions_of_servers, dtype_of
+from grpo_cli.generation.vllm.weight_check import WeightCheck
 from grpo_cli.generation.vllm.weight_transfer import Link
-from grpo_cli.generation.weight_check import WeightCheck
 from grpo_cli.models.loading import base_of
 from grpo_cli.records import Completion
 

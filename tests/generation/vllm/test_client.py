@@ -17,7 +17,7 @@ from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.vllm import client, server_log
 from grpo_cli.generation.vllm.client import Server, ServerLost, differences, wait_for
 from grpo_cli.generation.vllm.requests import sampling_params
-from grpo_cli.generation.weight_check import Scored
+from grpo_cli.generation.vllm.weight_check import Scored
 from grpo_cli.images import StoredImage
 from grpo_cli.records import Completion, Prompt
 from tests.conftest import as_scored

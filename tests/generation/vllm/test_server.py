@@ -27,9 +27,9 @@ from grpo_cli.generation.vllm import base, client, server
 from grpo_cli.generation.vllm.client import Server
 from grpo_cli.generation.vllm.requests import sampling_params
 from grpo_cli.generation.vllm.server import Load, ServerGenerator
+from grpo_cli.generation.vllm.weight_check import WeightCheck
 from grpo_cli.generation.vllm.weight_transfer import Link
 from grpo_cli.generation.vllm.weights import Weights
-from grpo_cli.generation.weight_check import WeightCheck
 from grpo_cli.images import StoredImage
 from grpo_cli.models import adapters
 from grpo_cli.records import Completion, Prompt

@@ -15,7 +15,7 @@ from grpo_cli.algorithm.loss import Coefficients, grpo_loss, logged
 from grpo_cli.config.schema import Generation, Loss, Recipe
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import EngineSetup
-from grpo_cli.generation.weight_check import WeightCheck, fixed_rows, make_weight_check
+from grpo_cli.generation.vllm.weight_check import WeightCheck, fixed_rows, make_weight_check
 from grpo_cli.images import StoredImage
 from grpo_cli.records import Prompt
 from grpo_cli.training.step import check_sampler
