@@ -30,7 +30,7 @@ from grpo_cli import IMPORT_ROOT
 from grpo_cli.config.knob import knob
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.vllm import lora, server_key
-from grpo_cli.generation.vllm.server_log import KILLED, failure, log_path, phase_in, text_of
+from grpo_cli.generation.vllm.server_log import KILLED, failure, last_lines, log_path, text_of
 from grpo_cli.generation.vllm.settings import of_head
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -322,12 +322,12 @@ def wait_until_ready(
             return
         now = time.monotonic()
         if now - begin > settings.start_timeout:
-            phase = phase_in(text_of(log))
-            what = f"start_timeout = {settings.start_timeout:g}: the server is not ready ({phase})"
+            what = f"start_timeout = {settings.start_timeout:g}: the server is not ready"
             raise TrainingError(failure(what, log))
         if now - spoken >= REPORT_SECONDS:
             spoken = now
-            say(f"  {now - begin:.0f} s: {phase_in(text_of(log))}")
+            last = last_lines(text_of(log), 1).partition("] ")  # behind vLLM's [file:line]
+            say(f"  {now - begin:.0f} s: {last[2] or last[0]}")
         time.sleep(POLL_SECONDS)
 
 
