@@ -259,6 +259,7 @@ def test_command_line_on_a_cpu(model: Path) -> None:
     words += ["--worker-extension-cls", "grpo_cli.generation.vllm.worker.WorkerExtension"]
     words += ["--middleware", "grpo_cli.generation.vllm.server_key.KeyMiddleware"]
     words += ["--weight-transfer-config", '{"backend": "gloo"}', "--disable-uvicorn-access-log"]
+    words += ["--tensor-parallel-size", "1", "--data-parallel-size", "1"]
     words += ["--kv-cache-memory-bytes", "1073741824", "--no-enable-chunked-prefill"]
     words += ["--enforce-eager"]
     words += ["--max-num-seqs", "512", "--a"]
@@ -717,7 +718,7 @@ def test_refused_before_anything_starts(
     monkeypatch.setattr(serve, "running", lambda *args: pytest.fail("it was started"))
     with socket.create_server(("127.0.0.1", port)):
         assert cli.run_command(["serve", f"model={model}", f"port={port}"]) == 2
-    assert f"port = {port}: is taken; choose another with port=N." in capsys.readouterr().err
+    assert f"port = {port}: cannot be listened at: Address already" in capsys.readouterr().err
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
     assert cli.run_command(["serve", f"model={model}"]) == 2
     assert "vLLM is not installed; pip install 'grpo-cli[vllm]'." in capsys.readouterr().err

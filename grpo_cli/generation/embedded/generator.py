@@ -350,17 +350,12 @@ class TransformersGenerator(Generator):
             why = self._mismatch(Engine, prompts)
             if why is not None:
                 self.fall_back(why)
-            elif self._may_capture and self.graphs is None:
+            elif self.cuda_graphs and self.policy.device.type == "cuda" and self.graphs is None:
                 self.check_graphs(FallbackGraphs(CudaGraphs(), self.say), prompts)
         elif self.decoder is CachedDecoder and is_recurrent(self.policy):
             why = self._mismatch(CachedDecoder, prompts)
             if why is not None:
                 self.fall_back(f"with a cache, {why}", UncachedDecoder)
-
-    @property
-    def _may_capture(self) -> bool:
-        """Whether steps may be captured."""
-        return self.cuda_graphs and self.policy.device.type == "cuda"
 
     def check_graphs(self, graphs: FallbackGraphs, prompts: Sequence[Prompt]) -> None:
         """Captures steps from now on, if what they report are the model's log-probabilities."""

@@ -11,32 +11,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 Replay = Callable[[], object]
-
-
-class Graphs(Protocol):
-    """An object that captures functions."""
-
-    def capture(self, key: Hashable, function: Callable[[], None]) -> Replay:
-        """Records what a function does, and returns what does the same again.
-
-        The function has run once before, so that nothing is set up any more while it is recorded.
-
-        Args:
-            key: names the shapes that the function works on.
-        """
-        ...
-
-
-class EagerGraphs:
-    """Records nothing: calls the function each time."""
-
-    def capture(self, key: Hashable, function: Callable[[], None]) -> Replay:
-        return function
 
 
 class CudaGraphs:
@@ -47,6 +25,13 @@ class CudaGraphs:
         self.stream: torch.cuda.Stream | None = None
 
     def capture(self, key: Hashable, function: Callable[[], None]) -> Replay:
+        """Records what a function does, and returns what does the same again.
+
+        The function has run once before, so that nothing is set up any more while it is recorded.
+
+        Args:
+            key: names the shapes that the function works on.
+        """
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # as torch.cuda.graph does: the graph allocates memory of its own
         graph = torch.cuda.CUDAGraph()
@@ -77,7 +62,7 @@ def abandon(graph: torch.cuda.CUDAGraph) -> None:
 class FallbackGraphs:
     """Captures until it fails once; says why, and calls functions as they are from then on."""
 
-    graphs: Graphs
+    graphs: CudaGraphs
     say: Callable[[str], None]
     has_failed: bool = False
     captures: int = 0

@@ -31,7 +31,7 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.generation.embedded.decode_batch import WORTH, DecodeBatch
 from grpo_cli.generation.embedded.decoding_state import DecodingState
 from grpo_cli.generation.embedded.direct_forward import DirectForward
-from grpo_cli.generation.embedded.graphs import FallbackGraphs, Graphs, Replay
+from grpo_cli.generation.embedded.graphs import FallbackGraphs, Replay
 from grpo_cli.generation.embedded.kept_caches import KeptCache
 from grpo_cli.generation.embedded.prefill import mask_of
 from grpo_cli.generation.sampling import adjusted, pick
@@ -326,7 +326,7 @@ def sources_of(batches: Sequence[StaticBatch | DecodeBatch]) -> Iterator[Source]
 class StaticDecoding:
     """Decodes the batches of an engine in buckets; see the top of this file."""
 
-    def __init__(self, direct: DirectForward, graphs: Graphs) -> None:
+    def __init__(self, direct: DirectForward, graphs: FallbackGraphs) -> None:
         self.direct = direct
         self.graphs = graphs
         self.replay: Replay | None = None  # of the bucket that is decoded in

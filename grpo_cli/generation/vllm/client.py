@@ -34,6 +34,11 @@ MORE_ABOUT_KEYS = (
     "copy the key of its `grpo serve` into a file of mode 600 and name the file with "
     f"generation.vllm.key_file, or set ${server_key.KEY}"
 )
+# What the configs of server and policy must agree on; the check of weights finds other differences.
+SHAPE = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "tie_word_embeddings",
+)  # fmt: skip
 MAX_MISSES = 3  # probes in a row without an answer, until a server counts as lost
 
 
@@ -168,11 +173,14 @@ class Server:
         self.max_model_len = int(state["max_model_len"])
         self.max_lora_rank, self.has_own_weights = state["max_lora_rank"], state["has_own_weights"]
         self.model, self.revision = state["model"], state.get("revision")
-        if other := differences(architecture, state["config"]):
-            raise UserError(
-                f"generation.vllm.servers: {self.url} serves another model than the policy, "
-                f"{state['model']}: {other}."
-            )
+        served = state["config"]
+        for key in SHAPE:
+            own, other = architecture.get(key), served.get(key)
+            if None not in (own, other) and own != other:
+                raise UserError(
+                    f"generation.vllm.servers: {self.url} serves another model than the policy, "
+                    f"{state['model']}: {key} is {other} there and {own} here."
+                )
         if state["quantization"]:
             raise UserError(
                 f"generation.vllm.servers: {self.url} serves {state['model']} quantized "
@@ -314,42 +322,6 @@ def wait_for(
             left = deadline - time.monotonic()
             say(f"waiting for {', '.join(s.url for s in waiting)}, {left:.0f} s more at most")
         time.sleep(0.5)
-
-
-# What a config says besides the architecture.
-BESIDES = (
-    "_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache",
-    "auto_map", "id2label", "label2id", "initializer_range", "return_dict",
-    "attn_implementation", "quantization_config",
-    "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "problem_type",
-    "max_position_embeddings",
-)  # fmt: skip
-
-
-def differences(policy: dict[str, Any], served: dict[str, Any]) -> str:
-    """Returns how two configs differ in architecture, in words; "" if they do not."""
-    here, there = flat(policy), flat(served)
-    unlike = [
-        f"{key} is {there[key]} there and {value} here"
-        for key, value in sorted(here.items())
-        if key in there
-        and key.partition(".")[0] not in BESIDES
-        and not key.endswith("_token_id")
-        and "dropout" not in key
-        and there[key] != value
-    ]
-    return ", ".join(unlike)
-
-
-def flat(tree: dict[Any, Any], prefix: str = "") -> dict[str, int | float | str | bool]:
-    """Returns the scalar values of a config by their full keys."""
-    out: dict[str, int | float | str | bool] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            out |= flat(value, f"{prefix}{key}.")
-        elif isinstance(value, (int, float, str, bool)):
-            out[f"{prefix}{key}"] = value
-    return out
 
 
 def failure(error: BaseException, timeout: float) -> str:

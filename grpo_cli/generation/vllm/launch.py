@@ -9,7 +9,6 @@ The processes, and who ends whom:
 
 from __future__ import annotations
 
-import errno
 import http.client
 import json
 import os
@@ -135,37 +134,35 @@ class ServerPlan:
     def command(self) -> list[str]:
         """Returns the server's command line."""
         s, on_cpu = self.settings, not self.gpus
-        # -P: a random.py in the working folder is not Python's own.
-        words = [sys.executable, "-P", "-m", MODULE, "--model", self.path]
-        words += ["--host", s.host, "--port", str(s.port), "--dtype", self.dtype]
-        words += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
-        words += ["--enable-scale-out", "--worker-extension-cls", EXTENSION]
-        words += ["--middleware", MIDDLEWARE]
-        words += ["--weight-transfer-config", json.dumps({"backend": self.backend})]
-        words += ["--disable-uvicorn-access-log"]  # the log is for what goes wrong
-        if self.max_model_len is not None:
-            words += ["--max-model-len", str(self.max_model_len)]
-        if s.tensor_parallel > 1:
-            words += ["--tensor-parallel-size", str(s.tensor_parallel)]
-        if s.data_parallel > 1:
-            words += ["--data-parallel-size", str(s.data_parallel)]
-        if not on_cpu:
-            words += ["--gpu-memory-utilization", str(s.memory)]
         gib = 1.0 if s.kv_cache_gb is None and on_cpu else s.kv_cache_gb
-        if gib is not None:
-            words += ["--kv-cache-memory-bytes", str(int(gib * GIB))]
-        if on_cpu:  # see `colocate.engine_args`
-            words += ["--no-enable-chunked-prefill"]
-        if on_cpu if s.eager is None else s.eager:
-            words += ["--enforce-eager"]
-        if self.revision is not None:
-            words += ["--revision", self.revision]
-        if self.trust_remote_code:
-            words += ["--trust-remote-code"]
+        flags = {
+            "model": self.path,
+            "host": s.host,
+            "port": s.port,
+            "dtype": self.dtype,
+            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",
+            "enable_scale_out": True,
+            "worker_extension_cls": EXTENSION,
+            "middleware": MIDDLEWARE,
+            "weight_transfer_config": {"backend": self.backend},
+            "disable_uvicorn_access_log": True,  # the log is for what goes wrong
+            "max_model_len": self.max_model_len,
+            "tensor_parallel_size": s.tensor_parallel,
+            "data_parallel_size": s.data_parallel,
+            "gpu_memory_utilization": None if on_cpu else s.memory,
+            "kv_cache_memory_bytes": None if gib is None else int(gib * GIB),
+            "enable_chunked_prefill": False if on_cpu else None,  # see `colocate.engine_args`
+            "enforce_eager": (on_cpu if s.eager is None else s.eager) or None,
+            "revision": self.revision,
+            "trust_remote_code": self.trust_remote_code or None,
+        }
         if self.max_lora_rank is not None:
-            words += ["--enable-lora", "--max-loras", "1"]
-            words += ["--max-lora-rank", str(lora.max_rank(self.max_lora_rank))]
-        return [*words, *_flags({**s.engine_args, **of_head(self.head_dtype, s.engine_args)})]
+            rank = lora.max_rank(self.max_lora_rank)
+            flags |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+        flags |= {**s.engine_args, **of_head(self.head_dtype, s.engine_args)}
+        # -P: a random.py in the working folder is not Python's own.
+        return [sys.executable, "-P", "-m", MODULE, *_flags(flags)]
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """Returns the server's environment: `inherited` with what the server needs."""
@@ -195,19 +192,14 @@ def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 def check_port(host: str, port: int) -> None:
     """Raises a UserError if no server could listen at this address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind) as attempt:
-            attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            attempt.bind(address)
+        socket.create_server((host, port), family=family).close()
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise UserError(f"port = {port}: is taken; choose another with port=N.") from error
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            raise UserError(f"host = {host}: is no address of this machine.") from error
-        raise UserError(f"port = {port}: cannot be used: {error.strerror}.") from error
+        raise UserError(
+            f"host = {host}, port = {port}: cannot be listened at: {error.strerror}; choose "
+            "another with port=N or host=ADDRESS."
+        ) from error
 
 
 def say(text: str) -> None:

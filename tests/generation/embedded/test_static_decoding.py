@@ -16,7 +16,7 @@ from grpo_cli.generation.embedded import static_decoding
 from grpo_cli.generation.embedded.decoding_state import DecodingState
 from grpo_cli.generation.embedded.engine import Engine
 from grpo_cli.generation.embedded.generator import TransformersGenerator
-from grpo_cli.generation.embedded.graphs import EagerGraphs, FallbackGraphs, Graphs
+from grpo_cli.generation.embedded.graphs import FallbackGraphs
 from grpo_cli.generation.embedded.static_decoding import column_bucket, row_bucket
 from grpo_cli.generation.sampling import Sampling, pick
 from grpo_cli.records import Completion, Prompt
@@ -28,9 +28,16 @@ PROMPTS = [Prompt.from_ids([5 + n, 6, 7, *range(8, 8 + n)]) for n in range(5)]
 LONG = Sampling(max_tokens=40)
 
 
+class EagerGraphs:
+    """Records nothing: calls the function each time."""
+
+    def capture(self, key: object, function: Callable[[], None]) -> Callable[[], None]:
+        return function
+
+
 def sample(
     model: PreTrainedModel,
-    graphs: Graphs | None,
+    graphs: Any,
     sampling: Sampling = LONG,
     rows: int = 15,
     eos: int = 4,
@@ -166,7 +173,8 @@ class Failing:
 
 def test_a_capture_that_fails_is_said_once_and_the_rows_go_on() -> None:
     model, notes = model_of(CONFIGS["llama"]), list[str]()
-    graphs = FallbackGraphs(Failing(), notes.append)
+    failing: Any = Failing()
+    graphs = FallbackGraphs(failing, notes.append)
     found: dict[int, list[Completion]] = {}
     request = Request(PROMPTS, 3, LONG, [*range(len(PROMPTS))])
     for _ in range(2):
@@ -196,7 +204,8 @@ def test_without_memory_nothing_is_static(monkeypatch: pytest.MonkeyPatch) -> No
 def generator_of(model: PreTrainedModel, notes: list[str]) -> TransformersGenerator:
     """Returns a generator that has checked captured steps, as on a GPU with the first prompts."""
     generator = TransformersGenerator(model, [4], say=notes.append)
-    generator.check_graphs(FallbackGraphs(RecordingGraphs(), notes.append), PROMPTS)
+    recording: Any = RecordingGraphs()
+    generator.check_graphs(FallbackGraphs(recording, notes.append), PROMPTS)
     return generator
 
 
