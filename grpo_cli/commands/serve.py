@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import ipaddress
 import shlex
 import socket
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -324,8 +326,9 @@ def serve(settings: ServerSettings, recipe: Recipe | None, words: Sequence[str])
 
 def exposure(host: str) -> str | None:
     """Returns what a server at this address exposes; None for an address of this machine only."""
-    if host == "localhost" or server_key.is_same(host, "127.0.0.1"):
-        return None
+    with suppress(ValueError):  # a name
+        if host == "localhost" or ipaddress.ip_address(host).is_loopback:
+            return None
     return (
         f"warning: host = {host}: others on this machine and its network reach the server. Whoever "
         "has the key can change the weights and run code as you, and prompts, weights and the key "

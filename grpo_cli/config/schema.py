@@ -549,8 +549,8 @@ class _VllmServers:
     )
     transfer_host: str | None = knob(
         None,
-        "Address at which servers reach the trainer with transfer gloo, the trainer_host of "
-        "`grpo serve`; null: the address of the interface towards them.",
+        "Address at which servers reach the trainer with transfer gloo; null: the address of the "
+        "interface towards them.",
     )
     start_timeout: float = knob(240.0, "Seconds to wait for the servers when a run starts.", gt=0)
     prefetch_steps: int = knob(

@@ -305,13 +305,12 @@ def test_environment(model: Path) -> None:
     }
     given = {"PYTHONPATH": "x", "TORCH_COMPILE_DISABLE": "0"}
     assert planned(model=str(model)).environment(given)["TORCH_COMPILE_DISABLE"] == "0"
-    plan = planned(1, model=str(model), transfer="ipc", trainer_host="10.0.0.1")
+    plan = planned(1, model=str(model), transfer="ipc")
     assert plan.environment(given) == {
         "PYTHONPATH": f"{root}{os.pathsep}x",
         "TORCH_COMPILE_DISABLE": "0",
         "VLLM_SERVER_DEV_MODE": "1",
         "GRPO_SERVER_KEY": "",
-        "GRPO_SERVER_TRAINER_HOST": "10.0.0.1",
     }
 
 

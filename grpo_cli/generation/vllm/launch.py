@@ -57,11 +57,6 @@ class ServerSettings:
         "File with the key that trainers must send; made, with mode 600, if it does not exist. "
         "null: $GRPO_SERVER_KEY, else serve/key in grpo's cache folder.",
     )
-    trainer_host: str | None = knob(
-        None,
-        "The only address at which this server fetches weights (the run's "
-        "generation.vllm.transfer_host); null: the address that the trainer's requests come from.",
-    )
     tensor_parallel: int = knob(1, "Number of GPUs that share one copy of the model.", ge=1)
     data_parallel: int = knob(1, "Number of copies of the model.", ge=1)
     dtype: str | None = knob(
@@ -169,8 +164,6 @@ class ServerPlan:
         path = os.pathsep.join(filter(None, [str(IMPORT_ROOT), inherited.get("PYTHONPATH")]))
         out = {**inherited, "PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1"}
         out[server_key.KEY] = self.key
-        if self.settings.trainer_host is not None:
-            out[server_key.TRAINER_HOST] = self.settings.trainer_host
         if self.max_lora_rank is not None:
             out["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if not self.gpus:
