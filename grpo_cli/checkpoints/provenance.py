@@ -54,6 +54,11 @@ def _word(value: Any, folder: Path) -> bool:
     return value is None or re.fullmatch(r"\w+", str(value), re.ASCII) is not None
 
 
+def _optimizer(value: Any, folder: Path) -> bool:
+    known = re.fullmatch(r"(torch|bitsandbytes)\.optim:\w+", str(value), re.ASCII)
+    return known is not None or _word(value, folder)
+
+
 def _never(value: Any, folder: Path) -> bool:
     return value in (None, False)
 
@@ -231,7 +236,7 @@ ALLOWED: dict[str, Any] = {
             "learning_rate betas eps weight_decay no_decay max_grad_norm schedule "
             "warmup_steps decay_ratio min_learning_rate"
         ),
-        "algorithm": _word,
+        "algorithm": _optimizer,
         "args": {"*": _number},
     },
     "update": _these(

@@ -1136,7 +1136,7 @@ class Schedule:
     )
 
 
-ADAM = ("adamw", "adamw_8bit", "paged_adamw_8bit", "muon")  # read betas and eps
+ADAM = ("adamw", "muon")  # read betas and eps
 
 
 @dataclass
@@ -1145,11 +1145,11 @@ class Optimizer:
 
     algorithm: str = knob(
         "adamw",
-        "Optimizer: adamw, adamw_8bit or paged_adamw_8bit (bitsandbytes), adafactor, muon (AdamW "
-        "for all but hidden matrices), sgd, or a class of yours as my_module:MyOptimizer.",
+        "Optimizer: adamw, muon (AdamW for all but hidden matrices), or a class of PyTorch, of "
+        "bitsandbytes or of your own, such as torch.optim:SGD.",
     )
     args: dict[str, Any] = knob(
-        {}, "Further arguments of the optimizer's constructor, such as momentum of sgd and muon."
+        {}, "Further arguments of the optimizer's constructor, such as momentum of muon."
     )
     learning_rate: float = knob(1e-6, "Peak learning rate.", ge=0)
     betas: list[float] = knob(
@@ -1159,7 +1159,9 @@ class Optimizer:
         1e-8, "Term added to the root of AdamW's second moment, also of muon's AdamW.", gt=0
     )
     weight_decay: float = knob(
-        0.0, "Weight decay: decoupled, except with sgd, which adds it to the gradient.", ge=0
+        0.0,
+        "Weight decay: decoupled in adamw and muon, else as the optimizer's class has it.",
+        ge=0,
     )
     no_decay: list[str] = knob(
         ["norms", "biases", "embeddings"],

@@ -1,33 +1,29 @@
 """Makes the optimizer that a recipe names, and its parameter groups.
 
-`optimizer.algorithm` is one of `CLASSES`, or a class of the user's own as `my_module:MyOptimizer`.
-A class is called with the parameter groups, `lr` and `optimizer.args`; `check` does that with a
-small parameter before a model is loaded. All state of an optimizer must be kept for each parameter,
-as tensors or numbers: that is what a checkpoint stores.
+`optimizer.algorithm` is one of `CLASSES`, or a class of PyTorch, bitsandbytes or the user's own,
+such as `torch.optim:SGD`. A class is called with the parameter groups, `lr` and `optimizer.args`;
+`check` does that with a small parameter before a model is loaded. All state of an optimizer must be
+kept for each parameter, as tensors or numbers: that is what a checkpoint stores.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import warnings
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from grpo_cli.config.schema import Optimizer, Recipe
+from grpo_cli.config.schema import ADAM, Optimizer, Recipe
 from grpo_cli.config.user_code import import_function
 from grpo_cli.errors import UserError, listed, nearest
 
 if TYPE_CHECKING:  # a mistake in a recipe shows before transformers is imported
     from transformers import PreTrainedModel
 
-EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit")  # both have the same state
-# They read complete matrices, or the addresses of tensors; a process holds shards.
-NOT_SHARDED = (*EIGHT_BIT, "adafactor", "muon")
+# Both have moments of 8 bits; the second moves them to the host while the GPU's memory is short.
+EIGHT_BIT = ("bitsandbytes.optim:AdamW8bit", "bitsandbytes.optim:PagedAdamW8bit")
 SET_BY = {
     "lr": "optimizer.learning_rate",
     "weight_decay": "optimizer.weight_decay",
@@ -87,50 +83,21 @@ class MuonWithAdamW(torch.optim.Optimizer):
             part.step()
 
 
-def _eight_bit(name: str) -> type[torch.optim.Optimizer]:
-    """Returns a class of bitsandbytes.
-
-    Raises:
-        UserError: bitsandbytes is not installed.
-    """
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(
-            "bitsandbytes is not installed; pip install 'grpo-cli[bitsandbytes]', or choose "
-            "optimizer=adamw."
-        )
-    import bitsandbytes
-
-    # On a CPU there is no other memory to move to.
-    warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
-    found: type[torch.optim.Optimizer] = getattr(bitsandbytes.optim, name)
-    return found
-
-
-CLASSES: dict[str, Callable[[], type[torch.optim.Optimizer]]] = {
-    "adamw": lambda: torch.optim.AdamW,
-    "adamw_8bit": partial(_eight_bit, "AdamW8bit"),
-    "paged_adamw_8bit": partial(_eight_bit, "PagedAdamW8bit"),
-    "adafactor": lambda: torch.optim.Adafactor,
-    "muon": lambda: MuonWithAdamW,
-    "sgd": lambda: torch.optim.SGD,
-}
+CLASSES = {"adamw": torch.optim.AdamW, "muon": MuonWithAdamW}
 
 
 def optimizer_class(config: Optimizer) -> type[torch.optim.Optimizer]:
     """Returns the class that `optimizer.algorithm` names.
 
     Raises:
-        UserError: there is no such optimizer, module or class, or what it needs is not installed.
+        UserError: there is no such optimizer, module or class.
     """
     name, where = config.algorithm, f"optimizer.algorithm = {config.algorithm}"
     if name in CLASSES:
-        try:
-            return CLASSES[name]()
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from error
+        return CLASSES[name]
     if ":" not in name:
         raise UserError(
-            f"{where}: must be one of {', '.join(CLASSES)}, or a class of yours as "
+            f"{where}: must be one of {', '.join(CLASSES)}, or a class such as torch.optim:SGD or "
             f"my_module:MyOptimizer.{nearest(name, CLASSES)}"
         )
     found = import_function(name, where)
@@ -149,7 +116,9 @@ def check(recipe: Recipe) -> None:
     found = optimizer_class(config)
     where = f"optimizer.algorithm = {config.algorithm}"
     strategy = recipe.distributed.strategy
-    if config.algorithm in NOT_SHARDED and strategy in ("fsdp2", "zero3"):
+    # These read complete matrices, or the addresses of tensors; a process holds shards.
+    whole = issubclass(found, (MuonWithAdamW, torch.optim.Adafactor)) or _is_bitsandbytes(found)
+    if whole and strategy in ("fsdp2", "zero3"):
         raise UserError(
             f"{where}: does not work on sharded weights (distributed = {strategy}); use "
             "distributed=ddp, or optimizer=adamw."
@@ -181,13 +150,17 @@ def check(recipe: Recipe) -> None:
 def _set(config: Optimizer) -> dict[str, Any]:
     """Returns the arguments that have knobs of their own."""
     values: dict[str, Any] = {"lr": config.learning_rate}
-    if config.algorithm in ("adamw", *EIGHT_BIT, "muon"):
+    if config.algorithm in ADAM:
         values |= {"betas": (config.betas[0], config.betas[1]), "eps": config.eps}
     return values
 
 
 def _arguments(config: Optimizer) -> dict[str, Any]:
     return {**_set(config), **config.args}
+
+
+def _is_bitsandbytes(found: type) -> bool:
+    return found.__module__.startswith("bitsandbytes.")
 
 
 def make(
@@ -202,8 +175,9 @@ def make(
     trained = [p for p in model.parameters() if p.requires_grad]
     if config.algorithm == "adamw" and (offload != "none" or all(p.is_cuda for p in trained)):
         arguments.setdefault("fused", not {"foreach", "capturable"} & {*config.args})
-    optimizer = optimizer_class(config)(parameter_groups(config, model), **arguments)
-    if config.algorithm in EIGHT_BIT:  # embeddings are read by rows: 8 bits are too few there
+    found: Any = optimizer_class(config)
+    optimizer: torch.optim.Optimizer = found(parameter_groups(config, model), **arguments)
+    if _is_bitsandbytes(found):  # embeddings are read by rows: 8 bits are too few there
         for part in model.modules():
             if isinstance(part, nn.Embedding):
                 optimizer.mng.register_module_override(  # type: ignore[attr-defined]
@@ -236,13 +210,9 @@ def parameter_groups(config: Optimizer, model: PreTrainedModel) -> list[dict[str
 
 
 def state_bytes(config: Optimizer, weight_bytes: int, *, is_muon: bool = False) -> float:
-    """Returns the bytes of state that a weight of a matrix gets; two moments if it is unknown."""
+    """Returns the bytes of state that a weight of a matrix gets; two moments in most classes."""
     if config.algorithm in EIGHT_BIT:
         return 2 + 2 * 4 / 256  # and a float32 for each 256 weights
-    if config.algorithm == "adafactor":
-        return 0.0  # a row and a column for each matrix
-    if config.algorithm == "sgd":
-        return float(weight_bytes) if config.args.get("momentum") else 0.0
     return float(weight_bytes) if is_muon else 2.0 * weight_bytes
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from grpo_cli.config.schema import Optimizer
 from grpo_cli.errors import UserError
-from grpo_cli.models.optimizers import state_bytes
+from grpo_cli.models.optimizers import EIGHT_BIT, state_bytes
 from grpo_cli.models.token_logprobs import CHUNK_BYTES
 from grpo_cli.planning.settings import Cluster, Settings
 from grpo_cli.planning.shapes import Shape, count
@@ -48,7 +48,7 @@ LARGE = 2**17  # numbers of a matrix from which it is prepacked (products.LARGE)
 PACKED_SHARE = 1 / 8  # of the memory that prepacked weights may take (products.SHARE)
 ROOM = 64  # tokens that a row's cache begins with; it doubles when it is full (decode_batch.ROOM)
 WHOLE_LOGITS = 4  # tensors of the logits' size in a backward with update.chunked_logits=false
-IN_PLACE = ("adamw", "adamw_8bit", "paged_adamw_8bit")  # fused: a step makes no tensors of its own
+IN_PLACE = ("adamw", *EIGHT_BIT)  # fused: a step makes no tensors of its own
 # Bytes of a weight in nf4: 4 bits, 1 byte for each block of 64 and 4 for each of 64 * 256.
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 

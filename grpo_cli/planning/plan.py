@@ -10,6 +10,7 @@ from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.models.flops import FORWARD_BACKWARD
 from grpo_cli.models.memory import tokens_in
+from grpo_cli.models.optimizers import EIGHT_BIT
 from grpo_cli.planning.devices import Device
 from grpo_cli.planning.memory import Memory, activation_bytes, base_bytes, checkpoint_bytes, memory
 from grpo_cli.planning.seconds import Speeds, listed_speeds, rows_at_a_time, stage_seconds
@@ -266,7 +267,7 @@ def candidates(plan: Plan) -> list[tuple[str, str, Settings]]:
             found.append(
                 (
                     "model.dtype=bfloat16 mixed_precision=bf16 optimizer=adamw_8bit",
-                    half | {"optimizer": "adamw_8bit"},
+                    half | {"optimizer": EIGHT_BIT[0]},
                     "weights in 16 bits, moments in 8",
                 )
             )

@@ -22,7 +22,6 @@ from grpo_cli.checkpoints.shards import Parts
 from grpo_cli.config import saved_recipe
 from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import UserError
-from grpo_cli.models.optimizers import EIGHT_BIT
 from grpo_cli.records import Group
 from grpo_cli.reporting.machine import processor
 from grpo_cli.reporting.model_card import model_card
@@ -299,7 +298,7 @@ def check_optimizer(recipe: Recipe, path: Path) -> None:
         weights = f"adapter.path={shown}"
     for knob in ("algorithm", "args"):
         was, value = stored["optimizer"][knob], getattr(recipe.optimizer, knob)
-        if was != value and not {was, value} <= {*EIGHT_BIT}:
+        if was != value:
             raise UserError(
                 f"optimizer.{knob} = {value}: {shown} was trained with {was}, and a resumed run "
                 f"keeps its optimizer; begin a run from its weights with {weights}."

@@ -618,12 +618,12 @@ def test_with_its_condition_met_it_is_accepted(key: str) -> None:
 
 @pytest.mark.parametrize("key", ["optimizer.betas", "optimizer.eps"])
 def test_what_another_optimizer_reads_is_refused_on_the_command_line_only(key: str) -> None:
-    sgd = recipe(**{"optimizer.algorithm": "sgd", "optimizer.betas": [0.9, 0.95]})
+    sgd = recipe(**{"optimizer.algorithm": "torch.optim:SGD", "optimizer.betas": [0.9, 0.95]})
     parse(sgd)
     parse(recipe(), given=[key])
     found = refused(sgd, given=[key])
-    assert found.startswith(f"{key}: is only read with optimizer.algorithm = adamw or adamw_8bit")
-    assert found.endswith("; it is sgd.")
+    assert found.startswith(f"{key}: is only read with optimizer.algorithm = adamw or muon")
+    assert found.endswith("; it is torch.optim:SGD.")
 
 
 def test_no_decay_is_read_with_weight_decay() -> None:

@@ -19,6 +19,7 @@ from grpo_cli.generation.embedded.decode_batch import ROOM
 from grpo_cli.generation.embedded.engine import PREFILL, REFILL
 from grpo_cli.generation.embedded.products import LARGE, SHARE
 from grpo_cli.models import adapters
+from grpo_cli.models.optimizers import EIGHT_BIT
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, bytes_per_token
 from grpo_cli.planning import memory as planned
 from grpo_cli.planning import workload
@@ -267,10 +268,10 @@ def test_memory_by_hand() -> None:
         "sending weights": {**rest, "bucket": 256 * 2**20},
     }
     muon = memory(TINY, Cluster(4), replace(ddp, optimizer="muon")).moments["forward"]
-    other = memory(TINY, Cluster(4), replace(ddp, optimizer="adafactor")).moments["optimizer"]
+    other = memory(TINY, Cluster(4), replace(ddp, optimizer="torch.optim:SGD")).moments["optimizer"]
     assert other["optimizer's temporaries"] == 1680
     assert muon["moments"] == 4 * 2 * 160 + 8 * (420 - 2 * 160), "layers one, the root two"
-    eight = memory(TINY, Cluster(4), replace(ddp, optimizer="adamw_8bit")).moments["forward"]
+    eight = memory(TINY, Cluster(4), replace(ddp, optimizer=EIGHT_BIT[0])).moments["forward"]
     assert eight["moments"] == int(420 * (2 + 1 / 32))
     # Rows: of a layer 4·4 of 4 (a row each), 2 norms of 4, 3·4·8; of the root 10, 4, 10 of 4.
     own = 4 * (2 * 42 + (3 * 4 + 1 + 3 * 4))

@@ -200,7 +200,7 @@ def test_another_optimizer_begins_a_run_from_the_weights(
     (tmp_path / "training").mkdir()
     recipe = Recipe(adapter=Adapter(method=method))
     (tmp_path / "training" / "recipe.yaml").write_text(saved_recipe.as_yaml(recipe))
-    recipe.optimizer.algorithm = "sgd"
+    recipe.optimizer.algorithm = "torch.optim:SGD"
     with pytest.raises(UserError, match=rf"with {advice.format(tmp_path)}\.$"):
         resume.check_optimizer(recipe, tmp_path)
 
