@@ -37,7 +37,7 @@ from grpo_cli.models.families import (
     is_recurrent,
     without_router_logits,
 )
-from grpo_cli.models.flops import FORWARD_BACKWARD, forward_flops, params_in_products, passes
+from grpo_cli.models.flops import forward_flops, params_in_products, passes
 from grpo_cli.models.kernels import choice
 from grpo_cli.models.kernels.base import Kernel
 from grpo_cli.models.kernels.plain import Plain
@@ -47,9 +47,8 @@ from grpo_cli.models.memory import saved_bytes
 from grpo_cli.models.routers import RouterRecorder
 from grpo_cli.models.self_check import Outcome
 from grpo_cli.models.token_logprobs import Head, linear_logprobs, token_entropy, token_logprobs
-from grpo_cli.models.tower_flops import TowerFlops
-from grpo_cli.models.vision import has_images, parameters_of_images, takes_images
-from grpo_cli.records import Completion, Prompt, Rollout, sampled_places
+from grpo_cli.models.vision import has_images, takes_images
+from grpo_cli.records import Completion, Rollout, sampled_places
 
 CHECKED_ROLLOUTS = 4  # rollouts that are also computed in the simplest mode
 CHECKED_TOKENS = 64  # tokens of a prompt, and of a completion, that this check reads
@@ -106,7 +105,6 @@ class PolicyLogprobs:
         self.agree_on = agree_on
         self.routers: RouterRecorder | None = None  # where the load of experts is balanced
         self.routing: Routing | None = None  # then: of the last rollouts
-        self.tower: TowerFlops | None = None  # where images are read and their FLOPs are known
         self.is_recurrent = is_recurrent(model)
         if packed and self.is_recurrent:
             packed = False
@@ -141,49 +139,18 @@ class PolicyLogprobs:
     def flops(self, rollouts: Sequence[Rollout], *, backward: bool = False) -> float:
         """Returns the model FLOPs of a forward pass, each prompt once; NaN if not known.
 
+        They are not known with images, whose encoding the formula does not describe.
+
         Args:
             backward: also count the backward pass.
         """
+        if has_images(r.prompt for r in rollouts):
+            return math.nan
         tokens, pairs = packing.unique_tokens(rollouts)
         predicted = sum(r.completion.sampled_tokens for r in rollouts)
         number, text = self._num_parameters, self.model.config.get_text_config()
         forward = forward_flops(text, number, tokens, pairs, logits=predicted)
-        groups = packing.by_prompt(rollouts)
-        images = sum(self.flops_of_images(rollouts[first].prompt) for first, *_ in groups)
-        if backward:
-            forward *= passes(number, self._num_trained)
-            images *= self._passes_of_images if images else 1.0
-        return forward + images
-
-    def flops_of_images(self, prompt: Prompt) -> float:
-        """Returns the model FLOPs of encoding a prompt's images, forward; NaN if not known."""
-        if not prompt.images:
-            return 0.0
-        return math.nan if self.tower is None else self.tower.of_prompt(prompt)
-
-    def tokens_of_images(self, prompt: Prompt) -> float:
-        """Returns how many tokens of text take as long as encoding a prompt's images, about.
-
-        In an update; sampling takes about as many. 0 where the FLOPs of the images are not known;
-        their forward pass alone where those of the backward pass are not.
-        """
-        text = forward_flops(self.model.config.get_text_config(), self._num_parameters, 1, 1)
-        text *= passes(self._num_parameters, self._num_trained)
-        backward = self._passes_of_images
-        share = self.flops_of_images(prompt) * (1 if math.isnan(backward) else backward) / text
-        return 0.0 if math.isnan(share) else share
-
-    @cached_property
-    def _passes_of_images(self) -> float:
-        """The FLOPs of a forward and a backward pass over images, in forward passes.
-
-        NaN where a part of the tower is trained, such as its connector alone: which products that
-        takes depends on the place of the part.
-        """
-        trained = {p.requires_grad for p in parameters_of_images(self.model)}
-        if len(trained) == 2:
-            return math.nan
-        return FORWARD_BACKWARD if trained == {True} else 1.0
+        return forward * passes(number, self._num_trained) if backward else forward
 
     @cached_property
     def _num_parameters(self) -> int | None:

@@ -232,16 +232,6 @@ class VisionProcessor:
             for m in messages
         ]
 
-    def count(self, image: StoredImage, token: int) -> int:
-        """Returns how often a token stands in the tokens of an image; its size alone decides.
-
-        Raises:
-            ImageError: the image cannot be read, or the processor does not take its size.
-        """
-        text = self._text_of(image)
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids.count(token)
-
     def inputs(self, images: Sequence[StoredImage]) -> dict[str, Tensor]:
         """Returns the model's inputs of a prompt's images, such as pixel_values.
 

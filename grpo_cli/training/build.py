@@ -40,7 +40,7 @@ from grpo_cli.evaluation import benchmarks, tasks
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.generation import factory
 from grpo_cli.images import ImageError, StoredImage
-from grpo_cli.models import adapters, loading, optimizers, quantization, tiny, tower_flops
+from grpo_cli.models import adapters, loading, optimizers, quantization, tiny
 from grpo_cli.models.families import num_experts
 from grpo_cli.models.memory import MicroBatchBudget
 from grpo_cli.models.micro_batches import MicroBatcher
@@ -139,8 +139,6 @@ def assemble(
     to_solve = make_tasks(prepared, tokenizer, vision, reporter)
     held_out = [prompt for task in to_solve for prompt in task.prompts]
     reads_images = may_have_images(recipe, [*prompts, *held_out])
-    if vision is not None and reads_images:
-        policy_logprobs.tower = tower_flops.measure(model, vision)
     check_fits(recipe, model, prompts, held_out)
     episodes = make_episodes(prepared, model, tokenizer, vision, reporter.say)
     longest_prompts = [*prompts, *with_room_for_observations(recipe, model, held_out)]
@@ -199,7 +197,6 @@ def assemble(
             generator,
             tokenizer,
             episodes,
-            policy_logprobs.tokens_of_images,
         ),
         scorer=prepared.scorer,
         evaluator=evaluator,

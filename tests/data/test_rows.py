@@ -25,7 +25,6 @@ from grpo_cli.data import (
 )
 from grpo_cli.data.prompts import epoch_order
 from grpo_cli.errors import UserError
-from grpo_cli.images import StoredImage
 from grpo_cli.records import Prompt
 from grpo_cli.training.rollouts.queue import RolloutQueue
 
@@ -666,7 +665,6 @@ def taking(rank: int, size: int, lengths: dict[int, float] | None = None) -> Any
         workers=SimpleNamespace(rank=rank, size=size),
         recipe=Recipe(generation=Generation(num_generations=4, max_completion_tokens=50)),
         lengths=lengths or {},
-        tokens_of_images=lambda prompt: 30.0 * len(prompt.images),
     )
 
 
@@ -701,17 +699,6 @@ def test_a_share_counts_a_prompt_once_and_each_of_its_completions() -> None:
         run.stream = PromptStream(prompts, seed=1, shuffle=False)
         shares.append([position for position, _ in RolloutQueue.take_prompts(run, 3)])
     assert shares == [[1], [0, 2]]  # 10 + 4 · 1 = 14, 1 + 4 · 4 = 17 and 1 + 4 · 2 = 9
-
-
-def test_a_share_counts_the_encoding_of_images() -> None:
-    image = StoredImage(b"", "")
-    prompts = [Prompt(n, [5], "", {}, images=(image,) * (n == 0)) for n in range(4)]
-    shares = []
-    for rank in range(2):
-        run = taking(rank, 2, dict.fromkeys(range(4), 2.0))
-        run.stream = PromptStream(prompts, seed=1, shuffle=False)
-        shares.append([position for position, _ in RolloutQueue.take_prompts(run, 4)])
-    assert shares == [[0], [1, 2, 3]]  # 1 + 30 + 4 · 2 = 39, and 9 each
 
 
 def test_held_out_rows_are_never_dropped_or_cut(tokenizer: PreTrainedTokenizerFast) -> None:

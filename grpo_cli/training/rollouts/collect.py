@@ -64,10 +64,9 @@ def rebalance(run: Run, recipe: Recipe, collected: StepBatch) -> None:
     workers, step = run.workers, collected.step_stats
     if workers.size == 1:
         return
-    of_images = run.policy_logprobs.tokens_of_images
-    holders = workers.gather([(g.prompt_index, of_images(g.prompt)) for g in collected.groups])
-    owners = {p: rank for rank, own in enumerate(holders) for p, _ in own}
-    works = {p: _work(run, recipe, step[p], images) for own in holders for p, images in own}
+    holders = workers.gather([g.prompt_index for g in collected.groups])
+    owners = {p: rank for rank, own in enumerate(holders) for p in own}
+    works = {p: _work(run, recipe, step[p]) for own in holders for p in own}
     parts: dict[int, dict[int, int]] = {}
     for position, part in minibatch_of(owners, recipe.update.minibatches).items():
         parts.setdefault(part, {})[position] = owners[position]
@@ -82,13 +81,9 @@ def rebalance(run: Run, recipe: Recipe, collected: StepBatch) -> None:
     collected.groups = sorted([*kept, *arrived], key=lambda g: g.prompt_index)
 
 
-def _work(run: Run, recipe: Recipe, group: Sequence[RolloutStats], images: float) -> float:
-    """Tokens of a group that are computed in an update; about none if nothing in it differs.
-
-    Args:
-        images: tokens that take as long as encoding the prompt's images.
-    """
-    tokens = float(group[0].prompt_tokens + sum(o.tokens for o in group)) + images
+def _work(run: Run, recipe: Recipe, group: Sequence[RolloutStats]) -> float:
+    """Tokens of a group that are computed in an update; about none if nothing in it differs."""
+    tokens = float(group[0].prompt_tokens + sum(o.tokens for o in group))
     speaks = every_rollout_has_gradient(
         recipe.loss,
         has_reference=run.reference is not None,

@@ -33,14 +33,8 @@ class RolloutQueue:
         generator: Generator,
         tokenizer: PreTrainedTokenizerBase,
         episodes: EpisodeLoop | TrlRollouts | None = None,
-        tokens_of_images: Callable[[Prompt], float] = lambda prompt: 0.0,
     ) -> None:
-        """Takes the parts of a run.
-
-        Args:
-            tokens_of_images: returns how many tokens take as long as encoding a prompt's images.
-        """
-        self.tokens_of_images = tokens_of_images
+        """Takes the parts of a run."""
         self.episodes = episodes
         self.recipe = recipe
         self.stream = stream
@@ -74,10 +68,7 @@ class RolloutQueue:
         known = self.lengths.values()
         typical = sum(known) / len(known) if known else self.recipe.longest_completion / 2
         group = self.recipe.generation.num_generations
-        works = [
-            len(p.ids) + self.tokens_of_images(p) + group * self.lengths.get(p.row, typical)
-            for _, p in prompts
-        ]
+        works = [len(p.ids) + group * self.lengths.get(p.row, typical) for _, p in prompts]
         own = split_balanced(works, self.workers.size)[self.workers.rank]
         return [(prompts[i][0], self.stream.prompt_at(prompts[i][0])) for i in own]
 
