@@ -37,6 +37,7 @@ from grpo_cli.algorithm.loss import (
 from grpo_cli.config.schedules import learning_rate
 from grpo_cli.distributed.fsdp import norm_of, zero_gradients
 from grpo_cli.distributed.stop_signal import Interrupted
+from grpo_cli.models.flops import rollout_flops
 from grpo_cli.records import Group, Rollout, StepStats
 from grpo_cli.training import ending, evaluation, logprob_passes, probe, resume
 from grpo_cli.training.replay import kept_steps
@@ -214,8 +215,9 @@ def optimizer_batch(
     )
     with_gradient, entropy_only = split_by_gradient(run, step, rollouts, coefficients)
     run.micro_batches.calibrate(rollouts or entropy_only, step.recipe.generation.temperature)
-    flops = run.policy_logprobs.flops
-    step.clock.count("forward_backward", flops(with_gradient, backward=True) + flops(entropy_only))
+    flops = rollout_flops(run.policy, with_gradient, backward=True)
+    flops += rollout_flops(run.policy, entropy_only)
+    step.clock.count("forward_backward", flops)
     if coefficients.router:  # experts are counted over all processes before the first backward
         load = logprob_passes.load_of_experts(run, step.recipe, with_gradient)
         coefficients = replace(coefficients, load=load)

@@ -59,8 +59,9 @@ from grpo_cli.models import (
     optimizers,
     tiny,
 )
+from grpo_cli.models.activation_bytes import bytes_per_token
 from grpo_cli.models.packing import length
-from grpo_cli.models.policy_logprobs import ForwardMode, PolicyLogprobs, bytes_per_token
+from grpo_cli.models.policy_logprobs import ForwardMode, PolicyLogprobs
 from grpo_cli.models.token_logprobs import Head
 from grpo_cli.records import Completion, Prompt, Rollout
 from grpo_cli.training import logprob_passes

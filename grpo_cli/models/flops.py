@@ -21,7 +21,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -30,6 +30,9 @@ from transformers.pytorch_utils import Conv1D
 
 from grpo_cli.models import quantization
 from grpo_cli.models.families import UNCOUNTED_PARTS, num_experts
+from grpo_cli.models.packing import unique_tokens
+from grpo_cli.models.vision import has_images
+from grpo_cli.records import Rollout
 
 FORWARD_BACKWARD = 3.0  # times the forward pass, where every weight has a gradient
 
@@ -137,6 +140,27 @@ def forward_flops(
     without_logits = 0 if logits is None else tokens - logits
     products = num_parameters * tokens - text.hidden_size * text.vocab_size * without_logits
     return float(2 * products + 4 * heads * head_dim * pairs)
+
+
+def rollout_flops(
+    model: PreTrainedModel, rollouts: Sequence[Rollout], *, backward: bool = False
+) -> float:
+    """Returns the model FLOPs of a forward pass, each prompt once; NaN if not known.
+
+    They are not known with images, whose encoding the formula does not describe.
+
+    Args:
+        backward: also count the backward pass.
+    """
+    if has_images(r.prompt for r in rollouts):
+        return math.nan
+    tokens, pairs = unique_tokens(rollouts)
+    predicted = sum(r.completion.sampled_tokens for r in rollouts)
+    number = params_in_products(model)
+    forward = forward_flops(model.config.get_text_config(), number, tokens, pairs, predicted)
+    if not backward:
+        return forward
+    return forward * passes(number, params_in_products(model, trained=True))
 
 
 # Dense peaks in TFLOPs a second from NVIDIA's data sheets: (16 bit on tensor cores with a float32

@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from grpo_cli.errors import TrainingError
 
@@ -218,26 +217,6 @@ def _used_in_cgroup() -> int:
     used = int((CGROUP / "memory.current").read_text())
     stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
     return used - int(stat.get("inactive_file", 0))
-
-
-@contextmanager
-def saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
-    """Bytes that forward passes inside keep for their backward: each storage once, no weights."""
-    weights = {own_part(p).untyped_storage().data_ptr() for p in model.parameters()}
-    seen: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            seen[storage._cdata] = storage
-        return tensor
-
-    def unpack(tensor: Any) -> Any:
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        # Counted in the end: gathered weights of a sharded model are empty by then.
-        yield lambda: sum(storage.nbytes() for storage in seen.values())
 
 
 def own_part(weight: Tensor) -> Tensor:

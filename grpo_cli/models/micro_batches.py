@@ -13,10 +13,11 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.interrupts import Interrupts
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.models import attention
+from grpo_cli.models.activation_bytes import bytes_per_token
 from grpo_cli.models.attention import UnsupportedModelError
 from grpo_cli.models.memory import MicroBatchBudget, bytes_to_come, tokens_that_fit
 from grpo_cli.models.packing import length, packed_micro_batches, unique_tokens
-from grpo_cli.models.policy_logprobs import PolicyLogprobs, bytes_per_token, cut
+from grpo_cli.models.policy_logprobs import PolicyLogprobs, cut
 from grpo_cli.models.reference import Reference
 from grpo_cli.models.vision import (
     VisionProcessor,

@@ -17,7 +17,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_cli.algorithm.load_balancing import Routing
 from grpo_cli.distributed import fsdp, heartbeat
-from grpo_cli.models import activation_checkpointing, attention, packing, self_check
-from grpo_cli.models.attention import mismatch as mismatch
+from grpo_cli.models import attention, packing, self_check
+from grpo_cli.models.attention import mismatch
 from grpo_cli.models.families import (
     BIDIRECTIONAL,
     RECURRENT,
@@ -37,13 +36,11 @@ from grpo_cli.models.families import (
     is_recurrent,
     without_router_logits,
 )
-from grpo_cli.models.flops import forward_flops, params_in_products, passes
 from grpo_cli.models.kernels import choice
 from grpo_cli.models.kernels.base import Kernel
 from grpo_cli.models.kernels.plain import Plain
 from grpo_cli.models.kernels.table import Needs
 from grpo_cli.models.loading import inference
-from grpo_cli.models.memory import saved_bytes
 from grpo_cli.models.routers import RouterRecorder
 from grpo_cli.models.self_check import Outcome
 from grpo_cli.models.token_logprobs import Head, linear_logprobs, token_entropy, token_logprobs
@@ -135,30 +132,6 @@ class PolicyLogprobs:
         if self.mode.packed:
             return packing.unique_tokens(rollouts)[0]
         return sum(map(packing.length, rollouts))
-
-    def flops(self, rollouts: Sequence[Rollout], *, backward: bool = False) -> float:
-        """Returns the model FLOPs of a forward pass, each prompt once; NaN if not known.
-
-        They are not known with images, whose encoding the formula does not describe.
-
-        Args:
-            backward: also count the backward pass.
-        """
-        if has_images(r.prompt for r in rollouts):
-            return math.nan
-        tokens, pairs = packing.unique_tokens(rollouts)
-        predicted = sum(r.completion.sampled_tokens for r in rollouts)
-        number, text = self._num_parameters, self.model.config.get_text_config()
-        forward = forward_flops(text, number, tokens, pairs, logits=predicted)
-        return forward * passes(number, self._num_trained) if backward else forward
-
-    @cached_property
-    def _num_parameters(self) -> int | None:
-        return params_in_products(self.model)
-
-    @cached_property
-    def _num_trained(self) -> int | None:
-        return params_in_products(self.model, trained=True)
 
     def micro_batches(
         self, rollouts: Sequence[Rollout], max_tokens: int
@@ -492,57 +465,6 @@ def recomputing(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.training = False
-
-
-def bytes_per_token(
-    policy_logprobs: PolicyLogprobs, rollouts: Sequence[Rollout], temperature: float
-) -> float:
-    """Measures the bytes that a forward pass keeps for its backward, for each computed token.
-
-    The difference of two passes, which leaves out what does not grow with the tokens, such as
-    copies of the weights in another precision. Where there are images, the larger of this and of
-    the difference that one more prompt with images makes, its tower included. With gradient
-    checkpointing one layer's share is added, since the backward recomputes one layer at a time.
-    """
-    model = policy_logprobs.model
-    kept = _slope(policy_logprobs, rollouts, temperature)
-    if getattr(model, "is_gradient_checkpointing", False):
-        with activation_checkpointing.disabled(model):
-            all_layers = _slope(policy_logprobs, rollouts, temperature)
-        kept += all_layers / model.config.get_text_config(decoder=True).num_hidden_layers
-    return kept
-
-
-def _slope(
-    policy_logprobs: PolicyLogprobs, rollouts: Sequence[Rollout], temperature: float
-) -> float:
-    some = cut(rollouts)
-    less = _kept(policy_logprobs, some[:1], temperature)
-    slope = _per_token(_kept(policy_logprobs, some, temperature), less)
-    if not some[0].prompt.images:  # `cut` puts images first
-        return slope
-    other = replace(some[0].prompt, row=some[0].prompt.row + 1)  # the same images, once more
-    twice = [some[0], replace(some[0], prompt=other)]
-    return max(slope, _per_token(_kept(policy_logprobs, twice, temperature), less))
-
-
-def _kept(
-    policy_logprobs: PolicyLogprobs, rollouts: Sequence[Rollout], temperature: float
-) -> tuple[int, int]:
-    """Returns (bytes that a forward pass keeps, tokens that it computes)."""
-    with saved_bytes(policy_logprobs.model) as kept, torch.enable_grad():
-        logprobs, _ = policy_logprobs(rollouts, temperature)
-    del logprobs
-    fsdp.offload(policy_logprobs.model)
-    return kept(), policy_logprobs.tokens(rollouts)
-
-
-def _per_token(more: tuple[int, int], less: tuple[int, int]) -> float:
-    """Returns the bytes of each token by which two passes of `_kept` differ."""
-    (size, tokens), (smaller, fewer) = more, less
-    if tokens > fewer and size > smaller:
-        return (size - smaller) / (tokens - fewer)
-    return size / tokens
 
 
 @contextlib.contextmanager

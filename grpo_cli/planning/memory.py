@@ -10,7 +10,7 @@ Assumptions:
   of the last shards is kept and gathered.
 - Embedding, last norm and head stay gathered for a micro-batch; of the layers one is gathered at a
   time, with the buffers of two in the forward and one in the backward.
-- Activations are what `policy_logprobs.bytes_per_token` measures on the CPU for Qwen2, Qwen3 and
+- Activations are what `activation_bytes.bytes_per_token` measures on the CPU for Qwen2, Qwen3 and
   Qwen3-MoE. The work space of matrix products is left out.
 - An adapter is a LoRA in float32 on all linear layers of a dense model, without dropout. Its
   reference is the model with the adapter switched off. Its backward pass computes no gradients of
@@ -75,7 +75,7 @@ def inside_rows(tensor: tuple[int, ...], gpus: int) -> bool:
 class Kept:
     """The bytes that a layer keeps per token for the backward, by the width they come from.
 
-    The tests compare them with what `policy_logprobs.bytes_per_token` measures (packed).
+    The tests compare them with what `activation_bytes.bytes_per_token` measures (packed).
     """
 
     hidden: int  # times hidden, of a dense layer

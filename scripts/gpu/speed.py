@@ -24,7 +24,7 @@ from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.embedded.graphs import EagerGraphs, FallbackGraphs
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models import adapters, optimizers
-from grpo_cli.models.flops import peak_flops
+from grpo_cli.models.flops import peak_flops, rollout_flops
 from grpo_cli.models.memory import is_out_of_memory, release
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Prompt, Rollout
@@ -142,7 +142,7 @@ def figures(
     The FLOPs count each prompt once and no padding, whatever was computed.
     """
     rate = peak_flops(torch.device(setting.device), torch.bfloat16)
-    flops = policy_logprobs.flops(rollouts, backward=backward)
+    flops = rollout_flops(policy_logprobs.model, rollouts, backward=backward)
     return {
         "seconds": seconds,
         "tokens/s": sum(len(r.completion.ids) for r in rollouts) / seconds,

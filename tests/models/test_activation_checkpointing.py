@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_cli.models import activation_checkpointing
+from grpo_cli.models.activation_bytes import bytes_per_token, saved_bytes
 from grpo_cli.models.activation_checkpointing import is_recomputed
-from grpo_cli.models.memory import saved_bytes
-from grpo_cli.models.policy_logprobs import PolicyLogprobs, bytes_per_token
+from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.planning.memory import activation_bytes
 from grpo_cli.planning.settings import Settings
 from grpo_cli.planning.shapes import Shape

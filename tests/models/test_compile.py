@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 
 from grpo_cli.distributed import fsdp
 from grpo_cli.generation.embedded.generator import TransformersGenerator
+from grpo_cli.models.activation_bytes import bytes_per_token
 from grpo_cli.models.attention import UnsupportedModelError
-from grpo_cli.models.policy_logprobs import PolicyLogprobs, bytes_per_token
+from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from tests.conftest import as_prompts
 from tests.generation.embedded.test_generator import SEEDS, Sampling
 from tests.sharded import gradients, make_model, make_rollouts, weighted

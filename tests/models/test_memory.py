@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError
 from grpo_cli.models import memory
+from grpo_cli.models.activation_bytes import saved_bytes
 from grpo_cli.models.memory import (
     MicroBatchBudget,
     bytes_to_come,
     cache_tokens_that_fit,
     free_memory,
-    saved_bytes,
     tokens_that_fit,
     total_memory,
 )

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_cli.models import attention
+from grpo_cli.models.activation_bytes import bytes_per_token, saved_bytes
 from grpo_cli.models.attention import NOT_PASSED_ON, Layout, UnsupportedModelError
-from grpo_cli.models.memory import saved_bytes
+from grpo_cli.models.flops import rollout_flops
 from grpo_cli.models.packing import length, unique_tokens
 from grpo_cli.models.policy_logprobs import (
     SIMPLEST,
     ForwardMode,
     PolicyLogprobs,
-    bytes_per_token,
     cut,
     recomputing,
 )
@@ -158,7 +158,7 @@ def test_tokens_that_were_not_sampled_are_left_out(
         assert of_every is not None
         assert torch.allclose(own, of_every * mask, atol=1e-12)
         assert (own[~mask] == 0).all()
-    assert policy_logprobs.flops(rollouts) < policy_logprobs.flops(every)
+    assert rollout_flops(llama, rollouts) < rollout_flops(llama, every)
     if mode == PACKED:  # the other modes do not call the layer, or slice its outputs
         assert rows == [mask.sum().item(), sum(len(r.completion.ids) for r in every)]
 

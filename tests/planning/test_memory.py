@@ -19,8 +19,9 @@ from grpo_cli.generation.embedded.decode_batch import ROOM
 from grpo_cli.generation.embedded.engine import PREFILL, REFILL
 from grpo_cli.generation.embedded.products import LARGE, SHARE
 from grpo_cli.models import adapters
+from grpo_cli.models.activation_bytes import bytes_per_token
 from grpo_cli.models.optimizers import EIGHT_BIT
-from grpo_cli.models.policy_logprobs import PolicyLogprobs, bytes_per_token
+from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.planning import memory as planned
 from grpo_cli.planning import workload
 from grpo_cli.planning.memory import (

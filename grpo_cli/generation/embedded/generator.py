@@ -40,7 +40,7 @@ from grpo_cli.models.families import (
     is_recurrent,
 )
 from grpo_cli.models.loading import inference
-from grpo_cli.models.policy_logprobs import CHECKED_TOKENS, PolicyLogprobs, mismatch
+from grpo_cli.models.policy_logprobs import CHECKED_TOKENS, PolicyLogprobs
 from grpo_cli.models.self_check import Outcome
 from grpo_cli.models.vision import has_images
 from grpo_cli.records import Completion, Prompt, Rollout
@@ -406,7 +406,7 @@ class TransformersGenerator(Generator):
                     right = model_of(rollouts)
                     found.append(self_check.difference(reported, right, torch.float32))
 
-        return mismatch(check) or next(filter(None, found), None)
+        return attention.mismatch(check) or next(filter(None, found), None)
 
 
 class GatheringGenerator(TransformersGenerator):

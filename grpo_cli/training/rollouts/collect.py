@@ -22,6 +22,7 @@ from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.models.flops import rollout_flops
 from grpo_cli.records import Group, Rollout, RolloutStats, StepStats, rollout_stats
 from grpo_cli.reporting.rollout_metrics import mean, staleness_metrics
 from grpo_cli.reporting.stage_clock import Clock
@@ -196,7 +197,7 @@ def _sample(
         groups = sampling(add)
     rollouts = [r for g in groups for r in g.rollouts]
     if run.generator.computes_here:
-        clock.count("generate", run.policy_logprobs.flops(rollouts))
+        clock.count("generate", rollout_flops(run.policy, rollouts))
     with (
         run.interrupts.interruptible(),
         clock.waiting(),

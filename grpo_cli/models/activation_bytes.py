@@ -1,0 +1,88 @@
+"""Measures the bytes that a forward pass keeps for its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_cli.distributed import fsdp
+from grpo_cli.models import activation_checkpointing
+from grpo_cli.models.memory import own_part
+from grpo_cli.models.policy_logprobs import PolicyLogprobs, cut
+from grpo_cli.records import Rollout
+
+
+def bytes_per_token(
+    policy_logprobs: PolicyLogprobs, rollouts: Sequence[Rollout], temperature: float
+) -> float:
+    """Measures the bytes that a forward pass keeps for its backward, for each computed token.
+
+    The difference of two passes, which leaves out what does not grow with the tokens, such as
+    copies of the weights in another precision. Where there are images, the larger of this and of
+    the difference that one more prompt with images makes, its tower included. With gradient
+    checkpointing one layer's share is added, since the backward recomputes one layer at a time.
+    """
+    model = policy_logprobs.model
+    kept = _slope(policy_logprobs, rollouts, temperature)
+    if getattr(model, "is_gradient_checkpointing", False):
+        with activation_checkpointing.disabled(model):
+            all_layers = _slope(policy_logprobs, rollouts, temperature)
+        kept += all_layers / model.config.get_text_config(decoder=True).num_hidden_layers
+    return kept
+
+
+def _slope(
+    policy_logprobs: PolicyLogprobs, rollouts: Sequence[Rollout], temperature: float
+) -> float:
+    some = cut(rollouts)
+    less = _kept(policy_logprobs, some[:1], temperature)
+    slope = _per_token(_kept(policy_logprobs, some, temperature), less)
+    if not some[0].prompt.images:  # `cut` puts images first
+        return slope
+    other = replace(some[0].prompt, row=some[0].prompt.row + 1)  # the same images, once more
+    twice = [some[0], replace(some[0], prompt=other)]
+    return max(slope, _per_token(_kept(policy_logprobs, twice, temperature), less))
+
+
+def _kept(
+    policy_logprobs: PolicyLogprobs, rollouts: Sequence[Rollout], temperature: float
+) -> tuple[int, int]:
+    """Returns (bytes that a forward pass keeps, tokens that it computes)."""
+    with saved_bytes(policy_logprobs.model) as kept, torch.enable_grad():
+        logprobs, _ = policy_logprobs(rollouts, temperature)
+    del logprobs
+    fsdp.offload(policy_logprobs.model)
+    return kept(), policy_logprobs.tokens(rollouts)
+
+
+def _per_token(more: tuple[int, int], less: tuple[int, int]) -> float:
+    """Returns the bytes of each token by which two passes of `_kept` differ."""
+    (size, tokens), (smaller, fewer) = more, less
+    if tokens > fewer and size > smaller:
+        return (size - smaller) / (tokens - fewer)
+    return size / tokens
+
+
+@contextmanager
+def saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
+    """Bytes that forward passes inside keep for their backward: each storage once, no weights."""
+    weights = {own_part(p).untyped_storage().data_ptr() for p in model.parameters()}
+    seen: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage._cdata] = storage
+        return tensor
+
+    def unpack(tensor: Any) -> Any:
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        # Counted in the end: gathered weights of a sharded model are empty by then.
+        yield lambda: sum(storage.nbytes() for storage in seen.values())
