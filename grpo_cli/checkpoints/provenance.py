@@ -143,7 +143,7 @@ ALLOWED: dict[str, Any] = {
     "model": {
         **_these(
             "revision freeze dtype quantization head_dtype response_template chat_template_kwargs "
-            "gradient_checkpointing checkpointed_layers compile compile_backend dropout"
+            "gradient_checkpointing compile dropout"
         ),
         "path": _model,
         "attn_implementation": _word,

@@ -58,7 +58,6 @@ OTHER_NAMES = {
     "bf16": "mixed_precision=bf16",
     "fp16": "mixed_precision=fp16",
     "torch_compile": "model.compile=true",
-    "torch_compile_backend": "model.compile_backend",
     "torch_dtype": "model.dtype",
     "model_init_kwargs": "model.args",
 }

@@ -131,25 +131,10 @@ class Model:
     gradient_checkpointing: bool = knob(
         False, "Recompute activations in the backward pass to save memory."
     )
-    checkpointed_layers: float = knob(
-        1.0,
-        "Share of the decoder layers whose activations are recomputed, evenly spread; 0.5: every "
-        "other layer. A smaller share is faster and needs more memory; the gradient is the same.",
-        gt=0,
-        le=1,
-        read_if=("model.gradient_checkpointing",),
-    )
     compile: bool = knob(
         False,
         "Compile the decoder layers of the update with torch.compile; the embedded engine decodes "
         "with uncompiled layers.",
-    )
-    compile_backend: str = knob(
-        "inductor",
-        "Backend of torch.compile; eager and aot_eager generate no code, and serve to find out "
-        "what fails.",
-        choices=("inductor", "cudagraphs", "aot_eager", "eager"),
-        read_if=("model.compile",),
     )
     dropout: float | None = knob(
         0.0, "Dropout rate of every dropout layer; null keeps the model's own rates.", ge=0, le=1

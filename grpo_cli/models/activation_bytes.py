@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from grpo_cli.distributed import fsdp
-from grpo_cli.models import activation_checkpointing
 from grpo_cli.models.memory import own_part
 from grpo_cli.models.policy_logprobs import PolicyLogprobs, cut
 from grpo_cli.records import Rollout
@@ -30,10 +29,23 @@ def bytes_per_token(
     model = policy_logprobs.model
     kept = _slope(policy_logprobs, rollouts, temperature)
     if getattr(model, "is_gradient_checkpointing", False):
-        with activation_checkpointing.disabled(model):
+        with _without_checkpointing(model):
             all_layers = _slope(policy_logprobs, rollouts, temperature)
         kept += all_layers / model.config.get_text_config(decoder=True).num_hidden_layers
     return kept
+
+
+@contextmanager
+def _without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Keeps all activations inside."""
+    modules = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    for module in modules:
+        setattr(module, "gradient_checkpointing", False)  # noqa: B010
+    try:
+        yield
+    finally:
+        for module in modules:
+            setattr(module, "gradient_checkpointing", True)  # noqa: B010
 
 
 def _slope(

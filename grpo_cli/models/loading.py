@@ -20,7 +20,7 @@ from grpo_cli.config import sources
 from grpo_cli.config.contradictions import OF_FILES, OF_WEIGHTS
 from grpo_cli.config.schema import Model
 from grpo_cli.errors import UserError, nearest
-from grpo_cli.models import activation_checkpointing, adapters, output_head, quantization, vision
+from grpo_cli.models import adapters, output_head, quantization, vision
 from grpo_cli.models.families import reads_both_directions
 from grpo_cli.models.vision import VisionProcessor
 from grpo_cli.records import Prompt
@@ -325,7 +325,7 @@ def prepare_for_training(model: PreTrainedModel, config: Model) -> None:
             if isinstance(module, nn.Dropout):
                 module.p = config.dropout
     if config.gradient_checkpointing:
-        activation_checkpointing.enable(model, config.checkpointed_layers)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def freeze(model: PreTrainedModel, parts: Sequence[str]) -> int:

@@ -147,16 +147,13 @@ def kept_in_layer(shape: Shape, kept: Kept, rank: int = 0) -> int:
 def activation_bytes(shape: Shape, settings: Settings) -> int:
     """Returns the bytes per token that a forward pass keeps for its backward.
 
-    With gradient checkpointing: the inputs of the layers that are recomputed, and in full the
-    others and one layer.
+    With gradient checkpointing: the inputs of all layers, and one layer in full.
     """
     kept = kept_by(settings)
     tail = kept.tail * shape.hidden + kept.rotary * shape.head_dim
     of_layer = kept_in_layer(shape, kept, settings.adapter_rank)
     if settings.gradient_checkpointing:
-        recomputed = int(shape.layers * settings.checkpointed_layers + 1e-9)
-        in_full = shape.layers - recomputed + (recomputed > 0)
-        return recomputed * kept.stream * shape.hidden + in_full * of_layer + tail
+        return shape.layers * kept.stream * shape.hidden + of_layer + tail
     return shape.layers * of_layer + tail
 
 
@@ -277,8 +274,7 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
             else {"dequantized matrix": largest_matrix * s.compute_bytes}
         )
         temporaries = 0 if s.optimizer in IN_PLACE else trained_bytes
-        recomputes_all = s.gradient_checkpointing and s.checkpointed_layers == 1
-        kept_copies = {} if recomputes_all else copies
+        kept_copies = {} if s.gradient_checkpointing else copies
         in_update = {
             "forward": state | copies | activations | scores | dequantized,
             "backward of the head": state | kept_copies | activations | head_gradient | dequantized,

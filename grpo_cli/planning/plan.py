@@ -249,14 +249,6 @@ def candidates(plan: Plan) -> list[tuple[str, str, Settings]]:
                 "computes activations again in the backward",
             )
         )
-    elif s.checkpointed_layers < 1:
-        found.append(
-            (
-                "model.checkpointed_layers=1.0",
-                {"checkpointed_layers": 1.0},
-                "computes the activations of all layers again in the backward",
-            )
-        )
     if not s.chunked:
         found.append(("update.chunked_logits=true", {"chunked": True}, "logits a chunk at a time"))
     if not s.bf16 and s.weight_bytes == 4:

@@ -91,7 +91,7 @@ def stage_seconds(
     without_gradient = forward / speeds.forward + batches * speeds.micro_batch / 3
     passes = FORWARD_BACKWARD - (1 if s.adapter_rank else 0)
     if s.gradient_checkpointing and not speeds.recomputed:
-        passes += s.checkpointed_layers
+        passes += 1
     batches = work.scale * len(work.trained)
     with_gradient = passes * trained / speeds.train + batches * speeds.micro_batch
     updates = s.iterations * s.minibatches

@@ -36,7 +36,6 @@ class Settings:
     reference: bool = True
     old_logprobs: bool = False  # computed: with several passes over the completions of a step
     gradient_checkpointing: bool = True
-    checkpointed_layers: float = 1.0  # model.checkpointed_layers: share of the layers
     micro_tokens: int = 8192  # update.tokens_per_micro_batch
     prompts: int = 1024  # prompts_per_step
     num_generations: int = 16
@@ -95,7 +94,6 @@ class Settings:
             "reference": recipe.needs_reference,
             "old_logprobs": several and not samples_as_trained(recipe),
             "gradient_checkpointing": recipe.model.gradient_checkpointing,
-            "checkpointed_layers": recipe.model.checkpointed_layers,
             "micro_tokens": micro_tokens,
             "prompts": recipe.prompts_per_step,
             "num_generations": recipe.generation.num_generations,

@@ -67,6 +67,8 @@ from grpo_cli.training.rollouts.queue import RolloutQueue
 from grpo_cli.training.run import Run
 from grpo_cli.training.stop_rules import StopRules
 
+COMPILE_BACKEND = "inductor"  # of torch.compile; the others generate no code
+
 
 def build(
     prepared: Prepared,
@@ -362,7 +364,7 @@ def logprobs_of(
         packed=recipe.update.packing,
         chunked=recipe.update.chunked_logits,
         attention_kernel=recipe.update.attention_kernel,
-        compile_backend=recipe.model.compile_backend if recipe.model.compile else None,
+        compile_backend=COMPILE_BACKEND if recipe.model.compile else None,
         autocast=autocast,
         say=reporter.say,
         agree_on=workers.first if workers.runs_in_lockstep else lambda mismatch: mismatch,

@@ -17,6 +17,7 @@ from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.models.activation_bytes import bytes_per_token
 from grpo_cli.models.attention import UnsupportedModelError
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
+from grpo_cli.training import build
 from tests.conftest import as_prompts
 from tests.generation.embedded.test_generator import SEEDS, Sampling
 from tests.sharded import gradients, make_model, make_rollouts, weighted
@@ -40,7 +41,8 @@ def counting(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> None:
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "COMPILE_BACKEND", "eager")
     torch.compiler.reset()
     calls.clear()
 
@@ -161,8 +163,8 @@ def test_wrong_numbers_are_noted(model: PreTrainedModel) -> None:
 
 
 def test_a_resumed_run_is_the_same_and_that_of_plain_layers(tmp_path: Path) -> None:
-    changes = {"model__compile": True, "model__compile_backend": "eager"}
-    stop_and_resume(tmp_path, {**changes, "loss__beta": 0.05})  # the reference is compiled too
+    # The reference is compiled too.
+    stop_and_resume(tmp_path, {"model__compile": True, "loss__beta": 0.05})
     plain = trained(tmp_path, output_dir=str(tmp_path / "plain"), loss__beta=0.05)
     one, other = (
         load_file(tmp_path / run / "checkpoints" / "step-4" / "model.safetensors")
@@ -176,7 +178,5 @@ def test_a_resumed_run_is_the_same_and_that_of_plain_layers(tmp_path: Path) -> N
 def test_compiling_is_tried_when_a_resumed_run_is_to_compile(tmp_path: Path) -> None:
     stopped = trained(tmp_path, steps=1)
     assert not stopped.policy_logprobs.mode.compiled
-    live = trained(
-        tmp_path, steps=2, resume="auto", model__compile=True, model__compile_backend="eager"
-    )
+    live = trained(tmp_path, steps=2, resume="auto", model__compile=True)
     assert live.policy_logprobs.mode.compiled

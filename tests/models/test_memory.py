@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError
 from grpo_cli.models import memory
-from grpo_cli.models.activation_bytes import saved_bytes
 from grpo_cli.models.memory import (
     MicroBatchBudget,
     bytes_to_come,
@@ -157,25 +156,6 @@ def test_processes_of_a_machine_share_its_memory(
     cgroup(monkeypatch, tmp_path, 9001, LIMIT)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert (free_memory(CPU), total_memory()) == (1125, 2000)
-
-
-def test_saved_bytes_count_a_storage_once_and_no_weights() -> None:
-    layer = nn.Linear(10, 20, bias=False)
-    given = torch.ones(5, 10)
-    with saved_bytes(layer) as kept:
-        assert kept() == 0
-        a = layer(given)  # keeps `given`, 200 bytes, and its weight
-        assert kept() == 200
-        b = a.exp()  # keeps its result, 400 bytes
-        assert kept() == 600
-        c = b.view(20, 5).sin()  # keeps a view of the same
-        assert kept() == 600
-        c.double().square().sum().backward()  # keeps 800 bytes; backward finds all it needs
-    assert kept() == 1400
-    assert layer.weight.grad is not None
-    with torch.no_grad(), saved_bytes(layer) as kept:
-        layer(given).exp()
-    assert kept() == 0
 
 
 # ------------------------------------------------------------------------------ when it runs out
