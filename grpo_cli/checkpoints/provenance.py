@@ -241,7 +241,7 @@ ALLOWED: dict[str, Any] = {
     },
     "update": _these(
         "num_iterations minibatches tokens_per_micro_batch packing attention_kernel "
-        "chunked_logits old_logprobs skip_zero_advantage"
+        "old_logprobs skip_zero_advantage"
     ),
     "schedules": {"*": {**SCHEDULE, "*": SCHEDULE}},  # stored by section, parsed by full key
     "distributed": _these("strategy reshard_after_forward offload stall_minutes"),

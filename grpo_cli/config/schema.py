@@ -1205,9 +1205,6 @@ class Update:
         choices=("auto", "varlen", "flex", "plain"),
         read_if=("update.packing", True),
     )
-    chunked_logits: bool = knob(
-        True, "Compute logits in chunks of tokens, and again in the backward; false: all at once."
-    )
     old_logprobs: str = knob(
         "auto",
         "Source of the log-probabilities before a step's first update; auto: the sampler's, "

@@ -47,7 +47,6 @@ PREFILL = 8192  # prompt tokens that the embedded engine computes at once (engin
 LARGE = 2**17  # numbers of a matrix from which it is prepacked (products.LARGE)
 PACKED_SHARE = 1 / 8  # of the memory that prepacked weights may take (products.SHARE)
 ROOM = 64  # tokens that a row's cache begins with; it doubles when it is full (decode_batch.ROOM)
-WHOLE_LOGITS = 4  # tensors of the logits' size in a backward with update.chunked_logits=false
 IN_PLACE = ("adamw", *EIGHT_BIT)  # fused: a step makes no tensors of its own
 # Bytes of a weight in nf4: 4 bits, 1 byte for each block of 64 and 4 for each of 64 * 256.
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -226,8 +225,6 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
     # A chunk of scores; in bfloat16 also their gradient, and a block of the weight's.
     chunks = min(CHUNK_BYTES, s.micro_tokens * shape.vocab * 4) * (2 if s.compute_bytes == 2 else 1)
     scores = {"logits chunk": chunks}
-    if not s.chunked:
-        scores = {"logits": WHOLE_LOGITS * s.micro_tokens * shape.vocab * 4}
     of_head = s.sum_bytes + (2 if s.compute_bytes == 2 else 0)  # and in bfloat16
     head_gradient = scores | ({} if adapter else {"head's gradient": head * of_head})
 

@@ -249,8 +249,6 @@ def candidates(plan: Plan) -> list[tuple[str, str, Settings]]:
                 "computes activations again in the backward",
             )
         )
-    if not s.chunked:
-        found.append(("update.chunked_logits=true", {"chunked": True}, "logits a chunk at a time"))
     if not s.bf16 and s.weight_bytes == 4:
         found.append(("mixed_precision=bf16", {"bf16": True}, "products in 16 bits"))
     half = {"weight_bytes": 2, "bf16": True}

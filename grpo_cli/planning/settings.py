@@ -46,7 +46,6 @@ class Settings:
     prepacks: bool = False  # the embedded engine, large float32 matrices: on x86 CPUs
     bucket_bytes: int = 256 * MIB  # of weights that vLLM servers are sent at a time
     packed: bool = True  # update.packing
-    chunked: bool = True  # update.chunked_logits
     decoded_rows: int | None = None  # completions that are decoded at a time; None: one group
     servers: int = 0  # vLLM servers; 0: each process samples for itself
     vllm_share: float = 0.0  # generation.vllm.memory of an engine in the trainer's processes
@@ -102,7 +101,6 @@ class Settings:
             "max_completion_tokens": limit,
             "embedded": engine == "transformers",
             "packed": updates.packing,
-            "chunked": updates.chunked_logits,
             "servers": len(vllm.servers) or 1 if engine == "vllm_server" else 0,
             "vllm_share": vllm.memory if engine == "vllm_colocate" else 0.0,
             "vllm_sleeps": vllm.sleep > 0,

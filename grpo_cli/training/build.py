@@ -362,7 +362,6 @@ def logprobs_of(
     return PolicyLogprobs(
         model,
         packed=recipe.update.packing,
-        chunked=recipe.update.chunked_logits,
         attention_kernel=recipe.update.attention_kernel,
         compile_backend=COMPILE_BACKEND if recipe.model.compile else None,
         autocast=autocast,

@@ -67,7 +67,6 @@ def own_logprobs(run: Run) -> PolicyLogprobs:
     return PolicyLogprobs(
         run.policy,
         packed=update.packing,
-        chunked=update.chunked_logits,
         attention_kernel=update.attention_kernel,
         autocast=workers.autocast,
         say=lambda text: None,

@@ -57,7 +57,6 @@ class Trial:
         self.policy_logprobs = PolicyLogprobs(
             self.model,
             packed=recipe.update.packing,
-            chunked=recipe.update.chunked_logits,
             attention_kernel=recipe.update.attention_kernel,
             autocast=workers.autocast,
             say=lambda text: None,
