@@ -75,12 +75,12 @@ class Variant:
 VARIANTS = {
     "ddp": Variant("ddp", names=None),
     "fsdp2": Variant("fsdp2", names=None),
-    "zero3": Variant("zero3"),
+    "few cases": Variant("fsdp2"),
     "kept gathered": Variant("fsdp2", reshard=False),
     "an idle process": Variant("fsdp2", idle=True),
     "padded": Variant("fsdp2", packed=False),
     "whole logits": Variant("fsdp2", chunked=False),
-    "plain": Variant("zero3", packed=False, chunked=False),
+    "plain": Variant("fsdp2", packed=False, chunked=False),
     "checkpointing": Variant("fsdp2", checkpointing=True),
     "checkpointing, kept gathered": Variant("fsdp2", ("dapo",), reshard=False, checkpointing=True),
 }

@@ -291,7 +291,7 @@ MISTAKES = {
     "steps with a fraction": (["steps=1.5"], ["steps", "1.5"]),
     "unknown rule": (["advantage=gppo"], ["advantage = gppo", "there are batch"]),
     "unknown tracker": (["tracking=mlflo"], ["tracking = mlflo", "mlflow"]),
-    "unknown strategy": (["distributed=zero2"], ["distributed = zero2", "zero3?"]),
+    "unknown strategy": (["distributed=fsdp"], ["distributed = fsdp", "fsdp2?"]),
     "resume of a flag": (["resume=true"], ["resume"]),
     "folder of null": (["output_dir=null"], ["output_dir"]),
     "misspelt entry of a reward": (["reward.exact_match.wieght=1"], ["wieght", "weight?"]),

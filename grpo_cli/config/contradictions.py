@@ -193,7 +193,7 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
                 "trained; use generation=transformers, or store the changed config with the model."
             )
     strategy = recipe.distributed.strategy
-    if model.quantization != "none" and strategy in ("fsdp2", "zero3"):
+    if model.quantization != "none" and strategy == "fsdp2":
         yield (
             f"model.quantization = {model.quantization}: quantized weights cannot be sharded "
             f"(distributed.strategy = {strategy}); use distributed=ddp, or model.quantization=none."
@@ -272,7 +272,7 @@ def _of_training(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
 
 def _of_offload(recipe: Recipe) -> Iterator[str]:
     distributed = recipe.distributed
-    if distributed.offload == "all" and distributed.strategy not in ("fsdp2", "zero3"):
+    if distributed.offload == "all" and distributed.strategy != "fsdp2":
         yield (
             "distributed.offload = all: is FSDP2's offload of sharded weights, and "
             f"distributed.strategy = {distributed.strategy}; use distributed=fsdp2, or "

@@ -1307,9 +1307,8 @@ class Distributed:
     strategy: str = knob(
         "ddp",
         "One process (single); the complete model in each process (ddp); weights, gradients "
-        "and optimizer state sharded over all processes by PyTorch's FSDP2 (fsdp2; zero3: "
-        "always as ZeRO-3).",
-        choices=("single", "ddp", "fsdp2", "zero3"),
+        "and optimizer state sharded over all processes by PyTorch's FSDP2 (fsdp2).",
+        choices=("single", "ddp", "fsdp2"),
     )
     reshard_after_forward: bool = knob(
         True,
@@ -1320,7 +1319,7 @@ class Distributed:
     offload: str = knob(
         "none",
         "Tensors that are kept in host memory. all: weights, gradients and optimizer state, by "
-        "FSDP2's CPU offload (distributed=fsdp2 or zero3).",
+        "FSDP2's CPU offload (distributed=fsdp2).",
         choices=("none", "all"),
     )
     stall_minutes: float = knob(

@@ -97,7 +97,7 @@ class Workers:
                 "offloads nothing; start several with torchrun, or use distributed.offload=none."
             )
         # Whether forward and backward passes are collective: equally many on every process.
-        self.runs_in_lockstep = self.size > 1 and self.config.strategy in ("fsdp2", "zero3")
+        self.runs_in_lockstep = self.size > 1 and self.config.strategy == "fsdp2"
         half = HALF_TYPES.get(mixed_precision)
         self.half_type: torch.dtype | None = None if half is None else getattr(torch, half)
         self.control: Any = None  # the group for values in host memory
@@ -118,12 +118,11 @@ class Workers:
         Every process calls it.
         """
         if self.runs_in_lockstep:
-            again = self.config.strategy == "zero3" or self.config.reshard_after_forward
             return fsdp.shard(
                 model,
                 self.device,
                 half_type=self.half_type,
-                reshard_after_forward=again,
+                reshard_after_forward=self.config.reshard_after_forward,
                 on_host=self.config.offload == "all",
             )
         model.to(self.device)

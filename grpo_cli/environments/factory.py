@@ -113,7 +113,7 @@ def check_trl_rollout(recipe: Recipe, function: Callable[..., Any]) -> None:
     when = f"with a coroutine function (async def), and {key} is none"
     for problem in parsing.unread_of_episodes(recipe, (), when):
         raise UserError(problem)
-    sharded = recipe.distributed.strategy in ("fsdp2", "zero3")
+    sharded = recipe.distributed.strategy == "fsdp2"
     if sharded and recipe.generation.engine == "transformers":
         raise UserError(
             f"{key} with distributed = {recipe.distributed.strategy}: the engine transformers "

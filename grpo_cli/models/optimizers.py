@@ -115,12 +115,11 @@ def check(recipe: Recipe) -> None:
     config = recipe.optimizer
     found = optimizer_class(config)
     where = f"optimizer.algorithm = {config.algorithm}"
-    strategy = recipe.distributed.strategy
     # These read complete matrices, or the addresses of tensors; a process holds shards.
     whole = issubclass(found, (MuonWithAdamW, torch.optim.Adafactor)) or _is_bitsandbytes(found)
-    if whole and strategy in ("fsdp2", "zero3"):
+    if whole and recipe.distributed.strategy == "fsdp2":
         raise UserError(
-            f"{where}: does not work on sharded weights (distributed = {strategy}); use "
+            f"{where}: does not work on sharded weights (distributed = fsdp2); use "
             "distributed=ddp, or optimizer=adamw."
         )
     signature = inspect.signature(found).parameters

@@ -235,15 +235,15 @@ def memory(shape: Shape, cluster: Cluster, settings: Settings) -> Memory:
         # What is gathered is as large as its padded pieces. A layer arrives in a buffer and is
         # copied out of it; in the forward the buffer of the one before is still there.
         all_of, a_layer = n * root_share, n * layer_share
-        kept_layers = 0 if s.reshards else shape.layers
+        kept_layers = 0 if s.reshard_after_forward else shape.layers
         # Tensors divided inside their rows are put together in one more copy.
         experts = [t for t in shape.layer() if inside_rows(t, n)]
         in_forward = all_of + (max(kept_layers, 1) + 2) * a_layer + count(experts)
         at_head = all_of + kept_layers * a_layer
         # Weights are given back before their gradients are summed. Then the last such tensor's
         # gradient is there twice, but that takes less than a layer that is still gathered.
-        in_layer = all_of + (2 if s.reshards else kept_layers - 1) * a_layer
-        twice = 0 if s.reshards else count(experts[-1:])
+        in_layer = all_of + (2 if s.reshard_after_forward else kept_layers - 1) * a_layer
+        twice = 0 if s.reshard_after_forward else count(experts[-1:])
         kept_head = {} if adapter else {"head's gradient": head * s.compute_bytes}
         trained_root = 0 if adapter else 1
         in_update = {

@@ -285,7 +285,7 @@ def candidates(plan: Plan) -> list[tuple[str, str, Settings]]:
         )
     if plan.gpus > 1 and not s.sharded and s.quantization == "none":
         found.append(("distributed=fsdp2", {"strategy": "fsdp2"}, "shards weights and state"))
-    if s.sharded and not s.reshards:
+    if s.sharded and not s.reshard_after_forward:
         found.append(
             (
                 "distributed.reshard_after_forward=true",

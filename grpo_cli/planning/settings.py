@@ -10,7 +10,7 @@ from grpo_cli.errors import UserError
 
 GB = 1e9
 MIB = 2**20
-STRATEGIES = ("ddp", "fsdp2", "zero3")
+STRATEGIES = ("ddp", "fsdp2")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Settings:
     """The recipe's values that a step depends on, with one optimizer step per step."""
 
     strategy: str = "fsdp2"
-    reshard_after_forward: bool = True  # of fsdp2; zero3 always does
+    reshard_after_forward: bool = True  # of fsdp2
     weight_bytes: int = 4  # model.dtype: of weights, gradients, moments and the reference
     adapter_rank: int = 0  # adapter.rank with adapter.method=lora; 0: all weights are trained
     quantization: str = "none"  # model.quantization
@@ -60,7 +60,7 @@ class Settings:
         if self.quantization != "none" and (self.sharded or not self.adapter_rank):
             raise UserError("quantization: needs an adapter, and strategy = ddp.")
         if self.offload == "all" and not self.sharded:
-            raise UserError("offload = all: needs strategy = fsdp2 or zero3.")
+            raise UserError("offload = all: needs strategy = fsdp2.")
 
     @classmethod
     def of(cls, recipe: Recipe, **known: Any) -> Settings:
@@ -112,11 +112,6 @@ class Settings:
     @property
     def sharded(self) -> bool:
         return self.strategy != "ddp"
-
-    @property
-    def reshards(self) -> bool:
-        """Whether a layer is freed between its forward and its backward."""
-        return self.reshard_after_forward or self.strategy == "zero3"
 
     @property
     def compute_bytes(self) -> int:

@@ -407,7 +407,7 @@ def describe(run: Run) -> None:
         say(description)
     if run.reference is not None:
         say(f"the reference policy takes {run.reference.nbytes / 1e6:,.4g} MB on each process")
-    if workers.size == 1 and recipe.distributed.strategy in ("fsdp2", "zero3"):
+    if workers.size == 1 and recipe.distributed.strategy == "fsdp2":
         say(f"note: distributed = {recipe.distributed.strategy}: nothing is sharded in one process")
     if num_experts(run.policy.config.get_text_config(decoder=True)) and not run.router_coef:
         say(

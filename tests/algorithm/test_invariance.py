@@ -68,7 +68,7 @@ def test_padded_rows(whole: Found, tokens: int) -> None:
 
 
 # By processes: with three the second's groups are fewer too, and each has fewer rows than two have.
-RUN = {2: list(VARIANTS), 3: ["ddp", "zero3", "an idle process"]}
+RUN = {2: list(VARIANTS), 3: ["ddp", "few cases", "an idle process"]}
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_processes(
 def test_two_processes_and_one_agree(
     whole: Found, computed: Callable[..., dict[str, Found]]
 ) -> None:
-    assert_same(computed(2, "zero3")["zero3"], whole, VARIANTS["zero3"].names)
+    assert_same(computed(2, "few cases")["few cases"], whole, VARIANTS["few cases"].names)
 
 
 @pytest.mark.parametrize("size", RUN)

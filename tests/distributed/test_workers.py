@@ -1,6 +1,6 @@
 """Two and three gloo processes are one: same losses, same weights, whatever the split.
 
-Each with the whole model (ddp), or with a share of it (fsdp2, zero3).
+Each with the whole model (ddp), or with a share of it (fsdp2).
 """
 
 import asyncio
@@ -160,7 +160,7 @@ SHARDED = {
     "two": (2, "fsdp2", ["loss=dapo"]),
     "three-off-policy-kl-reference": (
         3,
-        "zero3",
+        "fsdp2",
         [
             "loss=grpo",
             "update.minibatches=2",

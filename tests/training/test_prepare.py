@@ -169,7 +169,7 @@ def test_quantized_weights_are_not_trained_or_sharded() -> None:
     check_adapter(Recipe(model=quantized, adapter=lora))
     with pytest.raises(UserError, match=r"adapter.init = pissa: is made from the weights"):
         check_adapter(Recipe(model=quantized, adapter=dataclasses.replace(lora, init="pissa")))
-    for strategy, refused in (("ddp", False), ("fsdp2", True), ("zero3", True)):
+    for strategy, refused in (("ddp", False), ("fsdp2", True)):
         recipe = Recipe(model=quantized, adapter=lora, distributed=Distributed(strategy=strategy))
         found = [text for text in contradictions(recipe, ()) if "cannot be sharded" in text]
         assert bool(found) == refused
