@@ -1,6 +1,5 @@
 """Memory that runs out changes how a step is computed, never what comes out, and is said."""
 
-import functools
 import json
 import resource
 import sys
@@ -14,19 +13,17 @@ from transformers import PreTrainedModel
 
 from grpo_cli import cli, train
 from grpo_cli.checkpoints import checkpointer, paths
-from grpo_cli.config.schema import Loss
-from grpo_cli.distributed.workers import Workers, exit_process
+from grpo_cli.distributed.workers import exit_process
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.embedded.engine import Step
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.embedded.prefill import Prefill
 from grpo_cli.models.attention import Layout
-from grpo_cli.models.memory import MicroBatchBudget
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.training import build, run
 from grpo_cli.training.logprob_passes import token_stats
 from grpo_cli.training.rollouts.collect import collect
-from tests import optimizer_batch, programs
+from tests import programs
 from tests.conftest import as_prompts
 from tests.distributed.test_workers import launch, results
 from tests.generation.embedded.test_generator import MANY_EOS, PROMPTS, SAMPLING, SEEDS, same
@@ -40,7 +37,6 @@ ERRORS: dict[str, Callable[[], Exception]] = {
     ),
     "python": MemoryError,
 }
-CASES = optimizer_batch.cases()
 SAID = "note: out of memory: micro-batches of {} tokens from now on; the batch is done again"
 ONE_TOO_LONG = "out of memory with a completion of "
 
@@ -114,25 +110,30 @@ def assert_same_update(
         assert found[1][key] == pytest.approx(value, rel=1e-6, abs=1e-9), key
 
 
-LOSSES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "kl-off-policy-entropy": {
-        "loss__beta": 0.1,
-        "update__num_iterations": 2,
-        "loss__entropy_coef": 0.01,
-        "loss__top_entropy": 0.5,
-    },
+PLAIN: dict[str, Any] = {}
+KL_OFF_POLICY_ENTROPY = {
+    "loss__beta": 0.1,
+    "update__num_iterations": 2,
+    "loss__entropy_coef": 0.01,
+    "loss__top_entropy": 0.5,
 }
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
+@pytest.mark.parametrize(
+    ("error", "backward", "loss"),
+    [
+        ("cuda", False, PLAIN),
+        ("cuda", True, KL_OFF_POLICY_ENTROPY),
+        ("cpu", False, KL_OFF_POLICY_ENTROPY),
+        ("cpu", True, PLAIN),
+        ("python", True, PLAIN),
+    ],
+)
 def test_a_failure_leaves_the_step_as_it_is(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    error: Callable[[], Exception],
+    error: str,
     backward: bool,
     loss: dict[str, Any],
 ) -> None:
@@ -140,7 +141,7 @@ def test_a_failure_leaves_the_step_as_it_is(
     capsys.readouterr()
     live = doubled(tmp_path, **loss, update__tokens_per_micro_batch=80)
     # Micro-batches of up to 80 tokens: the first two are smaller than the third.
-    allocator = Allocator(live.policy, 50, error, backward=backward)
+    allocator = Allocator(live.policy, 50, ERRORS[error], backward=backward)
     found = one_update(live)
     assert_same_update(found, expected)
     assert allocator.failures == 1
@@ -193,17 +194,16 @@ def test_what_a_failed_pass_has_found_is_not_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("explicit", [{}, {"update__tokens_per_micro_batch": 4000}], ids=str)
 def test_the_budget_stays_halved_and_goes_into_the_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], explicit: dict[str, Any]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = built(tmp_path, output_dir=str(tmp_path / "whole"), **explicit)
+    whole = built(tmp_path, output_dir=str(tmp_path / "whole"))
     train.train(whole)
     whole.close()
-    assert whole.micro_batches.budget.tokens == explicit.get("update__tokens_per_micro_batch", 2048)
+    assert whole.micro_batches.budget.tokens == 2048
     capsys.readouterr()
 
-    live = built(tmp_path, output_dir=str(tmp_path / "limited"), **explicit)
+    live = built(tmp_path, output_dir=str(tmp_path / "limited"))
     allocator = Allocator(live.policy, 60, backward=True)
     seen: list[int | None] = []
     live.reporter.step = lambda step, *rest, write=live.reporter.step: (  # type: ignore[method-assign]
@@ -232,7 +232,6 @@ def test_the_budget_stays_halved_and_goes_into_the_checkpoint(
         tmp_path,
         output_dir=str(tmp_path / "limited"),
         resume=str(paths.checkpoint_path(live.folder, 2)),
-        **explicit,
     )
     assert resumed.micro_batches.budget.tokens == halved
     again = Allocator(resumed.policy, 60)
@@ -264,15 +263,11 @@ def test_other_errors_of_a_step_are_not_swallowed(tmp_path: Path) -> None:
     assert live.micro_batches.budget.tokens == 80
 
 
-WITHOUT_GRADIENT = ["cuda", "cpu", "python"]
-EXPLICIT = pytest.mark.parametrize(
-    "explicit", [{}, {"update__tokens_per_micro_batch": 1000}], ids=["measured", "explicit"]
-)
+EXPLICIT = {"update__tokens_per_micro_batch": 1000}  # in place of a measured budget
 
 
 @pytest.mark.runs
-@EXPLICIT
-@pytest.mark.parametrize("error", WITHOUT_GRADIENT)
+@pytest.mark.parametrize(("explicit", "error"), [({}, "cuda"), (EXPLICIT, "cpu")])
 def test_the_first_rollouts_do_not_have_to_fit_all_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], explicit: dict[str, Any], error: str
 ) -> None:
@@ -290,24 +285,19 @@ def test_the_first_rollouts_do_not_have_to_fit_all_at_once(
 
 
 @pytest.mark.runs
-@EXPLICIT
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize(
+    ("error", "without_gradient", "changes"),
+    [
+        ("cuda", False, EXPLICIT),
+        ("cpu", False, {}),
+        ("python", True, {"update__num_iterations": 2, "update__old_logprobs": "computed"}),
+    ],
+)
 def test_a_completion_that_does_not_fit_alone_ends_the_run(
-    tmp_path: Path, error: str, explicit: dict[str, Any]
+    tmp_path: Path, error: str, without_gradient: bool, changes: dict[str, Any]
 ) -> None:
-    live = built(tmp_path, **explicit)
-    allocator = Allocator(live.policy, 3, ERRORS[error])
-    with pytest.raises(TrainingError, match=ONE_TOO_LONG):
-        train.train(live)
-    live.close()
-    assert 1 < allocator.failures < 15
-
-
-@pytest.mark.runs
-@pytest.mark.parametrize("error", WITHOUT_GRADIENT)
-def test_nor_does_one_in_a_pass_without_gradient(tmp_path: Path, error: str) -> None:
-    live = built(tmp_path, update__num_iterations=2, update__old_logprobs="computed")
-    allocator = Allocator(live.policy, 3, ERRORS[error], without_gradient=True)
+    live = built(tmp_path, **changes)
+    allocator = Allocator(live.policy, 3, ERRORS[error], without_gradient=without_gradient)
     with pytest.raises(TrainingError, match=ONE_TOO_LONG):
         train.train(live)
     live.close()
@@ -354,9 +344,8 @@ def test_the_command_line_says_it_in_one_message(
 # ------------------------------------------------------------------------------------ generation
 
 
-@pytest.mark.parametrize("error", ERRORS)
 def test_generation_halves_its_rows_and_keeps_what_is_whole(
-    model: PreTrainedModel, capsys: pytest.CaptureFixture[str], error: str
+    model: PreTrainedModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = TransformersGenerator(model, MANY_EOS, 100)
     expected = whole.generate(as_prompts(PROMPTS), 2, SAMPLING, SEEDS)
@@ -372,7 +361,7 @@ def test_generation_halves_its_rows_and_keeps_what_is_whole(
             begun.append(attending.lengths)
         if isinstance(attending, Step) and sum(attending.sizes) > 2 and came:
             before.append(list(came))
-            raise ERRORS[error]()
+            raise ERRORS["cuda"]()
 
     model.register_forward_pre_hook(allocate, with_kwargs=True)
     found = generator.generate(as_prompts(PROMPTS), 2, SAMPLING, SEEDS, lambda n, _: came.append(n))
@@ -394,64 +383,11 @@ def test_generation_halves_its_rows_and_keeps_what_is_whole(
 # ------------------------------------------------------------------------- processes of their own
 
 
-def as_program(*argv: str, processes: int = 1, **environment: str) -> str:
+def as_program(*argv: str, **environment: str) -> str:
     """Starts this file as a program; returns what it has printed."""
-    done = programs.run(programs.started(processes, __file__, *argv), **environment)
+    done = programs.run(programs.started(1, __file__, *argv), **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def few_losses() -> dict[str, Loss]:
-    return {name: CASES[name] for name in ("dapo", "k3", "top_entropy", "kl_cov")}
-
-
-def two_processes_of_which_one_fails(out: str) -> None:
-    """An optimizer step of a few losses; the second process fails in the second backward of each.
-
-    Before it, every process has counted the tokens; after it, gradients are summed.
-    """
-    optimizer_batch.cases = few_losses
-    workers = Workers("cpu")
-    mine = optimizer_batch.make_groups()[workers.rank :: workers.size]
-    counts = {"backwards": 0}
-    backward, with_oom_retry = workers.backward, MicroBatchBudget.with_oom_retry
-
-    def failing(loss: torch.Tensor) -> None:
-        backward(loss)
-        counts["backwards"] += 1
-        if workers.rank == 1 and counts["backwards"] == 2:
-            raise ERRORS["cpu"]()
-
-    def counting(own: MicroBatchBudget, work: Any, lengths: Any, undo: Any, total: Any) -> Any:
-        if isinstance(undo, functools.partial):  # of gradients
-            counts["backwards"] = 0
-        return with_oom_retry(own, work, lengths, undo, total)
-
-    workers.backward = failing  # type: ignore[method-assign]
-    MicroBatchBudget.with_oom_retry = counting  # type: ignore[method-assign]
-    found = optimizer_batch.all_gradients(workers, mine, tokens_per_micro_batch=20)
-    if workers.is_main:
-        torch.save(found, out)
-    workers.close()
-
-
-@pytest.mark.slow
-def test_one_of_two_processes_runs_out_of_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "found.pt"
-    said = as_program("two", str(out), processes=2)
-    found = torch.load(out, weights_only=True)
-    monkeypatch.setattr(optimizer_batch, "cases", few_losses)
-    whole = optimizer_batch.all_gradients(Workers("cpu"), optimizer_batch.make_groups(), 10**6)
-    assert list(found) == list(whole) == list(few_losses())
-    for name, (gradient, measured) in whole.items():
-        assert gradient.abs().max() > 1e-4, "something to compare"
-        torch.testing.assert_close(found[name][0], gradient, rtol=1e-6, atol=1e-7)
-        for key, value in measured.items():
-            assert found[name][1][key] == pytest.approx(value, rel=1e-6, abs=1e-7), (name, key)
-    assert said.count(SAID.format(10)) == len(whole), "one process's, once a step"
-    assert said.count("out of memory") == len(whole)
 
 
 @pytest.mark.slow
@@ -513,7 +449,7 @@ def test_the_allocator_itself_fails(tmp_path: Path) -> None:
     lines = {}
     for room in (0, 220 * 2**20):
         folder = tmp_path / str(room)
-        said = as_program("limit", str(folder), str(room), MALLOC_ARENA_MAX="1")
+        said = as_program(str(folder), str(room), MALLOC_ARENA_MAX="1")
         assert ("note: out of memory: micro-batches of " in said) == (room > 0), said
         text = (folder / "run" / "metrics.jsonl").read_text()
         lines[room > 0] = [json.loads(line) for line in text.splitlines()]
@@ -525,8 +461,5 @@ def test_the_allocator_itself_fails(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "two":
-        two_processes_of_which_one_fails(sys.argv[2])
-    else:
-        train_with_a_limit(sys.argv[2], int(sys.argv[3]))
+    train_with_a_limit(sys.argv[1], int(sys.argv[2]))
     exit_process(0)
