@@ -107,12 +107,14 @@ class Maker:
         return self._tools
 
     def preload(self) -> None:
-        """Imports the classes and tools.
+        """Imports the classes and tools, and the client of an MCP server.
 
         Raises:
             UserError: one of them cannot be used.
         """
         _ = self.tools
+        if self.spec.mcp:
+            from grpo_cli.environments import mcp  # noqa: F401
         for name in self.spec.names if self.spec.path or self.spec.by_name else ():
             found = self._class(name)
             if inspect.isclass(found.call) and manner_of(found.call, found.where) == "trl":
@@ -374,19 +376,6 @@ class _Base:
         close = getattr(self.given, "close", None)
         if close is not None:
             await result_of(close())
-
-
-class Served(_Base):
-    """The part that environments on servers share: the server's tools, beside the recipe's."""
-
-    def __init__(self, functions: Functions, where: str) -> None:
-        """where: the key that names the server, for messages."""
-        super().__init__(None, functions)
-        self._of_recipe, self._where = functions, where
-
-    def take_tools(self, own: Mapping[str, Tool]) -> None:
-        """Offers the server's tools, too."""
-        self.functions = self._of_recipe.joined(own, self._where)
 
 
 class ToolsOnly(_Base):

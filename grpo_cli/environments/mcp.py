@@ -1,28 +1,21 @@
 """The tools of an MCP server (Model Context Protocol), which the model may call.
 
-The server is a command that speaks JSON-RPC on its standard input and output, or an address
-(streamable HTTP). A client for tools needs four of the protocol's messages, and no package:
-
-    -> {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {...}}
-    -> {"jsonrpc": "2.0", "method": "notifications/initialized"}
-    -> {"jsonrpc": "2.0", "id": 2, "method": "tools/list", "params": {}}
-    -> {"jsonrpc": "2.0", "id": 3, "method": "tools/call", "params": {"name": ..., "arguments": {}}}
-    <- {"jsonrpc": "2.0", "id": 3, "result": {"content": [{"type": "text", "text": "6"}]}}
+The server is a command that speaks MCP on its standard input and output, or an address
+(streamable HTTP). The client is that of the package `mcp` (extra `mcp`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import json
 import os
 import shlex
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from grpo_cli import __version__
-from grpo_cli.environments.adapters import Broken, Served
+import httpx2
+
+from grpo_cli.environments.adapters import _Base
 from grpo_cli.environments.deadlines import described
 from grpo_cli.environments.functions import (
     Failed,
@@ -36,15 +29,20 @@ from grpo_cli.environments.functions import (
 from grpo_cli.environments.protocol import Message, Observation
 from grpo_cli.errors import UserError
 
-PROTOCOL = "2025-06-18"  # the revision that the client offers; the server answers with its own
-LINE_BYTES = 100 * 2**20  # of one message on a server's output
-MAX_PAGES = 100  # of a list of tools
+try:
+    import mcp
+    from mcp.client.streamable_http import streamable_http_client
+    from mcp.types import CONNECTION_CLOSED, INTERNAL_ERROR
+except ImportError as error:
+    raise UserError(
+        "environment.mcp needs the package mcp; install it with pip install 'grpo-cli[mcp]'."
+    ) from error
+
+HTTP = ("http://", "https://")
 CONNECT_SECONDS = 10.0
-CLOSE_SECONDS = 1.0  # for a server to end after its input has
-METHOD_NOT_FOUND = -32601
 
 
-class McpTools(Served):
+class McpTools(_Base):
     """The tools of an MCP server, and those of the recipe.
 
     Args:
@@ -57,8 +55,6 @@ class McpTools(Served):
         headers: of HTTP requests, such as Authorization.
     """
 
-    is_reusable = True
-
     def __init__(
         self,
         server: str,
@@ -69,7 +65,8 @@ class McpTools(Served):
         env: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(functions, "environment.mcp")
+        super().__init__(None, functions)
+        self._tools_of_recipe = functions
         self._shared = {} if per_rollout else shared
         self._is_own = per_rollout
         self.is_reusable = not per_rollout
@@ -80,11 +77,10 @@ class McpTools(Served):
         connection = await self._connected()
         own: dict[str, Tool] = {}
         for tool in connection.tools:
-            name = tool["name"]
-            own[name] = served_tool(
-                name, tool.get("description"), tool.get("inputSchema") or {}, self._caller(name)
+            own[tool.name] = served_tool(
+                tool.name, tool.description, tool.input_schema, self._caller(tool.name)
             )
-        self.take_tools(own)
+        self.functions = self._tools_of_recipe.joined(own, "environment.mcp")
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Begins an episode."""
@@ -105,318 +101,119 @@ class McpTools(Served):
         async with lock:
             known: _Connection | None = self._shared.get(self._server)
             if known is None or known.error is not None:
-                transport: _Transport
-                if self._server.startswith(("http://", "https://")):
-                    transport = _Http(self._server, self._headers, self.functions.deadlines.seconds)
-                else:
-                    transport = _Process(self._server, self._env)
-                known = _Connection(transport)
+                known = _Connection(self._server, self._env, self._headers)
                 await known.open()
                 self._shared[self._server] = known
             return known
 
     def _caller(self, name: str) -> Any:
         async def call(**arguments: Any) -> str:
-            connection = self._shared.get(self._server)
+            connection: _Connection | None = self._shared.get(self._server)
             if connection is None:
                 raise Failed("env_error", f"the MCP server {self._server} is not connected")
-            result = await connection.request("tools/call", {"name": name, "arguments": arguments})
-            text = _text(result)
-            if result.get("isError"):
-                raise ToolError(text)
-            return text
+            return await connection.call(name, arguments)
 
         return call
 
 
-def _text(result: Mapping[str, Any]) -> str:
-    """Returns the text of a tool's result."""
-    blocks = result.get("content") or ()
-    if not blocks and result.get("structuredContent") is not None:
-        return as_text(result["structuredContent"])
-    texts = []
-    for block in blocks:
-        if isinstance(block, Mapping) and isinstance(block.get("text"), str):
-            texts.append(block["text"])
-        else:
-            kind = block.get("type") if isinstance(block, Mapping) else None
-            texts.append(f"[{kind or 'unreadable'}]")
-    return "\n".join(texts)
-
-
-class _Transport(Protocol):
-    """Carries messages to a server and back."""
-
-    name: str
-
-    async def open(self) -> None: ...
-
-    async def request(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Sends a request and returns its response; raises `Failed`."""
-
-    async def notify(self, message: Mapping[str, Any]) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 class _Connection:
-    """A connection to a server, after its handshake."""
+    """A connection to a server, opened and closed by a task of its own, as anyio demands."""
 
-    def __init__(self, transport: _Transport) -> None:
-        self.transport = transport
+    def __init__(self, server: str, env: Mapping[str, str], headers: Mapping[str, str]) -> None:
+        self._server, self._env, self._headers = server, env, headers
         self.error: Failed | None = None  # why it cannot be used any more
-        self.tools: list[Mapping[str, Any]] = []
-        self._numbers = itertools.count(1)
+        self.tools: list[mcp.Tool] = []
+        self._client: mcp.Client | None = None
+        self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._leaves = asyncio.Event()
+        self._task = asyncio.create_task(self._hold())
 
     async def open(self) -> None:
-        """Connects, shakes hands and asks for the tools."""
-        try:
-            await self.transport.open()
-            client = {"name": "grpo", "version": __version__}
-            await self.request(
-                "initialize",
-                {"protocolVersion": PROTOCOL, "capabilities": {}, "clientInfo": client},
-            )
-            await self.transport.notify({"jsonrpc": "2.0", "method": "notifications/initialized"})
-            await self._list_tools()
-        except BaseException:
-            await self.close()
-            raise
-
-    async def _list_tools(self) -> None:
-        cursor = None
-        for _ in range(MAX_PAGES):
-            page = await self.request("tools/list", {} if cursor is None else {"cursor": cursor})
-            found = page.get("tools")
-            if not isinstance(found, list) or not all(
-                isinstance(t, dict) and isinstance(t.get("name"), str) for t in found
-            ):
-                raise Broken(f"the MCP server {self.transport.name} lists no tools")
-            self.tools += found
-            cursor = page.get("nextCursor")
-            if cursor is None:
-                return
-
-    async def request(self, method: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the result of a request.
+        """Waits for the tools.
 
         Raises:
-            ToolError: the server refuses the call of a tool.
-            Failed: the server has gone, or answers with what is no answer.
+            UserError: the server cannot be started.
+            Failed: there is no MCP server.
+        """
+        try:
+            await self._opened
+        except BaseException:
+            self._task.cancel()
+            raise
+
+    async def _hold(self) -> None:
+        """Connects, asks for the tools and keeps the connection until it is to be closed."""
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                self._client = await stack.enter_async_context(await self._new_client(stack))
+                page = await self._client.list_tools()
+                self.tools += page.tools
+                while page.next_cursor is not None:
+                    page = await self._client.list_tools(cursor=page.next_cursor)
+                    self.tools += page.tools
+                self._opened.set_result(None)
+                await self._leaves.wait()
+        except Exception as error:
+            if not self._opened.done():
+                self._opened.set_exception(self._reason(error))
+
+    async def _new_client(self, stack: contextlib.AsyncExitStack) -> mcp.Client:
+        """Returns a client of the server, not yet connected."""
+        if self._server.startswith(HTTP):
+            limits = httpx2.Timeout(None, connect=CONNECT_SECONDS)  # each call has its deadline
+            http = httpx2.AsyncClient(headers=dict(self._headers), timeout=limits)
+            await stack.enter_async_context(http)
+            return mcp.Client(streamable_http_client(self._server, http_client=http))
+        command, *args = shlex.split(self._server)
+        env = {**os.environ, **{k: str(v) for k, v in self._env.items()}}
+        return mcp.Client(mcp.StdioServerParameters(command=command, args=args, env=env))
+
+    def _reason(self, error: Exception) -> UserError | Failed:
+        """Returns why the connection could not be opened."""
+        while isinstance(error, ExceptionGroup):  # of the client's own tasks
+            error = error.exceptions[0]
+        if isinstance(error, (OSError, ValueError)) and not self._server.startswith(HTTP):
+            return UserError(
+                f"environment.mcp: {self._server} cannot be started ({described(error)}); give a "
+                "command that is on the PATH, or an address that begins with http."
+            )
+        return self._failed(described(error))
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Calls a tool; returns the text of its result.
+
+        Raises:
+            ToolError: the server refuses the call.
+            Failed: the server has gone, or has failed itself.
         """
         if self.error is not None:
             raise self.error
-        request = {"jsonrpc": "2.0", "id": next(self._numbers), "method": method, "params": params}
+        assert self._client is not None, "open comes first"
         try:
-            response = await self.transport.request(request)
-        except Failed as failed:
-            self.error = failed
-            raise
-        if (error := response.get("error")) is not None:
-            text = error.get("message") if isinstance(error, Mapping) else error
-            if method == "tools/call":
-                raise ToolError(clean_text(str(text), 2000))
-            raise Failed("env_error", f"the MCP server {self.transport.name}: {method}: {text}")
-        result = response.get("result")
-        if not isinstance(result, Mapping):
-            raise Failed("env_error", f"the MCP server {self.transport.name} gave no result")
-        return result
+            result = await self._client.call_tool(name, arguments)
+        except mcp.MCPError as error:
+            if error.code not in (CONNECTION_CLOSED, INTERNAL_ERROR):
+                raise ToolError(clean_text(str(error), 2000)) from error
+            self.error = self._failed(str(error))
+            self._leaves.set()
+            raise self.error from error
+        text = _text(result)
+        if result.is_error:
+            raise ToolError(text)
+        return text
+
+    def _failed(self, text: str) -> Failed:
+        return Failed("env_error", f"the MCP server {self._server}: {text}")
 
     async def close(self) -> None:
         """Ends the connection."""
-        self.error = self.error or Failed("env_error", "the connection was closed")
-        with contextlib.suppress(Exception):
-            await self.transport.close()
+        self.error = self.error or self._failed("the connection was closed")
+        self._leaves.set()
+        await asyncio.wait({self._task})
 
 
-class _Process:
-    """A server that is a process, with one JSON message on each line."""
-
-    def __init__(self, command: str, env: Mapping[str, str]) -> None:
-        self.name, self._env = command, env
-        self._waiting: dict[Any, asyncio.Future[Mapping[str, Any]]] = {}
-        self._process: asyncio.subprocess.Process | None = None
-        self._listener: asyncio.Task[None] | None = None
-        self._ended: str | None = None
-
-    async def open(self) -> None:
-        try:
-            words = shlex.split(self.name)
-            self._process = await asyncio.create_subprocess_exec(
-                *words,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                limit=LINE_BYTES,
-                env={**os.environ, **{k: str(v) for k, v in self._env.items()}},
-            )
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"environment.mcp: {self.name} cannot be started ({described(error)}); give a "
-                "command that is on the PATH, or an address that begins with http."
-            ) from error
-        self._listener = asyncio.ensure_future(self._listen())
-
-    async def request(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        future = asyncio.get_running_loop().create_future()
-        self._waiting[message["id"]] = future
-        try:
-            await self._write(message)
-            return await future  # type: ignore[no-any-return]
-        except asyncio.CancelledError:
-            with contextlib.suppress(Failed):
-                params = {"requestId": message["id"]}
-                self._send({"method": "notifications/cancelled", "params": params})
-            raise
-        finally:
-            self._waiting.pop(message["id"], None)
-
-    async def notify(self, message: Mapping[str, Any]) -> None:
-        await self._write(message)
-
-    async def _write(self, message: Mapping[str, Any]) -> None:
-        self._send(message)
-        assert self._process is not None
-        assert self._process.stdin is not None
-        try:
-            await self._process.stdin.drain()
-        except OSError:
-            await asyncio.sleep(0.1)  # the listener learns how it ended
-            raise self._failed() from None
-
-    def _send(self, message: Mapping[str, Any]) -> None:
-        if self._ended is not None or self._process is None or self._process.stdin is None:
-            raise self._failed()
-        self._process.stdin.write(json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n")
-
-    def _failed(self) -> Failed:
-        return Failed("env_error", f"the MCP server {self.name} {self._ended or 'has ended'}")
-
-    async def _listen(self) -> None:
-        """Gives each response to its request until the server ends."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        try:
-            while line := await self._process.stdout.readline():
-                self._take(line)
-            self._ended = f"has ended (exit code {await self._process.wait()})"
-        except ValueError:
-            self._ended = "has written a line that is too long"
-        except Exception as error:
-            self._ended = f"cannot be read ({described(error)})"
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(self._failed())
-
-    def _take(self, line: bytes) -> None:
-        try:
-            message = json.loads(line)
-        except ValueError:
-            return  # a line that it has printed
-        if not isinstance(message, dict):
-            return
-        if "method" in message:
-            if "id" in message:  # a request of the server: it may ask whether the client lives
-                known = message["method"] == "ping"
-                error = {"code": METHOD_NOT_FOUND, "message": "not supported"}
-                answer = {"result": {}} if known else {"error": error}
-                with contextlib.suppress(Failed):
-                    self._send({"id": message["id"], **answer})
-            return
-        future = self._waiting.get(message.get("id"))
-        if future is not None and not future.done():
-            future.set_result(message)
-
-    async def close(self) -> None:
-        process, listener = self._process, self._listener
-        if process is None:
-            return
-        if process.stdin is not None:
-            process.stdin.close()
-        try:
-            await asyncio.wait_for(process.wait(), CLOSE_SECONDS)
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-        if listener is not None:
-            listener.cancel()
-
-
-class _Http:
-    """A server at an address: each message is a POST, answered with JSON or an event stream."""
-
-    def __init__(self, url: str, headers: Mapping[str, str], seconds: float | None) -> None:
-        self.name, self._headers, self._seconds = url, dict(headers), seconds
-        self._client: Any = None
-        self._version = PROTOCOL
-
-    async def open(self) -> None:
-        import httpx2
-
-        limits = httpx2.Timeout(self._seconds, connect=CONNECT_SECONDS)
-        self._client = httpx2.AsyncClient(timeout=limits, follow_redirects=True)
-        self._headers |= {
-            "Accept": "application/json, text/event-stream",
-            "Content-Type": "application/json",
-        }
-
-    async def request(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        response = await self._post(message)
-        if response is None:
-            raise Failed("env_error", f"the MCP server {self.name} gave no answer")
-        if message["method"] == "initialize":
-            result = response.get("result")
-            if isinstance(result, Mapping) and isinstance(result.get("protocolVersion"), str):
-                self._headers["MCP-Protocol-Version"] = result["protocolVersion"]
-        return response
-
-    async def notify(self, message: Mapping[str, Any]) -> None:
-        await self._post(message)
-
-    async def _post(self, message: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        import httpx2
-
-        try:
-            async with self._client.stream(
-                "POST", self.name, json=dict(message), headers=self._headers
-            ) as response:
-                if (session := response.headers.get("mcp-session-id")) is not None:
-                    self._headers["Mcp-Session-Id"] = session
-                if response.status_code >= 400:
-                    text = (await response.aread()).decode("utf-8", "replace")[:200]
-                    raise Failed(
-                        "env_error", f"the MCP server {self.name}: {response.status_code} {text}"
-                    )
-                if "id" not in message:
-                    return None
-                if "text/event-stream" in response.headers.get("content-type", ""):
-                    return await self._from_events(response, message["id"])
-                return self._read((await response.aread()).decode("utf-8", "replace"))
-        except httpx2.HTTPError as error:
-            text = f"the MCP server {self.name}: {described(error)}"
-            raise Failed("env_error", text) from error
-
-    async def _from_events(self, response: Any, number: int) -> Mapping[str, Any] | None:
-        data: list[str] = []
-        async for line in response.aiter_lines():
-            if line.startswith("data:"):
-                data.append(line[5:].removeprefix(" "))
-            elif not line and data:
-                message = self._read("\n".join(data))
-                if message.get("id") == number and "method" not in message:
-                    return message
-                data = []
-        return self._read("\n".join(data)) if data else None
-
-    def _read(self, text: str) -> Mapping[str, Any]:
-        try:
-            message = json.loads(text)
-            assert isinstance(message, dict)
-        except (ValueError, AssertionError) as error:
-            raise Failed(
-                "env_error", f"the MCP server {self.name} sent what is no answer: {text[:200]}"
-            ) from error
-        return message
-
-    async def close(self) -> None:
-        if self._client is not None:
-            await self._client.aclose()
+def _text(result: mcp.types.CallToolResult) -> str:
+    """Returns the text of a tool's result."""
+    if not result.content and result.structured_content is not None:
+        return as_text(result.structured_content)
+    return "\n".join(b.text if b.type == "text" else f"[{b.type}]" for b in result.content)

@@ -50,7 +50,8 @@ def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     if what == "error":
         return text("on purpose", isError=True)
     if what == "image":
-        return {"content": [{"type": "image", "data": ""}, {"type": "text", "text": "seen"}]}
+        image = {"type": "image", "data": "", "mimeType": "image/png"}
+        return {"content": [image, {"type": "text", "text": "seen"}]}
     if what == "structured":
         return {"content": [], "structuredContent": {"n": 1}}
     if what == "print":
