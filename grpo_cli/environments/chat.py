@@ -141,12 +141,11 @@ class Chat:
 
     # The model's turn
 
-    def parse(self, ids: Sequence[int], prefill: str = "") -> Message:
+    def parse(self, ids: Sequence[int]) -> Message:
         """Returns a turn of the model as a message, see `ResponseParser.parse`.
 
         Args:
             ids: the sampled tokens, with or without the eos.
-            prefill: the text of the prompt that the turn continues.
 
         Raises:
             MalformedCall: the turn begins a call that cannot be read.
@@ -154,18 +153,13 @@ class Chat:
         ids = list(ids)
         while ids and ids[-1] in self.eos_ids:
             ids.pop()
-        text = prefill + self._text(ids)
         if self._prefix is None:
             user = [{"role": "user", "content": "text"}]
             self._prefix = self._render(user, generation_prompt=True)
-        return self.clean(self.parser.parse(text, self._prefix, self.tools))
-
-    def clean(self, message: Message) -> Message:
-        """Returns a message of the model without special tokens in its content."""
-        content = message["content"]
+        message = self.parser.parse(self._text(ids), self._prefix, self.tools)
         for token in self._special:
-            content = content.replace(token, "")
-        return {**message, "content": content}
+            message["content"] = message["content"].replace(token, "")
+        return message
 
     @property
     def parser(self) -> ResponseParser:
@@ -230,7 +224,12 @@ class Chat:
                 f"the chat template cannot render a reply of the environment ({roles}): {error}"
             ) from error
         ids = [] if ended_by_eos else [skeleton.end]
-        return ids + self._filled(skeleton.parts, [m.get("content") for m in messages], limit)
+        for part in skeleton.parts:
+            if isinstance(part, _Gap):
+                ids += self._content_ids(messages[part.number]["content"], part, limit)
+            else:
+                ids += part
+        return ids
 
     def turn_ids(self, message: Message) -> list[int]:
         """Returns the tokens of a turn of the model that says a message, with its eos.
@@ -288,12 +287,12 @@ class Chat:
         assert not isinstance(prompt.text, str), "checked: environments need dataset.chat"
         messages: list[Message] = [dict(m) for m in prompt.text]
         if isinstance(observation, str):
-            texts: list[Any] = [observation]
+            texts = [observation]
             last = max((n for n, m in enumerate(messages) if m["role"] == "user"), default=-1)
             more = [] if last >= 0 else [{"role": "user", "content": ""}]
             places = [last]
         else:
-            texts = [m.get("content") for m in observation]
+            texts = [m["content"] for m in observation]
             more = [{**self._with_safe_names(m), "content": ""} for m in observation]
             places = [*range(len(messages), len(messages) + len(texts))]
 
@@ -305,7 +304,7 @@ class Chat:
                 conversation[n]["content"] = before + added
             return conversation
 
-        shown = [self._shortened(as_text(text), limit) for text in texts]
+        shown = [self._shortened(text, limit) for text in texts]
         marked: Any = prompt.marked or prompt.conversation
         prefill = [*marked[len(messages) :]]
         written = filled(marked[: len(messages)], self.control.mark(shown))
@@ -360,27 +359,16 @@ class Chat:
                 self._check_prefixes(self._example("tool" in replies, "user" in replies, thought))
             if "tool" in replies and self.tools:
                 self._check_nothing_is_dropped()
-            for roles in self._shapes_to_check(replies):
-                self.skeleton_of(roles)
+            user = {"role": "user", "content": ""}
+            tool = {**user, "role": "tool", "name": min(self._tool_names, default="tool")}
+            shapes = {"tool": ([tool], [tool, tool]), "user": ([user],)}
+            for messages in (shape for role in replies for shape in shapes[role]):
+                self._skeleton(messages)
         except _Refused as error:
             another = "hermes (ChatML with tool calls) or another" if self.tools else "another"
             raise UserError(f"{error}; set model.chat_template to {another}.") from error
         if self.tools:
             _ = self.parser
-
-    def _shapes_to_check(self, replies: Sequence[str]) -> list[tuple[str, ...]]:
-        single: list[tuple[str, ...]] = [(role,) for role in replies]
-        return [*single, ("tool", "tool")] if "tool" in replies else single
-
-    def skeleton_of(self, roles: Sequence[str]) -> _Skeleton:
-        """Returns the skeleton of a reply with messages of these roles."""
-        return self._skeleton([self._reply_message(role) for role in roles])
-
-    def _reply_message(self, role: str) -> Message:
-        if role != "tool":
-            return {"role": role, "content": ""}
-        name = min(self._tool_names, default="tool")
-        return {"role": "tool", "name": name, "content": ""}
 
     def _example(self, tool: bool, user: bool, thought: str) -> list[Message]:
         """Returns a conversation with the replies that are asked for."""
@@ -506,7 +494,7 @@ class Chat:
         _, end = self._up_to_eos(tail)
         end_text = str(self.tokenizer.convert_ids_to_tokens(end))
         reply = tail[tail.index(end_text) + len(end_text) :]
-        parts = self._parts(reply, after=end)
+        parts = self._parts(reply, end)
         gaps = {part.number for part in parts if isinstance(part, _Gap)}
         for n, message in enumerate(messages):
             if n not in gaps:
@@ -539,23 +527,14 @@ class Chat:
         places = [(text.find(name), eos) for name, eos in names.items() if name in text]
         return min(places) if places else None
 
-    def _parts(self, rendered: str, after: int | None = None) -> list[Sequence[int] | _Gap]:
-        """Returns the ids of a rendered text, and the gaps of its markers.
-
-        Args:
-            after: the token before the text, if it is not the beginning.
-        """
+    def _parts(self, rendered: str, after: int) -> list[Sequence[int] | _Gap]:
+        """Returns the ids of a rendered text behind a token, and the gaps of its markers."""
         parts: list[Sequence[int] | _Gap] = []
         at = 0
 
         def written(text: str) -> None:
             if text:
-                is_first = not parts
-                parts.append(
-                    self.control.encode(text)
-                    if is_first and after is None
-                    else self.control.encode_behind(text, after if is_first else None)
-                )
+                parts.append(self.control.encode_behind(text, None if parts else after))
 
         for found in _MARKER.finditer(rendered):
             written(rendered[at : found.start()])
@@ -571,20 +550,9 @@ class Chat:
 
     # Tokens
 
-    def _filled(
-        self, parts: Sequence[Sequence[int] | _Gap], contents: Sequence[Any], limit: int
-    ) -> list[int]:
-        ids: list[int] = []
-        for part in parts:
-            if isinstance(part, _Gap):
-                ids += self._content_ids(contents[part.number], part, limit)
-            else:
-                ids += part
-        return ids
-
-    def _content_ids(self, content: Any, gap: _Gap, limit: int) -> list[int]:
+    def _content_ids(self, content: str, gap: _Gap, limit: int) -> list[int]:
         """Returns the tokens of a text, at most `limit`, none of them a control token."""
-        text, left_out = _precut(as_text(content), limit)
+        text, left_out = _precut(content, limit)
         ids = [*self.control.encode_plain(gap.changed(text[0]))]
         if not left_out and len(ids) <= limit:
             return ids
@@ -652,22 +620,6 @@ def _described(messages: Sequence[Message], n: int) -> str:
     message = messages[n]
     called = " with a tool call" if message.get("tool_calls") else ""
     return f"{message['role']}{called}"
-
-
-def as_text(content: Any) -> str:
-    """Returns the content of a message as text: of text parts their texts, of others JSON."""
-    if isinstance(content, str):
-        return content
-    if content is None:
-        return ""
-    if isinstance(content, list) and all(
-        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    try:
-        return json.dumps(content, ensure_ascii=False, default=str)
-    except (ValueError, TypeError, RecursionError):
-        return f"({type(content).__name__})"
 
 
 def _precut(text: str, limit: int) -> tuple[tuple[str, str], bool]:
