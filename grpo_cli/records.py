@@ -78,8 +78,7 @@ STOP_REASONS = (
     "env_done",  # the environment said so
     "max_turns", "turn_tokens",  # episode.*
     "max_tokens",  # generation.max_completion_tokens
-    "parse_error",  # more malformed calls than episode.max_parse_errors
-    "episode_seconds",  # episode.seconds
+    "parse_error",  # too many malformed calls
     "env_error", "env_timeout",  # the environment failed: the rollout has no reward
 )  # fmt: skip
 ENVIRONMENT_FAILED = ("env_error", "env_timeout")

@@ -214,9 +214,7 @@ ALLOWED: dict[str, Any] = {
             "guards": _guards,
         },
     },
-    "episode": _these(
-        "max_turns turn_tokens reply_tokens seconds order credit max_parse_errors"
-    ),
+    "episode": _these("max_turns turn_tokens reply_tokens order credit"),
     "loss": {
         **_these(
             "ratio_level normalize epsilon epsilon_high delta ratio_cap sapo_temperature_pos "

@@ -668,12 +668,6 @@ class EnvironmentSettings:
     memory_gb: float | None = knob(
         4.0, "Address space of each worker process of environments, in GB; null: no limit.", gt=0
     )
-    retries: int = knob(
-        2,
-        "Attempts to repeat an episode in a fresh environment after its environment has failed; "
-        "then the rollout is left without a reward.",
-        ge=0,
-    )
     max_failed_share: float = knob(
         0.2,
         "Largest share of a step's rollouts that may be left without a reward because their "
@@ -702,9 +696,6 @@ class EpisodeSettings:
         "in its middle.",
         ge=1,
     )
-    seconds: float | None = knob(
-        None, "Wall-clock limit of the environment's part of an episode; null: none.", gt=0
-    )
     order: str = knob(
         "auto",
         "Whether the next turns are sampled together, once all environments have answered, so that "
@@ -717,12 +708,6 @@ class EpisodeSettings:
         "Advantage of rewards that an environment gives for turns: their sum is the rollout's "
         "reward (sum), or each turn has the rewards from it on against the group's mean (turns).",
         choices=("sum", "turns"),
-    )
-    max_parse_errors: int = knob(
-        2,
-        "Number of malformed tool calls of an episode that are answered with an error message; "
-        "the next one ends the episode.",
-        ge=0,
     )
 
 

@@ -19,7 +19,7 @@ from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.records import Completion, Turn, counts_by_tool
 
 # Reasons after which `finish_reason` is length: a limit has cut the episode.
-CUT = ("max_turns", "turn_tokens", "max_tokens", "episode_seconds")
+CUT = ("max_turns", "turn_tokens", "max_tokens")
 
 
 class EnvironmentSession(Protocol):
@@ -69,7 +69,6 @@ class Episode:
     error: str = ""  # of the environment, where the rollout is left without a reward
     rewards: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0  # that its environment took
 
     session: EnvironmentSession | None = None
     first: Observation | None = None  # of `reset`

@@ -207,7 +207,6 @@ def make_loop(
         sessions,
         dialogues,
         recipe.episode,
-        recipe.environment.retries,
         max_prompt_tokens,
         recipe.environment.max_failed_share,
         say,

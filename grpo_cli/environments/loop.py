@@ -7,8 +7,8 @@ episode. Which episodes are sampled together is the engine's choice: see `Genera
 
 Faults. An environment that fails is replaced by a fresh one with the same seed, to which the turns
 so far are replayed. If it answers as before, the episode goes on where it was; if it answers one of
-them otherwise, the episode goes on from there. After `environment.retries` failures the episode
-ends without a reward.
+them otherwise, the episode goes on from there. After more than `RETRIES` failures the
+episode ends without a reward.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Completion, Prompt
 
 BEAT_SECONDS = 0.5
+RETRIES = 2  # of an episode: a passing fault seldom occurs twice, a lasting one does not end
+MOST_PARSE_ERRORS = 2  # of an episode that are answered: the model may correct itself
 MOST_FAILED = 16  # episodes of a call before their share counts
 MOST_BYSTANDER_FAILURES = 20  # of one episode
 FAILURES_SAID = 3  # of environments, after which the user is told
@@ -128,7 +130,6 @@ class EpisodeLoop:
     environments: Environments
     dialogues: Mapping[str, Dialogue]  # by environment; "": the only one
     settings: EpisodeSettings
-    retries: int = 2  # of an episode whose environment has failed
     max_prompt_tokens: int | None = None  # of a prompt with its first observation
     max_failed_share: float = 1.0  # of the episodes of a call; many more are not waited for
     say: Callable[[str], None] = lambda line: None  # prints a line for the user
@@ -454,7 +455,7 @@ class _Episodes:
             self._advance(e)
             return
         e.parse_errors += 1
-        if e.parse_errors > self.settings.max_parse_errors:
+        if e.parse_errors > MOST_PARSE_ERRORS:
             self._end(e, "parse_error")
             return
         e.replayed += 1
@@ -489,7 +490,7 @@ class _Episodes:
         if e.first is None:
             e.first = first
         elif list(e.first.messages) != list(first.messages):
-            e.failures = self.loop.retries
+            e.failures = RETRIES
             error = f"a fresh environment begins with {_shown(first)}, not {_shown(e.first)}"
             self._failed(e, EnvironmentFailure("env_error", error))
             return
@@ -520,15 +521,12 @@ class _Episodes:
     def _reply(self, e: Episode, exchange: Exchange, found: Observation, seconds: float) -> None:
         """Appends an environment's observation, or ends the episode with it."""
         e.observe(exchange, found)
-        e.seconds += seconds
         dialogue, settings = self._dialogue(e.number), self.settings
         if found.done:
             is_answer = dialogue.tools and not (found.messages or found.calls)
             self._end(e, "answered" if is_answer and found.reward is None else "env_done")
         elif e.num_model_turns == settings.max_turns:
             self._end(e, "max_turns")
-        elif settings.seconds is not None and e.seconds > settings.seconds:
-            self._end(e, "episode_seconds")
         else:
             turn = e.turns[exchange.turn]
             ids = dialogue.reply_to(
@@ -602,7 +600,7 @@ class _Episodes:
                 )
         else:
             e.bystander_failures += 1
-        if e.failures <= self.loop.retries and e.bystander_failures <= MOST_BYSTANDER_FAILURES:
+        if e.failures <= RETRIES and e.bystander_failures <= MOST_BYSTANDER_FAILURES:
             self._open(e)
             return
         e.stop_reason, e.error = failure.stop_reason, str(failure)

@@ -45,8 +45,8 @@ BEARING_OF_ROWS = (
 BEARING_OF_EPISODES = (
     "rollout", "tools", "tools.", "environment.path", "environment.args", "environment.args.",
     "environment.by_name", "environment.by_name.", "environment.mcp",
-    "episode.max_turns", "episode.turn_tokens", "episode.reply_tokens", "episode.seconds",
-    "episode.max_parse_errors", "model.response_template",
+    "episode.max_turns", "episode.turn_tokens", "episode.reply_tokens",
+    "model.response_template",
 )  # fmt: skip
 # Rows that were taken off the training rows depend also on:
 BEARING_OF_SPLIT = (

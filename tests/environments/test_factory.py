@@ -67,7 +67,10 @@ def two_lists(prompts: Any, trainer: Any) -> Any: ...
             {"episode": EpisodeSettings(max_turns=3)},
             r"^episode\.max_turns = 3: is only read with a ",
         ),
-        ({"environment": EnvironmentSettings(retries=1)}, r"environment\.retries=2 takes it back"),
+        (
+            {"environment": EnvironmentSettings(workers=1)},
+            r"environment\.workers=null takes it back",
+        ),
         ({"tools": {"add": "m:add"}}, "together with tools"),
     ],
 )

@@ -148,7 +148,6 @@ def run(
     **settings: Any,
 ) -> tuple[list[list[Completion]], Scripted]:
     generator = Scripted(answer)
-    retries = settings.pop("retries", 2)
     most = settings.pop("max_prompt_tokens", None)
     share = settings.pop("max_failed_share", 1.0)
     say = settings.pop("say", print)
@@ -157,7 +156,6 @@ def run(
         scene,
         dict.fromkeys(names, Characters()),
         EpisodeSettings(**settings),
-        retries,
         most,
         share,
         say,
@@ -227,7 +225,6 @@ def test_an_episode_of_one_turn_is_a_plain_completion() -> None:
         ({"max_tokens": 6}, "0.[a]1", "max_tokens"),
         ({"max_tokens": 5}, "0.", "max_tokens"),  # the first reply would fill it
         ({"turn_tokens": 1}, "0", "turn_tokens"),
-        ({"seconds": 1e-9}, "0.", "episode_seconds"),
     ],
 )
 def test_limits_cut_an_episode(settings: dict[str, Any], expected: str, reason: str) -> None:
@@ -362,7 +359,7 @@ def test_a_fresh_environment_that_answers_otherwise_goes_on_from_there() -> None
 def test_an_episode_is_given_up_after_its_retries() -> None:
     faults = dict.fromkeys(range(9), ("step", 0))
     scene = Scene(reply_with(["a"]), final=Observation(rewards={"Guess": 0.0}), faults=faults)
-    ((c,),), _ = run(scene, next_digit, retries=2)
+    ((c,),), _ = run(scene, next_digit)
     assert (text(c), c.stop_reason, c.env_rewards) == ("0.", "env_error", {})
     assert (c.env_error, c.env_retries) == ("it broke", 2)
     assert len(scene.opened) == 3
@@ -372,12 +369,12 @@ def test_a_broken_environment_ends_the_run_before_all_have_failed() -> None:
     scene = Scene(reply_with([]), faults=dict.fromkeys(range(1000), ("step", 0)))
     prompts = [prompt_of("Q") for _ in range(50)]
     with pytest.raises(TrainingError, match=r"21 of 100 rollouts failed.* = 0.2; .*: it broke"):
-        run(scene, next_digit, prompts=prompts, num_generations=2, retries=0, max_failed_share=0.2)
+        run(scene, next_digit, prompts=prompts, num_generations=2, max_failed_share=0.2)
 
 
 def test_one_of_a_group_that_cannot_begin_leaves_the_others() -> None:
-    scene = Scene(reply_with([]), faults=dict.fromkeys((0, 2), ("reset", 0)))
-    ((bad, good),), _ = run(scene, lambda so_far: "x.", num_generations=2, retries=1)
+    scene = Scene(reply_with([]), faults=dict.fromkeys((0, 2, 3), ("reset", 0)))
+    ((bad, good),), _ = run(scene, lambda so_far: "x.", num_generations=2)
     assert (bad.stop_reason, good.stop_reason) == ("env_error", "env_done")
     assert bad.ids
     assert bad.turns
@@ -400,7 +397,7 @@ def test_a_worker_that_dies_takes_no_retry_of_its_other_episodes() -> None:
             return super().step(message)
 
     scene = Scene(reply_with([]), session=Bystander)
-    ((c,),), _ = run(scene, lambda so_far: "x.", retries=0)
+    ((c,),), _ = run(scene, lambda so_far: "x.")
     assert c.stop_reason == "env_done"
 
 

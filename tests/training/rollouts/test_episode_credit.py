@@ -96,7 +96,6 @@ def test_a_run_trains_on_turns_and_not_on_what_failed(tmp_path: Path) -> None:
         environment={
             "path": f"{__name__}:Flaky",
             "isolate": False,
-            "retries": 0,
             "max_failed_share": 0.9,
         },
         episode={"credit": "turns", "turn_tokens": 8},

@@ -2,7 +2,7 @@
 
 const PAGE = 40;
 const MOST_ROWS = 12; // steps of the same problem
-const FAILED = new Set(['env_error', 'env_timeout', 'parse_error', 'episode_seconds']);
+const FAILED = new Set(['env_error', 'env_timeout', 'parse_error']);
 const FILTERS = [
   ['all', 'All', 'Every stored completion'],
   ['to_right', 'Wrong → right', 'Problems that went from mostly wrong at their first stored step to mostly right at their last'],
