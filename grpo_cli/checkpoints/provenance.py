@@ -245,7 +245,7 @@ ALLOWED: dict[str, Any] = {
     "distributed": _these("strategy reshard_after_forward offload stall_minutes"),
     "eval": _these(
         "every delay at_start at_end num_samples sampling temperature top_p max_completion_tokens "
-        "accuracy mode metric k limit best best_direction policy_metrics patience"
+        "accuracy mode metric k limit best patience"
     ),
     "log": _these("images"),
 }  # fmt: skip

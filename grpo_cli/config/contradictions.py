@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from grpo_cli.config.interpolation import as_text, plain_secrets
 from grpo_cli.config.knob import as_written
 from grpo_cli.config.schedules import at_step, steps_to_check
-from grpo_cli.config.schema import ADAM, Benchmark, Eval, HeldOut, Hub, Recipe, Stop
+from grpo_cli.config.schema import ADAM, Benchmark, Eval, HeldOut, Hub, Recipe
 from grpo_cli.errors import listed, nearest
 from grpo_cli.rewards import WITH_AN_ANSWER, has_votes
 
@@ -374,13 +374,6 @@ def _of_evaluation(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
             f"eval.num_samples = {config.num_samples}: greedy completions are all the same; "
             f"set {greedy} above 0."
         )
-    if config.policy_metrics and config.sampling != "training":
-        yield "eval.policy_metrics: is only read with eval.sampling = training; it is own."
-    elif config.policy_metrics and config.num_samples == 1:
-        yield (
-            "eval.policy_metrics: needs eval.num_samples above 1, since advantages are relative to "
-            "the other completions of a row."
-        )
     if (config.top_p < 1 or "eval.top_p" in given) and config.sampling == "training":
         yield (
             f"eval.top_p = {config.top_p:g}: is only read with eval.sampling = own; it is training."
@@ -493,21 +486,9 @@ def _no_votes(recipe: Recipe) -> Iterator[str]:
 
 
 def _of_stopping(recipe: Recipe) -> Iterator[str]:
-    """Yields rules of `stop` that can never hold, or always do."""
-    stop = recipe.stop
-    if stop.max_kl is not None and not recipe.needs_reference:
+    """Yields rules of `stop` that can never hold."""
+    if recipe.stop.max_kl is not None and not recipe.needs_reference:
         yield "stop.max_kl: there is no KL without a reference; set loss.beta above 0."
-    has_bonus = recipe.loss.entropy_coef > 0 or recipe.loss.entropy_target is not None
-    for name in ("min_entropy", "max_entropy"):
-        if getattr(stop, name) is not None and not (recipe.log.entropy_every or has_bonus):
-            yield f"stop.{name}: log.entropy_every = 0 measures no entropy; set it to 1 or more."
-    for what in ("entropy", "length"):
-        low, high = getattr(stop, f"min_{what}"), getattr(stop, f"max_{what}")
-        if low is not None and high is not None and low >= high:
-            yield f"stop.min_{what} = {low:g}: must be below stop.max_{what} = {high:g}."
-    measured = ("max_kl", "min_entropy", "max_entropy", "min_length", "max_length")
-    if stop.steps != Stop().steps and all(getattr(stop, name) is None for name in measured):
-        yield f"stop.steps = {stop.steps}: is only read with one of stop.{listed(measured)}."
 
 
 def _no_such_metric(recipe: Recipe) -> Iterator[str]:
@@ -515,7 +496,6 @@ def _no_such_metric(recipe: Recipe) -> Iterator[str]:
     config, name = recipe.eval, recipe.eval.best
     first, _, rest = name.rpartition("/")
     known = ["accuracy", "reward", "mean_length", "clipped_ratio", "no_answer", "completions"]
-    known += ["loss", "policy_loss", "kl", "entropy"] if config.policy_metrics else []
     named = recipe.benchmark or recipe.dataset.held_out
     if config.num_samples > 1:
         known += [f"{kind}@{config.num_samples}" for kind in ("mean", "pass", "maj")]

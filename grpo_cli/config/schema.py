@@ -1206,9 +1206,6 @@ class Eval:
     """Held-out evaluation, during training and by `grpo eval`."""
 
     every: int = knob(0, "Evaluate every N steps; 0: never during training.", ge=0)
-    delay: int = knob(
-        0, "Number of steps before the first evaluation; at_start is then left out.", ge=0
-    )
     at_start: bool = knob(True, "Evaluate before the first step.")
     at_end: bool = knob(True, "Evaluate after the last step.")
     accuracy: str | None = knob(
@@ -1261,16 +1258,6 @@ class Eval:
         "accuracy",
         "Metric whose best value decides which checkpoint is kept as the best, as `eval/` "
         "names it, such as gsm8k/maj@8.",
-    )
-    best_direction: str = knob(
-        "max",
-        "Whether the highest or the lowest value of eval.best is the best.",
-        choices=("max", "min"),
-    )
-    policy_metrics: bool = knob(
-        False,
-        "Also log loss, KL, entropy and clip shares on the held-out completions, as in training; "
-        "takes forward passes, eval.sampling=training and eval.num_samples above 1.",
     )
     patience: int = knob(
         0, "End the run after this many evaluations in a row without a new best; 0: never.", ge=0,
@@ -1352,23 +1339,6 @@ class Stop:
     )
     max_kl: float | None = knob(
         None, "Largest KL to the reference, in nats a token; null: no limit.", gt=0
-    )
-    min_entropy: float | None = knob(
-        None, "Smallest entropy, in nats a token; null: no limit.", gt=0
-    )
-    max_entropy: float | None = knob(
-        None, "Largest entropy, in nats a token; null: no limit.", gt=0
-    )
-    min_length: float | None = knob(
-        None, "Smallest mean length of completions, in tokens; null: no limit.", gt=0
-    )
-    max_length: float | None = knob(
-        None, "Largest mean length of completions, in tokens; null: no limit.", gt=0
-    )
-    steps: int = knob(
-        5,
-        "Measurements in a row outside a limit of KL, entropy or length after which the run ends.",
-        ge=1,
     )
 
 

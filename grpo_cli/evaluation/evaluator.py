@@ -57,7 +57,6 @@ class Evaluator:
         interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
         journal: Journal | None = None,
         keep_groups: bool = False,
-        measure: Callable[[Task, list[Group]], dict[str, float]] | None = None,
     ) -> list[TaskResult]:
         """Completes and scores every problem, divided over the processes.
 
@@ -67,7 +66,6 @@ class Evaluator:
             interruptible: entered around the parts that may be interrupted.
             journal: stores completions and scores, and holds those of an earlier start.
             keep_groups: whether the main process's results hold all completions.
-            measure: returns further metrics of a task from this process's groups.
 
         Raises:
             TrainingError: a reward function failed, or the sandbox of a tool did.
@@ -84,8 +82,6 @@ class Evaluator:
             if keep_groups:
                 kept = [g for part in self.workers.gather_on_main(groups) for g in part]
                 kept.sort(key=lambda g: g.prompt_index)
-            if measure is not None:
-                found |= measure(task, groups)
             results.append(TaskResult(task, found, kept, values))
         return results
 

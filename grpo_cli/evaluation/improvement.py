@@ -36,10 +36,9 @@ class Measured:
         return cls(value, low, high, by_problem)
 
 
-def has_improved(new: Measured, old: Measured, direction: str) -> bool:
-    """Whether the 95 % interval of new - old lies above 0, or below it with direction "min"."""
-    low, high = improvement_interval(new, old)
-    return low > 0 if direction == "max" else high < 0
+def has_improved(new: Measured, old: Measured) -> bool:
+    """Whether the 95 % interval of new - old lies above 0."""
+    return improvement_interval(new, old)[0] > 0
 
 
 def improvement_interval(new: Measured, old: Measured) -> tuple[float, float]:

@@ -94,7 +94,7 @@ OF_TRAINING = (
     "hub",
 )  # fmt: skip
 OF_TRAINING_IN_EVAL = (
-    "every", "delay", "at_start", "at_end", "best", "best_direction", "policy_metrics", "patience",
+    "every", "at_start", "at_end", "best", "patience",
 )  # fmt: skip
 
 

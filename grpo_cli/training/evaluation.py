@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import UserError, listed, nearest
@@ -12,7 +11,6 @@ from grpo_cli.evaluation.improvement import Measured
 from grpo_cli.evaluation.summary import as_metrics
 from grpo_cli.evaluation.tasks import TaskResult
 from grpo_cli.reporting.metric_names import measure_of
-from grpo_cli.training.held_out_loss import held_out_loss
 from grpo_cli.training.run import Run, State
 
 
@@ -22,9 +20,9 @@ def is_due(run: Run) -> bool:
     if run.evaluator is None:
         return False
     if step == 0:
-        return config.at_start and not config.delay and run.state.before is None
+        return config.at_start and run.state.before is None
     at_end = config.at_end and run.is_over
-    return at_end or (step >= config.delay and config.every > 0 and step % config.every == 0)
+    return at_end or (config.every > 0 and step % config.every == 0)
 
 
 def evaluate(run: Run) -> dict[str, float]:
@@ -38,10 +36,7 @@ def evaluate(run: Run) -> dict[str, float]:
     state, best = run.state, run.recipe.eval.best
     with heartbeat.inside("evaluate"):
         interruptible = run.interrupts.interruptible
-        measure = partial(held_out_loss, run) if run.recipe.eval.policy_metrics else None
-        found = run.evaluator.run(
-            state=run.trainer_state(), interruptible=interruptible, measure=measure
-        )
+        found = run.evaluator.run(state=run.trainer_state(), interruptible=interruptible)
     metrics = as_metrics(found)
     value = metrics.get(f"eval/{best}")
     if value is None and state.step == 0:
@@ -62,7 +57,7 @@ def evaluate(run: Run) -> dict[str, float]:
             )
     if value is None:  # not worth the steps that were trained
         run.reporter.say(f"note: eval.best = {best}: there is no such number")
-    elif is_better(value, state, run.recipe.eval.best_direction):
+    elif is_better(value, state):
         state.best_value, state.best_step, state.worse = value, state.step, 0
     else:
         state.worse += 1
@@ -81,7 +76,7 @@ def follow_plateau(run: Run, metrics: dict[str, float], results: Sequence[TaskRe
     best = run.recipe.eval.best
     measured = Measured.of(best, metrics, results)
     if measured is not None:
-        run.stop_rules.follow_evaluation(measured, run.recipe.eval.best_direction)
+        run.stop_rules.follow_evaluation(measured)
     elif run.state.step == 0:
         names = sorted(
             {
@@ -101,8 +96,8 @@ def follow_plateau(run: Run, metrics: dict[str, float], results: Sequence[TaskRe
         )
 
 
-def is_better(value: float, state: State, direction: str) -> bool:
+def is_better(value: float, state: State) -> bool:
     """Returns whether a value of `eval.best` is better than the best one so far."""
     if math.isnan(value) or state.best_step is None:
         return not math.isnan(value)
-    return value > state.best_value if direction == "max" else value < state.best_value
+    return value > state.best_value

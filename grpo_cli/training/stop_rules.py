@@ -63,10 +63,10 @@ class StopRules:
             spent["gpu_hours"] = workers.max(self.process_seconds) / HOUR
         self._follow({**metrics, **spent})
 
-    def follow_evaluation(self, found: Measured, direction: str) -> None:
+    def follow_evaluation(self, found: Measured) -> None:
         """Follows an evaluation: whether it improves on the one of reference."""
         known = self.reference
-        if known is None or math.isnan(known.value) or has_improved(found, known, direction):
+        if known is None or math.isnan(known.value) or has_improved(found, known):
             self.reference, self.not_better = found, 0
         else:
             self.not_better += 1
@@ -106,13 +106,9 @@ SENTENCES = {
     "tokens": "{value:,.0f} tokens of prompts and completions",
     "plateau": "no improvement beyond its interval in the last {value:.0f} evaluations",
     "max_kl": "the KL to the reference is {value:.3g} nats a token, the last of {steps} above",
-    "min_entropy": "the entropy is {value:.3g} nats a token, the last of {steps} below",
-    "max_entropy": "the entropy is {value:.3g} nats a token, the last of {steps} above",
-    "min_length": "completions have a mean length of {value:.3g} tokens, the last of {steps} below",
-    "max_length": "completions have a mean length of {value:.3g} tokens, the last of {steps} above",
 }
 BUDGETS = {"hours": "hours", "gpu_hours": "gpu_hours", "tokens": "num_tokens"}
-BOUNDED = {"kl": "kl", "entropy": "entropy", "length": "completions/mean_length"}
+KL_STEPS = 5  # measurements in a row above max_kl: the KL of one batch is noisy
 
 
 def rules_of(config: Stop) -> Iterator[Watch]:
@@ -125,9 +121,5 @@ def rules_of(config: Stop) -> Iterator[Watch]:
             yield Watch(name, Level(above=limit), measured(key))
     if config.plateau:
         yield Watch("plateau", Level(above=config.plateau), measured("not_better"))
-    for name, key in BOUNDED.items():
-        for end, side in (("min", "below"), ("max", "above")):
-            limit = getattr(config, f"{end}_{name}", None)
-            if limit is not None:
-                rule = Level(**{side: limit}, steps=config.steps)
-                yield Watch(f"{end}_{name}", rule, measured(key))
+    if config.max_kl is not None:
+        yield Watch("max_kl", Level(above=config.max_kl, steps=KL_STEPS), measured("kl"))

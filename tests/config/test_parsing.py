@@ -414,11 +414,6 @@ PLAIN_REINFORCE_PP = {"advantage.rule": "reinforce_pp", "advantage.baseline": "n
             "episode.max_turns = 3: is only read with tools or an environment. "
             "episode.max_turns=null takes it back.",
         ),
-        (
-            {"stop.steps": 7},
-            "stop.steps = 7: is only read with one of stop.max_entropy, max_kl, max_length, "
-            "min_entropy, min_length.",
-        ),
     ],
     ids=lambda v: str(v)[:60] if isinstance(v, dict) else "",
 )
@@ -457,7 +452,6 @@ def test_a_contradiction(changes: dict[str, Any], expected: str) -> None:
         {"generation.stop": ["\n\n", " "]},
         {**TALKS, "tools.add": "my:add", "episode.max_turns": 3},
         {"rollout": "my:function", "episode.max_turns": 3},
-        {"stop.steps": 7, "stop.max_length": 90},
     ],
     ids=str,
 )
