@@ -27,7 +27,7 @@ WITH_AN_ANSWER = ("math", "exact_match", "choice")
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties that a reward function declares; a recipe may change them."""
+    """Properties that a reward function declares; a recipe may change the timeout."""
 
     timeout: float | None = None
     cache: bool = False
@@ -35,7 +35,7 @@ class Traits:
     describe: Callable[..., str] | None = None
     refuse: Callable[..., str] | None = None
     timeout_value: float | None = None
-    positions: str | None = None
+    positions: str = "characters"
 
 
 @overload
@@ -52,7 +52,7 @@ def reward(
     describe: Callable[..., str] | None = None,
     refuse: Callable[..., str] | None = None,
     timeout_value: float | None = None,
-    positions: str | None = None,
+    positions: str = "characters",
 ) -> Callable[[F], F]: ...
 
 
@@ -67,7 +67,7 @@ def reward(
     describe: Callable[..., str] | None = None,
     refuse: Callable[..., str] | None = None,
     timeout_value: float | None = None,
-    positions: str | None = None,
+    positions: str = "characters",
 ) -> F | Callable[[F], F]:
     """Registers a function under a short name, with the way in which it is to be called.
 
@@ -83,8 +83,7 @@ def reward(
             arguments, before the model is loaded; why no completion of the row can be scored, or
             "".
         timeout_value: value of a completion that overruns; None: the reward does not apply to it.
-        positions: unit in which the function counts the ends of steps, "tokens" or "characters";
-            None: as the recipe says.
+        positions: unit in which the function counts the ends of steps, "tokens" or "characters".
     """
 
     def register(function: F) -> F:

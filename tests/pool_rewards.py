@@ -180,3 +180,35 @@ class Waiting:
 
 
 waiting = Waiting()
+
+
+# The same, with what `@reward` declares.
+
+
+@reward(timeout=30, timeout_value=-1.0)
+def does_or_minus_1(completions: list[str]) -> list[Any]:
+    return does(completions)
+
+
+@reward(timeout=30, timeout_value=-2.0)
+async def waits_or_minus_2(completions: list[str]) -> list[float]:
+    return await waits(completions)
+
+
+@reward(timeout=30)
+def counted_once(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    return counted(completions, answer)
+
+
+@reward(timeout=30)
+def logs_once(
+    completions: list[str],
+    log_metric: Callable[[str, float], None],
+    log_extra: Callable[[str, list[Any]], None],
+) -> list[float]:
+    return logs(completions, log_metric, log_extra)
+
+
+@reward(timeout=30)
+def slowly_once(completions: list[str]) -> list[float]:
+    return slowly(completions)

@@ -159,14 +159,6 @@ MISTAKES = {
         ["reward.x.function=tests.test_cli:fails"],
         ["reward.x: tried out on row 0 with the completion", "raised RuntimeError: always at "],
     ),
-    "limit of a function without one": (
-        ["reward.exact_match.timeout_value=0"],
-        ["reward.exact_match.timeout_value: is only read with a timeout"],
-    ),
-    "module that is not there": (
-        ["scoring.modules=[no_such]"],
-        ["scoring.modules: no_such: cannot import no_such"],
-    ),
     "contradiction": (["dataset.system=Hi"], ["dataset.system = Hi", "when dataset.chat is set"]),
     "not read": (["loss=sapo", "loss.epsilon=0.2"], ["loss.epsilon = 0.2", "it is sapo."]),
     "not read, by the recipe": (
@@ -259,10 +251,6 @@ MISTAKES = {
     "seed above the range": (["seed=4294967296"], ["seed = 4294967296: must be >= 0 and < 42949"]),
     "empty csv": (["dataset.train=empty.csv"], ["empty.csv", "is empty"]),
     "column with objects": (["dataset.train=nested.jsonl"], ["'question'", "holds an object"]),
-    "chat with cut prompts": (
-        ["dataset.chat=true", "dataset.overlong_prompts=cut"],
-        ["dataset.overlong_prompts = cut: would cut the chat template"],
-    ),
     "schedule without a change": (
         ["schedules.loss.beta.to=0"],
         ["schedules.loss.beta.to = 0.0: loss.beta begins with that value already"],

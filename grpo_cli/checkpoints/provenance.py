@@ -164,8 +164,8 @@ ALLOWED: dict[str, Any] = {
     "dataset": {
         **_these(
             "subset train_split eval_split columns prompt system chat final_assistant solution "
-            "max_prompt_tokens overlong_prompts max_pixels bad_images bad_tests shuffle streaming "
-            "shuffle_buffer train_limit eval_limit test_split_size test_split_seed"
+            "max_prompt_tokens max_pixels bad_images bad_tests shuffle streaming "
+            "shuffle_buffer train_limit eval_limit test_split_size"
         ),
         "train": _data,
         "eval": _data,
@@ -175,7 +175,7 @@ ALLOWED: dict[str, Any] = {
     "reward": {
         "*": {
             **_these(
-                "weight datasets positions timeout timeout_value on_error cache concurrency"
+                "weight datasets timeout on_error concurrency"
             ),
             "function": _shipped,
             "args": ARGS,

@@ -26,7 +26,6 @@ from grpo_cli.generation.factory import make_generator
 from grpo_cli.models import loading
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter
-from grpo_cli.scoring import registry
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.training import build
@@ -106,7 +105,6 @@ def score_completions(
     folder = Path(recipe.output_dir).expanduser()
     check_writable(folder)
     ((name, benchmark),) = recipe.benchmark.items()
-    registry.import_modules(recipe.scoring.modules, "scoring.modules")
     found = stored_completions.load(
         path, columns, name, benchmark, recipe.eval.limit, mode, recipe.dataset.max_pixels
     )

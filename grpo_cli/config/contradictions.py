@@ -198,8 +198,6 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
             f"model.quantization = {model.quantization}: quantized weights cannot be sharded "
             f"(distributed.strategy = {strategy}); use distributed=ddp, or model.quantization=none."
         )
-    if dataset.chat and dataset.overlong_prompts == "cut":
-        yield "dataset.overlong_prompts = cut: would cut the chat template off; use drop."
 
 
 def _of_episodes(recipe: Recipe) -> Iterator[str]:

@@ -278,12 +278,8 @@ class Dataset:
         "Template of a worked solution, used only for the warm-up of a built model. If it names a "
         "column that holds messages, they are an episode whose assistant's turns are trained.",
     )
-    max_prompt_tokens: int = knob(512, "Length limit of a training prompt, in tokens.", ge=1)
-    overlong_prompts: str = knob(
-        "drop",
-        "Treatment of a prompt above max_prompt_tokens: drop the row, or cut tokens off the "
-        "left end.",
-        choices=("drop", "cut"),
+    max_prompt_tokens: int = knob(
+        512, "Length limit of a training prompt, in tokens; longer ones are dropped.", ge=1
     )
     max_pixels: int | None = knob(
         1_048_576,
@@ -335,12 +331,6 @@ class Dataset:
         "rows: a fraction below 1 or a number of rows; null: none.",
         gt=0,
     )
-    test_split_seed: int = knob(
-        0,
-        "Seed that decides which rows dataset.test_split_size takes; the run's own seed does not.",
-        ge=0,
-        read_if=("dataset.test_split_size",),
-    )
 
 
 @dataclass
@@ -357,32 +347,17 @@ class Reward:
         "Names of data sets of dataset.mixture (values of the column `dataset`) to whose rows the "
         "function applies; empty: all rows.",
     )
-    positions: str = knob(
-        "characters",
-        "Unit in which a function that rewards steps counts their ends.",
-        choices=("characters", "tokens"),
-    )
     timeout: float | None = knob(
         None,
         "Seconds per completion, in a worker process that is killed on timeout; null: the "
         "function's own setting; 0: no limit, in the trainer's process.",
         ge=0,
     )
-    timeout_value: float | None = knob(
-        None,
-        "Value of a completion that timed out; null: the function's own setting (0 for math, regex "
-        "and json_schema), or the reward does not apply to it.",
-    )
     on_error: str = knob(
         "stop",
         "Reaction when the function raises or returns no number: stop the run, or count the "
         "failure and treat the reward as not applicable.",
         choices=("stop", "count"),
-    )
-    cache: bool | None = knob(
-        None,
-        "Cache values by completion and row, for functions with a timeout; null: the "
-        "function's own setting.",
     )
     concurrency: int | None = knob(
         None, "Completions that an async function scores at the same time; null: 16.", ge=1
@@ -508,9 +483,6 @@ class Scoring:
         "Steps in a row in which every reward of every completion is None, after which the run "
         "ends; 0: it never does.",
         ge=0,
-    )
-    modules: list[str] = knob(
-        [], "Modules to import at the start, so that their @reward functions have short names."
     )
 
 

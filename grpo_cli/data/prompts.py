@@ -94,9 +94,6 @@ def make_prompts(
     most = config.max_prompt_tokens
     prompts = [p for p in every if len(p.ids) <= most]
     overlong = len(every) - len(prompts)
-    if config.overlong_prompts == "cut":
-        kept = [p for p in every if len(p.ids) <= most or not p.images]
-        return [dataclasses.replace(p, ids=p.ids[-most:]) for p in kept], overlong
     if not prompts and not may_be_empty:
         raise UserError(
             f"dataset.max_prompt_tokens = {most}: every prompt of {rows.source} is longer (the "

@@ -50,7 +50,7 @@ BEARING_OF_EPISODES = (
 )  # fmt: skip
 # Rows that were taken off the training rows depend also on:
 BEARING_OF_SPLIT = (
-    "dataset.test_split_size", "dataset.test_split_seed", "dataset.train", "dataset.train_split",
+    "dataset.test_split_size", "dataset.train", "dataset.train_split",
     "dataset.train_limit",
 )  # fmt: skip
 # Several held-out sets depend also on:
@@ -77,7 +77,7 @@ NOT_READ = (
 )  # fmt: skip
 # Read when stored completions are scored.
 READ_OF_COMPLETIONS = (
-    "benchmark.", "scoring.workers", "scoring.worker_memory_gb", "scoring.modules",
+    "benchmark.", "scoring.workers", "scoring.worker_memory_gb",
     "eval.metric", "eval.mode", "eval.k", "eval.limit", "output_dir", "overwrite", "log.images",
     "hydra.",
 )  # fmt: skip

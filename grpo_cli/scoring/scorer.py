@@ -23,7 +23,7 @@ from grpo_cli.rewards import traits_of
 from grpo_cli.scoring.calls import BoundReward, RewardExecutor
 from grpo_cli.scoring.guards import keeps_files_open
 from grpo_cli.scoring.pool import CallResult
-from grpo_cli.scoring.registry import Signature, TrainerState, import_modules, path_of, resolve
+from grpo_cli.scoring.registry import Signature, TrainerState, path_of, resolve
 from grpo_cli.scoring.step_rewards import check_steps, ending_token
 
 if TYPE_CHECKING:
@@ -85,7 +85,6 @@ class Scorer:
                 the data lacks, has a setting that it does not read, or cannot run here.
         """
         self.executor = executor or RewardExecutor(Scoring())
-        import_modules(self.executor.config.modules, "scoring.modules")
         self.rewards = {
             name: bind_reward(name, spec, columns, source, run or {}, renaming)
             for name, spec in rewards.items()
@@ -200,14 +199,8 @@ def bind_reward(
             f"reward.{name}.concurrency: is only read for async functions; "
             "scoring.workers says how many worker processes there are."
         )
-    cache = timeout is not None and (traits.cache if spec.cache is None else spec.cache)
-    if cache and "trainer_state" in signature.standard:
-        if spec.cache:
-            raise UserError(
-                f"reward.{name}.cache: {spec.function} takes trainer_state, so its values change "
-                "with the step."
-            )
-        cache = False
+    # Values that change with the step are not kept.
+    cache = timeout is not None and traits.cache and "trainer_state" not in signature.standard
     path = path_of(spec.function)
     return BoundReward(
         name=name,
@@ -216,10 +209,10 @@ def bind_reward(
         signature=signature,
         args=arguments,
         weight=spec.weight,
-        positions=traits.positions or spec.positions,
+        positions=traits.positions,
         is_async=is_async,
         timeout=timeout,
-        timeout_value=traits.timeout_value if spec.timeout_value is None else spec.timeout_value,
+        timeout_value=traits.timeout_value,
         on_error=spec.on_error,
         cache=cache,
         concurrency=spec.concurrency or ASYNC_CONCURRENCY,
@@ -253,12 +246,6 @@ def _timeout(name: str, spec: Reward, default: float | None, is_async: bool) -> 
         if spec.timeout == 0:
             raise UserError(f"reward.{name}.timeout: an async function has one; must be > 0.")
         timeout = timeout or ASYNC_TIMEOUT
-    for knob in ("timeout_value", "cache"):
-        if timeout is None and getattr(spec, knob) is not None:
-            raise UserError(
-                f"reward.{name}.{knob}: is only read with a timeout, and {spec.function} has none; "
-                f"set reward.{name}.timeout."
-            )
     return timeout
 
 
@@ -475,7 +462,7 @@ class ScoringSession:
                     raise ValueError(
                         "steps by characters, which are not defined for an episode of several "
                         "messages; return places in completion_ids, with "
-                        f"reward.{reward.name}.positions=tokens"
+                        '@reward(positions="tokens")'
                     )
                 size = len(sample.prefill + sample.text)
                 if reward.positions == "tokens":

@@ -771,10 +771,9 @@ def make_prompts(
     if held_out:
         prompts = [p for p in prompts if can_be_read(p, dataset, reporter.say)]
     if overlong:
-        done = "dropped" if recipe.dataset.overlong_prompts == "drop" else "cut"
         reporter.say(
             f"{key}: {overlong:,} of {len(rows.rows):,} prompts longer than "
-            f"dataset.max_prompt_tokens = {recipe.dataset.max_prompt_tokens}: {done}"
+            f"dataset.max_prompt_tokens = {recipe.dataset.max_prompt_tokens}: dropped"
         )
     return prompts
 

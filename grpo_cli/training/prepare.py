@@ -28,7 +28,6 @@ from grpo_cli.evaluation.benchmarks import LoadedBenchmark
 from grpo_cli.generation.vllm import lora
 from grpo_cli.images import ImageError
 from grpo_cli.reporting import tracking
-from grpo_cli.scoring import registry
 from grpo_cli.scoring.calls import RewardExecutor
 from grpo_cli.scoring.scorer import Scorer
 
@@ -276,7 +275,6 @@ def benches_of(recipe: Recipe, executor: RewardExecutor) -> dict[str, LoadedBenc
         from grpo_cli.environments import program_calls
 
         program_calls.describe(recipe.generation.tools)
-    registry.import_modules(recipe.scoring.modules, "scoring.modules")
     benches = {}
     for name, benchmark in recipe.benchmark.items():
         rows = benchmarks.load(name, benchmark, recipe.eval.limit)

@@ -106,7 +106,6 @@ ASKS: dict[str, tuple[dict[str, Any], str]] = {
         "benchmark.own.reward = timeit:timeit",
     ),
     "problems": ({"benchmark": {"own": {"data": "/x.jsonl"}}}, "benchmark.own.data = /x.jsonl"),
-    "modules": ({"scoring__modules": ["this"]}, "scoring.modules = ['this']"),
     "remote code": ({"model__trust_remote_code": True}, "model.trust_remote_code = true"),
     "model's files": ({"model__args": {"cache_dir": "/x"}}, "model.args.cache_dir = /x"),
     "engine": ({"generation__engine": "timeit:timeit"}, "generation.engine = timeit:timeit"),

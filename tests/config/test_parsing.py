@@ -1026,14 +1026,13 @@ def test_an_unknown_key_or_a_wrong_type_is_named(changes: dict[str, Any], parts:
     [
         (
             "math",
-            "reward.r = 'math': must be a mapping of args, cache, concurrency, datasets, function, "
-            "on_error, positions, timeout, timeout_value, weight.",
+            "reward.r = 'math': must be a mapping of args, concurrency, datasets, function, "
+            "on_error, timeout, weight.",
         ),
         (
             {"funktion": "math"},
-            "reward.r.funktion: there is no such key; a reward has args, cache, concurrency, "
-            "datasets, function, on_error, positions, timeout, timeout_value, weight. "
-            "Did you mean function?",
+            "reward.r.funktion: there is no such key; a reward has args, concurrency, datasets, "
+            "function, on_error, timeout, weight. Did you mean function?",
         ),
     ],
 )
@@ -1117,7 +1116,6 @@ def test_a_schedule_is_held_against_the_steps_that_epochs_give() -> None:
             "dataset.test_split_size = 0.1: the recipe has held-out rows already; set "
             "dataset.eval=null, or dataset.test_split_size=null.",
         ),
-        ({"dataset.test_split_seed": 1}, "only read when dataset.test_split_size is set"),
     ],
 )
 def test_mistakes_about_rows_that_are_split_off(changes: dict[str, Any], expected: str) -> None:

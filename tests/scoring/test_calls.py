@@ -80,12 +80,12 @@ def test_a_timeout_moves_a_function_to_workers_one_completion_a_call(
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("value", [None, -1.0])
-def test_a_completion_that_takes_too_long_gets_the_recipes_value(
-    executor: RewardExecutor, value: float | None
+@pytest.mark.parametrize(("name", "value"), [("does", None), ("does_or_minus_1", -1.0)])
+def test_a_completion_that_takes_too_long_gets_the_functions_value(
+    executor: RewardExecutor, name: str, value: float | None
 ) -> None:
     rollouts = rollouts_of("quick", "hang", "quick too")
-    session = score(executor, rollouts, r=spec("does", timeout=1.0, timeout_value=value))
+    session = score(executor, rollouts, r=spec(name, timeout=1.0))
     assert parts(rollouts)[1] == value
     assert None not in (parts(rollouts)[0], parts(rollouts)[2])
     assert math.isnan(rollouts[1].reward) == (value is None)
@@ -166,7 +166,7 @@ def test_equal_completions_of_equal_rows_are_scored_once(
 ) -> None:
     notes = str(tmp_path / "notes")
     rollouts = rollouts_of("a", "b", "a", answer=notes)
-    specs = {"r": spec("counted", timeout=30, cache=True)}
+    specs = {"r": spec("counted_once", timeout=30)}
     scorer = make(executor, specs, "answer")
     for _ in range(2):
         scorer.score(rollouts)
@@ -186,14 +186,14 @@ def test_without_cache_every_completion_is_scored(executor: RewardExecutor, tmp_
 def test_failures_are_not_remembered(executor: RewardExecutor, tmp_path: Path) -> None:
     rollouts = rollouts_of("raise", answer=str(tmp_path / "notes"))
     for _ in range(2):
-        score(executor, rollouts, r=spec("counted", timeout=30, cache=True, on_error="count"))
+        score(executor, rollouts, r=spec("counted_once", timeout=30, on_error="count"))
     assert calls_of(tmp_path / "notes") == ["raise", "raise"]
 
 
 def test_what_is_remembered_is_logged_again(executor: RewardExecutor) -> None:
     for _ in range(2):
         rollouts = rollouts_of("abc")
-        session = score(executor, rollouts, r=spec("logs", timeout=30, cache=True))
+        session = score(executor, rollouts, r=spec("logs_once", timeout=30))
         assert rollouts[0].extras == {"shouted": "ABC"}
         assert metrics(session)["rewards/r/length"] == 3.0
 
@@ -217,7 +217,7 @@ def test_an_object_with_an_async_call_waits_as_a_function_does(executor: RewardE
 
 def test_an_async_function_has_a_deadline_for_each_completion(executor: RewardExecutor) -> None:
     rollouts = rollouts_of("ok", "hang", "ok")
-    session = score(executor, rollouts, r=spec("waits", timeout=0.5, timeout_value=-2.0))
+    session = score(executor, rollouts, r=spec("waits_or_minus_2", timeout=0.5))
     assert parts(rollouts) == [2.0, -2.0, 2.0]
     assert metrics(session) == {"rewards/r/timeouts": 1.0}
 
@@ -294,7 +294,7 @@ def test_two_functions_cannot_log_one_column(executor: RewardExecutor) -> None:
 def test_time_counts_what_was_computed(executor: RewardExecutor) -> None:
     times = []
     for _ in range(2):
-        session = score(executor, rollouts_of("zz"), r=spec("slowly", timeout=30, cache=True))
+        session = score(executor, rollouts_of("zz"), r=spec("slowly_once", timeout=30))
         times.append(metrics_of([session], Workers("cpu"))["time/rewards/r"])
     assert times[0] >= 0.05
     assert times[1] == 0.0
@@ -346,11 +346,8 @@ def test_functions_read_the_log_of_the_run(
 @pytest.mark.parametrize(
     ("name", "knobs", "message"),
     [
-        ("size", {"timeout_value": 1.0}, "r.timeout_value: is only read with a timeout"),
-        ("size", {"cache": True}, "r.cache: is only read with a timeout"),
         ("size", {"concurrency": 3}, "r.concurrency: is only read for async functions"),
         ("waits", {"timeout": 0.0}, "r.timeout: an async function has one"),
-        ("at_step", {"timeout": 1.0, "cache": True}, "r.cache: .* takes trainer_state"),
     ],
 )
 def test_settings_of_no_use(
@@ -428,16 +425,16 @@ def test_modules_are_imported_for_their_names(
     text = "from grpo_cli.rewards import reward\n@reward\ndef brief{n}(completions): return [1.0]\n"
     for n in "12":
         (tmp_path / f"my_grpo_module{n}.py").write_text(text.format(n=n))
-    registry.import_modules(["my_grpo_module1", "my_grpo_module2"], "scoring.modules")
+    registry.import_modules(["my_grpo_module1", "my_grpo_module2"], "grpo rewards")
     assert registry.resolve("brief1")([""]) == [1.0]
     (tmp_path / "my_grpo_module3.py").write_text(text.format(n="").replace("brief", "math"))
     with pytest.raises(UserError, match=r"my_grpo_module3:math (is called 'math', as|and grpo)"):
-        registry.import_modules(["my_grpo_module3"], "scoring.modules")
+        registry.import_modules(["my_grpo_module3"], "grpo rewards")
     (tmp_path / "my_grpo_module4.py").write_text(text.format(n="1"))
     with pytest.raises(UserError, match=r"my_grpo_module4:brief1 and my_grpo_module1:brief1 have"):
-        registry.import_modules(["my_grpo_module4"], "scoring.modules")
-    with pytest.raises(UserError, match=r"scoring.modules: nowhere: cannot import nowhere"):
-        registry.import_modules(["nowhere"], "scoring.modules")
+        registry.import_modules(["my_grpo_module4"], "grpo rewards")
+    with pytest.raises(UserError, match=r"grpo rewards: nowhere: cannot import nowhere"):
+        registry.import_modules(["nowhere"], "grpo rewards")
 
 
 def test_workers_are_this_processs_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.models import tiny
 from grpo_cli.records import Rollout
+from grpo_cli.rewards import reward
 from grpo_cli.rewards.exact_match import exact_match
 from grpo_cli.scoring.registry import STANDARD, Signature, TrainerState, known, resolve, shipped
 from grpo_cli.scoring.scorer import RewardResult, Scorer
@@ -74,6 +75,11 @@ RETURNED: list[Any] = []
 
 
 def returns(completions: list[str]) -> Any:
+    return RETURNED[0]
+
+
+@reward(positions="tokens")
+def returns_tokens(completions: list[str]) -> Any:
     return RETURNED[0]
 
 
@@ -354,9 +360,9 @@ def test_the_environments_reward_is_credited_to_turns_if_the_run_says_so() -> No
 def test_steps_of_an_episode_are_counted_in_tokens() -> None:
     RETURNED[:] = [[[(1, 0.5)]]]
     r = make_episode()
-    score([r], r=Reward("tests.scoring.test_scorer:returns", positions="tokens"))
+    score([r], r="returns_tokens")
     assert r.step_rewards == {"r": [(1, 0.5)]}
-    with pytest.raises(TrainingError, match=r"by characters.*reward\.r\.positions=tokens"):
+    with pytest.raises(TrainingError, match=r"by characters.*@reward\(positions="):
         score([r], r="returns")
 
 
@@ -498,7 +504,8 @@ def test_numbers_of_every_kind_are_taken(returned: Any) -> None:
 
 
 def by(positions: str, weight: float = 1.0) -> Reward:
-    return Reward("tests.scoring.test_scorer:returns", weight=weight, positions=positions)
+    name = "returns" if positions == "characters" else "returns_tokens"
+    return Reward(f"tests.scoring.test_scorer:{name}", weight=weight)
 
 
 def encoded(text: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -529,10 +536,6 @@ def test_steps_by_characters(tokenizer: PreTrainedTokenizerFast) -> None:
     scorer({"r": by("characters")}).score([r], tokenizer)
     assert r.step_rewards == {"r": [(0, 1.0), (2, 2.0), (5, 3.0), (6, 4.0)]}
     assert r.reward == 10.0
-
-
-def test_characters_are_what_positions_are_unless_the_recipe_says_tokens() -> None:
-    assert Reward().positions == "characters"
 
 
 @pytest.mark.parametrize("text", ["plain", "aé中😀b", "中文中文", "é", "😀😀", "x\n é\n\n12 中"])

@@ -1,4 +1,4 @@
-"""Finds prompts that render oddly: cut, duplicate, empty, without a template, of unknown tokens."""
+"""Finds prompts that render oddly: duplicate, empty, without a template, of unknown tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class PromptChecks:
     prompts: int  # looked at
     rows: int | None  # of the data; None: not known
     kept: int  # prompts of these rows, in all
-    cut: int  # by dataset.max_prompt_tokens
     duplicates: int  # prompts whose tokens an earlier one has
     blank: int  # without a text
     without_bos: int  # where others begin with the tokenizer's bos; 0 if none does
@@ -56,11 +55,10 @@ def check_prompts(
         rows: number of rows that the prompts were made of, where it is known.
     """
     some = prompts[:MOST]
-    most, bos, unknown = recipe.dataset.max_prompt_tokens, *_special(tokenizer)
+    bos, unknown = _special(tokenizer)
     begins = [p.ids[0] == bos for p in some] if bos is not None else []
     seen = Counter(tuple(p.ids) for p in some if not p.images)
     tokens = sum(len(p.ids) for p in some)
-    cuts = recipe.dataset.overlong_prompts == "cut"
     needed = {c: name for name, r in rewards.items() for c in r.signature.required}
     own = {c for r in rewards.values() for c in r.args}
     empty = {
@@ -76,7 +74,6 @@ def check_prompts(
         prompts=len(some),
         rows=rows,
         kept=len(prompts),
-        cut=sum(len(p.ids) == most and not p.images for p in some) if cuts else 0,
         duplicates=sum(seen.values()) - len(seen),
         blank=sum(_is_blank(p) for p in some),
         without_bos=begins.count(False) if any(begins) else 0,

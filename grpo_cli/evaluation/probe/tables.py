@@ -106,7 +106,7 @@ def lines(m: Measured) -> Iterator[str]:
     rows = f" of {p.rows:,} rows" if p.rows is not None else ""
     yield (
         f"prompts       {p.kept:,}{rows}, at most {p.longest:,} tokens; {p.dropped:,} dropped, "
-        f"{p.cut:,} cut, {p.duplicates:,} duplicates"
+        f"{p.duplicates:,} duplicates"
     )
     yield (
         f"seconds       {m.sampling_seconds:.1f} of sampling, {m.scoring_seconds:.1f} more of "

@@ -25,7 +25,6 @@ GAIN = 0.1  # that a larger group has to bring
 MANY_TRUNCATED = 0.3
 ALL_TRUNCATED = 0.99
 BY_ACCIDENT = 0.05  # of completions that are all cut off: right ones
-ALL_CUT = 0.9
 ALL_IDENTICAL = 0.9
 MANY = 0.5  # of prompts that are solved, or that no completion solves
 SOME = 0.05
@@ -140,23 +139,6 @@ def prompts(recipe: Recipe, m: Measured) -> Iterator[Finding]:
     checks = m.prompt_checks
     most = recipe.dataset.max_prompt_tokens
     longer = f"dataset.max_prompt_tokens={2 * most}"
-    if checks.cut > ALL_CUT * checks.prompts:
-        yield Finding(
-            "stops",
-            "prompts_cut",
-            f"{checks.cut:,} of {checks.prompts:,} prompts are cut to their last "
-            f"dataset.max_prompt_tokens = {most} tokens, so that the model does not see what is "
-            "asked.",
-            (longer, "dataset.overlong_prompts=drop"),
-        )
-    elif checks.cut > SOME * checks.prompts:
-        yield Finding(
-            "slows",
-            "prompts_cut",
-            f"{checks.cut:,} of {checks.prompts:,} prompts are cut to their last "
-            f"dataset.max_prompt_tokens = {most} tokens.",
-            (longer, "dataset.overlong_prompts=drop"),
-        )
     if checks.rows and checks.dropped > SOME * checks.rows:
         yield Finding(
             "slows",

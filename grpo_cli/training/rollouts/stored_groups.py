@@ -17,8 +17,7 @@ from grpo_cli.records import Group, from_state, to_state
 def reward_fingerprint(recipe: Recipe) -> str:
     """Returns what the rewards of a completion depend on."""
     rewards = {
-        name: (r.function, r.weight, r.args, r.positions, *r.datasets)
-        for name, r in recipe.reward.items()
+        name: (r.function, r.weight, r.args, *r.datasets) for name, r in recipe.reward.items()
     }
     return repr(rewards)
 

@@ -38,10 +38,10 @@ def test_what_is_odd_is_counted(tokenizer: PreTrainedTokenizerFast) -> None:
             ([12, unknown, unknown], " \n", {"answer": None}),
             ([bos, 13, 14, 15], [{"role": "user", "content": ""}], {"answer": "3"}),
         ],
-        Recipe(dataset=Dataset(max_prompt_tokens=4, overlong_prompts="cut")),
+        Recipe(dataset=Dataset(max_prompt_tokens=4)),
     )
     assert (found.prompts, found.kept, found.rows, found.dropped) == (5, 5, 7, 2)
-    assert (found.cut, found.duplicates, found.blank, found.longest) == (1, 1, 2, 4)
+    assert (found.duplicates, found.blank, found.longest) == (1, 2, 4)
     assert (found.without_bos, found.double_bos) == (1, 1)
     assert found.unknown_tokens == 2 / 16
     assert found.empty_columns == {"answer": 2}
@@ -49,7 +49,7 @@ def test_what_is_odd_is_counted(tokenizer: PreTrainedTokenizerFast) -> None:
 
 def test_nothing_is_odd(tokenizer: PreTrainedTokenizerFast) -> None:
     found = checked(tokenizer, [([10], "a", {"answer": "1"}), ([11], "b", {"answer": "0"})])
-    assert (found.cut, found.duplicates, found.blank) == (0, 0, 0)
+    assert (found.duplicates, found.blank) == (0, 0)
     assert (found.without_bos, found.double_bos, found.unknown_tokens) == (0, 0, 0.0)
     assert found.empty_columns == {}
     assert not found.unused_template

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from grpo_cli.config.schema import Advantage, Dataset, EpisodeSettings, Generation, Recipe, Reward
+from grpo_cli.config.schema import Advantage, EpisodeSettings, Generation, Recipe, Reward
 from grpo_cli.evaluation.estimates import Estimate
 from grpo_cli.evaluation.probe.measures import Measured, Mismatch, RewardStats
 from grpo_cli.evaluation.probe.prompt_checks import PromptChecks
@@ -19,7 +19,7 @@ REWARD = RewardStats(
     seconds_p99=2e-4, scored_twice=64, changed=0,
 )  # fmt: skip
 CHECKS = PromptChecks(
-    prompts=1000, rows=1000, kept=1000, cut=0, duplicates=0, blank=0, without_bos=0, double_bos=0,
+    prompts=1000, rows=1000, kept=1000, duplicates=0, blank=0, without_bos=0, double_bos=0,
     unknown_tokens=0.0, longest=20, unused_template=False,
 )  # fmt: skip
 SHARES = ((2, 0.3), (4, 0.5), (8, 0.7), (16, 0.8))
@@ -109,8 +109,6 @@ def test_runs_without_a_signal(changes: dict[str, Any], name: str, words: list[s
         ({"failed_environments": 0.3, "environment_error": "gone"}, "environment_error", True),
         ({"mismatch": Mismatch(1.5, 9.0, 100)}, "mismatch", True),
         ({"mismatch": Mismatch(0.2, 9.0, 100)}, "mismatch", False),
-        ({"prompt_checks": replace(CHECKS, cut=1000)}, "prompts_cut", True),
-        ({"prompt_checks": replace(CHECKS, cut=100)}, "prompts_cut", False),
         ({"prompt_checks": replace(CHECKS, kept=500)}, "prompts_dropped", False),
         ({"prompt_checks": replace(CHECKS, empty_columns={"a": 1000})}, "empty_column", True),
         ({"prompt_checks": replace(CHECKS, empty_columns={"a": 10})}, "empty_column", False),
@@ -191,10 +189,3 @@ def test_a_rule_that_trains_on_differences_between_prompts() -> None:
     assert judged(NO_SIGNAL, own).can_learn
     assert not judged(NO_SIGNAL | {"is_constant": True}, own).can_learn
     assert not judged(NO_SIGNAL).can_learn
-
-
-def test_settings_name_the_value_that_they_change() -> None:
-    own = replace(RECIPE, dataset=Dataset(max_prompt_tokens=100, overlong_prompts="cut"))
-    found = first(judged({"prompt_checks": replace(CHECKS, cut=1000)}, own))
-    assert found.settings[0] == "dataset.max_prompt_tokens=200"
-    assert "last dataset.max_prompt_tokens = 100 tokens" in found.message
