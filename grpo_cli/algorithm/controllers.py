@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from grpo_cli.config.schema import Loss
 
+KL_GAIN = 0.1  # Ziegler et al.: β changes by at most a fifth of this per step
+ENTROPY_COEF_STEP, ENTROPY_COEF_MAX = 0.005, 1.0  # Skywork-OR1's step
+
 
 @dataclass
 class AdaptiveBeta:
@@ -23,7 +26,7 @@ class AdaptiveBeta:
     def update(self, config: Loss, kl: float) -> None:
         """Moves the coefficient by the KL that a step has measured (NaN: by nothing)."""
         if config.kl_target is not None and math.isfinite(kl):
-            self.adapted = adapted_beta(self.value(config), kl, config.kl_target, config.kl_gain)
+            self.adapted = adapted_beta(self.value(config), kl, config.kl_target)
 
 
 @dataclass
@@ -42,14 +45,8 @@ class AdaptiveEntropyBonus:
         if config.entropy_target is None:
             return
         self.entropy = entropy
-        self.adapted = adapted_coef(
-            config.entropy_coef if self.adapted is None else self.adapted,
-            entropy,
-            config.entropy_target,
-            low=config.entropy_coef_min,
-            high=config.entropy_coef_max,
-            step=config.entropy_coef_step,
-        )
+        coef = config.entropy_coef if self.adapted is None else self.adapted
+        self.adapted = adapted_coef(coef, entropy, config.entropy_target)
 
     def _coef(self, config: Loss) -> float:
         if config.entropy_target is None or self.adapted is None:
@@ -57,32 +54,29 @@ class AdaptiveEntropyBonus:
         return self.adapted
 
 
-def adapted_beta(beta: float, kl: float, target: float, gain: float) -> float:
+def adapted_beta(beta: float, kl: float, target: float) -> float:
     """Returns the next step's β: higher if the KL is above its target, else lower.
 
-    β ← β(1 + gain·e), e = clip(KL/target − 1, −0.2, 0.2) (Ziegler et al., arXiv 1909.08593, section
-    2.2, with gain 0.1).
+    β ← β(1 + 0.1·e), e = clip(KL/target − 1, −0.2, 0.2) (Ziegler et al., arXiv 1909.08593, section
+    2.2).
 
     Args:
         kl: mean over the step's tokens, in nats; target: the same.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
-    return beta * (1 + gain * error)
+    return beta * (1 + KL_GAIN * error)
 
 
-def adapted_coef(
-    coef: float, entropy: float, target: float, *, low: float, high: float, step: float
-) -> float:
-    """Returns the next coefficient: up by `step` at or below the target, else down.
+def adapted_coef(coef: float, entropy: float, target: float) -> float:
+    """Returns the next coefficient: up by a step at or below the target, else down.
 
     Skywork-OR1 (arXiv 2505.22312, section 4.1).
 
     Args:
         entropy: mean over the optimizer batch's tokens, in nats; target: the same.
-        low, high: bounds of the coefficient.
     """
-    moved = coef + step if entropy <= target else coef - step
-    return min(max(moved, low), high)
+    moved = coef + ENTROPY_COEF_STEP if entropy <= target else coef - ENTROPY_COEF_STEP
+    return min(max(moved, 0.0), ENTROPY_COEF_MAX)
 
 
 def applied_coef(coef: float, entropy: float | None, target: float | None) -> float:

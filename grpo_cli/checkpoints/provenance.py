@@ -220,8 +220,8 @@ ALLOWED: dict[str, Any] = {
             "ratio_level normalize epsilon epsilon_high delta ratio_cap sapo_temperature_pos "
             "sapo_temperature_neg vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg "
             "cov_share cov_low cov_high cov_kl mask_truncated beta kl_estimator kl_in "
-            "kl_bias_correction kl_target kl_gain reference_every reference_alpha entropy_coef "
-            "entropy_target entropy_coef_min entropy_coef_max entropy_coef_step "
+            "kl_bias_correction kl_target reference_every reference_alpha entropy_coef "
+            "entropy_target "
             "router_aux_loss_coef top_entropy sampling_correction sampling_cap sampling_floor "
             "off_policy_mask"
         ),

@@ -74,17 +74,10 @@ def _of_objective(recipe: Recipe) -> Iterator[str]:
     loss = recipe.loss
     if loss.kl_bias_correction and loss.kl_in == "reward":
         yield "loss.kl_bias_correction: is only read with loss.kl_in = loss; it is reward."
-    if loss.entropy_target is not None and loss.entropy_coef_min >= loss.entropy_coef_max:
+    if loss.entropy_target is not None and loss.entropy_coef > 1:
         yield (
-            f"loss.entropy_coef_min = {loss.entropy_coef_min}: must be below entropy_coef_max = "
-            f"{loss.entropy_coef_max}, since entropy_target moves entropy_coef between them."
-        )
-    elif loss.entropy_target is not None and not (
-        loss.entropy_coef_min <= loss.entropy_coef <= loss.entropy_coef_max
-    ):
-        yield (
-            f"loss.entropy_coef = {loss.entropy_coef}: must lie between entropy_coef_min = "
-            f"{loss.entropy_coef_min} and entropy_coef_max = {loss.entropy_coef_max}."
+            f"loss.entropy_coef = {loss.entropy_coef}: must be <= 1, since loss.entropy_target "
+            "moves it between 0 and 1."
         )
     if recipe.model.dtype != "auto":  # which is checked once it is known
         yield from of_dtype(recipe)

@@ -941,11 +941,6 @@ class Loss:
         gt=0,
         read_if=("loss.beta",),
     )
-    kl_gain: float = knob(
-        0.1, "Gain with which beta adapts to kl_target: it changes by at most a fifth of this per "
-        "step.", gt=0, lt=5,
-        read_if=("loss.kl_target",),
-    )  # fmt: skip
     reference_every: int = knob(
         0,
         "Refresh the reference from the policy every N steps (iterative GRPO); 0: never.",
@@ -971,16 +966,6 @@ class Loss:
         "adapted to hold it.",
         gt=0,
     )
-    entropy_coef_min: float = knob(
-        0.0, "Lower bound of the adapted entropy_coef.", ge=0, read_if=("loss.entropy_target",)
-    )
-    entropy_coef_max: float = knob(
-        1.0, "Upper bound of the adapted entropy_coef.", ge=0, read_if=("loss.entropy_target",)
-    )
-    entropy_coef_step: float = knob(
-        0.005, "Change of the adapted entropy_coef per optimizer step.", gt=0,
-        read_if=("loss.entropy_target",),
-    )  # fmt: skip
     router_aux_loss_coef: float | None = knob(
         None,
         "Weight of the load-balancing loss of a mixture of experts; null: the weight in the "

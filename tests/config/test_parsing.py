@@ -321,14 +321,9 @@ PLAIN_REINFORCE_PP = {"advantage.rule": "reinforce_pp", "advantage.baseline": "n
             "a lower one would also cut what positive advantages may gain.",
         ),
         (
-            {"loss.entropy_target": 1, "loss.entropy_coef": 0.5, "loss.entropy_coef_max": 0.25},
-            "loss.entropy_coef = 0.5: must lie between entropy_coef_min = 0.0 and "
-            "entropy_coef_max = 0.25.",
-        ),
-        (
-            {"loss.entropy_target": 1, "loss.entropy_coef_max": 0},
-            "loss.entropy_coef_min = 0.0: must be below entropy_coef_max = 0.0, "
-            "since entropy_target moves entropy_coef between them.",
+            {"loss.entropy_target": 1, "loss.entropy_coef": 1.5},
+            "loss.entropy_coef = 1.5: must be <= 1, since loss.entropy_target moves it between 0 "
+            "and 1.",
         ),
         (
             {"distributed.offload": "all"},
@@ -486,7 +481,6 @@ WITH_PROGRAMS = {"benchmark": {"own": {"data": "b.jsonl", **TIR}}}
 
 # What must hold besides for a knob's new value to make sense.
 BESIDES: dict[str, dict[str, Any]] = {
-    "loss.entropy_coef_min": {"loss.entropy_coef": 0.5},
     "advantage.k": {"generation.num_generations": 16},
     "adapter.sync": {"adapter.method": "lora"},
     "loss.cov_high": {"loss.cov_low": 0.25},
