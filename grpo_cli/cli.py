@@ -67,7 +67,6 @@ grpo: train language models with GRPO
   grpo serve model=PATH ...                  start a vLLM server that training can sample from
   grpo slurm recipe=NAME nodes=N ...         write (and submit) a SLURM batch script for a recipe
   grpo doctor [recipe=NAME]                  print what this machine has, and what recipes lack
-  grpo preflight                             check that the nodes of a job can train together
   grpo export CHECKPOINT FOLDER              write a checkpoint's model as a plain model folder
   grpo recipes                               list the recipes
   grpo rewards [MODULE ...]                  list the reward functions, also those of your modules
@@ -284,18 +283,11 @@ def slurm(argv: list[str]) -> None:
     slurm.main(argv)
 
 
-def preflight(argv: list[str]) -> None:
-    """`grpo preflight`: checks that the nodes of a job can train together."""
-    from grpo_cli.commands import preflight
-
-    preflight.main(argv)
-
-
 def doctor(argv: list[str]) -> None:
     """`grpo doctor`: prints what this machine has, what is broken, and what recipes lack."""
-    from grpo_cli.commands.doctor import command
+    from grpo_cli.commands import doctor
 
-    command.main(argv)
+    doctor.main(argv)
 
 
 def export(argv: list[str]) -> None:
@@ -355,7 +347,6 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "replay": replay,
     "serve": serve,
     "slurm": slurm,
-    "preflight": preflight,
     "doctor": doctor,
     "export": export,
     "recipes": recipes,

@@ -296,9 +296,9 @@ class Batch:
     running: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, **does: str) -> subprocess.Popen[str]:
-        """What the nodes' Python does: preflight, train, serve."""
+        """What the nodes' Python does: doctor, train, serve."""
         (self.fake / "state").write_text("RUNNING")
-        for name in ("in-preflight", "in-train", "told"):
+        for name in ("in-doctor", "in-train", "told"):
             (self.fake / name).unlink(missing_ok=True)
         process = subprocess.Popen(
             ["bash", str(self.file), *self.words], text=True, stdout=subprocess.PIPE,
@@ -419,7 +419,7 @@ def test_nodes_that_serve(make: Callable[..., Batch]) -> None:
     assert time.monotonic() - begin < 15
     assert (job.fake / "ended").exists()  # as politely as it was asked to
     by_kind = {kind: words for kind, words, _ in job.calls()}
-    assert by_kind["preflight"][7:10] == ["--gpus=2", "--port=n1:15001", "--port=n3:7001"]
+    assert by_kind["doctor"][7:10] == ["--gpus=2", "--port=n1:15001", "--port=n3:7001"]
     words = [
         "recipe=math_qwen", "generation=vllm_server", "generation.vllm.start_timeout=1200",
         "generation.vllm.servers=[http://n3:7001]",
@@ -453,9 +453,9 @@ def test_a_job_without_servers_has_no_key(make: Callable[..., Batch]) -> None:
 
 def test_unfit_nodes_do_not_train(make: Callable[..., Batch]) -> None:
     job = make()
-    assert job.sit(preflight="sys.exit(1)") == 1
+    assert job.sit(doctor="sys.exit(1)") == 1
     assert "the nodes are not fit to train together; nothing was started" in job.said
-    assert (job.kinds(), job.requeues()) == (["preflight"], 0)
+    assert (job.kinds(), job.requeues()) == (["doctor"], 0)
 
 
 def test_an_error_is_not_tried_again(make: Callable[..., Batch]) -> None:
@@ -488,12 +488,12 @@ def test_a_signal_reaches_the_run(make: Callable[..., Batch], number: signal.Sig
 
 def test_a_signal_before_training(make: Callable[..., Batch]) -> None:
     job = make()
-    process = job.start(preflight="ready_for()")
-    job.until("in-preflight")
+    process = job.start(doctor="ready_for()")
+    job.until("in-doctor")
     process.send_signal(signal.SIGUSR1)
     job.end(process)
     assert "told to leave before training began" in job.said
-    assert (job.kinds(), job.requeues()) == (["preflight"], 1)
+    assert (job.kinds(), job.requeues()) == (["doctor"], 1)
 
 
 LISTENS = "(fake / 'in-train').touch(); time.sleep(60)"

@@ -164,8 +164,8 @@ def test_a_job_trains_on_two_nodes(unbroken: Job) -> None:
     summary = json.loads((unbroken.run / "summary.json").read_text())
     assert (summary["processes"], summary["steps"]) == (2, STEPS)
     assert unbroken.steps() == list(range(1, STEPS + 1))
-    assert "2 nodes see one another" in unbroken.log()
-    assert not list(unbroken.run.glob(".preflight*"))
+    assert "n1 and n2 can train together" in unbroken.log()
+    assert not list(unbroken.run.glob(".doctor*"))
 
 
 def test_a_job_goes_on_where_it_was(cluster: Cluster, unbroken: Job) -> None:
@@ -224,8 +224,8 @@ def test_nodes_that_differ_do_not_train(cluster: Cluster) -> None:
     run = cluster.folder / "unfit"
     job = cluster.submit(run, "nodes=2", f"setup={setup}", f"python={sys.executable}")
     assert job.until_over() == "FAILED", job.everything()
-    assert "preflight: n2: transformers is 4.0.0; " in job.log()
-    assert f"preflight: n2: {cluster.folder}/elsewhere is not the folder that n1 has" in job.log()
+    assert "doctor: n2: transformers is 4.0.0; " in job.log()
+    assert f"doctor: n2: {cluster.folder}/elsewhere is not the folder that n1 has" in job.log()
     assert "nothing was started" in job.log()
     assert job.shown()["Restarts"] == "0"
     assert not (run / "recipe.yaml").exists()
@@ -239,7 +239,7 @@ def test_a_node_that_does_not_come_is_named(cluster: Cluster) -> None:
         "preflight_timeout=20",
     )  # fmt: skip
     assert job.until_over() == "FAILED", job.everything()
-    assert "preflight: n2: has not arrived" in job.log()
+    assert "doctor: n2: has not arrived" in job.log()
     assert not (job.run / "recipe.yaml").exists()
 
 

@@ -17,7 +17,7 @@ import transformers
 from omegaconf import DictConfig
 
 from grpo_cli import cli
-from grpo_cli.commands import preflight, probe_run, replay, serve
+from grpo_cli.commands import doctor_nodes, probe_run, replay, serve
 from grpo_cli.config.compose import compose_and_call, given_keys
 from grpo_cli.data import rows
 from grpo_cli.training import prepare
@@ -185,7 +185,7 @@ def test_every_other_command_on_a_page_runs(
     monkeypatch.setattr(replay, "find", stop)  # a step that the run has kept
     if "_qwen" in " ".join(words):
         monkeypatch.setattr(run_plan, "config_of", stop)
-    monkeypatch.setattr(preflight, "main", preflight.parse_options)  # the nodes are not there
+    monkeypatch.setattr(doctor_nodes, "main", doctor_nodes.settings_of)  # the nodes are not there
     if words[0] == "slurm":  # whose rows may be on the hub
         words = [*words, "check=false"]
     codes = (0, 1) if words[0] == "doctor" else (0,)  # 1: the recipe lacks something here

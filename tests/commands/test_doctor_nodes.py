@@ -1,12 +1,10 @@
-"""`grpo preflight`: what it says of nodes, and processes of it on this machine, a node each."""
+"""`grpo doctor --nodes`: what it says of nodes, and its processes on this machine, a node each."""
 
 import contextlib
-import dataclasses
 import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.commands import preflight
-from grpo_cli.commands.preflight import Facts, Settings
+from grpo_cli.commands import doctor_nodes
+from grpo_cli.commands.doctor_nodes import Facts, Settings
 from grpo_cli.errors import TrainingError, UserError
 from tests.programs import PATIENCE, ROOT
 
@@ -26,12 +24,11 @@ EQUAL = {
     "driver": "580.1",
     "GPUs": 8,
 }
-FACTS: Facts = {"problems": [], "free": 900.0, "clock": 100.0, "received": 101.0}
+FACTS: Facts = {"problems": [], "free": 900.0}
 
 
 def asked(nodes: str = "a,b,c", **changed: Any) -> Settings:
-    settings = preflight.parse_options([f"--nodes={nodes}", "--rank=0"], {})
-    return dataclasses.replace(settings, **changed)
+    return Settings(**{"nodes": nodes, **changed})
 
 
 def said_of(settings: Settings, *facts: dict[str, Any]) -> list[str]:
@@ -42,7 +39,7 @@ def said_of(settings: Settings, *facts: dict[str, Any]) -> list[str]:
         | {key: value for key, value in changed.items() if key in FACTS}
         for rank, changed in enumerate(facts)
     }
-    return list(preflight.judge_facts(settings, reports))
+    return list(doctor_nodes.judge_facts(settings, reports))
 
 
 def test_nodes_that_are_alike_have_nothing_to_put_right() -> None:
@@ -66,8 +63,6 @@ def test_nodes_that_are_alike_have_nothing_to_put_right() -> None:
         ),
         ([{}, {"GPUs": 7}, {}], ["b: GPUs is 7; 8 on a and c"]),
         ([{}, {}, {"problems": ["is slow", "is full"]}], ["c: is slow", "c: is full"]),
-        ([{}, {}, {"clock": 107.0}], ["c: its clock is 6 s ahead of that of a"]),
-        ([{}, {"clock": 41.0}, {"clock": 97.0}], ["b: its clock is 60 s behind that of a"]),
     ],
 )  # fmt: skip
 def test_what_nodes_say_of_themselves(facts: list[dict[str, Any]], lines: list[str]) -> None:
@@ -76,13 +71,13 @@ def test_what_nodes_say_of_themselves(facts: list[dict[str, Any]], lines: list[s
 
 def test_a_node_that_has_not_arrived() -> None:
     facts = FACTS | {"equal": EQUAL}
-    problems = preflight.judge_facts(asked(), {0: facts, 2: facts})
+    problems = doctor_nodes.judge_facts(asked(), {0: facts, 2: facts})
     assert list(problems) == ["b: has not arrived; a and c waited for it"]
 
 
 def test_sums_that_fail() -> None:
     failed = "the sum over all nodes by gloo failed: refused"
-    assert list(preflight.judge_sums(asked(), {0: "", 1: failed})) == [
+    assert list(doctor_nodes.judge_sums(asked(), {0: "", 1: failed})) == [
         f"b: {failed}",
         "c: has not come back from the sum over all nodes",
     ]
@@ -97,54 +92,19 @@ def test_many_names_are_cut_short() -> None:
 # The command line.
 
 
-def test_words() -> None:
-    settings = preflight.parse_options(
-        ["--nodes=a,b", "--rank=1", "--master=a:5", "--dir=/r", "--port=a:6", "--port=b:7",
-         "--gpus=2", "--min-free-gb=3", "--min-free-tmp-gb=4", "--timeout=9"], {},
-    )  # fmt: skip
-    assert settings == Settings(
-        ("a", "b"), 1, "a", 5, Path("/r"), (("a", 6), ("b", 7)), 2, 3.0, 4.0, 9.0, settings.ends_at
-    )
-    assert 0 < settings.left <= 9
-    assert settings.name == "b"
-
-
-def test_words_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames n[3-4]" ] && echo n3 && echo n4\n')
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    known = {"SLURM_JOB_NODELIST": "n[1-4]", "SLURM_STEP_NODELIST": "n[3-4]", "SLURM_NODEID": "1"}
-    settings = preflight.parse_options([], known)
-    assert (settings.nodes, settings.rank, settings.host) == (("n3", "n4"), 1, "n3")
-    scontrol.unlink()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="scontrol does not say"):
-        preflight.parse_options([], known)
-
-
-def test_without_slurm_it_is_this_machine() -> None:
-    settings = preflight.parse_options([], {})
-    assert (settings.nodes, settings.rank) == ((socket.gethostname(),), 0)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--nodes=a,a"], "--nodes = a,a: must be different names"),
-        (["--nodes=a,"], "--nodes = a,: must be different names"),
         (["--nodes=a,b", "--rank=2"], "--rank = 2: must be from 0 to 1"),
         (["--nodes=a", "--master=a"], "--master = a: must be NAME:PORT."),
-        (["--nodes=a", "--master=a:0"], "--master = a:0: must be NAME:PORT."),
         (["--nodes=a", "--port=b:5"], "--port: b is none of --nodes."),
-        (["--nodes=a", "--timeout=1"], "--timeout = 1.0: must be >= 5."),
-        (["--node=a"], "--node: there is no such option; there are --dir,"),
-        (["--rank=x"], "--rank = x: must be a whole number."),
+        (["--nodes=a", "recipe=x"], "recipe=x: is not read with the options of --nodes."),
     ],
 )
 def test_mistakes_are_named(words: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
-        preflight.parse_options(words, {})
+        doctor_nodes.settings_of(words)
     assert message in str(caught.value)
 
 
@@ -154,19 +114,17 @@ def test_mistakes_are_named(words: list[str], message: str) -> None:
 def test_ports_that_are_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-        assert not preflight.is_free(port)
-    assert preflight.is_free(port)
+        assert not doctor_nodes.is_free(port)
+    assert doctor_nodes.is_free(port)
 
 
 def test_a_node_finds_its_problems(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    limits = {"gpus": 99, "min_free_gb": 1e8, "min_free_tmp_gb": 1e9}
-    found = preflight.facts_of(asked(folder=tmp_path, **limits))["problems"]
+    found = doctor_nodes.facts_of(asked(dir=str(tmp_path), gpus=99, min_free_gb=1e8))["problems"]
     assert found[0].endswith("GPUs, 99 are asked for")
     assert found[1].endswith(f" GB free in {tmp_path}, at least 1e+08 are needed")
-    assert found[2].endswith(f" GB free in {tempfile.gettempdir()}, at least 1e+09 are needed")
-    (found,) = preflight.facts_of(asked(folder=file / "run"))["problems"]
+    (found,) = doctor_nodes.facts_of(asked(dir=str(file / "run")))["problems"]
     assert found == f"cannot write to {file / 'run'}: Not a directory"
 
 
@@ -185,11 +143,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def start_node(rank: int, *words: str, nodes: str = "a,b,c", **environment: str) -> Any:
         known = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         options = [f"--nodes={nodes}", f"--rank={rank}", f"--master=127.0.0.1:{port}"]
-        for usual in (f"--dir={tmp_path / 'run'}", "--min-free-gb=0", "--min-free-tmp-gb=0"):
-            if not any(w.startswith(usual.partition("=")[0]) for w in words):
-                options.append(usual)
+        options.append("--min-free-gb=0")
+        if not any(w.startswith("--dir") for w in words):
+            options.append(f"--dir={tmp_path / 'run'}")
         process = subprocess.Popen(
-            [sys.executable, "-m", "grpo_cli", "preflight", *options, *words],
+            [sys.executable, "-m", "grpo_cli", "doctor", *options, *words],
             env=known | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         running.append(process)
@@ -212,8 +170,8 @@ def ends(*processes: subprocess.Popen[str]) -> tuple[list[int], list[str]]:
 def test_three_nodes(start: Start, tmp_path: Path) -> None:
     codes, said = ends(*(start(rank) for rank in range(3)))
     assert codes == [0, 0, 0], said
-    assert said[0].startswith("preflight: 3 nodes see one another: ")
-    assert f" GB free in {tmp_path / 'run'}, in " in said[0]
+    assert said[0].startswith("doctor: a, b and c can train together: ")
+    assert said[0].endswith(f" GB free in {tmp_path / 'run'}\n")
     assert said[1:] == ["", ""]
     assert list((tmp_path / "run").iterdir()) == []
 
@@ -232,11 +190,11 @@ def test_everything_that_is_wrong_is_said_at_once(start: Start, tmp_path: Path) 
         )
     assert codes == [1, 1, 1], said
     lines = said[0].splitlines()
-    assert lines[0].startswith("preflight: c: transformers is 4.0.0; ")
+    assert lines[0].startswith("doctor: c: transformers is 4.0.0; ")
     assert lines[0].endswith(" on a and b")
-    assert lines[1].startswith(f"preflight: b: {tmp_path / 'elsewhere'} is not the folder that a")
-    assert lines[2] == f"preflight: c: port {port} is taken, and training needs it"
-    assert lines[3:] == ["grpo: preflight: 3 things to put right before 3 nodes can train together"]
+    assert lines[1].startswith(f"doctor: b: {tmp_path / 'elsewhere'} is not the folder that a")
+    assert lines[2] == f"doctor: c: port {port} is taken, and training needs it"
+    assert lines[3:] == ["grpo: doctor: 3 things to put right before 3 nodes can train together"]
     assert said[1:] == ["", ""]
 
 
@@ -244,40 +202,39 @@ def test_everything_that_is_wrong_is_said_at_once(start: Start, tmp_path: Path) 
 def test_a_node_that_does_not_come(start: Start) -> None:
     codes, said = ends(start(0, "--timeout=16"), start(2, "--timeout=16"))
     assert codes == [1, 1], said
-    assert said[0].startswith("preflight: b: has not arrived; a and c waited for it\n")
+    assert said[0].startswith("doctor: b: has not arrived; a and c waited for it\n")
 
 
 @pytest.mark.programs
 def test_the_first_node_does_not_come() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    until = time.monotonic() + 0.5
-    settings = asked("a,b", rank=1, host="127.0.0.1", port=port, timeout=0.5, ends_at=until)
+    settings = asked("a,b", rank=1, master=f"127.0.0.1:{port}", timeout=0.5)
     with pytest.raises(TrainingError) as caught:
-        preflight.join(settings)
+        doctor_nodes.join(settings)
     assert f"b: cannot reach a at 127.0.0.1:{port} within 0.5 s" in str(caught.value)
     assert "a has not started, or a firewall is between" in str(caught.value)
 
 
 def test_a_port_of_its_own_that_is_taken() -> None:
     with socket.create_server(("", 0)) as held:
-        settings = asked("a", host="127.0.0.1", port=held.getsockname()[1])
+        settings = asked("a", master=f"127.0.0.1:{held.getsockname()[1]}")
         with pytest.raises(TrainingError) as caught:
-            preflight.join(settings)
-    assert f"a: cannot listen at 127.0.0.1:{settings.port}: " in str(caught.value)
+            doctor_nodes.join(settings)
+    assert f"a: cannot listen at {settings.master}: " in str(caught.value)
 
 
 @pytest.mark.slow
 def test_a_node_that_is_stopped_does_not_hold_the_others(start: Start) -> None:
     """It has arrived, and says no more, as one whose network breaks."""
     halts = (
-        "import os, signal\nfrom grpo_cli.commands import preflight\n"
-        "preflight.sum_over_nodes = lambda *a: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "import os, signal\nfrom grpo_cli.commands import doctor_nodes\n"
+        "doctor_nodes.sum_over_nodes = lambda *a: os.kill(os.getpid(), signal.SIGSTOP)\n"
     )
     first = start(0, "--timeout=20", nodes="a,b")
     words = [w for w in map(str, first.args) if not w.startswith("--rank")][4:]  # type: ignore[arg-type]
     second = subprocess.Popen(
-        [sys.executable, "-c", f"{halts}preflight.main({[*words, '--rank=1']!r})"],
+        [sys.executable, "-c", f"{halts}doctor_nodes.main({[*words, '--rank=1']!r})"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     try:
@@ -286,17 +243,17 @@ def test_a_node_that_is_stopped_does_not_hold_the_others(start: Start) -> None:
         second.kill()
         second.wait()
     assert codes == [1]
-    assert "preflight: b: has not come back from the sum over all nodes\n" in said[0]
-    assert "preflight: a: the sum over all nodes by gloo failed: " in said[0]
+    assert "doctor: b: has not come back from the sum over all nodes\n" in said[0]
+    assert "doctor: a: the sum over all nodes by gloo failed: " in said[0]
 
 
 @pytest.mark.programs
 def test_a_hang_ends_with_its_time() -> None:
     """Whatever it is that hangs: here the code that tells the facts."""
     hangs = (
-        "import time\nfrom grpo_cli.commands import preflight\n"
-        "preflight.facts_of = lambda *a: time.sleep(60)\n"
-        "preflight.main(['--nodes=a', '--timeout=5'])\n"
+        "import time\nfrom grpo_cli.commands import doctor_nodes\n"
+        "doctor_nodes.facts_of = lambda *a: time.sleep(60)\n"
+        "doctor_nodes.main(['--nodes=a', '--timeout=5'])\n"
     )
     begin = time.monotonic()
     done = subprocess.run(
@@ -304,6 +261,6 @@ def test_a_hang_ends_with_its_time() -> None:
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr.startswith("preflight: a: not done after 5 s; it hangs here:\n")
+    assert done.stderr.startswith("doctor: a: not done after 5 s; it hangs here:\n")
     assert "<lambda>" in done.stderr
     assert time.monotonic() - begin < 50

