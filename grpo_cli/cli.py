@@ -8,6 +8,7 @@ SIGTERM, or 0 if a batch system is asked to start the run again or torchrun woul
 from __future__ import annotations
 
 import errno
+import importlib
 import io
 import logging
 import os
@@ -206,95 +207,13 @@ def train(argv: list[str]) -> None:
     compose_and_call(argv, task)
 
 
-def plan(argv: list[str]) -> None:
-    """`grpo plan`: predicts memory, time and disk of a recipe without loading a model."""
-    from grpo_cli.commands import plan
+def verb(module: str) -> Callable[[list[str]], None]:
+    """Returns the `main` of a module of grpo_cli.commands, which is imported when it is called."""
 
-    plan.main(argv)
+    def main(argv: list[str]) -> None:
+        importlib.import_module(f"grpo_cli.commands.{module}").main(argv)
 
-
-def probe(argv: list[str]) -> None:
-    """`grpo probe`: samples from the untrained policy and says whether the run can learn."""
-    from grpo_cli.commands import probe
-
-    probe.main(argv)
-
-
-def evaluate(argv: list[str]) -> None:
-    """`grpo eval`: evaluates a model or stored completions, or compares two evaluations."""
-    from grpo_cli.commands import evaluate
-
-    evaluate.main(argv)
-
-
-def score(argv: list[str]) -> None:
-    """`grpo score`: calls the rewards of a recipe, or reward=NAME, on stored completions."""
-    from grpo_cli.commands import score
-
-    score.main(argv)
-
-
-def show(argv: list[str]) -> None:
-    """`grpo show RUN`: prints the completions that a run has stored, turn by turn."""
-    from grpo_cli.commands import show
-
-    show.main(argv)
-
-
-def watch(argv: list[str]) -> None:
-    """`grpo watch RUN`: shows a run in the terminal, while it goes on or after it."""
-    from grpo_cli.commands import watch
-
-    watch.main(argv)
-
-
-def explain(argv: list[str]) -> None:
-    """`grpo explain KEY`: prints a knob's value in a recipe and the place that sets it."""
-    from grpo_cli.commands import explain
-
-    explain.main(argv)
-
-
-def report(argv: list[str]) -> None:
-    """`grpo report RUN [OTHER]`: writes one HTML file about a run, or about two."""
-    from grpo_cli.commands import report
-
-    report.main(argv)
-
-
-def replay(argv: list[str]) -> None:
-    """`grpo replay RUN --step=N`: recomputes a step that a run has kept, and explains it."""
-    from grpo_cli.commands import replay
-
-    replay.main(argv)
-
-
-def serve(argv: list[str]) -> None:
-    """`grpo serve`: starts vLLM's server with a model or with the model of a recipe."""
-    from grpo_cli.commands import serve
-
-    serve.main(argv)
-
-
-def slurm(argv: list[str]) -> None:
-    """`grpo slurm`: writes a batch script that trains a recipe on many nodes, and may submit it."""
-    from grpo_cli.commands import slurm
-
-    slurm.main(argv)
-
-
-def doctor(argv: list[str]) -> None:
-    """`grpo doctor`: prints what this machine has, what is broken, and what recipes lack."""
-    from grpo_cli.commands import doctor
-
-    doctor.main(argv)
-
-
-def export(argv: list[str]) -> None:
-    """`grpo export CHECKPOINT FOLDER`: writes a model folder that transformers loads."""
-    from grpo_cli.commands import export
-
-    export.main(argv)
+    return main
 
 
 def recipes(argv: list[str]) -> None:
@@ -336,19 +255,19 @@ def rewards(argv: list[str]) -> None:
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
-    "plan": plan,
-    "probe": probe,
-    "eval": evaluate,
-    "score": score,
-    "show": show,
-    "watch": watch,
-    "explain": explain,
-    "report": report,
-    "replay": replay,
-    "serve": serve,
-    "slurm": slurm,
-    "doctor": doctor,
-    "export": export,
+    "plan": verb("plan"),
+    "probe": verb("probe"),
+    "eval": verb("evaluate"),
+    "score": verb("score"),
+    "show": verb("show"),
+    "watch": verb("watch"),
+    "explain": verb("explain"),
+    "report": verb("report"),
+    "replay": verb("replay"),
+    "serve": verb("serve"),
+    "slurm": verb("slurm"),
+    "doctor": verb("doctor"),
+    "export": verb("export"),
     "recipes": recipes,
     "rewards": rewards,
 }
