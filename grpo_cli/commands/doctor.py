@@ -346,7 +346,6 @@ def _refusals(recipe: Recipe) -> Iterator[Finding]:
         "generation": lambda: factory.engine_class(recipe.generation.engine).require(),
         "optimizer": lambda: optimizers.optimizer_class(recipe.optimizer),
         "tracking": lambda: tracking.require(recipe.tracking.backend),
-        "modules": lambda: registry.import_modules(recipe.scoring.modules, "scoring.modules"),
         "callbacks": lambda: callback_loading.load(recipe.callbacks),
     }
     for name, reward in recipe.reward.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import json
 import math
 import signal
@@ -23,7 +22,7 @@ from grpo_cli.config import parsing
 from grpo_cli.config.compose import BARE, compose_and_call, given_keys, split_options
 from grpo_cli.config.knob import knob
 from grpo_cli.config.schema import Recipe
-from grpo_cli.config.words import described, parse, recipe_key, split
+from grpo_cli.config.words import described, parse, split
 from grpo_cli.data import images, stored_completions
 from grpo_cli.data.conversations import text_of
 from grpo_cli.data.stored_completions import Sample
@@ -37,7 +36,6 @@ from grpo_cli.training.prepare import MADE_UP
 CHUNK = 256  # completions between two updates of the progress bar
 CHUNKS_AHEAD = 4
 TRUE, FALSE = ("true", "yes", "1", "1.0", "correct"), ("false", "no", "0", "0.0", "incorrect")
-READ = ("recipe", "reward", "scoring", "device")  # keys of a recipe that are read with input=FILE
 # Hydra's options that print something, and run nothing.
 SHOWING = ("--help", "-h", "--hydra-help", "--info", "-i", "--cfg", "-c")
 USAGE = """\
@@ -64,12 +62,6 @@ class Request:
         None, "Column of true and false in the input, to compare the rewards with."
     )
     threshold: float = knob(0.5, "Least reward that counts as right; read with label=COLUMN.")
-    passes: int | None = knob(
-        None,
-        "How often everything is scored, to see which values change; null: 2 with label=COLUMN, "
-        "else 1.",
-        ge=1,
-    )
     output: str | None = knob(
         None,
         "File to write the scores to, replaced if it exists; null: outputs/score/INPUT.jsonl.",
@@ -119,27 +111,8 @@ def split_words(argv: Sequence[str]) -> tuple[Request, list[str]]:
         raise UserError(
             "grpo score: give completions with input=FILE, or row=N completion=TEXT for one."
         )
-    if "row" in given:
-        if "completion" not in given:
-            raise UserError('row: say what to score, as completion="..." (- reads standard input).')
-        if stray := given & {"label", "output", "threshold", "passes"}:
-            raise UserError(f"{min(stray)}: is only read with input=FILE.")
-        if request.columns:
-            raise UserError("columns: are those of input=FILE; the recipe's are dataset.columns.")
-        return request, rest
-    if stray := given & {"completion", "split"}:
-        raise UserError(f"{min(stray)}: is only read with row=N.")
-    if "threshold" in given and "label" not in given:
-        raise UserError("threshold: is only read with label=COLUMN.")
-    for word in rest:
-        if recipe_key(word) not in READ and not word.startswith(
-            "generation.max_completion_tokens="
-        ):
-            known = [f.name for f in dataclasses.fields(Request)]
-            raise UserError(
-                f"{word}: grpo score does not read it; with input=FILE it reads {listed(READ)}."
-                f"{nearest(word.partition('=')[0], [*known, *READ])}"
-            )
+    if "row" in given and "completion" not in given:
+        raise UserError('row: say what to score, as completion="..." (- reads standard input).')
     return request, rest
 
 
@@ -233,29 +206,30 @@ def _score_file(
     for description in scorer.descriptions:
         console.print(description, soft_wrap=True, markup=False)
     output = Path(request.output or default_output(path)).expanduser()
-    check_output(output, path)
-    passes = request.passes or (1 if labels is None else 2)
-    bar = Bar(console, "score", len(samples) * passes)
-    found: list[list[Scored]] = []
+    if output.exists() and output.samefile(path):
+        raise UserError(f"output = {output}: {path} is the input.")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    bar = Bar(console, "score", len(samples))
+    found: list[Scored] = []
     try:
-        for number in range(passes):
-            executor.forget()  # the next pass shows whether the rewards are deterministic
-            found.append([])
+        with output.open("w", encoding="utf-8") as file:
             for scored in score_samples(scorer, samples):
-                found[-1] += scored
-                bar.update(number * len(samples) + len(found[-1]), "completions")
+                for one in scored:
+                    label = None if labels is None else labels[len(found)]
+                    line = line_of(one, label, request.threshold)
+                    file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+                    found.append(one)
+                bar.update(len(found), "completions")
     finally:
         bar.close()
-    first = found[0]
-    write_scores(output, first, labels, request.threshold)
     summary = summarize(scorer, found)
     if labels is not None:
-        summary["label"] = agreement(first, labels, request.threshold)
+        summary["label"] = agreement(found, labels, request.threshold)
     summary_path = output.with_suffix(".summary.json")
     summary_path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print_summary(console, summary, str(path))
     console.print(f"every reward: {output}; summary: {summary_path}", soft_wrap=True)
-    raise_if_failed(scorer, [s for one_pass in found for s in one_pass])
+    raise_if_failed(scorer, found)
 
 
 def default_output(path: Path) -> str:
@@ -266,19 +240,6 @@ def default_output(path: Path) -> str:
     elif name == "completions" and (folder / "eval.json").exists():  # an evaluation's
         name = f"{folder.parent.parent.name}-{folder.name}"
     return f"outputs/score/{name}.jsonl"
-
-
-def check_output(output: Path, path: Path) -> None:
-    """Raises a UserError if the scores cannot be written to `output`."""
-    for file in (output, output.with_suffix(".summary.json")):
-        if file.exists() and path.exists() and file.samefile(path):
-            raise UserError(f"output = {output}: {file} is the input.")
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("a"):
-                pass
-        except OSError as error:
-            raise UserError(f"output = {output}: cannot be written: {error.strerror}.") from error
 
 
 @dataclass(frozen=True)
@@ -309,19 +270,13 @@ def score_samples(scorer: Scorer, samples: Sequence[Sample]) -> Iterator[list[Sc
 
 def _collected(scorer: Scorer, session: ScoringSession, samples: Sequence[Sample]) -> list[Scored]:
     verdicts = {name: session.results(term, samples) for name, term in scorer.rewards.items()}
-    by_sample = [{name: verdicts[name][i] for name in verdicts} for i in range(len(samples))]
-    return [
-        Scored(sample, own, total(scorer, own))
-        for sample, own in zip(samples, by_sample, strict=True)
-    ]
-
-
-def total(scorer: Scorer, verdicts: Mapping[str, RewardResult]) -> float | None:
-    """Returns the weighted sum over the functions that apply; None if none does."""
-    applied = [
-        scorer.rewards[name].weight * v.value for name, v in verdicts.items() if v.value is not None
-    ]
-    return math.fsum(applied) if applied else None
+    out = []
+    for i, sample in enumerate(samples):
+        own = {name: results[i] for name, results in verdicts.items()}
+        terms = [(scorer.rewards[name].weight, v.value) for name, v in own.items()]
+        applied = [weight * value for weight, value in terms if value is not None]
+        out.append(Scored(sample, own, math.fsum(applied) if applied else None))
+    return out
 
 
 def labels_of(samples: Sequence[Sample], label: str, path: Path) -> list[bool]:
@@ -365,28 +320,22 @@ def needs_ids(term: BoundReward) -> bool:
     return "completion_ids" in term.signature.needed_standard or term.positions == "tokens"
 
 
-def write_scores(
-    path: Path, scored: Sequence[Scored], labels: Sequence[bool] | None, threshold: float
-) -> None:
-    """Writes one JSON object per completion, in the order of the input."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for i, one in enumerate(scored):
-            line: dict[str, Any] = {
-                "row": one.sample.row,
-                "reward": one.reward,
-                "rewards": {name: v.value for name, v in one.verdicts.items()},
-                "seconds": {name: round(v.seconds, 6) for name, v in one.verdicts.items()},
-            }
-            errors = {name: v.error for name, v in one.verdicts.items() if v.error is not None}
-            extras = {name: v.extras for name, v in one.verdicts.items() if v.extras}
-            if errors:
-                line["errors"] = errors
-            if extras:
-                line["extras"] = extras
-            if labels is not None:
-                line |= {"label": labels[i], "agrees": says(one, threshold) is labels[i]}
-            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+def line_of(scored: Scored, label: bool | None, threshold: float) -> dict[str, Any]:
+    """Returns the line of the output for one completion."""
+    verdicts = scored.verdicts
+    line: dict[str, Any] = {
+        "row": scored.sample.row,
+        "reward": scored.reward,
+        "rewards": {name: v.value for name, v in verdicts.items()},
+        "seconds": {name: round(v.seconds, 6) for name, v in verdicts.items()},
+    }
+    if errors := {name: v.error for name, v in verdicts.items() if v.error is not None}:
+        line["errors"] = errors
+    if extras := {name: v.extras for name, v in verdicts.items() if v.extras}:
+        line["extras"] = extras
+    if label is not None:
+        line |= {"label": label, "agrees": says(scored, threshold) is label}
+    return line
 
 
 def says(scored: Scored, threshold: float) -> bool | None:
@@ -394,28 +343,25 @@ def says(scored: Scored, threshold: float) -> bool | None:
     return None if scored.reward is None else scored.reward >= threshold
 
 
-def summarize(scorer: Scorer, passes: Sequence[Sequence[Scored]]) -> dict[str, Any]:
+def summarize(scorer: Scorer, scored: Sequence[Scored]) -> dict[str, Any]:
     """Returns the mean, spread, failures and seconds of each function."""
-    first = passes[0]
-    rewards = [s.reward for s in first if s.reward is not None]
+    rewards = [s.reward for s in scored if s.reward is not None]
     summary: dict[str, Any] = {
-        "completions": len(first),
-        "passes": len(passes),
-        "reward": {**_moments(rewards), "none": len(first) - len(rewards)},
+        "completions": len(scored),
+        "reward": {**_moments(rewards), "none": len(scored) - len(rewards)},
+        "rewards": {},
     }
     for name in scorer.rewards:
-        verdicts = [s.verdicts[name] for s in first]
+        verdicts = [s.verdicts[name] for s in scored]
         values = [v.value for v in verdicts if v.value is not None]
-        seconds = sorted(s.verdicts[name].seconds for one in passes for s in one)
-        by_row = zip(*([s.verdicts[name].value for s in one] for one in passes), strict=True)
-        summary.setdefault("rewards", {})[name] = {
+        seconds = sorted(v.seconds for v in verdicts)
+        summary["rewards"][name] = {
             **_moments(values),
             "none": len(verdicts) - len(values),
             "timeouts": sum(v.timed_out for v in verdicts),
             "errors": sum(v.error is not None and not v.timed_out for v in verdicts),
             "seconds_p50": quantile(seconds, 0.5),
             "seconds_p99": quantile(seconds, 0.99),
-            "changed_between_passes": sum(len(set(values)) > 1 for values in by_row),
         }
     return summary
 
@@ -450,16 +396,13 @@ def print_summary(console: Console, summary: Mapping[str, Any], source: str) -> 
     heads = ("mean", "std", "none", "errors", "timeouts", "p50", "p99")
     table = Table("reward", *heads, title=f"{source}: {summary['completions']:,} completions")
     for name, one in summary["rewards"].items():
-        table.add_row(name, *_cells(one))
+        counts = [str(one[key]) for key in ("none", "errors", "timeouts")]
+        times = [f"{1000 * one[key]:.1f} ms" for key in ("seconds_p50", "seconds_p99")]
+        table.add_row(name, _shown(one["mean"]), _shown(one["std"]), *counts, *times)
     if len(summary["rewards"]) > 1:
         own = summary["reward"]
         table.add_row("sum", _shown(own["mean"]), _shown(own["std"]), str(own["none"]))
     console.print(table)
-    if summary["passes"] > 1:
-        for name, one in summary["rewards"].items():
-            changed = one["changed_between_passes"]
-            said = f"{changed} of {summary['completions']:,} values" if changed else "no value"
-            console.print(f"{name}: {said} changed between {summary['passes']} passes")
     if (labels := summary.get("label")) is not None:
         without = f", {labels['no_reward']} without a reward" if labels["no_reward"] else ""
         console.print(
@@ -469,13 +412,6 @@ def print_summary(console: Console, summary: Mapping[str, Any], source: str) -> 
             f"{labels['labelled_true']:,}{without})",
             soft_wrap=True,
         )
-
-
-def _cells(one: Mapping[str, Any]) -> Iterator[str]:
-    yield _shown(one["mean"])
-    yield _shown(one["std"])
-    yield from (str(one[key]) for key in ("none", "errors", "timeouts"))
-    yield from (f"{1000 * one[key]:.1f} ms" for key in ("seconds_p50", "seconds_p99"))
 
 
 def raise_if_failed(scorer: Scorer, scored: Sequence[Scored]) -> None:

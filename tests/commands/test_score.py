@@ -91,18 +91,15 @@ def test_every_kind_of_file_gives_a_reward_a_line(grpo: Grpo, name: str, tmp_pat
     assert "agreement" not in out
     summary = json.loads((tmp_path / "outputs/score/c.summary.json").read_text())
     assert summary["rewards"]["exact_match"]["mean"] == pytest.approx(0.6)
-    assert summary["passes"] == 1
 
 
-@pytest.mark.parametrize("name", ["c.jsonl", "c.csv"])
-def test_labels_give_the_agreement(grpo: Grpo, name: str, tmp_path: Path) -> None:
-    write(tmp_path / name, ROWS)
-    words = ["reward=exact_match", f"input={name}", "columns.completion=text", "label=right"]
+def test_labels_give_the_agreement(grpo: Grpo, tmp_path: Path) -> None:
+    write(tmp_path / "c.csv", ROWS)
+    words = ["reward=exact_match", "input=c.csv", "columns.completion=text", "label=right"]
     code, out, _ = grpo(*words, "output=scores.jsonl")
     assert code == 0
     line = next(line for line in out.splitlines() if line.startswith("agreement"))
     assert line == ("agreement: 0.6000 (3 of 5; 1 false positives of 2, 1 false negatives of 3)")
-    assert "exact_match: no value changed between 2 passes" in out
     found = lines_of(tmp_path / "scores.jsonl")
     assert [line["agrees"] for line in found] == [True, True, True, False, False]
     assert [line["label"] for line in found] == [True, False, True, True, False]
@@ -126,33 +123,6 @@ def test_the_label_is_not_shown_to_the_reward(grpo: Grpo, tmp_path: Path) -> Non
     assert code == 2
     assert "needs the column 'answer'" in err
     assert "Rename one with columns.answer=NAME" in err
-
-
-def changes(completions: list[str], answer: list[str]) -> list[float | None]:
-    """A value that is another the second time."""
-    TIMES.append(1)
-    return [float(len(TIMES))] * len(completions)
-
-
-TIMES: list[int] = []
-
-
-def test_a_reward_that_is_not_deterministic_is_found_out(grpo: Grpo, tmp_path: Path) -> None:
-    write(tmp_path / "c.jsonl", ROWS)
-    words = ["input=c.jsonl", "columns.completion=text", "passes=3"]
-    code, out, _ = grpo("reward.r.function=tests.commands.test_score:changes", *words)
-    assert code == 0
-    assert "r: 5 of 5 values changed between 3 passes" in out
-
-
-def test_each_pass_computes_anew_what_is_remembered(grpo: Grpo, tmp_path: Path) -> None:
-    notes = tmp_path / "notes"
-    notes.touch()
-    write(tmp_path / "c.jsonl", [{"completion": "a", "answer": str(notes)}] * 2)
-    words = ["reward.r.function=tests.pool_rewards:counted_once"]
-    code, _, _ = grpo(*words, "input=c.jsonl", "passes=3")
-    assert code == 0
-    assert notes.read_text().split("\0")[1:] == ["The answer is 0.", "a", "a", "a"]
 
 
 def sometimes(completions: list[str]) -> list[float]:
@@ -300,18 +270,6 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["recipe=gsm8k_tiny", "row=x", "completion=y"],
         "row = x: must be a whole number, >= 0.",
     ),
-    "row below": (["row=-1", "completion=y"], "row = -1: must be >= 0."),
-    "passes": (["input=a", "passes=0"], "passes = 0: must be >= 1."),
-    "threshold": (
-        ["input=a", "label=l", "threshold=inf"],
-        "threshold = inf: must be a finite number.",
-    ),
-    "threshold alone": (["input=a", "threshold=1"], "threshold: is only read with label=COLUMN."),
-    "twice": (["input=a", "input=b"], "input: is given twice."),
-    "stray": (["input=a", "completion=b"], "completion: is only read with row=N."),
-    "stray label": (["row=1", "completion=b", "label=l"], "label: is only read with input=FILE."),
-    "stray columns": (["row=1", "completion=b", "columns.a=b"], "columns: are those of input=FILE"),
-    "split": (["row=1", "completion=b", "split=dev"], "split = 'dev': must be one of train, eval."),
     "no file": (["reward=exact_match", "input=d.jsonl"], "there is no such file"),
     "no completions": (
         ["reward=exact_match", "input=c.jsonl"],
@@ -329,10 +287,6 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "label of another kind": (
         ["reward=exact_match", "input=c.jsonl", "columns.completion=text", "label=answer"],
         "label = answer: row 0 has '4'; it must be true or false (or 1 or 0).",
-    ),
-    "completion of another kind": (
-        ["reward=exact_match", "input=c.jsonl", "columns.completion=right"],
-        "row 0: the completion is True; it must be text.",
     ),
     "ids": (
         [
@@ -353,17 +307,6 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["reward=exact_match", "input=c.jsonl", "columns.completion=text", "output=./c.jsonl"],
         "output = c.jsonl: c.jsonl is the input.",
     ),
-    "output below a file": (
-        ["reward=exact_match", "input=c.jsonl", "columns.completion=text", "output=c.jsonl/x"],
-        "output = c.jsonl/x: cannot be written: ",
-    ),
-    "not read": (["reward=math", "input=a", "steps=7"], "steps=7: grpo score does not read it"),
-    "rename to nothing": (
-        ["reward=math", "input=a", "columns.=b"],
-        "columns.=b: write columns.NAME=VALUE.",
-    ),
-    "rename twice": (["input=a", "columns.a=b", "columns.a=c"], "columns.a: is given twice."),
-    "no value": (["reward=math", "input="], "input: lacks a value; write input=VALUE."),
     "argument": (
         [
             *("reward=boxed_format", "reward.boxed_format.args.style=x"),
@@ -372,7 +315,6 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         "boxed_format: style is 'x'; it must be one of boxed, hashes.",
     ),
     "sweep": (["reward=math", "input=c.jsonl", "-m"], "scores once; -m is for grpo train"),
-    "knob": (["reward=math", "input=c.jsonl", "lable=x"], "lable=x: grpo score does not read it"),
 }
 
 
@@ -444,6 +386,6 @@ def test_what_no_function_applies_to_agrees_with_neither_label() -> None:
         found = agreement(scored, [label, True], 0.5)
         assert (found["agreement"], found["no_reward"]) == (0.5, 1)
         assert (found["false_positives"], found["false_negatives"]) == (0, 0)
-    summary = summarize(scorer, [scored])
+    summary = summarize(scorer, scored)
     assert summary["reward"] == {"mean": 1.0, "std": 0.0, "none": 1}
     assert not math.isnan(summary["rewards"]["r"]["seconds_p99"])
