@@ -11,20 +11,18 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
 from grpo_cli.checkpoints import lookup
 from grpo_cli.config import parsing, sources
-from grpo_cli.config.compose import compose_and_call, given_keys, recipe_files, split_options
+from grpo_cli.config.compose import compose_and_call, given_keys, split_options
 from grpo_cli.config.schema import Recipe
 from grpo_cli.config.words import (
     RECIPE_KEYS,
     check_recipe_words,
     described,
     parse,
-    recipe_key,
     split,
     unknown,
 )
@@ -54,11 +52,7 @@ REFUSED = {
     "root_path": "the trainer asks at the root",
     "pipeline_parallel_size": "weights are sent to engines without it; write tensor_parallel=N",
     "weight_transfer_config": "write transfer=NAME",
-    "model": "write model=NAME",
-    "host": "write host=ADDRESS",
-    "port": "write port=N",
-    "dtype": "write dtype=NAME",
-    "max_model_len": "write max_model_len=N",
+    **{word: f"write {word}=VALUE" for word in ("model", "host", "port", "dtype", "max_model_len")},
     "tensor_parallel_size": "write tensor_parallel=N",
     "data_parallel_size": "write data_parallel=N",
     "gpu_memory_utilization": "write memory=SHARE",
@@ -119,21 +113,13 @@ def split_words(argv: Sequence[str]) -> tuple[ServerSettings, list[str]]:
     if has_recipe:
         check_recipe_words(ServerSettings, rest)
     elif rest:
-        raise UserError(_without_recipe(rest[0]))
+        raise UserError(
+            unknown(ServerSettings, rest[0], RECIPE_KEYS, "; with recipe=NAME, its keys")
+        )
     settings = parse_words(own)
     if not has_recipe and settings.model is None:
         raise UserError("grpo serve: say what to serve: model=FOLDER_OR_HUB_NAME or recipe=NAME.")
     return settings, rest
-
-
-def _without_recipe(word: str) -> str:
-    key, equals, _ = word.partition("=")
-    if not equals and not word.startswith(("+", "~")):
-        return f"{word}: is no word=value; to serve that, write model={word}."
-    if (name := recipe_key(word)) in RECIPE_KEYS:
-        hint = ", or write model=FOLDER_OR_HUB_NAME" if name == "model" else ""
-        return f"{key}: is a key of recipes; add recipe=NAME{hint}."
-    return unknown(ServerSettings, word, ["recipe"], ", recipe")
 
 
 def parse_words(words: Iterable[str]) -> ServerSettings:
@@ -167,29 +153,19 @@ def make_plan(settings: ServerSettings, recipe: Recipe | None, gpus: int) -> Ser
     if recipe is None:
         assert settings.model is not None, "checked with the other words"
         plan = ServerPlan(
-            settings,
-            _find_model(settings.model),
-            "",
-            settings.max_model_len,
-            "",
-            gpus,
+            settings, _find_model(settings.model), "", settings.max_model_len, "", gpus,
             max_lora_rank=settings.max_lora_rank,
-        )
+        )  # fmt: skip
         dtype = "auto" if gpus else "float32"
     else:
         recipe = prepare.with_stored_dtype(recipe)
         prepare.check_model_path(recipe)
+        longest = recipe.dataset.max_prompt_tokens + recipe.longest_completion
         plan = ServerPlan(
-            settings,
-            _absolute(recipe.model.path or ""),
-            "",
-            settings.max_model_len or recipe.dataset.max_prompt_tokens + recipe.longest_completion,
-            "",
-            gpus,
-            recipe.model.revision,
-            recipe.model.trust_remote_code,
+            settings, _absolute(recipe.model.path or ""), "", settings.max_model_len or longest, "",
+            gpus, recipe.model.revision, recipe.model.trust_remote_code,
             head_dtype=recipe.model.head_dtype,
-        )
+        )  # fmt: skip
         dtype, rank = recipe.arithmetic_dtype, settings.max_lora_rank
         if rank is None and recipe.adapter.sync == "adapter":
             prepare.check_adapter(recipe)
@@ -202,20 +178,11 @@ def make_plan(settings: ServerSettings, recipe: Recipe | None, gpus: int) -> Ser
         transfer = "gloo" if on_cpu else "nccl"
     if transfer in ("nccl", "ipc") and not gpus:
         raise UserError(f"transfer = {transfer}: needs a GPU; use gloo or disk.")
-    if settings.memory != ServerSettings.memory and not gpus:
-        raise UserError(
-            f"memory = {settings.memory}: is only read on GPUs; on a CPU write kv_cache_gb=N."
-        )
     wanted = settings.tensor_parallel * settings.data_parallel
     if gpus and wanted > gpus:
         raise UserError(
             f"tensor_parallel x data_parallel = {wanted}: this machine shows {gpus} "
             f"GPU{'s' if gpus > 1 else ''} (CUDA_VISIBLE_DEVICES)."
-        )
-    if "quantization_config" in (_config_of(plan.path, plan.revision) if plan.path else {}):
-        raise UserError(
-            f"model = {plan.path}: is quantized, and weights are sent as they are trained, which a "
-            "quantized engine cannot take; serve the model it was made from."
         )
     return dataclasses.replace(plan, dtype=settings.dtype or dtype, transfer=transfer)
 
@@ -224,22 +191,10 @@ def _find_model(given: str) -> str:
     """Returns the folder or hub name that model=... means.
 
     Raises:
-        UserError: a shipped model that recipes build, or a folder without a model.
+        UserError: a folder without a model, or with an adapter.
     """
-    import yaml
-
-    path = Path(given).expanduser()
-    choice = recipe_files()[0].parent / "model" / f"{given}.yaml"
-    if choice.is_file() and not path.is_dir():
-        named = yaml.safe_load(choice.read_text(encoding="utf-8")).get("path")
-        if named is None:
-            raise UserError(
-                f"model = {given}: is built for a recipe's data; write recipe=NAME, such as "
-                f"recipe=arithmetic_tiny, with model={given}."
-            )
-        return str(named)
     lookup.check_model_folder("model", given)
-    if sources.is_adapter(path):
+    if sources.is_adapter(Path(given).expanduser()):
         raise UserError(
             f"model = {given}: is an adapter; serve its base model, or what `grpo export --merge` "
             "makes of it."
@@ -250,16 +205,6 @@ def _find_model(given: str) -> str:
 def _absolute(path: str) -> str:
     folder = Path(path).expanduser()
     return str(folder.resolve()) if path and folder.is_dir() else path
-
-
-def _config_of(path: str, revision: str | None) -> dict[str, Any]:
-    """Returns a model's config.json; {} if it cannot be read, which vLLM reports better."""
-    from transformers import PretrainedConfig
-
-    try:
-        return dict(PretrainedConfig.get_config_dict(path, revision=revision)[0])
-    except (OSError, ValueError):  # the hub's errors are OSErrors too
-        return {}
 
 
 def build_model(recipe: Recipe) -> Path:
