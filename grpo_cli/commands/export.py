@@ -7,21 +7,19 @@ file, or of one layer of a mixture of experts, whose stored form differs from th
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_utils import str_to_torch_dtype
 
 from grpo_cli.checkpoints import checkpointer, lookup, manifest, model_folder, paths, provenance
 from grpo_cli.checkpoints.shards import Shards
@@ -31,7 +29,7 @@ from grpo_cli.config.schema import Model
 from grpo_cli.config.user_code import off_import_path
 from grpo_cli.config.words import described, option, parse, split, without_dashes
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.models import adapters, loading, quantization
+from grpo_cli.models import adapters, loading
 
 USAGE = """\
 grpo export CHECKPOINT FOLDER [--dtype=NAME] [--merge] [--quantization=NAME]
@@ -158,24 +156,20 @@ def export(
         provenance.check_model_links(path)
     if is_sharded or (path / manifest.MANIFEST).exists():
         manifest.check(path)
-    existing = next(p for p in (out, *out.absolute().parents) if p.exists())
     was_there = out.exists()
-    needed = 0
     loads = merge or (is_sharded and not is_adapter)
     if loads and not trust:
         check_recipe(path)
     try:
-        source: Source
+        source: Merged | Sharded | Whole
         if merge:
             source = Merged(path, quantized)
         elif loads:
             source = Sharded(path)
         else:
             source = Whole(path)
-        needed = sum(source.nbytes(name, dtype) for name in source.names)
-        manifest.check_space(existing, needed)
         out.mkdir(parents=True, exist_ok=True)
-        each = ((name, t.to(exported(t.dtype, dtype))) for name, t in source.tensors())
+        each = ((name, cast(tensor, dtype)) for name, tensor in source.tensors())
         if is_adapter and not merge:
             name = adapters.WEIGHTS
             written = {name: model_folder.write_safetensors(out / name, dict(each))}
@@ -192,15 +186,14 @@ def export(
             shutil.rmtree(out, ignore_errors=True)
         if not isinstance(error, OSError | SafetensorError):
             raise
-        why = manifest.reason(error, existing, needed)
-        raise TrainingError(f"{path}: could not be exported to {out}: {why}.") from error
+        raise TrainingError(f"{path}: could not be exported to {out}: {error}.") from error
     weights = [entry for name, entry in written.items() if name.endswith(".safetensors")]
     return sum(entry.bytes for entry in weights), len(weights)
 
 
-def exported(kept: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """Returns the type that tensors of the type `kept` are exported in."""
-    return dtype if dtype is not None and kept.is_floating_point else kept
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Returns a tensor in the type that it is exported in."""
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 def copy_others(files: Path, out: Path, dtype: torch.dtype | None) -> None:
@@ -218,21 +211,6 @@ def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
     """Returns a model's config.json with another dtype of the weights."""
     fields = json.loads(config) | {"dtype": str(dtype).removeprefix("torch.")}
     return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
-
-
-class Source(Protocol):
-    """A model to export."""
-
-    names: list[str]
-
-    def nbytes(self, name: str, dtype: torch.dtype | None) -> int:
-        """Returns the bytes of a tensor in the type that it is exported in."""
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors with the names that the model is published with."""
-
-    def others(self) -> AbstractContextManager[Path]:
-        """Returns a context with the folder of the files beside the weights."""
 
 
 def is_weights(name: Path) -> bool:
@@ -254,11 +232,6 @@ class Sharded:
         self.names = self.stored.names("model")
         separate = path / checkpointer.MODEL
         self.files = separate if separate.is_dir() else path
-
-    def nbytes(self, name: str, dtype: torch.dtype | None) -> int:
-        """Returns the bytes of a tensor in the type that it is exported in."""
-        stored = self.stored.tensors[f"model.{name}"]
-        return stored.size.numel() * exported(stored.properties.dtype, dtype).itemsize
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors with the names that the model is published with."""
@@ -315,15 +288,9 @@ class Merged:
         if config.quantization != "none" and trained.get("dtype", "auto") != "auto":
             config.dtype = trained["dtype"]
         self.model, self.tokenizer = loading.load(config, path)
-        infos = {p: name for name, p, _ in reversed([*adapters.plain_parameters(self.model)])}
-        self.sizes = {name: quantization.plain(p, self.dtype) for p, name in infos.items()}
-        self.names = [*self.sizes]
-
-    def nbytes(self, name: str, dtype: torch.dtype | None) -> int:
-        p = self.sizes[name]
-        return p.numel() * exported(self.dtype, dtype).itemsize
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors with the names that the model is published with."""
         weights = adapters.merged(self.model, self.dtype)
         tensors = {name: weight.to(self.dtype) for name, weight in weights}
         return model_folder.as_published(self.model, tensors, tensors)
@@ -344,24 +311,13 @@ class Whole:
 
     def __init__(self, path: Path) -> None:
         self.files = path
-        self.where: dict[str, Path] = {}
-        for file in sorted(path.glob("*.safetensors")):
-            with safe_open(file, "pt") as opened:
-                self.where |= dict.fromkeys(opened.keys(), file)
-        self.names = list(self.where)
-
-    def nbytes(self, name: str, dtype: torch.dtype | None) -> int:
-        """Returns the bytes of a tensor in the type that it is exported in."""
-        with safe_open(self.where[name], "pt") as opened:
-            part = opened.get_slice(name)
-            kept = str_to_torch_dtype[part.get_dtype()]
-            return int(math.prod(part.get_shape())) * exported(kept, dtype).itemsize
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors with their names."""
-        for name, file in self.where.items():
+        for file in sorted(self.files.glob("*.safetensors")):
             with safe_open(file, "pt") as opened:
-                yield name, opened.get_tensor(name)
+                for name in opened.keys():  # noqa: SIM118
+                    yield name, opened.get_tensor(name)
 
     def others(self) -> AbstractContextManager[Path]:
         return nullcontext(self.files)
