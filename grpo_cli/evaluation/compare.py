@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from grpo_cli.config.knob import knob
-from grpo_cli.config.schema import Benchmark, Eval
+from grpo_cli.config.schema import Benchmark
 from grpo_cli.config.words import described, parse, split
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation.paired import paired
@@ -38,6 +38,10 @@ half in B, and L rows the other way round; exactly half, in either, is no flip.
 
 QUESTION = "question"
 LISTED = 10  # flipped rows each way, on the terminal
+SAMPLING = {  # settings of eval.json that are compared
+    "eval": ("num_samples", "temperature", "top_p", "max_completion_tokens", "sampling"),
+    "generation": ("max_completion_tokens",),
+}
 COLUMNS = ("benchmark", "mode", "row", "correct")
 BATCH = 8192  # completions whose columns are in memory at once
 
@@ -67,17 +71,6 @@ class Stored:
         found = self.report.get(key)
         return found if isinstance(found, dict) else {}
 
-    def setting(self, name: str, key: str) -> Any:
-        """Returns a benchmark's setting; eval.json leaves out those at their defaults."""
-        return self.section("benchmark")[name].get(key, getattr(Benchmark(), key))
-
-    def prompt(self, name: str, mode: str) -> str | None:
-        """Returns a mode's prompt template."""
-        modes = self.section("benchmark")[name].get("modes")
-        found: str | None
-        found = modes.get(mode, {}).get("prompt") if modes else Benchmark().prompts.get(mode)
-        return found
-
 
 def main(words: Sequence[str]) -> None:
     """Runs `grpo eval compare` with the words that follow it.
@@ -95,17 +88,11 @@ def main(words: Sequence[str]) -> None:
             "grpo eval compare: give two files, such as A/eval.json B/eval.json, or two folders; "
             f"got {' and '.join(files) or 'none'}."
         )
-    if output is not None and Path(output).is_dir():
-        raise UserError(f"output = {output}: is a folder; give a file.")
     found = compare(Path(files[0]), Path(files[1]), Console(highlight=False))
     if output is not None:
-        path = Path(output)
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"output = {path}: cannot be written: {error.strerror}.") from error
+        Path(output).write_text(text, encoding="utf-8")
 
 
 def compare(first: Path, second: Path, console: Console) -> dict[str, Any]:
@@ -131,13 +118,14 @@ def compare(first: Path, second: Path, console: Console) -> dict[str, Any]:
             f"{first} and {second}: have no benchmark and mode in common; the first has "
             f"{names[0]}, the second {names[1]}."
         )
-    lines = check_same_problems(one, other, in_both)
+    check_same_problems(one, other, in_both)
     check_same_judge(one, other, in_both)
+    lines = []
     benchmarks: dict[str, dict[str, Any]] = {}
     # A long name takes several lines: cut off, it would stand for several benchmarks.
     name_column = Column("benchmark", overflow="fold")
     table = Table(name_column, "mode", "rows", "A", "B", "B - A", "95% interval", "p", "flipped")
-    if differing := differing_settings(one, other, in_both):
+    if differing := differing_settings(one, other):
         lines.append(f"note: settings differ: {', '.join(differing)}")
     for name, mode in in_both:
         label = _label(name, mode)
@@ -183,9 +171,7 @@ def _label(name: str, mode: str | None) -> str:
     return name if mode is None else f"{name} ({mode})"
 
 
-def check_same_problems(
-    one: Stored, other: Stored, in_both: Collection[tuple[str, str]]
-) -> list[str]:
+def check_same_problems(one: Stored, other: Stored, in_both: Collection[tuple[str, str]]) -> None:
     """Checks that rows of one number are the same problem in both evaluations.
 
     They are if the fingerprints of the data are equal. Otherwise the questions must be equal, or,
@@ -194,9 +180,6 @@ def check_same_problems(
     Args:
         in_both: the (benchmark, mode) pairs that are compared.
 
-    Returns:
-        Notes about benchmarks whose questions are equal and whose other columns are not.
-
     Raises:
         UserError: a row is of different problems.
     """
@@ -204,46 +187,32 @@ def check_same_problems(
     for key in in_both:
         common = one.counts[key].keys() & other.counts[key].keys()
         rows.setdefault(key[0], set()).update(common)
-    entries = {name: [s.benchmarks.get(name, {}) for s in (one, other)] for name in rows}
-    data = {name: [entry.get("data") for entry in both] for name, both in entries.items()}
+    data = {name: [s.benchmarks.get(name, {}).get("data") for s in (one, other)] for name in rows}
     doubted = [name for name, (a, b) in data.items() if a is None or a != b]
     if not doubted:
-        return []
-    notes = []
+        return
     first, second = (
         read_columns(s.path.parent / "completions.parquet", doubted) for s in (one, other)
     )
     for name in doubted:
-        held, different, otherwise = 0, dict[int, str](), dict[str, int]()
+        different, compared = [], 0
         for row in sorted(rows[name]):
             a, b = first[name].get(row, {}), second[name].get(row, {})
-            unlike = [c for c in a if c in b and not same_json(a[c], b[c])]
-            held += any(column in b for column in a)
-            if QUESTION in a and QUESTION in b and QUESTION not in unlike:
-                for column in unlike:
-                    otherwise[column] = otherwise.get(column, 0) + 1
-            elif unlike:
-                different[row] = QUESTION if QUESTION in unlike else unlike[0]
+            shared = [QUESTION] if QUESTION in a and QUESTION in b else [c for c in a if c in b]
+            compared += bool(shared)
+            if any(not same_json(a[column], b[column]) for column in shared):
+                different.append(row)
         if different:
-            row, column = next(iter(different.items()))
             raise UserError(
                 f"{one.path} and {other.path}: {name} is of different data: {len(different)} of "
                 f"the {len(rows[name])} rows that both have are different problems, the first of "
-                f"them row {row} by its column {column!r}; evaluate both on one."
+                f"them row {different[0]}; evaluate both on one."
             )
-        # With another limit the rows that both have may well be the same.
-        as_many = entries[name][0].get("n") == entries[name][1].get("n")
-        if not held and as_many and None not in data[name]:
+        if not compared and None not in data[name]:
             raise UserError(
                 f"{one.path} and {other.path}: {name} is of different data, {data[name][0]} and "
                 f"{data[name][1]}; evaluate both on one."
             )
-        notes += [
-            f"note: {name}: {count} of the {len(rows[name])} rows differ in {column!r}, not in "
-            "their questions."
-            for column, count in otherwise.items()
-        ]
-    return notes
 
 
 def same_json(a: Any, b: Any) -> bool:
@@ -275,60 +244,32 @@ def check_same_judge(one: Stored, other: Stored, in_both: Collection[tuple[str, 
 
 def _judge(stored: Stored, name: str) -> tuple[str, Any] | None:
     """Returns (reward, its arguments) that decides what is right; None if it is not known."""
-    if name in stored.section("benchmark"):
-        return stored.setting(name, "reward"), stored.setting(name, "args")
+    if (settings := stored.section("benchmark").get(name)) is not None:
+        default = Benchmark()  # eval.json leaves out settings at their defaults
+        return settings.get("reward", default.reward), settings.get("args", default.args)
     rewards = stored.section("reward")  # of the recipe, for its held-out rows
     found = rewards.get(stored.section("eval").get("accuracy") or next(iter(rewards), ""))
     return (found["function"], found["args"]) if isinstance(found, dict) else None
 
 
-def differing_settings(
-    one: Stored, other: Stored, in_both: Collection[tuple[str, str]]
-) -> list[str]:
-    """Returns differing settings that the numbers depend on: `eval.num_samples 1 and 8`."""
-    found: list[str] = []
-
-    def hold(what: str, values: Sequence[Any], *, shown: bool = True) -> None:
-        a, b = values
-        if None not in values and a != b:
-            found.append(f"{what} {a} and {b}" if shown else what)
-
-    both = (one, other)
-    evals = [s.section("eval") for s in both]
-    hold("eval.num_samples", [e.get("num_samples") for e in evals])
-    if any("completions" in s.report for s in both):
-        return found  # how they were made is not known
-    hold("eval.temperature", [_temperature(e) for e in evals])
-    for name in dict.fromkeys(name for name, _ in in_both):
-        of_benchmark = all(name in s.section("benchmark") for s in both)
-        longest = [_longest(s, name, of_benchmark) for s in both]
-        hold(f"max_completion_tokens of {name}", longest)
-        if of_benchmark:
-            for mode in [m for n, m in in_both if n == name and m is not None]:
-                prompts = [s.prompt(name, mode) for s in both]
-                hold(f"the prompt benchmark.{name}.modes.{mode}.prompt", prompts, shown=False)
-            hold(f"benchmark.{name}.shots", [s.setting(name, "shots") for s in both])
-    return found
-
-
-def _temperature(settings: Mapping[str, Any]) -> float | None:
-    """Returns the sampling temperature of the completions; None if it is not known."""
-    if "num_samples" not in settings or "temperature" not in settings:
-        return None
-    drawn_at = Eval(
-        num_samples=settings["num_samples"], temperature=settings["temperature"]
-    ).drawn_at
-    return float(drawn_at)
-
-
-def _longest(stored: Stored, name: str, of_benchmark: bool) -> int | None:
-    """Returns the longest completion in tokens; None if it is not known."""
-    key = "max_completion_tokens"
-    own = stored.setting(name, key) if of_benchmark else None
-    found: int | None = (
-        stored.section("eval").get(key) or own or stored.section("generation").get(key)
-    )
-    return found
+def differing_settings(one: Stored, other: Stored) -> list[str]:
+    """Returns the differing settings of sampling: `eval.num_samples 1 and 8`."""
+    found = []
+    for section, keys in SAMPLING.items():
+        a, b = one.section(section), other.section(section)
+        found += [
+            f"{section}.{key} {a[key]} and {b[key]}"
+            for key in keys
+            if key in a and key in b and a[key] != b[key]
+        ]
+    settings = one.section("benchmark"), other.section("benchmark")
+    return found + [
+        f"benchmark.{name}.{key}"
+        for name in settings[0]
+        if name in settings[1]
+        for key in ("modes", "shots", "max_completion_tokens")
+        if settings[0][name].get(key) != settings[1][name].get(key)
+    ]
 
 
 def read(path: Path) -> Stored:
@@ -343,15 +284,8 @@ def read(path: Path) -> Stored:
         path = path / "eval.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}: is no eval.json of grpo eval: it is no text in UTF-8; give that file or its "
-            "folder."
-        ) from error
-    except ValueError as error:
-        raise UserError(f"{path}: is no eval.json of grpo eval: it is no JSON: {error}.") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: is no eval.json of grpo eval: {error}.") from error
     benchmarks = found.get("benchmarks") if isinstance(found, dict) else None
     if not isinstance(benchmarks, dict) or not all(
         isinstance(b, dict) for b in benchmarks.values()
@@ -399,18 +333,7 @@ def read_columns(path: Path, names: Collection[str]) -> dict[str, dict[int, dict
             keys = zip(batch["benchmark"].to_pylist(), batch["row"].to_pylist(), strict=True)
             for i, (name, row) in enumerate(keys):
                 if name in found and row not in found[name]:
-                    text = batch["columns"][i].as_py()
-                    found[name][row] = {} if text is None else _mapping(text, path)
-    return found
-
-
-def _mapping(text: Any, path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (TypeError, ValueError):
-        found = None
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: the column 'columns' is not the JSON that grpo eval writes.")
+                    found[name][row] = json.loads(batch["columns"][i].as_py() or "{}")
     return found
 
 
