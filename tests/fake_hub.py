@@ -61,12 +61,9 @@ class FakeHub:
             "HF_TOKEN": TOKEN,
         }
 
-    def model(self, name: str, branch: str = "main") -> dict[str, bytes]:
+    def model(self, name: str) -> dict[str, bytes]:
         """The files of a model repository."""
-        return self.files.get((("models", name), branch), {})
-
-    def data_set(self, name: str) -> dict[str, bytes]:
-        return self.files.get((("datasets", name), "main"), {})
+        return self.files.get((("models", name), "main"), {})
 
     def handler(hub) -> type[BaseHTTPRequestHandler]:  # noqa: N805
         class Handler(BaseHTTPRequestHandler):
@@ -146,7 +143,7 @@ class FakeHub:
                     self.answer(404)
 
             def create(self, asked: dict[str, Any]) -> None:
-                kind, name = asked["type"] + "s", asked["name"]
+                kind, name = asked.get("type", "model") + "s", asked["name"]
                 name = f"{asked.get('organization') or 'me'}/{name}"
                 prefix = "datasets/" if kind == "datasets" else ""
                 url = {"url": f"{hub.url}/{prefix}{name}"}

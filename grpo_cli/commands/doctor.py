@@ -367,8 +367,7 @@ def _refusals(recipe: Recipe) -> Iterator[Finding]:
             check()
         except (UserError, sandbox.SandboxError) as error:
             yield Finding(name, str(error), BROKEN)
-    pushes = recipe.hub.repo is not None or recipe.hub.completions_repo is not None
-    if pushes and not get_token():
+    if recipe.hub.repo is not None and not get_token():
         yield Finding("hub", "there is no token to push with", BROKEN, "hf auth login, or HF_TOKEN")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from grpo_cli.config.interpolation import as_text, plain_secrets
 from grpo_cli.config.knob import as_written
 from grpo_cli.config.schedules import at_step, steps_to_check
-from grpo_cli.config.schema import ADAM, Benchmark, Eval, HeldOut, Hub, Recipe
+from grpo_cli.config.schema import ADAM, Benchmark, Eval, HeldOut, Recipe
 from grpo_cli.errors import listed, nearest
 from grpo_cli.rewards import WITH_AN_ANSWER, has_votes
 
@@ -50,7 +50,7 @@ def contradictions(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     yield from _of_episodes(recipe)
     yield from _of_training(recipe, given)
     yield from _of_evaluation(recipe, given)
-    yield from _of_hub(recipe, given)
+    yield from _of_hub(recipe)
     yield from _of_stopping(recipe)
     yield from _no_votes(recipe)
     yield from _no_such_metric(recipe)
@@ -392,23 +392,8 @@ def _of_evaluation(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
         yield f"eval.{key}: is only read for benchmarks; add benchmark=NAME."
 
 
-def _of_hub(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
+def _of_hub(recipe: Recipe) -> Iterator[str]:
     hub = recipe.hub
-    if hub.repo is None and hub.completions_repo is None:
-        for key, value, default in (
-            ("hub.private", hub.private, Hub().private),
-            ("hub.wait", hub.wait, Hub().wait),
-        ):
-            if key in given or value != default:
-                yield (
-                    f"{key} = {as_written(value)}: is only read when hub.repo or "
-                    "hub.completions_repo is set."
-                )
-    elif hub.completions_repo is not None and recipe.log.completions_every == 0:
-        yield (
-            f"hub.completions_repo = {hub.completions_repo}: there are no completions with "
-            "log.completions_every = 0."
-        )
     if hub.repo is None:
         return
     if recipe.checkpoint.model == "never":

@@ -48,8 +48,6 @@ OTHER_NAMES = {
     "hub_model_id": "hub.repo",
     "hub_strategy": "hub.strategy",
     "hub_private_repo": "hub.private",
-    "hub_revision": "hub.revision",
-    "log_completions_hub_repo": "hub.completions_repo",
     "use_vllm": "generation=vllm_colocate or generation=vllm_server",
     "vllm_mode": "generation=vllm_colocate or generation=vllm_server",
     "gpu_memory_utilization": "generation.vllm.memory",

@@ -1412,7 +1412,9 @@ class Hub:
         "background; null: none.",
     )
     private: bool = knob(
-        True, "Make new repositories on the hub private; an existing one stays as it is."
+        True,
+        "Make a new repository on the hub private; an existing one stays as it is.",
+        read_if=("hub.repo",),
     )
     strategy: str = knob(
         "every_save",
@@ -1421,19 +1423,6 @@ class Hub:
         "last-checkpoint of the repository, from which a run can resume (checkpoint).",
         choices=("end", "every_save", "checkpoint"),
         read_if=("hub.repo",),
-    )
-    revision: str | None = knob(
-        None, "Branch of hub.repo to push to; null: main.", read_if=("hub.repo",)
-    )
-    completions_repo: str | None = knob(
-        None,
-        "Data set repository on the hub that the files of completions are pushed to at each "
-        "checkpoint; null: none.",
-    )
-    wait: float = knob(
-        1800.0,
-        "Seconds that the end of a run waits for its last push to the hub, at most.",
-        ge=0,
     )
 
 

@@ -1,9 +1,9 @@
-"""Pushes checkpoints and completions to the Hugging Face Hub while training continues.
+"""Pushes checkpoints to the Hugging Face Hub while training continues.
 
-A checkpoint is handed over when it is complete. One is pushed at a time; if pushes are slower than
-checkpoints, the newest one waits and those between are skipped. A failure is a note, and the next
-checkpoint is the next attempt. The token is the one that `huggingface_hub` finds (HF_TOKEN, or that
-of `hf auth login`); it is never read here.
+A checkpoint is handed over when it is complete. A checkpoint that is complete while an earlier one
+is pushed is skipped, unless it is the last of the run. A failure is a note, and the next checkpoint
+is the next attempt. The token is the one that `huggingface_hub` finds (HF_TOKEN, or that of `hf
+auth login`); it is never read here.
 """
 
 from __future__ import annotations
@@ -12,27 +12,43 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
 from grpo_cli.checkpoints.paths import TRAINING
+from grpo_cli.config.parsing import first_line
 from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import UserError
-from grpo_cli.reporting import hub_upload
-from grpo_cli.reporting.model_card import dataset_card
 
 LAST_CHECKPOINT = "last-checkpoint"  # in the repository
+WAIT_SECONDS = 1800.0  # that the end of a run waits for its last push: 15 GB at 10 MB a second
 ATTEMPTS = 3  # of the last push, when the run ends
 PAUSE_SECONDS = 10.0  # between these
+# Uploads folders in a process of its own, which can be ended at any moment: the interpreter's end
+# waits for the threads of an upload.
+UPLOAD = """
+import json, sys
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
+repo, private, uploads = json.loads(sys.argv[1])
+try:
+    api = HfApi()
+    repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
+    for upload in uploads:
+        api.upload_folder(repo_id=repo, **upload)
+except HfHubHTTPError as error:
+    said = (error.server_message or "").splitlines()
+    sys.exit(f"{error.response.status_code} {said[0] if said else ''}")
+"""
 # What a request raises without an answer: HTTPError of httpx2, with huggingface_hub 1 of httpx, and
 # OSError.
 UNREACHABLE: tuple[type[Exception], ...] = HfHubHTTPError.__bases__  # type: ignore[assignment]
@@ -47,260 +63,186 @@ def check(recipe: Recipe) -> str | None:
     Raises:
         UserError: the hub is switched off, there is no token, or it may not write there.
     """
-    named = (
-        ("hub.repo", recipe.hub.repo, "model"),
-        ("hub.completions_repo", recipe.hub.completions_repo, "dataset"),
-    )
-    for key, repo, kind in named:
-        if repo is None:
-            continue
-        where = f"{key} = {repo}"
-        try:
-            validate_repo_id(repo)
-        except HFValidationError as error:
-            raise UserError(f"{where}: must be owner/name or name ({_first(error)}).") from error
-        if constants.is_offline_mode():
-            raise UserError(
-                f"{where}: HF_HUB_OFFLINE is set, so that nothing can be pushed; unset it, or "
-                f"{key}=null."
-            )
-        if get_token() is None:
-            raise UserError(
-                f"{where}: there is no token; set HF_TOKEN to one that may write, or run "
-                "hf auth login."
-            )
-        api = HfApi()
-        try:
-            created = api.create_repo(
-                repo, repo_type=kind, private=recipe.hub.private, exist_ok=True
-            )
-            api.auth_check(created.repo_id, repo_type=kind, write=True)
-        except HfHubHTTPError as error:
-            status = error.response.status_code
-            if status >= 500 or status in (408, 409, 429):
-                return _unreachable(where, error)
-            raise UserError(
-                f"{where}: the hub does not let this token write there "
-                f"({hub_upload.reason(error)}); use one that may (HF_TOKEN, or hf auth login), or "
-                "another repository."
-            ) from error
-        except UNREACHABLE as error:
+    repo = recipe.hub.repo
+    if repo is None:
+        return None
+    where = f"hub.repo = {repo}"
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise UserError(f"{where}: must be owner/name or name ({first_line(error)}).") from error
+    if constants.is_offline_mode():
+        raise UserError(
+            f"{where}: HF_HUB_OFFLINE is set, so that nothing can be pushed; unset it, or "
+            "hub.repo=null."
+        )
+    if get_token() is None:
+        raise UserError(
+            f"{where}: there is no token; set HF_TOKEN to one that may write, or run hf auth login."
+        )
+    api = HfApi()
+    try:
+        created = api.create_repo(repo, private=recipe.hub.private, exist_ok=True)
+        api.auth_check(created.repo_id, write=True)
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if status >= 500 or status in (408, 409, 429):
             return _unreachable(where, error)
+        raise UserError(
+            f"{where}: the hub does not let this token write there ({reason(error)}); use one that "
+            "may (HF_TOKEN, or hf auth login), or another repository."
+        ) from error
+    except UNREACHABLE as error:
+        return _unreachable(where, error)
     return None
 
 
 def _unreachable(where: str, error: Exception) -> str:
     return (
-        f"{where}: the hub cannot be reached now ({hub_upload.reason(error)}); each checkpoint is "
-        "another attempt"
+        f"{where}: the hub cannot be reached now ({reason(error)}); each checkpoint is another "
+        "attempt"
     )
 
 
-def _first(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")
-
-
-@dataclass(frozen=True)
-class Push:
-    """A complete checkpoint to be pushed, or only the completions up to it."""
-
-    checkpoint: Path
-    with_model: bool
+def reason(error: BaseException) -> str:
+    """Returns in one line why a request to the hub failed."""
+    while error.__cause__ is not None and not isinstance(error, HfHubHTTPError):
+        error = error.__cause__
+    if isinstance(error, HfHubHTTPError):
+        response = error.response
+        said = (error.server_message or response.reason_phrase or "").strip().splitlines()
+        return f"{response.status_code} {said[0] if said else ''}".strip()
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 class Pusher:
     """Pushes a run's checkpoints on the main process; does nothing on the others."""
 
-    def __init__(
-        self, recipe: Recipe, folder: Path, say: Callable[[str], None], main: bool
-    ) -> None:
-        self.config, self.folder, self.say = recipe.hub, folder, say
-        self.is_on = main and bool(recipe.hub.repo or recipe.hub.completions_repo)
-        self.card = ""
-        if recipe.hub.completions_repo is not None:
-            self.card = dataset_card(recipe.hub.completions_repo, recipe)
-        self.failed: tuple[Push, str] | None = None  # the newest push, and why, if it failed
-        self._waiting: Push | None = None
-        self._current: Push | None = None
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None  # while something is pushed
-        self._program: subprocess.Popen[str] | None = None
-        self._is_closed = False
+    def __init__(self, recipe: Recipe, say: Callable[[str], None], main: bool) -> None:
+        self.config, self.say = recipe.hub, say
+        self.is_on = main and recipe.hub.repo is not None
+        self.failed: tuple[Path, str] | None = None  # the newest push, and why, if it failed
+        self._checkpoint: Path | None = None  # that is being pushed
+        self._last: Path | None = None  # the last of the run, while an earlier one is pushed
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None  # its standard error
+        self._lock = threading.RLock()  # checkpoints are handed over by the thread that writes them
 
     def push(self, checkpoint: Path, *, last: bool) -> None:
-        """Hands a complete checkpoint over and returns; one that waits is skipped for it.
+        """Hands a complete checkpoint over and returns.
 
         Args:
             last: whether the run ends here.
         """
-        with_model = self.config.repo is not None and (last or self.config.strategy != "end")
-        if self.is_on and (with_model or self.config.completions_repo is not None):
-            self._start(Push(checkpoint, with_model))
+        if not self.is_on or (self.config.strategy == "end" and not last):
+            return
+        with self._lock:
+            if not self.in_use():
+                self._start(checkpoint)
+            elif last:
+                self._last = checkpoint
 
     def in_use(self) -> set[Path]:
         """Returns the checkpoints that are being pushed or wait, which must not be removed."""
         with self._lock:
-            return {p.checkpoint for p in (self._current, self._waiting) if p is not None}
+            if self._process is not None and self._process.poll() is not None:
+                self._note_end(self._process.returncode)
+            return {path for path in (self._checkpoint, self._last) if path is not None}
 
     def finish(self, is_asked_to_stop: Callable[[], bool] = lambda: False) -> None:
-        """Waits for the last push, `hub.wait` seconds at most; one that failed gets more attempts.
+        """Waits for the last push, WAIT_SECONDS at most; one that failed gets more attempts.
 
         Args:
             is_asked_to_stop: whether not to wait any longer.
         """
         if not self.is_on:
             return
-        end, attempts = time.monotonic() + self.config.wait, 1
+        end, attempts = time.monotonic() + WAIT_SECONDS, 1
+        retry = 0.0  # when the next attempt is due
         with heartbeat.inside("hub"):
-            while self._wait(end, is_asked_to_stop):
-                if self.failed is None or attempts == ATTEMPTS:
+            while time.monotonic() < end and not is_asked_to_stop():
+                if self.in_use():
+                    retry = time.monotonic() + PAUSE_SECONDS
+                elif self.failed is None or attempts == ATTEMPTS:
                     break
-                self._sleep(min(end, time.monotonic() + PAUSE_SECONDS), is_asked_to_stop)
-                attempts += 1
-                self._start(self.failed[0])
-        if self._thread is None and self.failed is None and self.config.repo is not None:
+                elif time.monotonic() >= retry:
+                    attempts += 1
+                    self._start(self.failed[0])
+                heartbeat.touch()
+                time.sleep(0.1)
+        if not self.in_use() and self.failed is None:
             self.say(f"pushed to {constants.ENDPOINT}/{self.config.repo}")
         is_late = time.monotonic() >= end
-        self.close(f"not done in hub.wait = {self.config.wait:g} s" if is_late else "stopped")
+        self.close(f"not done in {WAIT_SECONDS:g} s" if is_late else "stopped")
 
     def close(self, why: str = "the run ends first") -> None:
         """Ends the push that is under way, if any, and says what is not on the hub."""
         with self._lock:
-            if self._is_closed:
+            if not self.is_on:
                 return
-            self._is_closed = True
-            unfinished = self._waiting or self._current
-            self._waiting, program = None, self._program
-        if program is not None:
-            program.kill()
-        if unfinished is not None:
-            self._say_missing(unfinished, why)
-        elif self.failed is not None:
-            self._say_missing(*self.failed)
+            if self.in_use():
+                assert self._process is not None
+                self._process.kill()
+                self._process.wait()
+                self._say_missing(self._last or self._checkpoint, why)
+            elif self.failed is not None:
+                self._say_missing(*self.failed)
+            self.is_on = False
 
-    def _say_missing(self, push: Push, why: str) -> None:
-        text = f"hub: {push.checkpoint.name} is not pushed ({why})"
-        if push.with_model:
-            branch = f" --revision {self.config.revision}" if self.config.revision else ""
-            text += (
-                f"; by hand: hf upload {self.config.repo} {push.checkpoint} .{branch} "
-                f"--exclude '{TRAINING}/*'"
-            )
-        self.say(text)
+    def _say_missing(self, checkpoint: Path | None, why: str) -> None:
+        assert checkpoint is not None
+        self.say(
+            f"hub: {checkpoint.name} is not pushed ({why}); by hand: hf upload {self.config.repo} "
+            f"{checkpoint} . --exclude '{TRAINING}/*'"
+        )
 
-    def _start(self, push: Push) -> None:
-        with self._lock:
-            if self._is_closed:
-                return
-            self._waiting = push
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="hub", daemon=True)
-                self._thread.start()
-
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                self._current, self._waiting = self._waiting, None
-                push = self._current
-                if push is None:
-                    self._thread = None
-                    return
-            try:
-                why = self._run(push)
-            except OSError as error:  # the program cannot be started
-                why = hub_upload.reason(error)
-            with self._lock:
-                self.failed = None if why is None else (push, why)
-                is_closed = self._is_closed
-            if why is not None and not is_closed:
-                self.say(
-                    f"hub: {push.checkpoint.name} could not be pushed ({why}); the run continues, "
-                    "and the next checkpoint is the next attempt"
-                )
-
-    def _run(self, push: Push) -> str | None:
-        """Runs the program that uploads; returns why it failed, or None."""
-        command = [sys.executable, "-P", hub_upload.__file__]  # -P: its folder holds no packages
-        quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        with self._lock:
-            if self._is_closed:
-                return "the run ends first"
-            program = self._program = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                env={**os.environ, **quiet},
+    def _start(self, checkpoint: Path) -> None:
+        given = json.dumps([self.config.repo, self.config.private, self._uploads(checkpoint)])
+        self.failed = None
+        try:
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", UPLOAD, given],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
                 start_new_session=True,  # a Ctrl-C is the run's
             )
-        assert program.stdin is not None
-        assert program.stdout is not None
-        try:
-            program.stdin.write(json.dumps(self._uploads(push)) + "\n")
-            program.stdin.flush()
-            said = program.stdout.read().strip()
-            code = program.wait()
-        except BrokenPipeError:
-            said, code = "", program.wait()
-        finally:
-            self._program = None
-            program.stdin.close()
-            program.stdout.close()
-        if code == 0:
-            return None
-        return "; ".join(dict.fromkeys(said.splitlines())) or f"its program ended with {code}"
+        except OSError as error:
+            self._note_failure(checkpoint, reason(error))
+        else:
+            self._checkpoint = checkpoint
 
-    def _uploads(self, push: Push) -> list[dict[str, Any]]:
-        """Returns the arguments of `hub_upload.upload`, for each upload of a push."""
-        step = push.checkpoint.name.replace("-", " ")
-        common = {"private": self.config.private, "message": step}
-        uploads: list[dict[str, Any]] = []
-        if push.with_model:
-            model = {
-                **common,
-                "repo": self.config.repo,
-                "kind": "model",
-                "revision": self.config.revision,
-                "folder": str(push.checkpoint),
-            }
-            uploads.append({**model, "ignore_patterns": [f"{TRAINING}/*"]})
-            if self.config.strategy == "checkpoint":
-                # Of an earlier checkpoint the repository may hold more shards.
-                uploads.append({**model, "to": LAST_CHECKPOINT, "delete_patterns": ["*"]})
-        completions = self.folder / "completions"
-        if self.config.completions_repo is not None and completions.is_dir():
-            uploads.append(
-                {
-                    **common,
-                    "repo": self.config.completions_repo,
-                    "kind": "dataset",
-                    "revision": None,
-                    "folder": str(completions),
-                    "to": "completions",
-                    "card": self.card,
-                    "allow_patterns": ["step-*.parquet"],
-                }
-            )
-        return uploads
+    def _note_end(self, code: int) -> None:
+        """Notes whether the push that has ended failed, and starts the one that waits."""
+        checkpoint, self._checkpoint, self._process = self._checkpoint, None, None
+        assert checkpoint is not None
+        assert self._errors is not None
+        if code != 0:
+            self._errors.seek(0)
+            lines = self._errors.read().decode(errors="replace").strip().splitlines()
+            self._note_failure(checkpoint, lines[-1] if lines else f"exit code {code}")
+        self._errors.close()
+        if self._last is not None:
+            last, self._last = self._last, None
+            self._start(last)
 
-    def _wait(self, end: float, is_asked_to_stop: Callable[[], bool]) -> bool:
-        """Waits for the pushes under way; returns whether all have ended."""
-        while True:
-            with self._lock:
-                if self._thread is None:
-                    return True
-            if not self._sleep(min(end, time.monotonic() + 0.1), is_asked_to_stop):
-                return False
-            if time.monotonic() >= end:
-                return False
+    def _note_failure(self, checkpoint: Path, why: str) -> None:
+        self.failed = (checkpoint, why)
+        self.say(
+            f"hub: {checkpoint.name} could not be pushed ({why}); the run continues, and the next "
+            "checkpoint is the next attempt"
+        )
 
-    @staticmethod
-    def _sleep(until: float, is_asked_to_stop: Callable[[], bool]) -> bool:
-        """Sleeps; returns whether the run may still wait."""
-        while time.monotonic() < until:
-            if is_asked_to_stop():
-                return False
-            heartbeat.touch()
-            time.sleep(min(0.1, max(until - time.monotonic(), 0.0)))
-        return True
+    def _uploads(self, checkpoint: Path) -> list[dict[str, Any]]:
+        """Returns the arguments of `HfApi.upload_folder`, for each upload of a checkpoint."""
+        common = {
+            "folder_path": str(checkpoint),
+            "commit_message": checkpoint.name.replace("-", " "),
+        }
+        model = {**common, "ignore_patterns": [f"{TRAINING}/*"]}
+        if self.config.strategy != "checkpoint":
+            return [model]
+        # The repository may hold more shards, of an earlier checkpoint.
+        return [model, {**common, "path_in_repo": LAST_CHECKPOINT, "delete_patterns": ["*"]}]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from grpo_cli.checkpoints import paths
 from grpo_cli.config import saved_recipe
@@ -78,18 +78,6 @@ Versions: {{ versions }}.
 ```
 """  # noqa: E501
 
-DATASET_CARD = """\
----
-{{ card_data }}
----
-
-# Completions of {{ title }}
-
-Completions that were sampled while {{ model }} was trained with `grpo-cli`, one Parquet file for a
-step, one row for a completion: the prompt (of a chat, its messages as JSON), the completion, its
-rewards and its advantage.
-"""
-
 
 def model_card(
     recipe: Recipe,
@@ -149,21 +137,6 @@ def model_card(
         command=shlex.join(publishable_command(command)),
         recipe=publishable_recipe(recipe),
         versions=", ".join(f"{package} {number}" for package, number in versions().items()),
-    )
-    return str(card)
-
-
-def dataset_card(repo: str, recipe: Recipe) -> str:
-    """Returns the card of a data set of completions."""
-    base = hub_model(recipe)
-    card = DatasetCard.from_template(
-        DatasetCardData(
-            tags=[*TAGS, "completions"],
-            configs=[{"config_name": "default", "data_files": "completions/*.parquet"}],
-        ),
-        template_str=DATASET_CARD,
-        title=repo,
-        model=recipe.hub.repo or base or base_in_words(recipe),
     )
     return str(card)
 

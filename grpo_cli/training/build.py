@@ -204,7 +204,7 @@ def assemble(
         evaluator=evaluator,
         reporter=reporter,
         checkpointer=checkpointer,
-        pusher=Pusher(recipe, folder, reporter.say, workers.is_main),
+        pusher=Pusher(recipe, reporter.say, workers.is_main),
         router_coef=router_coef,
         log_history=[] if takes_state else None,
         sessions=prepared.sessions,

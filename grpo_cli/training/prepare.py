@@ -598,8 +598,7 @@ def check_engine(recipe: Recipe) -> None:
 
 def check_hub(recipe: Recipe) -> str | None:
     """Checks on the main process that the run may push to the hub; returns a note, if any."""
-    is_pushed = recipe.hub.repo is not None or recipe.hub.completions_repo is not None
-    if not is_pushed or os.environ.get("RANK", "0") != "0":
+    if recipe.hub.repo is None or os.environ.get("RANK", "0") != "0":
         return None
     from grpo_cli.reporting import hub  # late: it imports transformers
 

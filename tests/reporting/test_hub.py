@@ -60,7 +60,7 @@ def pusher(
     monkeypatch.setattr(hub, "PAUSE_SECONDS", 0.1)
 
     def make(**settings: Any) -> Pusher:
-        made.append(Pusher(recipe(**{"repo": "me/x"} | settings), tmp_path, lines.append, True))
+        made.append(Pusher(recipe(**{"repo": "me/x"} | settings), lines.append, True))
         return made[-1]
 
     yield make
@@ -99,8 +99,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_the_start_creates_what_is_missing(server: FakeHub) -> None:
-    assert hub.check(recipe(repo="x", completions_repo="team/done")) is None
-    assert server.private == {("models", "me/x"): True, ("datasets", "team/done"): True}
+    assert hub.check(recipe(repo="x")) is None
+    assert server.private == {("models", "me/x"): True}
     assert hub.check(recipe(repo="me/x", private=False)) is None
     assert server.private["models", "me/x"], "one that is there stays as it is"
     assert hub.check(recipe()) is None
@@ -115,8 +115,8 @@ def test_a_token_that_may_not_write_is_told_at_the_start(
         with pytest.raises(UserError, match=rf"hub.repo = {repo}: .*token.*\(403 You don't have"):
             hub.check(recipe(repo=repo))
     monkeypatch.setenv("HF_TOKEN", "hf_of_yesterday")
-    with pytest.raises(UserError, match=r"hub.completions_repo = me/d: .* \(401 Invalid\)") as told:
-        hub.check(recipe(completions_repo="me/d"))
+    with pytest.raises(UserError, match=r"hub.repo = me/x: .* \(401 Invalid\)") as told:
+        hub.check(recipe(repo="me/x"))
     assert "hf_of_yesterday" not in str(told.value)
     assert "\n" not in str(told.value)
     monkeypatch.setattr(hub, "get_token", lambda: None)
@@ -169,14 +169,12 @@ def test_every_save_is_pushed_over_the_one_before(
 def test_end_pushes_the_last_checkpoint_only(
     pusher: Callable[..., Pusher], server: FakeHub, tmp_path: Path
 ) -> None:
-    live = pusher(strategy="end", revision="runs")
+    live = pusher(strategy="end")
     live.push(checkpoint(tmp_path, 1), last=False)
     assert not live.in_use()
     live.push(checkpoint(tmp_path, 2), last=True)
     live.finish()
-    assert server.commits == [(("models", "me/x"), "runs", "step 2")]
-    assert server.model("me/x") == {".gitattributes": b""}
-    assert "model.safetensors" in server.model("me/x", "runs")
+    assert server.commits == [(("models", "me/x"), "main", "step 2")]
 
 
 @pytest.mark.programs
@@ -193,25 +191,6 @@ def test_checkpoint_keeps_one_from_which_a_run_resumes(
     found = {p.relative_to(kept): p.read_bytes() for p in kept.rglob("*") if p.is_file()}
     assert found == whole, "the third shard is gone, too"
     assert "config.json" in server.model("me/x")
-
-
-@pytest.mark.programs
-def test_completions_go_to_a_data_set(
-    pusher: Callable[..., Pusher], server: FakeHub, tmp_path: Path
-) -> None:
-    (tmp_path / "completions").mkdir()
-    live = pusher(repo=None, completions_repo="me/done")
-    for step in (1, 2):
-        (tmp_path / "completions" / f"step-{step}.parquet").write_bytes(b"PAR1" + bytes([step]))
-        (tmp_path / "completions" / "step-9.parquet.tmp").write_bytes(b"half")
-        live.push(checkpoint(tmp_path, step), last=step == 2)
-        until(lambda: not live.in_use())
-    live.finish()
-    assert {*server.data_set("me/done")} == {
-        ".gitattributes", "README.md", "completions/step-1.parquet", "completions/step-2.parquet",
-    }  # fmt: skip
-    assert b"completions/*.parquet" in server.data_set("me/done")["README.md"]
-    assert server.model("me/x") == {}
 
 
 @pytest.mark.programs
@@ -271,7 +250,7 @@ def test_a_connection_that_breaks_in_the_middle_leaves_the_repository_whole(
 
 
 @pytest.mark.programs
-def test_a_slow_hub_gets_the_newest_checkpoint_and_keeps_its_files(
+def test_a_slow_hub_gets_the_last_checkpoint_and_keeps_its_files(
     pusher: Callable[..., Pusher], server: FakeHub, tmp_path: Path
 ) -> None:
     live = pusher()
@@ -280,9 +259,9 @@ def test_a_slow_hub_gets_the_newest_checkpoint_and_keeps_its_files(
     live.push(paths[0], last=False)
     server.uploading.wait(60)
     live.push(paths[1], last=False)
-    assert live.in_use() == {*paths[:2]}
+    assert live.in_use() == {paths[0]}, "the one between is skipped"
     live.push(paths[2], last=True)
-    assert live.in_use() == {paths[0], paths[2]}, "the one between is skipped"
+    assert live.in_use() == {paths[0], paths[2]}
     shutil.rmtree(paths[1])
     live.finish()
     assert [message for _, _, message in server.commits] == ["step 1", "step 3"]
@@ -291,13 +270,15 @@ def test_a_slow_hub_gets_the_newest_checkpoint_and_keeps_its_files(
 @pytest.mark.programs
 @pytest.mark.parametrize("how", ["late", "stopped", "closed"])
 def test_the_end_does_not_wait_for_ever(
-    how: str, pusher: Callable[..., Pusher], server: FakeHub, tmp_path: Path, lines: list[str]
-) -> None:
-    live = pusher(wait=1.0 if how == "late" else 600.0)
+    how: str, pusher: Callable[..., Pusher], server: FakeHub, tmp_path: Path, lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(hub, "WAIT_SECONDS", 1.0 if how == "late" else 600.0)
+    live = pusher()
     server.slow = 30.0
     live.push(checkpoint(tmp_path, 1), last=True)
     server.uploading.wait(60)
-    program, began = live._program, time.monotonic()
+    program, began = live._process, time.monotonic()
     if how == "closed":
         live.close()
     else:
@@ -305,43 +286,19 @@ def test_the_end_does_not_wait_for_ever(
     assert time.monotonic() - began < 10
     assert program is not None
     assert program.wait(10) < 0, "the upload has ended, too"
-    why = {"late": "not done in hub.wait = 1 s", "stopped": "stopped", "closed": "the run ends fi"}
+    why = {"late": "not done in 1 s", "stopped": "stopped", "closed": "the run ends fi"}
     assert len(lines) == 1
     assert lines[0].startswith(f"hub: step-1 is not pushed ({why[how]}")
     assert server.commits == []
-
-
-@pytest.mark.programs
-def test_an_upload_ends_with_its_run(server: FakeHub, tmp_path: Path) -> None:
-    import json
-    import subprocess
-    import sys
-
-    from grpo_cli.reporting import hub_upload
-
-    server.slow = 60.0
-    program = subprocess.Popen(
-        [sys.executable, "-P", hub_upload.__file__], stdin=subprocess.PIPE, text=True
-    )
-    assert program.stdin is not None
-    uploads = Pusher(recipe(repo="me/x"), tmp_path, print, True)._uploads(
-        hub.Push(checkpoint(tmp_path, 1), True)
-    )
-    program.stdin.write(json.dumps(uploads) + "\n")
-    program.stdin.flush()
-    server.uploading.wait(60)
-    program.stdin.close()  # as when the run is killed
-    assert program.wait(30) == 1
 
 
 @pytest.mark.runs
 def test_a_run_is_resumed_from_the_hub(server: FakeHub, tmp_path: Path) -> None:
     live = trained(
         tmp_path, steps=2, checkpoint__keep_last=1, checkpoint__every=1, log__completions_every=1,
-        hub__repo="me/x", hub__strategy="checkpoint", hub__completions_repo="me/done",
+        hub__repo="me/x", hub__strategy="checkpoint",
     )  # fmt: skip
     assert paths.steps_saved(live.folder) == [2]
-    assert "completions/step-2.parquet" in server.data_set("me/done")
     path = downloaded(server, tmp_path)
     other, straight = tmp_path / "other", tmp_path / "straight"
     resumed = trained(other, resume=str(path))
@@ -382,11 +339,8 @@ def test_a_sharded_checkpoint_gets_a_model_folder_for_the_hub(
 @table(
     ("changes", "said"),
     [
-        ({"hub__private": False}, "hub.private = false: is only read when hub.repo or"),
-        ({"hub__wait": 5.0}, "hub.wait = 5.0: is only read when hub.repo or"),
+        ({"hub__private": False}, "hub.private = false: is only read when hub.repo is set"),
         ({"hub__strategy": "end"}, "hub.strategy = end: is only read when hub.repo is set"),
-        ({"hub__revision": "b"}, "hub.revision = b: is only read when hub.repo is set"),
-        ({"hub__completions_repo": "me/d"}, "hub.completions_repo = me/d: there are no"),
         ({"hub__repo": "a/b", "hub__strategy": "always"}, "hub.strategy = 'always': must be one"),
         ({"hub__repo": "a/b", "checkpoint__model": "never"}, "checkpoint.model = never: hub.repo"),
     ],
@@ -412,7 +366,7 @@ def test_a_secret_in_the_recipe_is_not_pushed(
 
 
 def test_other_processes_push_nothing(tmp_path: Path, lines: list[str]) -> None:
-    live = Pusher(recipe(repo="me/x"), tmp_path, lines.append, False)
+    live = Pusher(recipe(repo="me/x"), lines.append, False)
     live.push(tmp_path / "checkpoints" / "step-1", last=True)
     assert not live.in_use()
     live.finish()

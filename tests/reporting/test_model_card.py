@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from grpo_cli.config import schema
-from grpo_cli.reporting.model_card import dataset_card, model_card
+from grpo_cli.reporting.model_card import model_card
 from tests.tables import table
 from tests.training.test_train import trained
 
@@ -117,12 +117,6 @@ def test_values_of_the_environment_and_the_home_folder_stay_out(
     assert "hf_of_the_environment" not in text
     assert "somebody" not in text
     assert "output_dir=~/out" in text.replace("'", "")
-
-
-def test_the_card_of_a_data_set_names_its_files() -> None:
-    text = dataset_card("me/completions", recipe())
-    assert "data_files: completions/*.parquet" in text
-    assert "Qwen/Qwen2.5-0.5B" in text
 
 
 @pytest.mark.runs

@@ -135,7 +135,7 @@ def restore(folder: Path, path: Path, device: str | None, trust: bool = True) ->
         evaluator=None,
         reporter=reporter,
         checkpointer=Checkpointer(workers, reporter.say, background=False),
-        pusher=Pusher(Recipe(), folder, reporter.say, main=False),
+        pusher=Pusher(Recipe(), reporter.say, main=False),
         router_coef=router_coef,
         vision=vision,
     )
