@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator
 
 from grpo_cli.config.interpolation import as_text, plain_secrets
-from grpo_cli.config.knob import as_written
 from grpo_cli.config.schedules import at_step, steps_to_check
 from grpo_cli.config.schema import ADAM, Benchmark, Eval, HeldOut, Recipe
 from grpo_cli.errors import listed, nearest
