@@ -1,4 +1,4 @@
-"""Writes the tables in docs/: knobs (recipes.md), memory (scaling.md), model families (models.md).
+"""Writes the tables in docs/: knobs.md, memory (memory.md) and model families (models.md).
 
 python scripts/make_docs.py            write it anew
 python scripts/make_docs.py --check    only say whether it is up to date (exit code 1: it is not)
@@ -7,7 +7,7 @@ python scripts/make_docs.py --check    only say whether it is up to date (exit c
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,6 @@ from grpo_cli.planning.shapes import Shape  # noqa: E402
 from tests.models.families import FAMILIES, Family  # noqa: E402
 
 BEGIN, END = "<!-- made by scripts/make_docs.py -->", "<!-- end -->"
-KINDS = {
-    "bool": "true, false",
-    "int": "whole number",
-    "float": "number",
-    "str": "text",
-    "list[float]": "numbers",
-    "list[int]": "whole numbers",
-    "list[str]": "texts",
-    "dict[str, str]": "mapping of names to names",
-    "dict[str, Any]": "mapping",
-}
 # Mappings whose names are the user's own, or a knob's.
 MAPPINGS = {
     "reward": ("reward.NAME", schema.Reward),
@@ -107,7 +96,7 @@ def renewed(page: str, table: str) -> str:
     return f"{before}{BEGIN}\n\n{table}\n{END}{after}"
 
 
-def memory_table() -> str:
+def cluster_table() -> str:
     """Returns the peak memory of a GPU by model and strategy, in GB."""
     lines = [["model", "GPUs", *STRATEGIES], ["---"] * (2 + len(STRATEGIES))]
     for name, shape in MODELS.items():
@@ -123,12 +112,14 @@ def memory_table() -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def card_tables() -> str:
-    """Returns the peak memory of a GPU by model and way of training: on one GPU, and on eight."""
-    return "\n".join(
-        f"### {title}\n\n{card_table(ways, gpus)}"
-        for title, ways, gpus in (("One GPU", TRAINING, 1), ("Eight GPUs", ON_A_NODE, 8))
-    )
+def memory_tables() -> str:
+    """Returns the peak memory of a GPU: on one GPU, on eight, and on a cluster."""
+    tables = {
+        "One GPU": card_table(TRAINING, 1),
+        "Eight GPUs": card_table(ON_A_NODE, 8),
+        "A cluster": cluster_table(),
+    }
+    return "\n".join(f"### {title}\n\n{table}" for title, table in tables.items())
 
 
 def card_table(ways: Mapping[str, Settings], gpus: int) -> str:
@@ -175,15 +166,14 @@ def family_line(family: Family) -> list[str]:
     ]
 
 
-def knob_tables() -> str:
-    """Returns one table for each section of a recipe, the recipe's own knobs first."""
+def knob_lists() -> str:
+    """Returns a list of knobs for each section of a recipe, the recipe's own knobs first."""
     parts = []
     for name, kind in sections():
         prefix = f"{name}." if name else ""
-        rows = [row(prefix + f.name, f) for f in dataclasses.fields(kind) if is_knob(f)]
-        heading = f"### {name or 'The run'}\n\n{(kind.__doc__ or '').splitlines()[0]}\n\n"
-        header = "| key | default | allowed | what |\n| --- | --- | --- | --- |\n"
-        parts.append(heading + header + "".join(rows))
+        lines = [line(prefix + f.name, f) for f in dataclasses.fields(kind) if is_knob(f)]
+        heading = f"## {name or 'The run'}\n\n{(kind.__doc__ or '').splitlines()[0]}\n\n"
+        parts.append(heading + "".join(lines))
     return "\n".join(parts)
 
 
@@ -208,31 +198,13 @@ def is_knob(field: Field) -> bool:
     return section_of(field) is None or field.default is None
 
 
-def row(key: str, field: Field) -> str:
-    what = " ".join(part for part in (field.metadata["doc"], read_if(key, field)) if part)
-    cells = f"`{key}`", default(field), allowed(field), what
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
-
-
-def read_if(key: str, field: Field) -> str:
-    """Returns when a knob is read, as a sentence; "" if it always is."""
-    if readers := objective.readers_of(key):
-        switch = "loss.policy" if key.startswith("loss.") else "advantage.rule"
-        return f"Only with `{switch}` = {listed(readers)}."
-    if not field.metadata["read_if"]:
-        return ""
-    other, *values = field.metadata["read_if"]
-    is_flag = dict(schema.knobs())[other].type == "bool"
-    if is_flag or values:
-        wanted = [str(v).lower() if isinstance(v, bool) else v for v in values]
-        return f"Only with `{other}` = {listed(wanted) if wanted else 'true'}."
-    return f"Only when `{other}` is set."
-
-
-def listed(values: Sequence[str]) -> str:
-    """`a, b or c`."""
-    *most, last = values
-    return f"{', '.join(most)} or {last}" if most else last
+def line(key: str, field: Field) -> str:
+    """Returns a knob with its default, its range and its sentence."""
+    allowed = knob.allowed(field.metadata).removeprefix("one of ")
+    readers = objective.readers_of(key)
+    text = f"- `{key}` ({default(field)}{f'; {allowed}' if allowed else ''}): "
+    text += field.metadata["doc"] + (f" Read by {', '.join(readers)}." if readers else "")
+    return text + "\n"
 
 
 def default(field: Field) -> str:
@@ -247,21 +219,9 @@ def default(field: Field) -> str:
     return f"`{text.lower() if isinstance(value, bool) else text}`"
 
 
-def allowed(field: Field) -> str:
-    """Returns the values of a knob: its kind, and its range if it has one."""
-    kind = str(field.type)
-    null = " or null" if kind.endswith(" | None") else ""
-    kind = KINDS.get(kind.removesuffix(" | None"), "mapping")
-    limits = knob.allowed(field.metadata)
-    if field.metadata.get("choices"):
-        return limits.removeprefix("one of ") + null
-    return " ".join(part for part in (kind, limits) if part) + null
-
-
 TABLES = {
-    "recipes.md": knob_tables,
-    "scaling.md": memory_table,
-    "memory.md": card_tables,
+    "knobs.md": knob_lists,
+    "memory.md": memory_tables,
     "models.md": family_table,
 }
 
