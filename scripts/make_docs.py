@@ -162,7 +162,7 @@ def family_line(family: Family) -> list[str]:
         "yes" if family.recurrent else "",
         "yes" if family.balanced else "",
         "listed" if family.vllm else "not listed",
-        "; ".join(w for w in (family.why, family.why_no_cache) if w),
+        "" if family.recurrent else "; ".join(w for w in (family.why, family.why_no_cache) if w),
     ]
 
 
