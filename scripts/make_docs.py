@@ -202,7 +202,7 @@ def line(key: str, field: Field) -> str:
     """Returns a knob with its default, its range and its sentence."""
     allowed = knob.allowed(field.metadata).removeprefix("one of ")
     readers = objective.readers_of(key)
-    text = f"- `{key}` ({default(field)}{f'; {allowed}' if allowed else ''}): "
+    text: str = f"- `{key}` ({default(field)}{f'; {allowed}' if allowed else ''}): "
     text += field.metadata["doc"] + (f" Read by {', '.join(readers)}." if readers else "")
     return text + "\n"
 

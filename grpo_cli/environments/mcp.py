@@ -145,11 +145,12 @@ class _Connection:
         """Connects, asks for the tools and keeps the connection until it is to be closed."""
         try:
             async with contextlib.AsyncExitStack() as stack:
-                self._client = await stack.enter_async_context(await self._new_client(stack))
-                page = await self._client.list_tools()
+                client = await stack.enter_async_context(await self._new_client(stack))
+                self._client = client
+                page = await client.list_tools()
                 self.tools += page.tools
                 while page.next_cursor is not None:
-                    page = await self._client.list_tools(cursor=page.next_cursor)
+                    page = await client.list_tools(cursor=page.next_cursor)
                     self.tools += page.tools
                 self._opened.set_result(None)
                 await self._leaves.wait()

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_cli.generation.embedded.generator import TransformersGenerator
-from grpo_cli.generation.embedded.graphs import EagerGraphs, FallbackGraphs
+from grpo_cli.generation.embedded.graphs import CudaGraphs, FallbackGraphs
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.kernels import self_check
 from grpo_cli.models.kernels.self_check import relative
@@ -169,7 +169,7 @@ def sampled(
         model, [], say=notes.append, cuda_graphs=way == "graphs", **how
     )
     if setting.dry and way == "graphs":
-        generator.graphs = FallbackGraphs(EagerGraphs(), notes.append)
+        generator.graphs = FallbackGraphs(CudaGraphs(), notes.append, has_failed=True)
     draws = random.Random(0)
     words = range(model.config.vocab_size)
     prompts = [Prompt(n, draws.choices(words, k=9 + 7 * n), "", {}) for n in range(4)]

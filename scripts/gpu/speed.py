@@ -8,6 +8,7 @@ and one of a LoRA adapter.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 
 from grpo_cli.config.schema import Adapter, Optimizer
 from grpo_cli.generation.embedded.generator import TransformersGenerator
-from grpo_cli.generation.embedded.graphs import EagerGraphs, FallbackGraphs
+from grpo_cli.generation.embedded.graphs import CudaGraphs, FallbackGraphs
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models import adapters, optimizers
 from grpo_cli.models.flops import peak_flops, rollout_flops
@@ -40,6 +41,7 @@ def cases(setting: Setting) -> list[Case]:
     found = []
     for model in workloads.names(setting):
         for number, length in enumerate(workloads.lengths(setting)):
+            measured: list[tuple[str, Callable[..., Figures], list[str]]]
             measured = [("update", update, ["packed", "padded", "plain"])]
             measured += [("generation", generation, ["ours", "steps", "plain"])]
             measured += [("step", step, ["ours", "plain"])] if number == 0 else []
@@ -177,7 +179,7 @@ class Sampler:
             cuda_graphs=self.way != "steps",
         )
         if self.setting.dry and self.way == "ours":
-            self.generator.graphs = FallbackGraphs(EagerGraphs(), self.notes.append)
+            self.generator.graphs = FallbackGraphs(CudaGraphs(), self.notes.append, has_failed=True)
 
     def __call__(self, prompts: list[Prompt], size: int, tokens: int) -> list[Rollout]:
         """Returns `size` completions of `tokens` tokens for each prompt."""
