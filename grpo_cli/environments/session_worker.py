@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import pickle
+import signal
 import socket
 import struct
 import sys
@@ -119,7 +120,6 @@ class Host:
         if under_way is None or under_way[0] is not run:
             return
         self._give_up(under_way[1], self._sessions.pop(request.session, None))
-        assert self.spec.seconds is not None
         text = f"{request.called} {overrun(self.spec.seconds)}"
         self.reply(Reply(request.number, "env_timeout", text))
 
@@ -367,6 +367,9 @@ def serve(connection: socket.socket, mark: Mark) -> None:
 
     async def leave() -> None:
         await host.close()
+        for child in processes.descendants(os.getpid()):  # such as an MCP server that hangs
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
         os._exit(0)  # whatever threads its environments have left
 
     def beat() -> None:

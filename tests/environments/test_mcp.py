@@ -17,6 +17,7 @@ from grpo_cli.environments.protocol import Message, Observation
 from grpo_cli.environments.sessions import EnvironmentFailure, Session, Sessions
 from grpo_cli.errors import UserError
 from tests.programs import ROOT
+from tests.scoring.test_pool import gone
 
 pytest.importorskip("mcp")
 pytestmark = pytest.mark.programs
@@ -120,10 +121,14 @@ def test_a_server_that_ends_is_started_again_for_the_next_episode(start: Open) -
 
 
 def test_a_call_that_never_returns(start: Open) -> None:
-    session = begin(start(seconds=1.0, args={"per_rollout": True}))
+    sessions = start(seconds=1.0, args={"per_rollout": True})
+    session = begin(sessions)
+    server = int(step(session, ("count", {}))[0].split()[0])
     observation = session.step(calls(("fault", {"what": "sleep"}))).result(PATIENCE)
     assert texts(observation) == ['{"error": "took more than 1 s and was stopped"}']
     assert observation.calls[0].timed_out
+    sessions.close()
+    assert gone(server)
 
 
 @pytest.mark.parametrize(
