@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from grpo_cli.config.user_code import import_module, is_coroutine_function
 from grpo_cli.environments.deadlines import Deadlines, blame, described, result_of
@@ -48,25 +48,6 @@ class Broken(Exception):  # noqa: N818
     """An environment did what no environment may do; the message says what."""
 
 
-class Adapted(Protocol):
-    """An environment as sessions use it. Everything else is made into one."""
-
-    is_reusable: bool  # whether the object serves another episode after this one
-
-    @property
-    def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """The JSON schemas of its tools, as far as they are known before `reset`."""
-
-    async def reset(self, row: Mapping[str, Any], seed: int) -> Observation: ...
-
-    async def step(self, message: Message) -> Observation: ...
-
-    async def finish(self) -> Observation:
-        """Returns the rewards of the episode by name, and metrics."""
-
-    async def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Spec:
     """The settings of environments that a worker needs, picklable."""
@@ -76,7 +57,7 @@ class Spec:
     by_name: Mapping[str, str] = field(default_factory=dict)
     mcp: str | None = None
     tools: Mapping[str, str] = field(default_factory=dict)
-    seconds: float | None = 30.0  # deadline of each call; None: none
+    seconds: float = 30.0  # deadline of each call
 
     @property
     def has_state(self) -> bool:
@@ -143,7 +124,7 @@ class Maker:
             args = accepted_args(McpTools.__init__, self.spec.args, "environment.mcp")
             return McpTools(self.spec.mcp, functions, self._shared, **args)
         if not self.spec.has_state:
-            return ToolsOnly(functions)
+            return Adapted(None, functions)
         return self._class(name).make(functions)
 
     def _class(self, name: str) -> _Class:
@@ -347,19 +328,35 @@ def accepted_args(
     return args
 
 
-class _Base:
-    """The part that all adapters share: the recipe's tools, and the final reward."""
+class Adapted:
+    """An environment as sessions use it; by itself the recipe's tools, without an environment."""
 
-    is_reusable = False
+    is_reusable = True  # whether the object serves another episode after this one
 
     def __init__(self, given: Any, functions: Functions) -> None:
+        """Makes an environment.
+
+        Args:
+            given: the user's object; None: there is none.
+            functions: the tools that the model may call.
+        """
         self.given, self.functions = given, functions
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """The JSON schemas of its tools, as far as they are known before `reset`."""
         return self.functions.schemas
 
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
+        """Begins an episode."""
+        return Observation(tools=self.schemas)
+
+    async def step(self, message: Message) -> Observation:
+        """Answers the calls of a turn; a turn without a call ends the episode."""
+        return await self.functions.step(message)
+
     async def finish(self) -> Observation:
+        """Returns the rewards of the episode by name."""
         get_reward = getattr(self.given, "get_reward", None)
         if get_reward is None:
             return Observation()
@@ -373,33 +370,16 @@ class _Base:
         )
 
     async def close(self) -> None:
+        """Releases what the environment holds."""
         close = getattr(self.given, "close", None)
         if close is not None:
             await result_of(close())
 
 
-class ToolsOnly(_Base):
-    """The recipe's tools, without an environment."""
-
-    is_reusable = True
-
-    def __init__(self, functions: Functions) -> None:
-        super().__init__(None, functions)
-
-    async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
-        """Begins an episode."""
-        return await self.functions.reset(row, seed)
-
-    async def step(self, message: Message) -> Observation:
-        """Answers the calls of a turn."""
-        return await self.functions.step(message)
-
-    async def close(self) -> None:
-        """Does nothing."""
-
-
-class MessageEnvironment(_Base):
+class MessageEnvironment(Adapted):
     """An environment of our own protocol; an attribute `tools` has the schemas of its tools."""
+
+    is_reusable = False
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
@@ -428,10 +408,8 @@ class MessageEnvironment(_Base):
         return await with_tools(self.functions, message, self.given.step)
 
 
-class TrlEnvironment(_Base):
+class TrlEnvironment(Adapted):
     """An environment in TRL's manner: its public methods are tools that the model may call."""
-
-    is_reusable = True
 
     def __init__(self, given: Any, functions: Functions, is_chosen: bool) -> None:
         """is_chosen: whether a column of the row names it, which `reset` does not get."""
@@ -459,10 +437,6 @@ class TrlEnvironment(_Base):
             raise Broken(f"it returned {kind_of(text)}, not a text, a list or None")
         return Observation([{"role": "user", "content": text_of(text)}], tools=self.schemas)
 
-    async def step(self, message: Message) -> Observation:
-        """Answers the calls of a turn; a turn without a call ends the episode."""
-        return await self.functions.step(message)
-
 
 # Checks of the values that environments return
 
@@ -482,7 +456,7 @@ def observed(value: Any) -> Observation:
         raise Broken(f"it returned {kind_of(value)}, not an Observation")
     return Observation(
         messages=as_messages(value.messages),
-        reward=as_reward(value.reward),
+        reward=None if value.reward is None else as_number(value.reward, "reward"),
         done=as_done(value.done),
         tools=as_schemas(value.tools),
         rewards=as_numbers(value.rewards, "rewards"),
@@ -581,41 +555,32 @@ def as_numbers(values: Any, what: str) -> dict[str, float]:
     return {str(k): as_number(v, f"{what}[{k!r}]") for k, v in values.items()}
 
 
-def as_reward(value: Any) -> float | None:
-    """Returns the reward of a turn; None where it is not known."""
-    return None if value is None else as_number(value, "reward")
-
-
 def as_number(value: Any, what: str) -> float:
     """Returns a finite number.
 
     Raises:
         Broken: it is none.
     """
-    if hasattr(value, "item") and not isinstance(value, Real):  # of torch
-        with contextlib.suppress(Exception):
-            value = value.item()
-    if not isinstance(value, Real) or not is_finite(value):
+    value = unboxed(value)
+    is_number = isinstance(value, Real)
+    if not is_number or not abs(value) <= sys.float_info.max:  # an int may be too large
         raise Broken(f"its {what} is {described_value(value)}, not a finite number")
     return float(value)
 
 
-def is_finite(value: Real) -> bool:
-    """Returns whether a number is finite as a float, for which an int may be too large."""
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
-
-
 def as_done(value: Any) -> bool:
     """Returns whether the episode is over."""
-    if hasattr(value, "item"):  # of numpy or torch
-        with contextlib.suppress(Exception):
-            value = value.item()
+    value = unboxed(value)
     if isinstance(value, bool):
         return value
     raise Broken(f"its done is {described_value(value)}, not true or false")
+
+
+def unboxed(value: Any) -> Any:
+    """Returns the value of a scalar of numpy or torch."""
+    with contextlib.suppress(Exception):
+        return value.item()
+    return value
 
 
 def plain(value: Any) -> Any:

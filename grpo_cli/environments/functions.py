@@ -114,7 +114,7 @@ class Tool:
 
 
 class Functions:
-    """The environment of tools without a state: it answers calls, and nothing else.
+    """Answers the calls of tools.
 
     Args:
         tools: by name.
@@ -152,10 +152,6 @@ class Functions:
                 "in `tools`; give the one in `tools` another name."
             )
         return Functions({**own, **self.tools}, self.deadlines, self.answered)
-
-    async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
-        """Begins an episode, which needs nothing."""
-        return Observation(tools=self.schemas)
 
     async def step(self, message: Message) -> Observation:
         """Answers the calls of a turn in their order; a turn without a call ends the episode."""
@@ -355,7 +351,7 @@ def shortened(text: str, limit: int) -> str:
     return f"{text[:head]}\n[... {left_out} characters left out ...]\n{text[len(text) - tail :]}"
 
 
-def converted(value: Any, schema: Mapping[str, Any]) -> Any:
+def converted(value: Any, schema: Any) -> Any:
     """Converts a text to a type of the schema that is not text, as transformers does: "7" to 7.
 
     What cannot be converted is returned as it is, and is then refused by the schema.
@@ -387,8 +383,10 @@ def _no_number(text: str) -> Any:
     raise ValueError(f"{text} is no number in JSON")
 
 
-def types_of(schema: Mapping[str, Any]) -> list[str]:
+def types_of(schema: Any) -> list[str]:
     """Returns the types that a JSON schema allows, in their order; [] where it names none."""
+    if not isinstance(schema, Mapping):
+        return []
     declared = schema.get("type", [])
     types = [declared] if isinstance(declared, str) else list(declared)
     for union in ("anyOf", "oneOf"):

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx2
 
-from grpo_cli.environments.adapters import _Base
+from grpo_cli.environments.adapters import Adapted
 from grpo_cli.environments.deadlines import described
 from grpo_cli.environments.functions import (
     Failed,
@@ -26,7 +26,7 @@ from grpo_cli.environments.functions import (
     clean_text,
     served_tool,
 )
-from grpo_cli.environments.protocol import Message, Observation
+from grpo_cli.environments.protocol import Observation
 from grpo_cli.errors import UserError
 
 try:
@@ -42,7 +42,7 @@ HTTP = ("http://", "https://")
 CONNECT_SECONDS = 10.0
 
 
-class McpTools(_Base):
+class McpTools(Adapted):
     """The tools of an MCP server, and those of the recipe.
 
     Args:
@@ -85,11 +85,7 @@ class McpTools(_Base):
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Begins an episode."""
         await self.open()
-        return Observation(tools=self.schemas)
-
-    async def step(self, message: Message) -> Observation:
-        """Answers the calls of a turn; a turn without a call ends the episode."""
-        return await self.functions.step(message)
+        return await super().reset(row, seed)
 
     async def close(self) -> None:
         """Ends a connection of this rollout's own."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_cli.environments.functions import converted
 from grpo_cli.environments.protocol import Message
 
 Schemas = Sequence[Mapping[str, Any]]
@@ -281,11 +282,13 @@ def _named(value: Any, body: str) -> tuple[Any, Any]:
 
 def _calls(found: Calls, tools: Schemas) -> list[dict[str, Any]]:
     """Returns calls as messages have them, their arguments converted to the types of the tools."""
-    types = {_function(t).get("name"): _properties(t) for t in tools}
-    return [
-        {"type": "function", "function": {"name": n, "arguments": _converted(a, types.get(n, {}))}}
-        for n, a in (_checked(name, arguments) for name, arguments in found)
-    ]
+    properties = {_function(t).get("name"): _properties(t) for t in tools}
+    calls = []
+    for name, arguments in (_checked(*call) for call in found):
+        known = properties.get(name, {})
+        read = {key: converted(value, known.get(key, {})) for key, value in arguments.items()}
+        calls.append({"type": "function", "function": {"name": name, "arguments": read}})
+    return calls
 
 
 def _checked(name: Any, arguments: Any) -> tuple[str, dict[str, Any]]:
@@ -304,29 +307,6 @@ def _properties(tool: Any) -> Mapping[str, Any]:
     parameters = _function(tool).get("parameters")
     found = parameters.get("properties") if isinstance(parameters, Mapping) else None
     return found if isinstance(found, Mapping) else {}
-
-
-def _converted(arguments: dict[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _value(value, types.get(key)) for key, value in arguments.items()}
-
-
-def _value(value: Any, schema: Any) -> Any:
-    """Returns text as the type that the schema asks for; what cannot be converted stays as it is.
-
-    "7" is 7 for an integer, and "7" for a string.
-    """
-    declared = schema.get("type") if isinstance(schema, Mapping) else None
-    if not isinstance(value, str) or declared in (None, "string") or len(value) > 10_000:
-        return value
-    types = {"integer": int, "number": (int, float), "boolean": bool, "object": dict, "array": list}
-    try:
-        found = json.loads(value.strip().lower() if declared == "boolean" else value)
-    except (ValueError, RecursionError):
-        return value
-    fits = isinstance(declared, str) and isinstance(found, types.get(declared, ()))  # type: ignore[arg-type]
-    if fits and isinstance(found, bool) == (declared == "boolean"):
-        return found
-    return value
 
 
 def _shown(text: str, most: int = 300) -> str:

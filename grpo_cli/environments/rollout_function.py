@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from grpo_cli.environments.adapters import Broken, _Base, as_messages, as_number
+from grpo_cli.environments.adapters import Adapted, Broken, as_messages, as_number
 from grpo_cli.environments.functions import Functions, calls_of
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 
@@ -98,8 +98,10 @@ class Conversation:
         return found
 
 
-class RolloutFunction(_Base):
+class RolloutFunction(Adapted):
     """A rollout function as an environment: it runs until it waits for the model."""
+
+    is_reusable = False
 
     def __init__(
         self, function: Callable[..., Any], args: Mapping[str, Any], functions: Functions

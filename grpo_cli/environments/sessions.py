@@ -595,7 +595,6 @@ class _Workers:
         if not worker.calls:
             return
         number, until, beat = worker.mark.read()
-        assert self.spec.seconds is not None
         patience = self.spec.seconds + GRACE + 4 * BEAT_SECONDS
         is_late = now > until if number else now - max(beat, worker.asked) > patience
         if is_late and number:  # stores of another process may be seen in another order
@@ -630,7 +629,6 @@ class _Workers:
         running = worker.mark.read()[0]
         status = self._kill(worker)
         if text is None:
-            assert self.spec.seconds is not None
             ended = f"its worker process ended ({processes.ending(status)})"
             text = overrun(self.spec.seconds) if late else ended
         if not worker.ready:
