@@ -50,7 +50,7 @@ def test_our_own_manner_with_a_tool_of_the_recipe() -> None:
         answer = await env.step(calls(("times", {"a": 2, "b": 4})))
         assert (texts(answer), answer.done, answer.reward) == (["8"], False, None)
         assert [(c.name, c.failed) for c in answer.calls] == [("times", False)]
-        right = env.given.number  # type: ignore[attr-defined]
+        right = env.given.number
         assert texts(await env.step(says("-1"))) == ["higher"]
         last = await env.step(says(str(right)))
         assert (last.reward, last.done) == (1.0, True)
@@ -84,7 +84,7 @@ def test_trls_manner() -> None:
         assert await env.reset({}, 0) == Observation(tools=env.schemas)
         first = await env.reset({"start": 5, "other": 1}, 0)
         assert first.messages == [{"role": "user", "content": "You are at 5."}]
-        assert env.given.columns == {"other": 1}  # type: ignore[attr-defined]
+        assert env.given.columns == {"other": 1}
         answer = await env.step(
             calls(
                 ("increment", {"step": "2"}),
@@ -157,10 +157,10 @@ def test_several_environments_by_name() -> None:
         Spec(by_name={"g": f"{SAMPLES}:Guess", "c": f"{SAMPLES}:Counter"}, args={"g": {"limit": 2}})
     )
     guess, counter = (maker.make(name, lambda _: None) for name in ("g", "c"))
-    assert guess.given.limit == 2  # type: ignore[attr-defined]
+    assert guess.given.limit == 2
     assert names(counter.schemas) == ["increment", "later"]
     asyncio.run(counter.reset({"environment": "c", "other": 1}, 0))
-    assert counter.given.columns == {"other": 1}, "without the name"  # type: ignore[attr-defined]
+    assert counter.given.columns == {"other": 1}, "without the name"
     with pytest.raises(UserError, match=r"no environment 'cc'; environment\.by_name has c, g"):
         maker.make("cc", lambda _: None)
 
@@ -255,6 +255,7 @@ MESSAGE = {"role": "user", "content": "hi"}
         ({"reward": np.array(2)}, Observation([], 2.0)),
         ({"done": np.bool_(True)}, Observation([], done=True)),
         ({"metrics": {"n": 1}}, Observation([], metrics={"n": 1.0})),
+        ({"calls": [ToolCall("a", failed=True)]}, Observation([], calls=[ToolCall("a", True)])),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]},
             Observation([{"role": "user", "content": "ab"}]),
@@ -276,10 +277,15 @@ MESSAGE = {"role": "user", "content": "hi"}
         ({"reward": "1"}, "its reward is '1', not a finite number"),
         ({"reward": float("nan")}, "its reward is nan, not a finite number"),
         ({"reward": float("inf")}, "its reward is inf, not a finite number"),
+        ({"reward": 10**400}, "0, not a finite number"),  # too large for a float
         ({"rewards": {"a": None}}, "its rewards['a'] is None, not a finite number"),
         ({"rewards": [1.0]}, "its rewards are a list, not a dict of numbers"),
         ({"done": "no"}, "its done is 'no', not true or false"),
         ({"tools": [{"name": "x"}]}, "one of its tools is no JSON schema of the form"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "buy"}}]},
+            "its tool 'buy' has no parameters",
+        ),
         ({"calls": ["x"]}, "its calls are a list, not a list of ToolCall"),
     ],
 )
@@ -294,14 +300,20 @@ def test_what_an_environment_may_return(value: Any, expected: Observation | str)
     assert expected in str(error.value)
 
 
+def test_the_reward_of_an_episode_is_a_finite_number_or_none() -> None:
+    env = made(path=f"{SAMPLES}:Faulty")
+    env.given.row = {"reward": None}
+    assert asyncio.run(env.finish()) == Observation()
+    for reward in (float("inf"), "1", [1.0]):
+        env.given.row = {"reward": reward}
+        with pytest.raises(Broken, match=r"its reward 'Faulty' is .*, not a finite number"):
+            asyncio.run(env.finish())
+
+
 def test_a_tool_of_an_environment_with_the_name_of_one_of_the_recipe() -> None:
     env = made(path=f"{HERE}:Buys", tools={"times": f"{SAMPLES}:multiply"})
     with pytest.raises(UserError, match="there are two tools called 'times'"):
         _ = env.schemas
-
-
-def test_calls_that_an_environment_reports() -> None:
-    assert observed({"calls": [ToolCall("buy", failed=True)]}).calls == [ToolCall("buy", True)]
 
 
 @table(
@@ -322,17 +334,6 @@ def test_a_reset_in_trls_manner_that_does_not_fit(
     with pytest.raises(Broken) as error:
         asyncio.run(made(path=f"{SAMPLES}:Town").reset(row, 0))
     assert says in str(error.value)
-
-
-def test_a_tool_without_parameters_is_named() -> None:
-    tool = {"type": "function", "function": {"name": "buy"}}
-    with pytest.raises(Broken, match="its tool 'buy' has no parameters"):
-        observed(Observation(tools=[tool]))
-
-
-def test_a_reward_too_large_for_a_float_is_not_finite() -> None:
-    with pytest.raises(Broken, match="0, not a finite number"):
-        observed(Observation(reward=10**400))
 
 
 class BeginsAtItsEnd:

@@ -187,7 +187,6 @@ def fails_in(sessions: Sessions, where: str, what: str, **row: Any) -> Any:
         ("memory", "raised MemoryError"),
         ("interrupt", "raised KeyboardInterrupt"),
         ("bytes", "a message's content is a bytes, not a text"),
-        ("object", "a message's content is a function, not a text"),
     ],
 )
 def test_more_faults_in_a_step(start: Open, what: str, says: str) -> None:
@@ -213,30 +212,6 @@ def test_a_constructor_that_fails(start: Open, what: str, says: str) -> None:
         sessions.try_out("", {})
     assert str(error.value).startswith(f"the environment {SAMPLES}:Faulty cannot be used: ")
     assert says in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("returned", "says"),
-    [
-        (None, "step: it returned None, not an Observation"),
-        ({"reward": float("nan")}, "step: its reward is nan, not a finite number"),
-        ({"messages": [{"role": "assistant", "content": ""}]}, "has the role 'assistant'"),
-    ],
-)
-def test_a_wrong_type(start: Open, returned: Any, says: str) -> None:
-    sessions = start("Faulty")
-    assert says in str(failed(fails_in(sessions, "step", "", returns=returned)))
-
-
-@pytest.mark.parametrize("reward", [float("inf"), "1", [1.0]])
-def test_a_reward_that_is_no_number(start: Open, reward: Any) -> None:
-    session = begin(start("Faulty"), {"reward": reward})
-    assert "get_reward: its reward " in str(failed(session.finish()))
-
-
-def test_a_reward_that_is_not_there(start: Open) -> None:
-    session = begin(start("Faulty"), {"reward": None})
-    assert session.finish().result(PATIENCE).rewards == {}
 
 
 @pytest.mark.parametrize(("what", "length"), [("huge", 100_039), ("control", 13)])
@@ -487,8 +462,6 @@ def test_workers_that_cannot_start(start: Open, monkeypatch: pytest.MonkeyPatch)
     [
         ("Guess", {}, None),
         ("Counter", {"start": 3}, None),
-        ("Nothing", {}, "has no class 'Nothing'"),
-        ("Path", {}, "Path has no method reset"),
         ("Faulty", {"in": "reset", "what": "raise"}, "reset raised RuntimeError: on purpose at "),
         ("Faulty", {"in": "reset", "returns": 3}, "it returned a int, not an Observation"),
     ],
