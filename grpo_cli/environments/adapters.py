@@ -141,29 +141,22 @@ class Maker:
         return self._classes[name]
 
     def _args(self, name: str) -> Mapping[str, Any]:
-        """Returns a class's arguments: of several classes each may have its own, by its name."""
+        """Returns a class's arguments, which are under its name if there are several classes."""
         args, by_name = self.spec.args, self.spec.by_name
-        unknown = [n for n in args if n not in by_name]
-        mappings = [n for n, value in args.items() if isinstance(value, Mapping)]
         if not by_name:
             return args
-        if unknown:
-            named = [n for n in mappings if n in by_name]
-            misspelt = [n for n in mappings if n in unknown and nearest(n, by_name)]
-            if not named and not misspelt:
-                return args  # of all classes
-            wrong = (misspelt or unknown)[0]
+        if unknown := [n for n in args if n not in by_name]:
             raise UserError(
-                f"environment.args.{wrong}: there is no environment {wrong!r}; "
-                f"environment.by_name has {listed(by_name)}.{nearest(wrong, by_name)}"
+                f"environment.args.{unknown[0]}: there is no environment {unknown[0]!r}; "
+                f"environment.by_name has {listed(by_name)}.{nearest(unknown[0], by_name)}"
             )
-        own = args.get(name)
-        if own is not None and not isinstance(own, Mapping):
+        own = args.get(name, {})
+        if not isinstance(own, Mapping):
             raise UserError(
                 f"environment.args.{name}: {described_value(own)} is no mapping; give the "
                 f"arguments of the environment {name!r} by name."
             )
-        return own or {}
+        return own
 
 
 @dataclass(frozen=True)

@@ -130,18 +130,14 @@ def tools_of(sessions: Sessions | None) -> ToolsOf | None:
     return lambda row: schemas[known_name(row, sessions)]  # of a stream, rows come later
 
 
-def name_of(row: Mapping[str, Any], sessions: Sessions) -> str:
-    """Returns the name of a row's environment; "" if there is only one."""
-    return "" if sessions.spec.names == [""] else str(row.get(NAME_COLUMN))
-
-
 def known_name(row: Mapping[str, Any], sessions: Sessions, where: str = "") -> str:
-    """Returns the name of a row's environment.
+    """Returns the name of a row's environment; "" if there is only one.
 
     Raises:
         UserError: there is no environment of this name.
     """
-    name, known = name_of(row, sessions), sessions.spec.names
+    known = sessions.spec.names
+    name = "" if known == [""] else str(row.get(NAME_COLUMN))
     if name not in known:
         raise UserError(
             f"{where}the column {NAME_COLUMN!r} names no environment: "

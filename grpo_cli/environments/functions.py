@@ -97,7 +97,8 @@ class Tool:
         unknown = [name for name in arguments if name not in known]
         if missing:
             raise ValueError(f"missing argument {missing[0]!r}; arguments: {listed(known)}")
-        if unknown and not parameters.get("additionalProperties", not known and self.takes_any):
+        # Some servers' schemas say nothing about arguments.
+        if unknown and not parameters.get("additionalProperties", "properties" not in parameters):
             raise ValueError(f"unknown argument {unknown[0]!r}; arguments: {listed(known)}")
         wrong = None
         with contextlib.suppress(Exception):  # a server's schema may be none: it checks by itself
@@ -106,11 +107,6 @@ class Tool:
             at = ".".join(map(str, wrong.absolute_path))
             raise ValueError(f"argument {at!r}: {shortened(wrong.message, 500)}")
         return arguments
-
-    @property
-    def takes_any(self) -> bool:
-        """Whether the schema says nothing about arguments, as some servers' schemas do."""
-        return "properties" not in (self.schema["function"].get("parameters") or {})
 
 
 class Functions:
@@ -267,8 +263,9 @@ def make_tool(function: Callable[..., Any], name: str, where: str) -> Tool:
             )
     from transformers.utils import get_json_schema
 
+    is_object = not inspect.isroutine(function)  # that is called: transformers reads its method
     try:
-        schema = get_json_schema(_callable_with_name(function))
+        schema = get_json_schema(function.__call__ if is_object else function)  # type: ignore[operator]
     except Exception as error:  # of transformers, or of the evaluation of the annotations
         reason = str(error).rstrip(".!")
         raise UserError(
@@ -279,11 +276,6 @@ def make_tool(function: Callable[..., Any], name: str, where: str) -> Tool:
     if not own.get("description"):
         raise UserError(f"{where}: its docstring does not say what the tool does.")
     return Tool(name, function, {**schema, "function": {**own, "name": name}})
-
-
-def _callable_with_name(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what transformers can read: of an object that is called, its method."""
-    return function if inspect.isroutine(function) else function.__call__  # type: ignore[no-any-return, operator]
 
 
 def served_tool(

@@ -358,10 +358,6 @@ class _Episodes:
             while self.num_waiting:
                 self._take_answer(*self.answers.get_nowait())
 
-    def _take_answer(self, call: _Call, future: Future[Observation]) -> None:
-        self.num_waiting -= 1
-        self._answered(call, future)
-
     def is_waiting(self) -> bool:
         return bool(self.num_waiting or self.ready)
 
@@ -577,7 +573,8 @@ class _Episodes:
 
         future.add_done_callback(end)
 
-    def _answered(self, call: _Call, future: Future[Observation]) -> None:
+    def _take_answer(self, call: _Call, future: Future[Observation]) -> None:
+        self.num_waiting -= 1
         self.loop.environment_seconds += call.ended - call.begun
         try:
             observation = future.result()
