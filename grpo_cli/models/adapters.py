@@ -149,40 +149,29 @@ def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
             p.data = p.data.float()
 
 
-def attach_like(model: PreTrainedModel, other: PreTrainedModel) -> None:
-    """Adds an adapter of another model's form; its weights are not copied."""
-    if (config := config_on(other)) is not None:
-        attach(model, copy.deepcopy(config), 0)
-
-
 def check_modules(model: PreTrainedModel, config: LoraConfig) -> None:
     """Checks the modules that an adapter names.
 
     Raises:
         UserError: there are none of that name, or it is the output head or the embeddings.
     """
-    names = [name for name, _ in model.named_modules() if name]
-    embeddings = {
-        name
-        for name, module in model.named_modules()
-        if module in (model.get_input_embeddings(), model.get_output_embeddings())
-    }
+    modules = {name: module for name, module in model.named_modules() if name}
+    outer = (model.get_input_embeddings(), model.get_output_embeddings())
+    embeddings = {name for name, module in modules.items() if module in outer}
 
     def matching(target: str) -> set[str]:
-        return {name for name in names if name == target or name.endswith(f".{target}")}
+        return {name for name in modules if f".{name}".endswith(f".{target}")}
 
-    targets = config.target_modules
-    if isinstance(targets, str):
-        every = targets == "all-linear"
-        found = set() if every else {n for n in names if re.fullmatch(targets, n)}
-        if not (every or found):
+    targets, found = config.target_modules, set[str]()
+    if isinstance(targets, str) and targets != "all-linear":
+        found = {name for name in modules if re.fullmatch(targets, name)}
+        if not found:
             raise UserError(f"adapter.target_modules = {targets}: matches no module of the model.")
-    else:
-        found = set()
+    elif not isinstance(targets, str):
         for target in targets or ():
             found |= (own := matching(target))
             if not own:
-                near = nearest(target, sorted({name.rpartition(".")[2] for name in names}))
+                near = nearest(target, sorted({name.rpartition(".")[2] for name in modules}))
                 raise UserError(f"adapter.target_modules: the model has no module {target}.{near}")
     if wrong := sorted(found & embeddings):
         raise UserError(
@@ -227,38 +216,23 @@ def load(model: PreTrainedModel, folder: Path, *, trained: bool) -> None:
     try:
         stored = load_file(folder / WEIGHTS)
         stored = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
-        own = file_tensors(model, tensors_of(model))
-        missing = sorted(own.keys() - {PREFIX + name for name in stored})
-        if problem := other_shape(own, stored):
-            raise ValueError(problem)
+        for name, own in file_tensors(model, tensors_of(model)).items():
+            found = stored.get(name.removeprefix(PREFIX))
+            if found is None:
+                raise ValueError(f"{name} is only in the model")
+            if found.shape != own.shape:
+                raise ValueError(f"{name} has the shape {[*found.shape]}, not {[*own.shape]}")
         result = set_peft_model_state_dict(model, stored, NAME)
     except Exception as error:  # torn files, other shapes
         raise UserError(
             f"adapter {folder}: does not fit the model: {first_line(error)}."
         ) from error
-    unexpected: list[str] = result.unexpected_keys  # type: ignore[attr-defined]
-    if wrong := [*unexpected, *missing]:
+    if unexpected := result.unexpected_keys:  # type: ignore[attr-defined]
         raise UserError(
-            f"adapter {folder}: does not fit the model: {wrong[0]} is only in one of them."
+            f"adapter {folder}: does not fit the model: {unexpected[0]} is only in the file."
         )
     if not trained:
         model.requires_grad_(False)
-
-
-def other_shape(own: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> str | None:
-    """Describes the first tensor whose shape differs between the model and a file, or None.
-
-    Args:
-        own: by the names of peft's files. stored: the same names without `PREFIX`.
-    """
-    for name, tensor in stored.items():
-        p = own.get(PREFIX + name)
-        if p is not None and p.shape != tensor.shape:
-            return (
-                f"{name} has the shape {tuple(tensor.shape)} there and {tuple(p.shape)} in the "
-                "model"
-            )
-    return None
 
 
 def read_config(folder: Path) -> LoraConfig:

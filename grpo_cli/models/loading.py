@@ -384,7 +384,8 @@ def skeleton(model: PreTrainedModel) -> PreTrainedModel:
     empty.generation_config = model.generation_config
     if output_head.is_float32(model):
         output_head.use_float32(empty)
-    adapters.attach_like(empty, model)
+    if (config := adapters.config_on(model)) is not None:
+        adapters.attach(empty, copy.deepcopy(config), 0)
     return empty.to(model.dtype).requires_grad_(False).eval()
 
 

@@ -320,15 +320,15 @@ def change(path: Path, **values: Any) -> None:
 
 def test_a_folder_that_does_not_fit(folder: Path) -> None:
     wrong = (
-        r"does not fit the model: model\.layers\.0\.mlp\.down_proj\.lora_B\.weight has the shape "
-        r"\(32, 4\) there and \(64, 4\) in the model\.$"
+        r"does not fit the model: base_model\.model\.model\.layers\.0\.[a-z_.]+\.lora_[AB]\.weight "
+        r"has the shape \[\d+, \d+\], not \[\d+, \d+\]\.$"
     )
     with pytest.raises(UserError, match=wrong):
         adapters.load(make(Family("qwen2", {"hidden_size": 64})), folder, trained=True)
     stored = load_file(folder / adapters.WEIGHTS)
     name = next(iter(stored))
     save_file({n: t for n, t in stored.items() if n != name}, folder / adapters.WEIGHTS)
-    with pytest.raises(UserError, match="is only in one of them"):
+    with pytest.raises(UserError, match="is only in the "):
         adapters.load(base_of("lora"), folder, trained=True)
     change(folder / adapters.CONFIG, peft_type="PREFIX_TUNING")
     with pytest.raises(UserError, match="is of type PREFIX_TUNING"):
