@@ -133,27 +133,13 @@ def numel(p: Tensor) -> int:
     return plain(p, torch.float32).numel()
 
 
-def stored_bytes(p: Any) -> int:
-    """Returns the bytes of a parameter, with the scales of a quantized one."""
-    if not is_quantized(p):
-        return int(p.nbytes)
-    state, total = p.quant_state, int(p.nbytes)
-    while state is not None:  # the scales, and the scales of these
-        total += state.absmax.nbytes
-        state = state.state2
-    return total
-
-
 def summary(model: nn.Module) -> str | None:
-    """Describes how a model's weights are quantized; None if they are not."""
+    """Returns how many of a model's weights are quantized, as a line; None if none are."""
     parameters = [*model.parameters()]
     inside = [p for p in parameters if is_quantized(p)]
     if not inside:
         return None
-    weights, size = sum(map(numel, inside)), sum(map(stored_bytes, inside))
+    weights = sum(map(numel, inside)) / 1e6
     others = sum(p.numel() for p in parameters if not is_quantized(p) and not p.requires_grad)
     dtype = str(dtype_of(model)).removeprefix("torch.")
-    return (
-        f"base model: {weights / 1e6:.2f} M weights in nf4, {size / weights:.3f} bytes each; "
-        f"{others / 1e6:.2f} M in {dtype}"
-    )
+    return f"base model: {weights:.2f} M weights in nf4, {others / 1e6:.2f} M in {dtype}"

@@ -179,42 +179,6 @@ def test_same_as_from_whole_logits(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * theirs.abs().max().item())
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_gradients_pass_a_numerical_check(name: str) -> None:
-    hidden, head, targets = made(**HEADS[name])
-
-    def of(*inputs: Tensor) -> Any:
-        bias = inputs[2] if len(inputs) > 2 else None
-        moved = Head(inputs[1], bias, head.scale, head.softcap)
-        return linear_logprobs(
-            inputs[0],
-            moved,
-            targets,
-            0.7,
-            entropy=True,
-            entropy_gradient=True,
-            chunk_bytes=THREE_TOKENS,
-        )
-
-    inputs = (hidden, head.weight, *([] if head.bias is None else [head.bias]))
-    assert torch.autograd.gradcheck(of, inputs)
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_only_the_entropy_s_gradient(name: str) -> None:
-    hidden, head, targets = made(**HEADS[name])
-    _, entropies = linear_logprobs(
-        hidden, head, targets, 0.7, entropy=True, entropy_gradient=True, chunk_bytes=THREE_TOKENS
-    )
-    expected = plain(hidden, head, targets, 0.7)[1]
-    assert entropies is not None
-    assert expected is not None
-    inputs = (hidden, head.weight)
-    given = torch.autograd.grad(entropies.square().sum(), inputs)
-    right = torch.autograd.grad(expected.square().sum(), inputs)
-    torch.testing.assert_close(given, right, rtol=1e-10, atol=1e-10)
-
-
 def test_no_tokens() -> None:
     hidden, head, targets = made()
     logprobs, entropies = linear_logprobs(hidden[:0], head, targets[:0], entropy=True)
