@@ -208,7 +208,7 @@ def finish(
             tables.show(reporter.console, paths.shown(subject), results)
             said = f"numbers: {paths.shown(folder / 'eval.json')}"
             if results[0].task.mode is not None:
-                said += f"; beside the paper's: {paths.shown(folder / 'table.md')}, table.tex"
+                said += f"; beside the paper's: {paths.shown(folder / 'table.md')}"
             reporter.say(said)
             reporter.say(f"every completion: {paths.shown(folder / 'completions.parquet')}")
             if before is not None:

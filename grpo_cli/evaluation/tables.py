@@ -25,19 +25,7 @@ from grpo_cli.evaluation.tasks import TaskResult
 from grpo_cli.records import Group
 from grpo_cli.reporting.reporter import finite, nested, with_interval, write_parquet, write_text
 
-WRITTEN = ("eval.json", "completions.parquet", "table.md", "table.tex")
-LATEX = {
-    **{character: "\\" + character for character in "&%$#_{}"},
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "|": r"\textbar{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    # Behind the end of a row these would be read as its arguments.
-    "[": "{[}",
-    "*": "{*}",
-}
+WRITTEN = ("eval.json", "completions.parquet", "table.md")
 
 
 def set_aside(folder: Path, settings: Mapping[str, Any]) -> Path | None:
@@ -88,7 +76,6 @@ def write(
     write_parquet(folder / "completions.parquet", rows)
     if results[0].task.mode is not None:
         write_text(folder / "table.md", markdown(subject, results))
-        write_text(folder / "table.tex", latex(subject, results))
     # Last: where it lies, the evaluation is complete.
     write_text(folder / "eval.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
     return report
@@ -306,46 +293,24 @@ def columns(results: Sequence[TaskResult]) -> list[str]:
     return sorted(known, key=lambda name: (known[name].column is None, known[name].column or 0))
 
 
-def _titles(results: Sequence[TaskResult]) -> list[str]:
-    known = benchmarks_of(results)
-    return [known[name].title or name for name in columns(results)]
-
-
 def markdown(subject: str, results: Sequence[TaskResult]) -> str:
     """Returns our accuracies with 95 % intervals, below the published ones, as Markdown."""
-    names = _titles(results)
+    known = benchmarks_of(results)
+    names = [known[name].title or name for name in columns(results)]
     head = "| Model | " + " | ".join(_in_markdown(n) for n in names) + " |"
     text = [head, "| --- |" + " --- |" * len(names)]
     for mode, rows in lines(subject, results).items():
         text.append(f"| **{mode}** |" + "  |" * len(names))
         for line in rows:
-            cells = ["–" if c is None else _shown(c, line, "%") for c in line.cells]
+            cells = ["–" if c is None else _shown(c, line) for c in line.cells]
             model = _in_markdown(line.model) + _in_brackets(line.kind)
             text.append(f"| {model} | " + " | ".join(cells) + " |")
     return "\n".join(text) + "\n"
 
 
-def latex(subject: str, results: Sequence[TaskResult]) -> str:
-    """Returns the table of `markdown` in LaTeX (booktabs)."""
-    names = _titles(results)
-    text = [
-        r"\begin{tabular}{l" + "c" * len(names) + "}",
-        r"\toprule",
-        " & ".join(["Model", *(_in_latex(n) for n in names)]) + r" \\",
-    ]
-    for mode, rows in lines(subject, results).items():
-        text += [r"\midrule", rf"\multicolumn{{{len(names) + 1}}}{{c}}{{{mode}}} \\"]
-        text.append(r"\midrule")
-        for line in rows:
-            cells = ["--" if c is None else _shown(c, line, r"\%") for c in line.cells]
-            model = _in_latex(line.model) + _in_brackets(line.kind)
-            text.append(" & ".join([model, *cells]) + r" \\")
-    return "\n".join([*text, r"\bottomrule", r"\end{tabular}"]) + "\n"
-
-
-def _shown(cell: Cell, line: Line, sign: str) -> str:
+def _shown(cell: Cell, line: Line) -> str:
     """Returns `50.0% [46.0, 54.0]`, with the cell's kind if it differs from the line's."""
-    text = f"{cell.value:.1f}{sign}"
+    text = f"{cell.value:.1f}%"
     if cell.ends is not None:
         text += f" [{cell.ends[0]:.1f}, {cell.ends[1]:.1f}]"
     return text if cell.kind == line.kind else text + _in_brackets(cell.kind)
@@ -358,7 +323,3 @@ def _in_brackets(kind: str) -> str:
 def _in_markdown(text: str) -> str:
     """Escapes what Markdown takes for emphasis, links, HTML, formulas or a cell's end."""
     return re.sub(r"([\\`*_|\[\]<>~$&])", r"\\\1", text)
-
-
-def _in_latex(text: str) -> str:
-    return "".join(LATEX.get(character, character) for character in text)

@@ -397,13 +397,6 @@ def test_the_papers_table_with_ours_in_it() -> None:
         "| DeepSeekMath-RL 7B | 86.7% | 58.8% | – |",
         "| ab/step-9 | – | 30.0% [28.0, 34.0] | – |",
     ]
-    latex = tables.latex("a_b/step-9", results)
-    ours = r"a\_b/step-9 & 80.0\% [78.0, 84.0] & 25.0\% [23.0, 29.0] & 50.0\% [48.0, 54.0] \\"
-    assert ours in latex.splitlines()
-    assert latex.count(r"\midrule") == 4
-    assert latex.startswith(
-        "\\begin{tabular}{lccc}\n\\toprule\nModel & GSM8K & MATH & SVAMP \\\\\n"
-    )
 
 
 def test_a_tables_interval_is_that_of_the_numbers() -> None:
@@ -411,7 +404,6 @@ def test_a_tables_interval_is_that_of_the_numbers() -> None:
     one = result("gsm8k", "cot", 0.0)
     one.metrics.update({"accuracy_low": none_right.low, "accuracy_high": none_right.high})
     assert tables.markdown("a", [one]).splitlines()[-1] == "| a | 0.0% [0.0, 24.2] |"
-    assert r"a & 0.0\% [0.0, 24.2] \\" in tables.latex("a", [one]).splitlines()
 
 
 def test_an_evaluation_of_another_model_is_moved_aside_from_where_one_stands(
@@ -435,18 +427,6 @@ def test_names_in_a_table_are_no_markup() -> None:
     head, *_, ours = tables.markdown(subject, results).splitlines()
     assert head == r"| Model | file\_1 |"
     assert ours == r"| a\_b\|c\*d\`e\\f\[g\](h) | 50.0% [48.0, 54.0] |"
-    latex = tables.latex("a_b\\c~d^e{f}%", results).splitlines()
-    assert latex[2] == r"Model & file\_1 \\"
-    name = r"a\_b\textbackslash{}c\textasciitilde{}d\textasciicircum{}e\{f\}\%"
-    assert latex[-3] == name + r" & 50.0\% [48.0, 54.0] \\"
-
-
-@pytest.mark.parametrize("subject", ["[1]", "*", "[x].jsonl", "[2][3]"])
-def test_no_line_of_latex_is_an_argument_of_the_line_before(subject: str) -> None:
-    results = [result("svamp", "cot", 0.5), result("gsm8k", "cot", 0.5)]
-    results += [result("aime24", "tir", 0.5)]  # behind a rule, which takes an argument too
-    for line in tables.latex(subject, results).splitlines():
-        assert not line.lstrip().startswith(("[", "*"))
 
 
 def rows_of(*results: TaskResult) -> list[str]:
@@ -476,9 +456,6 @@ def test_a_table_says_what_is_told_of_several_completions() -> None:
     assert rows_of(votes, programs) == [
         "| a (maj@64) | 80.0% [78.0, 84.0] | 30.0% [28.0, 34.0] (mean@64) |"
     ]
-    assert tables.latex("a", [votes, programs]).splitlines()[-3] == (
-        r"a (maj@64) & 80.0\% [78.0, 84.0] & 30.0\% [28.0, 34.0] (mean@64) \\"
-    )
     assert rows_of(
         result("aime24", "cot", 0.3, 64), result("mbpp", "cot", 0.4, 64, maj_64=0.8)
     ) == ["| a (maj@64) | 30.0% [28.0, 34.0] (mean@64) | 80.0% [78.0, 84.0] |"]
