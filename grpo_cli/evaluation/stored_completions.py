@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +23,6 @@ from grpo_cli.data.stored_completions import find as find_file
 from grpo_cli.data.stored_completions import load as load_file
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation import benchmarks
-from grpo_cli.images import ImageError, StoredImage
 from grpo_cli.scoring import registry
 
 if TYPE_CHECKING:
@@ -207,19 +205,12 @@ def _by_problem(samples: Sequence[Sample], path: Path) -> list[list[Sample]]:
         UserError: the problems have different numbers of completions.
     """
     key = next((k for k in ("row", "id", "question") if _has(samples[0], k)), None)
-    by_text = key in ("question", None)
     groups: dict[Any, list[Sample]] = collections.defaultdict(list)
     for sample in samples:
         cell = _cell(sample, key, path) if key is not None else sample.prompt or sample.row
-        # The same question may be asked of other images.
-        shown = tuple(map(_digest, sample.images)) if by_text else ()
-        groups[_hashable(cell), shown].append(sample)
+        is_nested = isinstance(cell, (list, dict))
+        groups[json.dumps(cell, sort_keys=True, default=str) if is_nested else cell].append(sample)
     parts = [*groups.values()]
-    ((n, _),) = collections.Counter(map(len, parts)).most_common(1)
-    if by_text and all(len(group) % n == 0 for group in parts):
-        # A data set may pose a problem twice (CMATH does): as many completions of each time.
-        parts = [g[at : at + n] for g in parts for at in range(0, len(g), n)]
-        parts.sort(key=lambda g: g[0].row)
     few, many = min(parts, key=len), max(parts, key=len)
     if len(few) < len(many):
         raise UserError(
@@ -227,23 +218,14 @@ def _by_problem(samples: Sequence[Sample], path: Path) -> list[list[Sample]]:
             f"{len(many)} of that of line {many[0].row} (counted from 0); there must be as many of "
             "each."
         )
-    return [_in_order(group, path) for group in parts]
+    if _has(samples[0], "sample"):
+        for group in parts:
+            group.sort(key=lambda s: int(_cell(s, "sample", path)))
+    return parts
 
 
 def _has(sample: Sample, column: str) -> bool:
     return sample.columns.get(column) is not None
-
-
-def _digest(image: StoredImage) -> bytes | None:
-    """Returns what stands for the content of an image; None if it cannot be read."""
-    try:
-        return hashlib.sha256(image.encoded()["bytes"]).digest()
-    except ImageError:
-        return None
-
-
-def _hashable(cell: Any) -> Any:
-    return json.dumps(cell, sort_keys=True, default=str) if isinstance(cell, (list, dict)) else cell
 
 
 def _cell(sample: Sample, column: str, path: Path) -> Any:
@@ -263,12 +245,6 @@ def _cell(sample: Sample, column: str, path: Path) -> Any:
     if value is None:
         raise UserError(f"completions = {path}, row {sample.row}: {column} is null.")
     return value
-
-
-def _in_order(group: list[Sample], path: Path) -> list[Sample]:
-    if not _has(group[0], "sample"):
-        return group
-    return sorted(group, key=lambda s: _cell(s, "sample", path))
 
 
 def _as_the_file_has_it(
@@ -321,17 +297,15 @@ def _joined(
         UserError: the row of a completion cannot be determined.
     """
     first = samples[0]
-    by_id = _rows_by_id(rows) if "id" in first.columns else {}
-    key = "row" if _has(first, "row") else "id" if by_id and _has(first, "id") else None
-    if key == "row":
-        _check_rows_and_ids(samples, by_id, path, rows.source)
-    elif key == "id":
-        _check_ids_differ(by_id, path, rows.source)
+    by_id: dict[str, int] = {}
+    if not _has(first, "row") and _has(first, "id"):
+        by_id = _rows_by_id(rows, path)
+    key = "row" if _has(first, "row") else "id" if by_id else None
     groups = _by_problem(samples, path)
     if key == "row":
         numbers = [_cell(group[0], "row", path) for group in groups]
     elif key == "id":
-        numbers = [by_id.get(str(_cell(g[0], "id", path)), [-1])[0] for g in groups]
+        numbers = [by_id.get(str(_cell(group[0], "id", path)), -1) for group in groups]
     elif len(groups) in (len(rows.rows), min(limit or len(rows.rows), len(rows.rows))):
         numbers = [*range(len(groups))]
     else:
@@ -362,43 +336,24 @@ def _joined(
     return problems
 
 
-def _rows_by_id(rows: data.Rows) -> dict[str, list[int]]:
-    """Returns row numbers by id (as text), of the rows that have one."""
-    by_id: dict[str, list[int]] = collections.defaultdict(list)
-    for number, row in enumerate(rows.rows):
-        if row.get("id") is not None:
-            by_id[str(row["id"])].append(number)
-    return dict(by_id)
+def _rows_by_id(rows: data.Rows, path: Path) -> dict[str, int]:
+    """Returns row numbers by id (as text), of the rows that have one.
 
-
-def _check_ids_differ(by_id: Mapping[str, Sequence[int]], path: Path, source: str) -> None:
-    for own_id, numbers in by_id.items():
-        if len(numbers) > 1:
-            raise UserError(
-                f"completions = {path}: rows {numbers[0]} and {numbers[1]} of {source} have the "
-                f"same id, {own_id!r}, so that it does not tell whose completions are whose; give "
-                "the number of the row in a column `row`."
-            )
-
-
-def _check_rows_and_ids(
-    samples: Sequence[Sample], by_id: Mapping[str, Sequence[int]], path: Path, source: str
-) -> None:
-    """Checks that no completion has the row of one problem and the id of another.
-
-    An id that the data does not have may be one of the completion.
+    Raises:
+        UserError: an id that two rows have.
     """
-    for sample in samples:
-        if not _has(sample, "id"):
-            continue
-        row, own_id = _cell(sample, "row", path), sample.columns["id"]
-        numbers = by_id.get(str(own_id), [row])
-        if row not in numbers:
+    by_id: dict[str, int] = {}
+    for number, row in enumerate(rows.rows):
+        own_id = str(row["id"]) if row.get("id") is not None else None
+        if own_id in by_id:
             raise UserError(
-                f"completions = {path}, row {sample.row}: row is {row} and id is {own_id!r}, which "
-                f"is that of row {numbers[0]} of {source}; if the column is another kind of id, "
-                "rename it, as in columns.other=id."
+                f"completions = {path}: rows {by_id[own_id]} and {number} of {rows.source} have "
+                f"the same id, {own_id!r}, so that it does not tell whose completions are whose; "
+                "give the number of the row in a column `row`."
             )
+        if own_id is not None:
+            by_id[own_id] = number
+    return by_id
 
 
 def _problem_text(

@@ -173,13 +173,6 @@ def test_or_of_an_id_or_a_text(key: str, tmp_path: Path) -> None:
     assert shape(groups) == [(0, ["b0", "b1"]), (1, ["a0", "a1"])]
 
 
-def test_a_problem_that_is_posed_twice(tmp_path: Path) -> None:
-    texts = ["a", "b", "a", "c"]
-    lines = [{"question": q, "answer": "1", "completion": str(i)} for i, q in enumerate(texts)]
-    groups = read(write(tmp_path / "c.jsonl", lines), Benchmark(data="not/read"))
-    assert shape(groups) == [(0, ["0"]), (1, ["1"]), (2, ["2"]), (3, ["3"])]
-
-
 def test_messages_are_completions_and_prompts(
     tmp_path: Path, mine: Benchmark, executor: RewardExecutor
 ) -> None:
@@ -345,22 +338,6 @@ def test_rows_without_an_id_do_not_share_one(tmp_path: Path) -> None:
     mine = Benchmark(data=str(write(tmp_path / "some.jsonl", rows)))
     path = write(tmp_path / "c.jsonl", [{"id": "c", "completion": "8"}])
     assert shape(read(path, mine)) == [(2, ["8"])]
-
-
-def test_a_row_and_an_id_that_do_not_agree(tmp_path: Path, mine: Benchmark) -> None:
-    lines = [{"row": r, "id": i, "completion": "x"} for r, i in ((0, "a"), (1, "b"), (0, "b"))]
-    lines.append({"row": 1, "id": None, "completion": "x"})
-    path = write(tmp_path / "c.jsonl", lines)
-    with pytest.raises(UserError) as error:
-        read(path, mine)
-    assert str(error.value) == (
-        f"completions = {path}, row 2: row is 0 and id is 'b', which is that of row 1 of "
-        f"{mine.data}; if the column is another kind of id, rename it, as in columns.other=id."
-    )
-    assert len(read(path, mine, columns={"other": "id"})) == 2
-    for line in lines:
-        line["id"] = f"chatcmpl-{line['id']}"
-    assert len(read(write(tmp_path / "d.jsonl", lines), mine)) == 2, "no ids of the data"
 
 
 # Gold answers that are numbers.

@@ -89,16 +89,3 @@ def test_images_come_from_the_benchmarks_data_where_the_file_has_none(folder: Pa
     assert evaluate(*words) == 0
     after = load(folder / "out/completions.parquet", {}, "input")
     assert [s.columns["image"].size for s in after] == [(60, 40), (60, 40)]
-
-
-def test_the_same_question_about_another_image_is_another_problem(folder: Path) -> None:
-    """Completions need not lie together: all first ones, then all second ones."""
-    asked = {"question": "How wide?", "answer": "x"}
-    wide, small = ({"bytes": encoded(PIL.Image.new("RGB", s)), "path": None} for s in SIZES)
-    rows = [{**asked, "image": one, "completion": "c"} for one in (wide, small) * 2]
-    write_parquet(folder / "a.parquet", rows)
-    assert evaluate("completions=a.parquet") == 0
-    found = json.loads((folder / "out/eval.json").read_text())["benchmarks"]["gsm8k"]
-    groups = load(folder / "out/completions.parquet", {}, "input")
-    assert found["n"] == 2
-    assert [s.images[0].size for s in groups] == [(30, 20), (30, 20), (10, 10), (10, 10)]
