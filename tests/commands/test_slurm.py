@@ -88,30 +88,14 @@ def test_a_model_on_several_gpus_has_fewer_copies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "seconds"),
-    [
-        ("90", 5400), ("1:30", 90), ("12:00:00", 43200), ("2-0", 172800), ("1-02:03", 93780),
-        ("1-02:03:04", 93784),
-    ],
-)  # fmt: skip
-def test_time_limits(limit: str, seconds: int) -> None:
-    assert slurm.seconds_of(limit) == seconds
-
-
-@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["time=90"], "gpus_per_node: say how many GPUs a node has; 0: train on CPUs."),
         (["gpus_per_node=8"], "time: set the time limit of the job, such as time=12:00:00."),
-        (["gpus_per_node=8", "time=soon"], "time = soon: must be as SLURM writes it: 90 (minutes)"),
-        ([*NEEDED, "grace=1800"], "time = 1:00:00: must be more than twice grace = 1800 seconds"),
         ([*NEEDED, "grace=29"], "grace = 29: must be >= 30 and <= 65535."),
         ([*NEEDED, "node=2"], "node: there is no such word;"),
-        ([*NEEDED, "sbatch=a"], "sbatch=a: write sbatch.NAME=VALUE."),
         ([*NEEDED, "sbatch.nodes=2"], "sbatch.nodes: cannot be set: write nodes=VALUE."),
         ([*NEEDED, "srun.kill_on_bad_exit=0"], "srun.kill-on-bad-exit: cannot be set: the script"),
-        ([*NEEDED, "sbatch.a b=2"], "sbatch.a b: is no name of an option."),
-        ([*NEEDED, "job_name=a\n#SBATCH"], "job_name: must be a single line."),
         ([*NEEDED, "serve.port=1"], "serve.port: is only read with vllm_nodes."),
         (
             [*NEEDED, "vllm_nodes=1", "serve.port=1"],
@@ -570,25 +554,6 @@ def test_two_sittings_without_progress_are_enough(make: Callable[..., Batch]) ->
     assert job.sit(train="leave()") == 1
     assert "not requeued: two sittings in a row have saved nothing new" in job.said
     assert job.requeues() == 2
-
-
-@pytest.mark.programs
-def test_progress_begins_the_count_anew(make: Callable[..., Batch]) -> None:
-    job = make()
-    for train in (
-        "",
-        "save('step-9');",
-        "",
-        "save('step-10');",
-        "",
-        "save('step-10.interrupted');",
-        "",
-    ):
-        job.sit(train=f"{train}leave()")
-    assert job.requeues() == 7
-    # What lies there under other names is none.
-    job.sit(train="save('step-11.tmp'); save('other'); leave()")
-    assert job.requeues() == 7
 
 
 @pytest.mark.programs
