@@ -59,8 +59,6 @@ BEARING_OF_SETS = ("dataset.held_out",)
 BEARING_OF_SAMPLING = (
     "generation.temperature", "generation.top_p", "generation.top_k", "generation.min_p",
 )  # fmt: skip
-# Not in the hash with their defaults: evaluations of texts keep the hash that they had before.
-OF_IMAGES = ("dataset.max_pixels", "dataset.bad_images")
 # Also read:
 READ_OF_ROWS = (
     *BEARING_OF_ROWS, *BEARING_OF_SPLIT, *BEARING_OF_EPISODES, "dataset.held_out.", "dataset",
@@ -252,9 +250,6 @@ def settings(recipe: Recipe) -> dict[str, Any]:
         keys += (BEARING_OF_SPLIT if splits else ()) + (BEARING_OF_SETS if sets else ())
         keys += BEARING_OF_EPISODES if recipe.has_episodes else ()
     bearing = {key: value_at(values, key) for key, _ in knobs() if is_among(key, keys)}
-    for key in OF_IMAGES:
-        if key in bearing and bearing[key] == value_at(Recipe(), key):
-            del bearing[key]
     if recipe.benchmark:
         defaults = bearing_of(Benchmark())
         bearing["benchmark"] = {name: bearing_of(b) for name, b in recipe.benchmark.items()}
