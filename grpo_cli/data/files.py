@@ -209,14 +209,9 @@ def stream_files(
 
 
 def _parquet_rows(file: Any, path: Path, key: str) -> Iterator[dict[str, Any]]:
-    first = 0
     try:
         for batch in file.iter_batches(batch_size=256):
-            _check_utf8(batch, key, path, first)
-            first += len(batch)
             yield from batch.to_pylist()
-    except UserError:
-        raise
     except Exception as error:  # pyarrow's errors have no common base
         raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
 
@@ -252,37 +247,12 @@ def _parquet_table(paths: Sequence[Path], key: str, source: Path) -> Any:
     try:
         with _without_loader_errors():
             names = [glob.escape(str(path)) for path in paths]
-            table = datasets.load_dataset("parquet", data_files=names, split="train")
+            return datasets.load_dataset("parquet", data_files=names, split="train")
     except Exception as error:  # pyarrow's and datasets' errors have no common base
         cause = reason(error.__cause__ or error)
         if "corresponds to no data" in cause:
             raise UserError(f"{key} = {source}: the data set is empty.") from error
         raise UserError(f"{key} = {source}: cannot be read: {cause}") from error
-    _check_utf8(table.data, key, source)
-    return table
-
-
-def _check_utf8(table: Any, key: str, source: Path, first: int = 0) -> None:
-    """Refuses text that is no UTF-8, which Parquet files of other writers may hold.
-
-    Args:
-        table: of pyarrow or `datasets`, or a batch of one.
-        first: the number of its first row.
-    """
-    import pyarrow
-
-    try:
-        table.validate(full=True)
-    except pyarrow.ArrowInvalid:
-        for name in table.column_names:
-            for row, cell in enumerate(table.column(name), first):
-                try:
-                    cell.as_py()
-                except UnicodeDecodeError as error:
-                    raise UserError(
-                        f"{key} = {source}, row {row}: the column {name!r} is not UTF-8 text "
-                        f"({error.reason})."
-                    ) from error
 
 
 def _kind_of(paths: Sequence[Path], key: str, source: Path) -> str:

@@ -4,9 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from grpo_cli.config.schema import Dataset
 from grpo_cli.config.sources import absolute, has_splits
@@ -231,20 +229,6 @@ def test_the_line_that_is_no_utf_8(tmp_path: Path, name: str) -> None:
         for _ in open_stream(Dataset(train=str(path), prompt="{question}", streaming=True)).read(0):
             pass
     assert str(error.value) == expected
-
-
-def test_text_in_parquet_that_is_no_utf_8(tmp_path: Path) -> None:
-    cells = pyarrow.array([b"fine", b"\xff\xfe"])
-    text = pyarrow.Array.from_buffers(pyarrow.string(), 2, cells.buffers())
-    nested = pyarrow.ListArray.from_arrays([0, 1, 2], text)
-    for number, column in enumerate((text, nested)):
-        path = tmp_path / f"{number}.parquet"
-        parquet.write_table(pyarrow.table({"question": ["a", "b"], "answer": column}), path)
-        complaint = f"{path}, row 1: the column 'answer' is not UTF-8 text (invalid start byte)."
-        assert message(path) == f"dataset.train = {complaint}"
-        with pytest.raises(UserError) as error:
-            open_stream(Dataset(train=str(path), prompt="{question}", streaming=True))
-        assert str(error.value) == f"dataset.train = {complaint}"
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
