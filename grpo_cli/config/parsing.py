@@ -37,6 +37,8 @@ from grpo_cli.errors import UserError, listed, nearest
 
 E = TypeVar("E", Reward, Benchmark, Callback, HeldOut, MixturePart, Schedule)
 
+# Mappings whose names are in names of folders and metrics.
+NAMED = ("benchmark", "dataset.mixture", "dataset.held_out", "callbacks")
 SCHEDULABLE = tuple(key for key, f in knobs() if f.metadata.get("schedulable"))
 LOSS_ARGS = "loss.args."  # may follow the step too; `algorithm/objective.py` checks them
 SCHEDULED_SECTIONS = {key.partition(".")[0] for key in SCHEDULABLE}
@@ -76,40 +78,19 @@ def parse(
         recipe = cast(Recipe, OmegaConf.to_object(typed))
     except OmegaConfBaseException as error:
         raise UserError(omegaconf_message(error) or str(error)) from error
-    recipe.reward = {
-        name: _entry(Reward, f"reward.{name}", value)
-        for name, value in recipe.reward.items()
-        if value is not None
-    }
+    for mapping, kind in ENTRIES.items():
+        if kind is not Schedule:
+            entries = value_at(recipe, mapping)
+            for name, value in list(entries.items()):
+                del entries[name]
+                if value is not None:
+                    entries[name] = _entry(kind, f"{mapping}.{name}", value)
     for name, reward in recipe.reward.items():
         reward.function = reward.function or name
-    recipe.benchmark = {
-        name: _entry(Benchmark, f"benchmark.{name}", value)
-        for name, value in recipe.benchmark.items()
-        if value is not None
-    }
-    recipe.callbacks = {
-        name: _entry(Callback, f"callbacks.{name}", value)
-        for name, value in recipe.callbacks.items()
-        if value is not None
-    }
-    recipe.dataset.held_out = {
-        name: _entry(HeldOut, f"dataset.held_out.{name}", value)
-        for name, value in recipe.dataset.held_out.items()
-        if value is not None
-    }
-    recipe.dataset.mixture = {
-        name: _entry(MixturePart, f"dataset.mixture.{name}", value)
-        for name, value in recipe.dataset.mixture.items()
-        if value is not None
-    }
-    names = {f"benchmark.{name}": name for name in recipe.benchmark}
-    names |= {f"dataset.mixture.{name}": name for name in recipe.dataset.mixture}
-    names |= {f"dataset.held_out.{name}": name for name in recipe.dataset.held_out}
-    names |= {f"callbacks.{name}": name for name in recipe.callbacks}
+    names = {f"{mapping}.{name}": name for mapping in NAMED for name in value_at(recipe, mapping)}
     names |= {f"benchmark.{n}.modes.{m}": m for n, b in recipe.benchmark.items() for m in b.modes}
     for key, name in names.items():
-        if not re.fullmatch(r"\w[\w.-]*", name):  # it is in names of folders and metrics
+        if not re.fullmatch(r"\w[\w.-]*", name):
             raise UserError(f"{key}: its name may have letters, digits, _, - and dots.")
     schedules = {k: v for k, v in _by_knob(recipe.schedules).items() if v is not None}
     recipe.schedules = {k: _entry(Schedule, f"schedules.{k}", v) for k, v in schedules.items()}
