@@ -52,12 +52,10 @@ def make_prompts(
 ) -> tuple[list[Prompt], int]:
     """Returns the prompts of all rows, and how many rows were dropped as over-long.
 
-    A prompt with images that is too long is always dropped: a part of an image is no image.
-
     Args:
         template_kwargs: arguments of the chat template.
-        held_out: the rows are for evaluation and none is dropped, since an accuracy over
-            short rows only would not be the accuracy over the data.
+        held_out: the rows are for evaluation and none is dropped, since an accuracy over short
+            rows only would not be the accuracy over the data.
         may_be_empty: whether all rows may be too long.
         tools: returns the JSON schemas of the tools that the model may call in a row; None: there
             are no tools.

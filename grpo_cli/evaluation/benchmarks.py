@@ -344,7 +344,7 @@ def make_prompts(
     vision: VisionProcessor | None = None,
     max_pixels: int | None = None,
 ) -> list[Prompt]:
-    """Returns the prompts of all rows in a mode; none is dropped or cut, however long.
+    """Returns the prompts of all rows in a mode; none is dropped, however long.
 
     Args:
         template_kwargs: arguments of the chat template.
