@@ -334,7 +334,6 @@ def make_recipe(job: Job) -> tuple[dict[str, Any], list[str]]:
         "generation.max_completion_tokens": w.limit,
         "optimizer.learning_rate": 1e-7,
         "checkpoint.every": 0,
-        "log.plots": False,
         "log.report": False,
     }
     wanted |= {"generation.min_completion_tokens": w.min_tokens} if w.min_tokens else {}

@@ -110,7 +110,7 @@ def run_side(side: str, case: Case) -> dict[str, Any]:
         words = [
             f"recipe={case.recipe or make(root, case)}", f"output_dir={root / 'run'}",
             f"steps={case.steps}", "eval.at_start=false", "device=cpu", "eval.at_end=false",
-            "eval.every=0", "checkpoint.every=0", "log.plots=false", *case.overrides,
+            "eval.every=0", "checkpoint.every=0", *case.overrides,
         ]  # fmt: skip
         grpo("train", *words)
         stored = json.loads((root / "run" / "plan.json").read_text(encoding="utf-8"))

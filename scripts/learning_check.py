@@ -55,7 +55,7 @@ def words(name: str, seed: int, steps: int, folder: Path) -> list[str]:
     """Returns the words of `grpo train` for one run."""
     return [
         "recipe=arithmetic_tiny", "loss=dapo", *variants()[name], "update.minibatches=2",
-        f"seed={seed}", f"steps={steps}", "eval.every=0", "checkpoint.every=0", "log.plots=false",
+        f"seed={seed}", f"steps={steps}", "eval.every=0", "checkpoint.every=0",
         "log.report=false", "log.completions_every=0", "overwrite=true", f"output_dir={folder}",
     ]  # fmt: skip
 

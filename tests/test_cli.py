@@ -775,7 +775,6 @@ def test_train_then_eval(tmp_path: Path, grpo: Callable[..., tuple[int, str, str
     )
     assert code == 0, err
     assert "last checkpoint: run/checkpoints/step-2" in out
-    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
     assert (tmp_path / "run" / "completions" / "step-1.parquet").exists()
     for argv in (["run"], ["checkpoint=run/checkpoints/step-2"], ["run", "eval.num_samples=3"]):
         extra = ["eval.temperature=1"] if len(argv) > 1 else []

@@ -238,7 +238,7 @@ def grpo_train(
         "eval.at_start=false",
         "eval.at_end=false",
     ]
-    command += ["overwrite=true", "log.plots=false", "log.report=false", *words]
+    command += ["overwrite=true", "log.report=false", *words]
     environment = {**os.environ, **CPU, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert not check or done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"

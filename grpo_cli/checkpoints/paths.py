@@ -18,7 +18,7 @@ status.json                           what the run does at the moment
 completions/step-N.parquet            samples of the completions
 replay/step-N/                        what `grpo replay` needs of a step
 eval/step-N/                          results of `grpo eval`
-summary.json, curves.png, report.html final results
+summary.json, report.html             final results
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ RUN_FILES = (
     "status.json",
     "probe.json",
     "summary.json",
-    "curves.png",
     "report.html",
     ".job",
     RUN_ID,

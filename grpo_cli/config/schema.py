@@ -1361,7 +1361,6 @@ class Log:
     entropy_every: int = knob(
         10, "Measure the entropy every N steps if nothing else needs it; 0: never.", ge=0
     )
-    plots: bool = knob(True, "Draw curves.png when the run ends.")
     report: bool = knob(
         True, "Write report.html when the run ends, as `grpo report RUN` does at any time."
     )

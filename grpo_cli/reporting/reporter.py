@@ -1,4 +1,4 @@
-"""Reports a run: progress, metrics.jsonl, completions, curves and the closing table."""
+"""Reports a run: progress, metrics.jsonl, completions and the closing table."""
 
 from __future__ import annotations
 
@@ -184,10 +184,10 @@ class Reporter:
             self.unwritten.clear()
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Writes summary.json and curves.png, and prints the closing table.
+        """Writes summary.json and prints the closing table.
 
         Raises:
-            TrainingError: one of these files, or metrics.jsonl, cannot be written.
+            TrainingError: summary.json or metrics.jsonl cannot be written.
         """
         with needed(self.metrics_file):
             if self.unwritten and (error := self.write_lines()) is not None:
@@ -198,16 +198,12 @@ class Reporter:
         with needed(path := self.folder / "summary.json"):
             write_text(path, json.dumps(summary, indent=2) + "\n")
         metrics = read_lines(self.metrics_file)
-        is_drawn = bool(self.config.plots and metrics)
-        if is_drawn:
-            with needed(path := self.folder / "curves.png"):
-                draw_curves(path, metrics, summary)
         self.console.print(closing_table(metrics, summary))
         for what in ("best_checkpoint", "last_checkpoint"):
             if summary[what] is not None:
                 self.say(f"{what.replace('_', ' ')}: {summary[what]}")
-        written = "metrics, curves and summary" if is_drawn else "metrics and summary"
-        self.say(f"{clock(summary['seconds'])} in all; {written}: {shown_path(self.folder)}")
+        folder = shown_path(self.folder)
+        self.say(f"{clock(summary['seconds'])} in all; metrics and summary: {folder}")
 
 
 def is_kept(line: str, step: int) -> bool:
@@ -420,39 +416,6 @@ def parquet_column(values: list[Any]) -> Any:
         return pyarrow.array(values)
     except (pyarrow.ArrowException, TypeError, OverflowError):
         return pyarrow.array([json.dumps(v, ensure_ascii=False, default=str) for v in values])
-
-
-def draw_curves(path: Path, metrics: list[dict[str, Any]], summary: dict[str, Any]) -> None:
-    """Draws the curves of a run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    every = dict.fromkeys(key for line in metrics for key in line)
-    measured = measure_of(every)
-    panels = [
-        ("reward", "reward"),
-        (f"eval/{measured}", f"held-out {measured}"),
-        ("completions/mean_length", "completion length (tokens)"),
-        ("entropy", "entropy (nats a token)"),
-        ("grad_norm", "gradient norm"),
-        ("kl", "KL to the reference") if "kl" in metrics[-1] else ("step_time", "seconds a step"),
-    ]
-    figure, axes = plt.subplots(2, 3, figsize=(13, 6.5), constrained_layout=True)
-    for axis, (key, title) in zip(axes.flat, panels, strict=True):
-        points = [(m["step"], m[key]) for m in metrics if m.get(key) is not None]
-        if key == f"eval/{measured}" and summary["before"] is not None:
-            points.insert(0, (0, summary["before"][measured]))
-        if points:
-            marker = "o" if len(points) < 25 else None
-            axis.plot(*zip(*points, strict=True), lw=1.2, marker=marker, ms=3)
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("step", fontsize=8)
-        axis.grid(alpha=0.3)
-    figure.suptitle(f"{summary['recipe']}  (seed {summary['seed']})", fontsize=11)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def closing_table(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> Table:

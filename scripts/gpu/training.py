@@ -46,7 +46,7 @@ def words(setting: Setting) -> list[str]:
     steps = 2 if setting.dry else 60
     given = f"recipe=arithmetic_tiny device={setting.device} steps={steps} "
     given += f"mixed_precision={'no' if setting.dry else 'bf16'} checkpoint.every={steps // 2} "
-    given += f"eval.every={steps} log.plots=false log.report=false {TINY if setting.dry else ''}"
+    given += f"eval.every={steps} log.report=false {TINY if setting.dry else ''}"
     return given.split()
 
 

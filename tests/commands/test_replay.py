@@ -36,7 +36,7 @@ MODEL = [
 ]  # fmt: skip
 QUIET = [
     "device=cpu", "steps=3", "prompts_per_step=6", "generation.num_generations=4",
-    "dataset.eval=null", "eval.every=0", "log.plots=false", "log.completions_every=0",
+    "dataset.eval=null", "eval.every=0", "log.completions_every=0",
     "checkpoint.every=0",
 ]  # fmt: skip
 LENGTH = ["reward=[length]", "reward.length.args.target=3", "optimizer.learning_rate=3e-3"]

@@ -158,13 +158,13 @@ def composed(*words: str) -> Recipe:
 
 
 def test_words_and_the_words_of_a_recipe() -> None:
-    words = ["recipe=gsm8k_qwen", "port=81", "log=a: 1", "log.plots=false", "~generation.stop"]
+    words = ["recipe=gsm8k_qwen", "port=81", "log=a: 1", "log.report=false", "~generation.stop"]
     words += ["model.dtype=bfloat16", "dtype=float16", "eager=no", "engine_args.max-num-seqs=512"]
     words += ["kv_cache_gb=2", "engine_args.hf_overrides.rope_theta=1e4", "start_timeout=1.5"]
     settings, rest = serve.split_words(words)
     assert rest == [
         "recipe=gsm8k_qwen",
-        "log.plots=false",
+        "log.report=false",
         "~generation.stop",
         "model.dtype=bfloat16",
     ]

@@ -24,13 +24,13 @@ class Settings:
 
 
 def test_words_are_told_from_those_of_a_recipe() -> None:
-    argv = ["port=1", "log=a", "log.plots=no", "recipe=x", "columns.a=b", "+loss.beta=0", "PATH"]
+    argv = ["port=1", "log=a", "log.report=no", "recipe=x", "columns.a=b", "+loss.beta=0", "PATH"]
     assert words.split(Settings, argv) == (
         ["port=1", "log=a", "columns.a=b"],
-        ["log.plots=no", "recipe=x", "+loss.beta=0", "PATH"],
+        ["log.report=no", "recipe=x", "+loss.beta=0", "PATH"],
     )
     assert words.split(Settings, ["log=a"], skip=("log",)) == ([], ["log=a"])
-    words.check_recipe_words(Settings, ["log.plots=no", "+loss.beta=0", "~eval", "model@x=y"])
+    words.check_recipe_words(Settings, ["log.report=no", "+loss.beta=0", "~eval", "model@x=y"])
     with pytest.raises(UserError, match=r"prot: there is no such word; .* Did you mean port\?"):
         words.check_recipe_words(Settings, ["prot=1"])
 

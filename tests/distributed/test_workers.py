@@ -40,7 +40,6 @@ SETTINGS = [
     "generation.max_completion_tokens=6",
     "optimizer.learning_rate=1e-3",
     "update.tokens_per_micro_batch=40",
-    "log.plots=false",
     "log.report=false",
     "log.completions_every=2",
     "reward=[]",

@@ -19,7 +19,6 @@ TINY = (
     "prompts_per_step=2",
     "generation.num_generations=2",
     "generation.max_completion_tokens=4",
-    "log.plots=false",
     "log.report=false",
     "checkpoint.every=0",
     "optimizer.learning_rate=0",  # so that nothing ever gets better

@@ -29,7 +29,7 @@ TINY = (
     "device=cpu steps=1 prompts_per_step=2 dataset.train_limit=20 "
     "dataset.eval_limit=2 model.build.warmup_steps=0 model.build.hidden_size=32 "
     "generation.num_generations=2 generation.max_completion_tokens=4 eval.at_start=false "
-    "log.plots=false log.report=false"
+    "log.report=false"
 )
 
 

@@ -22,7 +22,7 @@ SMALL = [
     "device=cpu", "steps=3", "prompts_per_step=8",
     "model.build.hidden_size=32", "model.build.intermediate_size=64", "model.build.num_layers=2",
     "model.build.num_heads=2", "model.build.num_kv_heads=1", "model.build.warmup_steps=2",
-    "dataset.eval_limit=8", "checkpoint.every=1", "log.plots=false", "log.report=false",
+    "dataset.eval_limit=8", "checkpoint.every=1", "log.report=false",
     "eval.at_start=false",
 ]  # fmt: skip
 # Blocks of 64 weights in each row.

@@ -59,7 +59,6 @@ TINY = [
     "optimizer.schedule=cosine",
     "eval.every=2",
     "checkpoint.every=1",
-    "log.plots=false",
     "log.report=false",
     "log.completions_every=1",
     "log.completions_shown=0",

@@ -74,7 +74,7 @@ def recipe(folder: Path, **changes: Any) -> schema.Recipe:
         "generation": {"num_generations": 4, "max_completion_tokens": 6},
         "optimizer": {"learning_rate": 1e-3},
         "checkpoint": {"every": 2},
-        "log": {"plots": False, "report": False, "completions_every": 0},
+        "log": {"report": False, "completions_every": 0},
     }
     for key, value in changes.items():
         node = tree
