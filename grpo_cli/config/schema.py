@@ -1304,12 +1304,6 @@ class AlarmSettings:
     """Warnings of a run that goes wrong; it continues."""
 
     ignore: list[str] = knob([], "Alarms that are not raised.", choices=ALARMS)
-    reward_share: float = knob(
-        0.95,
-        "Share of the advantage's variance above which the alarm one_reward is raised.",
-        gt=0.5,
-        le=1,
-    )
 
 
 @dataclass
@@ -1346,11 +1340,6 @@ class Log:
     )
     completions_shown: int = knob(
         1, "Number of the written completions that are also printed.", ge=0
-    )
-    unique_prompts: bool = knob(
-        False,
-        "Print only the first completion of each prompt, and send only that to trackers; the "
-        "files keep all.",
     )
     images: bool = knob(
         True,

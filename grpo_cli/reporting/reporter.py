@@ -154,9 +154,6 @@ class Reporter:
                     "those after it until they can be; the run continues"
                 )
             self.skips_completions = True
-        if self.config.unique_prompts:
-            own = "row" if self.has_images else "prompt"  # other images may have the same text
-            rows = list({(row["prompt"], row[own]): row for row in reversed(rows)}.values())[::-1]
         self.trackers.table([in_table(row) for row in rows], step)
         if shown := rows[: self.config.completions_shown]:
             self.console.print(completions_table(step, shown))

@@ -61,14 +61,11 @@ class Level:
 
     def judge(self, value: float, state: State) -> Judgement:
         """Compares a value with the limit."""
+        limit = self.above if self.above < math.inf else self.below
+        calm = limit if self.calm is None else self.calm
         if self.above < math.inf:
-            calm = self.above if self.calm is None else self.calm
-            return Judgement(value, self.above, value >= self.above, value < calm)
-        calm = self.below if self.calm is None else self.calm
-        return Judgement(value, self.below, value <= self.below, value > calm)
-
-    def remember(self, state: State, value: float) -> None:
-        """Keeps nothing."""
+            return Judgement(value, limit, value >= limit, value < calm)
+        return Judgement(value, limit, value <= limit, value > calm)
 
 
 @dataclass(frozen=True)
@@ -141,7 +138,8 @@ class Watch:
         if value is None or math.isnan(value):
             return None
         judged = self.rule.judge(value, state)
-        if math.isfinite(value) and (judged is None or not judged.is_beyond):
+        is_beyond = judged is not None and judged.is_beyond
+        if isinstance(self.rule, Shift) and math.isfinite(value) and not is_beyond:
             self.rule.remember(state, value)
         if judged is None:
             return None
@@ -167,8 +165,7 @@ class Watches:
 
     def state_of(self, watch: Watch) -> State:
         """Returns a rule's state; a new one if the rule has other parameters now."""
-        # Without `of_start`, as it was before that: states of earlier runs go on.
-        rule = repr(watch.rule).replace(", of_start=0.0", "")
+        rule = repr(watch.rule)
         if watch.name not in self.states or self.states[watch.name].rule != rule:
             self.states[watch.name] = State(rule)
         return self.states[watch.name]

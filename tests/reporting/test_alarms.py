@@ -140,11 +140,6 @@ def test_an_ignored_alarm_is_not_raised() -> None:
     assert [alarm.watch.name for alarm in alarms.alarms] == ["no_reward"], "it also ends the run"
 
 
-def test_the_share_of_one_reward_is_a_knob() -> None:
-    series = after(50, rewards__right__advantage_share=0.94)
-    assert raised(series, recipe=make_recipe(reward_share=0.93)) == [(70, "one_reward/right")]
-
-
 def test_every_alarm_has_a_sentence_with_its_numbers() -> None:
     alarms = Alarms(make_recipe())
     for step in range(1, 31):

@@ -164,39 +164,23 @@ def test_printed_completions_have_a_column_for_each_reward(
     ]
 
 
-def test_unique_prompts_are_printed_and_sent_and_all_are_stored(
+def test_completions_are_printed_sent_and_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Any] = []
-    monkeypatch.setattr(Trackers, "table", lambda self, rows, step, _: sent.append((step, rows)))
-    settings = {"log__completions_shown": 3, "log__unique_prompts": True}
-    text = printed(tmp_path, monkeypatch, **settings)
+    monkeypatch.setattr(Trackers, "table", lambda self, rows, step: sent.append((step, rows)))
+    text = printed(tmp_path, monkeypatch, log__completions_shown=2)
     assert "2 [bold]" in text
-    assert "│ 3" not in text
-    assert "2+2=" in text
+    assert "2+2=" not in text
     ((step, rows),) = sent
     assert step == 2
-    assert [row["completion"] for row in rows] == ["2 [bold]", "4"]
+    assert [row["completion"] for row in rows] == ["2 [bold]", "3", "4"]
     assert [*rows[0]] == [
         "step", "prompt", "completion", "reward", "rewards/math", "rewards/brief", "advantage",
     ]  # fmt: skip
     stored = pyarrow.parquet.read_table(tmp_path / "completions" / "step-2.parquet").to_pylist()
     assert [row["completion"] for row in stored] == ["2 [bold]", "3", "4"]
     assert stored[0]["prompt"] == CHAT, "the whole conversation"
-
-
-def test_prompts_of_other_images_are_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[Any] = []
-    monkeypatch.setattr(Trackers, "table", lambda self, rows, step, _: sent.extend(rows))
-    reporter = Reporter(recipe(tmp_path, log__unique_prompts=True), tmp_path, True)
-    reporter.has_images = True
-    rows: list[dict[str, Any]] = [
-        {"row": n, "prompt": "How many?", "completion": f"{n}", "images": []} for n in (0, 0, 1)
-    ]
-    reporter.completions(1, [{**row, "reward": 0.0, "advantage": 0.0} for row in rows])
-    assert [row["completion"] for row in sent] == ["0", "1"]
 
 
 def test_a_secret_is_not_printed_with_a_completion(
