@@ -97,8 +97,10 @@ def model_card(
         after_step: the step of the newest evaluation.
         processes: the number of processes of the run.
     """
-    base = hub_model(recipe)
-    data = hub_data_sets(recipe)
+    path, train = recipe.model.path, recipe.dataset.train
+    is_on_hub = path and not Path(path).is_dir() and not paths.looks_local(path)
+    base = path if is_on_hub else None
+    data = [train] if train is not None and not is_local(train) else []
     adapted = recipe.adapter.method != "none"
     relation: dict[str, Any] = {"base_model_relation": "adapter"} if adapted and base else {}
     results, name = after or {}, recipe.hub.repo or recipe.recipe or "model"
@@ -135,44 +137,31 @@ def model_card(
             if f"{key}_low" in results or key == "eval/reward"
         ],
         command=shlex.join(publishable_command(command)),
-        recipe=publishable_recipe(recipe),
+        recipe=yaml.safe_dump(
+            publishable(yaml.safe_load(saved_recipe.as_yaml(recipe))),
+            sort_keys=False,
+            allow_unicode=True,
+        ).rstrip(),
         versions=", ".join(f"{package} {number}" for package, number in versions().items()),
     )
     return str(card)
 
 
-def hub_model(recipe: Recipe) -> str | None:
-    """Returns the hub name of the model that is trained, or None for a folder or a built one."""
-    path = recipe.model.path
-    if path is None or Path(path).is_dir() or paths.looks_local(path):
-        return None
-    return path
-
-
 def subject(recipe: Recipe, base: str | None) -> str:
-    """Returns what a card is about: the model, or the adapter and its model.
+    """Returns the beginning of the card's first sentence: the model, or the adapter and its model.
 
     Args:
         base: hub name of the model that is trained, if it has one.
     """
-    model = f"[{base}](https://huggingface.co/{base})" if base else base_in_words(recipe)
+    if base:
+        model = f"[{base}](https://huggingface.co/{base})"
+    else:
+        model = "a model from a folder" if recipe.model.path else "a model built from scratch"
     if recipe.adapter.method == "none":
-        return model
-    model = model if base else model[0].lower() + model[1:]
+        return model[0].upper() + model[1:]
     quantized = recipe.model.quantization
     model += "" if quantized == "none" else f" quantized to {quantized}"
     return f"An adapter ({recipe.adapter.method}) for {model},"
-
-
-def base_in_words(recipe: Recipe) -> str:
-    """Returns how a card calls a model without a hub name."""
-    return "A model from a folder" if recipe.model.path else "A model built from scratch"
-
-
-def hub_data_sets(recipe: Recipe) -> list[str]:
-    """Returns the hub names of the data that the model is trained on."""
-    train = recipe.dataset.train
-    return [train] if train is not None and not is_local(train) else []
 
 
 def shown(metrics: Mapping[str, float], key: str) -> str:
@@ -202,9 +191,3 @@ def eval_result(recipe: Recipe, key: str, metrics: Mapping[str, float]) -> EvalR
         metric_value=round(metrics[key], 6),
         metric_name=f"{metric}, 95 % interval {shown(metrics, key).partition(' ')[2]}",
     )
-
-
-def publishable_recipe(recipe: Recipe) -> str:
-    """Returns the recipe as YAML, without secrets and the user's home folder."""
-    tree = publishable(yaml.safe_load(saved_recipe.as_yaml(recipe)))
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).rstrip()
