@@ -6,6 +6,7 @@ python scripts/make_docs.py --check    only say whether it is up to date (exit c
 
 import argparse
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -199,12 +200,13 @@ def is_knob(field: Field) -> bool:
 
 
 def line(key: str, field: Field) -> str:
-    """Returns a knob with its default, its range and its sentence."""
+    """Returns a knob with its default, its range and the first sentence about it."""
     allowed = knob.allowed(field.metadata).removeprefix("one of ")
     readers = objective.readers_of(key)
-    text: str = f"- `{key}` ({default(field)}{f'; {allowed}' if allowed else ''}): "
-    text += field.metadata["doc"] + (f" Read by {', '.join(readers)}." if readers else "")
-    return text + "\n"
+    text = f"- `{key}` ({default(field)}{f'; {allowed}' if allowed else ''}): "
+    sentence = re.match(r".+?\.(?= [A-Z]|$)", field.metadata["doc"])
+    assert sentence is not None, f"{key} has no sentence"
+    return text + sentence[0] + (f" Read by {', '.join(readers)}." if readers else "") + "\n"
 
 
 def default(field: Field) -> str:
