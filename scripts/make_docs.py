@@ -203,7 +203,7 @@ def line(key: str, field: Field) -> str:
     """Returns a knob with its default, its range and the first sentence about it."""
     allowed = knob.allowed(field.metadata).removeprefix("one of ")
     readers = objective.readers_of(key)
-    text = f"- `{key}` ({default(field)}{f'; {allowed}' if allowed else ''}): "
+    text: str = f"- `{key}` ({default(field)}{f'; {allowed}' if allowed else ''}): "
     sentence = re.match(r".+?\.(?= [A-Z]|$)", field.metadata["doc"])
     assert sentence is not None, f"{key} has no sentence"
     return text + sentence[0] + (f" Read by {', '.join(readers)}." if readers else "") + "\n"
