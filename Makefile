@@ -32,7 +32,7 @@ help: ## List the targets
 	@echo "  PYTHON=python3.12   the Python to make .venv with"
 	@echo "  ARGS='...'          more arguments for demo (steps=20 seed=1) or for pytest (-k name)"
 	@echo "  WORKERS=4           processes of pytest (default: as many as cores, at most 8); 0: no other process"
-	@echo "  WORKLOADS=tail      what bench measures: tail,prompts,short,vocab,flat,lora,tools,images or all; ROUNDS=3: how often"
+	@echo "  WORKLOADS=tail      what bench measures (scripts/bench_setup.py lists them), or all; ROUNDS=3: how often"
 
 install: .venv/dev.stamp ## Make .venv with grpo and its development tools
 
@@ -90,7 +90,7 @@ format: .venv/dev.stamp ## Correct style and formatting where a tool can
 types: .venv/dev.stamp ## Check the types
 	$(BIN)/mypy
 
-docs: .venv/dev.stamp ## Write the tables in docs/recipes.md and docs/scaling.md again
+docs: .venv/dev.stamp ## Write the generated parts of docs/ anew: knobs, memory, models
 	$(BIN)/python scripts/make_docs.py
 
 docs-site: .venv/docs.stamp ## Build the documentation as a site, in site/

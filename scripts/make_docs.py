@@ -8,7 +8,7 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ MODELS = {
     "Qwen2.5-72B": Shape(80, 8192, 64, 8, 128, 29568, 152064, qkv_bias=True),
     "Qwen3-235B-A22B": Shape(94, 4096, 64, 4, 128, 1536, 151936, 128, 8, qk_norm=True),
 }
-SIZES = (8, 64, 256, 1024)
+SIZES = (8, 64, 1024)
 STRATEGIES = {
     "ddp": Settings(strategy="ddp"),
     "fsdp2": Settings(),
@@ -70,6 +70,8 @@ ON_A_NODE = {
     "all weights": replace(STEP, strategy="fsdp2", embedded=False),
     "LoRA": replace(STEP, strategy="fsdp2", embedded=False, weight_bytes=2, adapter_rank=16),
 }
+
+SAMPLED = {"engine": "engine", "cache": "transformers' cache", "none": "no cache"}
 
 Field = dataclasses.Field[Any]
 
@@ -139,32 +141,26 @@ def on_card(peak: float) -> str:
 
 
 def family_table() -> str:
-    """Returns one line for each model family that the tests compute."""
-    header = [
-        "model type",
-        "sampled",
-        "training rows",
-        "recurrent state",
-        "load balancing",
-        "vLLM",
-        "fallback",
-    ]
-    lines = [header, ["---"] * len(header), *map(family_line, FAMILIES)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    """Returns the model families that the tests compute, by how they are sampled and trained."""
+    groups: dict[tuple[str, str], list[Family]] = {}
+    for family in FAMILIES:
+        rows = "packed" if family.packed else "padded"
+        rows += ", recurrent" if family.recurrent else ""
+        groups.setdefault((SAMPLED[family.decoder], rows), []).append(family)
+    lines = ["| sampled | training rows | model types |", "| --- | --- | --- |"]
+    lines += [f"| {a} | {b} | {named(group)} |" for (a, b), group in groups.items()]
+    lines += ["", f"With a load-balancing loss: {named([f for f in FAMILIES if f.balanced])}.", ""]
+    lines += [f"Not in vLLM's list of models: {named([f for f in FAMILIES if not f.vllm])}.", ""]
+    lines += [f"- {named([f])}: {f.why}." for f in FAMILIES if f.why and not f.recurrent]
+    return "\n".join(lines) + "\n"
 
 
-def family_line(family: Family) -> list[str]:
-    """Returns the cells of a family."""
-    kind, _, which = str(family).partition(",")
-    return [
-        f"`{kind}`{',' if which else ''}{which}",
-        {"engine": "engine", "cache": "transformers' cache", "none": "no cache"}[family.decoder],
-        "packed" if family.packed else "padded",
-        "yes" if family.recurrent else "",
-        "yes" if family.balanced else "",
-        "listed" if family.vllm else "not listed",
-        "" if family.recurrent else "; ".join(w for w in (family.why, family.why_no_cache) if w),
-    ]
+def named(families: Sequence[Family]) -> str:
+    """Returns the model types of families as Markdown."""
+    parts = (str(family).partition(",") for family in families)
+    return ", ".join(
+        f"`{kind}`" + (f" ({which.strip()})" if which else "") for kind, _, which in parts
+    )
 
 
 def knob_lists() -> str:
