@@ -39,7 +39,6 @@ LABELS = {
     "ours": "ours",
     "trl": "trl",
     "generate": "model.generate",
-    "plain": "plain",
     "all": "no skip",
     "vllm": "ours, vLLM",
     "trl_vllm": "trl, vLLM",
@@ -47,7 +46,6 @@ LABELS = {
 STAGES = {  # that a side is compared in
     "trl": ("step", "generate", "update", "memory", "tokens"),
     "generate": ("generate", "tokens"),
-    "plain": ("update", "memory"),
     "all": ("step", "update"),
     "ours": ("step", "generate", "update", "tokens"),
     "trl_vllm": ("step", "generate", "update", "tokens"),
@@ -140,31 +138,18 @@ def rows(workload: str, found: Mapping[str, Rounds]) -> list[str]:
     return lines
 
 
-def logits_row(workload: Workload) -> str:
-    """Returns the bytes of the logits of a complete step if they are kept, by formula."""
-    count, words = workload.prompts * workload.generations, MODELS[workload.model]["vocab_size"]
-    mib = count * workload.limit * words * 4 / 2**20
-    return (
-        f"{workload.name:8} logits    {count} x {workload.limit:,} x {words:,} x 4 bytes = "
-        f"{mib:,.0f} MiB by formula, and as much again for their gradient"
-    )
-
-
 class Bench:
     """Runs jobs in processes of their own, below one temporary folder."""
 
     def __init__(self, root: Path, bf16: bool) -> None:
         self.root, self.bf16 = root, bf16
-        self.told: set[str] = set()  # knobs that are lacking, each said once
 
     def run(self, job: Job) -> dict[str, Any]:
         """Returns the measurements of one process of one side."""
         output = Path(job.output)
         output.mkdir()
         if job.side in OURS:
-            for key in set(write_recipe(job)) - self.told:
-                self.told.add(key)
-                say(f"note: this version has no {key}; it is left out")
+            write_recipe(job)
         job.write(output / "job.json")
         script = "bench_ours.py" if job.side in OURS else "bench_trl.py"
         with (output / "log").open("w") as log:
@@ -280,7 +265,6 @@ def comparison(
         raw[workload.name] = {"timed": found, "metered": metered}
         lines = rows(workload.name, found)
         lines += [r for r in rows(workload.name, metered) if " memory " in r] if metered else []
-        lines += [logits_row(workload)] if "plain" in sides else []
         lines += [] if len(sides) > 1 else alone(workload.name, found[sides[0]])
         print("\n".join(lines), flush=True)
         if path is not None:

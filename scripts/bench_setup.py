@@ -55,7 +55,6 @@ MODELS: dict[str, dict[str, int]] = {
 # Differences of a side from `grpo train` with its defaults.
 OURS: dict[str, dict[str, Any]] = {
     "ours": {},
-    "plain": {"update.packing": False},
     "all": {"update.skip_zero_advantage": False},
     "vllm": {"generation.engine": "vllm_colocate"},
 }
@@ -91,7 +90,7 @@ WORKLOADS = {
         Workload("short", (12, 12), limit=24, prompts=64, min_tokens=24),
         Workload(
             "vocab", (30, 130), limit=256, model="wide", entropy=True,
-            sides=("ours", "plain", "trl"), steps=1,
+            sides=("ours", "trl"), steps=1,
         ),
         Workload("flat", (30, 130), limit=512, half_flat=True, sides=("ours", "all")),
         Workload(
@@ -314,11 +313,9 @@ def make_tokenizer(words: int) -> Any:
     )
 
 
-def make_recipe(job: Job) -> tuple[dict[str, Any], list[str]]:
-    """(the recipe of one of our sides, knobs it should set that this version does not have)."""
+def make_recipe(job: Job) -> dict[str, Any]:
+    """Returns the recipe of one of our sides."""
     import torch
-
-    from grpo_cli.config.schema import knobs
 
     w = job.workload
     wanted: dict[str, Any] = {
@@ -342,10 +339,6 @@ def make_recipe(job: Job) -> tuple[dict[str, Any], list[str]]:
     wanted |= {"log.entropy_every": 1} if w.entropy else {}
     wanted |= {"adapter.rank": w.lora_rank, "adapter.alpha": LORA_ALPHA} if w.lora_rank else {}
     wanted |= OURS[job.side]
-    known = {key for key, _ in knobs()}
-    absent = [
-        key for key in wanted if key not in known and not key.startswith(("reward.", "tools."))
-    ]
     recipe: dict[str, Any] = {"defaults": [
         "schema", {"generation": "transformers"}, {"loss": "dapo"}, {"advantage": "group"},
         {"optimizer": "adamw"}, {"tracking": "none"}, "_self_",
@@ -353,18 +346,15 @@ def make_recipe(job: Job) -> tuple[dict[str, Any], list[str]]:
     if w.lora_rank:
         recipe["defaults"].insert(1, {"adapter": "lora"})
     for key, value in wanted.items():
-        if key not in absent:
-            *path, last = key.split(".")
-            node = recipe
-            for part in path:
-                node = node.setdefault(part, {})
-            node[last] = value
-    return recipe, absent
+        *path, last = key.split(".")
+        node = recipe
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return recipe
 
 
-def write_recipe(job: Job) -> list[str]:
-    """Writes `recipe.yaml` for one of our sides; returns the knobs that this version lacks."""
-    recipe, absent = make_recipe(job)
+def write_recipe(job: Job) -> None:
+    """Writes `recipe.yaml` for one of our sides."""
     path = Path(job.output) / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
-    return absent
+    path.write_text(yaml.safe_dump(make_recipe(job), sort_keys=False), encoding="utf-8")

@@ -74,10 +74,12 @@ def main() -> None:
     for name in ("GSM8K", "MATH"):
         solutions, answers = ([row[key] for row in rows[name]] for key in ("solution", "answer"))
         check(f"{name}, gold solutions", solutions, answers, pool)
-    check_endings("GSM8K", rows["GSM8K"], ENGLISH, pool)
-    check_endings("MATH, each fifth row", rows["MATH"][::5], ENGLISH, pool)
-    check_endings("CMATH", rows["CMATH"], CHINESE, pool)
-    check_endings("MGSM-zh", rows["MGSM-zh"], CHINESE, pool)
+    for name, every, endings in (
+        ("GSM8K", 1, ENGLISH), ("MATH", 5, ENGLISH), ("CMATH", 1, CHINESE), ("MGSM-zh", 1, CHINESE),
+    ):  # fmt: skip
+        answers = [row["answer"] for row in rows[name][::every]]
+        for ending in endings:
+            check(f"{name}, {ending!r}", [ending.replace("%s", a) for a in answers], answers, pool)
     fuzz(args.fuzz, args.seed, [row for name in ("GSM8K", "MATH") for row in rows[name]], pool)
     pool.close()
 
@@ -104,14 +106,6 @@ def value_of(done: CallResult) -> float | None:
     """The value; None where the deadline was over."""
     assert done.error is None or done.timed_out, done.error
     return None if done.timed_out else float(done.values[0])
-
-
-def check_endings(
-    name: str, rows: list[dict[str, Any]], endings: Sequence[str], pool: Pool
-) -> None:
-    for ending in endings:
-        completions = [ending.replace("%s", row["answer"]) for row in rows]
-        check(f"{name}, {ending!r}", completions, [row["answer"] for row in rows], pool)
 
 
 def check(title: str, completions: Sequence[str], answers: Sequence[str], pool: Pool) -> None:

@@ -98,11 +98,11 @@ def test_a_job_comes_back_from_its_file_and_makes_a_recipe(tmp_path: Path) -> No
     job = Job("ours", workload, str(tmp_path), str(tmp_path), steps=2, bf16=False)
     job.write(tmp_path / "job.json")
     assert Job.read(str(tmp_path / "job.json")) == job
-    recipe, _ = bench_setup.make_recipe(job)
+    recipe = bench_setup.make_recipe(job)
     assert recipe["prompts_per_step"] == 2
     assert recipe["generation"]["max_completion_tokens"] == 24
-    recipe, absent = bench_setup.make_recipe(replace(job, workload=WORKLOADS["tools"]))
-    assert (recipe["tools"], absent) == ({"multiply": bench_setup.TOOL}, [])
+    recipe = bench_setup.make_recipe(replace(job, workload=WORKLOADS["tools"]))
+    assert recipe["tools"] == {"multiply": bench_setup.TOOL}
 
 
 def test_meter_sees_what_is_freed_again() -> None:
