@@ -387,7 +387,7 @@ def error_message(error: BaseException) -> str:
     override = getattr(error, "override", None)
     given = f"{override}: " if override else ""
     text = " ".join(f"{given}{error} {error.__cause__ or ''}".split())
-    unknown = re.search(r"(?:In .* full_key: |Could not override ')([^\s']+)", text)
+    unknown = re.search(r"(?:In .* full_key: |Could not override ')([^\s'=]+)(?:[\s']|$)", text)
     if unknown and not _choices(unknown[1]):  # of a group Hydra says how to add it
         return parsing.no_such_key(unknown[1])
     if match := re.search(r"Could not (?:find|load) '([^'/]+)/([^']+)'", text):
