@@ -24,8 +24,8 @@ IMAGE = pack.read_image((ROOT / "scripts/gpu/image.txt").read_text("utf-8"))
 def test_the_image_fulfils_what_it_has_of_our_requirements_and_lacks_some() -> None:
     dependencies = pack.tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     wanted = pack.lacking(dependencies["dependencies"], IMAGE)
-    # omegaconf of hydra; antlr of both; linkify of an extra of a package that the image has.
-    assert {"hydra-core", "omegaconf", "antlr4-python3-runtime", "linkify-it-py"} <= wanted.keys()
+    # omegaconf of hydra; antlr of both.
+    assert {"hydra-core", "omegaconf", "antlr4-python3-runtime"} <= wanted.keys()
     assert not wanted.keys() & IMAGE.keys()
 
 
