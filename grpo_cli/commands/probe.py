@@ -20,10 +20,10 @@ USAGE = """\
 grpo probe recipe=NAME [key=value ...]     sample from the untrained policy, and say whether the run
                                            can learn
 
-Takes what `grpo train` takes, and samples and scores as it does, without training: pass rates by
-prompt, the share of groups whose rewards differ by group size, endings, lengths, rewards,
-log-probabilities, odd prompts, and a verdict with settings to change. Writes probe.json and
-completions.parquet (for `grpo show` and `grpo score`) to outputs/probe/NAME, or to output_dir.
+Takes what `grpo train` takes, and samples and scores as it does, without training: pass rates, the
+share of groups whose rewards differ by group size, endings, lengths, rewards, log-probabilities,
+and a verdict with settings to change. Writes probe.json and completions.parquet (for `grpo show`
+and `grpo score`) to outputs/probe/NAME, or to output_dir.
 Exit code 3: the run cannot learn as it stands.
 
   --json                   Print probe.json and nothing else.

@@ -70,7 +70,6 @@ def _probe(prepared: Prepared, size: Size, workers: Workers, reporter: Reporter)
     generator = make_generator(recipe, model, tokenizer, workers, prompts, say)
     for line in prepared.scorer.descriptions:
         say(line)
-    rows = [len(part.rows.rows) for part in prepared.train.values()]
     bar = Bar(reporter.console, "probe", size.prompts)
     try:
         generator.update_weights(model, 0)
@@ -87,7 +86,6 @@ def _probe(prepared: Prepared, size: Size, workers: Workers, reporter: Reporter)
                 TrainerState(max_steps=recipe.steps),
             ),
             size,
-            rows=None if recipe.dataset.streaming else sum(rows),
             progress=lambda done, text: bar.update(done, text),
         )
     finally:

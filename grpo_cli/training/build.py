@@ -457,6 +457,16 @@ def text_notices(
             "generation.stop."
         )
 
+    bos = tokenizer.bos_token_id
+    twice = sum(bos is not None and prompt.ids[:2] == [bos, bos] for prompt in prompts)
+    if twice:
+        yield (
+            f"{twice:,} of {len(prompts):,} prompts begin with two tokens of the beginning of a "
+            "sequence: the data holds one, and the tokenizer adds one."
+        )
+    if recipe.model.path and tokenizer.chat_template and not recipe.dataset.chat:
+        yield "the tokenizer has a chat template that dataset.chat = false does not use."
+
     def read(ids: Sequence[int]) -> str:  # templates strip what they print
         return "".join(str(tokenizer.decode(ids)).split())
 

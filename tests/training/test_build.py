@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli.config.schema import Build, Recipe, Reward
+from grpo_cli.config.schema import Build, Model, Recipe, Reward
 from grpo_cli.models import tiny
 from grpo_cli.records import Prompt
 from grpo_cli.training.build import text_notices
@@ -63,6 +63,18 @@ def test_a_template_that_drops_the_system_message() -> None:
     assert line.startswith("the prompt of row 7 lacks its system message (of dataset.system or")
     assert "move it to dataset.prompt, or set model.chat_template" in line
     assert notices(tokenizer, make_prompt(tokenizer, USER_TURNS, messages[1])) == []
+
+
+def test_prompts_with_two_bos_and_a_chat_template_that_is_not_used() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(5)
+    (line,) = notices(tokenizer, Prompt(0, [5, 5, 6], "twice", {}))
+    assert line.startswith("1 of 1 prompts begin with two tokens of the beginning")
+    assert notices(tokenizer, Prompt(0, [5, 6], "once", {})) == []
+    tokenizer.chat_template = USER_TURNS
+    recipe = Recipe(model=Model(path="some/model"))
+    (line,) = text_notices(recipe, tokenizer, [2], [])
+    assert line == "the tokenizer has a chat template that dataset.chat = false does not use."
 
 
 def test_no_token_and_no_text_ends_a_completion() -> None:

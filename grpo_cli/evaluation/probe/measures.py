@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from grpo_cli.algorithm.variants import parameters
 from grpo_cli.config.schedules import at_step
 from grpo_cli.config.schema import Recipe
 from grpo_cli.evaluation.estimates import Estimate, quantile
-from grpo_cli.evaluation.probe.prompt_checks import PromptChecks
 from grpo_cli.evaluation.probe.samples import Scored, Size
 from grpo_cli.evaluation.probe.signal import (
     SIZES,
@@ -24,20 +23,10 @@ from grpo_cli.evaluation.probe.signal import (
     signal_share,
 )
 from grpo_cli.records import Completion, Group, Rollout
-from grpo_cli.scoring.calls import BoundReward
 
 LENGTHS = (0.1, 0.5, 0.9, 0.99)  # quantiles
-BINS = ((0.0, 0.2), (0.2, 0.4), (0.4, 0.6), (0.6, 0.8), (0.8, 1.0))  # of rates between 0 and 1
 EXAMPLES = 3  # completions that a verdict shows
 SHOWN = 200  # characters of a text that is shown
-
-
-@dataclass(frozen=True)
-class Bin:
-    """One line of the histogram."""
-
-    label: str
-    prompts: int
 
 
 @dataclass(frozen=True)
@@ -45,7 +34,6 @@ class RewardStats:
     """The numbers of one reward function."""
 
     weight: float
-    wants: str  # first line of the function's docstring, and its arguments
     mean: float | None
     applied: int  # completions with a value
     none: int  # without one, failures included
@@ -54,11 +42,7 @@ class RewardStats:
     error: str | None  # the first one
     on_error: str  # of the recipe
     constant: float | None  # the value, if all are the same
-    constant_groups: float  # share of prompts whose completions all have one value
-    seconds_p50: float  # of a call's completion
-    seconds_p99: float
-    scored_twice: int  # completions
-    changed: int  # of them, those with another value the second time
+    seconds_p99: float  # of a call's completion
 
     @property
     def stops_the_run(self) -> bool:
@@ -78,13 +62,12 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Example:
-    """A completion that a verdict shows, and what the rewards were given."""
+    """A completion that a verdict shows, and its rewards."""
 
     row: int
     prompt: str
     completion: str
     rewards: dict[str, float | None]
-    columns: dict[str, str]  # that the rewards read
 
 
 @dataclass(frozen=True)
@@ -100,7 +83,6 @@ class Measured:
     pass_rate: Estimate | None  # None for a graded reward
     reward_mean: float | None
     rates: list[tuple[int, float]]  # (row, pass rate; of a graded reward: mean of the reward)
-    histogram: list[Bin]
     signal: list[SignalShare]  # by group size
     own_signal: SignalShare  # of the recipe's group size
     differing: int  # prompts whose completions, all together, have a signal
@@ -109,17 +91,14 @@ class Measured:
     excluded: float  # share of completions that loss.mask_truncated leaves out
     truncated: float
     eos: float
-    other_stops: float  # ended by a stop string, a stop token or an environment
     stop_reasons: dict[str, float]  # of episodes: shares
     failed_environments: float
     environment_error: str | None
     lengths: dict[str, float]
-    ended_length: float | None  # 99th percentile of the completions that ended
     rewards: dict[str, RewardStats]
     mismatch: Mismatch | None
     sampling_seconds: float
     scoring_seconds: float  # that scoring took after everything was sampled
-    prompt_checks: PromptChecks
     examples: list[Example]
 
 
@@ -127,15 +106,12 @@ def measure(
     recipe: Recipe,
     scored: Scored,
     size: Size,
-    checks: PromptChecks,
     eos_ids: Collection[int],
-    rewards: Mapping[str, BoundReward],
 ) -> Measured:
     """Returns the numbers of a probe.
 
     Args:
         eos_ids: tokens that the model ends a completion with.
-        rewards: of the recipe, as they are called.
     """
     recipe = at_step(recipe, 0)[0]
     group_size = recipe.generation.num_generations
@@ -151,12 +127,7 @@ def measure(
     rates = [(g.prompt.row, _rate(g, right, is_graded)) for g in scored.groups]
     known = [(row, rate) for row, rate in rates if not math.isnan(rate)]
     total = [r.reward for r in rollouts if r.is_scored]
-    signatures = [reward.signature for reward in rewards.values()]
-    columns = list(dict.fromkeys(c for s in signatures for c in (*s.required, *s.optional)))
     lengths = sorted(r.completion.sampled_tokens for r in rollouts)
-    ended = sorted(
-        r.completion.sampled_tokens for r in rollouts if r.completion.finish_reason == "stop"
-    )
     failed = [r.completion for r in rollouts if r.completion.environment_failed]
     stops = Counter(end_of(r.completion, eos_ids) for r in rollouts)
     every_key = {key for own in keys for key in own}
@@ -170,9 +141,8 @@ def measure(
         pass_rate=None if is_graded or not known else pass_rate(_rights(scored.groups, right)),
         reward_mean=math.fsum(total) / len(total) if total else None,
         rates=known,
-        histogram=histogram([rate for _, rate in known], is_graded),
-        signal=[signal_share(counts, n) for n in SIZES],
-        own_signal=signal_share(counts, group_size),
+        signal=[signal_share(counts, n) for n in SIZES if n <= size.samples],
+        own_signal=signal_share(counts, min(group_size, size.samples)),
         differing=sum(c.without_signal(c.completions) < 1 for c in counts),
         is_constant=len(every_key) == 1,
         identical=_share(len({tuple(r.completion.ids) for r in g.rollouts}) == 1
@@ -180,19 +150,16 @@ def measure(
         excluded=_share(r.excluded for r in rollouts),
         truncated=stops["length"] / len(rollouts),
         eos=stops["eos"] / len(rollouts),
-        other_stops=stops["other"] / len(rollouts),
         stop_reasons=_shares(r.completion.stop_reason for r in rollouts),
         failed_environments=len(failed) / len(rollouts),
         environment_error=(failed[-1].env_error or failed[-1].stop_reason) if failed else None,
         lengths={f"p{100 * q:g}": float(quantile(lengths, q)) for q in LENGTHS}
         | {"mean": sum(lengths) / len(lengths), "max": float(lengths[-1])},
-        ended_length=float(quantile(ended, 0.99)) if ended else None,
-        rewards={name: _stats(recipe, scored, rewards[name]) for name in recipe.reward},
+        rewards={name: _stats(recipe, scored, name) for name in recipe.reward},
         mismatch=_mismatch(scored.gaps, scored.rounding),
         sampling_seconds=scored.sampling_seconds,
         scoring_seconds=scored.scoring_seconds,
-        prompt_checks=checks,
-        examples=[_example(r, columns) for r in _worth_showing(scored.groups)],
+        examples=[_example(r) for r in _worth_showing(scored.groups)],
     )  # fmt: skip
 
 
@@ -236,43 +203,13 @@ def _rate(group: Group, right: str, is_graded: bool) -> float:
     return math.fsum(values) / len(values) if values else math.nan
 
 
-def histogram(rates: Sequence[float], is_graded: bool) -> list[Bin]:
-    """Returns the numbers of prompts by rate: exactly 0, between, exactly 1.
-
-    Of a graded reward: by mean reward, in as many parts of its range.
-    """
-    if not rates:
-        return []
-    if not is_graded:
-        between = [r for r in rates if 0 < r < 1]
-        bins = [
-            Bin(f"{low:g} to {high:g}", sum(low <= r < high for r in between)) for low, high in BINS
-        ]
-        zeros, ones = rates.count(0.0), rates.count(1.0)
-        return [Bin("0", zeros), *bins, Bin("1", ones)]
-    low, high = min(rates), max(rates)
-    if low == high:
-        return [Bin(f"{low:.3g}", len(rates))]
-    width, number = (high - low) / len(BINS), len(BINS)
-    places = Counter(min(int((r - low) / width), number - 1) for r in rates)
-    return [
-        Bin(f"{low + i * width:.3g} to {low + (i + 1) * width:.3g}", places[i])
-        for i in range(number)
-    ]
-
-
-def _stats(recipe: Recipe, scored: Scored, reward: BoundReward) -> RewardStats:
-    name = reward.name
+def _stats(recipe: Recipe, scored: Scored, name: str) -> RewardStats:
     results, config = scored.results[name], recipe.reward[name]
     values = [v.value for v in results if v.value is not None]
     failures = [v for v in results if v.error is not None and not v.timed_out]
     seconds = sorted(v.seconds for v in results if v.seconds > 0) or [0.0]  # 0: from the cache
-    of_groups = [{r.reward_parts[name] for r in g.rollouts} - {None} for g in scored.groups]
-    of_groups = [own for own in of_groups if own]
-    again = scored.again[name]
     return RewardStats(
         weight=config.weight,
-        wants=wanted_by(reward),
         mean=math.fsum(values) / len(values) if values else None,
         applied=len(values),
         none=len(results) - len(values),
@@ -281,19 +218,8 @@ def _stats(recipe: Recipe, scored: Scored, reward: BoundReward) -> RewardStats:
         error=failures[0].error if failures else None,
         on_error=config.on_error,
         constant=values[0] if values and len({*values}) == 1 else None,
-        constant_groups=_share(len(own) == 1 for own in of_groups),
-        seconds_p50=quantile(seconds, 0.5),
         seconds_p99=quantile(seconds, 0.99),
-        scored_twice=len(again),
-        changed=sum(first.value != second.value for first, second in again),
     )
-
-
-def wanted_by(reward: BoundReward) -> str:
-    """Returns the first line of a function's docstring, with its arguments."""
-    lines = (reward.function.__doc__ or "").strip().splitlines() or [reward.path]
-    args = ", ".join(f"{key}: {shortened(str(value))}" for key, value in reward.args.items())
-    return f"{lines[0]} ({args})" if args else lines[0]
 
 
 def _mismatch(gaps: Sequence[float], rounding: float) -> Mismatch | None:
@@ -308,15 +234,14 @@ def _worth_showing(groups: Sequence[Group]) -> list[Rollout]:
     return [g.rollouts[0] for g in groups[::step][:EXAMPLES]]
 
 
-def _example(rollout: Rollout, columns: Collection[str]) -> Example:
-    prompt, known = rollout.prompt, rollout.prompt.columns
+def _example(rollout: Rollout) -> Example:
+    prompt = rollout.prompt
     text = prompt.text if isinstance(prompt.text, str) else str(prompt.text[-1]["content"])
     return Example(
         row=prompt.row,
         prompt=shortened(text, from_end=True),
         completion=shortened(rollout.text),
         rewards=dict(rollout.reward_parts),
-        columns={name: shortened(str(known[name])) for name in columns if name in known},
     )
 
 

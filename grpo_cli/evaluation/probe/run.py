@@ -11,7 +11,6 @@ from typing import Any
 
 from grpo_cli.config.interpolation import masked
 from grpo_cli.evaluation.probe.measures import Measured, as_data, measure
-from grpo_cli.evaluation.probe.prompt_checks import check_prompts
 from grpo_cli.evaluation.probe.samples import Policy, Size, sample_and_score
 from grpo_cli.evaluation.probe.verdict import Verdict, judge
 from grpo_cli.models import loading
@@ -50,25 +49,21 @@ def run_probe(
     policy: Policy,
     size: Size,
     *,
-    rows: int | None = None,
     progress: Callable[[int, str], None] = lambda done, text: None,
     interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> ProbeResult:
     """Samples, scores, measures and judges; collective.
 
     Args:
-        rows: number of rows of the data, where it is known.
         progress, interruptible: see `sample_and_score`.
 
     Raises:
         TrainingError, Interrupted: see `sample_and_score`.
     """
     scored = sample_and_score(policy, size, progress, interruptible)
-    rewards = policy.scorer.rewards
-    checks = check_prompts(policy.recipe, policy.stream.prompts, policy.tokenizer, rewards, rows)
     eos_ids = {
         *loading.eos_ids(policy.logprobs.model.generation_config, policy.tokenizer),
         *policy.recipe.generation.stop_token_ids,
     }
-    measured = measure(policy.recipe, scored, size, checks, eos_ids, rewards)
+    measured = measure(policy.recipe, scored, size, eos_ids)
     return ProbeResult(measured, judge(policy.recipe, measured), scored.groups)

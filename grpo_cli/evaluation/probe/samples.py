@@ -1,4 +1,4 @@
-"""Samples completions of some prompts as training does, and scores them, some of them twice."""
+"""Samples completions of some prompts as training does, and scores them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ from grpo_cli.scoring.scorer import RewardResult, Scorer, ScoringSession
 
 STREAM = "probe"  # of random numbers; training's are numbered from 0 by prompt index
 MOST_SAMPLES = 64  # of a prompt, unless more are asked for
-SCORED_TWICE = 64  # completions, over all processes: some rewards cost money
 COMPARED = 32  # completions whose log-probabilities the trainer computes as well
 
 
@@ -82,7 +81,6 @@ class Scored:
 
     groups: list[Group]
     results: dict[str, list[RewardResult]]  # by reward, in the order of the rollouts
-    again: dict[str, list[tuple[RewardResult, RewardResult]]]  # first and second result of some
     gaps: list[float]  # |trainer's - sampler's log-probability| of some sampled tokens
     rounding: float  # mean error of the trainer's own in 16 bit, in nats
     sampling_seconds: float  # of the slowest process
@@ -199,19 +197,16 @@ def _sample_and_score(
     with interruptible(), workers.raise_together():
         session.finish(rollouts, policy.tokenizer)
         scored = time.monotonic()
-        some = spread(groups, max(1, SCORED_TWICE // workers.size))
-        again = _scored_again(scorer, policy.state, session, rollouts, some)
     level_rewards(groups, {name: reward.weight for name, reward in recipe.reward.items()})
     for r in rollouts:
         r.excluded = recipe.loss.mask_truncated and r.completion.finish_reason == "length"
-    gathered = workers.gather((groups, session.kept, again))
+    gathered = workers.gather((groups, session.kept))
     every = sorted(chain.from_iterable(part[0] for part in gathered), key=_position)
     # One process's, so that all come to the same verdict.
     gaps = workers.gather(sampler_gaps(policy, recipe, spread(every, COMPARED)))[0]
     return Scored(
         every,
         _in_order(gathered, every, [*scorer.rewards], size.samples),
-        {name: [pair for part in gathered for pair in part[2][name]] for name in scorer.rewards},
         gaps,
         workers.max(policy.logprobs.rounding),
         workers.max(sampled - began),
@@ -224,14 +219,14 @@ def _position(group: Group) -> int:
 
 
 def _in_order(
-    gathered: Sequence[tuple[list[Group], dict[str, list[RewardResult]], object]],
+    gathered: Sequence[tuple[list[Group], dict[str, list[RewardResult]]]],
     groups: Sequence[Group],
     names: Sequence[str],
     samples: int,
 ) -> dict[str, list[RewardResult]]:
     """Returns the results of all processes in the order of the groups."""
     found: dict[tuple[str, int], list[RewardResult]] = {}
-    for own, kept, _ in gathered:
+    for own, kept in gathered:
         for name in names if own else ():
             for number, group in enumerate(own):
                 part = kept[name][number * samples : (number + 1) * samples]
@@ -243,28 +238,6 @@ def spread(groups: Sequence[Group], number: int) -> list[Rollout]:
     """Returns some rollouts of as many groups as possible: the first of each, then the second."""
     by_sample = zip(*(g.rollouts for g in groups), strict=True)
     return list(islice(chain.from_iterable(by_sample), number))
-
-
-def _scored_again(
-    scorer: Scorer,
-    state: TrainerState,
-    session: RecordingSession,
-    rollouts: Sequence[Rollout],
-    some: Sequence[Rollout],
-) -> dict[str, list[tuple[RewardResult, RewardResult]]]:
-    """Scores some rollouts a second time, without the cache; returns both results by reward."""
-    if not some:
-        return {name: [] for name in scorer.rewards}
-    scorer.executor.forget()
-    numbers = {id(r): number for number, r in enumerate(rollouts)}
-    samples = [Sample.of(r) for r in some]
-    second = ScoringSession(scorer, state)
-    second.start(samples)
-    pairs = {}
-    for name, reward in scorer.rewards.items():
-        first = [session.kept[name][numbers[id(r)]] for r in some]
-        pairs[name] = list(zip(first, second.results(reward, samples), strict=True))
-    return pairs
 
 
 def sampler_gaps(policy: Policy, recipe: Recipe, rollouts: Sequence[Rollout]) -> list[float]:

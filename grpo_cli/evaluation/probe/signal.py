@@ -1,10 +1,8 @@
-"""Estimates the share of groups whose rewards differ, for any group size. Pure.
+"""Estimates the share of groups whose rewards differ, for group sizes up to the samples. Pure.
 
 A group of G completions trains only if its rewards are not all equal. From n completions of each of
-some prompts the share of such groups is estimated
-
-- for G <= n without bias: by the share of all draws of G of the n completions whose rewards differ;
-- for G > n by bounds that assume nothing about how the rates of prompts are distributed.
+some prompts the share of such groups is estimated without bias: by the share of all draws of G of
+the n completions whose rewards differ.
 
 Two prompts with n = 4 completions, rewards 1 0 0 0 and 0 0 0 0: of the 6 pairs of the first prompt
 3 differ, and none of the second, so that the share for G = 2 is (3/6 + 0) / 2 = 0.25.
@@ -17,14 +15,10 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from grpo_cli.evaluation.estimates import Estimate, estimate, student_95
 
 SIZES = (2, 4, 8, 16, 32, 64)
-RESAMPLES = 1000  # of the prompts, for the interval of an upper bound
 LEAST_DEGREES = 4.0  # of freedom: the quantile is at most 2.78
-FEW = 8  # prompts with a difference below which resampling says little
 
 
 @dataclass(frozen=True)
@@ -83,62 +77,20 @@ class SignalShare:
     """The share of groups of one size whose rewards differ, with a 95% interval."""
 
     size: int
-    share: float | None  # None beyond the completions of a prompt: there are only bounds
+    share: float
     low: float
     high: float
 
-    @property
-    def is_bounds(self) -> bool:
-        """Whether the size is beyond the completions of a prompt."""
-        return self.share is None
-
 
 def signal_share(prompts: Sequence[RewardCounts], size: int) -> SignalShare:
-    """Returns the share of groups of `size` completions whose rewards differ.
-
-    Up to the n completions of a prompt it is unbiased, and its interval is that of a mean over
-    prompts (`over_prompts`). Beyond, see `bounds`.
+    """Returns the share of groups of `size` completions whose rewards differ, without bias.
 
     Args:
-        prompts: with the same number of completions each, at least 2.
+        prompts: with at least `size` completions each.
     """
-    most = min(counts.completions for counts in prompts)
-    if size > most:
-        return bounds(prompts, size)
     values = [1 - counts.without_signal(size) for counts in prompts]
     found = over_prompts(values, sum(counts.completions for counts in prompts))
     return SignalShare(size, found.value, found.low, found.high)
-
-
-def bounds(prompts: Sequence[RewardCounts], size: int) -> SignalShare:
-    """Returns bounds of the share for more completions than were sampled of a prompt.
-
-    With q the probability that a completion of a prompt has its value, a group of G is equal with
-    m_G = E[Σ_v q_v^G] over prompts: a sequence of moments. Whatever the distribution over prompts,
-
-        m_G <= m_n                              a larger group never loses its signal
-        m_G >= m_n (m_n / m_(n-1))^(G - n)      log m is convex in G (Hölder)
-        m_G >= m_n^(G / n)                      (Lyapunov), weaker, but of m_n only
-
-    The lower end is the lower 95% limit of 1 - m_n. The upper end resamples the prompts for the
-    second line; where fewer than FEW prompts have a difference it is the third line, at the upper
-    limit of 1 - m_n. Excluded completions and those without a reward make further terms q^G, of
-    which some are subtracted: then the bounds are approximate.
-    """
-    most = min(counts.completions for counts in prompts)
-    assert most >= 2, "a group has two completions"
-    at_most = signal_share(prompts, most)
-    assert at_most.share is not None, "there are as many completions"
-    loose = 1 - (1 - at_most.high) ** (size / most)
-    equal = np.array([counts.without_signal(most) for counts in prompts])  # [P]
-    before = np.array([counts.without_signal(most - 1) for counts in prompts])  # [P]
-    if (before < 1).sum() < FEW or not equal.any():
-        return SignalShare(size, None, at_most.low, loose)
-    drawn = np.random.default_rng(0).integers(len(equal), size=(RESAMPLES, len(equal)))
-    m, m_before = equal[drawn].mean(-1), before[drawn].mean(-1)  # [RESAMPLES]
-    sharp = 1 - m * (m / np.maximum(m_before, 1e-300)) ** (size - most)
-    high = max(float(np.quantile(sharp, 0.975)), at_most.high)
-    return SignalShare(size, None, at_most.low, min(high, loose))
 
 
 def pass_rate(rights: Sequence[Sequence[bool]]) -> Estimate:

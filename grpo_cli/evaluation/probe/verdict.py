@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from grpo_cli.config.schedules import at_step
 from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import listed
-from grpo_cli.evaluation.probe.measures import Measured, RewardStats
+from grpo_cli.evaluation.probe.measures import Measured
 from grpo_cli.evaluation.probe.signal import SignalShare
 from grpo_cli.models.self_check import TIMES
 
@@ -26,11 +26,7 @@ MANY_TRUNCATED = 0.3
 ALL_TRUNCATED = 0.99
 BY_ACCIDENT = 0.05  # of completions that are all cut off: right ones
 ALL_IDENTICAL = 0.9
-MANY = 0.5  # of prompts that are solved, or that no completion solves
-SOME = 0.05
 MISMATCH = 0.05  # nats a token, or in 16 bit `TIMES` the trainer's own rounding if that is more
-SLOW_SHARE = 0.5  # of the time of sampling that scoring adds
-SLOW_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -80,15 +76,13 @@ def judge(recipe: Recipe, m: Measured) -> Verdict:
 
 def _a_step(recipe: Recipe, own: SignalShare) -> str:
     wanted = recipe.prompts_per_step
-    if own.share is None or recipe.generation.dynamic_sampling:
+    if recipe.generation.dynamic_sampling:
         return ""
     return f", about {own.share * wanted:.0f} of {wanted} prompts a step"
 
 
 def share_in_words(found: SignalShare) -> str:
-    """Returns a share with its interval as text, or its bounds."""
-    if found.share is None:
-        return f"between {found.low:.2f} and {found.high:.2f}"
+    """Returns a share with its interval as text."""
     return f"{found.share:.2f} [{found.low:.2f}, {found.high:.2f}]"
 
 
@@ -131,64 +125,6 @@ def errors(recipe: Recipe, m: Measured) -> Iterator[Finding]:
             f"token in the mean, {gap.max:.3g} at most{by}"
             + (f"; above generation.max_logp_difference = {most:g} a run stops" if stops else ""),
             () if changed else ("loss.sampling_correction=token_truncate",),
-        )
-
-
-def prompts(recipe: Recipe, m: Measured) -> Iterator[Finding]:
-    """Finds prompts that render oddly."""
-    checks = m.prompt_checks
-    most = recipe.dataset.max_prompt_tokens
-    longer = f"dataset.max_prompt_tokens={2 * most}"
-    if checks.rows and checks.dropped > SOME * checks.rows:
-        yield Finding(
-            "slows",
-            "prompts_dropped",
-            f"{checks.dropped:,} of {checks.rows:,} rows are dropped: longer than "
-            f"dataset.max_prompt_tokens = {most}, or with images that cannot be read.",
-            (longer,),
-        )
-    for column, rows in checks.empty_columns.items():
-        yield Finding(
-            "slows" if rows < checks.prompts else "stops",
-            "empty_column",
-            f"the column {column!r}, which a reward reads, is empty in {rows:,} of "
-            f"{checks.prompts:,} rows.",
-        )
-    if checks.duplicates > SOME * checks.prompts:
-        yield Finding(
-            "note",
-            "duplicates",
-            f"{checks.duplicates:,} of {checks.prompts:,} prompts are there more than once.",
-        )
-    if checks.blank:
-        yield Finding("note", "blank", f"{checks.blank:,} prompts have no text.")
-    if checks.without_bos:
-        yield Finding(
-            "note",
-            "without_bos",
-            f"{checks.without_bos:,} of {checks.prompts:,} prompts do not begin with the "
-            "tokenizer's beginning-of-sequence token, as the others do.",
-        )
-    if checks.double_bos:
-        yield Finding(
-            "slows",
-            "double_bos",
-            f"{checks.double_bos:,} of {checks.prompts:,} prompts begin with two tokens of the "
-            "beginning of a sequence: the data holds one, and the tokenizer adds one.",
-        )
-    if checks.unknown_tokens > 0.01:
-        yield Finding(
-            "slows",
-            "unknown_tokens",
-            f"{checks.unknown_tokens:.1%} of the tokens of prompts are the unknown token: the "
-            "tokenizer does not know the characters of the data.",
-        )
-    if checks.unused_template:
-        yield Finding(
-            "note",
-            "unused_template",
-            "the tokenizer has a chat template, and dataset.chat = false does not use it.",
-            ("dataset.chat=true",),
         )
 
 
@@ -306,23 +242,17 @@ def _constant(m: Measured) -> str:
 def _group_size(recipe: Recipe, m: Measured) -> Iterator[Finding]:
     """Finds a group size with more signal, or says that steps are filled up."""
     own = m.own_signal
-    if own.share is None or own.share >= LOW_SIGNAL:
+    if own.share >= LOW_SIGNAL:
         return
     settings: list[str] = []
-    larger = [s for s in m.signal if s.size > own.size and s.share is not None]
-    best = next((s for s in larger if s.share is not None and s.share >= own.share + GAIN), None)
     gain = ""
-    if best is not None and best.share is not None:
+    larger = (s for s in m.signal if s.size > own.size and s.share >= own.share + GAIN)
+    if best := next(larger, None):
         settings.append(f"generation.num_generations={best.size}")
         gain = (
             f" Raise generation.num_generations from {own.size} to {best.size}: "
             f"{own.share:.2f} -> {best.share:.2f}."
         )
-    else:
-        beyond = next((s for s in m.signal if s.size > own.size and s.is_bounds), None)
-        if beyond is not None and beyond.low >= own.share + GAIN:
-            settings.append(f"generation.num_generations={beyond.size}")
-            gain = f" With groups of {beyond.size} it is {share_in_words(beyond)} (bounds)."
     if not recipe.generation.dynamic_sampling:
         settings.append("generation.dynamic_sampling=true")
     yield Finding(
@@ -331,28 +261,6 @@ def _group_size(recipe: Recipe, m: Measured) -> Iterator[Finding]:
         f"only {own.share:.2f} of the groups have rewards that differ.{gain}",
         tuple(settings),
     )
-
-
-def difficulty(recipe: Recipe, m: Measured) -> Iterator[Finding]:
-    """Finds data that is mostly solved, or of which most is out of reach."""
-    if m.is_graded or not m.differing:
-        return
-    solved = sum(rate == 1 for _, rate in m.rates) / max(len(m.rates), 1)
-    hopeless = sum(rate == 0 for _, rate in m.rates) / max(len(m.rates), 1)
-    if solved > MANY:
-        yield Finding(
-            "note",
-            "easy",
-            f"{solved:.0%} of the prompts are solved by all {m.samples} completions: harder "
-            "data would train more.",
-        )
-    if hopeless > MANY:
-        yield Finding(
-            "note",
-            "hard",
-            f"{hopeless:.0%} of the prompts are solved by none of {m.samples} completions: easier "
-            "data, a supervised start or worked examples in the prompt would train more.",
-        )
 
 
 def limit_of(recipe: Recipe, m: Measured) -> tuple[str, int]:
@@ -364,45 +272,27 @@ def limit_of(recipe: Recipe, m: Measured) -> tuple[str, int]:
 
 
 def endings(recipe: Recipe, m: Measured) -> Iterator[Finding]:
-    """Finds completions that are cut off, or that do not end by themselves."""
+    """Finds completions that are cut off."""
     key, limit = limit_of(recipe, m)
-    ended = "none ended" if m.ended_length is None else (
-        f"99 % of those that ended have at most {m.ended_length:.0f} tokens"
-    )  # fmt: skip
     never_ends = any(True for _ in _never_ends(recipe, m)) or not m.differing
     if m.truncated > MANY_TRUNCATED and not (never_ends and m.truncated >= ALL_TRUNCATED):
         yield Finding(
             "slows",
             "truncated",
-            f"{m.truncated:.0%} of the completions reach {key} = {limit} ({ended}).",
+            f"{m.truncated:.0%} of the completions reach {key} = {limit}.",
             (f"{key}={2 * limit}",),
-        )
-    if not m.eos and m.truncated < 1 and not m.stop_reasons:
-        yield Finding(
-            "note",
-            "no_eos",
-            "no completion ends with the model's end token; they end by generation.stop.",
-        )
-    if m.identical > MANY and m.differing:
-        yield Finding(
-            "slows",
-            "identical",
-            f"all completions are identical for {m.identical:.0%} of the prompts.",
-            ("generation.temperature=1",),
         )
 
 
 def rewards(recipe: Recipe, m: Measured) -> Iterator[Finding]:
-    """Finds rewards that say nothing, change by themselves, or take long."""
+    """Finds rewards that say nothing, or that run out of time."""
     for name, reward in m.rewards.items():
-        if len(m.rewards) > 1:
-            yield from _constant_part(name, reward, m)
-        if reward.changed:
+        if len(m.rewards) > 1 and reward.constant is not None and reward.weight:
             yield Finding(
                 "slows",
-                "not_repeatable",
-                f"reward {name} gave {reward.changed} of {reward.scored_twice} completions another "
-                "value when they were scored again: a part of its differences is noise.",
+                "constant_reward",
+                f"reward {name} is {reward.constant:.3g} for every completion: it teaches nothing.",
+                shows_examples=bool(m.differing),
             )
         if reward.timeouts:
             yield Finding(
@@ -412,35 +302,8 @@ def rewards(recipe: Recipe, m: Measured) -> Iterator[Finding]:
                 f"completions (p99 of a call: {reward.seconds_p99:.3g} s).",
                 (f"reward.{name}.timeout={2 * max(1.0, reward.seconds_p99):.0f}",),
             )
-    slow = m.scoring_seconds > max(SLOW_SECONDS, SLOW_SHARE * m.sampling_seconds)
-    if slow:
-        name, slowest = max(m.rewards.items(), key=lambda item: item[1].seconds_p50)
-        yield Finding(
-            "slows",
-            "slow_reward",
-            f"scoring takes {m.scoring_seconds:.1f} s more after {m.sampling_seconds:.1f} s of "
-            f"sampling; the slowest reward is {name}, {slowest.seconds_p50:.3g} s a completion "
-            f"(p99 {slowest.seconds_p99:.3g} s). More calls at a time: reward.{name}.concurrency "
-            "for an async function, scoring.workers for one with a timeout.",
-        )
-
-
-def _constant_part(name: str, reward: RewardStats, m: Measured) -> Iterator[Finding]:
-    if reward.constant is not None and reward.weight:
-        yield Finding(
-            "slows",
-            "constant_reward",
-            f"reward {name} is {reward.constant:.3g} for every completion: it teaches nothing.",
-            shows_examples=bool(m.differing),
-        )
-    elif reward.constant_groups == 1 and reward.applied:
-        yield Finding(
-            "slows",
-            "constant_reward",
-            f"reward {name} is the same for all completions of a prompt: it teaches nothing.",
-        )
 
 
 CHECKS: tuple[Callable[[Recipe, Measured], Iterator[Finding]], ...] = (
-    errors, prompts, signal, difficulty, endings, rewards,
+    errors, signal, endings, rewards,
 )  # fmt: skip
