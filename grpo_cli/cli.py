@@ -64,7 +64,7 @@ grpo: train language models with GRPO
   grpo watch RUN                             show a run while it goes on, or after it
   grpo explain recipe=NAME KEY               print a knob's value and the place that sets it
   grpo report RUN [OTHER]                    write a run, or two, as one HTML file to look through
-  grpo replay RUN --step=N                   recompute a kept step and explain its completions
+  grpo replay RUN --step=N                   recompute a kept step and compare its metrics
   grpo serve model=PATH ...                  start a vLLM server that training can sample from
   grpo slurm recipe=NAME nodes=N ...         write (and submit) a SLURM batch script for a recipe
   grpo doctor [recipe=NAME]                  print what this machine has, and what recipes lack

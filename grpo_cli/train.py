@@ -18,7 +18,7 @@ the advantage, and ascend a clipped surrogate, less β times a KL to a reference
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -39,8 +39,7 @@ from grpo_cli.distributed.fsdp import norm_of, zero_gradients
 from grpo_cli.distributed.stop_signal import Interrupted
 from grpo_cli.models.flops import rollout_flops
 from grpo_cli.records import Group, Rollout, StepStats
-from grpo_cli.training import ending, evaluation, logprob_passes, probe, resume
-from grpo_cli.training.replay import kept_steps
+from grpo_cli.training import ending, evaluation, kept_steps, logprob_passes, probe, resume
 from grpo_cli.training.rollouts.balance import minibatch_of
 from grpo_cli.training.rollouts.collect import collect, gathered
 from grpo_cli.training.rollouts.credit import (
@@ -125,13 +124,8 @@ def fill_logprobs(run: Run, step: Step, batch: StepBatch) -> StepStats:
     return gathered(run.workers, batch.groups)
 
 
-def update_policy(
-    run: Run, step: Step, take: Callable[[Run, Step, int], None] | None = None
-) -> dict[str, float]:
+def update_policy(run: Run, step: Step) -> dict[str, float]:
     """Takes every optimizer step on the step's rollouts; returns the metrics of the update.
-
-    Args:
-        take: takes one optimizer step; None: `optimizer_step`. `grpo replay` measures more in it.
 
     Raises:
         TrainingError: a loss or a gradient is not finite; its optimizer step was not taken.
@@ -140,7 +134,7 @@ def update_policy(
     for parameters in run.optimizer.param_groups:
         parameters["lr"] = rate
     for update in step.updates():  # num_iterations × minibatches
-        (take or optimizer_step)(run, step, update)
+        optimizer_step(run, step, update)
     metrics = step.update_metrics()
     run.beta.update(step.recipe.loss, step.measured_kl)
     return {"learning_rate": rate} | metrics

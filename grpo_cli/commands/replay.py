@@ -1,39 +1,38 @@
-"""`grpo replay RUN --step=N`: recomputes a step that a run has kept, and explains it.
+"""`grpo replay RUN --step=N`: recomputes a step that a run has kept, and compares its metrics.
 
-`replayed_step.py` recomputes it. The two are apart because a mistake on the command line should
-show before torch is imported.
+A mistake on the command line shows before torch is imported.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from grpo_cli.checkpoints import paths, provenance
 from grpo_cli.config.knob import knob
 from grpo_cli.config.user_code import off_import_path
 from grpo_cli.config.words import described, option, parse, split, without_dashes
-from grpo_cli.errors import TrainingError, UserError, listed
+from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.reporting.run_folder import RunFolder
 
 USAGE = """\
-grpo replay RUN --step=N [--row=I] [--sample=J] [--iteration=K] [--json]
+grpo replay RUN --step=N [--json]
 
-Recomputes loss and gradient of a step that a run has kept (log.keep_steps), checks that they are
-the recorded ones, and explains each completion: reward, advantage and baseline, ratio, clipped
-tokens, KL, and its share of the gradient. Ends with exit code 1 if the loss or the norm of the
-gradient differ from the recorded ones.
+Recomputes loss and gradient of a step that a run has kept (log.keep_steps) from its stored
+completions, and compares the metrics of the update with the recorded ones. Ends with exit code 1 if
+the loss or the norm of the gradient differ.
 
   RUN                      Folder of a run.
 """
-
-
+# Metrics that are compared with the recorded ones. A step whose first two differ is not the step
+# that was taken.
+COMPARED = ("loss", "grad_norm", "policy_loss", "kl", "entropy", "aux_loss")
+DECISIVE = COMPARED[:2]
 NOT_READ = (  # sections of the recipe, since the rollouts are stored with their rewards
     "defaults", "dataset", "reward", "benchmark", "scoring", "eval", "stop", "alarms", "checkpoint",
     "log", "tracking", "callbacks", "hub",
@@ -45,18 +44,6 @@ class Settings:
     """The options of `grpo replay`."""
 
     step: int | None = knob(None, "Step of the run, counted from 1, which it has kept.", ge=1)
-    row: int | None = knob(
-        None,
-        "Row of the data set, from 0, whose completions to print token by token; the others are "
-        "taken together.",
-        ge=0,
-    )
-    sample: int | None = knob(
-        None, "Completion of the row to print, from 0; null: all of them.", ge=0
-    )
-    iteration: int = knob(
-        1, "Pass over the step's rollouts (update.num_iterations) to print, from 1.", ge=1
-    )
     tolerance: float = knob(
         1e-6,
         "Largest difference to the recorded loss and gradient norm; relative to them if above 1.",
@@ -67,7 +54,7 @@ class Settings:
         "Device to compute on; null: that of the run.",
         choices=("auto", "cpu", "cuda", "mps"),
     )
-    json: bool = knob(False, "Print everything as one JSON object, with all iterations.")
+    json: bool = knob(False, "Print one JSON object.")
     trust: bool = knob(
         False, "Obey all that the run's recipe says, though another user has made the run."
     )
@@ -97,25 +84,40 @@ def main(argv: list[str]) -> None:
         check_recipe(kept)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("grpo replay: runs in one process; start it without torchrun.")
-    from grpo_cli.commands import replayed_step
-    from grpo_cli.records import Group
-    from grpo_cli.training.replay import results
+    from grpo_cli import train
+    from grpo_cli.training import replayed_run
+    from grpo_cli.training.rollouts.credit import assign_advantages
+    from grpo_cli.training.step import begin
 
-    def is_chosen(group: Group, sample: int) -> bool:
-        return group.prompt.row == settings.row and settings.sample in (None, sample)
-
-    chosen = None if settings.row is None else is_chosen
     with off_import_path(not trust):
-        found = replayed_step.replay(run.path, number, chosen, settings.device, trust)
-    checks = results.compared(recorded, found.metrics, settings.tolerance)
-    data = {"run": str(run.path), **results.as_data(found, checks)}
+        live, processes = replayed_run.restore(run.path, kept, settings.device, trust)
+        step = begin(live)
+        assert step.batch is not None, "a kept step has its rollouts"
+        step_stats = train.fill_logprobs(live, step, step.batch)
+        assign_advantages(step.recipe, step.batch.groups, step_stats, step.number)
+        metrics = train.update_policy(live, step)
+    checks = compared(recorded, metrics, settings.tolerance)
+    data = {
+        "run": str(run.path),
+        "step": number,
+        "device": str(live.workers.device),
+        "processes": processes,
+        "checks": checks,
+    }
     if settings.json:
-        print(json.dumps(data, ensure_ascii=False))
+        print(json.dumps(data))
     else:
-        show(data, settings)
-    wrong = [c for c in checks if not c["agrees"] and c["name"] in results.DECISIVE]
+        print(f"{run.path}, step {number}, on {data['device']}")
+        for check in checks:
+            print(line_of(check))
+    wrong = [c for c in checks if not c["agrees"] and c["name"] in DECISIVE]
     if wrong:
-        raise TrainingError(disagreement(data, wrong, settings.tolerance))
+        raise TrainingError(
+            f"step {number} of {run.path}: not recomputed to {settings.tolerance:g}: "
+            f"{'; '.join(map(line_of, wrong))}; another device, other versions of torch and "
+            "another number of threads or processes round differently (--tolerance), and dropout "
+            "of several processes cannot be drawn again in one."
+        )
 
 
 def find(run: RunFolder, settings: Settings) -> tuple[int, Mapping[str, Any]]:
@@ -133,8 +135,6 @@ def find(run: RunFolder, settings: Settings) -> tuple[int, Mapping[str, Any]]:
             f"--step = {settings.step}: {run.path} has not kept what is needed of this step; "
             f"{there}. A run keeps the steps that log.keep_steps=[{settings.step}] names."
         )
-    if settings.sample is not None and settings.row is None:
-        raise UserError("--sample: is only read with --row.")
     lines = [line for line in run.metrics() if line.get("step") == settings.step]
     if not lines:
         raise UserError(
@@ -151,59 +151,35 @@ def check_recipe(path: Path) -> None:
     provenance.check(path, provenance.refused(read, path), "--trust")
 
 
-def show(data: Mapping[str, Any], settings: Settings) -> None:
-    """Prints a recomputed step.
+def compared(
+    recorded: Mapping[str, Any], recomputed: Mapping[str, float], tolerance: float
+) -> list[dict[str, Any]]:
+    """Returns the recorded and the recomputed metrics of an update, and whether they agree.
 
-    Raises:
-        UserError: it has no such iteration.
+    Args:
+        tolerance: largest difference; of a metric beyond 1, relative to it.
+
+    A value that is not finite, or was not measured, is None.
     """
-    from grpo_cli.reporting import replay_tables
-
-    iterations = max((update["iteration"] for update in data["updates"]), default=1)
-    if settings.iteration > iterations:
-        raise UserError(
-            f"--iteration = {settings.iteration}: the step has {iterations} "
-            "(update.num_iterations)."
-        )
-    shown = [
-        (completion, update)
-        for update in data["updates"]
-        for completion in update["completions"]
-        if update["iteration"] == settings.iteration
-    ]
-    console = Console(highlight=False)
-    of_processes = f", trained by {data['processes']} processes" if data["processes"] > 1 else ""
-    title = f"{data['run']}, step {data['step']}, on {data['device']}{of_processes}"
-    console.print(title, soft_wrap=True, markup=False)
-    replay_tables.print_checks(console, data)
-    replay_tables.print_table(console, data, settings.iteration)
-    if settings.row is not None:
-        for completion, update in shown:
-            replay_tables.print_completion(console, data, completion, update)
-    for line in replay_tables.legend(data):
-        console.print(line, soft_wrap=True, markup=False)
+    out = []
+    for name in COMPARED:
+        if name in recorded or name in recomputed:
+            before, now = (
+                value if value is not None and math.isfinite(value) else None
+                for value in (recorded.get(name), recomputed.get(name))
+            )
+            agrees = before == now  # also if neither is finite, as with overflows of float16
+            if before is not None and now is not None:
+                agrees = abs(now - before) <= tolerance * max(1.0, abs(before))
+            out.append({"name": name, "recorded": before, "recomputed": now, "agrees": agrees})
+    return out
 
 
-def disagreement(
-    data: Mapping[str, Any], wrong: Sequence[Mapping[str, Any]], tolerance: float
-) -> str:
-    """Returns the sentence about a step that could not be recomputed."""
-    apart = listed(
-        f"{c['name']} ({_shown(c['recomputed'])}, recorded {_shown(c['recorded'])}"
-        + (")" if None in (c["recomputed"], c["recorded"]) else
-           f", apart by {abs(c['recomputed'] - c['recorded']):.1e})")
-        for c in wrong
-    )  # fmt: skip
-    why = "another device, other versions of torch or another number of threads round differently"
-    if data["processes"] > 1:
-        why += f", and so do {data['processes']} processes"
-        if data["dropout"]:
-            why = "the random numbers of dropout were drawn by several processes"
-    return (
-        f"step {data['step']} of {data['run']}: not recomputed to {tolerance:g}: {apart}; {why} "
-        "(--tolerance)."
-    )
-
-
-def _shown(value: float | None) -> str:
-    return "none" if value is None else f"{value:.9g}"
+def line_of(check: Mapping[str, Any]) -> str:
+    """Returns a compared metric as text."""
+    verb = "equals" if check["agrees"] else "differs from"
+    now, before = check["recomputed"], check["recorded"]
+    if None in (now, before):
+        return f"{check['name']}: {now} {verb} the recorded {before}"
+    apart = f"{abs(now - before):.1e}"
+    return f"{check['name']}: {now:.9g} {verb} the recorded {before:.9g} (apart by {apart})"

@@ -1356,7 +1356,7 @@ class Log:
     keep_steps: list[int] = knob(
         [],
         "Steps, counted from 1, of which the run keeps rollouts and weights in replay/step-N, so "
-        "that grpo replay can recompute their loss and explain each completion.",
+        "that grpo replay can recompute their loss and gradient.",
         ge=1,
     )
 

@@ -25,7 +25,7 @@ from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.reporter import Reporter
 from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.training import build, prepare, resume
-from grpo_cli.training.replay.kept_steps import ENTRY, KeptPrompts
+from grpo_cli.training.kept_steps import ENTRY, KeptPrompts
 from grpo_cli.training.rollouts.queue import RolloutQueue
 from grpo_cli.training.run import Run
 from grpo_cli.training.stop_rules import StopRules
@@ -52,15 +52,6 @@ class NoInterrupts(Interrupts):
         return False
 
 
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """A kept step, restored: the run as it was before the step's first update."""
-
-    run: Run
-    processes: int  # that took the step
-    has_dropout: bool
-
-
 def recipe_of(path: Path, device: str | None) -> Recipe:
     """Returns the recipe of a kept step, for one process.
 
@@ -78,8 +69,8 @@ def recipe_of(path: Path, device: str | None) -> Recipe:
     return dataclasses.replace(recipe, distributed=distributed, device=device or recipe.device)
 
 
-def restore(folder: Path, path: Path, device: str | None, trust: bool = True) -> Kept:
-    """Builds the run of a kept step and puts its state into it.
+def restore(folder: Path, path: Path, device: str | None, trust: bool = True) -> tuple[Run, int]:
+    """Returns the run as it was before the step's first update, and the processes that took it.
 
     Args:
         folder: of the run.
@@ -145,4 +136,4 @@ def restore(folder: Path, path: Path, device: str | None, trust: bool = True) ->
             f"{path}: was kept by another version of grpo, whose knobs of loss, sampling or "
             "rewards are others; replay it with that version."
         )
-    return Kept(run, len(saved["rng"]), own["dropout"])
+    return run, len(saved["rng"])

@@ -58,7 +58,6 @@ def keep(run: Run, step: Step) -> None:
             "model": run.policy.name_or_path,  # that the run began with
             "samples_from_policy": run.generator.samples_from_policy,
             "prefetch_steps": run.generator.prefetch_steps,
-            "dropout": has_dropout(run.policy),
         },
     }
     run.checkpointer.save(
@@ -69,12 +68,6 @@ def keep(run: Run, step: Step) -> None:
         run.vision or run.tokenizer,
         with_model=False,
     )
-
-
-def has_dropout(model: torch.nn.Module) -> bool:
-    """Whether a forward pass in training mode draws random numbers."""
-    rates = (getattr(m, name, 0.0) for m in model.modules() for name in ("p", "attention_dropout"))
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def prompts_of(groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
