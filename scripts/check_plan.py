@@ -1,13 +1,12 @@
-"""Compares `grpo plan` with runs on this machine: peak memory and time of a step.
+"""Compares the plan of runs on this machine with what they measure: peak memory and time by stage.
 
     python scripts/check_plan.py [CASE ...]
 
-Each case trains a random model for a few steps, and reads what the run has measured from its
-plan.json. Then `grpo plan` predicts the same recipe, with the mean length of the completions and
-the share of groups with a gradient that were measured. Times are seconds of the processor, of one
-thread, so that other programs on the machine change little. Memory is that of a second run, whose
-malloc gives freed memory back at once, so that resident memory is memory in use; that makes a step
-slower. docs/plan.md has the table.
+Each case trains a random model for a few steps and reads its plan.json: the prediction is for the
+mean length of the completions and the share of groups with a gradient that the run had. Times are
+seconds of the processor, of one thread, so that other programs on the machine change little. The
+process gives freed memory back at once, so that resident memory is memory in use; that makes a step
+a little slower. docs/plan.md has the table.
 """
 
 from __future__ import annotations
@@ -22,15 +21,31 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import bench_setup
 import yaml
 from bench import GIVES_BACK, machine
-from bench_setup import Job, Workload, make_folder, make_recipe
+from bench_setup import MODELS, Job, Workload, make_folder, make_recipe
 
-BOUNDS = {"peak": 0.15, "step_seconds": 0.25}  # errors beyond them are bold
+MODELS |= {
+    "1m": {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 384,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "eos": 64,
+    },
+    "40m": {
+        "vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1536,
+        "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4, "eos": 128,
+    },
+    "150m": {
+        "vocab_size": 16_000, "hidden_size": 896, "intermediate_size": 2432,
+        "num_hidden_layers": 16, "num_attention_heads": 14, "num_key_value_heads": 2, "eos": 128,
+    },
+}  # fmt: skip
+MEMORY_BOUND, TIME_BOUND = 0.15, 0.25
 SHORT = Workload("short", (24, 24), limit=48, prompts=8, min_tokens=48)
 LONG = Workload("long", (30, 130), limit=256, prompts=4)
 LARGE = Workload("large", (64, 64), limit=56, prompts=2, generations=4, min_tokens=56)
@@ -44,85 +59,63 @@ class Case:
     workload: Workload = SHORT
     overrides: tuple[str, ...] = ()
     recipe: str = ""
-    steps: int = 3  # a CPU's memory is measured from the second step on
+    steps: int = 3
 
 
 LORA = ("adapter=lora", "adapter.rank=16")
 CASES = {
     "arithmetic_tiny, as shipped": Case("", recipe="arithmetic_tiny", steps=8),
     "gsm8k_tiny, as shipped": Case("", recipe="gsm8k_tiny"),
+    "1M, short": Case("1m", SHORT, steps=6),
+    "1M, long": Case("1m", LONG, steps=6),
     "10M, long, packed": Case("small", LONG, steps=5),
     "10M, long, padded": Case("small", LONG, ("update.packing=false",), steps=5),
     "10M, short, reference": Case("small", SHORT, ("loss.beta=0.04",)),
+    "40M, short": Case("40m", SHORT),
+    "40M, long, LoRA": Case("40m", dataclasses.replace(LONG, prompts=2), LORA),
     "40M of vocabulary 151,936": Case("wide", dataclasses.replace(SHORT, prompts=4)),
     "110M": Case("110m", LARGE, steps=2),
     "110M, LoRA": Case("110m", LARGE, (*LORA, "seed=1"), steps=2),  # whose groups differ
     "110M, checkpointing": Case("110m", LARGE, ("model.gradient_checkpointing=true",), steps=2),
+    "150M": Case("150m", LARGE, steps=2),
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Compare plans with runs on this machine.")
     parser.add_argument("cases", nargs="*", help="names of cases; none: all")
-    parser.add_argument("--side", choices=("times", "memory"), help=argparse.SUPPRESS)
+    parser.add_argument("--one", action="store_true", help="run one case in this process")
     args = parser.parse_args()
-    if args.side:
-        print(json.dumps(run_side(args.side, CASES[args.cases[0]])))
+    if args.one:
+        time.perf_counter = time.process_time
+        with tempfile.TemporaryDirectory(prefix="grpo-plan-") as root:
+            case = CASES[args.cases[0]]
+            print(row(args.cases[0], trained(Path(root), case, case.steps)), flush=True)
         return
-    print(machine())
-    print(
-        "| configuration | predicted peak | measured | error | predicted step | measured | error |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for name in args.cases or CASES:
-        timed, metered = (call(name, side) for side in ("times", "memory"))
-        predicted = timed["predicted"]
-        cells = [name]
-        for key, measured in (("peak", metered["peak"]), ("step_seconds", timed["step_seconds"])):
-            error = predicted[key] / measured - 1
-            bold = "**" if abs(error) > BOUNDS[key] else ""
-            size = {"peak": "{:,.0f} MB", "step_seconds": "{:.3g} s"}[key]
-            unit = 1e6 if key == "peak" else 1
-            cells += [size.format(v / unit) for v in (predicted[key], measured)]
-            cells.append(f"{bold}{100 * error:+.0f} %{bold}")
-        print(f"| {' | '.join(cells)} |", flush=True)
-
-
-def call(name: str, side: str) -> dict[str, Any]:
-    """Returns what one side of a case measures in a process of its own."""
-    scripts = Path(__file__).resolve().parent
+    print(machine(), flush=True)
+    header = ["configuration", "parameters", "mean length"]
+    header += [f"{side} {what}" for what in ("peak", "step") for side in ("predicted", "measured")]
+    print(f"| {' | '.join(header)} |\n" + "| --- " * len(header) + "|", flush=True)
+    scripts = Path(bench_setup.__file__).parent
     paths = os.pathsep.join([str(scripts), str(scripts.parent)])
-    variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    variables |= GIVES_BACK if side == "memory" else {}
-    command = [sys.executable, __file__, name, "--side", side]
-    done = subprocess.run(
-        command, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True, check=True
-    )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **GIVES_BACK}
+    for name in args.cases or CASES:
+        command = [sys.executable, __file__, name, "--one"]
+        subprocess.run(command, env={**os.environ, **variables}, check=True)
+
+
+def trained(root: Path, case: Case, steps: int) -> dict[str, Any]:
+    """Trains a case; returns its plan.json."""
+    words = [
+        f"output_dir={root / 'run'}", f"steps={steps}", "eval.at_start=false", "device=cpu",
+        "eval.at_end=false", "eval.every=0", "checkpoint.every=0", "log.plots=false",
+        *case.overrides,
+    ]  # fmt: skip
+    recipe = case.recipe or str(make(root, case))
+    words.insert(0, f"recipe={recipe}")
+    grpo("train", *words)
+    found: dict[str, Any] = json.loads((root / "run" / "plan.json").read_text(encoding="utf-8"))
     return found
-
-
-def run_side(side: str, case: Case) -> dict[str, Any]:
-    """Trains a case; returns what plan.json says was measured, and the plan made with it."""
-    time.perf_counter = time.process_time
-    with tempfile.TemporaryDirectory(prefix="grpo-plan-") as name:
-        root = Path(name)
-        words = [
-            f"recipe={case.recipe or make(root, case)}", f"output_dir={root / 'run'}",
-            f"steps={case.steps}", "eval.at_start=false", "device=cpu", "eval.at_end=false",
-            "eval.every=0", "checkpoint.every=0", *case.overrides,
-        ]  # fmt: skip
-        grpo("train", *words)
-        stored = json.loads((root / "run" / "plan.json").read_text(encoding="utf-8"))
-        measured: dict[str, Any] = stored["measured"]
-        if side == "times":
-            known = (
-                f"mean_tokens={measured['completion_tokens']}",
-                f"longest_tokens={measured['longest_tokens']}",
-                f"signal={min(max(measured['signal'], 0.01), 1.0)}",
-            )
-            measured["predicted"] = json.loads(grpo("plan", *words, *known, "--json"))
-    return measured
 
 
 def grpo(*words: str) -> str:
@@ -142,10 +135,32 @@ def make(root: Path, case: Case) -> Path:
     workload = dataclasses.replace(case.workload, model=case.model)
     make_folder(root / "folder", workload, steps=case.steps)
     job = Job("ours", workload, str(root / "folder"), str(root), steps=case.steps, bf16=False)
-    recipe = make_recipe(job)
+    recipe, absent = make_recipe(job)
+    assert not absent
     recipe["defaults"].insert(1, {"adapter": "none"})
     (root / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
     return root / "recipe.yaml"
+
+
+def row(name: str, found: Mapping[str, Any]) -> str:
+    """Returns a case's line of the table, the measured figure with the error of the predicted."""
+    p, m = found["predicted"], found["measured"]
+
+    def error(key: str, bound: float) -> str:
+        share = p[key] / m[key] - 1
+        text = f"{100 * share:+.0f} %"
+        return text if abs(share) <= bound else f"**{text}**"
+
+    cells = [
+        name,
+        f"{p['parameters'] / 1e6:.3g} M",
+        f"{m['completion_tokens']:.3g}",
+        f"{p['peak'] / 1e6:,.0f} MB",
+        f"{m['peak'] / 1e6:,.0f} MB ({error('peak', MEMORY_BOUND)})",
+        f"{p['step_seconds']:.3g} s",
+        f"{m['step_seconds']:.3g} s ({error('step_seconds', TIME_BOUND)})",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

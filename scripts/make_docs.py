@@ -8,19 +8,21 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import transformers
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from grpo_cli.algorithm import objective  # noqa: E402
 from grpo_cli.config import knob, schema  # noqa: E402
-from grpo_cli.planning.memory import memory  # noqa: E402
-from grpo_cli.planning.settings import Cluster, Settings  # noqa: E402
-from grpo_cli.planning.shapes import Shape  # noqa: E402
+from grpo_cli.planning.devices import Device  # noqa: E402
+from grpo_cli.planning.memory import Job, Lengths  # noqa: E402
+from grpo_cli.planning.plan import predict, with_values  # noqa: E402
+from grpo_cli.planning.sizes import sizes_of  # noqa: E402
 from tests.models.families import FAMILIES, Family  # noqa: E402
 
 BEGIN, END = "<!-- made by scripts/make_docs.py -->", "<!-- end -->"
@@ -31,45 +33,60 @@ MAPPINGS = {
     "callbacks": ("callbacks.NAME", schema.Callback),
 }
 
-# The models, GPUs and strategies of the table of memory.
-MODELS = {
-    "Qwen2.5-7B": Shape(28, 3584, 28, 4, 128, 18944, 152064, qkv_bias=True),
-    "Qwen2.5-32B": Shape(64, 5120, 40, 8, 128, 27648, 152064, qkv_bias=True),
-    "Qwen2.5-72B": Shape(80, 8192, 64, 8, 128, 29568, 152064, qkv_bias=True),
-    "Qwen3-235B-A22B": Shape(94, 4096, 64, 4, 128, 1536, 151936, 128, 8, qk_norm=True),
-}
-SIZES = (8, 64, 1024)
-STRATEGIES = {
-    "ddp": Settings(strategy="ddp"),
-    "fsdp2": Settings(),
-    "fsdp2, kept gathered": Settings(reshard_after_forward=False),
-    "fsdp2, embedded engine": Settings(embedded=True),
-}
 
-# The models and the ways of training of the tables for one GPU and for one node.
+def qwen(layers: int, hidden: int, heads: int, kv: int, width: int, **own: Any) -> Any:
+    """Returns the config of a dense Qwen2.5."""
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    sizes |= {"num_key_value_heads": kv, "intermediate_size": width, "vocab_size": 152064}
+    return transformers.Qwen2Config(**{**sizes, "tie_word_embeddings": False, **own})
+
+
+SMALL = {"vocab_size": 151936, "tie_word_embeddings": True}
 QWEN = {
-    "0.5B": Shape(24, 896, 14, 2, 64, 4864, 151936, qkv_bias=True, tied=True),
-    "1.5B": Shape(28, 1536, 12, 2, 128, 8960, 151936, qkv_bias=True, tied=True),
-    "3B": Shape(36, 2048, 16, 2, 128, 11008, 151936, qkv_bias=True, tied=True),
-    "7B": MODELS["Qwen2.5-7B"],
-    "14B": Shape(48, 5120, 40, 8, 128, 13824, 152064, qkv_bias=True),
-    "32B": MODELS["Qwen2.5-32B"],
-    "72B": MODELS["Qwen2.5-72B"],
+    "0.5B": qwen(24, 896, 14, 2, 4864, **SMALL),
+    "1.5B": qwen(28, 1536, 12, 2, 8960, **SMALL),
+    "3B": qwen(36, 2048, 16, 2, 11008, **SMALL),
+    "7B": qwen(28, 3584, 28, 4, 18944),
+    "14B": qwen(48, 5120, 40, 8, 13824),
+    "32B": qwen(64, 5120, 40, 8, 27648),
+    "72B": qwen(80, 8192, 64, 8, 29568),
 }
+# The models, numbers of GPUs and strategies of the table of memory.
+MODELS = {f"Qwen2.5-{name}": QWEN[name] for name in ("7B", "32B", "72B")} | {
+    "Qwen3-235B-A22B": transformers.Qwen3MoeConfig(
+        num_hidden_layers=94, hidden_size=4096, num_attention_heads=64, num_key_value_heads=4,
+        head_dim=128, moe_intermediate_size=1536, num_experts=128, num_experts_per_tok=8,
+        vocab_size=151936,
+    )
+}  # fmt: skip
+SIZES = (8, 64, 1024)
+LARGE = {
+    "prompts_per_step": 1024, "generation.num_generations": 16, "loss.beta": 0.04,
+    "generation.max_completion_tokens": 4096, "generation.max_num_seqs": 16,
+    "update.tokens_per_micro_batch": 8192,
+}  # fmt: skip
+SERVED = {"generation.engine": "vllm_server"}
+FSDP = {"distributed.strategy": "fsdp2"}
+STRATEGIES = {
+    "ddp": LARGE | SERVED,
+    "fsdp2": LARGE | SERVED | FSDP,
+    "fsdp2, kept gathered": LARGE | SERVED | FSDP | {"distributed.reshard_after_forward": False},
+    "fsdp2, embedded engine": LARGE | FSDP,
+}
+# The ways of training of the tables for one GPU and for one node.
 CARDS = (16, 24, 48, 80)  # GB
-STEP = Settings(
-    strategy="ddp", reference=False, micro_tokens=4096, prompts=8, num_generations=8,
-    completion_tokens=1024, max_completion_tokens=1024, embedded=True,
-)  # fmt: skip
+STEP = {
+    "prompts_per_step": 8, "generation.num_generations": 8, "loss.beta": 0.0,
+    "generation.max_completion_tokens": 1024, "generation.max_num_seqs": 8,
+    "update.tokens_per_micro_batch": 4096,
+}  # fmt: skip
+LORA = {"model.dtype": "bfloat16", "adapter.method": "lora"}
 TRAINING = {
     "all weights": STEP,
-    "LoRA": replace(STEP, weight_bytes=2, adapter_rank=16),
-    "QLoRA": replace(STEP, weight_bytes=2, adapter_rank=16, quantization="nf4"),
+    "LoRA": STEP | LORA,
+    "QLoRA": STEP | LORA | {"model.quantization": "nf4"},
 }
-ON_A_NODE = {
-    "all weights": replace(STEP, strategy="fsdp2", embedded=False),
-    "LoRA": replace(STEP, strategy="fsdp2", embedded=False, weight_bytes=2, adapter_rank=16),
-}
+ON_A_NODE = {"all weights": STEP | FSDP | SERVED, "LoRA": STEP | LORA | FSDP | SERVED}
 
 SAMPLED = {"engine": "engine", "cache": "transformers' cache", "none": "no cache"}
 
@@ -100,19 +117,25 @@ def renewed(page: str, table: str) -> str:
 
 
 def cluster_table() -> str:
-    """Returns the peak memory of a GPU by model and strategy, in GB."""
+    """Returns the peak memory of a GPU by model and strategy, in GB; bold beyond 80 GB."""
     lines = [["model", "GPUs", *STRATEGIES], ["---"] * (2 + len(STRATEGIES))]
-    for name, shape in MODELS.items():
+    for name, config in MODELS.items():
         for gpus in SIZES:
             line = [name if gpus == SIZES[0] else "", f"{gpus:,}"]
-            for settings in STRATEGIES.values():
-                cluster = Cluster(gpus)
-                found = memory(shape, cluster, settings)
-                wall, peak = found.wall(cluster.memory), found.peak / 1e9
-                shown = f"{peak:.1f}" if peak < 9.95 else f"{peak:,.0f}"
-                line.append(shown + (f": {wall}" if wall else ""))
+            for values in STRATEGIES.values():
+                found = peak(config, values, gpus, Lengths(512, 2048, 4096))
+                shown = f"{found:.1f}" if found < 9.95 else f"{found:,.0f}"
+                line.append(f"**{shown}**" if found > 80 else shown)
             lines.append(line)
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def peak(config: Any, values: Mapping[str, Any], gpus: int, lengths: Lengths) -> float:
+    """Returns the peak memory of a GPU with 80 GB in GB."""
+    base = {"mixed_precision": "bf16", "model.gradient_checkpointing": True}
+    recipe = with_values(schema.Recipe(), base | values)
+    device = Device("80 GB", 80e9)
+    return predict(Job(recipe, sizes_of(config, recipe), device, gpus, lengths)).peak / 1e9
 
 
 def memory_tables() -> str:
@@ -125,11 +148,11 @@ def memory_tables() -> str:
     return "\n".join(f"### {title}\n\n{table}" for title, table in tables.items())
 
 
-def card_table(ways: Mapping[str, Settings], gpus: int) -> str:
+def card_table(ways: Mapping[str, Mapping[str, Any]], gpus: int) -> str:
     """Returns the peak memory of each of `gpus` GPUs, with the smallest card that holds it."""
     lines = [["model", *ways], ["---"] * (1 + len(ways))]
-    for name, shape in QWEN.items():
-        peaks = [memory(shape, Cluster(gpus), settings).peak / 1e9 for settings in ways.values()]
+    for name, config in QWEN.items():
+        peaks = [peak(config, values, gpus, Lengths(512, 1024, 1024)) for values in ways.values()]
         lines.append([name, *map(on_card, peaks)])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

@@ -29,14 +29,14 @@ def bytes_per_token(
     model = policy_logprobs.model
     kept = _slope(policy_logprobs, rollouts, temperature)
     if getattr(model, "is_gradient_checkpointing", False):
-        with _without_checkpointing(model):
+        with without_checkpointing(model):
             all_layers = _slope(policy_logprobs, rollouts, temperature)
         kept += all_layers / model.config.get_text_config(decoder=True).num_hidden_layers
     return kept
 
 
 @contextmanager
-def _without_checkpointing(model: nn.Module) -> Iterator[None]:
+def without_checkpointing(model: nn.Module) -> Iterator[None]:
     """Keeps all activations inside."""
     modules = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     for module in modules:

@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_cli.errors import TrainingError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 T = TypeVar("T")
 
@@ -163,14 +163,19 @@ def cache_tokens_in(free: float, bytes_per_token: float) -> int:
 
 def cache_tokens_that_fit(model: PreTrainedModel) -> int:
     """Tokens, over all rows, whose keys and values fit into free memory: a power of two."""
-    token = 0
-    config = model.config.get_text_config(decoder=True)
+    numbers = cache_numbers(model.config.get_text_config(decoder=True))
+    return cache_tokens_in(free_memory(model.device), numbers * model.dtype.itemsize)
+
+
+def cache_numbers(config: PretrainedConfig) -> int:
+    """Returns how many numbers the keys and values of a token have, in all layers."""
+    total = 0
     for layer in getattr(config, "per_layer_config", [config] * config.num_hidden_layers):
         all_heads = getattr(layer, "num_attention_heads", None) or 1
         heads = getattr(layer, "num_key_value_heads", None) or all_heads
         dim = getattr(layer, "head_dim", None) or layer.hidden_size // all_heads
-        token += 2 * heads * dim * model.dtype.itemsize
-    return cache_tokens_in(free_memory(model.device), token)
+        total += 2 * heads * dim
+    return total
 
 
 def most_rows(model: PreTrainedModel) -> int:

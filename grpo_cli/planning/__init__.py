@@ -1,5 +1,5 @@
-"""Memory and time of a run, computed from the shape of its model, before anything is loaded.
+"""Predicts the memory and the time of a run before any weights are loaded.
 
-Start with plan.py, which puts together memory.py (bytes by moment of a step), workload.py (lengths,
-micro-batches) and seconds.py (time by stage). It may import models, data, config and errors.
+Start with plan.py, which puts together sizes.py (numbers of weights, activations), memory.py (bytes
+by stage of a step) and seconds.py (time by stage). It may import models, config and errors.
 """

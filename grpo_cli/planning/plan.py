@@ -1,4 +1,4 @@
-"""Predicts the memory and the time of a run, and what to change where it does not fit."""
+"""Predicts the memory and the time of a run, and says what to change if it does not fit."""
 
 from __future__ import annotations
 
@@ -6,174 +6,89 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import yaml
+
 from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import UserError
-from grpo_cli.models.flops import FORWARD_BACKWARD
-from grpo_cli.models.memory import tokens_in
-from grpo_cli.models.optimizers import EIGHT_BIT
-from grpo_cli.planning.devices import Device
-from grpo_cli.planning.memory import Memory, activation_bytes, base_bytes, checkpoint_bytes, memory
-from grpo_cli.planning.seconds import Speeds, listed_speeds, rows_at_a_time, stage_seconds
-from grpo_cli.planning.settings import Cluster, Settings
-from grpo_cli.planning.shapes import Shape
-from grpo_cli.planning.workload import Workload
+from grpo_cli.planning.memory import Job, Stages, largest_micro_batch, memory, micro_batch_tokens
+from grpo_cli.planning.seconds import step_seconds
+from grpo_cli.planning.sizes import sizes_of
 
-SpeedsOf = Callable[[Shape, Settings, Device, int], Speeds]
+MOST_CHANGES = 8  # that are printed
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The prediction of one run on a number of devices."""
+    """The prediction of one run."""
 
-    shape: Shape
-    settings: Settings
-    device: Device
-    gpus: int  # that train
-    steps: int
-    checkpoints: int  # kept on the disk at the end
-    speeds: Speeds
-    memory: Memory
-    seconds: Mapping[str, float]  # by stage of a step
-    work: Workload
+    job: Job
+    memory: Stages  # bytes of one process by stage and part
+    seconds: Mapping[str, float] | None  # of the busiest process by stage; None: unknown
+
+    @property
+    def by_stage(self) -> dict[str, float]:
+        return {stage: sum(parts.values()) for stage, parts in self.memory.items()}
+
+    @property
+    def peak_stage(self) -> str:
+        return max(self.by_stage, key=lambda stage: self.by_stage[stage])
+
+    @property
+    def peak(self) -> float:
+        return self.by_stage[self.peak_stage]
 
     @property
     def fits(self) -> bool:
         """Whether the peak is within the device's memory."""
-        return self.memory.peak <= self.device.memory
+        return self.peak <= self.job.device.memory
 
     @property
-    def bytes_by_stage(self) -> dict[str, float]:
-        """The peak of each stage."""
-        return {stage: sum(parts.values()) for stage, parts in self.memory.by_stage.items()}
-
-    @property
-    def peak_stage(self) -> str:
-        """The stage of the peak."""
-        return max(self.bytes_by_stage, key=lambda stage: self.bytes_by_stage[stage])
-
-    @property
-    def step_seconds(self) -> float:
+    def step_seconds(self) -> float | None:
         """The seconds of a step, without rewards."""
-        return sum(self.seconds.values())
+        return None if self.seconds is None else sum(self.seconds.values())
 
     @property
-    def run_seconds(self) -> float:
-        """The seconds of all steps, without evaluations."""
-        return self.steps * self.step_seconds
-
-    @property
-    def flops_per_step(self) -> float:
-        """The model FLOPs of a step over all devices: sampling, reference, update."""
-        s, work = self.settings, self.work
-        forward, trained = (
-            work.scale * sum(self.shape.forward_flops(m.tokens, m.attended, m.logits) for m in some)
-            for some in (work.micro_batches, work.trained)
-        )
-        passes = FORWARD_BACKWARD - (1 if s.adapter_rank else 0)
-        of_one = (1 + s.reference + s.old_logprobs) * forward + s.iterations * passes * trained
-        return of_one * s.prompts / work.groups
-
-    @property
-    def disk(self) -> int:
-        """The bytes of the checkpoints that the run keeps."""
-        s = self.settings
-        model = 0 if s.adapter_rank else self.shape.parameters * s.weight_bytes
-        return self.checkpoints * (checkpoint_bytes(self.shape, s) + model)
+    def disk(self) -> float:
+        """The bytes of the checkpoints that the run keeps: what is trained, moments, model."""
+        job, recipe = self.job, self.job.recipe
+        every = recipe.checkpoint.every
+        written = 1 + (recipe.steps - 1) // every if every else 1
+        trained = 3 * job.sizes.trained * job.trained_bytes
+        model = 0 if job.sizes.adapter else job.sizes.parameters * job.weight_bytes
+        return min(written, recipe.checkpoint.keep_last) * (trained + model)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the prediction as plain values, for plan.json and --json."""
-        s, parts = self.settings, self.memory.by_stage
+        job, step = self.job, self.step_seconds
+        n, lengths = job.recipe.generation.num_generations, job.lengths
+        tokens = job.recipe.prompts_per_step * n * (lengths.prompt + lengths.mean)
         return {
-            "memory": {stage: round(size) for stage, size in self.bytes_by_stage.items()},
+            "memory": {stage: round(size) for stage, size in self.by_stage.items()},
             "parts": {
-                stage: {part: round(size) for part, size in of.items() if size >= 1}
-                for stage, of in parts.items()
+                stage: {part: round(size) for part, size in parts.items() if size >= 1}
+                for stage, parts in self.memory.items()
             },
-            "peak": round(self.memory.peak),
+            "peak": round(self.peak),
             "peak_stage": self.peak_stage,
             "fits": self.fits,
-            "time": {stage: rounded(seconds) for stage, seconds in self.seconds.items()},
-            "step_seconds": rounded(self.step_seconds),
-            "run_seconds": rounded(self.run_seconds),
-            "gpu_hours": rounded(self.run_seconds * self.gpus / 3600),
-            "steps": self.steps,
-            "tokens_per_step": round(self.work.tokens),
-            "flops_per_step": rounded(self.flops_per_step),
-            "tokens_per_micro_batch": s.micro_tokens,
-            "micro_batches": round(self.work.scale * len(self.work.trained)),
-            "parameters": self.shape.parameters,
-            "checkpoint_bytes": self.disk,
-            "prompt_tokens": s.prompt_tokens,
-            "completion_tokens": rounded(sum(self.work.lengths) / len(self.work.lengths)),
-            "device": self.device.name,
-            "device_memory": round(self.device.memory),
-            "gpus": self.gpus,
-            "measured_speeds": self.speeds.is_measured,
+            "activations_known": job.sizes.activations is not None,
+            "time": self.seconds and {s: rounded(t) for s, t in self.seconds.items()},
+            "step_seconds": step and rounded(step),
+            "run_seconds": step and rounded(step * job.recipe.steps),
+            "tokens_per_step": round(tokens),
+            "tokens_per_micro_batch": micro_batch_tokens(job),
+            "parameters": job.sizes.parameters,
+            "checkpoint_bytes": round(self.disk),
+            "prompt_tokens": rounded(lengths.prompt),
+            "completion_tokens": rounded(lengths.mean),
+            "device": job.device.name,
+            "gpus": job.gpus,
         }
 
 
-@dataclass(frozen=True)
-class Extent:
-    """The length of a run."""
-
-    steps: int
-    checkpoints: int = 1
-
-
-def predict(
-    shape: Shape,
-    settings: Settings,
-    device: Device,
-    gpus: int,
-    extent: Extent,
-    speeds_of: SpeedsOf = listed_speeds,
-    *,
-    derive: bool = True,
-) -> Plan:
-    """Returns the prediction of a run.
-
-    Args:
-        speeds_of: gives the rates; `listed_speeds` assumes them.
-        derive: whether the tokens of a micro-batch follow from the device's memory; otherwise
-            `settings.micro_tokens` are given.
-
-    Raises:
-        UserError: adapters of models with experts, which are not described.
-    """
-    s = settings
-    if derive:
-        s = replace(s, micro_tokens=derived_micro_tokens(shape, s, device, gpus))
-    if s.embedded and s.decoded_rows is None:
-        wanted = s.prompts_of(gpus) * s.num_generations
-        s = replace(s, decoded_rows=rows_at_a_time(shape, device, s, wanted))
-    work = Workload(s, gpus)
-    of_largest = replace(s, micro_tokens=work.largest.tokens)
-    found = memory(shape, Cluster(gpus, device.memory), of_largest)
-    speeds = speeds_of(shape, s, device, gpus)
-    seconds = stage_seconds(shape, device, gpus, s, speeds)
-    return Plan(
-        shape, s, device, gpus, extent.steps, extent.checkpoints, speeds, found, seconds, work
-    )  # fmt: skip
-
-
-def derived_micro_tokens(shape: Shape, settings: Settings, device: Device, gpus: int) -> int:
-    """Returns the tokens of a micro-batch as a run derives them from free memory."""
-    s = settings
-    of_state = memory(shape, Cluster(gpus, device.memory), replace(s, micro_tokens=1))
-    parts = of_state.moments["forward"]
-    kept = ("weights", "adapter", "gradients", "moments", "reference", "vLLM")
-    free = device.memory - sum(parts.get(part, 0) for part in kept)
-    if s.sharded and s.embedded:
-        free -= base_bytes(shape, 1, replace(s, strategy="ddp")) * s.compute_bytes / s.weight_bytes
-    return tokens_in(free, device.kind, activation_bytes(shape, s))
-
-
-def kept_checkpoints(recipe: Recipe) -> int:
-    """Returns how many checkpoints lie on the disk in the end."""
-    every = recipe.checkpoint.every
-    written = 1 + (recipe.steps - 1) // every if every else 1
-    has_best = bool(recipe.dataset.eval or recipe.dataset.held_out or recipe.benchmark)
-    return min(written, recipe.checkpoint.keep_last + (has_best and recipe.eval.every > 0))
+def predict(job: Job) -> Plan:
+    """Returns the prediction of a run."""
+    return Plan(job, memory(job, largest_micro_batch(job)), step_seconds(job))
 
 
 def rounded(value: float) -> float:
@@ -181,144 +96,167 @@ def rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-MOST_TOGETHER = 4  # changes that are tried together
+# What a word of the command line that chooses a part of the recipe sets.
+PARTS: dict[str, dict[str, Any]] = {
+    "adapter=lora": {"adapter.method": "lora"},
+    "adapter=qlora": {"adapter.method": "lora", "model.quantization": "nf4"},
+    "distributed=fsdp2": {"distributed.strategy": "fsdp2"},
+    "generation=vllm_server": {"generation.engine": "vllm_server"},
+    "optimizer=adamw_8bit": {"optimizer.algorithm": "bitsandbytes.optim:AdamW8bit"},
+}
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change of the recipe and what it does to the plan."""
+    """Words that change the recipe, and the plan with them."""
 
-    words: str  # for the command line
-    what: str
+    words: str
     plan: Plan
 
 
-def changes(plan: Plan, predict_with: Callable[[Settings], Plan]) -> list[Change]:
-    """Returns changes that lower the peak, each alone.
+def changes(plan: Plan) -> list[Change]:
+    """Returns changes that lower the peak, each alone, those that fit first.
 
-    Those that fit come first, in the order of the seconds of their steps. If none does, several
-    together come first, if they fit.
-
-    Args:
-        predict_with: makes the same plan with other settings.
+    If none fits alone, the best ones together come first.
     """
-    found = single_changes(plan, predict_with)
-    fitting = sorted((c for c in found if c.plan.fits), key=lambda c: c.plan.step_seconds)
-    others = sorted((c for c in found if not c.plan.fits), key=lambda c: c.plan.memory.peak)
-    if fitting or not others:
-        return fitting + others
-    together = others[0]
-    for _ in range(MOST_TOGETHER - 1):
-        more = single_changes(together.plan, predict_with)
-        if not more:
-            break
-        best = min(more, key=lambda c: c.plan.memory.peak)
-        together = Change(f"{together.words} {best.words}", "these together", best.plan)
-        if best.plan.fits:
-            return [together, *others]
-    return others
+    found = sorted(single_changes(plan), key=lambda c: (not c.plan.fits, c.plan.peak))
+    if not found or found[0].plan.fits:
+        return found
+    together = found[0]
+    while not together.plan.fits and (more := single_changes(together.plan)):
+        best = min(more, key=lambda c: c.plan.peak)
+        together = Change(f"{together.words} {best.words}", best.plan)
+    return [together, *found] if together.plan.fits else found
 
 
-def single_changes(plan: Plan, predict_with: Callable[[Settings], Plan]) -> list[Change]:
+def single_changes(plan: Plan) -> list[Change]:
     """Returns changes that lower the peak by more than a hundredth, each alone."""
-    found = []
-    for words, what, settings in candidates(plan):
+    job, found = plan.job, []
+    for words in candidates(job):
+        recipe = with_words(job.recipe, words)
+        most = recipe.generation.max_completion_tokens
+        lengths = job.lengths
+        lengths = replace(lengths, longest=min(lengths.longest, most), mean=min(lengths.mean, most))
         try:
-            changed = predict_with(settings)
-        except UserError:  # not with this model, or not with these settings
+            sizes = sizes_of(job.sizes.config, recipe)
+        except UserError:  # such as an adapter without peft
             continue
-        if changed.memory.peak < 0.99 * plan.memory.peak:
-            found.append(Change(words, what, changed))
+        changed = predict(replace(job, recipe=recipe, sizes=sizes, lengths=lengths))
+        if changed.peak < 0.99 * plan.peak:
+            found.append(Change(words, changed))
     return found
 
 
-def candidates(plan: Plan) -> list[tuple[str, str, Settings]]:
-    """Returns (words, sentence, settings) of each change that the settings leave room for."""
-    s = plan.settings
-    found: list[tuple[str, dict[str, Any], str]] = []
-    if s.micro_tokens > 1024:
-        fewer = max(s.micro_tokens // 4, 512)
-        found.append(
-            (f"update.tokens_per_micro_batch={fewer}", {"micro_tokens": fewer}, "fewer activations")
-        )
-    if not s.gradient_checkpointing:
-        found.append(
-            (
-                "model.gradient_checkpointing=true",
-                {"gradient_checkpointing": True},
-                "computes activations again in the backward",
-            )
-        )
-    if not s.bf16 and s.weight_bytes == 4:
-        found.append(("mixed_precision=bf16", {"bf16": True}, "products in 16 bits"))
-    half = {"weight_bytes": 2, "bf16": True}
-    if not s.adapter_rank:
-        if s.weight_bytes == 4 and s.optimizer == "adamw" and not s.sharded:
-            found.append(
-                (
-                    "model.dtype=bfloat16 mixed_precision=bf16 optimizer=adamw_8bit",
-                    half | {"optimizer": EIGHT_BIT[0]},
-                    "weights in 16 bits, moments in 8",
-                )
-            )
-        lora = half | {"adapter_rank": 16, "offload": "none"}
-        found.append(
-            (
-                "adapter=lora model.dtype=bfloat16 mixed_precision=bf16",
-                lora | {"optimizer": "adamw"},
-                "trains an adapter of rank 16",
-            )
-        )
-    if s.quantization == "none" and not s.sharded:
-        found.append(
-            (
-                "adapter=qlora model.dtype=bfloat16 mixed_precision=bf16",
-                half
-                | {
-                    "adapter_rank": s.adapter_rank or 16,
-                    "quantization": "nf4",
-                    "optimizer": "adamw",
-                    "offload": "none",
-                },
-                "an adapter on weights in 4 bits",
-            )
-        )
-    if plan.gpus > 1 and not s.sharded and s.quantization == "none":
-        found.append(("distributed=fsdp2", {"strategy": "fsdp2"}, "shards weights and state"))
-    if s.sharded and not s.reshard_after_forward:
-        found.append(
-            (
-                "distributed.reshard_after_forward=true",
-                {"reshard_after_forward": True},
-                "frees a layer after its forward",
-            )
-        )
-    if s.embedded or s.vllm_share:
-        found.append(
-            (
-                "generation=vllm_server",
-                {"embedded": False, "vllm_share": 0.0, "servers": 1},
-                "one server on another device samples",
-            )
-        )
-    if s.reference and not s.adapter_rank:
-        found.append(("loss.beta=0", {"reference": False}, "no reference"))
-    shorter = s.max_completion_tokens // 2
+def candidates(job: Job) -> list[str]:
+    """Returns the words of changes that the recipe leaves room for."""
+    fewer, shorter = micro_batch_tokens(job) // 4, job.lengths.longest // 2
+    is_quantized = job.recipe.model.quantization != "none"
+    half = "model.dtype=bfloat16 mixed_precision=bf16"
+    found = ["model.gradient_checkpointing=true", "mixed_precision=bf16", "loss.beta=0.0"]
+    found += ["optimizer=adamw_8bit", "generation=vllm_server"]
+    if not is_quantized:
+        found.append(f"adapter=lora {half}")
+    if not job.sharded:
+        found.append(f"adapter=qlora {half}")
+        if job.gpus > 1 and not is_quantized:
+            found.append("distributed=fsdp2")
+    if fewer >= 256:
+        found.append(f"update.tokens_per_micro_batch={fewer}")
     if shorter >= 64:
-        found.append(
-            (
-                f"generation.max_completion_tokens={shorter}",
-                {
-                    "max_completion_tokens": shorter,
-                    "completion_tokens": min(s.completion_tokens, shorter),
-                },
-                "shorter completions",
-            )
-        )
-    made = []
-    for words, fields, what in found:
-        try:
-            made.append((words, what, replace(s, **fields)))
-        except UserError:
-            continue
-    return made
+        found.append(f"generation.max_completion_tokens={shorter}")
+    return found
+
+
+def with_words(recipe: Recipe, words: str) -> Recipe:
+    """Returns the recipe with what words such as "loss.beta=0.0 adapter=lora" set."""
+    for word in words.split():
+        key, _, text = word.partition("=")
+        recipe = with_values(recipe, PARTS.get(word, {key: yaml.safe_load(text)}))
+    return recipe
+
+
+def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """Returns the recipe with other values of its knobs, by their full keys."""
+    for key, value in values.items():
+        section, dot, field = key.partition(".")
+        inner = replace(getattr(recipe, section), **{field: value}) if dot else value
+        recipe = replace(recipe, **{section: inner})
+    return recipe
+
+
+def text_of(
+    plan: Plan, changes: list[Change], notes: list[str], measured: Mapping[str, Any] | None
+) -> str:
+    """Returns a plan as text for a terminal, with what a run has measured beside it."""
+    job, lengths, measured = plan.job, plan.job.lengths, measured or {}
+    several = f"{job.gpus} x {job.device.name}" if job.gpus > 1 else job.device.name
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    activations = "" if job.sizes.activations is not None else ", activations not counted"
+    lines = [
+        f"{job.recipe.recipe}: {number(job.sizes.parameters)} parameters on {several} "
+        f"({gb(job.device.memory)} of memory counted each)",
+        "",
+        f"memory of one process: {gb(plan.peak)}{activations}, in {plan.peak_stage}: {verdict}",
+    ]
+    for stage, parts in plan.memory.items():
+        ordered = sorted(parts.items(), key=lambda part: -part[1])
+        shown = ", ".join(f"{name} {gb(size)}" for name, size in ordered if size >= 1e6)
+        cells = beside(gb, plan.by_stage[stage], measured.get("memory", {}).get(stage))
+        lines.append(f"  {stage:16}  {cells}  {shown}")
+    lines += [
+        "",
+        f"a step: {job.recipe.prompts_per_step:,} prompts of {lengths.prompt:,.4g} tokens x "
+        f"{job.recipe.generation.num_generations} completions of {lengths.mean:,.4g} tokens in the "
+        f"mean, in micro-batches of {micro_batch_tokens(job):,} tokens",
+    ]
+    if plan.seconds is not None and plan.step_seconds is not None:
+        times = plan.seconds | {"step": plan.step_seconds}
+        known = measured.get("time", {}) | {"step": measured.get("step_seconds")}
+        lines.append("time, from the device's peak and bandwidth:")
+        lines += [f"  {s:16}  {beside(duration, t, known.get(s))}" for s, t in times.items()]
+        whole = duration(plan.job.recipe.steps * plan.step_seconds)
+        lines.append(f"the run: {plan.job.recipe.steps:,} steps, {whole}")
+    lines.append(f"checkpoints on the disk: {gb(plan.disk)}")
+    if changes:
+        lines += ["", "to make it fit:"]
+    for change in changes[:MOST_CHANGES]:
+        fits = "fits" if change.plan.fits else "does not fit yet"
+        lines.append(f"  {change.words}\n    {gb(change.plan.peak)}, {fits}")
+    if changes and not changes[0].plan.fits:
+        lines.append("  none of them makes it fit: use more or larger devices, or a smaller model")
+    if measured:
+        lines += ["", f"measured with completions of {measured['completion_tokens']:.4g} tokens"]
+    lines += ["", *(f"note: {note}" for note in notes)]
+    return "\n".join(lines) + "\n"
+
+
+def beside(shown: Callable[[float], str], planned: float, measured: float | None) -> str:
+    """Returns a planned figure, and the measured one where there is one."""
+    cell = f"{shown(planned):>8}"
+    return cell if measured is None else f"{cell} (measured {shown(measured)})"
+
+
+def gb(size: float) -> str:
+    """Returns bytes in GB of 10^9, or in MB."""
+    if size < 1e9:
+        return f"{size / 1e6:,.0f} MB"
+    return f"{size / 1e9:,.{1 if size < 99.95e9 else 0}f} GB"
+
+
+def number(value: float) -> str:
+    """Returns a number with a letter for its power of 10: "1.02 M"."""
+    for power, letter in ((12, "T"), (9, "B"), (6, "M")):
+        if value >= 10**power:
+            return f"{value / 10**power:.3g} {letter}"
+    return f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Returns seconds in the unit that reads best."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.3g} min"
+    return f"{seconds / 3600:.3g} h" if seconds < 200 * 3600 else f"{seconds / 86400:.3g} days"

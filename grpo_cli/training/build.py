@@ -61,7 +61,7 @@ from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter, readable, write_text
 from grpo_cli.training import contents, resume
 from grpo_cli.training.callbacks import Callbacks
-from grpo_cli.training.plan import record as plan_record
+from grpo_cli.training.plan import PlanRecord
 from grpo_cli.training.prepare import Prepared, TrainRows, find_resume
 from grpo_cli.training.rollouts.queue import RolloutQueue
 from grpo_cli.training.run import Run
@@ -213,7 +213,7 @@ def assemble(
         contents=read,
     )
     if workers.is_main:
-        run.plan = plan_record.begin(run, prompts)
+        run.plan = PlanRecord.of(folder, recipe, model.config, workers, prompts)
     describe(run)
     if prepared.note is not None:
         reporter.say(f"note: {prepared.note}")

@@ -31,7 +31,7 @@ from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import Scorer
 from grpo_cli.training.callbacks import Callbacks
 from grpo_cli.training.contents import Contents
-from grpo_cli.training.plan.record import PlanRecord
+from grpo_cli.training.plan import PlanRecord
 from grpo_cli.training.recovery import Recovery
 from grpo_cli.training.rollouts.queue import RolloutQueue
 from grpo_cli.training.stop_rules import Reason, StopRules

@@ -1,84 +1,174 @@
-"""A plan as a whole: what is derived, what fits, what to change."""
+"""A plan: memory by hand, what fits, what to change, what is printed."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+import transformers
 
+from grpo_cli.config.schema import Recipe
+from grpo_cli.errors import UserError
 from grpo_cli.planning import devices
-from grpo_cli.planning.memory import activation_bytes
-from grpo_cli.planning.plan import Change, Extent, Plan, changes, derived_micro_tokens, predict
-from grpo_cli.planning.settings import Settings
-from grpo_cli.planning.text import duration, gb, number, text_of
-from tests.planning.models import MODELS, TINY
-
-import torch  # isort: skip
+from grpo_cli.planning.memory import Job, Lengths, memory
+from grpo_cli.planning.plan import (
+    Plan,
+    changes,
+    duration,
+    gb,
+    number,
+    predict,
+    text_of,
+    with_values,
+)
+from grpo_cli.planning.seconds import step_seconds
+from grpo_cli.planning.sizes import Sizes, sizes_of
 
 H100 = devices.named("h100-80gb", torch.bfloat16)
 L4 = devices.named("l4", torch.bfloat16)
-STEP = Settings(
-    strategy="ddp", prompts=8, num_generations=8, prompt_tokens=256, completion_tokens=512,
-    max_completion_tokens=512, embedded=True, reference=False, gradient_checkpointing=False,
+# 1,000 weights, of which 800 in the layers' matrices; 5 bytes of activations for a token.
+TINY = Sizes(
+    transformers.PretrainedConfig(), parameters=1000, active=900, layer=400, matrices=800,
+    largest_matrix=100, cache=16, layers=2, hidden=4, vocab=25, activations=5.0,
 )  # fmt: skip
+TEN = {"update.tokens_per_micro_batch": 10, "generation.num_generations": 2, "prompts_per_step": 8}
 
 
-def plan_of(settings: Settings, device: devices.Device, gpus: int = 1) -> Plan:
-    return predict(MODELS["Qwen2.5-7B"], settings, device, gpus, Extent(10, 2))
+def job(values: dict[str, Any], gpus: int = 1, sizes: Sizes = TINY) -> Job:
+    recipe = with_values(Recipe(), {"loss.beta": 0.0, **TEN, **values})
+    return Job(recipe, sizes, H100, gpus, Lengths(prompt=3, mean=4, longest=7))
 
 
-@pytest.fixture(scope="module")
-def on_l4() -> tuple[Plan, list[Change]]:
-    plan = plan_of(STEP, L4)
-    return plan, changes(plan, lambda s: plan_of(replace(s, decoded_rows=None), L4))
+def seven_b(values: dict[str, Any], device: devices.Device, gpus: int = 1) -> Plan:
+    config = transformers.Qwen2Config(
+        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False,
+    )  # fmt: skip
+    recipe = with_values(Recipe(), {"mixed_precision": "bf16", "loss.beta": 0.0, **values})
+    return predict(Job(recipe, sizes_of(config, recipe), device, gpus, Lengths(256, 512, 512)))
 
 
-def test_micro_batches_are_derived_as_the_run_derives_them() -> None:
-    """16 bytes a parameter of 420 leave 4 of 10 parts for activations; a power of two."""
-    plain = replace(STEP, bf16=False)
-    size = activation_bytes(TINY, plain)
-    device = replace(H100, memory=420 * 16 + 2.5 * 1500 * size)
-    assert derived_micro_tokens(TINY, plain, device, 1) == 1024
-    assert derived_micro_tokens(TINY, plain, H100, 1) == 32768
+def test_all_weights_by_hand() -> None:
+    found = memory(job({}), 10)
+    assert found["forward_backward"] == {
+        "weights": 4000, "gradients": 4000, "optimizer state": 8000, "activations": 50,
+        "logits": 4 * 10 * 25, "head's gradient": 400,
+    }  # fmt: skip
+    # 16 rows; the caches of their 7 tokens are a quarter larger while they grow
+    keys = (8 * 3 + 1.25 * 16 * 7) * 16 * 4
+    assert found["generate"]["keys and values"] == keys
+    assert "gradients" not in found["generate"]
+    assert memory(job({"loss.beta": 0.1}), 10)["optimizer"]["reference"] == 4000
 
 
-def test_a_model_that_fits_needs_no_changes_to_be_named() -> None:
-    plan = predict(TINY, STEP, L4, 1, Extent(10))
-    assert plan.fits
-    assert plan.run_seconds == 10 * plan.step_seconds
-    found = plan.as_json()
-    assert found["peak"] == max(found["memory"].values())
-    assert found["memory"][found["peak_stage"]] == found["peak"]
-    assert found["step_seconds"] == pytest.approx(sum(found["time"].values()), rel=0.01)
+def test_an_adapter_and_quantized_weights_by_hand() -> None:
+    sizes = replace(TINY, adapter=50)
+    lora = {"adapter.method": "lora", "model.dtype": "bfloat16", "loss.beta": 0.1}
+    found = memory(job(lora, sizes=sizes), 10)["optimizer"]
+    assert found == {"weights": 2000, "adapter": 200, "gradients": 200, "optimizer state": 400}
+    quantized = memory(job(lora | {"model.quantization": "nf4"}, sizes=sizes), 10)
+    assert quantized["optimizer"]["weights"] == pytest.approx(800 * 0.5159 + 200 * 2, rel=1e-3)
+    assert quantized["forward_backward"]["dequantized matrix"] == 200
 
 
-def test_changes_that_fit_come_first(on_l4: tuple[Plan, list[Change]]) -> None:
-    plan, found = on_l4
+def test_shards_by_hand() -> None:
+    values = {"distributed.strategy": "fsdp2", "generation.engine": "vllm_server"}
+    found = memory(job(values, gpus=4), 10)
+    assert found["optimizer"] == {"weights": 1000, "gradients": 1000, "optimizer state": 2000}
+    gathered = found["forward_backward"]["gathered weights"]
+    assert gathered == (100 + 3 * 400) * 4, "embedding or head, and three layers"
+    assert {*found} == {"forward_backward", "optimizer", "weights"}, "nothing samples here"
+    kept = memory(job(values | {"distributed.reshard_after_forward": False}, gpus=4), 10)
+    assert kept["forward_backward"]["gathered weights"] > gathered
+
+
+def test_optimizers_and_offload() -> None:
+    eight = memory(job({"optimizer.algorithm": "bitsandbytes.optim:AdamW8bit"}), 10)["optimizer"]
+    assert eight["optimizer state"] == pytest.approx(1000 * (2 + 8 / 256))
+    muon = memory(job({"optimizer.algorithm": "muon"}), 10)["optimizer"]
+    assert muon["optimizer state"] == 800 * 4 + 200 * 8
+    assert muon["temporaries"] == 4000, "its step is not fused"
+
+
+def test_changes_that_fit_come_first() -> None:
+    plan = seven_b({"model.gradient_checkpointing": True}, L4)
     assert not plan.fits
+    found = changes(plan)
     fits = [change.plan.fits for change in found]
     assert fits == sorted(fits, reverse=True)
-    adapters = [c.words.partition(" ")[0] for c in found if c.plan.fits]
-    assert sorted(adapters) == ["adapter=lora", "adapter=qlora"], "all that 24 GB hold"
-    assert all(c.plan.memory.peak < plan.memory.peak for c in found)
-    words = " ".join(c.words for c in found)
+    assert fits[0]
+    words = " ".join(change.words for change in found)
+    assert "adapter=" in found[0].words
     assert "distributed=fsdp2" not in words, "one GPU"
+    assert all(change.plan.peak < plan.peak for change in found)
+    text = text_of(plan, found, ["something is left out"], None)
+    assert "DOES NOT FIT" in text
+    assert f"  {found[0].words}\n" in text
+    assert "note: something is left out\n" in text
 
 
 def test_eight_gpus_can_be_sharded_over() -> None:
-    plan = plan_of(replace(STEP, embedded=False), H100, gpus=8)
-    found = changes(plan, lambda s: plan_of(s, H100, gpus=8))
-    assert "distributed=fsdp2" in [c.words for c in found if c.plan.fits]
+    plan = seven_b({"generation.engine": "vllm_server"}, H100, gpus=8)
+    assert "distributed=fsdp2" in [c.words for c in changes(plan) if c.plan.fits]
 
 
-def test_text(on_l4: tuple[Plan, list[Change]]) -> None:
-    plan, found = on_l4
-    text = text_of("mine", plan, found, ["something is left out"])
-    assert "DOES NOT FIT" in text
-    assert f"* {found[0].words}\n" in text, "the first that fits"
-    assert "note: something is left out\n" in text
-    assert all(len(line) < 200 for line in text.splitlines())
+def test_seconds_follow_the_work() -> None:
+    plan = seven_b({}, H100)
+    assert plan.step_seconds == pytest.approx(sum((plan.seconds or {}).values()))
+    twice = replace(plan.job, lengths=Lengths(256, 1024, 1024))
+    more, less = step_seconds(twice), plan.seconds
+    assert more is not None
+    assert less is not None
+    assert more["generate"] > 1.9 * less["generate"]
+    assert more["forward_backward"] > 1.8 * less["forward_backward"]
+    assert more["optimizer"] == less["optimizer"]
+    unknown = devices.named("80", torch.bfloat16)
+    assert step_seconds(replace(plan.job, device=unknown)) is None
+
+
+def test_measured_figures_stand_beside_the_plan() -> None:
+    plan = seven_b({}, H100)
+    measured = {
+        "memory": {"optimizer": 5e9}, "time": {"generate": 2.0}, "step_seconds": 3.0,
+        "completion_tokens": 91.3,
+    }  # fmt: skip
+    text = text_of(plan, [], [], measured)
+    assert "(measured 5.0 GB)" in text
+    assert "(measured 2 s)" in text
+    assert "measured with completions of 91.3 tokens" in text
 
 
 def test_numbers_for_people() -> None:
     assert [gb(4e6), gb(1.26e9), gb(172e9)] == ["4 MB", "1.3 GB", "172 GB"]
-    assert [number(512), number(1.02e6), number(3e12)] == ["512 ", "1.02 M ", "3 T "]
+    assert [number(512), number(1.02e6), number(3e12)] == ["512", "1.02 M", "3 T"]
     seconds = (0.0123, 8, 600, 36000, 1e6)
     assert [*map(duration, seconds)] == ["12.3 ms", "8 s", "10 min", "10 h", "11.6 days"]
+
+
+@pytest.mark.parametrize("name", devices.GPUS)
+def test_every_gpu_has_a_peak_and_a_memory(name: str) -> None:
+    device = devices.named(name, torch.float16)
+    card, size, bandwidth, _ = devices.GPUS[name]
+    assert device.flops is not None, card
+    assert device.flops >= 6e13, card
+    assert device.memory == pytest.approx(0.94e9 * size)
+    assert device.bandwidth == pytest.approx(1e9 * bandwidth)
+
+
+def test_gpus_by_memory_and_over_nodes() -> None:
+    assert [devices.named(n, torch.bfloat16).memory for n in ("24", "24GB")] == [0.94 * 24e9] * 2
+    assert devices.named("H100-80GB", torch.bfloat16).link == 450e9
+    assert devices.named("h100-80gb", torch.bfloat16, gpus=16).link == 50e9
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("h100-80", "is not listed; .* mean h100-80gb"),
+        ("A100", r"Did you mean a100-40gb or a100-80gb\?"),
+        ("v100-32gb", "has no bfloat16; use mixed_precision="),
+    ],
+)
+def test_an_unknown_gpu_is_refused(name: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        devices.named(name, torch.bfloat16)

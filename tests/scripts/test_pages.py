@@ -20,8 +20,7 @@ from grpo_cli import cli
 from grpo_cli.commands import doctor_nodes, probe_run, replay, serve
 from grpo_cli.config.compose import compose_and_call, given_keys
 from grpo_cli.data import rows
-from grpo_cli.training import prepare
-from grpo_cli.training.plan import run_plan
+from grpo_cli.training import plan, prepare
 from tests.programs import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -175,16 +174,16 @@ def test_every_other_command_on_a_page_runs(
     def stop(*_: Any, **__: Any) -> NoReturn:
         raise Reached
 
-    def plan(settings: serve.ServerSettings, recipe: Any, _: Any) -> NoReturn:
+    def make_plan(settings: serve.ServerSettings, recipe: Any, _: Any) -> NoReturn:
         serve.make_plan(settings, recipe, gpus=8)
         raise Reached
 
     monkeypatch.setattr(rows, "load_hub", stop)
-    monkeypatch.setattr(serve, "serve", plan)
+    monkeypatch.setattr(serve, "serve", make_plan)
     monkeypatch.setattr(probe_run, "probe", stop)
     monkeypatch.setattr(replay, "find", stop)  # a step that the run has kept
     if "_qwen" in " ".join(words):
-        monkeypatch.setattr(run_plan, "config_of", stop)
+        monkeypatch.setattr(plan, "config_of", stop)
     monkeypatch.setattr(doctor_nodes, "main", doctor_nodes.settings_of)  # the nodes are not there
     if words[0] == "slurm":  # whose rows may be on the hub
         words = [*words, "check=false"]

@@ -1,0 +1,266 @@
+"""Makes the plan of a recipe, and records what a run measures beside it (plan.json)."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from grpo_cli import data
+from grpo_cli.config import parsing, sources
+from grpo_cli.config.schema import Recipe
+from grpo_cli.distributed.workers import Workers
+from grpo_cli.errors import UserError
+from grpo_cli.models import loading, tiny
+from grpo_cli.planning import devices
+from grpo_cli.planning.memory import Job, Lengths
+from grpo_cli.planning.plan import Change, Plan, changes, predict, rounded
+from grpo_cli.planning.sizes import sizes_of
+from grpo_cli.records import Prompt
+from grpo_cli.reporting.memory_meter import MemoryMeter
+from grpo_cli.reporting.reporter import write_text
+from grpo_cli.reporting.stage_clock import STAGES
+from grpo_cli.training import prepare
+
+NAME = "plan.json"
+SOME_ROWS = 200  # of the data, whose prompts are measured
+STEPS = 200  # the last of a run, whose times count
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with what was assumed for it and what would lower its peak."""
+
+    plan: Plan
+    changes: list[Change]
+    notes: list[str]
+
+
+def plan_of(
+    recipe: Recipe,
+    gpu: str | None = None,
+    gpus: int = 1,
+    mean_tokens: float | None = None,
+    prompt_tokens: int | None = None,
+) -> Planned:
+    """Returns the plan of a recipe, without loading a model.
+
+    Args:
+        gpu: name or GB of a GPU; None: this machine.
+        mean_tokens: of completions; None: all are as long as they may be.
+        prompt_tokens: None: the mean of the training rows, if they are here.
+
+    Raises:
+        UserError: the model's config cannot be read, or the GPU is not listed.
+    """
+    notes: list[str] = []
+    rows, tokenizer = local_rows(recipe), None
+    if recipe.model.build is not None:
+        config, tokenizer = built(recipe, rows)
+    else:
+        config = config_of(recipe)
+    dtype = getattr(torch, recipe.arithmetic_dtype)
+    if gpu is None:
+        workers = Workers(recipe.device, recipe.mixed_precision)
+        device = devices.of_machine(workers.device, dtype)
+    else:
+        device = devices.named(gpu, dtype, gpus)
+    if prompt_tokens is None:
+        prompt_tokens = measured_prompt(recipe, rows, tokenizer, notes)
+    if rows is not None:
+        recipe = parsing.with_steps(recipe, len(rows.rows))
+    elif recipe.epochs is not None:
+        notes.append(f"epochs: the rows are not here; steps = {recipe.steps:,} is assumed")
+    longest = recipe.generation.max_completion_tokens
+    lengths = Lengths(prompt_tokens, min(mean_tokens or longest, longest), longest)
+    plan = predict(Job(recipe, sizes_of(config, recipe), device, gpus, lengths))
+    found = changes(plan) if not plan.fits else []
+    return Planned(plan, found, [*notes, *left_out(plan)])
+
+
+def config_of(recipe: Recipe) -> PretrainedConfig:
+    """Returns the config of the model that the recipe names.
+
+    Raises:
+        UserError: it cannot be read, in the folder or from the hub.
+    """
+    path = recipe.model.path
+    assert path is not None, "checked when the recipe was parsed"
+    base, source = loading.base_of(recipe.model, path)
+    try:
+        return loading.read_config(base, source)
+    except loading.FAILURES as error:
+        instead = "give a folder that holds the file"
+        if not sources.is_local(source):
+            instead = (
+                f"run `hf download {source} config.json` where there is a network, or {instead}"
+            )
+        raise UserError(
+            f"model.path = {path}: its config.json, which is all that a plan reads, cannot be "
+            f"read; {instead}."
+        ) from error
+
+
+def built(
+    recipe: Recipe, rows: data.Rows | None
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """Returns config and tokenizer of the model that the recipe builds; its tower is left out."""
+    build = recipe.model.build
+    assert build is not None
+    pairs = list(data.solution_pairs(rows, recipe.dataset)) if rows and build.merges else []
+    tokenizer = tiny.tokenizer_of(build, pairs)
+    return tiny.config_of(build, len(tokenizer), tokenizer.eos_token_id), tokenizer
+
+
+def local_rows(recipe: Recipe) -> data.Rows | None:
+    """Returns the training rows if they are files here; None if they are on the hub."""
+    parts = [part.data for part in recipe.dataset.mixture.values()]
+    named = parts or [recipe.dataset.train or ""]
+    if recipe.dataset.streaming or not all(map(sources.is_local, named)):
+        return None
+    train, _ = prepare.train_rows_of(recipe)
+    return next(iter(train.values())).rows
+
+
+def measured_prompt(
+    recipe: Recipe,
+    rows: data.Rows | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    notes: list[str],
+) -> float:
+    """Returns the mean length of some prompts; the limit of their length if they are not here."""
+    most = recipe.dataset.max_prompt_tokens
+    try:
+        if rows is None:
+            raise UserError("the rows are not here")
+        if tokenizer is None:
+            assert recipe.model.path is not None
+            _, tokenizer = loading.load_config(recipe.model, recipe.model.path)
+        some = replace(rows, rows=[rows.rows[i] for i in range(min(SOME_ROWS, len(rows.rows)))])
+        prompts, _ = data.make_prompts(
+            some, recipe.dataset, tokenizer, template_kwargs=recipe.model.chat_template_kwargs
+        )
+    except UserError:
+        notes.append(
+            f"prompts are assumed to be as long as dataset.max_prompt_tokens = {most}, since rows "
+            "or tokenizer are not here; prompt_tokens=N says otherwise"
+        )
+        return most
+    return statistics.fmean(len(p.ids) for p in prompts)
+
+
+def left_out(plan: Plan) -> list[str]:
+    """Returns what a plan leaves out, a sentence each."""
+    recipe = plan.job.recipe
+    found = ["rewards, environments, evaluations, images and checkpoints take no time or memory"]
+    if plan.job.sizes.activations is None:
+        found.append("activations of this model are unknown; a run of one step measures them")
+    if recipe.has_episodes:
+        found.append("an episode counts as one completion of generation.max_completion_tokens")
+    if recipe.generation.vllm.prefetch_steps:
+        found.append("sampling and updates are added up, though they overlap with prefetch_steps")
+    if recipe.generation.dynamic_sampling:
+        found.append("dynamic sampling samples more prompts than it counts")
+    return found
+
+
+@dataclass
+class PlanRecord:
+    """What this process has measured of a run's memory and time, with the plan beside it.
+
+    plan.json is {"predicted": ..., "measured": ...}, written with each checkpoint and at the end.
+    The prediction is for the lengths and the groups with a gradient that were measured.
+    """
+
+    path: Path
+    recipe: Recipe
+    config: PretrainedConfig
+    device: devices.Device
+    processes: int
+    prompt_tokens: float
+    meter: MemoryMeter
+    metrics: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=STEPS))
+    written: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        folder: Path,
+        recipe: Recipe,
+        config: PretrainedConfig,
+        workers: Workers,
+        prompts: Sequence[Prompt],
+    ) -> PlanRecord:
+        """Returns the record of a run that begins."""
+        dtype = getattr(torch, recipe.arithmetic_dtype)
+        device = devices.of_machine(workers.device, dtype)
+        mean = statistics.fmean(len(p.ids) for p in prompts)
+        meter = MemoryMeter(workers.device)
+        return cls(folder / NAME, recipe, config, device, workers.size, mean, meter)
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Keeps the metrics of a step."""
+        self.metrics.append(metrics)
+
+    def write(self, micro_tokens: int | None) -> None:
+        """Writes the file once a step is complete; a disk that is full ends no run for it.
+
+        Args:
+            micro_tokens: tokens of a micro-batch, as derived.
+        """
+        if not self.metrics:
+            return
+        measured = self._measured(micro_tokens)
+        lengths = Lengths(
+            self.prompt_tokens,
+            max(measured["completion_tokens"], 1.0),
+            max(measured["longest_tokens"], 1),
+            measured["signal"],
+        )
+        sizes = sizes_of(self.config, self.recipe)
+        plan = predict(Job(self.recipe, sizes, self.device, self.processes, lengths))
+        self.written = {"predicted": plan.as_json(), "measured": measured}
+        with suppress(OSError):
+            write_text(self.path, json.dumps(self.written, indent=2) + "\n")
+
+    def short(self) -> dict[str, Any]:
+        """Returns prediction and measurement in short, for summary.json."""
+        names = ("peak", "peak_stage", "step_seconds", "run_seconds")
+        return {side: {n: found[n] for n in names} for side, found in self.written.items()}
+
+    def _measured(self, micro_tokens: int | None) -> dict[str, Any]:
+        steps = list(self.metrics)
+        steps = steps[1:] if len(steps) > 1 else steps  # the first one also makes and checks things
+
+        def median(name: str) -> float:
+            return rounded(statistics.median(m.get(name, 0.0) for m in steps))
+
+        def mean(name: str) -> float:
+            return statistics.fmean(m.get(name, 0.0) for m in steps)
+
+        memory = {stage: self.meter.peaks[stage] for stage in STAGES if stage in self.meter.peaks}
+        time = {s: median(f"time/{s}") for s in STAGES if f"time/{s}" in steps[0]}
+        return {
+            "memory": memory,
+            "peak": max(memory.values(), default=None),
+            "peak_stage": max(memory, key=lambda stage: memory[stage], default=None),
+            "time": {stage: seconds for stage, seconds in time.items() if seconds},
+            "step_seconds": median("step_time"),
+            "run_seconds": rounded(self.recipe.steps * median("step_time")),
+            "tokens_per_step": rounded(
+                statistics.median(m["step_time"] * m["tokens_per_second"] for m in steps)
+            ),
+            "tokens_per_micro_batch": micro_tokens,
+            "completion_tokens": rounded(mean("completions/mean_length")),
+            "longest_tokens": round(max(m.get("completions/max_length", 0.0) for m in steps)),
+            "signal": rounded(max(1 - mean("frac_reward_zero_std"), 0.01)),
+            "steps_measured": len(steps),
+        }

@@ -1,0 +1,41 @@
+"""plan.json of a run: what was measured, and the prediction for it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_cli import train
+from grpo_cli.training import build, prepare
+from tests.training.test_train import recipe
+
+pytestmark = pytest.mark.runs
+KEYS = {
+    "memory", "peak", "peak_stage", "time", "step_seconds", "run_seconds", "tokens_per_step",
+    "tokens_per_micro_batch", "completion_tokens",
+}  # fmt: skip
+
+
+def test_a_run_writes_what_it_measures_and_the_prediction_for_it(tmp_path: Path) -> None:
+    live = build.build(prepare.for_training(recipe(tmp_path)), ["grpo"])
+    path = tmp_path / "run" / "plan.json"
+    assert not path.exists()
+    try:
+        train.train(live)
+    finally:
+        live.close()
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    predicted, measured = found["predicted"], found["measured"]
+    assert {*measured} >= KEYS
+    assert {*predicted} >= KEYS
+    assert measured["peak"] == max(measured["memory"].values())
+    assert measured["steps_measured"] == 3, "the first step does not count"
+    for stage in ("generate", "forward_backward", "optimizer"):
+        assert measured["time"][stage] > 0
+        assert predicted["time"][stage] > 0
+    assert predicted["completion_tokens"] == measured["completion_tokens"]
+    assert measured["tokens_per_step"] == pytest.approx(predicted["tokens_per_step"], rel=0.1)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["plan"]["measured"]["peak"] == measured["peak"]
+    assert summary["plan"]["predicted"]["step_seconds"] == predicted["step_seconds"]
