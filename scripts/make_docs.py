@@ -60,14 +60,14 @@ MODELS = {f"Qwen2.5-{name}": QWEN[name] for name in ("7B", "32B", "72B")} | {
     )
 }  # fmt: skip
 SIZES = (8, 64, 1024)
-LARGE = {
+LARGE: dict[str, Any] = {
     "prompts_per_step": 1024, "generation.num_generations": 16, "loss.beta": 0.04,
     "generation.max_completion_tokens": 4096, "generation.max_num_seqs": 16,
     "update.tokens_per_micro_batch": 8192,
 }  # fmt: skip
-SERVED = {"generation.engine": "vllm_server"}
-FSDP = {"distributed.strategy": "fsdp2"}
-STRATEGIES = {
+SERVED: dict[str, Any] = {"generation.engine": "vllm_server"}
+FSDP: dict[str, Any] = {"distributed.strategy": "fsdp2"}
+STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": LARGE | SERVED,
     "fsdp2": LARGE | SERVED | FSDP,
     "fsdp2, kept gathered": LARGE | SERVED | FSDP | {"distributed.reshard_after_forward": False},
@@ -75,18 +75,21 @@ STRATEGIES = {
 }
 # The ways of training of the tables for one GPU and for one node.
 CARDS = (16, 24, 48, 80)  # GB
-STEP = {
+STEP: dict[str, Any] = {
     "prompts_per_step": 8, "generation.num_generations": 8, "loss.beta": 0.0,
     "generation.max_completion_tokens": 1024, "generation.max_num_seqs": 8,
     "update.tokens_per_micro_batch": 4096,
 }  # fmt: skip
-LORA = {"model.dtype": "bfloat16", "adapter.method": "lora"}
-TRAINING = {
+LORA: dict[str, Any] = {"model.dtype": "bfloat16", "adapter.method": "lora"}
+TRAINING: dict[str, dict[str, Any]] = {
     "all weights": STEP,
     "LoRA": STEP | LORA,
     "QLoRA": STEP | LORA | {"model.quantization": "nf4"},
 }
-ON_A_NODE = {"all weights": STEP | FSDP | SERVED, "LoRA": STEP | LORA | FSDP | SERVED}
+ON_A_NODE: dict[str, dict[str, Any]] = {
+    "all weights": STEP | FSDP | SERVED,
+    "LoRA": STEP | LORA | FSDP | SERVED,
+}
 
 SAMPLED = {"engine": "engine", "cache": "transformers' cache", "none": "no cache"}
 
@@ -133,7 +136,7 @@ def cluster_table() -> str:
 def peak(config: Any, values: Mapping[str, Any], gpus: int, lengths: Lengths) -> float:
     """Returns the peak memory of a GPU with 80 GB in GB."""
     base = {"mixed_precision": "bf16", "model.gradient_checkpointing": True}
-    recipe = with_values(schema.Recipe(), base | values)
+    recipe = with_values(schema.Recipe(), {**base, **values})
     device = Device("80 GB", 80e9)
     return predict(Job(recipe, sizes_of(config, recipe), device, gpus, lengths)).peak / 1e9
 

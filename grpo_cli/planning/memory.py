@@ -158,7 +158,7 @@ def computing(job: Job, micro_tokens: int) -> dict[str, float]:
         layer = (sizes.adapter // sizes.layers) if sizes.adapter else sizes.layer
         parts["gathered gradients"] = max(head, layer) * of_gradient
         return parts
-    extra = {"head's gradient": head * of_gradient}
+    extra: dict[str, float] = {"head's gradient": head * of_gradient}
     if not job.recipe.model.gradient_checkpointing:
         extra |= copies(job)
     elif sum(copies(job).values()) > sum(extra.values()):  # only the forward holds them

@@ -210,7 +210,7 @@ def text_of(
         f"mean, in micro-batches of {micro_batch_tokens(job):,} tokens",
     ]
     if plan.seconds is not None and plan.step_seconds is not None:
-        times = plan.seconds | {"step": plan.step_seconds}
+        times = {**plan.seconds, "step": plan.step_seconds}
         known = measured.get("time", {}) | {"step": measured.get("step_seconds")}
         lines.append("time, from the device's peak and bandwidth:")
         lines += [f"  {s:16}  {beside(duration, t, known.get(s))}" for s, t in times.items()]

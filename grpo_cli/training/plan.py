@@ -73,14 +73,13 @@ def plan_of(
         device = devices.of_machine(workers.device, dtype)
     else:
         device = devices.named(gpu, dtype, gpus)
-    if prompt_tokens is None:
-        prompt_tokens = measured_prompt(recipe, rows, tokenizer, notes)
+    prompt: float = prompt_tokens or measured_prompt(recipe, rows, tokenizer, notes)
     if rows is not None:
         recipe = parsing.with_steps(recipe, len(rows.rows))
     elif recipe.epochs is not None:
         notes.append(f"epochs: the rows are not here; steps = {recipe.steps:,} is assumed")
     longest = recipe.generation.max_completion_tokens
-    lengths = Lengths(prompt_tokens, min(mean_tokens or longest, longest), longest)
+    lengths = Lengths(prompt, min(mean_tokens or longest, longest), longest)
     plan = predict(Job(recipe, sizes_of(config, recipe), device, gpus, lengths))
     found = changes(plan) if not plan.fits else []
     return Planned(plan, found, [*notes, *left_out(plan)])
