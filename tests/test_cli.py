@@ -119,7 +119,7 @@ MISTAKES = {
     "missing column": (["dataset.prompt='{query}'"], ["dataset.prompt", "'query'", "question"]),
     "word as a token's id": (
         ["dataset.train=rows.jsonl", "generation.logit_bias={a: 5}"],
-        ["generation.logit_bias={a: 5}: Key a (str) is incompatible with (int)."],
+        ["generation.logit_bias={a: 5} Key a (str) is incompatible with (int)"],
     ),
     "data sets of a reward without a mixture": (
         ["dataset.train=rows.jsonl", "reward.exact_match.datasets=[nope]"],

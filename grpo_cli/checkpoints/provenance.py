@@ -244,7 +244,7 @@ ALLOWED: dict[str, Any] = {
     "schedules": {"*": {**SCHEDULE, "*": SCHEDULE}},  # stored by section, parsed by full key
     "distributed": _these("strategy reshard_after_forward offload stall_minutes"),
     "eval": _these(
-        "every delay at_start at_end num_samples sampling temperature top_p max_completion_tokens "
+        "every at_start at_end num_samples sampling temperature top_p max_completion_tokens "
         "accuracy mode metric k limit best patience"
     ),
     "log": _these("images"),

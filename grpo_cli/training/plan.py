@@ -173,7 +173,7 @@ def left_out(plan: Plan) -> list[str]:
 
 @dataclass
 class PlanRecord:
-    """What this process has measured of a run's memory and time, with the plan beside it.
+    """Measures memory and time of a run in this process, and keeps the plan beside them.
 
     plan.json is {"predicted": ..., "measured": ...}, written with each checkpoint and at the end.
     The prediction is for the lengths and the groups with a gradient that were measured.

@@ -14,7 +14,7 @@ from grpo_cli import cli
 from grpo_cli.config import interpolation, parsing
 from grpo_cli.config.compose import register_schema
 from grpo_cli.config.saved_recipe import as_yaml, differences
-from grpo_cli.config.schema import Log, Recipe
+from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.evaluation.settings import settings
 from grpo_cli.reporting.reporter import Reporter
@@ -97,7 +97,7 @@ def test_messages_show_the_name(
     text = f"{SECRET} sk-12345678 unusual value 7"
     shown = "${oc.env:CANARY} $MY_API_KEY unusual value 7"
     assert interpolation.masked(text) == shown
-    reporter = Reporter(Recipe(log=Log(plots=False)), tmp_path, True)
+    reporter = Reporter(Recipe(), tmp_path, True)
     reporter.console = Console(width=200)
     reporter.say(text)
     assert capsys.readouterr().out == f"{shown}\n"

@@ -322,13 +322,6 @@ def test_what_a_stored_recipe_says_can_be_taken_back(
     assert composed(name, "tracking=none", "tracking.project=grpo").tracking == schema.Tracking()
 
 
-def test_the_tracker_of_an_earlier_version_is_a_list_of_one(composed: Composed) -> None:
-    stored = yaml.safe_load(saved_recipe.as_yaml(composed("tracking=wandb")))
-    assert stored["tracking"]["backend"] == ["wandb"]
-    stored["tracking"]["backend"] = "wandb"
-    assert saved_recipe.differences(stored, composed("tracking=wandb")) == []
-
-
 def test_differences_name_what_changed_in_a_schedule(composed: Composed) -> None:
     before = yaml.safe_load(saved_recipe.as_yaml(composed(*SCHEDULES)))
     later = composed(*SCHEDULES, "schedules.loss.beta.to=0.3", "loss=grpo")

@@ -149,20 +149,6 @@ def test_checkpoints_are_listed_by_their_steps(live: Run) -> None:
     assert json.loads((shards.parent / "manifest.json").read_text())["version"] == 1
 
 
-def test_the_state_of_an_earlier_version_is_read() -> None:
-    of_0_1_0 = {
-        "step": 3, "num_tokens": 75.0, "seconds": 1.5, "before": None, "after": {"r": 0.5},
-        "after_step": 2, "best_step": 2, "best_value": 0.5, "worse": 0, "position": 24,
-        "signal_share": 0.75, "reference_moved": True, "beta": 0.04, "entropy_coef": 0.25,
-        "entropy": 1.5, "tracker_id": None, "micro_batch_tokens": [256], "cache_tokens": [None],
-        "ways": [{"policy": "packed"}],
-    }  # fmt: skip
-    stored = resume.StoredRun.of(of_0_1_0)
-    beta, bonus = stored.beta, stored.entropy_bonus
-    assert (stored.state.step, stored.position, stored.modes) == (3, 24, [{"policy": "packed"}])
-    assert (beta.adapted, bonus.adapted, bonus.entropy) == (0.04, 0.25, 1.5)
-
-
 @pytest.mark.runs
 def test_the_lines_before_a_checkpoint_are_on_the_disk_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

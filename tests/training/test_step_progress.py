@@ -175,26 +175,6 @@ def test_a_step_without_groups_or_updates_comes_back_too() -> None:
     assert (found.totals, found.norms, found.updates) == ([], [], 0)
 
 
-def test_measurements_that_an_earlier_version_has_stored_are_acted_on() -> None:
-    work = make_work(make_stream())
-    shared, own = kept(work)
-    gap = "sampling/sampling_logp_difference/mean"
-    shared["totals"] = [
-        {
-            "sums": {"loss": 0.5, "kl": 2.0, "entropy": 4.0, "entropy_trained": 3.0, gap: 0.25},
-            "counts": {"kl": 8.0, "entropy": 8.0, "entropy_trained": 6.0, gap: 8.0},
-            "lows": {},
-            "highs": {},
-        }
-    ]
-    found = from_state(shared, own, make_stream(), HOW)
-    assert found is not None
-    (total,) = found.totals
-    assert (total.loss, total.kl, total.entropy) == (0.5, (2.0, 8.0), (3.0, 6.0))
-    assert total.sampler_gap == (0.25, 8.0)
-    assert total.metrics.figures == {"loss": 0.5, "kl": 0.25, "entropy": 0.5, gap: 0.25 / 8}
-
-
 def test_what_comes_back_is_ones_own_to_change() -> None:
     work = make_work(make_stream())
     shared, own = work.shared(), work.own(HOW)  # as a process goes on that has just saved
@@ -297,9 +277,3 @@ def test_the_numbers_of_episodes_are_kept() -> None:
     assert found is not None
     assert same(found.collected.sampled, stats)
     assert found.collected.step_stats[4][0].episode is not None
-    for entry in shared["sampled"]:  # as a version before episodes has stored them
-        for values in entry[1]:
-            del values["episode"], values["sampled_tokens"]
-    found = from_state(shared, [], make_stream(), HOW)
-    assert found is not None
-    assert [o.sampled_tokens for o in found.collected.sampled[4]] == [6, 2]
