@@ -38,6 +38,7 @@ def counted(*given: Any, **named: Any) -> Any:
 
 
 def main() -> None:
+    only_count = "--count" in sys.argv
     train.take_step = counted
     threading.setprofile(note)
     sys.setprofile(note)
@@ -55,7 +56,7 @@ def main() -> None:
             cli.main()
     sys.setprofile(None)
     modules = sorted(name for name in entered if name.startswith("grpo_cli"))
-    if "--count" not in sys.argv:
+    if not only_count:
         for name in modules:
             print("  " * name.count(".") + name.rpartition(".")[2], f"({name})")
     print(f"{len(modules)} modules")

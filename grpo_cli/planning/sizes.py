@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,8 +138,9 @@ def _traced_layers(
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
     text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:layers]
+    if types := getattr(text, "layer_types", None):
+        with suppress(AttributeError):  # a property of some configs, derived from the number
+            text.layer_types = [types[n % len(types)] for n in range(layers)]
     kernel = settings.attn_implementation
     model = _built(config, dtype, {"attn_implementation": kernel} if kernel else {})
     loading.prepare_for_training(model, settings)

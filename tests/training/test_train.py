@@ -24,6 +24,7 @@ from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.reporting.stage_clock import Clock
+from grpo_cli.rewards import reward as as_reward
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.training import build, prepare, run
 from grpo_cli.training.logprob_passes import fill_old_logprobs, fill_ref_logprobs, select_tokens
@@ -617,9 +618,7 @@ def test_a_schedule_changes_the_step_and_is_logged(tmp_path: Path) -> None:
 def test_steps_rewards_reach_the_tokens_before_their_end(tmp_path: Path) -> None:
     live = built(
         tmp_path,
-        reward={
-            "steps": {"function": "tests.training.test_train:first_two", "positions": "tokens"}
-        },
+        reward={"steps": {"function": "tests.training.test_train:first_two"}},
     )
     step = collect(live, live.recipe, Clock(CPU))
     train.assign_advantages(live.recipe, step.groups, step.step_stats, 0)
@@ -642,6 +641,7 @@ def test_steps_rewards_reach_the_tokens_before_their_end(tmp_path: Path) -> None
     assert seen > 0
 
 
+@as_reward(positions="tokens")
 def first_two(completion_ids: list[list[int]], **_: Any) -> list[list[tuple[int, float]]]:
     """A reward of 1 for each of the first two tokens that is odd."""
     return [[(t, float(i % 2)) for t, i in enumerate(ids[:2])] for ids in completion_ids]
