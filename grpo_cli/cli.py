@@ -46,9 +46,9 @@ from grpo_cli.errors import (
     nearest,
 )
 
-# A full or read-only disk is nobody's bug; wherever it shows, it is one sentence.
+# Errors of a full or read-only disk. They are no bugs, and are printed as one sentence.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-PRINT_SECONDS = 3.0  # that a node's first process has to print an error that all of them raise
+PRINT_SECONDS = 3.0  # time for a node's first process to print an error that all raise
 RUNNING = Path("/proc/loadavg")  # its fourth field: threads that run now / all threads
 SPINS_ALONE, SPINS_SHARED = 4000, 1000
 
@@ -94,16 +94,16 @@ def main() -> None:
 
 
 def spin_count() -> int:
-    """Returns how often a thread of OpenMP looks for work before it sleeps.
+    """Returns the number of spins of an OpenMP thread before it sleeps (GOMP_SPINCOUNT).
 
-    To wake a thread takes as long as a small product of decoding. But threads that spin without end
-    make a step 10 times slower if other programs use the cores too.
+    Waking a thread takes as long as a small matrix product of decoding. But threads that never stop
+    spinning make a step 10 times slower if other programs use the cores too.
     """
     try:
         running = int(RUNNING.read_text().split()[3].split("/")[0])
     except (OSError, ValueError, IndexError):  # not on Linux
         return SPINS_SHARED
-    return SPINS_ALONE if running <= 1 else SPINS_SHARED  # this thread runs itself
+    return SPINS_ALONE if running <= 1 else SPINS_SHARED  # 1: this thread
 
 
 def _print_traceback(*error: Any) -> None:
@@ -114,7 +114,7 @@ def _print_traceback(*error: Any) -> None:
 def run_command(argv: list[str]) -> int:
     """Runs one `grpo` command line and returns its exit code."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises instead of printing and exiting
-    # peft imports bitsandbytes, which warns on some CPUs of a 4-bit kernel that it did not find.
+    # peft imports bitsandbytes, which warns on some CPUs that it found no 4-bit kernel.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         if not argv or argv[0] in ("-h", "--help", "help"):
@@ -165,7 +165,7 @@ def run_command(argv: list[str]) -> int:
 
 def _leave(message: str | None, code: int, *, everywhere: bool = False) -> int:
     rank = os.environ.get("RANK", "0")
-    # Once a node: an error of its disk occurs on that node only.
+    # Once per node: a disk error may occur on one node only.
     if everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
         sys.stdout.flush()
         who = "grpo" if rank == "0" else f"grpo (process {rank})"

@@ -1,21 +1,21 @@
-"""The kinds of failure that a user reads as one message and not as a traceback."""
+"""Exceptions that the command prints as one message, without a traceback."""
 
 import difflib
 from collections.abc import Iterable
 
 
-class _Told(Exception):  # noqa: N818 - its kinds are errors
+class _Told(Exception):  # noqa: N818 - its subclasses are errors
     """An exception that ends a command with a message."""
 
     def __init__(self, message: str, *, alone: bool = False) -> None:
-        """alone: raised by this process and by no other, so that none but it can tell."""
+        """alone: only this process raises it, so this process must print it."""
         super().__init__(message)
         self.alone = alone
-        self.where: str | None = None  # process, step and stage, where others raise it too
+        self.where: str | None = None  # process, step and stage, if other processes raise it too
 
 
 class UserError(_Told):
-    """A mistake in what was asked for. Raised before any model is loaded; exit code 2."""
+    """A mistake in the recipe or on the command line, found before a model loads. Exit code 2."""
 
 
 class TrainingError(_Told):
@@ -27,7 +27,7 @@ class CannotLearn(_Told):
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
-    """The command was asked to stop by a signal, and did."""
+    """A signal has stopped the command."""
 
     def __init__(self, signal: int, message: str, *, requeued: bool = False) -> None:
         """requeued: whether a batch system starts the command again."""
@@ -39,18 +39,18 @@ NO_READER = "its output has no reader any more: the pipe was closed"
 
 
 def lost_reader(error: BaseException) -> bool:
-    """Whether nobody reads a command's output, as with `grpo ... | head`."""
-    if isinstance(error, SystemExit):  # rich's, in place of a BrokenPipeError
+    """Returns whether the reader of the output has exited, as with `grpo ... | head`."""
+    if isinstance(error, SystemExit):  # rich raises it instead of a BrokenPipeError
         return isinstance(error.__context__, BrokenPipeError)
     return isinstance(error, BrokenPipeError)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A sentence that offers the name meant, or "" when nothing known is near `name`."""
+    """Returns a sentence that suggests the known names closest to `name`; "" if none is close."""
     close = difflib.get_close_matches(name, sorted(set(known)), n=2, cutoff=0.7)
     return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 def listed(names: Iterable[str]) -> str:
-    """`a, b, c`, or `none`."""
+    """Returns the sorted names as `a, b, c`, or `none`."""
     return ", ".join(sorted(map(str, names))) or "none"

@@ -1,10 +1,10 @@
-"""Images of rows: each is a reference to where it lies, and is decoded when it is read.
+"""Images of data rows: references to stored images, which are decoded when they are opened.
 
     image = StoredImage(Cell(table, 3, ("images", 0)), "train.parquet, row 3, column 'images'")
     image.size     # (640, 480), from the file's header
     image.open()   # PIL image in RGB, resized to at most `max_pixels`
 
-Pillow is imported where an image is read, so that runs without images need not have it.
+Pillow is imported only when an image is read, so that runs without images do not need it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MOST_PIXELS = 178_956_970  # Pillow refuses more: a small file may hold gigabytes of one colour
 
-ORIENTATION = 0x0112  # tag of EXIF
+ORIENTATION = 0x0112  # EXIF tag
 URLS = ("http://", "https://", "data:", "s3://", "gs://", "hf://", "file://")
 FORMS = 'an image is a path, encoded bytes, or {"bytes": ..., "path": ...}'
 
@@ -47,14 +47,14 @@ def require() -> None:
 
 @dataclass(frozen=True)
 class Cell:
-    """A place in a table: `rows[row][keys[0]][keys[1]] ...`, read anew each time."""
+    """A place in a table: `rows[row][keys[0]][keys[1]] ...`, looked up at each read."""
 
     rows: Sequence[Mapping[str, Any]]
     row: int
     keys: tuple[str | int, ...]
 
     def read(self) -> Any:
-        """Returns the value that lies there."""
+        """Returns the cell's value."""
         value: Any = self.rows[self.row]
         for key in self.keys:
             value = value[key]
@@ -63,15 +63,15 @@ class Cell:
 
 @dataclass(frozen=True, eq=False)
 class StoredImage:
-    """An image of a row, which is decoded by `open` and never kept.
+    """An image of a row. `open` decodes it each time; the decoded image is not cached.
 
-    Pickled, it holds the encoded bytes or the path, and no table.
+    A pickled one holds the encoded bytes or the path, not the table.
     """
 
     source: Any = field(repr=False)  # a Cell; or path, bytes, {"bytes", "path"}, PIL image
     place: str  # "train.parquet, row 3, column 'image'", for messages
-    max_pixels: int | None = None  # a larger image is resized; None: none is
-    folder: str | tuple[str, ...] = ""  # that relative paths begin at; the first that has the file
+    max_pixels: int | None = None  # larger images are resized to it; None: no limit
+    folder: str | tuple[str, ...] = ""  # of relative paths; of several, the first with the file
 
     @cached_property
     def size(self) -> tuple[int, int]:
@@ -100,22 +100,22 @@ class StoredImage:
                 image = image.convert("RGBA")
                 white = Image.new("RGBA", image.size, "white")
                 image = Image.alpha_composite(white, image)
-            if image.mode.startswith("I"):  # 16 bits, which `convert` would cut off at 255
+            if image.mode.startswith("I"):  # 16 bits, which `convert` would clip at 255
                 grey = np.asarray(image).astype(np.int64) // 256
                 image = Image.fromarray(grey.clip(0, 255).astype(np.uint8))
             rgb = image.convert("RGB")
             if turn is not None:
                 rgb = rgb.transpose(turn)
-                rgb.info.pop("exif", None)  # or it would be turned once more
+                rgb.info.pop("exif", None)  # else it would be rotated again
             return rgb if rgb.size == size else rgb.resize(size, Image.Resampling.BICUBIC)
 
     def encoded(self) -> dict[str, Any]:
         """Returns the image in the form of `datasets`' images, {"bytes", "path"}.
 
-        The bytes are taken from the data as they are; a resized image is encoded as PNG.
+        The stored bytes are returned unchanged; a resized image is encoded as PNG.
 
         Raises:
-            ImageError: it cannot be read; a picture that is cut off is only noticed by `open`.
+            ImageError: it cannot be read; only `open` notices a truncated file.
         """
         from PIL import Image
 
@@ -157,10 +157,10 @@ class StoredImage:
         return stored
 
     def _path(self, path: str | Path) -> Path:
-        """Returns a file's path. Several folders are those of a data set's files.
+        """Returns an image file's path; `folder` may list the folders of a data set's files.
 
         Raises:
-            ValueError: it is no file, such as a pipe that would be waited for, or several are.
+            ValueError: it is not a regular file (reading a pipe would block), or is ambiguous.
         """
         folders = (self.folder,) if isinstance(self.folder, str) else self.folder
         places = [Path(folder, path).expanduser() for folder in folders]
@@ -175,7 +175,7 @@ class StoredImage:
 
     @contextmanager
     def _opened(self) -> Iterator[Image.Image]:
-        """Opens the file; turns what goes wrong inside into an ImageError."""
+        """Opens the image; turns errors within the context into an ImageError."""
         from PIL import Image
 
         try:
@@ -198,7 +198,7 @@ class StoredImage:
             raise ImageError(f"{self.place}: the image cannot be read: {reason}") from error
 
     def _target(self, width: int, height: int) -> tuple[int, int]:
-        """Returns the size within `max_pixels`, with the same ratio of the sides."""
+        """Returns the size within `max_pixels`, with the same aspect ratio."""
         if self.max_pixels is None or width * height <= self.max_pixels:
             return width, height
         scale = math.sqrt(self.max_pixels / (width * height))
@@ -206,7 +206,7 @@ class StoredImage:
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
-    """Returns how a photo must be turned to stand upright; None if it does."""
+    """Returns the transposition that turns a photo upright; None if it is upright already."""
     from PIL.Image import Transpose
 
     if "exif" not in image.info:  # else a PNG would be decoded to look for it
@@ -224,7 +224,7 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
 
 
 def _turned_size(image: Image.Image) -> tuple[int, int]:
-    """Returns width and height of an image that stands upright; only the header is read."""
+    """Returns the width and height of the upright image; only the header is read."""
     width, height = image.size
     turn = _turn(image)
     lies = turn is not None and turn.name in ("TRANSPOSE", "TRANSVERSE", "ROTATE_90", "ROTATE_270")
@@ -232,7 +232,7 @@ def _turned_size(image: Image.Image) -> tuple[int, int]:
 
 
 def opened(value: Any) -> Any:
-    """Returns a value with PIL images in place of stored images, also inside of lists and dicts."""
+    """Returns a value with its stored images opened as PIL images, also inside lists and dicts."""
     if isinstance(value, StoredImage):
         return value.open()
     if not _holds_images(value):

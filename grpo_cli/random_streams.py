@@ -11,29 +11,29 @@ import torch
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed in [0, 2**63) from a path of integers and names, such as (seed, position, sample).
+    """Returns a seed in [0, 2**63) from a path of integers and names: (seed, position, sample).
 
-    Streams derived from different paths are independent, so what is drawn for one completion does
-    not depend on what else is in the batch, on the number of processes or on where a run resumed.
+    Streams of different paths are independent. The draws of one completion therefore depend neither
+    on the rest of the batch, nor on the number of processes, nor on where a run was resumed.
     """
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def rng_state() -> dict[str, Any]:
-    """The random streams of this process, as tensors and plain values."""
+    """Returns the random states of this process, as tensors and plain values."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
         "numpy": [name, np.asarray(keys).tolist(), *rest],
         "torch": torch.get_rng_state(),
-        # Of its own device: there may be others in the machine, and fewer of them another time.
+        # Only of this process's device: a resumed run may have another number of devices.
         "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_available() else [],
     }
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Puts back what `rng_state` returned."""
+    """Restores the random states that `rng_state` returned."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = state["numpy"]

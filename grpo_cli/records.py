@@ -6,9 +6,9 @@ A step with P = 2 prompts and G = 3 completions each:
     groups   [Group(prompt, [Rollout, Rollout, Rollout]), Group(...)]  from the generator
     batches  Batch of B rows (P·G = 6 in all), C completion tokens     for the model
 
-Rows are lists of token ids until the model's door: `packing.py` makes of them what the model reads,
-`collate` what the loss reads. A mask is made from lengths and never from `ids != pad`, because a
-model may well sample its own pad token.
+Token ids are lists until the forward pass: `packing.py` turns them into the model's inputs, and
+`collate` into the loss's. Masks are made from lengths and never from `ids != pad`, because a model
+may well sample its own pad token.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Prompt:
 
     row: int  # line of the data set, counted from 0, before anything was dropped
     ids: list[int]  # prompt tokens, template and chat markup included
-    text: str | Messages  # what reward functions receive as `prompts`
+    text: str | Messages  # passed to reward functions as `prompts`
     columns: dict[str, Any]  # every other column of the row
     images: tuple[StoredImage, ...] = field(default=(), compare=False)  # in the order of `ids`
     vision: VisionProcessor | None = field(default=None, compare=False, repr=False)
-    # ^ makes the model's inputs of the images; None without images
+    # ^ turns the images into model inputs; None without images
     prefill: str = ""  # text of the assistant at the end of a chat, which the completion continues
     row_ids: list[int] | None = None  # tokens before an environment's first observation was added
     added: dict[str, Any] = field(default_factory=dict)  # columns that a rollout function added
@@ -50,7 +50,7 @@ class Prompt:
 
     @property
     def conversation(self) -> str | Messages:
-        """The prompt as the model is given it: the text, or all messages with the prefill."""
+        """The prompt as the model reads it: a string, or all messages with the prefill."""
         if not self.prefill:
             return self.text
         return [*self.text, {"role": "assistant", "content": self.prefill}]  # type: ignore[list-item]
@@ -68,11 +68,11 @@ class Turn:
     start: int  # tokens [start, end) of the completion
     end: int
     by: Literal["model", "environment"]
-    reward: float | None = None  # that the environment gave for this turn of the model
-    seconds: float = field(default=0.0, compare=False)  # sampled or waited for
+    reward: float | None = None  # the environment's reward for this turn of the model
+    seconds: float = field(default=0.0, compare=False)  # sampling it, or waiting for it
 
 
-# Reasons for which an episode ended.
+# Reasons why an episode ends.
 STOP_REASONS = (
     "answered",  # the model's turn asked for nothing more
     "env_done",  # the environment said so
@@ -88,22 +88,22 @@ ENVIRONMENT_FAILED = ("env_error", "env_timeout")
 class Completion:
     """The tokens that a generator returns, and how they were sampled; nothing is guessed."""
 
-    ids: list[int]  # sampled tokens, the eos included if it was emitted; and those of tools
+    ids: list[int]  # sampled tokens with the eos if it was emitted, and tokens of tools
     sampling_logprobs: list[float]  # log-probability of each under the distribution sampled from
     finish_reason: Literal["stop", "length"]  # an eos was sampled, or the limit was reached
     sampled_at: int | None = None  # oldest step whose weights it comes from; None: the newest
-    is_sampled: list[bool] | None = None  # of each token; None: all. Others' have a logprob of 0.0
+    is_sampled: list[bool] | None = None  # by token; None: all. Other tokens have a logprob of 0.0
     tool_calls: int = 0  # programs that were run, or tools called
-    tool_errors: int = 0  # of them, those that raised or were stopped
-    tool_timeouts: int = 0  # of the errors, those over their time: endless programs
-    turns: tuple[Turn, ...] = ()  # of an episode, in order, over all tokens; (): one turn
-    stop_reason: str = ""  # of STOP_REASONS, for an episode
-    messages: tuple[dict[str, Any], ...] = ()  # of an episode, behind the prompt; never re-rendered
-    env_rewards: dict[str, float] = field(default_factory=dict)  # the environment's own, by name
+    tool_errors: int = 0  # calls that raised or were stopped
+    tool_timeouts: int = 0  # errors that were timeouts, such as endless programs
+    turns: tuple[Turn, ...] = ()  # an episode's, in order, over all tokens; (): one turn
+    stop_reason: str = ""  # one of STOP_REASONS, for an episode
+    messages: tuple[dict[str, Any], ...] = ()  # an episode's, after the prompt; never re-rendered
+    env_rewards: dict[str, float] = field(default_factory=dict)  # the environment's, by name
     env_metrics: dict[str, float] = field(default_factory=dict)
     env_error: str = ""  # the last error, where the environment failed (ENVIRONMENT_FAILED)
     calls_by_tool: dict[str, list[int]] = field(default_factory=dict)
-    # ^ of an episode: [calls, failures, of these timeouts] by name; `tool_calls` ... are their sums
+    # ^ [calls, failures, timeouts among these] by tool; `tool_calls` ... are the sums over tools
     parse_errors: int = 0  # turns of the model with a malformed call
     env_retries: int = 0  # fresh environments after one that failed
 
@@ -119,25 +119,25 @@ class Completion:
 
     @property
     def model_turns(self) -> list[tuple[int, int]]:
-        """The model's turns, as (first token, token behind the last)."""
+        """The token span [start, end) of each of the model's turns."""
         if not self.turns:
             return [(0, len(self.ids))]
         return [(t.start, t.end) for t in self.turns if t.by == "model"]
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that the model has sampled: not those of tools and environments."""
+        """The number of tokens that the model sampled, without those of tools and environments."""
         return len(self.ids) if self.is_sampled is None else sum(self.is_sampled)
 
     @property
     def sampled_mask(self) -> Tensor:
-        """1 on the tokens that the model has sampled, [C] bool."""
+        """The mask of the tokens that the model sampled, [C] bool."""
         sampled = [True] * len(self.ids) if self.is_sampled is None else self.is_sampled
         return torch.tensor(sampled, dtype=torch.bool)
 
 
 def counts_by_tool(calls: Iterable[Any]) -> dict[str, list[int]]:
-    """Returns `Completion.calls_by_tool` of calls with `name`, `failed` and `timed_out`."""
+    """Returns `Completion.calls_by_tool` for calls that have `name`, `failed` and `timed_out`."""
     counts: dict[str, list[int]] = {}
     for call in calls:
         known = counts.setdefault(call.name, [0, 0, 0])
@@ -149,24 +149,24 @@ def counts_by_tool(calls: Iterable[Any]) -> dict[str, list[int]]:
 
 @dataclass
 class Rollout:
-    """One completion of a prompt with all that is learnt about it during the step."""
+    """One completion of a prompt, with everything that the step computes for it."""
 
     prompt: Prompt
     completion: Completion
     text: str  # the completion decoded, without special tokens
     reward_parts: dict[str, float | None] = field(default_factory=dict)  # by function, unweighted
     step_rewards: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    # ^ of functions that reward steps: (token at which a step ends, weighted value)
+    # ^ by function that rewards steps: (token at which a step ends, weighted value)
     reward: float = math.nan  # weighted sum, steps included; NaN when no function applied
-    outcome_reward: float = math.nan  # the same without steps: what the advantage rule is given
+    outcome_reward: float = math.nan  # `reward` without steps: the advantage rule's input
     extras: dict[str, Any] = field(default_factory=dict)  # columns that functions logged
     excluded: bool = False  # does not train, though it has a reward (`loss.mask_truncated`)
     advantage: float = 0.0
-    token_advantages: Tensor | None = None  # [C] where steps were rewarded; `advantage` included
-    old_logprobs: Tensor | None = None  # [C] the policy that it was sampled with
-    ref_logprobs: Tensor | None = None  # [C] the reference policy
-    # Known once its optimizer batch is:
-    weight: float = 0.0  # what each token's loss is multiplied by (`normalization.py`)
+    token_advantages: Tensor | None = None  # [C] if steps were rewarded; includes `advantage`
+    old_logprobs: Tensor | None = None  # [C] under the policy that sampled it
+    ref_logprobs: Tensor | None = None  # [C] under the reference policy
+    # Set with its optimizer batch:
+    weight: float = 0.0  # factor of each token's loss (`normalization.py`)
     high_entropy: Tensor | None = None  # [C] 1 on tokens that `loss.top_entropy` keeps
     cov_selected: Tensor | None = None  # [C] 1 on tokens chosen by their covariance
 
@@ -177,7 +177,7 @@ class Rollout:
 
     @property
     def loss_tokens(self) -> int:
-        """Completion tokens that train: sampled ones, none when no reward function applied."""
+        """The number of sampled tokens that train; 0 if excluded or no reward function applied."""
         if self.excluded or not self.is_scored:
             return 0
         return self.completion.sampled_tokens
@@ -200,9 +200,9 @@ class Group:
 
 
 class EpisodeStats(NamedTuple):
-    """The numbers of an episode that metrics are made of."""
+    """The figures of an episode from which metrics are computed."""
 
-    turns: int  # of the model
+    turns: int  # number of the model's turns
     stop_reason: str
     tool_calls: int
     tool_errors: int
@@ -211,7 +211,7 @@ class EpisodeStats(NamedTuple):
     env_retries: int
     env_metrics: dict[str, float]
     env_error: str
-    reward_names: Sequence[str] = ()  # of the environment's rewards of the whole episode
+    reward_names: Sequence[str] = ()  # names of the environment's rewards for the complete episode
 
     @property
     def environment_failed(self) -> bool:
@@ -220,7 +220,7 @@ class EpisodeStats(NamedTuple):
 
     @classmethod
     def of(cls, c: Completion) -> EpisodeStats | None:
-        """Returns the numbers of a completion; None if it is no episode."""
+        """Returns the figures of a completion; None if it is not an episode."""
         if not c.is_episode:
             return None
         turns = 0 if c.environment_failed and not c.turns else len(c.model_turns)
@@ -238,20 +238,20 @@ class EpisodeStats(NamedTuple):
         )
 
 
-class RolloutStats(NamedTuple):  # pickled three times as fast as a dataclass
+class RolloutStats(NamedTuple):  # pickles three times as fast as a dataclass
     """The few numbers of a rollout that other processes need; small enough to gather."""
 
     reward: float
-    outcome_reward: float  # what the advantage rule is given
+    outcome_reward: float  # the advantage rule's input
     reward_parts: dict[str, float | None]
     steps: dict[str, list[float]]  # values of rewarded steps, by function
     prompt_tokens: int
-    tokens: int  # of the completion, all that are computed
+    tokens: int  # completion tokens, those of tools included
     truncated: bool
     excluded: bool
     sampled_tokens: int  # the completion's length, as metrics and advantage rules count it
     episode: EpisodeStats | None = None
-    row: int = 0  # of the prompt that was sampled, which may stand for one with a broken image
+    row: int = 0  # row of the sampled prompt, which may replace one with a broken image
 
     @classmethod
     def of(cls, r: Rollout) -> RolloutStats:
@@ -274,7 +274,7 @@ StepStats = dict[int, list[RolloutStats]]  # by prompt index, over all processes
 
 
 def rollout_stats(groups: Sequence[Group]) -> list[tuple[int, list[RolloutStats]]]:
-    """Returns (prompt index, outcomes) of each group."""
+    """Returns (prompt index, statistics of its rollouts) for each group."""
     return [(g.prompt_index, [RolloutStats.of(r) for r in g.rollouts]) for g in groups]
 
 
@@ -287,9 +287,9 @@ NOT_STORED = (
 def to_state(rollout: Rollout) -> dict[str, Any]:
     """Returns the fields of a rollout and its completion that differ from their defaults.
 
-    The prompt is left out, since what stores a rollout identifies it by other means, except for
-    what an environment's first observation has changed in it; and so is what each step computes
-    anew.
+    The prompt is left out, since the stored entry identifies it by its index. Only the changes
+    that an environment or a rollout function has made to it are stored. Fields that each step
+    recomputes are left out too.
     """
     state: dict[str, Any] = {}
     for record in (rollout.completion, rollout):
@@ -300,17 +300,17 @@ def to_state(rollout: Rollout) -> dict[str, Any]:
             if f.name not in NOT_STORED and not is_default:
                 state[f.name] = value
     if "turns" in state:
-        # Without their seconds: a resumed run stores what the run stores that was not stopped.
+        # Without their seconds, so that a resumed run stores the same as an uninterrupted one.
         state["turns"] = [(t.start, t.end, t.by, t.reward) for t in rollout.completion.turns]
     if rollout.prompt.row_ids is not None:
         state["observed_prompt"] = {"ids": rollout.prompt.ids, "text": rollout.prompt.text}
-    if rollout.prompt.added:  # values of any type, and a checkpoint holds plain values
+    if rollout.prompt.added:  # values of any type; a checkpoint holds plain ones only
         state["observed_prompt"]["added"] = json.dumps(rollout.prompt.added, default=str)
     return state
 
 
 def from_state(prompt: Prompt, state: Mapping[str, Any]) -> Rollout:
-    """Returns the rollout of `prompt` that `to_state` has read."""
+    """Returns the rollout of `prompt` from a state that `to_state` returned."""
     values = dict(state)
     if (observed := values.pop("observed_prompt", None)) is not None:
         added = json.loads(observed.get("added", "{}"))
@@ -333,7 +333,7 @@ def from_state(prompt: Prompt, state: Mapping[str, Any]) -> Rollout:
 def matrix(step_stats: StepStats, value: Callable[[RolloutStats], float | None]) -> Tensor:
     """Returns a value of every rollout as [P, G] float64, ordered by prompt; NaN for None.
 
-    Groups of different sizes, of which a step with carried groups may have some, end in NaN.
+    Groups of different sizes, which a step with leftover groups may have, are padded with NaN.
     """
     most = max(map(len, step_stats.values()))
     rows = []
@@ -369,7 +369,7 @@ def weighted_parts(step_stats: StepStats, weights: Mapping[str, float]) -> Tenso
 
 
 def sampled_mask(rollouts: Sequence[Rollout]) -> Tensor:
-    """Returns 1 on the completion tokens that were sampled, [B, C] bool; C is the longest."""
+    """Returns the mask of sampled completion tokens, [B, C] bool; C is the longest length."""
     lengths = [[len(r.completion.ids)] for r in rollouts]
     mask = torch.arange(max(lengths)[0]) < torch.tensor(lengths)
     for row, r in zip(mask, rollouts, strict=True):
@@ -379,7 +379,7 @@ def sampled_mask(rollouts: Sequence[Rollout]) -> Tensor:
 
 
 def sampled_places(rollouts: Sequence[Rollout]) -> list[int]:
-    """Returns the places of ones in `sampled_mask`, flattened, one row after another."""
+    """Returns the indices of the ones in `sampled_mask`, flattened row by row."""
     width = max(len(r.completion.ids) for r in rollouts)
     places: list[int] = []
     for i, r in enumerate(rollouts):

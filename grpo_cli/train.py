@@ -6,7 +6,7 @@ the advantage, and ascend a clipped surrogate, less β times a KL to a reference
     objective       −min(ρA, clip(ρ, 1−ε, 1+ε_high)A) + β·KL(π ‖ π_ref) − entropy bonus, on each
                     completion token; every term and its variants are switches of `loss`
     normalisation   one sum over the whole optimizer batch and all processes, divided by one count
-                    that is taken before the first backward: micro-batches and ranks change nothing
+                    taken before the first backward: micro-batches and ranks do not matter
     on-policy       with one update a step, old_logprobs are the current ones and ρ = 1 in value
     off-policy      with num_iterations · minibatches > 1, they are computed before the first update
     prefetched      rollouts that were sampled during an earlier step keep the sampler's
@@ -53,7 +53,7 @@ from grpo_cli.training.step_progress import StepBatch
 
 
 def train(run: Run) -> None:
-    """Runs the recipe from where `run` stands to its last step, or until it is asked to stop.
+    """Trains from the run's present step to the last one, or until the run is asked to stop.
 
     Raises:
         CannotLearn: the probe before the first step said so, with probe=stop.
@@ -75,20 +75,20 @@ def train(run: Run) -> None:
                 resume.save(run, wait=not stopping)
             if stopping:
                 return
-    except Interrupted:  # in the middle of a step, which there is no time to finish
+    except Interrupted:  # mid-step, with no time left to finish it
         resume.save_interrupted(run)
         return
     ending.finish(run)
 
 
 def take_step(run: Run, step: Step) -> None:
-    """One batch of rollouts, from prompts to new weights (Algorithm 1, lines 4 to 12).
+    """Takes one step, from prompts to new weights (Algorithm 1, lines 4 to 12).
 
     Raises:
         Interrupted: the run has to end before the step could be finished.
     """
     batch = step.batch or step.keep(collect(run, step.recipe, step.clock))  # sample and score
-    kept_steps.keep(run, step)  # for `grpo replay`, if log.keep_steps names it
+    kept_steps.keep(run, step)  # for `grpo replay`, if log.keep_steps names the step
     run.queue.prefetch(step.number)
     run.generator.offload()
     step_stats = fill_logprobs(run, step, batch)
@@ -101,12 +101,12 @@ def take_step(run: Run, step: Step) -> None:
 
 
 def fill_logprobs(run: Run, step: Step, batch: StepBatch) -> StepStats:
-    """Computes the log-probabilities of old and reference policy, where the loss needs them.
+    """Computes the log-probabilities of the old and the reference policy, if the loss needs them.
 
     With `loss.kl_in=reward` it also subtracts the KL from the rewards.
 
     Returns:
-        The rewards of the step, over all processes.
+        The rollout statistics of the step, over all processes.
     """
     recipe, loss = step.recipe, step.recipe.loss
     kl_in_reward = run.reference is not None and loss.kl_in == "reward"
@@ -141,19 +141,19 @@ def update_policy(run: Run, step: Step) -> dict[str, float]:
 
 
 def optimizer_step(run: Run, step: Step, update: int) -> None:
-    """One gradient of an optimizer batch, over all micro-batches and processes, and its step."""
+    """Accumulates the gradient of one optimizer batch, and takes the optimizer step with it."""
     if update == 0 and step.has_entropy_bonus:
         coefficient = run.entropy_bonus.value(step.recipe.loss)
         step.progress.coefficients = {"entropy_coef": coefficient}
     with step.clock.stage("forward_backward"):
         batch = optimizer_batch(run, step, minibatch(step, update), update)
         sums = None if batch is None else accumulate(run, step, batch)
-    if sums is not None:  # something trains, on some process
+    if sums is not None:  # some process has something to train on
         apply_gradient(run, step, sums)
 
 
 def apply_gradient(run: Run, step: Step, sums: LossSums) -> None:
-    """Sums the gradient over processes, clips it, checks it, and lets the optimizer step with it.
+    """Sums the gradient over processes, clips and checks it, and takes the optimizer step.
 
     Args:
         sums: the measurements of this process in the optimizer batch.
@@ -181,20 +181,20 @@ def minibatch(step: Step, update: int) -> list[Group]:
 
 
 class OptimizerBatch(NamedTuple):
-    """The rollouts of one optimizer step on this process, with what is counted over all of them."""
+    """This process's rollouts of one optimizer step, with the coefficients of its loss."""
 
     coefficients: Coefficients
     with_gradient: list[Rollout]
-    entropy_only: list[Rollout]  # of which only the entropy is logged
+    entropy_only: list[Rollout]  # no gradient; only their entropy is logged
 
 
 def optimizer_batch(
     run: Run, step: Step, groups: Sequence[Group], update: int
 ) -> OptimizerBatch | None:
-    """Counts over an optimizer batch, before its first backward, what its loss is divided by.
+    """Prepares an optimizer batch, and counts its loss tokens over all processes before backward.
 
     Returns:
-        None if there is nothing to train on, on any process.
+        None if no process has anything to train on.
     """
     loss = step.recipe.loss
     rollouts = [r for g in groups for r in g.rollouts if r.loss_tokens]
@@ -219,7 +219,7 @@ def optimizer_batch(
 
 
 def accumulate(run: Run, step: Step, batch: OptimizerBatch) -> LossSums:
-    """Adds up this process's gradient of one optimizer batch, over micro-batches.
+    """Accumulates this process's gradient of one optimizer batch over micro-batches.
 
     Returns:
         The measurements of this process.
@@ -260,7 +260,7 @@ def forward(
 def policy_outputs(
     run: Run, step: Step, coefficients: Coefficients, micro_batch: list[Rollout]
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes the policy's log-probabilities, and the entropies where they are measured."""
+    """Computes the policy's log-probabilities, and its entropies if they are measured."""
     return run.policy_logprobs(
         micro_batch,
         step.recipe.generation.temperature,
@@ -272,10 +272,10 @@ def policy_outputs(
 def split_by_gradient(
     run: Run, step: Step, rollouts: Sequence[Rollout], coefficients: Coefficients
 ) -> tuple[list[Rollout], list[Rollout]]:
-    """Splits rollouts into those with a gradient and those of which only the entropy is logged.
+    """Splits rollouts into those with a gradient and those needed only for the entropy metric.
 
-    Without advantage, KL and entropy bonus a rollout has no gradient. It counts in the divisors of
-    the others, and is computed only where its entropy is logged.
+    A rollout without advantage, KL and entropy bonus has no gradient. It still counts in the
+    divisor of the loss, but its forward pass runs only if its entropy is logged.
     """
     every = every_rollout_has_gradient(
         step.recipe.loss,
@@ -288,13 +288,13 @@ def split_by_gradient(
     entropy_only = [r for r in rollouts if not (every or r.advantages.any())]
     if not step.measures_entropy:
         entropy_only = []
-    if not (with_gradient or entropy_only):  # so that every process has the same metrics to reduce
+    if not (with_gradient or entropy_only):  # every process needs the same metrics to reduce
         entropy_only = [run.micro_batches.dummy_rollout]
     return with_gradient, entropy_only
 
 
 def refresh_reference(run: Run, step: Step) -> None:
-    """Iterative GRPO: every N steps the reference moves to the policy, or a part of the way."""
+    """Moves the reference to the policy, or part of the way, every N steps (iterative GRPO)."""
     loss = run.recipe.loss
     due = loss.reference_every > 0 and (step.number + 1) % loss.reference_every == 0
     if run.reference is not None and due:

@@ -1,7 +1,7 @@
-"""`grpo doctor`: prints what this machine has, what is broken, and what recipes lack.
+"""`grpo doctor`: checks this machine and the requirements of recipes, and prints the findings.
 
 Each check prints its findings before the next one begins, so that the last heading names a check
-that hangs. torch and vLLM are asked in processes of their own, which may crash. With --nodes it
+that hangs. torch and vLLM are tried in separate processes, since they may crash. With --nodes it
 checks the nodes of a job against one another (`doctor_nodes.py`).
 """
 
@@ -49,7 +49,7 @@ to train each shipped recipe, or the given one. Nothing is downloaded or changed
 something is broken, of the machine or of the given recipe.
 
 """
-OK, NOTE, BROKEN = " ", "*", "!"  # may matter; keeps grpo, or the given recipe, from running
+OK, NOTE, BROKEN = " ", "*", "!"  # NOTE: may matter; BROKEN: grpo or the recipe cannot run
 DISTRIBUTION = "grpo-cli"
 GIB = 2**30
 LEAST_FREE_GB = 10.0
@@ -58,7 +58,7 @@ VARIABLES = re.compile(
     r"(HF|CUDA|NVIDIA|NCCL|GLOO|OMP|MKL|ONEDNN|TORCH|PYTORCH|VLLM|TRANSFORMERS|GRPO|MASTER|SLURM)_"
     r"\w+|(LOCAL_)?(RANK|WORLD_SIZE)|LD_LIBRARY_PATH|PYTHONPATH|https?_proxy"
 )
-# Program that asks torch; its first line is printed before what may crash.
+# Program that queries torch. It prints its line before the product that may crash.
 TORCH = """
 import json, torch
 facts = {"version": torch.__version__, "cuda": torch.version.cuda, "gpus": []}
@@ -118,7 +118,7 @@ def main(argv: list[str]) -> None:
             for finding in check():
                 print(line(finding), flush=True)
                 broken += [finding.name] * (finding.status == BROKEN)
-        except (Exception, SystemExit) as error:  # a line, whatever is wrong with the machine
+        except (Exception, SystemExit) as error:  # any error of a check becomes a line
             first = (str(error).splitlines() or [""])[0][:200]
             said = f"cannot be found out: {type(error).__name__}: {first}"
             print(line(Finding(section, said, NOTE)))
@@ -201,7 +201,7 @@ def devices() -> Iterator[Finding]:
 
 
 def limits(name: str) -> list[str]:
-    """Returns the limits that this process's cgroup (of version 2) and those above it set.
+    """Returns the limits that are set by this process's cgroup (version 2) and its ancestors.
 
     Args:
         name: file of the limit, such as `memory.max`.
@@ -214,7 +214,7 @@ def limits(name: str) -> list[str]:
 
 
 def sandbox_level() -> Iterator[Finding]:
-    """Finds the guards under which programs run here, by running one."""
+    """Finds the sandbox's guards that work here, by running a program under them."""
     try:
         yield Finding("sandbox", sandbox.describe("auto").removeprefix("sandbox: "))
     except sandbox.SandboxError as error:
@@ -233,7 +233,7 @@ def disks(folder: Path) -> Iterator[Finding]:
     ):
         there = path.expanduser().absolute()
         while not there.exists() and there != there.parent:
-            there = there.parent  # where the folder will be made
+            there = there.parent  # the existing folder in which it would be made
         try:
             with tempfile.TemporaryFile(dir=there):
                 free = shutil.disk_usage(there).free / GB
@@ -257,7 +257,7 @@ def hub() -> Iterator[Finding]:
         return
     try:
         HfApi().model_info("openai-community/gpt2", timeout=10)
-    except Exception as error:  # of several libraries
+    except Exception as error:  # from any of several libraries
         first = (str(error).splitlines() or [type(error).__name__])[0][:150]
         yield Finding("hub", f"{constants.ENDPOINT} does not answer: {first}", NOTE)
     else:
@@ -265,7 +265,7 @@ def hub() -> Iterator[Finding]:
 
 
 def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Finds the variables that matter to a run; of a secret, only that it is set."""
+    """Finds the variables that matter to a run; a secret's value is not shown."""
     for name, value in sorted(environment.items()):
         if VARIABLES.fullmatch(name):
             shown = re.sub(r"//[^/@\s]+@", "//(not shown)@", value)
@@ -287,10 +287,10 @@ def _run(program: str) -> tuple[list[str], str]:
 
 
 def recipes(recipe: Recipe | Finding | None) -> Iterator[Finding]:
-    """Yields what the given recipe lacks, or a line for each shipped recipe.
+    """Yields the missing parts of the given recipe, or one finding for each shipped recipe.
 
     Args:
-        recipe: the given recipe, or what is wrong with it; None: all shipped recipes.
+        recipe: the given recipe, or the mistake in it; None: all shipped recipes.
     """
     if recipe is not None:
         yield from lacks(recipe) or [Finding("recipe", "nothing is missing")]
@@ -302,7 +302,7 @@ def recipes(recipe: Recipe | Finding | None) -> Iterator[Finding]:
 
 
 def composed(words: Sequence[str]) -> Recipe | Finding:
-    """Returns the checked recipe of a command line, or what is wrong with it."""
+    """Returns the checked recipe of a command line, or the mistake in it."""
     found: list[Recipe] = []
 
     def task(cfg: DictConfig) -> None:
@@ -318,7 +318,7 @@ def composed(words: Sequence[str]) -> Recipe | Finding:
 
 
 def lacks(recipe: Recipe | Finding) -> list[Finding]:
-    """Returns what is missing here, or may be, to train a recipe. Loads no model."""
+    """Returns the findings on missing requirements of a recipe on this machine. Loads no model."""
     import torch
 
     if isinstance(recipe, Finding):
@@ -332,7 +332,7 @@ def lacks(recipe: Recipe | Finding) -> list[Finding]:
 
 
 def _refusals(recipe: Recipe) -> Iterator[Finding]:
-    """Yields what the checks at the start of a run would refuse, of packages, names and files."""
+    """Yields the packages, names and files that the checks at the start of a run would refuse."""
     from huggingface_hub import get_token
 
     from grpo_cli.generation import factory

@@ -1,16 +1,16 @@
 """`grpo doctor --nodes=a,b`: checks in under a minute that the nodes of a job can train together.
 
 One process runs on each node. The process of the first node hosts a TCP store, leads the others
-through these stages and prints one line for each problem, which names the node:
+through these stages, and prints one line with the node's name for each problem:
 
-    facts      every node reports its versions, GPUs, free disk and ports, and whether its folder of
-               the run is that of the first node
+    facts      every node reports its versions, GPUs, free disk and ports, and whether it sees the
+               first node's folder of the run
     sum        one sum over all nodes by gloo
     verdict    every node exits with it
 
-Every wait ends at the time limit: missing nodes are named then, and a process that hangs exits.
-(The rendezvous of torchrun only counts the nodes that have arrived, and does not name a missing
-one.)
+Every wait ends at the time limit. Then missing nodes are named, and a process that hangs exits.
+(The rendezvous of torchrun only counts the nodes that have arrived, without naming the missing
+ones.)
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from grpo_cli.errors import TrainingError, UserError
 
 GB = 1e9
 PORT = 29400  # default port of the store
-RENDEZVOUS_SHARE = 0.6  # of the time limit; the other stages have the rest
+RENDEZVOUS_SHARE = 0.6  # share of the time limit; the other stages have the rest
 POLL_SECONDS = 0.05
 
-Facts = dict[str, Any]  # of one node, see `facts_of`
+Facts = dict[str, Any]  # the facts of one node, see `facts_of`
 
 
 @dataclass
@@ -141,7 +141,7 @@ def _address(option: str, text: str) -> tuple[str, int]:
 
 
 def facts_of(settings: Settings) -> Facts:
-    """Returns what must be equal on all nodes, this node's problems, and the free GB of its folder.
+    """Returns values that must be equal on all nodes, this node's problems, and its free disk (GB).
 
     For example `{"equal": {"torch": "2.13.0", "GPUs": 8}, "problems": [], "free": 900.0}`.
     """
@@ -222,13 +222,13 @@ def is_free(port: int) -> bool:
 
 
 def sees_file(path: Path, patience: float) -> bool:
-    """Returns whether a file is there; network file systems show it late."""
+    """Returns whether a file appears within `patience` seconds; network disks show it late."""
     deadline = time.monotonic() + patience
     while not os.path.exists(path):
         if time.monotonic() > deadline:
             return False
         with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=path.parent):
-            pass  # a change makes NFS read the folder anew
+            pass  # a change makes NFS read the folder again
         time.sleep(0.5)
     return True
 
@@ -257,7 +257,7 @@ def judge_sums(settings: Settings, sums: Mapping[int, str]) -> Iterator[str]:
 
 
 def _different(nodes: Sequence[str], values: Mapping[int, Any], what: str) -> Iterator[str]:
-    # The most frequent value; of equally frequent ones that of the first node.
+    # The most frequent value; among equally frequent ones, the first node's.
     usual = Counter(values[rank] for rank in sorted(values)).most_common(1)[0][0]
     others = [nodes[r] for r, v in sorted(values.items()) if v == usual]
     for rank, value in sorted(values.items()):
@@ -279,7 +279,7 @@ def main(argv: list[str]) -> None:
     """Runs one node's part of the check.
 
     Raises:
-        TrainingError: the nodes cannot train together; on the first node, which prints why.
+        TrainingError: the nodes cannot train together; raised on the first node, which prints why.
     """
     settings = settings_of(argv)
     timer = threading.Timer(settings.timeout + 3, _end_hang, [settings])
@@ -292,7 +292,7 @@ def main(argv: list[str]) -> None:
 
 
 def _end_hang(settings: Settings) -> None:
-    """Ends a process that hangs, and prints where."""
+    """Ends a process that hangs, and prints its stack."""
     print(
         f"doctor: {settings.name}: not done after {settings.timeout:g} s; it hangs here:",
         file=sys.stderr,
@@ -367,7 +367,7 @@ def lead(settings: Settings) -> None:
     others = range(1, len(settings.names))
     with contextlib.ExitStack() as stack:
         mark = None
-        with contextlib.suppress(OSError):  # which is one of the problems
+        with contextlib.suppress(OSError):  # it is reported as a problem
             mark = stack.enter_context(
                 tempfile.NamedTemporaryFile(prefix=".doctor-", dir=settings.folder)
             ).name
@@ -375,7 +375,7 @@ def lead(settings: Settings) -> None:
         board.put("mark", mark and Path(mark).name)
         reports = {0: facts, **board.gather("facts", others, settings.left * RENDEZVOUS_SHARE)}
     problems = list(judge_facts(settings, reports))
-    sums = not problems  # without all nodes, or between different versions, a sum shows nothing
+    sums = not problems  # a sum needs all nodes, with the same versions
     board.put("sums", sums)
     if sums:
         found = {0: sum_over_nodes(settings, board.store)}
@@ -398,7 +398,7 @@ def lead(settings: Settings) -> None:
 
 
 def follow(settings: Settings) -> None:
-    """Takes part in the stages on every other node, and exits with the verdict."""
+    """Runs the stages on every other node, and exits with the verdict."""
     facts = facts_of(settings)
     board = Board(join(settings))
     try:

@@ -1,6 +1,6 @@
 """`grpo eval`: the command line of an evaluation. evaluation_run.py runs it.
 
-The two are apart because a mistake on the command line should show before torch is imported.
+They are separate so that a mistake on the command line is found before torch is imported.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def spelt_out(word: str) -> list[str]:
 
 
 def as_override(text: str) -> str:
-    """Returns a text as Hydra's grammar reads it: quoted, unless it is a simple path."""
+    """Quotes a string for Hydra's grammar, unless it is a simple path."""
     if re.fullmatch(r"[\w./:-]+", text, flags=re.ASCII):
         return text
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
@@ -151,13 +151,13 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool = False) ->
     """Evaluates a model on benchmarks, or on the held-out rows of the recipe stored with it.
 
     Args:
-        trust: whether a stored recipe that another user has made is obeyed as a whole.
+        trust: whether to apply all of a stored recipe that another user has made.
     """
     check_read(overrides)
     stored = Path(path) / paths.TRAINING / "recipe.yaml"
     is_local = bool(path) and Path(path).is_dir()
     is_foreign = is_local and not (trust or provenance.is_own(Path(path)))
-    obeys_foreign = False  # the recipe of such a folder
+    obeys_foreign = False  # whether a foreign folder's recipe is read
     if is_foreign:
         provenance.check(path, provenance.refused_base(Path(path)), TRUST)
     if path and not any(w.startswith("recipe=") for w in overrides):
@@ -180,7 +180,7 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool = False) ->
         keep_benchmarks(cfg, chosen)
         without_training(cfg, overrides)
         if obeys_foreign:
-            given = {*given_keys(cfg), "output_dir"}  # which is never the recipe's
+            given = {*given_keys(cfg), "output_dir"}  # the recipe's own is never used
             asked = provenance.refused(without_unread_data(cfg), Path(path), given)
             provenance.check(path, asked, TRUST)
         from grpo_cli.training import prepare
@@ -247,7 +247,7 @@ def folder_name(recipe: Recipe) -> str:
 
 
 def folder_of_job(folder: Path) -> Path:
-    """Returns the folder, with the number of the job if it is one of a sweep."""
+    """Returns the folder, with the job's number appended in a sweep."""
     job = HydraConfig.get()
     if job.mode is not RunMode.MULTIRUN:
         return folder
@@ -255,7 +255,7 @@ def folder_of_job(folder: Path) -> Path:
 
 
 def benchmarks_named(overrides: Sequence[str]) -> list[str]:
-    """Returns the benchmarks that the command line names; none if the recipe decides."""
+    """Returns the benchmarks that the command line names; [] if the recipe decides."""
     names = []
     for word in overrides:
         key, _, value = word.lstrip("+").partition("=")

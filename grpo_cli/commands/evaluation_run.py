@@ -1,4 +1,4 @@
-"""One `grpo eval` from its model, or its file of completions, to what it writes."""
+"""Runs one `grpo eval`, from the model or the file of completions to the written results."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ def score_completions(
     """Scores a file of completions on the recipe's one benchmark and writes the results.
 
     Args:
-        columns: new name -> name in the file. mode: that they were made in, if that was said.
+        columns: new name -> name in the file. mode: the mode that they were made in, if given.
 
     Raises:
-        UserError: the file, a column or the benchmark's data is not there.
+        UserError: the file, a column or the benchmark's data is missing.
     """
     folder = Path(recipe.output_dir).expanduser()
     check_writable(folder)
@@ -150,7 +150,7 @@ def score_completions(
 def settings_of_completions(
     settings: Mapping[str, Any], config: Eval, path: Path, columns: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns the settings for eval.json, without those of sampling, which are not known."""
+    """Returns the settings for eval.json, without those of sampling, which are unknown."""
     sampling = ("temperature", "top_p", "max_completion_tokens")
     known = {k: v for k, v in dataclasses.asdict(config).items() if k not in sampling}
     report = {**settings, "eval": known}
@@ -171,7 +171,7 @@ def solved(
     bar = Bar(reporter.console, verb, evaluator.problems)
     try:
         if journal is not None:
-            workers.barrier()  # every process has read what there was
+            workers.barrier()  # every process has read the journal
             with workers.raise_together():
                 journal.begin()
             if journal.found:
@@ -197,7 +197,7 @@ def finish(
     """Writes and shows an evaluation, and deletes its journal.
 
     Args:
-        recipe: of which overwrite and log.images are read.
+        recipe: only overwrite and log.images are read.
     """
     with workers.raise_together():
         if workers.is_main:

@@ -1,7 +1,7 @@
 """`grpo export CHECKPOINT FOLDER`: writes a plain model folder from a checkpoint, sharded or not.
 
-Tensors are read one by one and written in files of at most 5 GB. The memory needed is that of one
-file, or of one layer of a mixture of experts, whose stored form differs from the published one.
+Tensors are read one by one and written in files of at most 5 GB. It needs the memory of one file,
+or of one layer of a mixture of experts, whose stored form differs from the published one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Of a checkpoint with an adapter it writes the adapter, which peft and vLLM load 
 """
 
 
-READ = ("trust_remote_code", "quantization", "dtype")  # of the recipe's section model
+READ = ("trust_remote_code", "quantization", "dtype")  # keys of the recipe's section model
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Settings:
 
 
 def main(argv: list[str]) -> None:
-    """Checks the command line, exports the model and prints where to.
+    """Checks the command line, exports the model and prints the new folder.
 
     Raises:
         UserError: a mistake on the command line. Also as `export`.
@@ -136,7 +136,7 @@ def export(
     """Writes the model of the checkpoint `path` to the folder `out`.
 
     Args:
-        trust: whether the checkpoint's own recipe is obeyed as a whole.
+        trust: whether to apply all of the checkpoint's own recipe.
         merge: write the model with its adapter merged in, in place of the adapter.
         quantized: how the model was quantized in training; None: as the checkpoint's recipe says.
 
@@ -178,7 +178,7 @@ def export(
         # The config last: without one, an incomplete folder is no model.
         with source.others() as files:
             copy_others(files, out, dtype)
-    except BaseException as error:  # a Ctrl-C too
+    except BaseException as error:  # also a Ctrl-C
         if was_there:
             for left in out.iterdir():
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -224,7 +224,7 @@ class Sharded:
         self.path = path
         try:
             self.stored = Shards(path)
-        except Exception as error:  # whatever a torn or forged index leads to
+        except Exception as error:  # a torn or forged index can raise anything
             raise UserError(
                 f"checkpoint = {path}: the index of its shards cannot be read: "
                 f"{type(error).__name__}: {error}"
@@ -243,7 +243,7 @@ class Sharded:
         return nullcontext(self.files)
 
     def skeleton(self) -> PreTrainedModel:
-        """Returns the model without tensors, which knows how its weights are published."""
+        """Returns the model on the meta device, which defines how its weights are published."""
         code = {"trust_remote_code": trained_model(self.path).get("trust_remote_code", False)}
         try:
             config = transformers.AutoConfig.from_pretrained(self.files, **code)
@@ -258,7 +258,7 @@ class Sharded:
 
 
 def check_recipe(path: Path) -> None:
-    """Raises a UserError if another's checkpoint needs more than is obeyed to load its model."""
+    """Raises a UserError if loading another user's model needs settings that are not trusted."""
     read = {key: value for key, value in trained_model(path).items() if key in READ}
     asked = provenance.refused({"model": read}, path)
     provenance.check(path, [*asked, *provenance.refused_base(path)], "--trust=true")
@@ -274,8 +274,8 @@ def trained_model(path: Path) -> dict[str, Any]:
 class Merged:
     """The model under a checkpoint's adapter, with the adapter merged in. It must fit in memory.
 
-    A model that was quantized in training is quantized from the same dtype again, and its weights
-    are dequantized: the adapter has learnt to correct these.
+    A model that was quantized in training is quantized again from the same dtype and dequantized,
+    since the adapter has learnt to correct these weights.
     """
 
     def __init__(self, path: Path, quantized: str | None = None) -> None:
@@ -283,7 +283,7 @@ class Merged:
         code = trained.get("trust_remote_code", False)
         config = Model(dtype="auto", trust_remote_code=code, dropout=None)
         config.dtype = loading.stored_dtype(config, path)
-        self.dtype = getattr(torch, config.dtype)  # of the base model's files
+        self.dtype = getattr(torch, config.dtype)  # dtype of the base model's files
         config.quantization = quantized or trained.get("quantization", config.quantization)
         if config.quantization != "none" and trained.get("dtype", "auto") != "auto":
             config.dtype = trained["dtype"]

@@ -1,4 +1,4 @@
-"""`grpo plan`: predicts the memory and the time of a recipe before anything is loaded."""
+"""`grpo plan`: predicts the memory and the time of a recipe without loading weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`grpo probe`: the command line of a probe. probe_run.py runs it.
 
-The two are apart because a mistake on the command line should show before torch is imported.
+They are separate so that a mistake on the command line is found before torch is imported.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
     """Runs `grpo probe` with the words after it.
 
     Raises:
-        UserError: a mistake on the command line, or what `grpo train` finds wrong with the recipe.
+        UserError: a mistake on the command line, or in the recipe as `grpo train` would find it.
         TrainingError: the engine failed.
         CannotLearn: the run cannot learn as it stands.
     """

@@ -1,4 +1,4 @@
-"""One `grpo probe` from its model to what it writes."""
+"""Runs one `grpo probe`, from the model to the written results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from grpo_cli.training import build
 from grpo_cli.training.prepare import Prepared
 from grpo_cli.training.probe import FILE
 
-LEAST_SAMPLES = 16  # of a prompt, unless they are given
+LEAST_SAMPLES = 16  # per prompt, unless a number is given
 
 
 def probe(prepared: Prepared, prompts: int, samples: int | None, *, as_json: bool) -> None:

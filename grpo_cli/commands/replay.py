@@ -1,6 +1,6 @@
 """`grpo replay RUN --step=N`: recomputes a step that a run has kept, and compares its metrics.
 
-A mistake on the command line shows before torch is imported.
+A mistake on the command line is found before torch is imported.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ the loss or the norm of the gradient differ.
 
   RUN                      Folder of a run.
 """
-# Metrics that are compared with the recorded ones. A step whose first two differ is not the step
-# that was taken.
+# Metrics that are compared with the recorded ones. If the first two differ, the step was not
+# reproduced.
 COMPARED = ("loss", "grad_norm", "policy_loss", "kl", "entropy", "aux_loss")
 DECISIVE = COMPARED[:2]
 NOT_READ = (  # sections of the recipe, since the rollouts are stored with their rewards
@@ -124,7 +124,7 @@ def find(run: RunFolder, settings: Settings) -> tuple[int, Mapping[str, Any]]:
     """Returns the step to recompute and its line of metrics.jsonl.
 
     Raises:
-        UserError: no step is given, it was not kept, or it is not complete yet.
+        UserError: no step is given, or the step was not kept or is not complete yet.
     """
     kept = paths.steps_kept(run.path)
     there = f"it has kept the steps {', '.join(map(str, kept))}" if kept else "it has kept none"
@@ -144,7 +144,7 @@ def find(run: RunFolder, settings: Settings) -> tuple[int, Mapping[str, Any]]:
 
 
 def check_recipe(path: Path) -> None:
-    """Raises a UserError if the recipe of another user's kept step asks for more than is obeyed."""
+    """Raises a UserError if another user's kept step has a recipe with untrusted settings."""
     stored = provenance.read(path)
     provenance.check(path, provenance.unusual(stored), "--trust")
     read = {section: value for section, value in stored.items() if section not in NOT_READ}
@@ -157,7 +157,7 @@ def compared(
     """Returns the recorded and the recomputed metrics of an update, and whether they agree.
 
     Args:
-        tolerance: largest difference; of a metric beyond 1, relative to it.
+        tolerance: largest difference; relative to the recorded value if that is above 1.
 
     A value that is not finite, or was not measured, is None.
     """

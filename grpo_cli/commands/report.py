@@ -1,4 +1,4 @@
-"""`grpo report RUN [OTHER]`: writes what is known of a run, or of two, as one HTML file."""
+"""`grpo report RUN [OTHER]`: writes the report of a run, or of two, as one HTML file."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def output_path(runs: Sequence[RunFolder], given: str | None) -> Path:
     """Returns the file to write.
 
     Raises:
-        UserError: it is a folder, a device or a file of a run, which the report would replace.
+        UserError: it is a folder, a device, or a file of a run that the report would replace.
     """
     path = runs[0].path / page.NAME if given is None else Path(given).expanduser()
     if path.is_dir():
@@ -79,7 +79,7 @@ def write(runs: Sequence[RunFolder], path: Path, completions: int) -> tuple[Path
     """Writes the report of one run or of two; returns its path and its size in bytes.
 
     Raises:
-        UserError: the file cannot be written, or one of the run cannot be read.
+        UserError: the report cannot be written, or a file of a run cannot be read.
     """
     limits = Limits().divided(len(runs), completions)
     compared = compare(*runs) if len(runs) == 2 else None
@@ -91,7 +91,7 @@ def write(runs: Sequence[RunFolder], path: Path, completions: int) -> tuple[Path
 
 
 def compare(first: RunFolder, second: RunFolder) -> dict[str, Any]:
-    """Returns how two runs differ: knobs, and evaluations of the same held-out problems."""
+    """Returns the differences of two runs: knobs, and evaluations of the same held-out problems."""
     found: dict[str, Any] = {"recipe": facts.listed(first.recipe, second.recipe)}
     evaluations = [run.evaluations() for run in (first, second)]
     lacking = [run.path.name for run in (first, second) if not run.evaluations()]

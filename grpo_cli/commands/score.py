@@ -36,7 +36,7 @@ from grpo_cli.training.prepare import MADE_UP
 CHUNK = 256  # completions between two updates of the progress bar
 CHUNKS_AHEAD = 4
 TRUE, FALSE = ("true", "yes", "1", "1.0", "correct"), ("false", "no", "0", "0.0", "incorrect")
-# Hydra's options that print something, and run nothing.
+# Options of Hydra that print something and run nothing.
 SHOWING = ("--help", "-h", "--hydra-help", "--info", "-i", "--cfg", "-c")
 USAGE = """\
 grpo score reward=NAME input=FILE              score the completions of a file or of a run
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
     """Runs `grpo score`: the rewards of a recipe, or reward=NAME, on stored completions.
 
     Raises:
-        UserError: what is asked for is wrong. TrainingError: as `score`.
+        UserError: a mistake in the request. TrainingError: as `score`.
     """
     options, words = split_options(argv)
     has_recipe = any(w.startswith("recipe=") for w in words)
@@ -126,7 +126,7 @@ def score(request: Request, recipe: Recipe, own_recipe: bool) -> None:
         UserError: the file, a column or a reward does not exist.
         TrainingError: a reward failed on some completions; raised after all were scored.
     """
-    # An exception, so that `executor.close` runs.
+    # SIGTERM becomes an exception, so that `executor.close` runs.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     executor = RewardExecutor(recipe.scoring)
     run: dict[str, Any] = {"device": recipe.device}
@@ -233,11 +233,11 @@ def _score_file(
 
 
 def default_output(path: Path) -> str:
-    """Returns the file for the scores of a file; it has the run's name for stored completions."""
+    """Returns the file for the scores of a file; for stored completions it names the run."""
     name, folder = Path(path.name.removesuffix(".gz")).stem, path.resolve().parent
     if folder.name == "completions":
         name = f"{folder.parent.name}-{name}"
-    elif name == "completions" and (folder / "eval.json").exists():  # an evaluation's
+    elif name == "completions" and (folder / "eval.json").exists():  # of an evaluation
         name = f"{folder.parent.parent.name}-{folder.name}"
     return f"outputs/score/{name}.jsonl"
 
@@ -254,8 +254,8 @@ class Scored:
 def score_samples(scorer: Scorer, samples: Sequence[Sample]) -> Iterator[list[Scored]]:
     """Yields the results of all samples in order, by chunks.
 
-    The failure of a function is a result and stops none of the others. Some chunks are submitted
-    ahead, so that a slow completion leaves no worker idle.
+    A function that fails gives a result with the error, and the others continue. Some chunks are
+    submitted ahead, so that a slow completion leaves no worker idle.
     """
     under_way: collections.deque[tuple[ScoringSession, Sequence[Sample]]] = collections.deque()
     for start in range(0, len(samples), CHUNK):

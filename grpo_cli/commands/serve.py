@@ -78,7 +78,7 @@ def main(argv: list[str]) -> None:
     """`grpo serve`: starts vLLM's server with a model, or with that of a recipe.
 
     Raises:
-        Stopped: a signal has ended it. UserError, TrainingError: as `serve`.
+        Stopped: a signal has ended the server. UserError, TrainingError: as `serve`.
     """
     options, words = split_options(argv)
     if {"-h", "--help"} & {*options}:
@@ -136,13 +136,13 @@ def parse_words(words: Iterable[str]) -> ServerSettings:
         reasons = [why for prefix, why in REFUSED_PREFIXES.items() if name.startswith(prefix)]
         if why := REFUSED.get(name) or next(iter(reasons), None):
             raise UserError(f"engine_args.{name}: cannot be set: {why}.")
-        if short := [full for full in REFUSED if full.startswith(name)]:  # vLLM takes it for that
+        if short := [full for full in REFUSED if full.startswith(name)]:  # vLLM expands it
             raise UserError(f"engine_args.{name}: is short for {short[0]}, which cannot be set.")
     return dataclasses.replace(settings, engine_args=arguments)
 
 
 def make_plan(settings: ServerSettings, recipe: Recipe | None, gpus: int) -> ServerPlan:
-    """Returns what the server is started with; the path is "" if the recipe builds its model.
+    """Returns the plan for starting the server; its path is "" if the recipe builds its model.
 
     Raises:
         UserError: there is no such model or it is quantized, or the settings need GPUs.
@@ -270,7 +270,7 @@ def serve(settings: ServerSettings, recipe: Recipe | None, words: Sequence[str])
 
 
 def exposure(host: str) -> str | None:
-    """Returns what a server at this address exposes; None for an address of this machine only."""
+    """Returns a warning about exposing the server; None for an address of this machine only."""
     with suppress(ValueError):  # a name
         if host == "localhost" or ipaddress.ip_address(host).is_loopback:
             return None
@@ -291,7 +291,7 @@ def training_words(plan: ServerPlan, recipe: Recipe | None, words: Sequence[str]
     kept = [w for w in words if w.partition("=")[0].lstrip("+") not in own]
     needed = ["generation=vllm_server", f"generation.vllm.servers=[{url}]"]
     on_cpu = not plan.gpus or (recipe is not None and recipe.device == "cpu")
-    if plan.transfer != ("gloo" if on_cpu else "nccl"):  # what the trainer takes by itself
+    if plan.transfer != ("gloo" if on_cpu else "nccl"):  # the trainer's default
         needed.append(f"generation.vllm.transfer={plan.transfer}")
     key_file = plan.settings.key_file
     if key_file is not None:

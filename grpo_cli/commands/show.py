@@ -84,17 +84,17 @@ def main(argv: list[str]) -> None:
 
 
 def write_images(folder: Path, samples: Sequence[Sample]) -> int:
-    """Writes the images of prompts into a folder; returns how many.
+    """Writes the images of prompts into a folder; returns their number.
 
     Raises:
         UserError: the folder cannot be written, or an image cannot be read.
     """
     benchmarks = {sample.columns.get("benchmark") for sample in samples}
     images: dict[str, StoredImage] = {}
-    for sample in samples:  # the benchmarks of an evaluation have rows of the same numbers
+    for sample in samples:  # benchmarks of an evaluation share row numbers
         of = f"{sample.columns['benchmark']}-" if len(benchmarks) > 1 else ""
         stem = f"{of}row-{sample.columns.get('row', sample.row)}"
-        stem = re.sub(r"^\.+|[^\w.-]+", "_", stem)  # a file may hold any text there: ../..
+        stem = re.sub(r"^\.+|[^\w.-]+", "_", stem)  # a file may hold any string there: ../..
         images |= {f"{stem}-image-{n}.png": image for n, image in enumerate(sample.images)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def find(path: Path, step: int | None) -> Path:
     """Returns the file of completions of a run, or of one of its steps.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such file.
     """
     if not path.exists():
         raise UserError(f"RUN = {path}: there is no such folder or file.")

@@ -30,7 +30,7 @@ from grpo_cli.config.schema import Recipe
 from grpo_cli.config.words import check_recipe_words, described, parse, split
 from grpo_cli.errors import TrainingError, UserError
 
-LEAST_GRACE = 30  # seconds; less is not enough to end a step and save
+LEAST_GRACE = 30  # seconds; a shorter time is not enough to end a step and save
 
 
 @dataclass
@@ -219,7 +219,7 @@ def serving_words(words: Sequence[str]) -> list[str]:
         if key in ("generation.vllm.servers", "generation.vllm.key_file"):
             raise UserError(f"{key}: with vllm_nodes the servers are the job's own.")
     if not any(w.lstrip("+").startswith("generation.vllm.start_timeout=") for w in words):
-        added.append("generation.vllm.start_timeout=1200")  # a large model loads for long
+        added.append("generation.vllm.start_timeout=1200")  # a large model takes long to load
     return added
 
 
@@ -227,7 +227,7 @@ def check(settings: Settings, recipe: Recipe) -> None:
     """Runs the checks of `grpo train`, and checks that recipe and nodes fit together.
 
     Raises:
-        UserError: they do not, or the recipe has a mistake.
+        UserError: they do not fit together, or the recipe has a mistake.
     """
     from grpo_cli.commands import serve
     from grpo_cli.training import prepare
@@ -331,7 +331,7 @@ def _options(values: Mapping[str, Any]) -> list[str]:
 
 
 def _quoted(option: str) -> str:
-    """Returns an option as a line of a batch script holds it; sbatch reads quotes as a shell."""
+    """Returns an option quoted for a line of a batch script; sbatch reads quotes as a shell."""
     name, equals, value = option.partition("=")
     return name + equals + shlex.quote(value) if re.search(r"[\s'\"#\\]", value) else option
 
@@ -369,7 +369,7 @@ def write(settings: Settings, recipe: Recipe, words: Sequence[str], command: str
         Path(settings.file).expanduser() if settings.file else folder / f"{kind}.sbatch"
     ).resolve()
     place = make_place(settings, recipe, words, file)
-    file.parent.mkdir(parents=True, exist_ok=True)  # where the job's log goes too
+    file.parent.mkdir(parents=True, exist_ok=True)  # the job's log is written there too
     file.write_text(script(settings, words, place, command), encoding="utf-8")
     print(f"written: {file}")
     print(f"submit it with: sbatch {shlex.quote(str(file))}")

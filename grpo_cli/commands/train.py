@@ -1,4 +1,4 @@
-"""`grpo train` from joining the other processes to the end, successful or not."""
+"""Runs `grpo train`, from joining the other processes to a successful or failed end."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def run_recipe(prepared: Prepared, command: list[str]) -> Run:
             stop.release()
             supervisor.close()
             raise StoppedWhileStarting(number) from error
-        if workers.size > 1:  # before cleaning up, which may hang
+        if workers.size > 1:  # before the cleanup, which may hang
             supervisor.report(error, exit_code(error))
         if live is not None:
             at_most = None if workers.size == 1 else SAVING_SECONDS - CLOSING_SECONDS
             live.checkpointer.wait(at_most)
-            cause = supervisor.failure  # of which this process's error may be a consequence
+            cause = supervisor.failure  # it may have caused this process's error
             live.close(error if cause is None else TrainingError(cause.text))
         if workers.size > 1:
             supervisor.leave(exit_code(error))
@@ -100,8 +100,8 @@ def stopped_elsewhere(supervisor: Supervisor, error: BaseException) -> int | Non
 def without_long_pauses() -> Iterator[None]:
     """Limits garbage collection to objects created within the context.
 
-    A collection over everything that was imported takes a quarter of a second, at a different
-    moment on each process, and the others wait for it every time.
+    A collection over all imported objects takes a quarter of a second. It occurs at a different
+    time on each process, and the others wait for it each time.
     """
     gc.collect()
     gc.freeze()

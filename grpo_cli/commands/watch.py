@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
 
 
 def follow(run: Followed, console: Console, every: float) -> None:
-    """Shows the view and what changes in it, until Ctrl-C."""
+    """Shows the view and keeps it up to date, until Ctrl-C."""
     with (
         contextlib.suppress(KeyboardInterrupt),
         Live(console=console, screen=True, auto_refresh=False) as live,

@@ -12,8 +12,8 @@ from grpo_cli.models.flops import listed_peak, peak_flops
 from grpo_cli.models.memory import free_memory
 
 GB = 1e9
-# A plan's name for a GPU: (its name by CUDA, memory in GB of 10^9 bytes, memory bandwidth in GB/s,
-# rate to another GPU of its node in GB/s), from NVIDIA's data sheets.
+# Name of a GPU in plans: (CUDA's name, memory in GB of 10^9 bytes, memory bandwidth in GB/s, rate
+# to another GPU of the node in GB/s), from NVIDIA's data sheets.
 GPUS: dict[str, tuple[str, float, float, float]] = {
     "a10g": ("NVIDIA A10G", 24, 600, 32),
     "a40": ("NVIDIA A40", 48, 696, 56),
@@ -47,8 +47,8 @@ class Device:
     name: str
     memory: float  # bytes
     kind: str = "cuda"  # or cpu, mps
-    flops: float | None = None  # peak of matrix products a second, in the type of the arithmetic
-    bandwidth: float = 0.0  # bytes a second, of its memory
+    flops: float | None = None  # peak FLOPs a second of matrix products, in the arithmetic's type
+    bandwidth: float = 0.0  # bytes a second, to its own memory
     link: float = 0.0  # bytes a second, to another device
 
 
@@ -56,11 +56,11 @@ def named(name: str, dtype: torch.dtype, gpus: int = 1) -> Device:
     """Returns a GPU by its name, or by its memory in GB, whose rates are unknown.
 
     Args:
-        dtype: of the arithmetic.
-        gpus: with more than a node's, the link between nodes limits what is sent.
+        dtype: the type of the arithmetic.
+        gpus: number of GPUs; beyond one node, the link between nodes limits the rate.
 
     Raises:
-        UserError: it is not listed, or does not multiply in this type.
+        UserError: the GPU is not listed, or does not multiply in this type.
     """
     name = name.lower()
     size = name.removesuffix("gb")

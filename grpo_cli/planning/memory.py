@@ -3,9 +3,9 @@
     memory(job, micro_tokens)     {"forward_backward": {"weights": 3.05e10, "gradients": ...}, ...}
 
 A sharded model keeps its share of each tensor; embedding, head and three layers are gathered while
-it computes. The completions of the embedded engine count as if all were as long as the longest,
-whose cache is a quarter larger while it grows. An adapter's reference is the model with the adapter
-switched off. Left out: work space of matrix products, images, and what Python and libraries hold.
+it computes. In the embedded engine all completions count as long as the longest. Their cache is a
+quarter larger while it grows. An adapter's reference is the model with the adapter switched off.
+Left out: work space of matrix products, images, and the memory of Python and libraries.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from grpo_cli.planning.devices import Device
 from grpo_cli.planning.sizes import Sizes
 
 FUSED = ("adamw", *EIGHT_BIT)  # a step makes no tensors of its own
-# Bytes of a quantized weight: 4 bits, 1 byte for each block of 64 and 4 for each of 64 * 256.
+# Bytes of a quantized weight: 4 bits, 1 byte per block of 64, and 4 bytes per 64 * 256 weights.
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 GROWTH = 1.25  # a full cache of keys doubles while the values still have the old size
-BUCKET_BYTES = 256 * 2**20  # of weights that are sent to vLLM at a time
+BUCKET_BYTES = 256 * 2**20  # bytes of weights that are sent to vLLM at a time
 
 Stages = Mapping[str, Mapping[str, float]]
 
@@ -35,15 +35,15 @@ Stages = Mapping[str, Mapping[str, float]]
 class Lengths:
     """The tokens of prompts and completions."""
 
-    prompt: float  # in the mean
-    mean: float  # of completions
-    longest: int
+    prompt: float  # mean length of prompts
+    mean: float  # mean length of completions
+    longest: int  # length of the longest completion
     signal: float = 1.0  # share of groups that have a gradient
 
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe with all that its memory and time depend on."""
+    """A recipe, and the sizes, devices and lengths that its memory and time depend on."""
 
     recipe: Recipe
     sizes: Sizes
@@ -81,7 +81,7 @@ class Job:
 
     @property
     def groups(self) -> int:
-        """The prompts of the process that has the most; a group is never split."""
+        """The number of prompts of the busiest process; a group is never split."""
         return -(-self.recipe.prompts_per_step // self.gpus)
 
     @property
@@ -120,7 +120,7 @@ def memory(job: Job, micro_tokens: int) -> Stages:
 
 
 def resting(job: Job) -> dict[str, float]:
-    """Returns what is held in all stages: weights, optimizer state and reference."""
+    """Returns the bytes that are held in all stages: weights, optimizer state and reference."""
     recipe, sizes = job.recipe, job.sizes
     quantized = recipe.model.quantization != "none"
     in_bits = sizes.matrices * NF4 if quantized else 0.0
@@ -144,7 +144,7 @@ def resting(job: Job) -> dict[str, float]:
 
 
 def computing(job: Job, micro_tokens: int) -> dict[str, float]:
-    """Returns what the forward and backward passes hold besides the training state."""
+    """Returns the bytes that forward and backward hold besides the training state."""
     sizes, half = job.sizes, job.compute_bytes == 2
     parts = {"activations": micro_tokens * (sizes.activations or 0.0)}
     # A chunk of scores, and in 16 bit also its gradient.
@@ -169,14 +169,14 @@ def computing(job: Job, micro_tokens: int) -> dict[str, float]:
 
 
 def copies(job: Job) -> dict[str, float]:
-    """Returns autocast's copies of float32 matrices; experts have none."""
+    """Returns the bytes of autocast's copies of float32 matrices; experts have no copies."""
     if job.compute_bytes == job.weight_bytes:
         return {}
     return {"16-bit copies": 2.0 * (job.sizes.matrices + job.sizes.vocab * job.sizes.hidden)}
 
 
 def decoding(job: Job) -> dict[str, float]:
-    """Returns what the embedded engine holds besides the weights."""
+    """Returns the bytes that the embedded engine holds besides the weights."""
     rows = rows_at_a_time(job)
     prompts = rows / job.recipe.generation.num_generations * job.lengths.prompt
     tokens = prompts + GROWTH * rows * job.lengths.longest
@@ -187,7 +187,7 @@ def decoding(job: Job) -> dict[str, float]:
 
 
 def rows_at_a_time(job: Job) -> int:
-    """Returns how many completions are decoded at the same time on one device."""
+    """Returns the number of completions that one device decodes at the same time."""
     recipe, token = job.recipe, job.sizes.cache * job.compute_bytes
     generation = recipe.generation
     if generation.max_num_seqs is not None:
@@ -204,7 +204,7 @@ def rows_at_a_time(job: Job) -> int:
 
 
 def micro_batch_tokens(job: Job) -> int:
-    """Returns the tokens of a micro-batch: the recipe's, or as the run derives them."""
+    """Returns the tokens of a micro-batch: the recipe's number, or the one that the run derives."""
     tokens = job.recipe.update.tokens_per_micro_batch
     if tokens is None:
         gradients = job.trained * job.trained_bytes

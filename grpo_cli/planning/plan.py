@@ -1,4 +1,4 @@
-"""Predicts the memory and the time of a run, and says what to change if it does not fit."""
+"""Predicts the memory and the time of a run, and suggests changes if it does not fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_cli.planning.memory import Job, Stages, largest_micro_batch, memory, m
 from grpo_cli.planning.seconds import step_seconds
 from grpo_cli.planning.sizes import sizes_of
 
-MOST_CHANGES = 8  # that are printed
+MOST_CHANGES = 8  # largest number of printed changes
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Plan:
 
     job: Job
     memory: Stages  # bytes of one process by stage and part
-    seconds: Mapping[str, float] | None  # of the busiest process by stage; None: unknown
+    seconds: Mapping[str, float] | None  # the busiest process, by stage; None: unknown
 
     @property
     def by_stage(self) -> dict[str, float]:
@@ -49,7 +49,7 @@ class Plan:
 
     @property
     def disk(self) -> float:
-        """The bytes of the checkpoints that the run keeps: what is trained, moments, model."""
+        """The bytes of the checkpoints that the run keeps: trained weights, moments, model."""
         job, recipe = self.job, self.job.recipe
         every = recipe.checkpoint.every
         written = 1 + (recipe.steps - 1) // every if every else 1
@@ -92,11 +92,11 @@ def predict(job: Job) -> Plan:
 
 
 def rounded(value: float) -> float:
-    """Returns a number with 4 digits that count."""
+    """Returns a number rounded to 4 significant digits."""
     return float(f"{value:.4g}")
 
 
-# What a word of the command line that chooses a part of the recipe sets.
+# The knobs that a word of the command line sets by choosing a part of the recipe.
 PARTS: dict[str, dict[str, Any]] = {
     "adapter=lora": {"adapter.method": "lora"},
     "adapter=qlora": {"adapter.method": "lora", "model.quantization": "nf4"},
@@ -108,16 +108,16 @@ PARTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Change:
-    """Words that change the recipe, and the plan with them."""
+    """Words that change the recipe, and the plan of the changed recipe."""
 
     words: str
     plan: Plan
 
 
 def changes(plan: Plan) -> list[Change]:
-    """Returns changes that lower the peak, each alone, those that fit first.
+    """Returns single changes that lower the peak, those that fit first.
 
-    If none fits alone, the best ones together come first.
+    If no single change fits, the combination of the best ones comes first.
     """
     found = sorted(single_changes(plan), key=lambda c: (not c.plan.fits, c.plan.peak))
     if not found or found[0].plan.fits:
@@ -130,7 +130,7 @@ def changes(plan: Plan) -> list[Change]:
 
 
 def single_changes(plan: Plan) -> list[Change]:
-    """Returns changes that lower the peak by more than a hundredth, each alone."""
+    """Returns single changes that lower the peak by more than 1 %."""
     job, found = plan.job, []
     for words in candidates(job):
         recipe = with_words(job.recipe, words)
@@ -148,7 +148,7 @@ def single_changes(plan: Plan) -> list[Change]:
 
 
 def candidates(job: Job) -> list[str]:
-    """Returns the words of changes that the recipe leaves room for."""
+    """Returns the words of changes that the recipe allows."""
     fewer, shorter = micro_batch_tokens(job) // 4, job.lengths.longest // 2
     is_quantized = job.recipe.model.quantization != "none"
     half = "model.dtype=bfloat16 mixed_precision=bf16"
@@ -168,7 +168,7 @@ def candidates(job: Job) -> list[str]:
 
 
 def with_words(recipe: Recipe, words: str) -> Recipe:
-    """Returns the recipe with what words such as "loss.beta=0.0 adapter=lora" set."""
+    """Returns the recipe changed by words such as "loss.beta=0.0 adapter=lora"."""
     for word in words.split():
         key, _, text = word.partition("=")
         recipe = with_values(recipe, PARTS.get(word, {key: yaml.safe_load(text)}))
@@ -187,7 +187,7 @@ def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 def text_of(
     plan: Plan, changes: list[Change], notes: list[str], measured: Mapping[str, Any] | None
 ) -> str:
-    """Returns a plan as text for a terminal, with what a run has measured beside it."""
+    """Returns a plan as text for a terminal, with the measurements of a run beside it."""
     job, lengths, measured = plan.job, plan.job.lengths, measured or {}
     several = f"{job.gpus} x {job.device.name}" if job.gpus > 1 else job.device.name
     verdict = "fits" if plan.fits else "DOES NOT FIT"
@@ -231,7 +231,7 @@ def text_of(
 
 
 def beside(shown: Callable[[float], str], planned: float, measured: float | None) -> str:
-    """Returns a planned figure, and the measured one where there is one."""
+    """Returns a planned figure, with the measured one if there is one."""
     cell = f"{shown(planned):>8}"
     return cell if measured is None else f"{cell} (measured {shown(measured)})"
 

@@ -3,9 +3,9 @@
 Assumptions, none of which was measured on a GPU:
 
 - Products of training reach 40 % of a GPU's listed peak (60 % of the peak measured on a CPU).
-- A step of decoding reads all weights and the caches at 70 % of the bandwidth, and takes 0.3 ms for
-  each layer at least in the embedded engine, which starts every kernel by itself.
-- Gradients are summed, and sharded weights gathered behind the products, at the rate of the link.
+- A step of decoding reads all weights and the caches at 70 % of the bandwidth. In the embedded
+  engine, which launches each kernel separately, it takes at least 0.3 ms for each layer.
+- Gradients are summed, and sharded weights gathered in parallel to products, at the link's rate.
 - Rewards, environments, evaluations, checkpoints and waiting for one another take no time.
 """
 
@@ -21,7 +21,7 @@ UTILISATION_OF_CPU = 0.6
 READ = 0.7
 LAYER_SECONDS = {"transformers": 0.3e-3}
 LAYER_SECONDS_IN_GRAPHS = 0.02e-3  # vLLM
-OPTIMIZER_BYTES = 28  # that AdamW moves of a float32 weight: 4 tensors read, 3 written
+OPTIMIZER_BYTES = 28  # AdamW's traffic per float32 weight: 4 tensors read, 3 written
 
 
 def step_seconds(job: Job) -> dict[str, float] | None:
@@ -73,7 +73,7 @@ def forward_seconds(job: Job, rate: float) -> float:
 
 
 def generation_seconds(job: Job, rate: float) -> float:
-    """Returns the seconds of sampling: the prompts, and steps of decoding many rows at a time."""
+    """Returns the seconds of sampling: prompts, then steps of decoding many completions at once."""
     sizes, lengths = job.sizes, job.lengths
     read = READ * job.device.bandwidth
     engine = job.recipe.generation.engine

@@ -1,10 +1,10 @@
 """Measures a model on tensors without storage: its weights, and the activations of a token.
 
-The model is built from its config on torch's meta device, so that 72B take no memory. What a
-forward pass keeps for its backward is counted on the first two layers with fake tensors, with the
-recipe's dtype, autocast, adapter and gradient checkpointing. It is the difference between two
-lengths, in which copies of weights drop out. Example: a layer of Qwen2.5-7B keeps 240 kB of a token
-in bfloat16, or 7 kB with gradient checkpointing.
+The model is built from its config on torch's meta device, so that 72B weights take no memory. The
+bytes that a forward pass keeps for its backward are counted on the first two layers with fake
+tensors, with the recipe's dtype, autocast, adapter and gradient checkpointing. The difference
+between two lengths is taken, in which copies of weights cancel. Example: a layer of Qwen2.5-7B
+keeps 240 kB per token in bfloat16, or 7 kB with gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from grpo_cli.models.activation_bytes import without_checkpointing
 from grpo_cli.models.flops import params_in_products
 from grpo_cli.models.memory import cache_numbers
 
-LENGTHS = (8, 16)  # tokens of the two passes; a mask, which grows with their square, is small
+LENGTHS = (8, 16)  # tokens of the two passes; short, since a mask grows with their square
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Sizes:
     """Numbers of a model's weights, and the bytes that a token takes."""
 
     config: PretrainedConfig
-    parameters: int  # without an adapter's
+    parameters: int  # number of weights, without an adapter's
     active: int | None  # weights that a token is multiplied with; None: unknown
-    layer: int  # of the largest layer
-    matrices: int  # in the layers' matrices, which are quantized
+    layer: int  # weights of the largest layer
+    matrices: int  # weights in the layers' matrices, which are quantized
     largest_matrix: int
     cache: int  # keys and values per token
     layers: int
@@ -109,8 +109,8 @@ def _trace(
 ) -> tuple[int, float | None]:
     """Returns (weights of the adapter, bytes per token that a forward pass keeps).
 
-    The bytes are None if the model cannot be traced. With gradient checkpointing, one layer is
-    added that the backward computes again.
+    The bytes are None if the model cannot be traced. With gradient checkpointing they include one
+    layer in full, which the backward recomputes.
     """
     layers = config.get_text_config(decoder=True).num_hidden_layers
     one, two = (_traced_layers(config, n, settings, adapter, dtype, autocast) for n in (1, 2))
@@ -130,10 +130,10 @@ def _traced_layers(
     dtype: str,
     autocast: str | None,
 ) -> tuple[int, tuple[float, float] | None]:
-    """Returns what `_trace` returns of a model's first layers.
+    """Returns the result of `_trace` for a model's first `layers` layers.
 
-    Bytes are a pair: those that the forward pass keeps, and with gradient checkpointing those that
-    it keeps without.
+    The bytes are a pair: those that the forward pass keeps, and those that it would keep without
+    gradient checkpointing (0.0 if checkpointing is off).
     """
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
@@ -159,7 +159,7 @@ def _traced_layers(
                 with without_checkpointing(model):
                     in_full = _bytes_per_token(model, autocast)
             return trained, (kept, in_full)
-    except Exception:  # whatever a model's own code does where tensors have no values
+    except Exception:  # a model's own code may fail in any way on fake tensors
         return trained, None
     finally:
         logging.disable(logging.NOTSET)
@@ -171,7 +171,7 @@ def _bytes_per_token(model: PreTrainedModel, autocast: str | None) -> float:
 
 
 def _kept_bytes(model: PreTrainedModel, tokens: int, autocast: str | None) -> int:
-    """Returns the bytes that a forward pass over one row keeps: each storage once, no weights."""
+    """Returns the bytes that a forward pass over one sequence keeps, without weights."""
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 

@@ -1,8 +1,8 @@
-"""Warns of a run that goes wrong and lets it go on; docs/alarms.md defines each alarm.
+"""Warns when a run goes wrong, without ending it; docs/alarms.md defines each alarm.
 
-An alarm is a rule (`watches.py`) for one number of a step, with a sentence. It is raised once in an
-episode: a line of alarms.jsonl, and a printed one. To add an alarm: an entry below, its name
-in `ALARMS`, its row in docs/alarms.md.
+An alarm is a rule (`watches.py`) for one number of a step, with a sentence. It is raised once per
+episode: it is printed, and written as a line of alarms.jsonl. To add an alarm, add an entry below,
+its name to `ALARMS`, and its row to docs/alarms.md.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from grpo_cli.reporting.watches import Level, Metrics, Rule, Shift, Value, Watch
 
 ACTIVE = "alarms/active"
 EQUAL_STEPS = 3  # steps in a row without any advantage
-ONE_REWARD, ONE_REWARD_STEPS = 0.95, 20  # share of the advantage's variance of one reward
-CONSTANT_STEPS = 50  # in which a reward has one value
+ONE_REWARD, ONE_REWARD_STEPS = 0.95, 20  # one reward's share of the advantage's variance
+CONSTANT_STEPS = 50  # steps in which a reward has one value
 MOSTLY_TRUNCATED_STEPS = 10
 MISMATCH = ("sampling/sampling_logp_difference/mean", STALENESS)
 
@@ -77,17 +77,17 @@ class Alarms:
             )
 
     def to_state(self) -> dict[str, dict[str, Any]]:
-        """Returns what a checkpoint stores."""
+        """Returns the state for a checkpoint."""
         return self.watches.to_state()
 
     def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restores what `to_state` has returned."""
+        """Restores a state that `to_state` returned."""
         self.watches.restore(saved, [alarm.watch for alarm in self.alarms])
 
 
 def alarms_of(recipe: Recipe) -> list[Alarm]:
     """Returns the alarms of a recipe, without those that it ignores."""
-    ignored = {*recipe.alarms.ignore} - {"no_reward"}  # which also ends the run
+    ignored = {*recipe.alarms.ignore} - {"no_reward"}  # it also ends the run
     every = [*_of_rewards(recipe), *_of_completions(), *_of_updates()]
     return [alarm for alarm in every if alarm.watch.name.partition("/")[0] not in ignored]
 
@@ -143,7 +143,7 @@ def _of_rewards(recipe: Recipe) -> Iterator[Alarm]:
 
 
 def _share_of(name: str, weighted: Sequence[str]) -> Value:
-    """Returns the share of a reward in the advantage's variance where several rewards vary."""
+    """Returns a reward's share of the advantage's variance; None if fewer than two rewards vary."""
 
     def share(metrics: Metrics) -> float | None:
         varied = sum(metrics.get(f"rewards/{other}/std", 0.0) > 0 for other in weighted)

@@ -1,9 +1,9 @@
 """Pushes checkpoints to the Hugging Face Hub while training continues.
 
-A checkpoint is handed over when it is complete. A checkpoint that is complete while an earlier one
-is pushed is skipped, unless it is the last of the run. A failure is a note, and the next checkpoint
-is the next attempt. The token is the one that `huggingface_hub` finds (HF_TOKEN, or that of `hf
-auth login`); it is never read here.
+A checkpoint is pushed when it is complete. It is skipped if an earlier one is still being pushed,
+unless it is the last of the run. A failure prints a note, and the next checkpoint is the next
+attempt. `huggingface_hub` finds the token (HF_TOKEN, or that of `hf auth login`); this module
+never reads it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from grpo_cli.config.schema import Recipe
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import UserError
 
-LAST_CHECKPOINT = "last-checkpoint"  # in the repository
-WAIT_SECONDS = 1800.0  # that the end of a run waits for its last push: 15 GB at 10 MB a second
-ATTEMPTS = 3  # of the last push, when the run ends
-PAUSE_SECONDS = 10.0  # between these
-# Uploads folders in a process of its own, which can be ended at any moment: the interpreter's end
+LAST_CHECKPOINT = "last-checkpoint"  # folder in the repository
+WAIT_SECONDS = 1800.0  # longest wait for the last push: 15 GB at 10 MB a second
+ATTEMPTS = 3  # attempts at the last push, when the run ends
+PAUSE_SECONDS = 10.0  # between these attempts
+# Uploads folders in a separate process, which can be killed at any moment: an interpreter's exit
 # waits for the threads of an upload.
 UPLOAD = """
 import json, sys
@@ -49,7 +49,7 @@ except HfHubHTTPError as error:
     said = (error.server_message or "").splitlines()
     sys.exit(f"{error.response.status_code} {said[0] if said else ''}")
 """
-# What a request raises without an answer: HTTPError of httpx2, with huggingface_hub 1 of httpx, and
+# Errors of a request without an answer: HTTPError of httpx2 (of httpx with huggingface_hub 1), and
 # OSError.
 UNREACHABLE: tuple[type[Exception], ...] = HfHubHTTPError.__bases__  # type: ignore[assignment]
 
@@ -61,7 +61,7 @@ def check(recipe: Recipe) -> str | None:
         A note if the hub cannot be reached now; None if all is well or nothing is pushed.
 
     Raises:
-        UserError: the hub is switched off, there is no token, or it may not write there.
+        UserError: the hub is switched off, there is no token, or the token may not write there.
     """
     repo = recipe.hub.repo
     if repo is None:
@@ -105,7 +105,7 @@ def _unreachable(where: str, error: Exception) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Returns in one line why a request to the hub failed."""
+    """Returns one line with the reason why a request to the hub failed."""
     while error.__cause__ is not None and not isinstance(error, HfHubHTTPError):
         error = error.__cause__
     if isinstance(error, HfHubHTTPError):
@@ -121,11 +121,11 @@ class Pusher:
     def __init__(self, recipe: Recipe, say: Callable[[str], None], main: bool) -> None:
         self.config, self.say = recipe.hub, say
         self.is_on = main and recipe.hub.repo is not None
-        self.failed: tuple[Path, str] | None = None  # the newest push, and why, if it failed
-        self._checkpoint: Path | None = None  # that is being pushed
+        self.failed: tuple[Path, str] | None = None  # the newest push and the reason, if it failed
+        self._checkpoint: Path | None = None  # the one being pushed
         self._last: Path | None = None  # the last of the run, while an earlier one is pushed
         self._process: subprocess.Popen[bytes] | None = None
-        self._errors: IO[bytes] | None = None  # its standard error
+        self._errors: IO[bytes] | None = None  # the process's standard error
         self._lock = threading.RLock()  # checkpoints are handed over by the thread that writes them
 
     def push(self, checkpoint: Path, *, last: bool) -> None:
@@ -150,10 +150,10 @@ class Pusher:
             return {path for path in (self._checkpoint, self._last) if path is not None}
 
     def finish(self, is_asked_to_stop: Callable[[], bool] = lambda: False) -> None:
-        """Waits for the last push, WAIT_SECONDS at most; one that failed gets more attempts.
+        """Waits for the last push, WAIT_SECONDS at most; a failed push gets more attempts.
 
         Args:
-            is_asked_to_stop: whether not to wait any longer.
+            is_asked_to_stop: returns whether to stop waiting.
         """
         if not self.is_on:
             return
@@ -176,7 +176,7 @@ class Pusher:
         self.close(f"not done in {WAIT_SECONDS:g} s" if is_late else "stopped")
 
     def close(self, why: str = "the run ends first") -> None:
-        """Ends the push that is under way, if any, and says what is not on the hub."""
+        """Ends the push that is running, if any, and prints which checkpoint is not on the hub."""
         with self._lock:
             if not self.is_on:
                 return
@@ -207,7 +207,7 @@ class Pusher:
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
-                start_new_session=True,  # a Ctrl-C is the run's
+                start_new_session=True,  # only the run gets a Ctrl-C
             )
         except OSError as error:
             self._note_failure(checkpoint, reason(error))

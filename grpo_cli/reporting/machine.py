@@ -1,4 +1,4 @@
-"""Describes the machine of a process, for what is read on another one."""
+"""Describes the machine of a process, for files that are read on another machine."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Measures the peak memory of this process by stage of a step.
 
-On a GPU it is torch's own count, in every step. On the CPU it is the largest resident memory, which
-Linux keeps for each process and starts anew when it is told to (VmHWM, /proc/self/clear_refs,
-proc(5)); where that is not allowed, the resident memory at the end of each stage. Resident memory
-also holds Python, libraries, data, and memory that was freed and is kept for later. Therefore it is
-measured in the second to fourth step only, in which what is free is given back before each stage,
-above what was resident when the second step began, except for weights and optimizer state.
+On a GPU it is torch's own count, in every step. On the CPU it is the peak resident memory, which
+Linux keeps for each process and resets on request (VmHWM, /proc/self/clear_refs, proc(5)). Where
+resetting is not allowed, it is the resident memory at the end of each stage. Resident memory also
+holds Python, libraries, data and freed memory. Therefore it is measured only in the second to
+fourth step, and freed memory is returned to the system before each stage. It is counted above the
+memory at the start of the second step, less weights and optimizer state.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import psutil
 import torch
 
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-HIGHEST = "5"  # what resets the largest resident memory
-CPU_STEPS = range(1, 4)  # in which a CPU is measured, counted from 0
+HIGHEST = "5"  # resets the peak resident memory
+CPU_STEPS = range(1, 4)  # steps that are measured on a CPU, counted from 0
 
 
 class MemoryMeter:
-    """Keeps the most bytes that each stage has held."""
+    """Keeps the peak number of bytes of each stage."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.peaks: dict[str, int] = {}
-        self.base: int | None = None  # bytes that are resident and do not count
-        self.steps = 0  # that have begun
+        self.base: int | None = None  # resident bytes that do not count
+        self.steps = 0  # number of steps begun
 
     def of_next_step(self, resident: Callable[[], int]) -> MemoryMeter | None:
         """Returns this meter if the step that begins is measured, else None.
@@ -50,13 +50,13 @@ class MemoryMeter:
         return self
 
     def note(self, stage: str) -> None:
-        """Counts the peak since the last call for a stage, and begins anew."""
+        """Counts the peak since the last call for a stage, and resets it."""
         assert self.base is not None, "a step that is measured has begun"
         self.peaks[stage] = max(self.peaks.get(stage, 0), self._highest() - self.base)
         self.skip()
 
     def skip(self) -> None:
-        """Begins anew: the peak since the last call is of no stage."""
+        """Resets the peak without counting it for a stage."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
@@ -75,6 +75,6 @@ class MemoryMeter:
 
 
 def give_back() -> None:
-    """Gives memory that was freed back to the system, where the C library can (glibc)."""
+    """Returns freed memory to the system, if the C library can (glibc)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

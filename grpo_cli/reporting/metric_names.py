@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-STAGES = (  # of a step, in their order
+STAGES = (  # the stages of a step, in order
     "generate",
     "reward",
     "old_logprobs",
@@ -19,9 +19,9 @@ SHORT = {"old_logprobs": "old", "ref_logprobs": "ref", "forward_backward": "fwd/
 
 
 def measure_of(metrics: Mapping[str, Any], prefix: str = "eval/") -> str:
-    """Returns which number of an evaluation to print: accuracy or reward.
+    """Returns the name of the evaluation metric to print: accuracy or reward.
 
-    The accuracy is the share of completions whose reward is 1. It says nothing where the reward has
-    values other than 0 and 1; then it is the mean of the reward.
+    The accuracy is the share of completions whose reward is 1. It is not informative if the reward
+    has values other than 0 and 1; the mean of the reward is printed then.
     """
     return "reward" if f"{prefix}graded" in metrics else "accuracy"

@@ -93,7 +93,7 @@ def model_card(
     Args:
         command: the command line that started the run.
         step: the number of steps of the checkpoint.
-        before, after: metrics `eval/...` before training and of the newest evaluation.
+        before, after: metrics `eval/...` before training, and at the newest evaluation.
         after_step: the step of the newest evaluation.
         processes: the number of processes of the run.
     """
@@ -175,7 +175,7 @@ def shown(metrics: Mapping[str, float], key: str) -> str:
 
 
 def eval_result(recipe: Recipe, key: str, metrics: Mapping[str, float]) -> EvalResult:
-    """Returns a metric as the hub's metadata have it; `eval/gsm8k/maj@8` is maj@8 of gsm8k."""
+    """Returns a metric for the hub's metadata; `eval/gsm8k/maj@8` is maj@8 of gsm8k."""
     task, _, metric = key.removeprefix("eval/").rpartition("/")
     source = recipe.dataset.eval if not recipe.benchmark else None
     if benchmark := recipe.benchmark.get(task.partition("/")[0]):

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from grpo_cli.distributed import heartbeat
 
-SECONDS_BETWEEN_LINES = 2.0  # without a terminal, between two lines of progress
+SECONDS_BETWEEN_LINES = 2.0  # between two lines of progress, without a terminal
 
 
 class _WithLineBelow(Progress):
@@ -26,7 +26,7 @@ class _WithLineBelow(Progress):
 
 
 class _Activity(ProgressColumn):
-    """Shows what the process does at the moment, such as `generate 12/64`."""
+    """Shows the present activity of the process, such as `generate 12/64`."""
 
     def render(self, task: Task) -> Text:
         return Text(heartbeat.activity(), style="dim")
@@ -35,14 +35,14 @@ class _Activity(ProgressColumn):
 class Bar:
     """A progress bar on a terminal; elsewhere a line of text every few seconds.
 
-    The time left is shown once a tenth is done, by the newer half of it: the first step of a run
-    also compiles and checks.
+    The time left is shown once a tenth is done. It is estimated from the newer half, since the
+    first step of a run also compiles and checks.
     """
 
     def __init__(self, console: Console, name: str, total: int) -> None:
         self.console, self.name, self.total = console, name, total
         self.last_line = 0.0
-        self.marks = [(0, time.monotonic())]  # how much was done when
+        self.marks = [(0, time.monotonic())]  # (done, time in seconds)
         self.held_back: str | None = None  # the newest line, if it was not written
         self.bar: _WithLineBelow | None = None
 
@@ -56,8 +56,8 @@ class Bar:
         """Shows the progress.
 
         Args:
-            done: how much of `total` is done.
-            text: shown next to it.
+            done: the part of `total` that is done.
+            text: text next to the progress.
             below: a second line.
             always: write the line even if another was written a moment ago.
         """
@@ -97,7 +97,7 @@ class Bar:
         return self.bar
 
     def _seconds_left(self) -> float | None:
-        """Returns the expected seconds until all is done, None if too little is done to tell."""
+        """Returns the expected seconds until all is done, None if too little is done."""
         (first, _), (done, now) = self.marks[0], self.marks[-1]
         if done >= self.total:
             return 0.0

@@ -47,8 +47,8 @@ from grpo_cli.reporting.progress import Bar, clock
 from grpo_cli.reporting.run_folder import ALARMS, METRICS, read_lines
 from grpo_cli.reporting.status import Status
 
-ROW_GROUP_BYTES = 2**28  # of images in memory while completions are written
-COLUMNS = 98  # width of a step's line of times, which is indented by two more
+ROW_GROUP_BYTES = 2**28  # bytes of images in memory while completions are written
+COLUMNS = 98  # width of a step's line of times, without its indent of two
 
 
 class Reporter:
@@ -64,7 +64,7 @@ class Reporter:
         self.progress = Bar(self.console, "train", recipe.steps)
         self.alarms = Alarms(recipe)
         self.unwritten: list[str] = []  # lines of metrics.jsonl that could not be written yet
-        self.unwritten_alarms: list[str] = []  # of alarms.jsonl
+        self.unwritten_alarms: list[str] = []  # the same for alarms.jsonl
         self.skips_completions = False  # whether the last completions could not be written
         self.has_images = False  # whether prompts of the run have images
 
@@ -204,10 +204,10 @@ class Reporter:
 
 
 def is_kept(line: str, step: int) -> bool:
-    """Whether a line of metrics.jsonl or alarms.jsonl is of a run that is resumed after `step`.
+    """Returns whether a resume after `step` keeps a line of metrics.jsonl or alarms.jsonl.
 
-    A line that a crash has torn is not. What ended the run is not either: it is written again when
-    the run ends again.
+    A line torn by a crash is dropped. A stop rule that ended the run is dropped too: it is written
+    again when the run ends again.
     """
     try:
         found = json.loads(line)
@@ -243,7 +243,7 @@ def needed(path: Path) -> Iterator[None]:
 
 
 def reason(error: OSError) -> str:
-    """Returns in a few words why a file cannot be written."""
+    """Returns the reason why a file cannot be written, in a few words."""
     return error.strerror or str(error)
 
 
@@ -285,7 +285,7 @@ def rows_of_all(
     """
     local = []
     for g in groups:
-        cell = images_cell(g.prompt) if images else None  # one object: it is sent once
+        cell = images_cell(g.prompt) if images else None  # one object, so that it is sent once
         rows = (completion_row(step, g, i, cell) for i in range(len(g.rollouts)))
         local += [(g.prompt_index, row) for row in rows]
     parts = workers.gather_on_main(local)
@@ -323,7 +323,7 @@ def completion_row(
 
 
 def in_table(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the cells of a completion that a person reads."""
+    """Returns the cells of a completion that are readable for people."""
     read = ("step", "prompt", "completion", "advantage", IMAGES)
     return {k: row[k] for k in row if k in read or k.startswith(("reward", "extras/"))}
 
@@ -336,7 +336,7 @@ def completions_table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(key.removeprefix("rewards/"), justify="right", overflow="fold")
     for row in rows:
         prompt, text = row["prompt"], row["completion"]
-        if prompt.startswith('[{"role": '):  # a chat, of which the end tells the most
+        if prompt.startswith('[{"role": '):  # a chat: its last message
             prompt = conversations.text_of(json.loads(prompt)[-1]["content"])
         prompt = prompt if len(prompt) < 200 else "…" + prompt[-199:]
         text = text if len(text) < 400 else text[:399] + "…"
@@ -385,8 +385,8 @@ def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 def _write_with_images(path: Path, table: Any, images: Sequence[list[Any]]) -> None:
     """Writes a table with a column of images, which `datasets` and the hub show as images.
 
-    Completions of a prompt share their images, and the file holds each once: the dictionary of a
-    row group has room for all of them.
+    Completions of a prompt share their images. The file holds each image once per row group, in a
+    dictionary with room for all of them.
     """
     import datasets
     import pyarrow.parquet
@@ -406,7 +406,7 @@ def _write_with_images(path: Path, table: Any, images: Sequence[list[Any]]) -> N
 
 
 def parquet_column(values: list[Any]) -> Any:
-    """Makes a pyarrow column; of JSON text if the values have no common type."""
+    """Makes a pyarrow column, of JSON strings if the values have no common type."""
     import pyarrow
 
     try:
@@ -416,7 +416,7 @@ def parquet_column(values: list[Any]) -> Any:
 
 
 def closing_table(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> Table:
-    """Makes the table of results before and after the run."""
+    """Returns the table of results before and after the run."""
     table = Table("", "before", "after", title=f"{summary['recipe']}: {summary['steps']} steps")
     before, after = summary["before"], summary["after"]
     if before is not None and after is not None:
@@ -456,7 +456,7 @@ def finite(value: float) -> float | None:
 
 
 def readable(metrics: dict[str, float]) -> dict[str, Any]:
-    """Returns the metrics of an evaluation during training as summary.json has them."""
+    """Returns the metrics of an evaluation during training in the form of summary.json."""
     plain = {key.removeprefix("eval/"): value for key, value in metrics.items()}
     own = {k: v for k, v in plain.items() if "/" not in k or k.startswith("rewards/")}
     of_benchmarks = {k: finite(v) for k, v in plain.items() if k not in own}
@@ -464,7 +464,7 @@ def readable(metrics: dict[str, float]) -> dict[str, Any]:
 
 
 def nested(metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Returns a task's numbers as eval.json and summary.json have them: accuracy, interval_95."""
+    """Returns a task's numbers in the form of eval.json and summary.json: accuracy, interval_95."""
     out: dict[str, Any] = {}
     intervals: dict[str, list[float]] = {}
     for key, value in metrics.items():

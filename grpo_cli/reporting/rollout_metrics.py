@@ -41,14 +41,14 @@ def rollout_metrics(step_stats: StepStats) -> dict[str, float]:
     for name in every[0].reward_parts:
         values = [v for o in every if (v := o.reward_parts[name]) is not None]
         metrics[f"rewards/{name}/mean"] = mean(values)
-        varies = len(set(values)) > 1  # of equal values rounding can leave a spread above 0
+        varies = len(set(values)) > 1  # rounding can leave equal values a spread above 0
         spread = torch.tensor(values, dtype=torch.float64).std() if varies else 0.0
         metrics[f"rewards/{name}/std"] = float(spread)
     return metrics | episode_metrics(every)
 
 
 def episode_metrics(stats: Sequence[RolloutStats]) -> dict[str, float]:
-    """Returns the metrics of tools, turns and environments; {} if no completion is an episode."""
+    """Returns the metrics of tools, turns and environments; {} without episodes."""
     every = [o.episode for o in stats if o.episode is not None]
     if not every:
         return {}
@@ -82,7 +82,7 @@ def episode_metrics(stats: Sequence[RolloutStats]) -> dict[str, float]:
 
 
 def mixture_metrics(step_stats: StepStats, dataset_of: Mapping[int, str]) -> dict[str, float]:
-    """Returns the mean reward of each data set of a mixture that the step has prompts of.
+    """Returns the mean reward and the number of prompts of each data set of a mixture in the step.
 
     Args:
         dataset_of: the name of the data set, by prompt index.
@@ -99,7 +99,7 @@ def mixture_metrics(step_stats: StepStats, dataset_of: Mapping[int, str]) -> dic
 def staleness_metrics(
     rollouts: Sequence[Rollout], step: int, waited: float, sampled: float, workers: Workers
 ) -> dict[str, float]:
-    """Returns the age of prefetched completions, and the time that prefetching has saved.
+    """Returns the age of prefetched completions, and the time that prefetching saved.
 
     Args:
         rollouts: this process's rollouts.

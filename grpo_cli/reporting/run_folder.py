@@ -34,17 +34,17 @@ STATUS = "status.json"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The files of a run, by what they hold. Each call reads the file anew."""
+    """Reads the files of a run. Each call reads the file again."""
 
     path: Path
 
     @classmethod
     def open(cls, given: str | Path, key: str = "RUN", *, starting: bool = False) -> RunFolder:
-        """Returns the run in a folder, or the run that a checkpoint in it belongs to.
+        """Returns the run in a folder, or the run that a checkpoint belongs to.
 
         Args:
-            key: what messages call the folder by.
-            starting: whether a run that loads its model, and has stored no recipe yet, is one.
+            key: the name of the folder in messages.
+            starting: whether to accept a run that still loads its model and has no recipe yet.
 
         Raises:
             UserError: there is no run, or it is another user's and has a link that leads out of it.
@@ -88,7 +88,7 @@ class RunFolder:
         return read_lines(self.path / METRICS)
 
     def alarms(self) -> list[dict[str, Any]]:
-        """Returns the lines of alarms.jsonl; [] if nothing was alarming."""
+        """Returns the lines of alarms.jsonl; [] without alarms."""
         return read_lines(self.path / ALARMS)
 
     def summary(self) -> dict[str, Any] | None:
@@ -120,9 +120,9 @@ class RunFolder:
     def is_running(self) -> bool | None:
         """Whether a process holds the folder's lock; None if it is not known.
 
-        It is not of a process of another machine, and while a file system does not answer.
-        The lock is tried only if the process that took it is alive: a try holds it for a moment,
-        in which a run that starts would be refused.
+        It is not known for a process of another machine, or if the file cannot be read. The lock is
+        tried only if the process that took it is alive: a try holds it for a moment, in which a run
+        that starts would be refused.
         """
         path = self.path / lock.NAME
         try:

@@ -48,17 +48,17 @@ class Clock:
         """Starts the step.
 
         Args:
-            device: whose kernels are waited for.
+            device: the device whose kernels are waited for.
             stages: the stages that are reported even if they take no time.
             peak: the device's peak in FLOPs a second; NaN: no utilisation is reported.
             timer: returns seconds.
-            meter: notes the peak memory of each stage; None: nothing does.
+            meter: measures the peak memory of each stage; None: it is not measured.
         """
         self.device, self.peak, self.timer, self.meter = device, peak, timer, meter
         self.seconds = dict.fromkeys(stages, 0.0)
         self.flops: dict[str, float] = {}
         self._inside: list[float] = []  # for each open stage, the seconds of stages within it
-        self._names: list[str] = []  # of the open stages
+        self._names: list[str] = []  # names of the open stages
         self.start = timer()
 
     @contextlib.contextmanager
@@ -90,7 +90,7 @@ class Clock:
                 self._inside[-1] += spent
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Returns the stage of a wait for other processes; of a single process, none."""
+        """Returns the stage of waiting for other processes; a single process has none."""
         return self.stage("idle") if "idle" in self.seconds else contextlib.nullcontext()
 
     def count(self, stage: str, flops: float) -> None:

@@ -1,9 +1,9 @@
-"""Writes status.json: what a run does at the moment, for whoever watches its folder.
+"""Writes status.json: the present activity of a run, for tools that watch its folder.
 
     {"state": "training", "step": 12, "steps": 400, "stage": "generate", "since": 1764.5, ...}
 
 A thread of the main process replaces the file about once a second, also in a stage that takes
-minutes: a file whose time stands still is of a process that was killed, or of a node that is gone.
+minutes. If the time in the file does not change, the process was killed or its node is gone.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from grpo_cli.errors import NO_READER, Stopped, lost_reader
 from grpo_cli.reporting.run_folder import STATUS
 
 SECONDS = 1.0  # between two writes
-LOCK_SECONDS = 2.0  # that the end waits for a write under way, on a file system that hangs
+LOCK_SECONDS = 2.0  # longest wait of `end` for a write, on a file system that hangs
 STOPS = (KeyboardInterrupt, Stopped, StoppedWhileStarting, heartbeat.Interrupt)
 
-# The state of a run in a stage of `heartbeat`; in any other it trains, or starts.
+# The state of a run by its stage of `heartbeat`; in other stages it is training or starting.
 STATES = {"evaluate": "evaluating", "checkpoint": "saving", "hub": "saving"}
 
 
 class Status:
     """Writes the file on the main process, from `start` to `end`; does nothing on the others.
 
-    A disk on which it cannot be written is no error of the run: the file stays as it was.
+    If the file cannot be written, the run continues and the file stays as it was.
     """
 
     def __init__(self, folder: Path, main: bool) -> None:
         self.path, self.main = folder / STATUS, main
-        self.facts: dict[str, Any] = {}  # that stay the same: number of processes, device, steps
+        self.facts: dict[str, Any] = {}  # constant ones: number of processes, device, steps
         self.before: Callable[[], Mapping[str, Any] | None] = lambda: None
-        self._final: dict[str, Any] | None = None  # once the run has ended
+        self._final: dict[str, Any] | None = None  # set once the run has ended
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, **facts: Any) -> None:
-        """Begins to write; `facts` become a part of the file."""
+        """Starts to write the file, which includes `facts`."""
         if not self.main or self._thread is not None:
             return
         own = {"node": heartbeat.node(), "pid": os.getpid(), "started": time.time()}
@@ -60,14 +60,14 @@ class Status:
         self._thread.start()
 
     def add(self, **facts: Any) -> None:
-        """Adds what is known later, such as the number of steps, to the file."""
+        """Adds facts that are known later, such as the number of steps, to the file."""
         self.facts = self.facts | facts  # a new dict: the thread may read the old one
 
     def end(self, state: str, message: str | None = None) -> None:
         """Writes the state in which the run ends, once: ended, stopped or failed.
 
         Args:
-            message: why.
+            message: the reason.
         """
         if self._thread is None or self._ending.is_set():
             return
@@ -102,7 +102,7 @@ class Status:
 
     def _write(self) -> None:
         partial = self.path.with_name(self.path.name + ".tmp")
-        with contextlib.suppress(Exception):  # whatever it is: the run goes on without it
+        with contextlib.suppress(Exception):  # whatever it is: the run continues without it
             partial.write_text(json.dumps(self._now()), encoding="utf-8")
             os.replace(partial, self.path)
 
@@ -125,7 +125,7 @@ class Status:
 
 
 def memory() -> dict[str, int]:
-    """Returns bytes that this process uses: of the host, and of its CUDA device if it has one."""
+    """Returns the bytes that this process uses on the host, and on its CUDA device if any."""
     used = {"rss": psutil.Process().memory_info().rss}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

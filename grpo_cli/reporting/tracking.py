@@ -19,8 +19,8 @@ from grpo_cli.errors import UserError
 from grpo_cli.images import ImageError, StoredImage
 
 TABLE = "completions"
-TABLES = ("trackio", "wandb")  # trackers that take tables, with images in their cells
-# Attributes of accelerate's trackers with the id by which a resumed run continues its curves.
+TABLES = ("trackio", "wandb")  # trackers that accept tables, with images in their cells
+# Returns, from accelerate's tracker, the id by which a resumed run continues its curves.
 IDS: dict[str, Callable[[Any], str]] = {
     "mlflow": lambda tracker: str(tracker.active_run.info.run_id),
     "trackio": lambda tracker: str(tracker.init_kwargs["name"]),
@@ -32,7 +32,7 @@ def require(names: Sequence[str]) -> None:
     """Checks that the packages of trackers are installed.
 
     Raises:
-        UserError: one is not.
+        UserError: a package is not installed.
     """
     for name in names:
         if name == "none":
@@ -47,12 +47,12 @@ def require(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of a run, on its main process; it has none on the others."""
+    """The trackers of a run. Only the main process starts any."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
         self._live: dict[str, Any] = {}  # by name
-        self._failing: set[str] = set()  # those whose failure the user has read
+        self._failing: set[str] = set()  # trackers whose failure was printed
 
     def start(
         self, recipe: Recipe, folder: Path, settings: dict[str, Any], known: Mapping[str, str]
@@ -91,10 +91,10 @@ class Trackers:
         self._each("metrics", lambda name, one: one.log(own.get(name, metrics), step=step))
 
     def table(self, rows: Sequence[dict[str, Any]], step: int) -> None:
-        """Sends completions as a table to the trackers that take tables.
+        """Sends completions as a table to the trackers that accept tables.
 
         Args:
-            rows: cells by column; in the column of images, each as it is stored.
+            rows: cells by column; the column of images holds them as they are stored.
         """
         if not self._live.keys() & {*TABLES}:
             return
@@ -126,7 +126,7 @@ class Trackers:
         for name, tracker in self._live.items():
             try:
                 action(name, tracker)
-            except Exception as error:  # a tracker's own code, and its server
+            except Exception as error:  # from the tracker's code or its server
                 if name not in self._failing:
                     self.say(
                         f"note: {name} has not taken the run's {what} ({_first_line(error)}); the "
@@ -143,12 +143,12 @@ def _started(
     """Starts a tracker of accelerate.
 
     Args:
-        known: its id of a resumed run.
+        known: the tracker's id of a resumed run.
     """
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     project, run_name = recipe.tracking.project, recipe.tracking.name or folder.name
-    arguments: dict[str, dict[str, Any]] = {  # accelerate's `run_name` is the project of most
+    arguments: dict[str, dict[str, Any]] = {  # in most, accelerate's `run_name` is the project
         "aim": {"run_name": run_name, "logging_dir": str(folder)},
         "clearml": {"run_name": run_name, "project_name": project},
         "comet_ml": {"run_name": project},
@@ -183,7 +183,7 @@ def _pictures(cell: Sequence[dict[str, Any] | None]) -> list[Any]:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns a recipe as one level of keys, whose values every tracker takes."""
+    """Returns a recipe as one level of keys, with values that every tracker accepts."""
     out: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:

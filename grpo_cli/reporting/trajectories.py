@@ -1,6 +1,6 @@
-"""Prints completions turn by turn: who said what, the reward at each turn, and why it ended.
+"""Prints completions turn by turn: messages, the reward at each turn, and the reason of the end.
 
-What the model has not sampled is dimmed: the prompt, and the replies of tools and environments.
+Text that the model has not sampled is dimmed: prompts, and replies of tools and environments.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _JOINERS = "\u200c\u200d"  # format characters that belong to words of some lang
 
 
 def trajectory(sample: Sample) -> Group:
-    """Returns a stored completion as something that rich prints."""
+    """Returns a stored completion as a renderable of rich."""
     return Group(Rule(), Text(head(sample), style="bold"), *body(sample))
 
 
 def body(sample: Sample, prompt_characters: int | None = None) -> list[Text]:
-    """Returns the messages of a stored completion and what is known of its end.
+    """Returns the messages of a stored completion, with its rewards and its end.
 
     Args:
-        prompt_characters: how much of the prompt's end to show; None: all of it.
+        prompt_characters: characters to show of the prompt's end; None: the complete prompt.
     """
     parts = list(_shortened(sample, prompt_characters))
     if sample.images:
@@ -65,7 +65,7 @@ def _turns(episode: Mapping[str, Any], advantages: Sequence[float] | None) -> It
     """Yields the messages of an episode, each turn of the model with its number and reward.
 
     Args:
-        advantages: of each token, where turns or steps have advantages of their own.
+        advantages: the advantage of each token, if turns or steps have advantages of their own.
     """
     turns = [turn for turn in episode["turns"] if turn["by"] == "model"]
     number = 0
@@ -96,7 +96,7 @@ def _message(message: Mapping[str, Any], *, foreign: bool, title: str | None = N
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """Returns the text of a message; of a list of parts, theirs."""
+    """Returns the text of a message, which may be a list of parts."""
     content = message.get("content")
     return "" if content is None else text_of(content)
 
@@ -132,7 +132,7 @@ def _pictures(images: Sequence[StoredImage]) -> str:
 
 
 def head(sample: Sample) -> str:
-    """Returns which completion it is, with its reward and the reason why it ended."""
+    """Returns the heading of a completion: its step and row, its reward, and why it ended."""
     columns = sample.columns
     named = [
         f"{name} {columns[name]}" for name in ("step", "row", "sample") if _is_number(columns, name)
@@ -154,7 +154,7 @@ def head(sample: Sample) -> str:
 
 
 def _foot(sample: Sample) -> Iterator[str]:
-    """Yields what is known of the complete episode."""
+    """Yields the lines about the complete episode: rewards, metrics, errors and tokens."""
     episode, columns = sample.episode, sample.columns
     parts = {k.removeprefix("rewards/"): v for k, v in columns.items() if k.startswith("rewards/")}
     if parts:
@@ -183,7 +183,7 @@ def _is_number(columns: Mapping[str, Any], name: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """Returns text without secrets, and with control characters as they are escaped in Python."""
+    """Returns a string without secrets, and with control characters escaped as in Python."""
     return _SUSPECT.sub(lambda found: _escaped(found[0]), masked(text))
 
 

@@ -1,12 +1,12 @@
-"""Rules that judge a metric step by step. Pure: alarms and stop rules are made of them.
+"""Rules that judge a metric step by step. Pure code, from which alarms and stop rules are built.
 
-A rule holds once its condition has been met in `steps` measurements in a row. It holds until the
-metric has been back in its usual range, which is narrower than the condition, for as many
-measurements: a metric that swings around the limit makes one episode, not many. A step in which the
-metric was not measured changes nothing.
+A rule holds once its condition is met in `steps` measurements in a row. It holds until the metric
+has been back in its usual range for as many measurements. That range is narrower than the
+condition, so that a metric that swings around the limit causes one episode, not many. A step in
+which the metric was not measured changes nothing.
 
     Level   the value is beyond a fixed limit
-    Shift   the value is beyond what was usual for this run: the median of earlier steps
+    Shift   the value is far from the median of earlier steps of this run
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 Metrics = Mapping[str, float]
 Value = Callable[[Metrics], float | None]  # the number of a step; None: it was not measured
-MAD_TO_STD = 1.4826  # of a normal distribution
+MAD_TO_STD = 1.4826  # for a normal distribution
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class Judgement:
     limit: float
     is_beyond: bool
     is_usual: bool  # far enough from the limit for the episode to end
-    usual: float = math.nan  # the median of earlier steps, of a Shift
+    usual: float = math.nan  # the median of earlier steps, for a Shift
 
 
 @dataclass
 class State:
     """The progress of a rule, which a checkpoint stores."""
 
-    rule: str = ""  # its parameters: another rule begins anew
-    values: list[float] = field(default_factory=list)  # earlier ones, of a Shift
-    start: list[float] = field(default_factory=list)  # the first ones, of a Shift that reads them
+    rule: str = ""  # its parameters; a rule with other ones starts over
+    values: list[float] = field(default_factory=list)  # earlier values, for a Shift
+    start: list[float] = field(default_factory=list)  # first values, for a Shift with `of_start`
     beyond: int = 0  # measurements in a row
     usual: int = 0
     holds: bool = False
@@ -50,7 +50,7 @@ class Level:
     """A value is beyond a fixed limit: at or above `above`, or at or below `below`.
 
     Args:
-        calm: limit on the other side of which an episode ends; None: the limit itself.
+        calm: limit that ends an episode when the value crosses it; None: the limit itself.
         steps: measurements in a row.
     """
 
@@ -70,22 +70,22 @@ class Level:
 
 @dataclass(frozen=True)
 class Shift:
-    """A value is beyond what earlier values lead one to expect.
+    """A value is far from the median of earlier values.
 
-    The limit is the largest of median · factor, median + added and median + 6 · 1.4826 · MAD, the
-    median absolute deviation, and, with `of_start`, of that multiple of the median of the first
-    `least` values; with a factor below 1 it is median · factor, and a value below it is beyond. An
-    episode ends half way back to the median. Values beyond the limit are no part of the window:
-    else a lasting change would become the usual.
+    The limit is the largest of median · factor, median + added and median + 6 · 1.4826 · MAD (the
+    median absolute deviation). With `of_start`, it is at least `of_start` times the median of the
+    first `least` values. With a factor below 1 it is median · factor, and smaller values are beyond
+    it. An episode ends half way back to the median. Values beyond the limit do not enter the
+    window, since a lasting change would then become usual.
 
     Args:
         added: smallest difference to the median, in the metric's unit.
         window: number of earlier values.
         first: the window holds the first values of the run rather than the last ones.
-        least: values below which nothing is judged.
+        least: number of earlier values below which nothing is judged.
         steps: measurements in a row.
-        of_start: for a metric that falls by orders of magnitude in a run that goes well: single
-            values as large as at the beginning are no fault.
+        of_start: for a metric that falls by orders of magnitude in a good run, where single
+            values as large as at the start are normal.
     """
 
     factor: float
@@ -97,7 +97,7 @@ class Shift:
     of_start: float = 0.0
 
     def judge(self, value: float, state: State) -> Judgement | None:
-        """Compares a value with the limit; None if earlier values do not give one."""
+        """Compares a value with the limit; returns None if earlier values give no limit."""
         earlier = state.values
         usual = median(earlier) if len(earlier) >= self.least else math.nan
         if math.isnan(usual) or (usual == 0 and not self.added):  # no multiple of 0 is a limit
@@ -133,7 +133,7 @@ class Watch:
     value: Value
 
     def follow(self, state: State, metrics: Metrics) -> Judgement | None:
-        """Follows one step; returns the judgement with which an episode begins, else None."""
+        """Follows one step; returns the judgement if an episode begins, else None."""
         value = self.value(metrics)
         if value is None or math.isnan(value):
             return None
@@ -173,7 +173,7 @@ class Watches:
     def follow(
         self, watches: Sequence[Watch], metrics: Metrics
     ) -> Iterator[tuple[Watch, Judgement]]:
-        """Follows one step; yields the rules of which an episode begins, with their judgements."""
+        """Follows one step; yields the rules whose episode begins, with their judgements."""
         for watch in watches:
             judged = watch.follow(self.state_of(watch), metrics)
             if judged is not None:
@@ -184,9 +184,9 @@ class Watches:
         return {name: asdict(state) for name, state in self.states.items()}
 
     def restore(self, saved: Mapping[str, Mapping[str, Any]], watches: Iterable[Watch]) -> None:
-        """Restores what `to_state` has returned, of the rules that there are now.
+        """Restores the states that `to_state` returned, for the present rules.
 
-        The state of a rule that was taken out is dropped: set again later, it begins anew.
+        The state of a rule that was removed is dropped: if it is set again, it starts over.
         """
         names = {watch.name for watch in watches}
         self.states = {name: State(**state) for name, state in saved.items() if name in names}

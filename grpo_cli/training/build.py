@@ -67,7 +67,7 @@ from grpo_cli.training.rollouts.queue import RolloutQueue
 from grpo_cli.training.run import Run
 from grpo_cli.training.stop_rules import StopRules
 
-COMPILE_BACKEND = "inductor"  # of torch.compile; the others generate no code
+COMPILE_BACKEND = "inductor"  # torch.compile's backend; the others generate no code
 
 
 def build(
@@ -80,11 +80,11 @@ def build(
 
     Args:
         command: the command line, kept beside the run.
-        workers: the processes, if they have found one another already.
-        stop: what listens to signals, if something does.
+        workers: the process group, if it is initialized already.
+        stop: the signal handler, if there is one already.
 
     Raises:
-        UserError: the model cannot be loaded, no prompt is short enough, the device is not there.
+        UserError: the model cannot be loaded, no prompt is short enough, the device is missing.
     """
     recipe = prepared.recipe
     if workers is None:
@@ -110,7 +110,7 @@ def assemble(
     lock: Lock | None,
     reporter: Reporter,
 ) -> Run:
-    """Makes the live objects of a run whose folder is locked, and resumes it if it is due."""
+    """Makes the live objects of a run whose folder is locked, and resumes or starts the run."""
     recipe, folder = prepared.recipe, prepared.folder
     resume_from = checkpoint_to_resume(prepared, workers, reporter)
     if resume_from is not None:
@@ -226,7 +226,7 @@ def assemble(
 
 
 class Networks(NamedTuple):
-    """The policy and its reference on their devices, and what trains the policy."""
+    """The policy and its reference on their devices, and the policy's optimizer."""
 
     policy_logprobs: PolicyLogprobs
     reference: Reference | None
@@ -263,9 +263,9 @@ def make_networks(
 
 
 def longest_unknown(recipe: Recipe, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Returns a prompt of the largest length if prompts may come that are not known yet.
+    """Returns a prompt of the largest length if some of the run's prompts are not known yet.
 
-    They are those of a stream, and those with an environment's first observation.
+    Such prompts come from a stream, or have an environment's first observation.
     """
     if not (recipe.dataset.streaming or recipe.has_episodes):
         return []
@@ -278,10 +278,10 @@ def check_fits(
     prompts: Sequence[Prompt],
     held_out: Sequence[Prompt] = (),
 ) -> None:
-    """Checks that a model which was loaded can read the prompts and complete those of training.
+    """Checks the loaded model's embeddings for all prompts, and its context for training prompts.
 
     Raises:
-        UserError: a token that it has no embedding of, or a prompt that leaves too little room.
+        UserError: a token has no embedding, or a prompt leaves too little of the context.
     """
     if recipe.model.path is None or recipe.model.build is not None:
         return
@@ -293,7 +293,7 @@ def check_fits(
 def with_room_for_observations(
     recipe: Recipe, model: PreTrainedModel, prompts: Sequence[Prompt]
 ) -> Sequence[Prompt]:
-    """Returns held-out prompts and one as long as the longest with a first observation may be."""
+    """Adds a prompt as long as the longest held-out one with a first observation may become."""
     if not prompts or not recipe.has_episodes:
         return prompts
     own = max(len(p.ids) for p in prompts)
@@ -310,7 +310,7 @@ def make_episodes(
     vision: VisionProcessor | None,
     say: Callable[[str], None],
 ) -> EpisodeLoop | TrlRollouts | None:
-    """Returns what makes the recipe's episodes, None without environments.
+    """Returns the recipe's `EpisodeLoop` or `TrlRollouts`; None without environments.
 
     Raises:
         UserError: the chat template cannot carry a conversation with these tools.
@@ -332,7 +332,7 @@ def make_episodes(
 def make_logprobs(
     model: PreTrainedModel, recipe: Recipe, workers: Workers, reporter: Reporter
 ) -> PolicyLogprobs:
-    """Places a model on the processes' devices, ready to be asked for log-probabilities."""
+    """Places a model on the processes' devices, and returns its `PolicyLogprobs`."""
     workers.place(model)
     return logprobs_of(model, workers.autocast, recipe, workers, reporter)
 
@@ -340,7 +340,7 @@ def make_logprobs(
 def adapter_reference(
     model: PreTrainedModel, recipe: Recipe, workers: Workers, reporter: Reporter
 ) -> AdapterReference:
-    """Returns the reference of a policy with an adapter, which has been placed."""
+    """Returns the reference of a placed policy that has an adapter."""
     config = adapters.config_on(model)
     assert config is not None
     fresh = recipe.adapter.path is None and adapters.begins_as_base(config)
@@ -358,7 +358,7 @@ def logprobs_of(
     workers: Workers,
     reporter: Reporter,
 ) -> PolicyLogprobs:
-    """Returns what computes a placed model's log-probabilities."""
+    """Returns the `PolicyLogprobs` of a placed model."""
     return PolicyLogprobs(
         model,
         packed=recipe.update.packing,
@@ -432,7 +432,7 @@ def text_notices(
     eos_ids: Sequence[int],
     prompts: Sequence[Prompt],
 ) -> Iterator[str]:
-    """Yields what the tokenizer or the chat template hides from the model or from the rewards.
+    """Yields a notice for each problem of the tokenizer or the chat template with this recipe.
 
     Args:
         eos_ids: the tokens that end a completion without `generation.stop_token_ids`.
@@ -467,7 +467,7 @@ def text_notices(
     if recipe.model.path and tokenizer.chat_template and not recipe.dataset.chat:
         yield "the tokenizer has a chat template that dataset.chat = false does not use."
 
-    def read(ids: Sequence[int]) -> str:  # templates strip what they print
+    def read(ids: Sequence[int]) -> str:  # without whitespace, which templates strip
         return "".join(str(tokenizer.decode(ids)).split())
 
     with_system = (
@@ -476,7 +476,7 @@ def text_notices(
         if isinstance(prompt.text, list)
         and prompt.text[0]["role"] == "system"
         and isinstance(prompt.text[0]["content"], str)
-        and len(prompt.ids) < recipe.dataset.max_prompt_tokens  # else it may have been cut
+        and len(prompt.ids) < recipe.dataset.max_prompt_tokens  # else it may have been truncated
     )
     for prompt, system in islice(with_system, 1):
         if read(tokenizer(system, add_special_tokens=False)["input_ids"]) not in read(prompt.ids):
@@ -501,10 +501,10 @@ def start(run: Run, resume_from: Path | None, command: list[str]) -> None:
     """Resumes the run if there is a checkpoint, and hands the weights to the generator."""
     if resume_from is not None:
         resume.restore(run, resume_from)
-        if run.workers.is_main:  # a resume that is refused leaves the run's recipe as it was
+        if run.workers.is_main:  # a refused resume leaves the run's recipe as it was
             record_command(run.folder, run.recipe, command)
     else:
-        run.reporter.rewind(0)  # lines of a run that was stopped before its first checkpoint
+        run.reporter.rewind(0)  # drops lines of a run that was stopped before its first checkpoint
         if run.workers.is_main:
             checkpointer.discard_kept(run.folder, 0)
     with run.workers.raise_together():
@@ -516,8 +516,8 @@ def start(run: Run, resume_from: Path | None, command: list[str]) -> None:
     status, state = run.reporter.status, run.state
     status.add(steps=run.recipe.steps, first_step=state.step)
     status.before = lambda: readable(state.before) if state.before else None
-    # From here on a restart by torchrun resumes this run: what it had to discard or set aside is
-    # gone. And no process begins while another may still have to leave.
+    # From here on a restart by torchrun resumes this run: the files to discard or set aside are
+    # gone. The gather keeps a process from starting while another may still have to exit.
     torchruns = run.workers.gather(torchrun())
     if run.workers.is_main:
         note_torchruns(run.folder, torchruns)
@@ -525,16 +525,16 @@ def start(run: Run, resume_from: Path | None, command: list[str]) -> None:
 
 
 def checkpoint_to_resume(prepared: Prepared, workers: Workers, reporter: Reporter) -> Path | None:
-    """Returns the complete checkpoint with the most steps, None if there is none.
+    """Returns the complete checkpoint with the most steps; None if there is none.
 
-    The folder is locked by now. While the recipe was checked another run may have written to it.
+    The folder is locked by now. Another run may have written to it while the recipe was checked.
 
     Raises:
         UserError: all checkpoints are incomplete, or the folder now holds another run.
     """
     candidates: list[Path] = []
     with workers.raise_together():
-        if workers.is_main:  # whose view of a shared folder counts
+        if workers.is_main:  # its view of a shared folder decides
             paths.recover(prepared.folder)
             candidates = find_resume(prepared.recipe, prepared.folder)
     candidates = workers.gather(candidates)[0]
@@ -551,9 +551,9 @@ def checkpoint_to_resume(prepared: Prepared, workers: Workers, reporter: Reporte
 def load_policy(
     prepared: Prepared, workers: Workers, reporter: Reporter
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, VisionProcessor | None]:
-    """Returns the recipe's model, tokenizer and processor of images.
+    """Returns the recipe's model, tokenizer and image processor.
 
-    A model that the recipe builds is built first. A model that reads text only has no processor.
+    A model that the recipe builds is built first. A text-only model has no image processor.
 
     If the model is to be sharded, only the main process has weights.
     """
@@ -563,7 +563,7 @@ def load_policy(
         assert path is not None, "checked when the recipe was parsed"
         check_tokens(recipe, path)
     else:
-        with workers.main_first():  # the others find what the main process has made
+        with workers.main_first():  # the others find the main process's model
             path = str(build_model(recipe, prepared.train, prepared.sessions, reporter.console))
     if prepared.train:
         loading.check_trainable(recipe.model, path)
@@ -573,7 +573,7 @@ def load_policy(
 def load_from(
     path: str, recipe: Recipe, workers: Workers, reporter: Reporter, *, trains: bool, whole: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, VisionProcessor | None]:
-    """Returns model, tokenizer and processor of images from a folder or the hub.
+    """Loads model, tokenizer and image processor from a folder or the hub.
 
     Args:
         trains: whether the model is trained, so that parts of it are frozen.
@@ -583,7 +583,7 @@ def load_from(
     vision = None
     try:
         vision = loading.load_vision(recipe.model, path, tokenizer)
-    except UserError as error:  # which a run on texts does not need
+    except UserError as error:  # a text-only run does not need it
         reporter.say(f"note: {error} The model reads text only.")
     if recipe.model.freeze and trains:
         frozen = loading.freeze(model, recipe.model.freeze)
@@ -596,7 +596,7 @@ def load_from(
 def unloaded_processor(
     recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> UnloadedProcessor | None:
-    """Returns the processor that could not be loaded; None for a model that has none."""
+    """Returns the files of an image processor that did not load; None for a text-only model."""
     if recipe.model.path is None or not takes_images(model.config):
         return None
     _, path = loading.base_of(recipe.model, recipe.model.path)
@@ -604,7 +604,7 @@ def unloaded_processor(
 
 
 def may_have_images(recipe: Recipe, prompts: Sequence[Prompt]) -> bool:
-    """Whether prompts have images, or others may that are not known yet."""
+    """Returns whether a prompt has images, or a prompt that is not known yet may have some."""
     return recipe.dataset.streaming or has_images(prompts)
 
 
@@ -615,7 +615,7 @@ def add_adapter(
 
     Args:
         path: hub name or folder of the model.
-        say: prints a line where the adapter was trained on a model of another name.
+        say: prints a note if the adapter was trained on a model of another name.
     """
     if recipe.adapter.path is not None:
         folder = Path(recipe.adapter.path).expanduser()
@@ -649,11 +649,11 @@ def check_tokens(recipe: Recipe, path: str) -> None:
 def build_model(
     recipe: Recipe, train: Mapping[str, TrainRows], sessions: Sessions | None, console: Console
 ) -> Path:
-    """Returns the model that the recipe builds, made now unless it is in the cache.
+    """Builds the recipe's model unless it is in the cache, and returns its folder.
 
     Args:
         train: data sets whose solutions the model is warmed up with.
-        sessions: of the recipe's environments, whose tools the prompts list.
+        sessions: the sessions of the recipe's environments, whose tools the prompts list.
 
     Raises:
         UserError: see `factory.check_tokens`.
@@ -689,7 +689,7 @@ def build_model(
 
 
 def _episodes(train: Mapping[str, TrainRows], sessions: Sessions | None) -> tiny.Episodes:
-    """Returns how the solutions that are episodes are written, with the tools of each row."""
+    """Returns the encoder of solutions that are episodes, with the tools of each row."""
 
     def encoder(tokenizer: PreTrainedTokenizerBase, tools: Schemas) -> tiny.EpisodeIds:
         return Chat(tokenizer, [tokenizer.eos_token_id], tools).episode_ids
@@ -709,10 +709,10 @@ def make_stream(
     vision: VisionProcessor | None,
     reporter: Reporter,
 ) -> data.PromptStream:
-    """Returns the sequence of prompts that the run trains on."""
+    """Returns the stream of prompts that the run trains on."""
     recipe, parts = prepared.recipe, prepared.train
     seed, shuffle = recipe.seed, recipe.dataset.shuffle
-    say = once(reporter.say)  # each image comes again in every epoch
+    say = once(reporter.say)  # every epoch reads each image again
     is_sound = sound_images(say if recipe.dataset.bad_images == "drop" else None)
 
     if parts.keys() == {""} and (stream := parts[""].stream) is not None:
@@ -761,11 +761,11 @@ def make_prompts(
     *,
     held_out: bool = False,
 ) -> list[Prompt]:
-    """Returns the prompts of rows, and prints how many are too long.
+    """Makes the prompts of data rows, and prints how many are too long.
 
     Args:
-        key: what messages call the rows by.
-        held_out: whether the rows are for evaluation, where none is too long.
+        key: the name of the rows in messages.
+        held_out: whether the rows are for evaluation, which drops no long prompts.
     """
     recipe = prepared.recipe
     prompts, overlong = data.make_prompts(
@@ -789,10 +789,10 @@ def make_prompts(
 
 
 def can_be_read(prompt: Prompt, dataset: Dataset, say: Callable[[str], None]) -> bool:
-    """Whether all images of a held-out prompt can be decoded, before a run depends on it.
+    """Returns whether all images of a held-out prompt can be decoded; called before the run starts.
 
     Raises:
-        UserError: one cannot, and dataset.bad_images says to stop.
+        UserError: an image cannot be decoded, and dataset.bad_images=stop.
     """
     try:
         for image in prompt.images:
@@ -807,7 +807,7 @@ def can_be_read(prompt: Prompt, dataset: Dataset, say: Callable[[str], None]) ->
 
 
 def once(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Returns a function that prints each line the first time only."""
+    """Returns a function that prints each line only once."""
     said: set[str] = set()
 
     def say_once(line: str) -> None:
@@ -819,7 +819,7 @@ def once(say: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def on_bad_image(dataset: Dataset, say: Callable[[str], None]) -> data.OnBadImage | None:
-    """Returns what says that a row is dropped for its image; None where that is an error."""
+    """Returns the callback that reports a dropped row, or None if a bad image is an error."""
     if dataset.bad_images == "stop":
         return None
     return lambda message: say(f"note: {message}; the row is dropped")

@@ -1,4 +1,4 @@
-"""Calls a run's callbacks: objects of the user's own that are told of its steps and checkpoints.
+"""Calls a run's callbacks: objects of the user with hooks for steps, evaluations and checkpoints.
 
 `callbacks.NAME.path=my_module:MyCallback` names a class with one or more of these methods:
 
@@ -7,8 +7,8 @@
     on_checkpoint(event)           after a checkpoint is complete, and before the next one begins
     on_end(event)                  after the last step and summary.json; not if a signal stops the
                                    run, which is resumed then
-    state_dict()                   returns what a checkpoint stores of the callback
-    load_state_dict(state)         takes that back when the run is resumed
+    state_dict()                   returns the state that a checkpoint stores
+    load_state_dict(state)         restores that state when the run is resumed
 
 The main process makes and calls them. With the class attribute `every_process = True` every process
 has an object of its own. For example, of a class with `on_step` only:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 HOOKS = ("on_step", "on_evaluate", "on_checkpoint", "on_end")
 METRIC_NAME = r"[\w.@-]+(/[\w.@-]+)*"
-PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)  # what a checkpoint holds
+PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)  # types that a checkpoint may hold
 
 
 @dataclass
@@ -58,37 +58,37 @@ class Outcome:
 
     metrics: dict[str, float] = field(default_factory=dict)  # by full name
     stop: str | None = None
-    error: str | None = None  # of a callback with on_error=stop
+    error: str | None = None  # message of a callback with on_error=stop
 
 
 @dataclass(frozen=True)
 class Event:
-    """Tells a hook what has happened; for reading, except for `log` and `stop`."""
+    """The argument of a hook. Its fields are read-only; `log` and `stop` act on the run."""
 
-    name: str  # of the callback in the recipe
+    name: str  # the callback's name in the recipe
     hook: str
-    step: int  # completed steps; of on_checkpoint, those of the checkpoint
-    steps: int  # of the whole run
-    recipe: Mapping[str, Any]  # as the run's recipe.yaml has it, nested
-    folder: Path  # of the run
-    metrics: Mapping[str, float]  # of the newest step; of on_evaluate, of the evaluation
+    step: int  # completed steps; in on_checkpoint, the checkpoint's step
+    steps: int  # number of steps of the run
+    recipe: Mapping[str, Any]  # nested, as in the run's recipe.yaml
+    folder: Path  # the run's folder
+    metrics: Mapping[str, float]  # the newest step's; in on_evaluate, the evaluation's
     groups: Sequence[Group]  # on_step: this process's rollouts, see `grpo_cli/records.py`
     checkpoint: Path | None  # on_checkpoint: its folder
     summary: Mapping[str, Any] | None  # on_end: summary.json
     policy: PreTrainedModel  # with distributed=fsdp2 a shard; its forward is then a collective
     tokenizer: PreTrainedTokenizerBase
-    rank: int  # of this process
+    rank: int
     _outcome: Outcome = field(repr=False)
 
     def log(self, name: str, value: float) -> None:
-        """Writes a number as `callbacks/NAME/name` with the metrics of the next step that ends.
+        """Logs a number as `callbacks/NAME/name`, with the metrics of the next step that ends.
 
-        Of on_step that is the present step. Where every process has a callback, the main process's
-        number counts.
+        In on_step that is the present step. If every process has the callback, the main process's
+        number is logged.
 
         Raises:
-            ValueError: the name is no name of a metric, or the run has ended.
-            TypeError: the value is no number.
+            ValueError: the name is not a valid metric name, or the run has ended.
+            TypeError: the value is not a number.
         """
         if not isinstance(name, str) or not re.fullmatch(METRIC_NAME, name):
             raise ValueError(
@@ -112,7 +112,7 @@ class Loaded:
 
     name: str
     config: Callback
-    hooks: tuple[str, ...]  # of HOOKS, that the class has
+    hooks: tuple[str, ...]  # the HOOKS that the class defines
     has_state: bool
     target: Any  # the object; None on a process that does not call it
 
@@ -135,10 +135,10 @@ class Callbacks:
     def step(
         self, run: Run, metrics: Mapping[str, float], groups: Sequence[Group]
     ) -> dict[str, float]:
-        """Calls `on_step`, and `on_checkpoint` of what was written since; returns their metrics.
+        """Calls `on_checkpoint` for new checkpoints, then `on_step`; returns their metrics.
 
         Raises:
-            TrainingError: a callback with on_error=stop has failed; as do all of these methods.
+            TrainingError: a callback with on_error=stop has failed. Other hooks raise it too.
         """
         if not self.loaded:
             return {}
@@ -166,7 +166,7 @@ class Callbacks:
         self._call(run, "on_end", summary=summary)
 
     def states(self, run: Run) -> list[dict[str, Any]]:
-        """Returns what a checkpoint stores of the callbacks, by process."""
+        """Returns the states of the callbacks for a checkpoint, by process."""
         if not self.loaded:
             return []
         outcome, own = Outcome(), {}
@@ -180,7 +180,7 @@ class Callbacks:
         return run.workers.gather({"states": own, "logged": self._logged})
 
     def restore(self, run: Run, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Gives each callback the state that a checkpoint stores of it.
+        """Restores the state of each callback from a checkpoint.
 
         Raises:
             UserError: a callback does not take its state.
@@ -244,7 +244,7 @@ class Callbacks:
         what = f"callbacks.{name}: {hook} raised {type(error).__name__}"
         what += f" ({error})" if str(error) else ""
         if callback.config.on_error == "stop":
-            trace = error.__traceback__.tb_next if error.__traceback__ else None  # ours left out
+            trace = error.__traceback__.tb_next if error.__traceback__ else None  # ours omitted
             lines = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
             outcome.error = outcome.error or (
                 f"{what} at step {run.state.step}; callbacks.{name}.on_error=count counts failures "
@@ -256,7 +256,7 @@ class Callbacks:
         run.reporter.say(f"note: {what} at step {run.state.step}: counted as {key}")
 
     def _agree(self, run: Run, outcome: Outcome) -> None:
-        """Makes the outcomes of all processes one: metrics of the main one, the first stop."""
+        """Merges the outcomes of all processes: the main process's metrics, and the first stop."""
         every = run.workers.gather(outcome)
         for of_one in every:
             if of_one.error is not None:
@@ -272,7 +272,7 @@ def plain(value: Any) -> Any:
     """Returns a callback's state if a checkpoint can store it.
 
     Raises:
-        TypeError: something in it is no plain value and no tensor.
+        TypeError: a value in it is neither plain nor a tensor.
     """
     if isinstance(value, dict):
         for entry in (*value, *value.values()):

@@ -33,7 +33,7 @@ from grpo_cli.models import loading
 from grpo_cli.scoring.registry import RewardFunction
 from grpo_cli.training.prepare import Prepared
 
-Contents = dict[str, dict[str, str]]  # hashes of files by name, by the key that names them
+Contents = dict[str, dict[str, str]]  # key of the recipe -> file name -> hash
 
 TOKENIZER = (  # exact names: a copy such as tokenizer.json.bak is not read
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -42,8 +42,8 @@ TOKENIZER = (  # exact names: a copy such as tokenizer.json.bak is not read
     "chat_template.json",
 )  # fmt: skip
 WEIGHTS = ("*.safetensors", "*.bin")
-FIRST_ROWS = 1000  # of a stream
-SAMPLE_BLOCKS, BLOCK_BYTES = 16, 2**16  # of a file of weights, from its beginning to its end
+FIRST_ROWS = 1000  # rows of a stream that are hashed
+SAMPLE_BLOCKS, BLOCK_BYTES = 16, 2**16  # hashed blocks of a weights file, evenly spread
 
 
 def of_run(prepared: Prepared) -> Contents:
@@ -68,7 +68,7 @@ def check(recipe: Recipe, checkpoint: Path, now: Contents, say: Callable[[str], 
 
     Args:
         now: the contents as the run finds them.
-        say: prints what has changed and does not keep the run from being resumed.
+        say: prints the changes that do not prevent a resume.
 
     Raises:
         UserError: data or the tokenizer has changed, and `resume_changed` is not set.
@@ -92,15 +92,15 @@ def check(recipe: Recipe, checkpoint: Path, now: Contents, say: Callable[[str], 
 def differences(before: Contents, now: Contents) -> dict[str, list[str]]:
     """Returns the names of the files whose contents differ, by key.
 
-    A key that only one of them has is a change of the recipe. Files that are only renamed or moved
-    have the same contents.
+    Keys on one side only are changes of the recipe, and are skipped. Files that are only renamed or
+    moved have the same contents.
     """
     out = {}
     for key in (key for key in before if key in now):
         old, new = before[key], now[key]
         if [*old.values()] != [*new.values()]:
             names = dict.fromkeys([*old, *new])
-            # The same files in another order are other rows.
+            # The same files in another order give the rows in another order.
             out[key] = [n for n in names if old.get(n) != new.get(n)] or [*names]
     return out
 
@@ -140,13 +140,13 @@ def _data_files(path: Path, subset: str | None, split: str, key: str) -> list[Pa
 
 
 def _named(found: list[Path]) -> dict[str, Path]:
-    """Returns files by their names, below the folder that they all lie in."""
+    """Returns files by their paths relative to their common folder."""
     folder = os.path.commonpath([file.parent for file in found])
     return {os.path.relpath(file, folder): file for file in found}
 
 
 def revision(rows: Rows) -> str:
-    """Returns the commit of a hub data set: `datasets` caches each one in a folder of its name."""
+    """Returns the commit of a hub data set, after which `datasets` names its cache folder."""
     cached = getattr(rows.rows, "cache_files", ())
     return " ".join(sorted({Path(file["filename"]).parent.name for file in cached}))
 
@@ -169,14 +169,14 @@ def _of_stream(stream: RowStream) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
-    """Returns a value that JSON has no form for; the address of an object is another every time."""
+    """Returns a value that JSON lacks as a string, without memory addresses, which vary."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def _model_folder(model: Model, path: str) -> Path:
-    """Returns the folder of a model, or of its base if it is an adapter; a hub model's is cached.
+    """Returns the folder of a model, or of an adapter's base model; a hub model's is in the cache.
 
-    The tokenizer of a hub model is loaded, so that its files are there.
+    Loads the tokenizer of a hub model first, so that its files are in the cache.
     """
     model, path = loading.base_of(model, path)
     folder = Path(path).expanduser()
@@ -190,9 +190,9 @@ def _model_folder(model: Model, path: str) -> Path:
 
 
 def _of_tokenizer(folder: Path) -> dict[str, str]:
-    """Returns the hashes of a tokenizer's files; the commit of a model in the hub's cache.
+    """Returns the hashes of a tokenizer's files, or the commit of a model in the hub's cache.
 
-    Any tool may add files of the same commit to the cache at any time.
+    Files in the cache are not hashed, since any tool may add files of the same commit.
     """
     if provenance.is_cached(folder):
         return {"commit": folder.name}
@@ -204,7 +204,7 @@ def _matching(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 
 def sample_hash(file: Path) -> str:
-    """Returns the size of a file and the hash of blocks all over it."""
+    """Returns the size of a file and the hash of blocks spread evenly over it."""
     size = file.stat().st_size
     digest = hashlib.sha256()
     with file.open("rb") as opened:
@@ -222,5 +222,5 @@ def _file_of(function: RewardFunction) -> Path | None:
 
 
 def as_json(contents: Mapping[str, Mapping[str, str]]) -> bytes:
-    """Returns the file that a checkpoint stores."""
+    """Returns the bytes of a checkpoint's training/contents.json."""
     return (json.dumps(contents, indent=1) + "\n").encode()

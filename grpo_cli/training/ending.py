@@ -1,4 +1,4 @@
-"""The end of a run: its summary, or one sentence on where a stopped run is stored."""
+"""Ends a run: writes its summary, or says where a stopped run is stored."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def finish(run: Run) -> None:
         failure = caught
     if run.workers.is_main:
         run.pusher.finish(lambda: run.interrupts.stop.is_requested)
-        resume.prune(run)  # those that the pushes kept
+        resume.prune(run)  # checkpoints that were kept for pushes
         if run.recipe.log.report:
             write_report(run)
-        if failure is not None:  # of the main process only: torchrun ends all when one fails
+        if failure is not None:  # on the main process only: torchrun ends all when one fails
             raise failure
 
 
@@ -87,7 +87,7 @@ def write_report(run: Run) -> None:
 
 
 def how_it_ended(run: Run, saved_in: Path | None) -> str:
-    """Returns what a user reads of a run that had to end before its last step.
+    """Returns the closing message of a run that was stopped before its last step.
 
     Args:
         saved_in: the checkpoint of an interrupted step; None if the run ended after a step.

@@ -15,7 +15,7 @@ from grpo_cli.training.run import Run, State
 
 
 def is_due(run: Run) -> bool:
-    """Whether to evaluate the policy after the steps that it has taken."""
+    """Returns whether an evaluation is due at the present step."""
     config, step = run.recipe.eval, run.state.step
     if run.evaluator is None:
         return False
@@ -26,7 +26,7 @@ def is_due(run: Run) -> bool:
 
 
 def evaluate(run: Run) -> dict[str, float]:
-    """Evaluates the policy, records in the run's state whether it is the best, returns metrics.
+    """Evaluates the policy, updates the best result in the run's state, and returns the metrics.
 
     Raises:
         UserError: the first evaluation has no metric `eval.best`.
@@ -55,7 +55,7 @@ def evaluate(run: Run) -> dict[str, float]:
                 "note: eval.best = accuracy counts only the value 1, and the reward has others; "
                 "eval.best=reward chooses by their mean"
             )
-    if value is None:  # not worth the steps that were trained
+    if value is None:  # no reason to lose the trained steps
         run.reporter.say(f"note: eval.best = {best}: there is no such number")
     elif is_better(value, state):
         state.best_value, state.best_step, state.worse = value, state.step, 0
@@ -68,7 +68,7 @@ def evaluate(run: Run) -> dict[str, float]:
 
 
 def follow_plateau(run: Run, metrics: dict[str, float], results: Sequence[TaskResult]) -> None:
-    """Tells the rule `stop.plateau` of an evaluation.
+    """Passes an evaluation to the rule `stop.plateau`.
 
     Raises:
         UserError: the first evaluation has no interval for the metric `eval.best`.
@@ -89,7 +89,7 @@ def follow_plateau(run: Run, metrics: dict[str, float], results: Sequence[TaskRe
             f"stop.plateau: is judged by an interval, and eval.best = {best} has none; set "
             f"eval.best to one of {listed(names)}, or stop.plateau=0."
         )
-    else:  # not worth the steps that were trained
+    else:  # no reason to lose the trained steps
         run.reporter.say(
             f"note: stop.plateau: this evaluation has no interval for eval.best = {best}, and does "
             "not count"

@@ -1,12 +1,12 @@
-"""Keeps what `grpo replay` needs to recompute a step: an interrupted checkpoint of its beginning.
+"""Keeps steps for `grpo replay`, each as an interrupted checkpoint of the step's beginning.
 
     replay/step-7/training/shards/     the weights before step 7's first update, a moved reference,
                                        and, with several updates, the optimizer's state
     replay/step-7/training/state.pt    the state of the run, with the rollouts of all processes
     replay/step-7/training/...         recipe.yaml, config and tokenizer, manifest.json
 
-It is what `resume.save_interrupted` writes of a run that ends in the middle of a step, with the
-prompts in addition: replaying a step needs neither the data nor the rewards of the run.
+It has the format of `resume.save_interrupted` for a run that is stopped mid-step, and also holds
+the prompts: replaying a step needs neither the data nor the rewards of the run.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from grpo_cli.training import resume
 from grpo_cli.training.run import Run
 from grpo_cli.training.step import Step
 
-ENTRY = "replay"  # of the state, which no other checkpoint has
+ENTRY = "replay"  # entry of the state that only kept steps have
 
 
 def keep(run: Run, step: Step) -> None:
     """Starts to write a step that log.keep_steps names, before its first update. Collective.
 
-    A disk that is full is a note: see `Checkpointer.save`. So is an image that is gone.
+    A full disk or a missing image only prints a note (see `Checkpointer.save`).
     """
     number = step.number + 1
     if number not in run.recipe.log.keep_steps or step.progress.updates:  # kept before a resume
@@ -49,13 +49,13 @@ def keep(run: Run, step: Step) -> None:
         return
     moved = run.reference.weights_to_save if run.reference is not None else None
     own: dict[str, Any] = {
-        "carried": [[] for _ in range(run.workers.size)],  # of the steps to come
+        "carried": [[] for _ in range(run.workers.size)],  # groups for later steps
         "stream": None,
         "lengths": {},
         "log_history": "[]",
         ENTRY: {
             "prompts": prompts,
-            "model": run.policy.name_or_path,  # that the run began with
+            "model": run.policy.name_or_path,  # the run's initial model
             "samples_from_policy": run.generator.samples_from_policy,
             "prefetch_steps": run.generator.prefetch_steps,
         },
@@ -71,7 +71,7 @@ def keep(run: Run, step: Step) -> None:
 
 
 def prompts_of(groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
-    """Returns what the groups' entries lack of their prompts: row and images, by prompt index."""
+    """Returns the row and the images of each prompt, which stored groups lack, by prompt index."""
     return {
         g.prompt_index: {
             "row": g.prompt.row,
@@ -82,7 +82,7 @@ def prompts_of(groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
 
 
 def _bytes_of(image: StoredImage) -> torch.Tensor:
-    """Returns an encoded image as a tensor of bytes, as which a state is loaded without pickle."""
+    """Returns an encoded image as a tensor of bytes, which loads without pickle."""
     return torch.frombuffer(bytearray(image.encoded()["bytes"]), dtype=torch.uint8)
 
 
@@ -90,10 +90,10 @@ class KeptPrompts(PromptStream):
     """The prompts of a kept step, by their index in the run."""
 
     def __init__(self, saved: Mapping[str, Any], vision: VisionProcessor | None) -> None:
-        """Reads the prompts of `load_state`.
+        """Reads the prompts from a state of `checkpointer.load_state`.
 
         Args:
-            vision: the model's processor of images.
+            vision: the model's image processor.
         """
         rows = {n: row for part in saved[ENTRY]["prompts"] for n, row in part.items()}
         self.found = {}

@@ -22,7 +22,7 @@ from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Group, Rollout
 from grpo_cli.training.run import Run
 
-STREAM = -2  # of the noise that Clip-Cov chooses by; the streams of sampling are others
+STREAM = -2  # random stream of Clip-Cov's noise, distinct from those of sampling
 
 
 class TokenStats(NamedTuple):
@@ -76,14 +76,14 @@ def fill_old_logprobs(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> 
 
 
 def samples_as_trained(run: Run, recipe: Recipe) -> bool:
-    """Whether the sampler's log-probabilities are the policy's own, except for rounding."""
+    """Returns whether the sampler's log-probabilities are the policy's own, except for rounding."""
     return (
         recipe.update.old_logprobs == "auto"
         and run.generator.samples_from_policy
         and Sampling.of(recipe.generation).is_unfiltered
         and recipe.mixed_precision == "no"
         and run.policy.dtype in (torch.float32, torch.float64)
-        # These ask how much the two differ.
+        # These settings measure how much the two differ.
         and recipe.loss.sampling_correction == "none"
         and recipe.loss.off_policy_mask is None
     )
@@ -112,7 +112,7 @@ def select_tokens(
 
     Args:
         groups: this process's groups of the optimizer batch.
-        number: of the optimizer step, over the run.
+        number: number of the optimizer step in the run.
         tokens: loss tokens of the optimizer batch.
 
     Returns:
@@ -123,7 +123,7 @@ def select_tokens(
     rollouts = [r for _, _, r in members]
     by_entropy = config.top_entropy < 1
     found = token_stats(run, recipe, run.policy_logprobs, rollouts, entropy=by_entropy)
-    masks = [r.completion.sampled_mask for r in rollouts]  # of the tokens to select from
+    masks = [r.completion.sampled_mask for r in rollouts]  # tokens to select from
     if by_entropy:
         entropies = [
             s.entropies[m] for s, m in zip(found, masks, strict=True) if s.entropies is not None
@@ -180,7 +180,7 @@ def flat(rows: Sequence[Tensor]) -> Tensor:
 
 
 def at_places(masks: Sequence[Tensor], values: Tensor) -> list[Tensor]:
-    """Divides values [N] over the places of masks [C] that together have N ones; others are 0."""
+    """Scatters values [N] to the ones of masks [C], which have N ones in all; the rest is 0."""
     parts = torch.split(values, [int(m.sum()) for m in masks])
     empty = [values.new_zeros(len(m)) for m in masks]
     return [e.masked_scatter(m, p) for e, m, p in zip(empty, masks, parts, strict=True)]

@@ -1,4 +1,4 @@
-"""Makes the plan of a recipe, and records what a run measures beside it (plan.json)."""
+"""Makes the plan of a recipe, and records a run's measurements beside it (plan.json)."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from grpo_cli.reporting.stage_clock import STAGES
 from grpo_cli.training import prepare
 
 NAME = "plan.json"
-SOME_ROWS = 200  # of the data, whose prompts are measured
-STEPS = 200  # the last of a run, whose times count
+SOME_ROWS = 200  # rows whose prompts are measured
+STEPS = 200  # newest steps of a run that the statistics cover
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with what was assumed for it and what would lower its peak."""
+    """A plan with its assumptions, and changes that would lower its peak."""
 
     plan: Plan
     changes: list[Change]
@@ -55,8 +55,8 @@ def plan_of(
 
     Args:
         gpu: name or GB of a GPU; None: this machine.
-        mean_tokens: of completions; None: all are as long as they may be.
-        prompt_tokens: None: the mean of the training rows, if they are here.
+        mean_tokens: mean length of completions; None: all have the maximal length.
+        prompt_tokens: length of a prompt; None: the mean of the training rows, if local.
 
     Raises:
         UserError: the model's config cannot be read, or the GPU is not listed.
@@ -111,7 +111,7 @@ def config_of(recipe: Recipe) -> PretrainedConfig:
 def built(
     recipe: Recipe, rows: data.Rows | None
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """Returns config and tokenizer of the model that the recipe builds; its tower is left out."""
+    """Returns config (without vision tower) and tokenizer of the model that the recipe builds."""
     build = recipe.model.build
     assert build is not None
     pairs = list(data.solution_pairs(rows, recipe.dataset)) if rows and build.merges else []
@@ -120,7 +120,7 @@ def built(
 
 
 def local_rows(recipe: Recipe) -> data.Rows | None:
-    """Returns the training rows if they are files here; None if they are on the hub."""
+    """Returns the training rows if they are local files; None if they are on the hub."""
     parts = [part.data for part in recipe.dataset.mixture.values()]
     named = parts or [recipe.dataset.train or ""]
     if recipe.dataset.streaming or not all(map(sources.is_local, named)):
@@ -135,7 +135,7 @@ def measured_prompt(
     tokenizer: PreTrainedTokenizerBase | None,
     notes: list[str],
 ) -> float:
-    """Returns the mean length of some prompts; the limit of their length if they are not here."""
+    """Returns the mean length of the first prompts; the limit without rows or tokenizer."""
     most = recipe.dataset.max_prompt_tokens
     try:
         if rows is None:
@@ -157,7 +157,7 @@ def measured_prompt(
 
 
 def left_out(plan: Plan) -> list[str]:
-    """Returns what a plan leaves out, a sentence each."""
+    """Returns one sentence for each thing that the plan leaves out."""
     recipe = plan.job.recipe
     found = ["rewards, environments, evaluations, images and checkpoints take no time or memory"]
     if plan.job.sizes.activations is None:
@@ -173,7 +173,7 @@ def left_out(plan: Plan) -> list[str]:
 
 @dataclass
 class PlanRecord:
-    """Measures memory and time of a run in this process, and keeps the plan beside them.
+    """This process's measurements of a run's memory and time, with the plan beside them.
 
     plan.json is {"predicted": ..., "measured": ...}, written with each checkpoint and at the end.
     The prediction is for the lengths and the groups with a gradient that were measured.
@@ -198,7 +198,7 @@ class PlanRecord:
         workers: Workers,
         prompts: Sequence[Prompt],
     ) -> PlanRecord:
-        """Returns the record of a run that begins."""
+        """Returns the record of a new run."""
         dtype = getattr(torch, recipe.arithmetic_dtype)
         device = devices.of_machine(workers.device, dtype)
         mean = statistics.fmean(len(p.ids) for p in prompts)
@@ -210,10 +210,10 @@ class PlanRecord:
         self.metrics.append(metrics)
 
     def write(self, micro_tokens: int | None) -> None:
-        """Writes the file once a step is complete; a disk that is full ends no run for it.
+        """Writes plan.json once a step is complete; a full disk does not end the run.
 
         Args:
-            micro_tokens: tokens of a micro-batch, as derived.
+            micro_tokens: the derived number of tokens in a micro-batch.
         """
         if not self.metrics:
             return
@@ -239,7 +239,7 @@ class PlanRecord:
 
     def _measured(self, micro_tokens: int | None) -> dict[str, Any]:
         steps = list(self.metrics)
-        steps = steps[1:] if len(steps) > 1 else steps  # the first one also makes and checks things
+        steps = steps[1:] if len(steps) > 1 else steps  # the first also sets up and checks
 
         def median(name: str) -> float:
             return rounded(statistics.median(m.get(name, 0.0) for m in steps))

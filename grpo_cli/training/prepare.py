@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong before a model is loaded: data, rewards, folders."""
+"""Checks a recipe before a model is loaded: data, rewards, folders, adapter and engine."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class HeldOutRows:
     rows: data.Rows
     dataset: Dataset  # how a row becomes a prompt
     scorer: Scorer
-    accuracy: str | None = None  # the reward of which 1 counts as right; None: the recipe's
+    accuracy: str | None = None  # reward whose value 1 counts as right; None: the recipe's
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,15 @@ class TrainRows:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A recipe found to be sound, with what was loaded to find out."""
+    """A checked recipe, with the data and rewards that the checks have loaded."""
 
     recipe: Recipe
     folder: Path
     train: dict[str, TrainRows]  # by name in dataset.mixture; "": the only one; {}: no training
-    scorer: Scorer  # of training; of an evaluation alone, that of its first task
+    scorer: Scorer  # for training; in `grpo eval`, for the first task
     held_out: dict[str, HeldOutRows] = field(default_factory=dict)  # by name; "": the only ones
     benchmarks: dict[str, LoadedBenchmark] = field(default_factory=dict)  # by name
-    note: str | None = None  # for the user, once the run starts
+    note: str | None = None  # printed when the run starts
     sessions: Sessions | None = None  # opens the environments of rollouts
     callbacks: Sequence[Loaded] = ()
 
@@ -94,15 +94,15 @@ class Prepared:
 
 
 def parse(cfg: DictConfig | dict[str, Any], given: Collection[str] = ()) -> Recipe:
-    """Returns the checked recipe of a training run: the config's checks, and the loss's and rule's.
+    """Returns a training run's recipe after the checks of config, loss and advantage rule.
 
     Args:
         given: full keys set on the command line, as for `parsing.parse`.
 
     Raises:
-        UserError: what `parsing.parse` raises; no such loss or rule, or arguments it does not take.
+        UserError: as `parsing.parse`; or the loss or rule is unknown or does not take an argument.
     """
-    from grpo_cli.algorithm import objective  # which imports torch
+    from grpo_cli.algorithm import objective  # late: it imports torch
 
     return parsing.parse(cfg, given, checks=(objective.problems,))
 
@@ -111,9 +111,9 @@ def for_training(recipe: Recipe) -> Prepared:
     """Checks a recipe for `grpo train`.
 
     Raises:
-        UserError: the folder holds another run; the data, a reward or the model is not there.
+        UserError: the folder holds another run; the data, a reward or the model is missing.
     """
-    from grpo_cli.models import optimizers  # which imports torch
+    from grpo_cli.models import optimizers  # late: it imports torch
     from grpo_cli.models.kernels import table as attention_kernels
     from grpo_cli.training import callback_loading
     from grpo_cli.training.rollouts.episode_credit import check_episode_credit
@@ -131,14 +131,14 @@ def for_training(recipe: Recipe) -> Prepared:
     tracking.require(recipe.tracking.backend)
     check_model_path(recipe)
     check_adapter(recipe)
-    with contextlib.chdir("."):  # a module may leave it, and the paths of data are still relative
+    with contextlib.chdir("."):  # undoes a module's own chdir: data paths are still relative
         callbacks = callback_loading.load(recipe.callbacks)
     train, eval_rows = train_rows_of(recipe)
     if recipe.dataset.eval and not recipe.benchmark:
         eval_rows = data.load_rows(recipe.dataset, "eval")
     check_reward_datasets(recipe, train)
     rows = sum(len(part.rows.rows) for part in train.values())
-    parsing.with_steps(recipe, rows)  # of which some may be dropped as over-long
+    parsing.with_steps(recipe, rows)  # some of the rows may be dropped as over-long
     executor = RewardExecutor(recipe.scoring)
     scorer = scorer_of_training(recipe, train, executor)
     held_out = held_out_of(recipe, eval_rows, executor)
@@ -151,7 +151,7 @@ def for_training(recipe: Recipe) -> Prepared:
         if sessions is not None:
             sessions.close()
         raise
-    with contextlib.chdir(here):  # a user's module may have left it
+    with contextlib.chdir(here):  # a user's module may have changed it
         recipe = with_absolute_paths(recipe)
     return Prepared(recipe, folder, train, scorer, held_out, benches, note, sessions, callbacks)
 
@@ -159,7 +159,7 @@ def for_training(recipe: Recipe) -> Prepared:
 def parts_of(
     train: Mapping[str, TrainRows], held_out: Mapping[str, HeldOutRows]
 ) -> list[tuple[data.Rows, Dataset]]:
-    """Returns all rows, and how they become prompts."""
+    """Returns all rows, each with the settings that turn them into prompts."""
     every: list[TrainRows | HeldOutRows] = [*train.values(), *held_out.values()]
     return [(part.rows, part.dataset) for part in every]
 
@@ -175,10 +175,10 @@ def check_reward_datasets(recipe: Recipe, train: Mapping[str, TrainRows]) -> Non
 
 
 def train_rows_of(recipe: Recipe) -> tuple[dict[str, TrainRows], data.Rows | None]:
-    """Returns (data sets to train on, rows that `dataset.test_split_size` has taken off).
+    """Returns (training data by name, rows held out by `dataset.test_split_size`).
 
     Raises:
-        UserError: they cannot be loaded.
+        UserError: the data cannot be loaded.
     """
     dataset, held_out = recipe.dataset, None
     train = {}
@@ -202,7 +202,7 @@ def for_evaluation(recipe: Recipe) -> Prepared:
     """Checks a recipe for `grpo eval`.
 
     Raises:
-        UserError: no held-out data; the data, a reward or the model is not there.
+        UserError: no held-out data; the data, a reward or the model is missing.
     """
     here, dataset = Path.cwd(), recipe.dataset
     splits = dataset.test_split_size is not None
@@ -220,7 +220,7 @@ def for_evaluation(recipe: Recipe) -> Prepared:
         benches = benches_of(recipe, executor)
         check_engine(recipe)
         scorer = next(iter(benches.values())).scorer
-        with contextlib.chdir(here):  # a user's module may have left it
+        with contextlib.chdir(here):  # a user's module may have changed it
             recipe = with_absolute_paths(recipe)
         return Prepared(recipe, folder, {}, scorer, benchmarks=benches)
     rows = train_rows_of(recipe)[1] if splits else None
@@ -229,7 +229,7 @@ def for_evaluation(recipe: Recipe) -> Prepared:
     check_engine(recipe)
     scorer = next(iter(held_out.values())).scorer
     sessions = environments.open_sessions(recipe, parts_of({}, held_out))
-    with contextlib.chdir(here):  # a user's module may have left it
+    with contextlib.chdir(here):  # a user's module may have changed it
         recipe = with_absolute_paths(recipe)
     return Prepared(recipe, folder, {}, scorer, held_out, sessions=sessions)
 
@@ -266,10 +266,10 @@ def held_out_of(
 
 
 def benches_of(recipe: Recipe, executor: RewardExecutor) -> dict[str, LoadedBenchmark]:
-    """The recipe's benchmarks by name, loaded.
+    """Loads the recipe's benchmarks, by name.
 
     Raises:
-        UserError: their data or their reward is not there, or no sandbox for programs.
+        UserError: the data, a reward, or the sandbox for programs is missing.
     """
     if recipe.runs_programs:
         from grpo_cli.environments import program_calls
@@ -299,12 +299,12 @@ def benches_of(recipe: Recipe, executor: RewardExecutor) -> dict[str, LoadedBenc
 def scorer_of_training(
     recipe: Recipe, train: dict[str, TrainRows], executor: RewardExecutor
 ) -> Scorer:
-    """The recipe's rewards for what a run trains on, tried out on the first row of each data set.
+    """Returns the scorer of training, after trying the rewards on the first row of each data set.
 
-    Rows that a reward refuses are taken out of `train` with dataset.bad_tests=drop.
+    With dataset.bad_tests=drop it removes the rows that a reward refuses from `train`.
 
     Raises:
-        UserError: as `make_scorer`; with the name of the data set of a mixture.
+        UserError: as `make_scorer`; for a mixture it names the data set.
     """
     limit = recipe.generation.max_completion_tokens
     if "" in train:
@@ -342,7 +342,7 @@ def values_of_run(recipe: Recipe, limit: int) -> dict[str, Any]:
 
 
 def rewards_of(recipe: Recipe, name: str) -> list[str]:
-    """Returns the rewards that apply to a data set; all, where the mixture has none of the name."""
+    """Returns the rewards that apply to a data set; all of them if the mixture lacks it."""
     return [
         reward
         for reward, config in recipe.reward.items()
@@ -359,7 +359,7 @@ def make_scorer(
     renaming: str = "dataset.columns",
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> Scorer:
-    """The recipe's rewards for these rows, each tried out on the first of them.
+    """Returns the scorer of these rows, after trying each reward on the first row.
 
     Args:
         dataset: how a row becomes a prompt.
@@ -368,7 +368,7 @@ def make_scorer(
         more: further columns of each row.
 
     Raises:
-        UserError: a function that is not there, does not fit the data, or fails on the first row.
+        UserError: a function does not exist, does not fit the data, or fails on the first row.
     """
     run = values_of_run(recipe, limit)
     scorer = Scorer(recipe.reward, rows.columns, rows.source, executor, run, renaming)
@@ -387,7 +387,7 @@ def scorable(scorer: Scorer, rows: data.Rows, dataset: Dataset) -> data.Rows:
     """Returns the rows that no reward refuses.
 
     Raises:
-        UserError: a reward refuses rows and dataset.bad_tests says to stop, or no row is left.
+        UserError: a reward refuses rows and dataset.bad_tests=stop, or no row is left.
     """
     refused = scorer.refused(rows)
     if not refused:
@@ -405,13 +405,13 @@ def scorable(scorer: Scorer, rows: data.Rows, dataset: Dataset) -> data.Rows:
 def first_sample(
     recipe: Recipe, rows: data.Rows, dataset: Dataset, more: Mapping[str, Any]
 ) -> Sample | None:
-    """The first row as rewards are given it; the first whose images can be read, if others may go.
+    """Returns the first row as rewards receive it; with bad_images=drop, the first readable row.
 
     Returns:
         None if no row is left.
 
     Raises:
-        UserError: an image of the first row cannot be read, and dataset.bad_images says to stop.
+        UserError: an image of the first row cannot be read, and dataset.bad_images=stop.
     """
     episode = MADE_UP_EPISODE if recipe.has_episodes else None
     for number, row in enumerate(rows.rows):
@@ -449,7 +449,7 @@ def find_resume(recipe: Recipe, folder: Path) -> list[Path]:
         raise UserError("overwrite=true discards the run that resume continues; set one of them.")
     if recipe.resume == "auto":
         return paths.resumable(folder)
-    if lock.is_restart(folder):  # the same run goes on, whatever it began from
+    if lock.is_restart(folder):  # the same run continues, whatever it started from
         own = paths.resumable(folder)
         return own if own or recipe.resume is None else [Path(recipe.resume).expanduser()]
     if recipe.resume is not None:
@@ -481,7 +481,7 @@ def find_resume(recipe: Recipe, folder: Path) -> list[Path]:
 def check_same_model(recipe: Recipe, resume_from: Sequence[Path]) -> None:
     """Raises a UserError if the run to resume has a model of other dimensions.
 
-    The recipe builds its model, which takes a warm-up, before a checkpoint is loaded into it.
+    Checked early, since building the model takes a warm-up before a checkpoint is loaded into it.
     """
     for path in resume_from[:1]:
         try:
@@ -503,10 +503,10 @@ def check_same_model(recipe: Recipe, resume_from: Sequence[Path]) -> None:
 
 
 def with_stored_dtype(recipe: Recipe) -> Recipe:
-    """Returns the recipe with the data type that model.dtype=auto stands for.
+    """Returns the recipe with model.dtype=auto replaced by the model's stored data type.
 
     Raises:
-        UserError: the model is not there, or its config names no type that can be trained.
+        UserError: the model is missing, or its config names no type that can be trained.
     """
     model = recipe.model
     if model.dtype != "auto":
@@ -540,7 +540,7 @@ def check_dtype(recipe: Recipe) -> None:
 
 
 def finished(recipe: Recipe) -> str | None:
-    """Returns what to print if the run to resume is finished, so that nothing is left to do.
+    """Returns the message for a run to resume that is already finished; None if it is not.
 
     Raises:
         UserError: the finished run has other settings, and its record must not be rewritten.
@@ -554,7 +554,7 @@ def finished(recipe: Recipe) -> str | None:
         return None
     knob, steps = "steps", recipe.steps
     if recipe.epochs is not None:
-        if stored.get("epochs") != recipe.epochs:  # the number of steps takes the data to say
+        if stored.get("epochs") != recipe.epochs:  # the number of steps depends on the data
             return None
         knob, steps = "epochs", stored["steps"]
     if not restarts or done < steps or not paths.resumable(folder):
@@ -606,10 +606,10 @@ def check_hub(recipe: Recipe) -> str | None:
 
 
 def check_model_path(recipe: Recipe) -> None:
-    """Raises a UserError if model.path or model.chat_template names what is not there.
+    """Raises a UserError if model.path or model.chat_template does not exist.
 
-    Or if the model is a damaged checkpoint: its weights would load, and give other numbers. Or if
-    the package is missing that quantizes it.
+    Also raises it if the package for quantization is missing, or if the model is a damaged
+    checkpoint, whose weights would load and give other numbers.
     """
     template = recipe.model.chat_template
     file = None if template is None else sources.template_file(template)
@@ -642,7 +642,7 @@ def check_adapter(recipe: Recipe) -> None:
                 "an adapter on them (adapter=qlora), or set model.quantization=none."
             )
         return
-    from grpo_cli.models import adapters  # which imports torch
+    from grpo_cli.models import adapters  # late: it imports torch
 
     adapters.require()
     config = adapter_config(recipe)
@@ -661,7 +661,7 @@ def adapter_config(recipe: Recipe) -> LoraConfig:
     Raises:
         UserError: there is no such adapter, or peft does not take the settings.
     """
-    from grpo_cli.models import adapters  # which imports torch
+    from grpo_cli.models import adapters  # late: it imports torch
 
     adapter = recipe.adapter
     if adapter.path is None:
@@ -678,7 +678,7 @@ def adapter_config(recipe: Recipe) -> LoraConfig:
 def with_absolute_paths(recipe: Recipe) -> Recipe:
     """Returns the recipe with absolute paths of its local files and its folder.
 
-    What a user's function does to the working folder then moves nothing.
+    The paths then stay valid if a user's function changes the working folder.
     """
 
     def absolute(source: str | None) -> str | None:

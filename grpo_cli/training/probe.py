@@ -12,19 +12,19 @@ from grpo_cli.training.run import Run
 
 COMPLETIONS = 256
 LEAST_PROMPTS = 16
-LEAST_SAMPLES = 8  # of a prompt
+LEAST_SAMPLES = 8  # completions per prompt
 FILE = "probe.json"
 
 
 def is_due(run: Run) -> bool:
-    """Whether the run is about to take its first step, and its recipe asks for a probe."""
+    """Returns whether the run is about to take its first step, and its recipe asks for a probe."""
     return run.recipe.probe != "false" and run.state.step == 0 and run.recovery.progress is None
 
 
 def probe(run: Run) -> None:
     """Samples from the untrained policy, prints the verdict and writes probe.json.
 
-    Nothing of it stays in the run: neither random numbers nor what was found out about its model.
+    It leaves the run unchanged: it uses none of its random numbers and keeps no self-check results.
 
     Raises:
         CannotLearn: the run cannot learn as it stands, and the recipe says probe=stop.
@@ -62,7 +62,7 @@ def probe(run: Run) -> None:
 
 
 def own_logprobs(run: Run) -> PolicyLogprobs:
-    """Returns what computes the probe's log-probabilities, uncompiled; the run's has no part."""
+    """Builds a separate, uncompiled `PolicyLogprobs`; the probe does not change the run's."""
     update, workers = run.recipe.update, run.workers
     return PolicyLogprobs(
         run.policy,

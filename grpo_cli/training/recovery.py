@@ -1,4 +1,4 @@
-"""The point from which an interrupted run is resumed, also in the middle of a step."""
+"""Tracks the point from which an interrupted run is resumed, which may be mid-step."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
 
 
 class Recovery:
-    """Remembers the last point at which everything was complete.
+    """Stores the last point at which everything was complete.
 
     Such a point is a complete step, a step whose rollouts are scored, or an optimizer step. A
-    resumed run continues there with the same random streams, and so is bit-identical.
+    resumed run continues there with the same random streams, so that it is bit-identical.
     """
 
     def __init__(self) -> None:
-        self.progress: StepProgress | None = None  # of the present step, once it is scored
-        self.unreported: dict[str, float] | None = None  # of a step whose evaluation is to come
+        self.progress: StepProgress | None = None  # the present step's, once it is scored
+        self.unreported: dict[str, float] | None = None  # metrics of a step before its evaluation
         self.random_streams: dict[str, Any] | None = None  # at the last complete point
-        self.saved_step = -1  # of the newest checkpoint since the run was started or resumed
+        self.saved_step = -1  # newest checkpoint since the run was started or resumed
         self.interrupted: Path | None = None  # the checkpoint of an interrupted step
         self._before: tuple[Any, ...] = ()  # the queue before the step's rollouts were sampled
 
     def mark(self) -> None:
-        """Makes the present moment the point to resume from."""
+        """Makes the present state the point to resume from."""
         self.random_streams = random_streams.rng_state()
 
     def begin_step(self, run: Run) -> None:
-        """Keeps what `rollback` restores if the step's rollouts cannot be completed."""
+        """Takes the snapshot that `rollback` restores if the rollouts cannot be completed."""
         self._before = run.queue.snapshot()
         self.mark()
 

@@ -1,6 +1,6 @@
-"""Builds the run that a kept step belongs to, as far as its update needs it, in one process.
+"""Rebuilds the parts of a run that the update of a kept step needs, in one process.
 
-There are no data, rewards, environments, engine or trackers: the rollouts are stored.
+It needs no data, rewards, environments, engine or trackers, since the rollouts are stored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from grpo_cli.training.stop_rules import StopRules
 
 
 class StoredCompletions(Generator):
-    """Stands for the engine that has sampled the stored completions; samples nothing itself."""
+    """Replaces the engine that sampled the stored completions; it samples nothing."""
 
     def __init__(self, saved: dict[str, Any]) -> None:
         self.samples_from_policy = saved["samples_from_policy"]
@@ -56,7 +56,7 @@ def recipe_of(path: Path, device: str | None) -> Recipe:
     """Returns the recipe of a kept step, for one process.
 
     Args:
-        device: to compute on; None: that of the run.
+        device: device to compute on; None: the run's.
 
     Raises:
         UserError: the recipe cannot be read, or this version does not take it.
@@ -70,16 +70,16 @@ def recipe_of(path: Path, device: str | None) -> Recipe:
 
 
 def restore(folder: Path, path: Path, device: str | None, trust: bool = True) -> tuple[Run, int]:
-    """Returns the run as it was before the step's first update, and the processes that took it.
+    """Returns the run before the step's first update, and how many processes took the step.
 
     Args:
-        folder: of the run.
-        path: of the kept step.
-        device: to compute on; None: that of the run.
+        folder: the run's folder.
+        path: the kept step's folder.
+        device: device to compute on; None: the run's.
         trust: whether any model that the step names is loaded.
 
     Raises:
-        UserError: the step is damaged or of another version, or the model is not there any more.
+        UserError: the step is damaged or of another version, or the model is gone.
     """
     if wrong := manifest.verify(path):
         raise UserError(f"{path}: {wrong}; resume the run before this step to keep it anew.")
@@ -89,7 +89,7 @@ def restore(folder: Path, path: Path, device: str | None, trust: bool = True) ->
         provenance.check(path, provenance.refused_model("model", own["model"], folder), "--trust")
     recipe = recipe_of(path, device)
     workers = Workers(recipe.device, recipe.mixed_precision, recipe.distributed)
-    reporter = Reporter(recipe, folder, main=False)  # which writes and prints nothing
+    reporter = Reporter(recipe, folder, main=False)  # it writes and prints nothing
     transformers.set_seed(derive_seed(recipe.seed, 0) % 2**32)
     if Path(own["model"]).is_absolute() and not Path(own["model"]).is_dir():
         raise UserError(

@@ -42,14 +42,14 @@ BYTES_PER_SECOND = 0.5e9  # expected rate of the first checkpoint
 
 
 def save(run: Run, *, wait: bool = True) -> None:
-    """Starts to write a checkpoint; once it is complete, those no longer kept are deleted.
+    """Starts to write a checkpoint; once it is complete, outdated checkpoints are deleted.
 
     Args:
-        wait: for prefetched completions. Otherwise the run ends here, and a resumed run samples
-            those again that are not complete by now.
+        wait: whether to wait for prefetched completions. If not, the run ends here, and a resumed
+            run samples the incomplete ones again.
     """
     if "on_checkpoint" in run.callbacks.hooks:
-        run.checkpointer.wait()  # for the one before, as the save does anyway
+        run.checkpointer.wait()  # for the previous one, as the save does anyway
         run.callbacks.checkpoints(run)
     _write(run, paths.checkpoint_path(run.folder, run.state.step), wait=wait)
     run.recovery.saved_step = run.state.step
@@ -79,7 +79,7 @@ def save_interrupted(run: Run) -> None:
 
 
 def is_due(run: Run) -> bool:
-    """Whether to save after the present step: on schedule, at the end, or a new best."""
+    """Returns whether to save after the present step: on schedule, at the end, or at a new best."""
     every, step = run.recipe.checkpoint.every, run.state.step
     on_schedule = every > 0 and step % every == 0
     return on_schedule or run.is_over or step == run.state.best_step
@@ -89,7 +89,7 @@ def to_keep(run: Run, *, wait: bool) -> list[PrefetchedGroups]:
     """Returns the prefetched groups that a checkpoint stores; the others are sampled again."""
     kept = []
     for batch in run.queue.prefetched:
-        # A failed one is no reason to lose the checkpoint: its step will say why.
+        # A failed batch does not prevent the checkpoint; its own step raises the error.
         unfit = not (wait or batch.is_done) or batch.has_failed()
         if run.workers.max(float(unfit)):
             break
@@ -98,10 +98,10 @@ def to_keep(run: Run, *, wait: bool) -> list[PrefetchedGroups]:
 
 
 def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
-    """Returns the state of the run, with a step that is not complete, as plain values.
+    """Returns the state of the run, with an incomplete step if any, as plain values.
 
     Args:
-        kept: of the prefetched groups, the first ones, which are stored with it.
+        kept: the first of the prefetched groups, which are stored too.
     """
     state, workers, queue = run.state, run.workers, run.queue
     progress = run.recovery.progress
@@ -121,7 +121,7 @@ def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
             "position": queue.position - sampled_again,
             "signal_share": queue.signal_share,
             "reference_moved": run.reference is not None and run.reference.has_moved,
-            # Of each process, as measured and reduced: another split is another rounding.
+            # By process: a resumed run with other micro-batches would round differently.
             "micro_batch_tokens": workers.gather(run.micro_batches.budget.tokens),
             "counts_images": workers.gather(run.micro_batches.budget.counts_images),
             "cache_tokens": workers.gather(run.generator.cache_tokens),
@@ -138,7 +138,7 @@ def state_of(run: Run, kept: Sequence[PrefetchedGroups]) -> dict[str, Any]:
         "lengths": queue.lengths,
         "stream": queue.stream.state(),
         "best": run.checkpointer.best,
-        "log_history": json.dumps(run.log_history or []),  # text is loaded fast
+        "log_history": json.dumps(run.log_history or []),  # a string loads faster
         "alarms": run.reporter.alarms.to_state(),
         "stop": run.stop_rules.to_state(),
         "grad_scaler": run.scaler.state_dict(),  # {} unless the arithmetic is float16
@@ -185,7 +185,7 @@ def prune(run: Run, newest: Path | None = None) -> None:
 
 
 def keeping(run: Run) -> dict[str, Any]:
-    """Returns which checkpoints to keep; those that are being pushed stay for now."""
+    """Returns the arguments that decide which checkpoints to keep, those being pushed included."""
     keep_last, best = run.recipe.checkpoint.keep_last, run.checkpointer.best
     return {"keep_last": keep_last, "best": best, "in_use": run.pusher.in_use()}
 
@@ -193,7 +193,7 @@ def keeping(run: Run) -> dict[str, Any]:
 def card_of(run: Run) -> str:
     """Returns the model card of a checkpoint that is written now."""
     state, began = run.state, ""
-    with suppress(OSError):  # somebody has removed it
+    with suppress(OSError):  # the file may be missing
         began = (run.folder / "command.txt").read_text(encoding="utf-8").partition("\n")[0]
     return model_card(
         run.recipe,
@@ -207,7 +207,7 @@ def card_of(run: Run) -> str:
 
 
 def writes_model(run: Run) -> bool:
-    """Whether checkpoints are also model folders."""
+    """Returns whether checkpoints are also model folders."""
     when = run.recipe.checkpoint.model
     if when == "auto" and run.recipe.hub.repo is not None:
         return run.recipe.hub.strategy != "end" or run.is_over
@@ -222,7 +222,7 @@ def expected_seconds(policy: PreTrainedModel, processes: int) -> float:
 
 
 def checks(run: Run) -> dict[str, dict[str, str]]:
-    """Returns what this process's self-checks have found, and where they were made."""
+    """Returns the results of this process's self-checks, and the machine they were made on."""
     found = {"made": made_on(run), "policy": run.policy_logprobs.checks()}
     if run.reference is not None:
         found["reference"] = run.reference.logprobs.checks()
@@ -230,7 +230,7 @@ def checks(run: Run) -> dict[str, dict[str, str]]:
 
 
 def made_on(run: Run) -> dict[str, str]:
-    """Returns what the rounding of a computation depends on, beside the recipe."""
+    """Returns the versions and hardware that rounding depends on, besides the recipe."""
     on_gpu = run.workers.device.type == "cuda"
     device = torch.cuda.get_device_name(run.workers.device) if on_gpu else processor()
     return {
@@ -241,7 +241,7 @@ def made_on(run: Run) -> dict[str, str]:
 
 
 def restore_checks(run: Run, stored: Mapping[str, Any]) -> None:
-    """Takes the modes of the stored run without checking them again, on the same machine."""
+    """Restores the results of the stored run's self-checks, if this machine is of the same kind."""
     now = made_on(run)
     changed = [
         f"{key} {was} -> {now[key]}" for key, was in stored["made"].items() if was != now[key]
@@ -268,7 +268,7 @@ class StoredRun:
     position: int  # prompts taken
     signal_share: float
     reference_moved: bool
-    # By process; other numbers of processes begin anew:
+    # By process; not restored if the number of processes has changed:
     micro_batch_tokens: list[int | None]
     counts_images: list[bool]
     cache_tokens: list[int | None]
@@ -276,7 +276,7 @@ class StoredRun:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> StoredRun:
-        """Reads the entry."""
+        """Returns the record of an entry."""
         entry = dict(saved)
         beta = AdaptiveBeta(entry.pop("beta"))
         bonus = AdaptiveEntropyBonus(entry.pop("entropy_coef"), entry.pop("entropy"))
@@ -288,8 +288,8 @@ def check_optimizer(recipe: Recipe, path: Path) -> None:
     """Checks that a resumed run has the optimizer whose state the checkpoint `path` holds.
 
     Raises:
-        UserError: the run has another optimizer, whose state this one cannot take, or another
-            adapter.
+        UserError: the run has another adapter, or another optimizer, which cannot take the stored
+            state.
     """
     stored = yaml.safe_load((path / paths.TRAINING / "recipe.yaml").read_text("utf-8"))
     shown = paths.shown(path)
@@ -309,7 +309,7 @@ def check_optimizer(recipe: Recipe, path: Path) -> None:
 def check_adapter(recipe: Recipe, stored: Mapping[str, Any], path: Path) -> None:
     """Checks the adapter of a resumed run and its base model; dropout and sync may be changed.
 
-    The tensors of another method, alpha or init can have the same shapes in a model that differs.
+    With another method, alpha or init, tensors of the same shapes can mean another model.
 
     Args:
         stored: the recipe of the checkpoint `path`.
@@ -349,15 +349,15 @@ def restore(run: Run, path: Path) -> None:
     run.reporter.say(f"resuming from {paths.shown(path)}, {where}")
     for change in saved_recipe.differences(before, run.recipe):
         run.reporter.say(f"  changed since: {change}")
-        run.state.stop_reason = None  # of the recipe as it was
+        run.state.stop_reason = None  # it came from the recipe as it was
     run.callbacks.restore(run, saved["callbacks"])
     if len(saved["rng"]) != workers.size:
         run.reporter.say(
             f"  {len(saved['rng'])} processes then, {workers.size} now: the same run except for "
             "rounding"
         )
-    # A step whose evaluation was interrupted is logged when that is complete. It may have been
-    # logged since, by a run that was killed before its next checkpoint.
+    # A step whose evaluation was interrupted is logged after the evaluation. A run that was killed
+    # before its next checkpoint may have logged it already.
     run.reporter.rewind(run.state.step - (run.recovery.unreported is not None))
     if workers.is_main:
         for name in checkpointer.set_aside(run.folder, path, run.state.step):
@@ -366,7 +366,7 @@ def restore(run: Run, path: Path) -> None:
 
 
 def restore_state(run: Run, path: Path) -> dict[str, Any]:
-    """Puts what a checkpoint, or a kept step, stores into a run; changes no file.
+    """Restores the state of a run from a checkpoint or a kept step; changes no file.
 
     Returns:
         The stored state.
@@ -388,7 +388,7 @@ def restore_state(run: Run, path: Path) -> dict[str, Any]:
     run.reporter.alarms.restore(saved["alarms"])
     run.stop_rules.restore(saved["stop"])
     run.recovery.unreported = saved["unreported"]
-    if run.log_history is not None:  # a checkpoint has none if no reward read it then
+    if run.log_history is not None:  # empty if no reward read it at the checkpoint
         run.log_history = json.loads(saved["log_history"])
     run.queue.leftover = _leftover(run, saved["carried"])
     run.recovery.progress = _progress(run, saved["work"])
@@ -403,7 +403,7 @@ def restore_state(run: Run, path: Path) -> dict[str, Any]:
         run.generator.cache_tokens = stored.cache_tokens[workers.rank]
         if before["model"]["compile"] == run.recipe.model.compile:
             restore_checks(run, stored.modes[workers.rank])
-    # An adaptive coefficient whose initial value was changed begins anew.
+    # An adaptive coefficient restarts if its initial value was changed.
     if before["loss"]["beta"] != run.recipe.loss.beta:
         run.beta.adapted = None
     if before["loss"]["entropy_coef"] != run.recipe.loss.entropy_coef:
@@ -433,7 +433,7 @@ def _load(run: Run, path: Path) -> dict[str, Any]:
 def of_this_process(run: Run, parts: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Returns this process's share of the stored groups of all processes.
 
-    With the same number of processes each gets its own groups again; otherwise they take turns.
+    With the same number of processes each gets its own groups; otherwise groups are dealt in turn.
     """
     if len(parts) == run.workers.size:
         return parts[run.workers.rank]

@@ -43,15 +43,15 @@ class State:
 
     step: int = 0  # completed steps
     num_tokens: float = 0  # prompt and completion tokens, over all processes
-    seconds: float = 0  # of training, also before the run was resumed
+    seconds: float = 0  # over all starts of the run
     before: dict[str, float] | None = None  # metrics of the evaluation before the first step
     after: dict[str, float] | None = None  # metrics of the newest evaluation
     after_step: int = 0  # the step of the newest evaluation
     best_step: int | None = None  # the step of the best evaluation
-    best_value: float = -math.inf  # of the metric `eval.best`
+    best_value: float = -math.inf  # the best value of the metric `eval.best`
     worse: int = 0  # evaluations in a row since the best one
     stop_reason: str | None = None  # why the run ends before its last step, as a callback says
-    tracker_ids: dict[str, str] = field(default_factory=dict)  # of the run, by tracker
+    tracker_ids: dict[str, str] = field(default_factory=dict)  # the run's id by tracker
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Run:
     reference: Reference | None
     micro_batches: MicroBatcher
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler  # of the loss, with mixed_precision=fp16
+    scaler: torch.amp.GradScaler  # loss scale, with mixed_precision=fp16
     generator: Generator
     queue: RolloutQueue
     scorer: Scorer
@@ -85,10 +85,10 @@ class Run:
     router_coef: float = 0.0  # weight of the load-balancing loss of experts
     log_history: list[dict[str, Any]] | None = None  # as logged; None if no reward reads it
     sessions: Sessions | None = None  # opens the environments of rollouts
-    vision: VisionProcessor | UnloadedProcessor | None = None  # of a model that reads images
+    vision: VisionProcessor | UnloadedProcessor | None = None  # None: a text-only model
     callbacks: Callbacks = field(default_factory=Callbacks)
-    contents: Contents = field(default_factory=dict)  # what it reads; the main process has it
-    plan: PlanRecord | None = None  # of memory and time; the main process has one
+    contents: Contents = field(default_factory=dict)  # hashes of files read; main process only
+    plan: PlanRecord | None = None  # memory and time; main process only
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -119,7 +119,7 @@ class Run:
         return self.stop_rules.reason
 
     def resident_bytes(self) -> int:
-        """Returns the bytes of weights and optimizer state on this process, where it trains."""
+        """Returns the bytes of the weights and the optimizer state that this process holds."""
         models: list[torch.nn.Module] = [self.policy]
         if self.reference is not None and self.recipe.adapter.method == "none":
             models.append(self.reference.logprobs.model)
@@ -129,7 +129,7 @@ class Run:
         return sum(own_part(t).nbytes for t in tensors)
 
     def trainer_state(self) -> TrainerState:
-        """Returns what reward functions may ask of the run."""
+        """Returns the progress of the run for reward functions that take `trainer_state`."""
         state = self.state
         return TrainerState(
             global_step=state.step,
@@ -151,10 +151,10 @@ class Run:
         return self.interrupts.find_signal() is not None and not self.is_over
 
     def close(self, error: BaseException | None = None) -> None:
-        """Releases what the run holds, whether it ended well or not.
+        """Releases the run's resources, also after a failure.
 
         Args:
-            error: with which it ended.
+            error: the error that ended the run; None without one.
         """
         if error is not None:
             self.reporter.status.end_with(error)

@@ -32,7 +32,7 @@ class Step:
     number: int  # counted from 0
     recipe: Recipe  # with the values that schedules give it at this step
     clock: Clock
-    metrics: dict[str, float] = field(default_factory=dict)  # logged once, when it is done
+    metrics: dict[str, float] = field(default_factory=dict)  # logged once, when the step is done
     batch: StepBatch | None = None  # its rollouts, once they are scored
     is_complete: bool = False
 
@@ -74,13 +74,13 @@ class Step:
             self.run.recovery.mark()
 
     def check(self, measured: MeasuredUpdate, norm: float) -> None:
-        """Checks what was measured before the optimizer step.
+        """Checks loss, gradient norm and sampler mismatch before the optimizer step.
+
+        With mixed_precision=fp16 a norm that is not finite is no error while the loss is scaled:
+        the scaler skips the optimizer step and halves the scale.
 
         Args:
-            norm: of the gradient.
-
-        With mixed_precision=fp16 a norm that is not finite is no error while the loss has a scale:
-        the scaler skips the optimizer step and halves the scale.
+            norm: the norm of the gradient.
 
         Raises:
             TrainingError: the loss or the norm is not finite, or the sampler's policy was too
@@ -140,7 +140,7 @@ class Step:
         return logged(loss, metrics | averages) | coefficients
 
     def finish(self) -> None:
-        """Moves the run on to the next step; only evaluation and logging are left."""
+        """Completes the metrics and advances the run; only evaluation and logging are left."""
         run, collected = self.run, self.progress.collected
         self.metrics |= collected.metrics | rollout_metrics(collected.sampled)
         if self.recipe.dataset.mixture:
@@ -159,7 +159,7 @@ class Step:
         self.is_complete = True
 
     def log_completions(self) -> None:
-        """Writes the step's completions where due, before an evaluation that may be interrupted."""
+        """Writes the step's completions if due, before an evaluation that may be interrupted."""
         run, groups = self.run, self.batch.groups if self.batch else []
         run.check_folder()
         if run.reporter.keeps_completions(run.state.step):
@@ -168,7 +168,7 @@ class Step:
             run.reporter.completions(run.state.step, rows)
 
     def log(self) -> None:
-        """Writes the step's metrics, evaluation and callbacks included, everywhere and once."""
+        """Logs the step's metrics once, those of evaluation and callbacks included."""
         run, number = self.run, self.run.state.step
         groups = self.batch.groups if self.batch else []
         raised = run.reporter.alarms.follow(number, self.metrics)
@@ -178,7 +178,7 @@ class Step:
         run.reporter.alarmed(number, "alarm", raised)
         if run.plan is not None:
             run.plan.add(self.metrics)
-        if run.log_history is not None:  # each process has measured times of its own
+        if run.log_history is not None:  # times differ by process: all keep the main one's
             line = metrics_line(number, self.metrics)
             run.log_history.append(run.workers.gather(line)[0])
         run.recovery.unreported = None
@@ -209,10 +209,10 @@ def begin(run: Run) -> Step:
 
 
 def make_clock(run: Run) -> Clock:
-    """Returns the clock of a step that begins now."""
+    """Returns the clock of a new step."""
     stages = possible_stages(run.recipe, run.reference is not None, run.workers.size)
     dtype = run.workers.half_type or run.policy.dtype
-    # The peak of a CPU can only be measured, beside whatever else runs on it.
+    # A CPU's peak can only be measured, and other programs would distort it.
     on_cpu = run.workers.device.type == "cpu"
     peak = math.nan if on_cpu else peak_flops(run.workers.device, dtype)
     meter = None if run.plan is None else run.plan.meter.of_next_step(run.resident_bytes)
@@ -223,7 +223,7 @@ def check_sampler(config: Generation, gap: float, step: int) -> None:
     """Raises a TrainingError if the sampler's policy was too different from the trainer's.
 
     Args:
-        config: of the step, with `max_logp_difference`.
+        config: the step's generation settings, with `max_logp_difference`.
         gap: mean absolute difference between their log-probabilities.
         step: counted from 0.
     """

@@ -1,6 +1,6 @@
 """The progress of a step: its batch, and the updates that are done.
 
-A run that has to end in the middle of a step stores it, and is resumed there.
+A run that is stopped mid-step stores its progress and is resumed there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class StepBatch:
 
     groups: list[Group]  # this process's
     step_stats: StepStats  # outcomes of every process's groups
-    sampled: StepStats  # outcomes of all that was sampled in this step, dropped or not
+    sampled: StepStats  # outcomes of all groups sampled in this step, dropped ones included
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -30,10 +30,10 @@ class StepProgress:
     """The state of a step that is not complete."""
 
     collected: StepBatch
-    totals: list[MeasuredUpdate] = field(default_factory=list)  # of each optimizer step done
-    norms: list[float] = field(default_factory=list)  # of their gradients
-    updates: int = 0  # optimizer steps done, those with nothing to train on among them
-    coefficients: dict[str, float] = field(default_factory=dict)  # that the first of them had
+    totals: list[MeasuredUpdate] = field(default_factory=list)  # by optimizer step
+    norms: list[float] = field(default_factory=list)  # gradient norm by optimizer step
+    updates: int = 0  # optimizer steps done, including those with nothing to train on
+    coefficients: dict[str, float] = field(default_factory=dict)  # at the first optimizer step
 
     def shared(self) -> dict[str, Any]:
         """Returns the part that is the same on every process, as plain values."""
@@ -51,7 +51,7 @@ class StepProgress:
     def own(self, fingerprint: str) -> list[dict[str, Any]]:
         """Returns this process's groups as plain values and tensors."""
         entries = to_entries(self.collected.groups, fingerprint)
-        for entry in entries:  # a KL may have been taken off it since
+        for entry in entries:  # the rollout's own value may have a KL subtracted
             rollout_stats = self.collected.step_stats[entry["position"]]
             for values, outcome in zip(entry["rollouts"], rollout_stats, strict=True):
                 values["outcome_reward"] = outcome.outcome_reward

@@ -1,8 +1,8 @@
 """Ends a run before its last step by the rules of `stop`; docs/alarms.md defines them.
 
-They are made as alarms are (`watches.py`). Every process has the same metrics and the same rules,
-so that all end together; of the time, which each measures by itself, the longest counts. A
-checkpoint stores the states of the rules, and a rule whose limit is changed begins anew.
+Like alarms, the rules are built from `watches.py`. Every process has the same metrics and rules, so
+that all end together. Each measures the time by itself, and the longest time counts. A checkpoint
+stores the states of the rules. A rule whose limit is changed starts over.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StopRules:
         self.config = config
         self.rules = {watch.name: watch for watch in rules_of(config)}
         self.watches = Watches()
-        self.sentences: dict[str, str] = {}  # of the rules that have ended the run
+        self.sentences: dict[str, str] = {}  # by name of the rule that has ended the run
         self.seconds = self.process_seconds = 0.0  # up to the last step; times processes
         self.reference: Measured | None = None  # the evaluation that others have to improve on
         self.not_better = 0  # evaluations in a row since then
@@ -49,10 +49,10 @@ class StopRules:
         return None
 
     def follow_step(self, metrics: Metrics, seconds: float, workers: Workers) -> None:
-        """Follows a step that is complete, before its evaluation.
+        """Updates the rules with the metrics of a complete step, before its evaluation.
 
         Args:
-            seconds: of the run so far, on this process.
+            seconds: time of the run so far, on this process.
         """
         self.process_seconds += (seconds - self.seconds) * workers.size
         self.seconds = seconds
@@ -64,7 +64,7 @@ class StopRules:
         self._follow({**metrics, **spent})
 
     def follow_evaluation(self, found: Measured) -> None:
-        """Follows an evaluation: whether it improves on the one of reference."""
+        """Counts evaluations in a row that do not improve on the reference evaluation."""
         known = self.reference
         if known is None or math.isnan(known.value) or has_improved(found, known):
             self.reference, self.not_better = found, 0
@@ -79,7 +79,7 @@ class StopRules:
             self.sentences[watch.name] = f"{text} (stop.{watch.name} = {limit:g})"
 
     def to_state(self) -> dict[str, Any]:
-        """Returns what a checkpoint stores, as plain values."""
+        """Returns the state for a checkpoint, as plain values."""
         return {
             "watches": self.watches.to_state(),
             "sentences": self.sentences,
@@ -90,7 +90,7 @@ class StopRules:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restores what `to_state` has returned."""
+        """Restores a state that `to_state` returned."""
         self.watches.restore(saved["watches"], self.rules.values())
         self.sentences = dict(saved["sentences"])
         self.seconds, self.process_seconds = saved["seconds"], saved["process_seconds"]

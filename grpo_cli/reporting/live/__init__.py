@@ -1,6 +1,6 @@
-"""The live view of a run: what `grpo watch` shows.
+"""The live view of a run, which `grpo watch` shows.
 
-Start at `following.py`, which reads the files that a run adds to; `figures.py` is the arithmetic
-(state, time that is left, curves), `panels.py` draws it. May import reporting, checkpoints, data
+Start at `following.py`, which reads the files that a run writes. `figures.py` computes the state,
+the time left and the curves, and `panels.py` draws them. May import reporting, checkpoints, data
 and config. Torch is not loaded.
 """

@@ -13,13 +13,13 @@ TOKENS_OF_EPISODES = ("completion_ids", "token_advantages", "sampled")
 
 
 def best_and_worst(path: Path) -> list[Sample]:
-    """Returns the completions of a step with the highest and with the lowest reward.
+    """Returns the completions of a step with the highest and the lowest reward.
 
-    One is returned if all rewards are equal, or if no completion has one.
+    Returns one completion if all rewards are equal, or if no completion has a reward.
 
     Raises:
-        OSError, ValueError, UserError: the file is gone, or no file of completions; pyarrow's
-            errors are of the first two kinds.
+        OSError, ValueError, UserError: the file is gone, or holds no completions; pyarrow's
+            errors are of the first two types.
     """
     import pyarrow.parquet
 

@@ -1,6 +1,6 @@
-"""Computes what a live view of a run shows: its state, the time that is left, curves, shares.
+"""Computes the figures of a run's live view: its state, the time left, curves, shares.
 
-Plain arithmetic on what `following` has read; `panels` draws it.
+Plain arithmetic on the files that `following` reads; `panels` draws the figures.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from grpo_cli.reporting.live.following import EVALUATION, Followed
 from grpo_cli.reporting.metric_names import STAGES, measure_of
 
 RECENT = 20  # steps from which the time of the next ones is estimated
-FRESH_SECONDS = 5.0  # in which a process has written its status, even on a busy disk
-LOST_SECONDS = 90.0  # the same for another node, whose files may be seen a minute later (NFS)
+FRESH_SECONDS = 5.0  # a live process writes its status within it, even on a busy disk
+LOST_SECONDS = 90.0  # the same for another node, whose files may show a minute late (NFS)
 LEVELS = "▁▂▃▄▅▆▇█"
 ENDS = ("ended", "stopped", "failed")
 
 
 class Health(NamedTuple):
-    """The state of a run, for people."""
+    """The state of a run, with a sentence about it."""
 
     state: str  # starting, training, evaluating, saving, ended, stopped, failed, dead or unknown
     text: str  # a sentence about it
@@ -35,9 +35,9 @@ class Health(NamedTuple):
 def health(run: Followed) -> Health:
     """Returns the state of a run, from its status, the status's age and the lock of its folder.
 
-    A status that changes is of a living process, whatever the lock says: some file systems have no
-    locks. Without news, a free lock means at once that the process is gone; of another node, whose
-    locks are not seen, only the age tells.
+    A status that changes means a live process, whatever the lock says: some file systems have no
+    locks. Without news, a free lock means that the process is gone. Locks of another node are not
+    visible, so that only the age counts there.
     """
     status, age = run.status, run.age
     if status is None or age is None:
@@ -68,7 +68,7 @@ def _health_without_status(run: Followed) -> Health:
 
 
 def activity(status: Mapping[str, Any]) -> str:
-    """Returns what a process does, such as `step 12, generate for 0:05`."""
+    """Returns the activity of a process, such as `step 12, generate for 5 s`."""
     step, stage = status.get("step"), status.get("stage", "")
     inside = max(0.0, float(status.get("time", 0)) - float(status.get("since", 0)))
     name = "loading and building" if stage == heartbeat.START else stage
@@ -77,7 +77,7 @@ def activity(status: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns seconds by the two largest units: 45 s, 2 min 05 s, 3 h 20 min, 2 d 4 h."""
+    """Formats seconds in the two largest units: 45 s, 2 min 05 s, 3 h 20 min, 2 d 4 h."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -91,8 +91,8 @@ def duration(seconds: float) -> str:
 def seconds_left(run: Followed) -> float | None:
     """Returns the expected seconds until the end of a run, None before its first step.
 
-    The steps that are left take as long as those that this process has done, with the time between
-    steps, of evaluations and of saving.
+    It assumes that the steps left take as long as those that this process has done, evaluations,
+    saving and the time between steps included.
     """
     times, steps = run.series["step_time"].values, run.steps
     if not times or steps is None:
@@ -131,10 +131,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def stage_seconds(line: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the seconds of each stage of a step, `other` for what is in none; {} without times.
+    """Returns the seconds of each stage of a step, `other` for the rest; {} without times.
 
     Args:
-        line: of metrics.jsonl.
+        line: a line of metrics.jsonl.
     """
     total = line.get("step_time")
     if not isinstance(total, (int, float)) or total <= 0:
@@ -154,7 +154,7 @@ class Evaluation(NamedTuple):
 
 
 def newest_evaluation(run: Followed) -> Evaluation | None:
-    """Returns the newest evaluation during training, or the one before; None without any."""
+    """Returns the newest evaluation, which may be the one before training; None without any."""
     line = run.evaluation
     if line:
         name = measure_of(line)
@@ -171,7 +171,7 @@ def newest_evaluation(run: Followed) -> Evaluation | None:
 
 
 def evaluation_values(run: Followed) -> list[float]:
-    """Returns the measure of all evaluations, that before the first step included."""
+    """Returns the measure of each evaluation, the one before the first step included."""
     values = run.series[EVALUATION].values
     before = (run.status or {}).get("before") or (run.summary or {}).get("before")
     first = (before or {}).get(measure_of(before or {}, ""))

@@ -1,7 +1,7 @@
 """Follows the files of a run that another process writes. Imports nothing heavy.
 
-Each `poll` reads what was added since the one before. A run may be resumed (metrics.jsonl is then
-cut back), or begun anew with overwrite=true, while it is followed.
+Each `poll` reads the lines added since the last one. While it is followed, a run may be resumed
+(metrics.jsonl is then cut back) or restarted with overwrite=true.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from grpo_cli.reporting.live.completions import best_and_worst
 from grpo_cli.reporting.metric_names import measure_of
 from grpo_cli.reporting.run_folder import ALARMS, METRICS, RunFolder
 
-HEAD = 512  # bytes from the beginning of a file by which another file of the same name is noticed
+HEAD = 512  # bytes at the start of a file, by which a new file of the same name is noticed
 EVALUATION = "evaluation"  # the series of the evaluations' measure: accuracy, or reward
 SERIES = ("reward", "completions/mean_length", "entropy", "kl", "grad_norm", "step_time")
 
@@ -35,14 +35,14 @@ class LinesFollower:
         self._inode, self._offset, self._head = 0, 0, b""
 
     def poll(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Returns (whether the file is another or shorter one now, its new lines).
+        """Returns (whether the file was replaced or cut back, its new lines).
 
-        If it is another one, all of its lines are new.
+        If it was, all of its lines are new.
         """
         try:
             with self.path.open("rb") as file:
                 return self._read(file)
-        except OSError:  # there is none yet, or none any more
+        except OSError:  # not there yet, or removed
             was_there, self._offset = self._offset > 0, 0
             return was_there, []
 
@@ -73,7 +73,7 @@ def _objects(text: bytes) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class Series:
-    """The values of one metric, where it is there."""
+    """The values of one metric, at the steps that have it."""
 
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -115,7 +115,7 @@ class Followed:
         return steps if isinstance(steps, int) and steps > 0 else None
 
     def poll(self, now: float | None = None) -> None:
-        """Reads what has changed.
+        """Reads the files that have changed.
 
         Args:
             now: a monotonic time in seconds.
@@ -128,7 +128,7 @@ class Followed:
         is_new, lines = self._alarms.poll()
         self.alarms = lines if is_new else self.alarms + lines
         if self._has_changed("recipe.yaml"):
-            self.folder = RunFolder(self.folder.path)  # whose recipe is read once
+            self.folder = RunFolder(self.folder.path)  # it reads its recipe only once
             with contextlib.suppress(UserError):  # not written yet
                 self.recipe = self.folder.recipe
         if self._has_changed("summary.json"):
@@ -150,8 +150,8 @@ class Followed:
     def _read_status(self, now: float) -> None:
         """Reads the status and its age.
 
-        After it was seen to change, its age is counted by this machine's clock: the clocks of two
-        nodes may differ.
+        Once it has been seen to change, its age is counted by this machine's clock, since clocks of
+        two nodes may differ.
         """
         with contextlib.suppress(OSError, UserError):
             self.status = self.folder.status()
@@ -166,7 +166,7 @@ class Followed:
         self.age = now - self._seen[1]
 
     def _has_changed(self, name: str) -> bool:
-        """Whether a file or folder is another than at the last poll."""
+        """Returns whether a file or folder has changed since the last poll."""
         try:
             found = (self.folder.path / name).stat()
         except OSError:
@@ -198,7 +198,7 @@ class Followed:
                 self.series[name].values.append(value)
 
     def _forget(self, step: int) -> None:
-        """Removes what is known of a step and of those after it."""
+        """Removes the values of a step and of the steps after it."""
         for series in self.series.values():
             while series.steps and series.steps[-1] >= step:
                 series.steps.pop()

@@ -1,4 +1,4 @@
-"""Draws the panels of `grpo watch` as rich texts."""
+"""Draws the panels of `grpo watch` as `rich.text.Text`."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ CURVES = {
 VALUE = 7  # characters of a curve's newest value
 LABEL = 10  # characters of a curve's name
 GAP = 2  # characters between two curves
-TWO_COLUMNS = 70  # width from which curves stand in two columns
-TALL, ALARMS = 40, 4  # height from which several alarms are shown, and how many
-PROMPT_CHARACTERS = 200  # of the prompt's end
+TWO_COLUMNS = 70  # width from which curves are drawn in two columns
+TALL, ALARMS = 40, 4  # height from which several alarms are shown; their number
+PROMPT_CHARACTERS = 200  # shown of the prompt's end
 NOT_RECORDED = "not recorded"
 
 
 def stacked(lines: Sequence[Text], width: int) -> Text:
-    """Returns lines as one text, each cut off at a width."""
+    """Joins lines into one text, each truncated to a width."""
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return Text("\n").join(lines)
 
 
 def header(run: Followed, health: Health, width: int, most_alarms: int = 1) -> Text:
-    """Draws what the run is, its state, its progress and its newest alarms."""
+    """Draws the run's name and devices, its state, its progress and its newest alarms."""
     status = run.status or {}
     name = run.recipe.get("recipe")
     about = [str(name)] if name else []
@@ -76,7 +76,7 @@ def header(run: Followed, health: Health, width: int, most_alarms: int = 1) -> T
 
 
 def progress(run: Followed, health: Health, width: int) -> Text:
-    """Draws a bar of the complete steps, with the time that a step takes and that is left."""
+    """Draws a bar of the complete steps, with the time per step and the time left."""
     steps, times = run.steps, run.series["step_time"].values
     said = f"step {run.step:,}" + (f" of {steps:,}" if steps else "")
     more = f" · {step_seconds(times)} a step" if times else ""
@@ -102,7 +102,7 @@ def step_seconds(times: Sequence[float]) -> str:
 
 def alarms(run: Followed, most: int) -> list[Text]:
     """Draws the number of alarms and the newest ones, the last one first."""
-    raised = [a for a in run.alarms if a.get("kind") != "stop"]  # a rule's end is in the state
+    raised = [a for a in run.alarms if a.get("kind") != "stop"]  # the state shows stop rules
     if not raised:
         return [Text("no alarms", style="dim")]
     lines = []
@@ -116,7 +116,7 @@ def alarms(run: Followed, most: int) -> list[Text]:
 
 
 def parts(run: Followed, width: int) -> Text:
-    """Draws the mean of each reward function in the newest step; nothing if there is one only."""
+    """Draws the mean of each reward function in the newest step; nothing for a single function."""
     means = {
         key.removeprefix("rewards/").removesuffix("/mean"): value
         for key, value in run.newest.items()
@@ -170,7 +170,7 @@ def stages(run: Followed, width: int) -> Text:
 
 
 def _times(run: Followed, seconds: Mapping[str, float]) -> Text:
-    """Returns the seconds of the longest stages, and the share of the time that waits."""
+    """Returns the seconds of the longest stages, and the idle share of the step."""
     total = math.fsum(seconds.values())
     order = sorted(seconds, key=seconds.__getitem__, reverse=True)
     named = (f"{SHORT.get(name, name)} {seconds[name]:.3g}" for name in order[:5])
@@ -229,12 +229,12 @@ def view(run: Followed, console: Console, height: int | None = None) -> list[Tex
 
 
 def completion(sample: Sample) -> list[Text]:
-    """Returns the lines of a completion: what is known of it, the end of its prompt, its text."""
+    """Returns the lines of a completion: its heading, the end of its prompt, and its text."""
     return [Text(printable(head(sample)), style="bold"), *body(sample, PROMPT_CHARACTERS)]
 
 
 def note(run: Followed) -> Text:
-    """Returns why there are no completions to show."""
+    """Returns the reason why there are no completions to show."""
     every = (run.recipe.get("log") or {}).get("completions_every")
     if every == 0:
         return Text("no completions are stored: log.completions_every = 0", style="dim")

@@ -2,12 +2,12 @@
 
 A table of two completions of one prompt:
 
-    texts       ["2+3=", '{"answer": "5"}']      each text of a prompt or of columns once
+    texts       ["2+3=", '{"answer": "5"}']      each prompt or columns string, once
     problems    [[4, 0]]                         row of the data set, its prompt in `texts`
     step, problem, columns                       [1, 1], [0, 0], [1, 1]
     completion, reward, advantage                ["5", "6"], [1, 0], [0.7, -0.7]
     parts                                        {"exact_match": [1, 0]}
-    first_token, tokens                          [0, 2], [2, 2]: their places in the arrays
+    first_token, tokens                          [0, 2], [2, 2]: their range in the arrays
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from grpo_cli.reporting.report.pictures import Pictures
 from grpo_cli.reporting.run_folder import RunFolder
 
 LEFT_OUT = "\n… {:,} characters left out …\n"
-LEAST_CHARACTERS = 400  # of a completion, however many there are
+LEAST_CHARACTERS = 400  # kept of a completion, however many there are
 EPISODE = ("messages", "turns", "stop_reason", "env_rewards", "env_metrics", "env_error")
-# Steps of the numbers of tokens, which are stored as two bytes each.
+# Steps in which values of tokens are rounded, to store them as two bytes each.
 LOGPROB_STEP = 0.01
 ADVANTAGE_STEP = 0.001
 
@@ -43,16 +43,16 @@ class Limits:
     """The most that a report holds; more would make it slow to open and to send."""
 
     completions: int = 20_000
-    characters: int = 16_000_000  # of all completions; also of all prompts, and of all episodes
+    characters: int = 16_000_000  # of all completions, of all prompts, and of all episodes
     text: int = 20_000  # characters of one completion or prompt
-    tokens: int = 3_000_000  # with colours
+    tokens: int = 3_000_000  # tokens that are stored with colours
     image_bytes: int = 1_500_000
 
     def divided(self, runs: int, completions: int) -> Limits:
-        """Returns the limits of each of several runs in one report.
+        """Returns the limits for each of several runs in one report.
 
         Args:
-            completions: the most of all of them.
+            completions: the most completions of all runs.
         """
         return Limits(
             completions // runs,
@@ -68,7 +68,7 @@ class Completions:
     """The blocks of the page that hold completions."""
 
     table: dict[str, Any] = field(default_factory=dict)
-    tokens: bytes = b""  # the arrays of `token_arrays`, one behind the other
+    tokens: bytes = b""  # the arrays of `token_arrays`, concatenated
     images: dict[str, Any] = field(default_factory=dict)
 
 
@@ -100,10 +100,10 @@ def read(run: RunFolder, limits: Limits) -> Completions:
 
 
 def chosen_steps(counts: Mapping[int, int], most: int) -> dict[int, int]:
-    """Returns how many completions of which steps are read: all, or those of evenly spread steps.
+    """Returns the number of completions to read by step: all, or those of evenly spread steps.
 
     Args:
-        counts: completions by step.
+        counts: number of completions by step.
     """
     total = sum(counts.values())
     if total <= most:
@@ -128,7 +128,7 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def number_of_rows(path: Path) -> int:
-    """Returns how many completions a file holds, from its footer."""
+    """Returns the number of completions in a file, from its footer."""
     import pyarrow.parquet
 
     with readable(path):
@@ -168,16 +168,16 @@ def _arrays(column: Any) -> Iterator[Any]:
 
 @dataclass
 class Texts:
-    """Texts, each once."""
+    """A list of distinct strings, truncated to limits."""
 
     longest: int
-    most: int  # characters of all of them, after which texts are cut to LEAST_CHARACTERS
+    most: int  # characters of all of them, above which further ones are cut to LEAST_CHARACTERS
     texts: list[str] = field(default_factory=list)
     _places: dict[str, int] = field(default_factory=dict)
     _characters: int = 0
 
     def place(self, text: str) -> int:
-        """Returns the place of a text."""
+        """Returns the index of a string, which is added if it is new."""
         if text not in self._places:
             self._places[text] = len(self.texts)
             longest = self.longest if self._characters < self.most else LEAST_CHARACTERS
@@ -187,7 +187,7 @@ class Texts:
 
 
 def shortened(text: str, longest: int) -> tuple[str, int]:
-    """Returns a text without its middle if it is too long, and how many characters are missing."""
+    """Returns a string, without its middle if too long, and the number of missing characters."""
     missing = len(text) - longest
     if missing <= 0:
         return text, 0
@@ -198,10 +198,10 @@ def shortened(text: str, longest: int) -> tuple[str, int]:
 def columns_of(
     rows: Sequence[Mapping[str, Any]], right: str | None, limits: Limits
 ) -> tuple[dict[str, Any], list[bool]]:
-    """Returns the columns of completions, and which texts are complete and show no secret.
+    """Returns the columns of completions, and for each whether it is uncut and shows no secret.
 
     Args:
-        right: the reward of which 1 counts as right.
+        right: the reward whose value 1 counts as right.
     """
     longest = limits.text
     if rows:
@@ -262,8 +262,8 @@ def flips(
 ) -> tuple[list[int], list[int]]:
     """Returns the problems that went from wrong to right and from right to wrong.
 
-    A problem is compared between its first and its last step. It is wrong if less than half of its
-    completions are right, and right if more than half are; exactly half, in either, is no flip.
+    A problem is compared between its first and its last step. It is right if more than half of its
+    completions are right, and wrong if less than half are. Exactly half, in either, is no flip.
     """
     counts: dict[int, dict[int, list[int]]] = {}
     for step, problem, is_right in zip(steps, problems, right, strict=True):
@@ -281,9 +281,9 @@ def flips(
 
 
 def episodes(rows: Sequence[Mapping[str, Any]], limits: Limits) -> dict[str, dict[str, str]]:
-    """Returns the cells of episodes as they are stored (JSON), by the place of the completion.
+    """Returns the stored cells (JSON) of episodes, by the index of the completion.
 
-    Messages that are too long, or too many, are left out: the page then shows the text.
+    Messages over the limits of length are left out; the page then shows the completion's text.
     """
     found: dict[str, dict[str, str]] = {}
     characters = 0
@@ -302,16 +302,16 @@ def episodes(rows: Sequence[Mapping[str, Any]], limits: Limits) -> dict[str, dic
 def token_arrays(
     rows: Sequence[Mapping[str, Any]], whole: Sequence[bool], most: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arrays of tokens as bytes, and where each completion's tokens begin.
+    """Returns the arrays of tokens as bytes, and the start of each completion's tokens in them.
 
-    In the bytes each array has all low bytes before all high bytes, which gzip compresses better:
-    the places of the ids in the vocabulary, −log-probability in steps of 0.01, and, where tokens
-    have advantages of their own, these in steps of 0.001; then a byte for each token that is 1 if
-    the model has not sampled it.
+    The arrays: the indices of the ids in the vocabulary; −log-probability in steps of 0.01; if
+    tokens have advantages of their own, these in steps of 0.001; and a byte for each token, which
+    is 1 if the model has not sampled it. All but the last store their low bytes before their high
+    bytes, which gzip compresses better.
 
     Args:
-        whole: completions whose tokens may be shown. most: tokens; of more, every k-th completion
-            has its tokens.
+        whole: completions whose tokens may be shown. most: largest number of tokens; above it,
+            only every k-th completion keeps its tokens.
     """
     lengths = [len(r["completion_ids"]) if _has_tokens(r) else 0 for r in rows]
     total = sum(n for n, is_whole in zip(lengths, whole, strict=True) if is_whole)
@@ -331,7 +331,7 @@ def token_arrays(
         return {"used": []}, {**places, "token_total": 0, "token_advantages": False}
     ids = np.concatenate([np.asarray(r["completion_ids"], np.int64) for r in shown])
     used, inverse = np.unique(ids, return_inverse=True)
-    if len(used) > 1 << 16:  # more tokens than two bytes name: the rarest are shown as one
+    if len(used) > 1 << 16:  # more tokens than two bytes can number: the rarest become one
         order = np.argsort(-np.bincount(inverse))[: (1 << 16) - 1]
         place = np.full(len(used), (1 << 16) - 1)
         place[order] = np.arange(len(order))
@@ -370,6 +370,6 @@ def _advantages(row: Mapping[str, Any]) -> Any:
 
 
 def _planes(values: Any) -> bytes:
-    """Returns whole numbers as two bytes each: all low bytes, then all high bytes."""
+    """Returns integers as two bytes each: all low bytes, then all high bytes."""
     pairs = np.asarray(values).astype(np.int64).astype("<u2").view(np.uint8).reshape(-1, 2)
     return pairs[:, 0].tobytes() + pairs[:, 1].tobytes()

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-MOST_POINTS = 2_500  # of a curve; a longer run is drawn by means over steps
-DIGITS = 5  # significant, of a value
+MOST_POINTS = 2_500  # points of a curve; a longer run is drawn as means over steps
+DIGITS = 5  # significant digits of a value
 
 
 def columns(metrics: Sequence[Mapping[str, Any]], most: int = MOST_POINTS) -> dict[str, Any]:
@@ -15,8 +15,8 @@ def columns(metrics: Sequence[Mapping[str, Any]], most: int = MOST_POINTS) -> di
 
     For example, {"steps": [1, 2], "every": 1, "columns": {"reward": [0.1, 0.2]}}.
 
-    A run of more than `most` steps is drawn by the means of `every` steps in a row, at the last of
-    them; missing values do not count.
+    A run of more than `most` steps is drawn as means of `every` steps in a row, at the last of
+    them. Missing values do not count.
     """
     names = dict.fromkeys(key for line in metrics for key in line if key != "step")
     every = max(1, math.ceil(len(metrics) / most))

@@ -1,4 +1,4 @@
-"""Tells what was run: recipe, command lines, versions and machine; and how it stands."""
+"""Collects the facts about a run: its state, recipe, command lines, versions and machine."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def of_run(run: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 
 def state(run: RunFolder, summary: Mapping[str, Any] | None, status: Mapping[str, Any]) -> str:
-    """Returns how the run stands.
+    """Returns the state of the run.
 
-    finished; running; elsewhere: perhaps running on another machine; stopped or failed, as it has
-    noted itself; ended: without a summary, such as after a kill.
+    finished; running; elsewhere: perhaps running on another machine; stopped or failed, as its
+    status says; ended: without a summary, for example after a kill.
     """
     if summary is not None:
         return "finished"
@@ -68,7 +68,7 @@ def state(run: RunFolder, summary: Mapping[str, Any] | None, status: Mapping[str
 
 
 def evaluation(folder: Path, step: int) -> Iterator[dict[str, Any]]:
-    """Yields the results of an evaluation by `grpo eval`: one for each benchmark and mode."""
+    """Yields the results of an evaluation by `grpo eval`, one for each benchmark and mode."""
     report = read_json(folder / "eval.json") or {}
     for name, entry in report.get("benchmarks", {}).items():
         found = entry if isinstance(entry, Mapping) else {}
@@ -91,13 +91,13 @@ def rewards(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def right(recipe: Mapping[str, Any]) -> str | None:
-    """Returns the reward function of which 1 counts as right."""
+    """Returns the reward function whose value 1 counts as right."""
     named: str | None = (recipe.get("eval") or {}).get("accuracy")
     return named or next(iter(rewards(recipe)), None)
 
 
 def listed(old: dict[str, Any], new: dict[str, Any]) -> list[dict[str, str]]:
-    """Returns the knobs that differ between two recipes, each with its sentence."""
+    """Returns the knobs that differ between two recipes, each with its help text."""
     docs = {key: field.metadata["doc"] for key, field in schema.knobs()}
     of_rewards = {f.name: f.metadata["doc"] for f in dataclasses.fields(schema.Reward)}
     return [

@@ -2,9 +2,9 @@
 
     write([read("outputs/a"), read("outputs/b")], Path("report.html"))
 
-The page holds the data in blocks, each gzip in base64, which the browser unpacks. Nothing of a run
-is written into the HTML itself or reaches it as markup: the scripts set texts only. The page's
-content security policy allows these scripts, by their hashes, and no connection.
+The page holds the data in blocks of gzip in base64, which the browser unpacks. No data of a run is
+written into the HTML itself or becomes markup: the scripts only set text. The page's content
+security policy allows these scripts, by their hashes, and no connection.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from grpo_cli.reporting.report import completions, curves, facts
 from grpo_cli.reporting.report.completions import Completions, Limits
 from grpo_cli.reporting.run_folder import RunFolder
 
-# In the order in which they are run.
+# In the order in which they run.
 SCRIPTS = (
     "vendor/uPlot.iife.min.js", "data.js", "elements.js", "charts.js", "overview.js", "curves.js",
     "time.js", "rewards.js", "tokens.js", "conversation.js", "completions.js", "recipe.js",
     "compare.js", "main.js",
 )  # fmt: skip
 STYLES = ("vendor/uPlot.min.css", "style.css")
-LEVEL = 6  # of gzip
+LEVEL = 6  # compression level of gzip
 NAME = "report.html"  # in the run's folder
 
 
 @dataclass(frozen=True)
 class RunData:
-    """Holds the parts of a run that the report shows."""
+    """The parts of a run that the report shows."""
 
     head: dict[str, Any]  # facts and curves: small, read first
     completions: Completions
 
 
 def read(run: RunFolder, limits: Limits | None = None) -> RunData:
-    """Reads what the report shows of a run, finished or not.
+    """Reads the report's data from the folder of a run, finished or not.
 
     Raises:
         UserError: a file of the run is damaged.
@@ -68,10 +68,10 @@ def read(run: RunFolder, limits: Limits | None = None) -> RunData:
 def write(runs: Sequence[RunData], path: Path, compared: dict[str, Any] | None = None) -> int:
     """Writes the report of one run, or of two side by side; returns the size of the file in bytes.
 
-    The file is replaced at once: a reader sees the old one or the new one.
+    The file is replaced atomically: a reader sees the old one or the new one.
 
     Args:
-        compared: of two runs, their paired evaluations and what differs in their recipes.
+        compared: for two runs, their paired evaluations and the differences of their recipes.
     """
     text = html(runs, compared)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def is_report(path: Path) -> bool:
 
 
 def html(runs: Sequence[RunData], compared: dict[str, Any] | None = None) -> str:
-    """Returns the page."""
+    """Returns the HTML of the page."""
     head = {
         "runs": [run.head for run in runs],
         "compared": compared,
@@ -137,7 +137,7 @@ def masked_tree(value: Any, mask: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return mask(value)
     if isinstance(value, dict):
-        names = {key: "null" if key is None else str(key) for key in value}  # as JSON has them
+        names = {key: "null" if key is None else str(key) for key in value}  # as JSON writes them
         return {mask(names[key]): masked_tree(one, mask) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [masked_tree(one, mask) for one in value]

@@ -1,4 +1,4 @@
-"""Makes small pictures of the images of prompts, each once, within a budget."""
+"""Makes thumbnails of the images of prompts, each once, within a budget."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ LONGEST_SIDE = 384  # pixels
 
 @dataclass
 class Pictures:
-    """Pictures as data URLs, each once for all completions that have it."""
+    """Thumbnails as data URLs, each stored once for all completions that have it."""
 
     most_bytes: int
     urls: list[str] = field(default_factory=list)
-    sizes: list[tuple[int, int]] = field(default_factory=list)  # of the images before shrinking
-    left_out: int = 0  # for the budget
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # image sizes before shrinking
+    left_out: int = 0  # images beyond the budget
     _known: dict[bytes, int] = field(default_factory=dict)
     _held: int = 0
 
     def add(self, cell: Any) -> int:
-        """Returns the number of the picture of a stored image.
+        """Returns the index of the thumbnail of a stored image.
 
         -1: the budget is used up; -2: the image cannot be read.
         """
@@ -48,7 +48,7 @@ class Pictures:
         size = image.size
         image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
         file = io.BytesIO()
-        is_small = max(size) <= 128  # drawn ones; a photo is larger
+        is_small = max(size) <= 128  # likely a drawing; photos are larger
         image.save(file, *(("PNG",) if is_small else ("WEBP",)), quality=80)
         kind = "png" if is_small else "webp"
         self._held += file.tell()

@@ -20,8 +20,8 @@ def texts_of(run: RunFolder, ids: Sequence[int]) -> list[str] | None:
     tokenizer = load(run)
     if tokenizer is None:
         return None
-    # A tokenizer may drop the space before the first token, and does so once: the second token's
-    # text is what it adds.
+    # A tokenizer may drop the space before the first token only: the second token of a pair has its
+    # full text.
     known = [i for i in ids if i >= 0]
     once = tokenizer.decode_batch([[i] for i in known], skip_special_tokens=False)
     twice = tokenizer.decode_batch([[i, i] for i in known], skip_special_tokens=False)
@@ -38,13 +38,13 @@ def load(run: RunFolder) -> Any:
         if path.is_file():
             try:
                 return Tokenizer.from_file(str(path))
-            except Exception:  # of the Rust library, which has no type of its own for it
+            except Exception:  # the Rust library has no error type of its own
                 continue
     return None
 
 
 def candidates(run: RunFolder) -> list[Path]:
-    """Returns where the tokenizer may lie, the newest first."""
+    """Returns the paths where the tokenizer may be, the newest first."""
     folders = [
         folder
         for checkpoint in paths.resumable(run.path)

@@ -1,16 +1,16 @@
-"""Work divided over processes: whole groups, by what each is expected to take. Pure."""
+"""Divides complete groups over processes by their expected work. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-UNEVEN = 1.03  # of the mean: below that the busiest process is left as it is
+UNEVEN = 1.03  # times the mean: below it, the busiest process keeps its groups
 
 
 def minibatch_of(positions: Iterable[int], minibatches: int) -> dict[int, int]:
-    """The minibatch of each group: stretches of about the same number, in the order of positions.
+    """Returns the minibatch of each group: stretches of about equal size, in order of position.
 
-    So what is trained on together does not depend on the number of processes.
+    The minibatches therefore do not depend on the number of processes.
     """
     in_order = sorted(positions)
     return {p: place * minibatches // len(in_order) for place, p in enumerate(in_order)}
@@ -20,10 +20,10 @@ def moves(owners: Mapping[int, int], works: Mapping[int, float], size: int) -> d
     """Returns the groups to move so that no process has much more work than the others.
 
     Args:
-        owners: the process of each group, by its position. works: what each group takes.
+        owners: the process of each group, by its position. works: the work of each group.
 
     Returns:
-        The new process of each group that moves: as few as it takes.
+        The new process of each group that moves; as few as needed.
     """
     sums = [0.0] * size
     own: list[set[int]] = [set() for _ in range(size)]
@@ -35,7 +35,7 @@ def moves(owners: Mapping[int, int], works: Mapping[int, float], size: int) -> d
         most = max(range(size), key=lambda r: (sums[r], -r))
         least = min(range(size), key=lambda r: (sums[r], r))
         gap = sums[most] - sums[least]
-        # What is smaller than the gap brings the larger of the two down; half of it the most.
+        # A group smaller than the gap lowers the larger sum; one of half the gap lowers it most.
         fitting = [p for p in own[most] if 0 < works[p] < gap]
         if sums[most] <= UNEVEN * mean or not fitting:
             break

@@ -1,4 +1,4 @@
-"""One step's groups: sampled, scored, and, with dynamic sampling, only those with a signal.
+"""Samples and scores the groups of a step; dynamic sampling keeps only those with a signal.
 
 Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): a group without any advantage, as when its
 rewards are all equal, has no gradient. It is dropped, and new prompts are sampled until the step is
@@ -35,24 +35,24 @@ from grpo_cli.training.rollouts.prefetch import PrefetchedGroups
 from grpo_cli.training.run import Run
 from grpo_cli.training.step_progress import StepBatch
 
-LOWEST_SHARE = 0.1  # of groups with a signal: more are not sampled in the hope of finding one
-MAX_ATTEMPTS = 10  # rounds of sampling in a step, as in DAPO: what has no signal then has none
+LOWEST_SHARE = 0.1  # least assumed share of groups with a signal: limits what is sampled
+MAX_ATTEMPTS = 10  # rounds of sampling in a step, as in DAPO; then the step has fewer groups
 
 
 def collect(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
     """Samples and scores the groups of a step, and divides them over the processes.
 
     Raises:
-        TrainingError: a reward function failed, or gave what the advantage rule does not take, or
+        TrainingError: a reward function failed, the advantage rule does not take its rewards, or
             too many environments failed.
-        UserError: the environment gives no reward of the name that a reward asks for.
+        UserError: a reward names an environment's reward that does not exist.
         Interrupted: the run has to end first.
     """
     dynamic = recipe.generation.dynamic_sampling
     collected = (collect_informative if dynamic else collect_next)(run, recipe, clock)
     if (episodes := run.queue.episodes) is not None:
         collected.metrics |= episodes.take_times()
-    streams = recipe.dataset.streaming  # of which rows do not come again soon
+    streams = recipe.dataset.streaming  # whose rows do not come again soon
     for _, group in sorted(collected.sampled.items()) if not streams else ():
         run.queue.lengths[group[0].row] = mean([o.tokens for o in group])
     with clock.waiting():
@@ -83,7 +83,7 @@ def rebalance(run: Run, recipe: Recipe, collected: StepBatch) -> None:
 
 
 def _work(run: Run, recipe: Recipe, group: Sequence[RolloutStats]) -> float:
-    """Tokens of a group that are computed in an update; about none if nothing in it differs."""
+    """Returns the tokens of a group that an update computes; 0 for a group without gradient."""
     tokens = float(group[0].prompt_tokens + sum(o.tokens for o in group))
     speaks = every_rollout_has_gradient(
         recipe.loss,
@@ -133,7 +133,7 @@ def collect_informative(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
         attempts += 1
     chosen = dict(sorted(usable.items())[:wanted])
     queue.leftover = [g for g in own if g.prompt_index not in chosen]
-    with clock.stage("old_logprobs"):  # of the policy as it is now, before it is updated
+    with clock.stage("old_logprobs"):  # under the present policy, before its update
         fill_old_logprobs(run, recipe, [r for g in queue.leftover for r in g.rollouts])
     metrics = {
         "dynamic_sampling/attempts": attempts,
@@ -145,15 +145,15 @@ def collect_informative(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
     return StepBatch(
         [g for g in own if g.prompt_index in chosen],
         chosen,
-        sampled or chosen,  # the groups carried were enough
+        sampled or chosen,  # the leftover groups were enough
         {name: float(value) for name, value in metrics.items()} | metrics_of(sessions, run.workers),
     )
 
 
 def use_samplers_logprobs(rollout: Rollout, step: int) -> None:
-    """Makes the sampler's log-probabilities the old ones of what an earlier policy has sampled.
+    """Sets old_logprobs to the sampler's log-probabilities for a rollout of an earlier policy.
 
-    That policy is gone from the trainer; its own would take a copy of the weights for each step.
+    The trainer no longer has that policy; keeping it would take a copy of the weights per step.
     """
     sampled_at = rollout.completion.sampled_at
     if sampled_at is not None and sampled_at < step:
@@ -175,7 +175,7 @@ def _sample(
     sessions: list[ScoringSession],
     batch: PrefetchedGroups | None = None,
 ) -> tuple[list[Group], StepStats]:
-    """Returns this process's groups of the next `number` prompts, and every process's outcomes.
+    """Returns this process's groups of the next `number` prompts, and all processes' outcomes.
 
     Args:
         sessions: receives the session in which the groups are scored.
@@ -183,7 +183,7 @@ def _sample(
     """
     session = run.scorer.begin(run.trainer_state())
     sessions.append(session)
-    # Processes in lockstep take rounds of episodes together: one that left would leave the others.
+    # Processes in lockstep sample episodes in rounds: one that left early would block the others.
     in_rounds = run.queue.episodes is not None and run.workers.runs_in_lockstep
     leaving = nullcontext() if in_rounds else run.interrupts.interruptible()
     own, complete = -(-number // run.workers.size), itertools.count(1)
@@ -217,9 +217,9 @@ def _sample(
 
 
 def check_reward_names(run: Run, recipe: Recipe, sampled: StepStats) -> None:
-    """Raises a UserError if a reward asks for a name that no environment's rewards have.
+    """Raises a UserError if a reward names an environment's reward that no environment gives.
 
-    Other rows may have environments that were not sampled yet: then it is only said.
+    If environments of other rows may still come, it only prints a note.
     """
     may_come = recipe.environment.by_name or any(r.datasets for r in recipe.reward.values())
     for problem in unknown_reward_names(recipe, sampled):

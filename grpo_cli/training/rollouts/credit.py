@@ -1,4 +1,4 @@
-"""Turns rewards into the advantages of rollouts, and counts into their token weights."""
+"""Computes the advantages of rollouts from rewards, and their token weights from counts."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def subtract_kl_from_rewards(rollouts: Sequence[Rollout], estimator: str, beta: 
 def assign_advantages(
     recipe: Recipe, groups: Sequence[Group], step_stats: StepStats, step: int
 ) -> dict[str, float]:
-    """Computes the advantages of the whole step; each process takes those of its own groups.
+    """Computes the advantages of the whole step; each process keeps those of its own groups.
 
     Args:
-        step: for messages, counted from 0.
+        step: number of the step from 0, for messages.
 
     Returns:
         The metrics of the advantages, over all processes.
 
     Raises:
-        TrainingError: the rewards are not of the kind that the rule or the loss takes.
+        TrainingError: the rule or the loss does not take such rewards.
     """
     if not step_stats:
         return {ZERO_ADVANTAGE: 1.0}
@@ -77,10 +77,10 @@ def assign_advantages(
 def advantage_metrics(
     recipe: Recipe, step_stats: StepStats, rows: Mapping[int, Sequence[float]]
 ) -> dict[str, float]:
-    """Returns the share of groups without an advantage, and what the advantages come from.
+    """Returns the share of groups without an advantage, and each reward's share of advantages.
 
-    Where steps are rewarded, the tokens of a completion have different advantages, and the shares
-    are those of the completion's reward, its steps summed.
+    If steps are rewarded, the tokens of a completion have different advantages. The shares are then
+    computed from the completion's reward, with its steps summed.
 
     Args:
         rows: the advantages of each group by the recipe's rule, without those of rewarded steps.
@@ -114,7 +114,7 @@ def advantage_metrics(
 
 
 def rule_advantages(recipe: Recipe, step_stats: StepStats) -> dict[int, list[float]]:
-    """Advantages of each group by the recipe's rule, without those of rewarded steps.
+    """Returns the advantages of each group by the recipe's rule, without those of rewarded steps.
 
     Raises:
         ValueError: the rule does not take such rewards.
@@ -154,7 +154,7 @@ def credit_turns(group: Group, names: Collection[str], scale: str) -> None:
     """Adds the advantages of turns to the tokens of these turns.
 
     Args:
-        names: of the reward functions whose steps are turns.
+        names: the reward functions whose steps are turns.
         scale: as for `turn_advantages`.
     """
     rollouts = [r for r in group.rollouts if r.step_rewards.keys() & {*names}]
@@ -168,12 +168,12 @@ def credit_turns(group: Group, names: Collection[str], scale: str) -> None:
 
 
 def turn_rewards(parts: Sequence[Sequence[float]]) -> list[float]:
-    """Returns the sum of several functions' rewards for each turn; [] parts have none."""
+    """Returns the sum of several functions' rewards for each turn; empty parts are skipped."""
     return [sum(values) for values in zip(*filter(None, parts), strict=True)]
 
 
 def has_signal(recipe: Recipe, group: Sequence[RolloutStats]) -> bool:
-    """Whether a group has something to learn from: an advantage or steps that differ.
+    """Returns whether a group has something to learn from: an advantage or steps that differ.
 
     Raises:
         ValueError: the rule does not take such rewards.

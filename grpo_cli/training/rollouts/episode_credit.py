@@ -1,6 +1,6 @@
-"""Decides which rewards are credited to the turns of an episode, and checks that a loss can do it.
+"""Decides which rewards are credited to the turns of an episode; checks that the loss allows it.
 
-Imports no model, since a recipe is checked before one is loaded.
+Imports no model code, since a recipe is checked before a model is loaded.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def environment_rewards(recipe: Recipe) -> list[str]:
 
 
 def unknown_reward_names(recipe: Recipe, sampled: StepStats) -> Iterator[str]:
-    """Yields that a reward wants a part of the environment's rewards that no rollout has.
+    """Yields a message for each reward that names an environment's reward that no rollout has.
 
     Args:
-        sampled: of the first step.
+        sampled: the outcomes of the first step.
     """
     episodes = [o.episode for group in sampled.values() for o in group if o.episode is not None]
     there = sorted({name for episode in episodes for name in episode.reward_names})
@@ -55,10 +55,10 @@ def one_gradient(loss: Loss) -> str | None:
 
 
 def check_episode_credit(recipe: Recipe) -> None:
-    """Checks that the rewards of environments and their credit go together with the rest.
+    """Checks that rewards of environments and `episode.credit` fit the rest of the recipe.
 
     Raises:
-        UserError: they do not.
+        UserError: they do not fit.
     """
     given, of = environment_rewards(recipe), recipe.environment
     if given and not (of.path or of.by_name or recipe.rollout):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from grpo_cli.distributed import heartbeat
 from grpo_cli.records import Group, Rollout
 
-POLL_SECONDS = 1.0  # between two checks whether the run has to end
+POLL_SECONDS = 1.0  # between two heartbeats while waiting
 
 Arrived = Callable[[list[Rollout]], None]
 
@@ -28,7 +28,7 @@ class PrefetchedGroups:
         self._arrived: queue.Queue[list[Rollout] | None] = queue.Queue()
         self._groups: list[Group] = []
         self._error: BaseException | None = None
-        self.seconds = 0.0  # of sampling, once it is complete
+        self.seconds = 0.0  # time of sampling, once it is complete
         self._thread = threading.Thread(target=self._run, args=(sample,), daemon=True)
         self._thread.start()
 
@@ -52,14 +52,14 @@ class PrefetchedGroups:
         return self._error is not None
 
     def groups(self) -> list[Group]:
-        """Waits for the groups and returns them; raises what sampling has raised."""
+        """Waits for the groups and returns them; raises the error if sampling failed."""
         self._wait()
         if self._error is not None:
             raise self._error
         return self._groups
 
     def take(self, arrived: Arrived) -> list[Group]:
-        """Returns the groups, after handing each one's rollouts to `arrived` early; once."""
+        """Returns the groups; passes each one's rollouts to `arrived` early. Can be called once."""
         while True:
             heartbeat.beat()
             try:
@@ -77,7 +77,7 @@ class PrefetchedGroups:
 
 
 def completed(groups: list[Group]) -> PrefetchedGroups:
-    """Returns prefetched groups that a checkpoint has kept."""
+    """Wraps groups from a checkpoint as prefetched groups."""
 
     def sample(arrived: Arrived) -> list[Group]:
         for group in groups:

@@ -34,7 +34,7 @@ class RolloutQueue:
         tokenizer: PreTrainedTokenizerBase,
         episodes: EpisodeLoop | TrlRollouts | None = None,
     ) -> None:
-        """Takes the parts of a run."""
+        """Starts an empty queue at the run's first prompt."""
         self.episodes = episodes
         self.recipe = recipe
         self.stream = stream
@@ -42,10 +42,10 @@ class RolloutQueue:
         self.generator = generator
         self.tokenizer = tokenizer
         self.position = 0  # prompts taken, over all processes
-        self.signal_share = 1.0  # of the groups sampled last (dynamic sampling)
+        self.signal_share = 1.0  # share of the last groups with a signal (dynamic sampling)
         self.leftover: list[Group] = []  # this process's scored groups, for the next step
-        self.prefetched: deque[PrefetchedGroups] = deque()  # of the next steps
-        self.lengths: dict[int, float] = {}  # mean tokens of each row's completions, last time
+        self.prefetched: deque[PrefetchedGroups] = deque()  # groups of the next steps
+        self.lengths: dict[int, float] = {}  # mean tokens of each row's last completions
 
     @property
     def epoch(self) -> float:
@@ -73,10 +73,10 @@ class RolloutQueue:
         return [(prompts[i][0], self.stream.prompt_at(prompts[i][0])) for i in own]
 
     def sample(self, recipe: Recipe, number: int) -> Callable[[Arrived], list[Group]]:
-        """Takes the next `number` prompts; the function that it returns samples for this share.
+        """Takes the next `number` prompts; returns a function that samples this process's share.
 
         Args:
-            recipe: as it is at the step that trains on them.
+            recipe: the recipe at the step that trains on the completions.
         """
         own = self.take_prompts(number)
         rollouter = Rollouter(self.generator, self.tokenizer, self.episodes)
@@ -89,7 +89,7 @@ class RolloutQueue:
         )
 
     def prefetch(self, step: int) -> None:
-        """Starts to sample for the steps after `step` that are prefetched."""
+        """Starts to sample the `prefetch_steps` steps after `step`."""
         while len(self.prefetched) < self.prefetch_steps:
             later = step + len(self.prefetched) + 1
             if later >= self.recipe.steps:
@@ -98,7 +98,7 @@ class RolloutQueue:
             self.prefetched.append(PrefetchedGroups(self.sample(recipe, recipe.prompts_per_step)))
 
     def snapshot(self) -> tuple[Any, ...]:
-        """Returns what sampling a step changes here, for `rollback`."""
+        """Returns the state that sampling a step changes, for `rollback`."""
         return self.position, self.signal_share, list(self.leftover), deque(self.prefetched)
 
     def rollback(self, snapshot: tuple[Any, ...]) -> None:

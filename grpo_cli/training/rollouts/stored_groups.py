@@ -1,4 +1,4 @@
-"""Groups as a checkpoint stores them, with a fingerprint of what they depend on in the recipe."""
+"""Converts groups for checkpoints, with a fingerprint of the settings that they depend on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grpo_cli.records import Group, from_state, to_state
 
 
 def reward_fingerprint(recipe: Recipe) -> str:
-    """Returns what the rewards of a completion depend on."""
+    """Returns a string of the settings that a completion's rewards depend on."""
     rewards = {
         name: (r.function, r.weight, r.args, *r.datasets) for name, r in recipe.reward.items()
     }
@@ -23,7 +23,7 @@ def reward_fingerprint(recipe: Recipe) -> str:
 
 
 def sampling_fingerprint(recipe: Recipe, step: int) -> str:
-    """Returns what the completions of a step depend on, except for prompts and policy."""
+    """Returns a string of the settings, besides prompts and policy, that completions depend on."""
     generation, vllm = at_step(recipe, step)[0].generation, recipe.generation.vllm
     sampling = Sampling.of(generation), generation.stop_token_ids
     how = (generation.engine, generation.num_generations, recipe.seed, *sampling)
@@ -33,13 +33,13 @@ def sampling_fingerprint(recipe: Recipe, step: int) -> str:
 
 
 def step_fingerprint(recipe: Recipe, step: int) -> str:
-    """Returns what the groups of a step under way, and its updates, depend on."""
+    """Returns a string of the settings that the groups and updates of a step depend on."""
     how = (sampling_fingerprint(recipe, step), reward_fingerprint(recipe))
     return repr((*how, recipe.update, recipe.loss))
 
 
 def digest(fingerprint: str) -> str:
-    """Returns what stands for a fingerprint in a file: arguments of rewards may be secret."""
+    """Returns the hash of a fingerprint, for storage: arguments of rewards may be secret."""
     return hashlib.sha256(fingerprint.encode()).hexdigest()
 
 
@@ -47,7 +47,7 @@ def to_entries(groups: Sequence[Group], fingerprint: str) -> list[dict[str, Any]
     """Returns groups as plain values and tensors, each prompt as its index.
 
     Args:
-        fingerprint: of what the groups depend on.
+        fingerprint: fingerprint of the settings that the groups depend on.
     """
     return [
         {
@@ -73,7 +73,7 @@ def from_entries(
     rewards or settings.
 
     Args:
-        fingerprint: of the recipe as it is now.
+        fingerprint: the present recipe's fingerprint.
     """
     groups = []
     for entry in saved:

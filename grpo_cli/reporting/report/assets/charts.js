@@ -2,7 +2,7 @@
 
 const HEIGHT = 190;
 const EXACT = /^(learning_rate|schedule\/|num_tokens|epoch|beta$)/; // set or counted, not measured
-const live = new Set(); // the drawn charts, to be drawn anew in other colours
+const live = new Set(); // the drawn charts, to be redrawn in other colours
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -13,7 +13,7 @@ function withAlpha(hex, alpha) {
   return /^#[0-9a-f]{6}$/i.test(hex) ? hex + byte : hex;
 }
 
-// Exponential moving average without the bias of its beginning.
+// Bias-corrected exponential moving average.
 function smoothed(values, weight) {
   let total = 0;
   let norm = 0;
@@ -21,7 +21,7 @@ function smoothed(values, weight) {
     if (v === null || v === undefined) return null;
     total = weight * total + (1 - weight) * v;
     norm = weight * norm + (1 - weight);
-    return Number((total / norm).toPrecision(7)); // a constant stays one
+    return Number((total / norm).toPrecision(7)); // keeps a constant constant
   });
 }
 
@@ -83,7 +83,7 @@ function chart(spec) {
   return box;
 }
 
-// Draws a chart in the width that it has, unless it is not shown.
+// Draws a chart in its element's width, unless it is hidden.
 function fit(state) {
   const width = Math.floor(state.host.clientWidth);
   if (!width) return;
@@ -218,7 +218,7 @@ function resetAll() {
   document.body.classList.remove('zoomed');
 }
 
-// Draws all charts anew, in the colours of another theme or with other settings.
+// Redraws all charts, in the colours of another theme or with other settings.
 function redrawAll(change = {}) {
   for (const state of live) {
     if (!state.host.isConnected) { forget(state); continue; }

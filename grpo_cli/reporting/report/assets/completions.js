@@ -1,4 +1,4 @@
-// The browser of stored completions: search, filters, order, colours; a list and one in full.
+// The browser of stored completions: search, filters, order, colours; a list, and one in full.
 
 const PAGE = 40;
 const MOST_ROWS = 12; // steps of the same problem
@@ -129,7 +129,7 @@ function hasAnyTokens(data) {
   return Boolean(data.arrays && data.table.vocabulary);
 }
 
-// What the report leaves out.
+// The note on completions that the report leaves out.
 function sentences(data) {
   const { table, images } = data;
   const said = [];

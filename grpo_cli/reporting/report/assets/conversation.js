@@ -1,4 +1,4 @@
-// Shows a prompt and its completion: a text, a chat, or an episode turn by turn.
+// Shows a prompt and its completion: a string, a chat, or an episode turn by turn.
 
 function parsed(text, fallback = null) {
   try { return JSON.parse(text); } catch { return fallback; }

@@ -52,7 +52,7 @@ function choice(label, options, value, onchange) {
   return h('label', { class: 'field' }, h('span', {}, label), select);
 }
 
-// Buttons of which one is pressed.
+// Buttons, one of which is pressed.
 function segments(label, options, value, onchange) {
   const buttons = options.map(([key, text, title]) => h('button', {
     type: 'button', title, 'data-key': key, 'aria-pressed': String(key === value),

@@ -1,4 +1,4 @@
-// The first tab: what was run, how it stands, before and after.
+// The first tab: the run's facts and state, and its results before and after.
 
 const STATES = {
   finished: ['finished', 'good'], running: ['running', 'info'], stopped: ['stopped', 'warn'], failed: ['failed', 'bad'],

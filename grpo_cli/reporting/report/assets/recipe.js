@@ -1,4 +1,4 @@
-// The tab of the recipe: what differs from the shipped one, and from the defaults.
+// The tab of the recipe: differences from the shipped one, and from the defaults.
 
 function recipeTab() {
   return h('div', { class: 'stack' }, report.two ? recipeDifference() : null, report.runs.map((run) => [

@@ -1,4 +1,4 @@
-// The tab of rewards: what each function contributed, and to which share of the advantages.
+// The tab of rewards: the values of each function, and its share of the advantages.
 
 function rewardsTab() {
   const names = [...new Set(report.runs.flatMap((run) => Object.keys(run.curves.columns))

@@ -1,4 +1,4 @@
-// The tab of time: stages of a step, idle share, and the plan beside what was measured.
+// The tab of time: stages of a step, idle share, and the plan beside the measurements.
 
 const STAGES = ['generate', 'reward', 'old_logprobs', 'ref_logprobs', 'forward_backward', 'optimizer', 'weights', 'idle'];
 const STAGE_NAMES = {
