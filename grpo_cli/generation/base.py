@@ -206,7 +206,7 @@ class Generator:
         """Ends processes and frees memory."""
 
     def refuse_images(self, prompts: Sequence[Prompt]) -> None:
-        """Raises a TrainingError if a prompt has images and this engine reads token ids only."""
+        """Raises a TrainingError if a prompt has images and this engine takes only token ids."""
         if self.accepts_images:
             return
         for prompt in prompts:

@@ -26,7 +26,7 @@ FIRST, MORE = 64, 16
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of the distribution that is sampled. A temperature of 0 is greedy."""
+    """Settings of the sampling distribution. A temperature of 0 is greedy."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -40,7 +40,7 @@ class Sampling:
     allowed_token_ids: tuple[int, ...] = ()  # no others are sampled; (): all are
     min_tokens: int = 0  # generators forbid eos before this length
     stop: tuple[str, ...] = ()  # strings that end a completion (stop_strings.py)
-    never: tuple[int, ...] = ()  # ids of tokens that stand for images
+    never: tuple[int, ...] = ()  # ids of image placeholder tokens
 
     @property
     def is_unfiltered(self) -> bool:

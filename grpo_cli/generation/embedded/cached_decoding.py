@@ -44,7 +44,7 @@ class CachedDecoder:
 
     def _decode(self, state: DecodingState) -> None:
         at_once = max(1, self.max_rows // state.num_generations)
-        # Prompts of like length go together, so that little is padded.
+        # Prompts of similar length are grouped to reduce padding.
         order = sorted(range(len(state.prompts)), key=lambda i: len(state.prompts[i]))
         for start in range(0, len(order), at_once):
             self._batch(state, order[start : start + at_once])
@@ -94,7 +94,7 @@ class CachedDecoder:
         self, ids: Tensor, mask: Tensor, cache: DynamicCache, arguments: Mapping[str, Any]
     ) -> Tensor:
         """Returns the logits of each row's next token, [B, V]."""
-        if "cache_params" in signature(self.model.forward).parameters:  # no attention at all
+        if "cache_params" in signature(self.model.forward).parameters:  # a model without attention
             past: dict[str, Any] = {"cache_params": cache}  # such batches have no padding
         else:
             past = {"past_key_values": cache, "attention_mask": mask}
@@ -123,7 +123,7 @@ class UncachedDecoder:
         order = sorted(range(len(state.prompts)), key=lambda i: len(state.prompts[i]))
         waiting = [n * repeat + j for n in order for j in range(repeat)]
         while waiting:
-            rows = waiting[: self.max_rows]  # a row that ends makes room for the next
+            rows = waiting[: self.max_rows]  # the next row starts when one ends
             ended = state.next(rows, self._logits(state, rows))[1]
             left = [row for row, has_ended in zip(rows, ended, strict=True) if not has_ended]
             waiting = left + waiting[self.max_rows :]

@@ -103,7 +103,7 @@ class Engine:
         steps = 0  # since the last call of `arrived`
         while True:
             for state in states:
-                # Prompts of like length go together, so that little is padded.
+                # Prompts of similar length are grouped to reduce padding.
                 numbers = range(len(state.prompts))
                 order = sorted(numbers, key=lambda i, s=state: len(s.prompts[i]))  # type: ignore[misc]
                 waiting.extend((state, n) for n in order)

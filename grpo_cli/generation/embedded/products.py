@@ -26,7 +26,7 @@ LARGE = 2**17
 # Maximum share of memory for the copies. It is a share of total memory, not of free memory, since
 # rounding must not depend on what else runs on the machine.
 SHARE = 1 / 8
-ARCHITECTURES = ("x86_64", "AMD64")  # where it was measured
+ARCHITECTURES = ("x86_64", "AMD64")  # CPU types on which oneDNN was measured to be faster
 
 
 @dataclass(frozen=True)

@@ -324,7 +324,7 @@ def sources_of(batches: Sequence[StaticBatch | DecodeBatch]) -> Iterator[Source]
 
 
 class StaticDecoding:
-    """Decodes the batches of an engine in buckets; see the top of this file."""
+    """Decodes an engine's batches in buckets; see the docstring of this file."""
 
     def __init__(self, direct: DirectForward, graphs: FallbackGraphs) -> None:
         self.direct = direct

@@ -323,7 +323,7 @@ class ColocatedGenerator(VllmGenerator):
         self.engine.add_request(str(number), prompt, params, lora_request=self.lora_request)
 
     def _rendered(self, prompts: Sequence[Prompt]) -> list[Any]:
-        """Returns prompts in the form that the engine takes.
+        """Returns prompts in the form that the engine accepts.
 
         Raises:
             TrainingError: vLLM refuses a prompt, such as one with more images than is allowed.

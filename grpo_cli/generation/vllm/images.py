@@ -1,4 +1,4 @@
-"""Prompts with images in the forms that vLLM takes, in process and over HTTP.
+"""Prompts with images in the forms that vLLM accepts, in process and over HTTP.
 
 vLLM expands images into tokens itself. It gets one placeholder token per image, and its expanded
 prompt must equal the trainer's tokens:

@@ -44,7 +44,7 @@ TERM_SECONDS = 10.0  # time between SIGTERM and SIGKILL
 
 @dataclass
 class ServerSettings:
-    """The words of `grpo serve`; all others compose the recipe."""
+    """The settings of `grpo serve`; all other arguments compose the recipe."""
 
     model: str | None = knob(
         None,

@@ -1,4 +1,4 @@
-"""Builds requests to vLLM and reads its answers, in process and over HTTP alike."""
+"""Builds requests to vLLM and reads its answers, both in process and over HTTP."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def of_head(head_dtype: str, engine_args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dtype_of(recipe: Recipe) -> str:
-    """Returns the dtype of the engine's arithmetic."""
+    """Returns the engine's compute dtype."""
     if recipe.generation.vllm.dtype != "auto":
         return recipe.generation.vllm.dtype
     return recipe.arithmetic_dtype
