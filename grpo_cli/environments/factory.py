@@ -79,7 +79,7 @@ def first_rows(
 
 
 def rollout_function(recipe: Recipe) -> Callable[..., Any]:
-    """Returns the function that `rollout` names.
+    """Imports the function that `rollout` names.
 
     Raises:
         UserError: the function does not exist.

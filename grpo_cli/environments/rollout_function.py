@@ -80,7 +80,7 @@ class Conversation:
             self.rewards[name] = number
 
     def metric(self, name: str, value: float) -> None:
-        """Logs a number of the episode."""
+        """Logs a metric of the episode."""
         self.metrics[name] = as_number(value, "conversation.metric")
 
     def _taken(self, *, done: bool) -> Observation:

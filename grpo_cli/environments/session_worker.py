@@ -115,7 +115,7 @@ class Host:
         self._under_way[request.session or -request.number] = run, task
 
     def _late(self, run: Run, request: Request) -> None:
-        """Replies for a call that waits past its deadline, since it may ignore cancellation."""
+        """Abandons a call past its deadline and replies, since it may ignore cancellation."""
         under_way = self._under_way.pop(request.session or -request.number, None)
         if under_way is None or under_way[0] is not run:
             return

@@ -390,7 +390,7 @@ class _Workers:
             call.fail(_closed(reason))
         self._selector.close()
 
-    # Calls on their way to workers
+    # Sending calls to workers
 
     def _take_calls(self) -> None:
         while True:
@@ -448,7 +448,7 @@ class _Workers:
             try:
                 self._workers.append(self._start())
                 return self._workers[-1]
-            except OSError:  # no more processes
+            except OSError:  # the system allows no more processes
                 if found is not None:
                     return found
                 self._failed_starts += 1

@@ -162,7 +162,7 @@ class TrlRollouts:
         seeds: Sequence[int],
         hand_over: HandOver,
     ) -> None:
-        """Calls the function once for all prompts.
+        """Samples rollouts by calling the function once for all prompts.
 
         Raises:
             TrainingError: the function raised, or did not return a valid rollout per prompt.
