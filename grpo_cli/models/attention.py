@@ -45,7 +45,7 @@ from grpo_cli.models.kernels.plain import Bucket, Plain
 from grpo_cli.models.kernels.varlen import HALVES, Ragged, RepeatedVarlen
 from grpo_cli.models.memory import is_out_of_memory
 
-NAME = "grpo_sdpa"  # the implementation's name: transformers' sdpa unless `attending` is passed
+NAME = "grpo_sdpa"  # registered implementation; equals sdpa unless `attending` is passed
 MAX_PADDING = 1.25  # maximum ratio of the longest to the shortest row of a bucket
 
 NOT_PASSED_ON = "it passes no further arguments to its attention"  # so that `attending` is lost

@@ -33,7 +33,7 @@ WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attentio
 # Reasons in notes, which follow "its".
 RECURRENT = "layers carry a state from token to token"
 BIDIRECTIONAL = "images are read in both directions"
-# Names, in a config's layer_types, of layers that carry a state from token to token.
+# Names of recurrent layers in a config's layer_types.
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"}
 
 # Rotary embeddings of these kinds depend on the largest position of a forward pass.

@@ -193,7 +193,7 @@ GPUS = (
     (r"T4", 65, 8.1),
 )
 OTHER_CHIPS = re.compile(r"\b(MIG|Laptop|Max-Q|Ti|D)\b")  # slices and variants, not in the table
-WITHOUT_BF16 = re.compile(r"\b(V100|T4)\b")  # nor TF32
+WITHOUT_BF16 = re.compile(r"\b(V100|T4)\b")  # they lack TF32 too
 
 
 def listed_peak(name: str, dtype: torch.dtype, tf32: bool) -> float | None:

@@ -16,7 +16,7 @@ from grpo_cli.errors import UserError
 
 
 class Float32Linear(nn.Linear):
-    """Multiplies in float32, inside and outside of autocast, whatever the dtype of its weight."""
+    """Multiplies in float32, with or without autocast, regardless of its weight's dtype."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns logits in float32."""

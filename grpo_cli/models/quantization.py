@@ -94,7 +94,7 @@ def prepare(model: PreTrainedModel) -> None:
             # the weight. Dequantizing it would then be wrong, and training would fail.
             module.support_avx512bf16_for_cpu = False
     del model.config.quantization_config
-    model.hf_quantizer = None  # save_pretrained would ask it for the weights
+    model.hf_quantizer = None  # save_pretrained would use it to get the weights
 
 
 def is_quantized(p: Tensor) -> bool:
