@@ -1,8 +1,7 @@
-"""Tools, environments and episodes: everything between a generator and a rollout of several turns.
+"""Tools, environments and episodes: multi-turn rollouts on top of a generator.
 
-An episode is a completion in which the model and an environment take turns. `protocol.py` is what
-the author of an environment needs; docs/environments.md begins with an example. `loop.py` takes the
-turns, also with the programs that a completion writes (`programs.py`); `rollouter.py` is the one
-place where training and evaluation sample. This package may import `generation` and everything
-below it.
+An episode is a completion in which the model and an environment take turns. `protocol.py` is for
+authors of environments; docs/environments.md begins with an example. `loop.py` runs the turns, also
+for programs in completions (`programs.py`). `rollouter.py` is the one place where training and
+evaluation sample. This package may import `generation` and everything below it.
 """

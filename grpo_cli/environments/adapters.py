@@ -1,12 +1,12 @@
-"""Makes one kind of environment of what users bring: classes of two manners, and servers.
+"""Adapts users' environments to one interface: classes of two protocols, and MCP servers.
 
-A class is recognised by its methods:
+The protocol of a class is recognised by its methods:
 
-    manner        methods                                        the model's turn
-    ours          reset(row, seed), step(message)                a message, to `step`
+    protocol      methods                                        the model's turn
+    ours          reset(row, seed), step(message)                a message, passed to `step`
     TRL's         reset(**row), public methods, get_reward()     calls of the public methods
 
-A text that TRL's `reset` returns is a message of the user. The loop adds a single such message to
+A string that TRL's `reset` returns is a user message. The loop appends a single such message to
 the last user message of the prompt, as TRL does.
 
 Runs in the worker process of a session (`session_worker.py`).
@@ -37,7 +37,7 @@ from grpo_cli.environments.functions import (
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.errors import UserError, listed, nearest
 
-ROLES = ("user", "tool", "system")  # of an environment's messages
+ROLES = ("user", "tool", "system")  # allowed roles of an environment's messages
 NAME_COLUMN = "environment"  # the column that names the environment of a row
 NO_TOOLS = ("reset", "get_reward", "close")  # public methods of TRL's classes that are not tools
 NO_TURN_YET = "and the model has taken no turn yet"
@@ -45,12 +45,12 @@ Manner = Literal["ours", "trl"]
 
 
 class Broken(Exception):  # noqa: N818
-    """An environment did what no environment may do; the message says what."""
+    """An environment violated the protocol; the message says how."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """The settings of environments that a worker needs, picklable."""
+    """The settings of environments for a worker process. Picklable."""
 
     path: str | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Spec:
 
     @property
     def has_state(self) -> bool:
-        """Whether there is more than tools, which can be called anywhere."""
+        """Whether environments have state. Tools alone have none, and run in any worker."""
         return bool(self.path or self.by_name or self.mcp)
 
     @property
@@ -78,7 +78,7 @@ class Maker:
     deadlines: Deadlines = field(default_factory=Deadlines)
     _tools: dict[str, Tool] | None = None
     _classes: dict[str, _Class] = field(default_factory=dict)
-    _shared: dict[str, Any] = field(default_factory=dict)  # by the rollouts of this worker
+    _shared: dict[str, Any] = field(default_factory=dict)  # connections shared by rollouts
 
     @property
     def tools(self) -> dict[str, Tool]:
@@ -102,7 +102,7 @@ class Maker:
                 found.tools(found.call)
 
     async def close(self) -> None:
-        """Ends the connections that rollouts share."""
+        """Closes the connections that rollouts share."""
         for shared in list(self._shared.values()):
             if hasattr(shared, "close"):
                 await shared.close()
@@ -111,11 +111,11 @@ class Maker:
         """Returns a fresh environment.
 
         Args:
-            name: which of `environment.by_name`; "" if there is only one.
+            name: key in `environment.by_name`; "" if there is only one environment.
             answered: called with each answer of a tool.
 
         Raises:
-            UserError: there is no such class, or it is no environment.
+            UserError: the class does not exist, or is not an environment.
         """
         functions = Functions(self.tools, self.deadlines, answered)
         if self.spec.mcp:
@@ -141,7 +141,7 @@ class Maker:
         return self._classes[name]
 
     def _args(self, name: str) -> Mapping[str, Any]:
-        """Returns a class's arguments, which are under its name if there are several classes."""
+        """Returns the constructor arguments for a class; with `by_name`, those under its name."""
         args, by_name = self.spec.args, self.spec.by_name
         if not by_name:
             return args
@@ -174,7 +174,7 @@ class _Class:
         """Imports a class and checks that it can be called with the arguments.
 
         Raises:
-            UserError: there is no such class, or it does not take the arguments.
+            UserError: the class does not exist, or does not take the arguments.
         """
         where = f"{key} = {path}"
         if ":" not in path:
@@ -209,7 +209,7 @@ class _Class:
         return found
 
     def tools(self, cls: type) -> dict[str, Tool]:
-        """Returns the tools that its public methods are, in TRL's manner."""
+        """Returns the public methods of a TRL class as tools, by name."""
         if cls not in self._tools:
             self._tools[cls] = tools_of(cls, self.where)
         return self._tools[cls]
@@ -235,12 +235,12 @@ class _Class:
 
 
 def manner_of(cls: type, where: str) -> Manner:
-    """Returns the manner in which a class is written.
+    """Returns the protocol of a class.
 
-    A TRL class may have a tool that is called `step`; the parameters tell it from ours.
+    A TRL class may have a tool named `step`; its parameters distinguish it from our `step`.
 
     Raises:
-        UserError: in none.
+        UserError: the class follows neither protocol.
     """
     reset, step = (
         getattr(cls, n, None) if callable(getattr(cls, n, None)) else None
@@ -267,7 +267,7 @@ def names_of(function: Any) -> list[str]:
 
 
 def accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those arguments that a function has parameters for."""
+    """Returns the arguments that match a function's parameters."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(given)
@@ -275,10 +275,10 @@ def accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str
 
 
 def tools_of(cls: type, where: str) -> dict[str, Tool]:
-    """Returns the tools that the public methods of a class in TRL's manner are.
+    """Returns the public methods of a TRL class as tools, by name.
 
-    They are looked up in the class: an attribute of an object may be a property with effects.
-    Class methods and static methods count, too.
+    They are looked up on the class, since an attribute of an object may be a property with side
+    effects. Class methods and static methods are included.
     """
     methods = dict(inspect.getmembers(cls, lambda m: inspect.isfunction(m) or inspect.ismethod(m)))
     public = [n for n in methods if not n.startswith("_") and n not in NO_TOOLS]
@@ -288,7 +288,7 @@ def tools_of(cls: type, where: str) -> dict[str, Tool]:
 async def with_tools(
     functions: Functions, message: Message, step: Callable[[Message], Any]
 ) -> Observation:
-    """Answers the calls of the recipe's tools, and gives the rest of a turn to `step`."""
+    """Answers the calls of the recipe's tools, and passes the other calls of a turn to `step`."""
     calls = calls_of(message)
     ours = [c for c in calls if name_of(c) in functions.tools]
     if not ours:
@@ -306,10 +306,10 @@ async def with_tools(
 def accepted_args(
     call: Callable[..., Any], args: Mapping[str, Any], where: str
 ) -> Mapping[str, Any]:
-    """Returns the arguments if all are keyword-only parameters of a function.
+    """Checks that all arguments are keyword-only parameters of a function, and returns them.
 
     Raises:
-        UserError: one is not.
+        UserError: an argument is not.
     """
     parameters = inspect.signature(call).parameters.values()
     known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -322,22 +322,22 @@ def accepted_args(
 
 
 class Adapted:
-    """An environment as sessions use it; by itself the recipe's tools, without an environment."""
+    """An environment as sessions use it. This base class has the recipe's tools only."""
 
-    is_reusable = True  # whether the object serves another episode after this one
+    is_reusable = True  # whether the object can be reset for another episode
 
     def __init__(self, given: Any, functions: Functions) -> None:
         """Makes an environment.
 
         Args:
-            given: the user's object; None: there is none.
+            given: the user's object, or None.
             functions: the tools that the model may call.
         """
         self.given, self.functions = given, functions
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """The JSON schemas of its tools, as far as they are known before `reset`."""
+        """The JSON schemas of the tools that are known before `reset`."""
         return self.functions.schemas
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
@@ -363,20 +363,20 @@ class Adapted:
         )
 
     async def close(self) -> None:
-        """Releases what the environment holds."""
+        """Calls the object's `close`, if it has one."""
         close = getattr(self.given, "close", None)
         if close is not None:
             await result_of(close())
 
 
 class MessageEnvironment(Adapted):
-    """An environment of our own protocol; an attribute `tools` has the schemas of its tools."""
+    """An environment of our own protocol; its optional attribute `tools` has JSON schemas."""
 
     is_reusable = False
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """The JSON schemas of its tools and the recipe's."""
+        """The JSON schemas of the environment's tools and the recipe's."""
         own = as_schemas(getattr(self.given, "tools", ()))
         names = {schema["function"]["name"] for schema in own}
         if both := sorted(names & {*self.functions.tools}):
@@ -397,20 +397,20 @@ class MessageEnvironment(Adapted):
         return first if first.tools else replace(first, tools=self.schemas)
 
     async def step(self, message: Message) -> Observation:
-        """Takes a turn of the model."""
+        """Passes a turn of the model to the environment."""
         return await with_tools(self.functions, message, self.given.step)
 
 
 class TrlEnvironment(Adapted):
-    """An environment in TRL's manner: its public methods are tools that the model may call."""
+    """An environment of TRL's protocol: its public methods are tools that the model may call."""
 
     def __init__(self, given: Any, functions: Functions, is_chosen: bool) -> None:
-        """is_chosen: whether a column of the row names it, which `reset` does not get."""
+        """is_chosen: whether a column of the row names the environment; `reset` does not get it."""
         super().__init__(given, functions)
         self.is_chosen = is_chosen
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
-        """Begins an episode; a text that `reset` returns is added to the last user message."""
+        """Begins an episode; a string that `reset` returns becomes a user message."""
         columns = {k: v for k, v in row.items() if not (self.is_chosen and k == NAME_COLUMN)}
         if "seed" in names_of(self.given.reset):
             columns.setdefault("seed", seed)
@@ -435,10 +435,10 @@ class TrlEnvironment(Adapted):
 
 
 def observed(value: Any) -> Observation:
-    """Returns an observation of the standard types; a dict with its fields is taken for one.
+    """Checks an observation and converts its fields; a dict with the same fields is accepted.
 
     Raises:
-        Broken: it is not one; the message says what is wrong with it.
+        Broken: the value is not an observation; the message says what is wrong.
     """
     if isinstance(value, Mapping):
         known = [f.name for f in fields(Observation)]
@@ -459,10 +459,10 @@ def observed(value: Any) -> Observation:
 
 
 def as_messages(messages: Any) -> list[Message]:
-    """Returns messages with their texts cleaned.
+    """Checks messages, and returns them with their content cleaned.
 
     Raises:
-        Broken: they are no messages of an environment.
+        Broken: they are not valid messages of an environment.
     """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise Broken(f"its messages are {kind_of(messages)}, not a list of dicts")
@@ -488,10 +488,10 @@ def as_messages(messages: Any) -> list[Message]:
 
 
 def text_of(content: Any) -> str:
-    """Returns the text of a message's content, which may be a list of blocks of text.
+    """Returns a message's content as a string; it may be a list of text blocks.
 
     Raises:
-        Broken: it is no text.
+        Broken: the content is not text.
     """
     if isinstance(content, list):
         parts = []
@@ -509,10 +509,10 @@ def text_of(content: Any) -> str:
 
 
 def as_schemas(tools: Any) -> list[dict[str, Any]]:
-    """Returns JSON schemas of tools: {"type": "function", "function": {"name": ...}}.
+    """Checks JSON schemas of tools: {"type": "function", "function": {"name": ...}}.
 
     Raises:
-        Broken: they are none.
+        Broken: they are not such schemas.
     """
     if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence):
         raise Broken(f"its tools are {kind_of(tools)}, not a list of JSON schemas")
@@ -532,7 +532,7 @@ def as_schemas(tools: Any) -> list[dict[str, Any]]:
 
 
 def as_calls(calls: Any) -> list[ToolCall]:
-    """Returns what became of calls of tools."""
+    """Checks the records of tool calls, and returns them with clean names."""
     if not isinstance(calls, Sequence) or not all(isinstance(c, ToolCall) for c in calls):
         raise Broken(f"its calls are {kind_of(calls)}, not a list of ToolCall")
     return [
@@ -542,17 +542,17 @@ def as_calls(calls: Any) -> list[ToolCall]:
 
 
 def as_numbers(values: Any, what: str) -> dict[str, float]:
-    """Returns numbers by name."""
+    """Checks that a value maps names to finite numbers, and converts them to floats."""
     if not isinstance(values, Mapping):
         raise Broken(f"its {what} are {kind_of(values)}, not a dict of numbers")
     return {str(k): as_number(v, f"{what}[{k!r}]") for k, v in values.items()}
 
 
 def as_number(value: Any, what: str) -> float:
-    """Returns a finite number.
+    """Returns a value as a float.
 
     Raises:
-        Broken: it is none.
+        Broken: the value is not a finite number.
     """
     value = unboxed(value)
     is_number = isinstance(value, Real)
@@ -562,7 +562,7 @@ def as_number(value: Any, what: str) -> float:
 
 
 def as_done(value: Any) -> bool:
-    """Returns whether the episode is over."""
+    """Returns an observation's `done` as a bool. Raises Broken if it is not one."""
     value = unboxed(value)
     if isinstance(value, bool):
         return value
@@ -570,14 +570,14 @@ def as_done(value: Any) -> bool:
 
 
 def unboxed(value: Any) -> Any:
-    """Returns the value of a scalar of numpy or torch."""
+    """Returns a scalar of numpy or torch as a Python number; other values unchanged."""
     with contextlib.suppress(Exception):
         return value.item()
     return value
 
 
 def plain(value: Any) -> Any:
-    """Returns a value of JSON's types; other objects become their text."""
+    """Converts a value to JSON types; other objects become strings."""
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -593,7 +593,7 @@ def kind_of(value: Any) -> str:
 
 
 def described_value(value: Any) -> str:
-    """Returns a short form of a value, whatever its __repr__ does."""
+    """Returns a short repr of a value, even if its __repr__ raises."""
     try:
         return clean_text(repr(value), 200)
     except Exception as error:

@@ -1,17 +1,17 @@
-"""The tokens of a conversation that grows: what is sampled is kept, what is added is appended.
+"""The tokens of a growing conversation: sampled tokens are kept, and replies are appended.
 
     chat = Chat(tokenizer, eos_ids, tools)
     chat.check()                                     # before training: UserError
     ids = [*prompt.ids]
-    ids += sampled                                   # the model's turn, its eos included
+    ids += sampled                                   # the model's turn with its eos
     message = chat.parse(sampled)                    # for the environment
     ids += chat.reply_ids(replies, ended_by_eos=True, limit=512)
     ids += sampled_next
 
-A conversation is never rendered again: the ids of a text that was decoded and encoded differ from
-the sampled ones, and a template may change earlier messages. The chat template is rendered once for
-each shape of a reply (its roles and names) with markers in place of the texts. The texts are
-encoded by themselves, so that no text of a tool can become a control token.
+A conversation is never rendered again: ids that are decoded and re-encoded differ from the sampled
+ones, and a template may change earlier messages. The chat template is rendered once for each shape
+of a reply (its roles and names), with markers instead of the contents. The contents are encoded
+separately, so that a tool's output cannot become a control token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from grpo_cli.models.vision import VisionProcessor
     from grpo_cli.records import Prompt
 
-# A marker stands for the text of message N. Its middle shows what the template does to a text.
+# A marker replaces the content of message N. The probe in it shows how the template changes text.
 _PROBE = "\"\\\n\t<é>'"
 _MARKER = re.compile(r"( {3})?marker(\d{1,4})begin(.{1,60}?)marker\2end( {3})?", re.DOTALL)
 _MOST_SHAPES = 1_000
@@ -49,7 +49,7 @@ def _marked(number: int) -> str:
     return f"   marker{number}begin{_PROBE}marker{number}end   "
 
 
-# The changes that templates make to a text, by their effect on the probe.
+# Known changes of content by templates: changed probe -> function that makes the same change.
 _CHANGES: dict[str, Callable[[str], str]] = {
     _PROBE: lambda text: text,
     json.dumps(_PROBE, ensure_ascii=False)[1:-1]: lambda t: json.dumps(t, ensure_ascii=False)[1:-1],
@@ -59,10 +59,10 @@ _CHANGES: dict[str, Callable[[str], str]] = {
 
 @dataclass(frozen=True)
 class _Gap:
-    """The place of a text in a rendered reply."""
+    """The place of a message's content in a rendered reply."""
 
-    number: int  # of the message
-    change: Callable[[str], str]  # what the template does to the text
+    number: int  # index of the message
+    change: Callable[[str], str]  # the template's change of the content
     strip_left: bool
     strip_right: bool
 
@@ -74,14 +74,14 @@ class _Gap:
 
 @dataclass(frozen=True)
 class _Skeleton:
-    """A reply without its texts: ids of the template, and the gaps between them."""
+    """A rendered reply without contents: ids of the template, and gaps for the contents."""
 
     end: int  # the token that ends the model's turn
     parts: Sequence[Sequence[int] | _Gap]
 
 
 class Chat:
-    """The chat template of a tokenizer, for conversations that grow by appended tokens."""
+    """Applies a tokenizer's chat template to conversations that grow by appended tokens."""
 
     def __init__(
         self,
@@ -92,14 +92,14 @@ class Chat:
         response_template: str = "auto",
         vision: VisionProcessor | None = None,
     ) -> None:
-        """Prepares a conversation; renders nothing yet.
+        """Stores the settings; renders nothing yet.
 
         Args:
             eos_ids: tokens that end a turn of the model.
             tools: JSON schemas of the tools that the model may call.
             template_kwargs: arguments of the chat template.
-            response_template: the format of calls, as `model.response_template` names it.
-            vision: the model's processor; None: it reads text only.
+            response_template: the value of `model.response_template`, the format of tool calls.
+            vision: the processor of a vision model; None for a text model.
         """
         self.vision = vision
         self.tokenizer = tokenizer
@@ -109,30 +109,30 @@ class Chat:
         self.response_template = response_template
         self._tool_names = names_of(self.tools)
         self.control = ControlTokens(tokenizer)
-        # `all_special_tokens` lacks those without a role of their own, such as <|im_start|>.
+        # `all_special_tokens` lacks tokens without a role such as eos, for example <|im_start|>.
         marked = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
         self._special = {*marked, *tokenizer.all_special_tokens}
         self._shapes: dict[tuple[Any, ...], _Skeleton] = {}
         self._parser: ResponseParser | None = None
         self._prefix: str | None = None
 
-    # The hooks of `loop.Dialogue` that other dialogues need: here a turn ends where sampling stops
+    # The hooks of `loop.Dialogue`: in a chat, a turn ends where sampling stops
 
     is_one_text = False
     piece_tokens = None
 
     def stops(self, num_calls: int) -> tuple[str, ...]:
-        """Returns no texts."""
+        """Returns (), since a chat adds no stop strings."""
         return ()
 
     def turn_end(
         self, ids: Sequence[int], before: int, num_calls: int, *, has_stopped: bool
     ) -> int | None:
-        """Returns the end of a piece that has stopped."""
+        """Returns the length of a turn that has stopped, else None."""
         return len(ids) if has_stopped else None
 
     def read(self, ids: Sequence[int], num_calls: int, *, at_stop_string: bool) -> Message:
-        """Returns a turn of the model as a message, whatever has ended it; see `parse`."""
+        """Returns a turn of the model as a message, however it ended; see `parse`."""
         return self.parse(ids)
 
     def reply_to(self, turn: Sequence[int], messages: Sequence[Message], limit: int) -> list[int]:
@@ -163,7 +163,7 @@ class Chat:
 
     @property
     def parser(self) -> ResponseParser:
-        """The parser of the model's turns, chosen by a call that the template writes."""
+        """The parser of the model's turns: it must read a call that the template has rendered."""
         if self._parser is None:
             self._parser = self._find_parser()
         return self._parser
@@ -186,7 +186,7 @@ class Chat:
         )
 
     def _reads_a_call(self, parser: ResponseParser) -> bool:
-        """Whether a parser reads a call that the template has rendered."""
+        """Returns whether a parser reads a call that the template has rendered."""
         name, arguments = min(self._tool_names), dict([_ARGUMENT])
         begin = self._render([_user(0)], generation_prompt=True)
         message = _assistant("", [(name, arguments)])
@@ -207,10 +207,9 @@ class Chat:
         """Returns the tokens between a turn of the model and its next turn.
 
         Args:
-            messages: the reply, of roles tool, user or system.
-            ended_by_eos: whether the turn's last token is an eos; otherwise the end of the turn is
-                added.
-            limit: length of one message's text in tokens; a longer one is cut in its middle.
+            messages: the reply, with the roles tool, user or system.
+            ended_by_eos: whether the turn's last token is an eos; otherwise an end token is added.
+            limit: maximum tokens of one message's content; a longer one is cut in its middle.
 
         Raises:
             TrainingError: the template cannot render such messages.
@@ -232,10 +231,10 @@ class Chat:
         return ids
 
     def turn_ids(self, message: Message) -> list[int]:
-        """Returns the tokens of a turn of the model that says a message, with its eos.
+        """Returns the tokens, with the eos, of a model turn that renders an assistant message.
 
         Raises:
-            UserError: the template cannot render the message behind its generation prompt.
+            UserError: the template does not render the message after its generation prompt.
         """
         begin = self._render([_user(0)], generation_prompt=True)
         whole = self._render([_user(0), message])
@@ -250,9 +249,9 @@ class Chat:
     def episode_ids(
         self, solution: Sequence[Message], limit: int = 10**6
     ) -> tuple[list[int], list[bool]]:
-        """Returns the tokens of an episode that is given as messages, and which are the model's.
+        """Returns the tokens of an episode given as messages, and which of them are the model's.
 
-        They are the tokens that an episode with these turns and replies would have.
+        An episode with these turns and replies would have the same tokens.
         """
         ids: list[int] = []
         is_sampled: list[bool] = []
@@ -274,13 +273,13 @@ class Chat:
     def with_observation(
         self, prompt: Prompt, observation: str | Sequence[Message], limit: int = 10**6
     ) -> Prompt:
-        """Returns the prompt with an environment's first observation, and the old ids as `row_ids`.
+        """Adds an environment's first observation to a prompt; keeps the old ids as `row_ids`.
 
         Args:
             prompt: a prompt of a chat data set.
-            observation: a text, which is appended to the last message of the user, or messages,
-                which are appended to the conversation.
-            limit: length of one text in tokens; a longer one is cut in its middle.
+            observation: a string, which is appended to the last user message, or messages, which
+                are appended to the conversation.
+            limit: maximum tokens of one content; a longer one is cut in its middle.
         """
         if not observation:
             return prompt
@@ -329,24 +328,24 @@ class Chat:
         )
 
     def _taken(self, messages: Sequence[Message]) -> list[Message]:
-        """Returns messages in the form that the template prints: some print blocks only."""
+        """Returns messages in the form that the template accepts: some accept only blocks."""
         return [*messages] if self.vision is None else self.vision.as_template_takes(messages)
 
     # Checks
 
     def check(self, replies: Sequence[str] | None = None) -> None:
-        """Checks that the template and the tokenizer can carry a conversation of several turns.
+        """Checks that the template and the tokenizer support multi-turn conversations.
 
         Args:
-            replies: roles of the messages that the environment sends; None: "tool" and "user" with
-                tools, else "user". A template that moves the tools to the last message of the user
-                can be used where only tools reply.
+            replies: roles of the environment's messages; None: "tool" and "user" with tools, else
+                "user". A template that moves the tools to the last user message works only if all
+                replies come from tools.
 
         Raises:
-            UserError: the template drops a part of a call or its result, changes earlier messages
-                when others follow, has another generation prompt in later turns, refuses the
-                conversation, does not end a turn with a token that ends sampling, or writes calls
-                in a format that is not known.
+            UserError: the template refuses the conversation, drops a part of a call or its result,
+                changes earlier messages when others follow, or has another generation prompt in
+                later turns. Or it does not end a turn with a token that ends sampling, or writes
+                calls in an unknown format.
         """
         if not self.tokenizer.chat_template:
             raise UserError(
@@ -371,7 +370,7 @@ class Chat:
             _ = self.parser
 
     def _example(self, tool: bool, user: bool, thought: str) -> list[Message]:
-        """Returns a conversation with the replies that are asked for."""
+        """Returns an example conversation with replies of tools, of the user, or of both."""
         name = min(self._tool_names, default="tool")
         call = [(name, dict([_ARGUMENT]))]
         said = f"{thought}{_MARKED_TEXT}"
@@ -385,7 +384,7 @@ class Chat:
         return messages
 
     def _check_prefixes(self, messages: list[Message]) -> None:
-        """Checks that each message leaves the tokens of the messages before it as they are."""
+        """Checks that no message changes the tokens of the messages before it."""
         before: list[int] = []
         prompt_of_first, with_prompt = "", ""
         texts: list[str] = []  # rendered up to each message
@@ -393,7 +392,7 @@ class Chat:
             where = f"message {n + 1} ({_described(messages, n)})"
             rendered = self._render(messages[: n + 1])
             if message["role"] == "tool" and messages[n + 1]["role"] == "tool":
-                texts.append("")  # a template may close the block of results with the last one
+                texts.append("")  # a template may close a block of results after the last one
                 continue
             texts.append(rendered)
             ids = self.control.encode(rendered)
@@ -435,7 +434,7 @@ class Chat:
         nothing, call, result = (self._render(messages[:n]) for n in (1, 2, 3))
         parts = {"name": name, "argument's name": _ARGUMENT[0], "argument's value": _ARGUMENT[1]}
         for part, text in parts.items():
-            if call.count(text) <= nothing.count(text):  # the list of tools has the name, too
+            if call.count(text) <= nothing.count(text):  # the list of tools also has the name
                 raise _Refused(f"the chat template drops the {part} of a tool call")
         if f"{_MARKED_TEXT}1" not in result:
             raise _Refused("the chat template drops the result of a tool call")
@@ -504,14 +503,14 @@ class Chat:
         return _Skeleton(end, parts)
 
     def _after_assistant(self, rendered: str) -> str:
-        """Returns what follows the last text of the assistant in a rendered conversation."""
+        """Returns the rendered conversation from the assistant's last marked text on."""
         at = max(rendered.rfind(text) for text in (_MARKED_TEXT, _ARGUMENT[1]))
         if at < 0:
             raise _Refused("the chat template drops the messages of the assistant")
         return rendered[at:]
 
     def _up_to_eos(self, text: str) -> tuple[str, int]:
-        """Returns the text before the first eos, and that token."""
+        """Returns the text before the first eos, and the eos id."""
         found = self._first_eos(text)
         if found is None:
             raise _Refused(
@@ -522,13 +521,13 @@ class Chat:
         return text[:at], eos
 
     def _first_eos(self, text: str) -> tuple[int, int] | None:
-        """Returns the place of the first eos of a text, and the token."""
+        """Returns the (character index, id) of the first eos in a text, or None."""
         names = {str(self.tokenizer.convert_ids_to_tokens(i)): i for i in sorted(self.eos_ids)}
         places = [(text.find(name), eos) for name, eos in names.items() if name in text]
         return min(places) if places else None
 
     def _parts(self, rendered: str, after: int) -> list[Sequence[int] | _Gap]:
-        """Returns the ids of a rendered text behind a token, and the gaps of its markers."""
+        """Splits a rendered text at its markers: ids, as encoded after a token, and gaps."""
         parts: list[Sequence[int] | _Gap] = []
         at = 0
 
@@ -551,7 +550,7 @@ class Chat:
     # Tokens
 
     def _content_ids(self, content: str, gap: _Gap, limit: int) -> list[int]:
-        """Returns the tokens of a text, at most `limit`, none of them a control token."""
+        """Returns at most `limit` tokens of a content, none of them a control token."""
         text, left_out = _precut(content, limit)
         ids = [*self.control.encode_plain(gap.changed(text[0]))]
         if not left_out and len(ids) <= limit:
@@ -564,7 +563,7 @@ class Chat:
         return ids[: most - most // 2] + mark + rest[len(rest) - most // 2 :]
 
     def _shortened(self, text: str, limit: int) -> str:
-        """Returns a text of at most about `limit` tokens."""
+        """Shortens a string to about `limit` tokens."""
         parts, left_out = _precut(text, limit)
         ids = self.control.encode_plain(parts[0]) if not left_out else []
         if not left_out and len(ids) <= limit:
@@ -575,7 +574,7 @@ class Chat:
         return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     def _with_safe_names(self, message: Message) -> Message:
-        """Returns a message whose name and id cannot be control tokens: the model writes them."""
+        """Replaces unsafe names and ids; the model writes them, so they may be control tokens."""
         safe = dict(message)
         for key, other in (("name", "unknown"), ("tool_call_id", "000000000")):
             if key in safe and safe[key] not in self._tool_names:
@@ -585,7 +584,7 @@ class Chat:
 
 
 class _Refused(Exception):  # noqa: N818 - becomes a UserError or a TrainingError
-    """The chat template cannot do what is asked of it."""
+    """The chat template cannot render a conversation, or renders it unusably."""
 
 
 _MARKED_TEXT = "markedtext"
@@ -623,10 +622,9 @@ def _described(messages: Sequence[Message], n: int) -> str:
 
 
 def _precut(text: str, limit: int) -> tuple[tuple[str, str], bool]:
-    """Returns (beginning, end) of a text, and whether something between them is left out.
+    """Returns the (beginning, end) of a string, and whether the middle was cut out.
 
-    Texts of many characters for a token are cut before they are encoded, which takes seconds for
-    ten megabytes.
+    Very long strings are cut before they are encoded, since encoding ten megabytes takes seconds.
     """
     most = 16 * limit
     if len(text) <= 2 * most:
@@ -635,5 +633,5 @@ def _precut(text: str, limit: int) -> tuple[tuple[str, str], bool]:
 
 
 def _cleaned(text: str) -> str:
-    """Returns a text without control characters and halves of surrogate pairs."""
+    """Replaces control characters and lone surrogates in a string."""
     return text.encode("utf-8", "replace").decode("utf-8").translate(_CONTROL)

@@ -1,14 +1,14 @@
-"""Deadlines of the calls that one thread makes in turn, and the random streams of sessions.
+"""Deadlines of calls that share one thread, and the random states of sessions.
 
-A call is a coroutine of an environment. It runs in slices, from one `await` that waits to the next;
-a synchronous environment has one slice. `Deadlines` knows which call holds the thread:
+A call is a coroutine of an environment. It runs in slices, from one suspending `await` to the next;
+a synchronous environment has one slice. `Deadlines` tracks which call holds the thread:
 
 - In a slice, a timer raises `Overrun` at the call's deadline, in the main thread of a worker.
-- Between slices, a call of the event loop does the same.
-- Code that neither can interrupt is ended by the process that has started the worker: it reads
-  `Mark`, in shared memory, and kills the worker (`sessions.py`).
+- Between slices, a callback of the event loop does the same.
+- If neither can interrupt the code, the worker's parent process kills the worker. It reads the
+  deadline from `Mark`, in shared memory (`sessions.py`).
 
-Time that a call spends because others hold the thread is not counted.
+Time in which other calls hold the thread does not count.
 """
 
 from __future__ import annotations
@@ -28,69 +28,69 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 GRACE = 0.5  # seconds after a deadline until a call that cannot be interrupted is killed
-BEAT_SECONDS = 0.5  # between signs of life of an event loop
+BEAT_SECONDS = 0.5  # interval of an event loop's heartbeat
 
 
 class Overrun(BaseException):
-    """Raised in a call past its deadline. No `except Exception` of a user's can swallow it."""
+    """Raised in a call past its deadline. A user's `except Exception` does not catch it."""
 
 
 class Mark:
-    """Shared memory in which a worker notes the call that holds its thread.
+    """Shared memory in which a worker records the call that holds its thread.
 
-    Three numbers: the call's number, 0 for none; the time at which it may be killed; the time of
-    the event loop's last sign of life. Times are of the monotonic clock, which processes share.
+    It has three numbers: the call's number or 0, the time at which the call may be killed, and the
+    event loop's last heartbeat. Times are of the monotonic clock, which processes share.
     """
 
     SIZE = 24
 
     def __init__(self, fd: int) -> None:
         shared = memoryview(mmap.mmap(fd, self.SIZE))
-        # An assignment to a view is one store. struct writes zeros first, which the reader may see.
+        # Assigning to a view is one store; struct writes zeros first, which a reader might see.
         self._number, self._times = shared[:8].cast("q"), shared[8:].cast("d")
 
     def hold(self, number: int, until: float) -> None:
-        """Notes the call that begins a slice, or that has more time from now on."""
-        self._times[0] = until  # first: a number is never seen beside the time of another
+        """Records the call that begins a slice, or its new deadline."""
+        self._times[0] = until  # first, so that a reader never pairs a number with an older time
         self._number[0] = number
 
     def release(self) -> None:
-        """Notes that no call has the thread."""
+        """Records that no call holds the thread."""
         self._number[0] = 0
 
     def beat(self) -> None:
-        """Notes that the event loop runs."""
+        """Records a heartbeat of the event loop."""
         self._times[1] = time.monotonic()
 
     def read(self) -> tuple[int, float, float]:
-        """Returns the three numbers; the time is that of the call, or of one after it."""
+        """Returns the three numbers; the time may already be that of a later call."""
         number = self._number[0]
         return number, self._times[0], self._times[1]
 
 
 @dataclass(eq=False)
 class Streams:
-    """The states of Python's and numpy's global random numbers that belong to one session."""
+    """One session's states of Python's and numpy's global random generators."""
 
     python: Any = None
     numpy: Any = None  # a bit generator
 
     def save(self) -> None:
-        """Takes the present states."""
+        """Stores the current global states."""
         self.python = random.getstate()
         if (module := _numpy_random()) is not None:
             self.numpy = module.get_bit_generator()
 
     def restore(self) -> None:
-        """Makes the states that were taken the present ones."""
+        """Sets the global states to the stored ones."""
         if self.python is not None:
             random.setstate(self.python)
         self.restore_numpy()
 
     def restore_numpy(self) -> None:
-        """Makes numpy's state the present one, without a normal number that it has kept back.
+        """Sets numpy's global state, without the cached normal variate.
 
-        A slice begins without one whether or not another session had a slice in between.
+        So every slice begins without one, whether or not another session ran in between.
         """
         if (module := _numpy_random()) is not None:
             if self.numpy is None:
@@ -103,61 +103,61 @@ def _numpy_random() -> Any:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds Python's and numpy's random numbers."""
+    """Seeds Python's and numpy's global random generators."""
     random.seed(seed)
     if (module := _numpy_random()) is not None:
         module.seed(seed % 2**32)
 
 
 class Start(NamedTuple):
-    """The moment from which a deadline counts."""
+    """The start of a deadline."""
 
     time: float
-    busy: float  # seconds that the slices of the call had taken
-    busy_of_all: float  # of all calls
+    busy: float  # seconds in slices of this call until then
+    busy_of_all: float  # seconds in slices of all calls until then
 
 
 @dataclass(eq=False)
 class Run:
-    """A call under way."""
+    """A running call."""
 
     number: int
     streams: Streams
-    late: Callable[[], None]  # called if the call waits past its deadline
+    late: Callable[[], None]  # called if the deadline passes between slices
     start: Start = Start(0.0, 0.0, 0.0)
-    busy: float = 0.0  # seconds that its slices took
+    busy: float = 0.0  # seconds in its slices
     timer: asyncio.TimerHandle | None = None
 
 
 class Deadlines:
-    """Gives each call `seconds` from the moment at which it begins.
+    """Limits each call to `seconds` from its start.
 
     Args:
-        seconds: None: as long as it takes.
-        mark: where to note the call that holds the thread.
-        interrupt: whether a timer's signal interrupts slices; needs the main thread.
+        seconds: time limit; None: no limit.
+        mark: shared memory that records the call that holds the thread.
+        interrupt: whether a timer signal interrupts slices; requires the main thread.
     """
 
     def __init__(
         self, seconds: float | None = None, mark: Mark | None = None, interrupt: bool = False
     ) -> None:
         self.seconds, self.mark, self.interrupt = seconds, mark, interrupt
-        self.run: Run | None = None  # that holds the thread
-        self._busy = 0.0  # seconds of all slices
-        self._sliced = 0.0  # when the present slice began
-        self._owner: Streams | None = None  # of the present random states
-        self._outside = Streams()  # of the thread itself
+        self.run: Run | None = None  # the call that holds the thread
+        self._busy = 0.0  # seconds in all slices
+        self._sliced = 0.0  # start of the current slice
+        self._owner: Streams | None = None  # session of the current random states; None: outside
+        self._outside = Streams()  # random states of the thread outside of sessions
         if interrupt:
             assert threading.current_thread() is threading.main_thread(), "signals come there"
             signal.signal(signal.SIGALRM, self._interrupt)
 
-    # For a call, about its own deadline
+    # Called from within a call
 
     def begin(self, slack: float = 0.0) -> None:
-        """Gives the present call its full time from now on: a tool of a turn begins.
+        """Restarts the current call's deadline, as for each tool of a turn.
 
         Args:
-            slack: seconds beyond, for a call that has a deadline within.
+            slack: extra seconds for a call that contains another deadline.
         """
         if self.run is not None:
             self.run.start = self._now(self.run, slack)
@@ -177,16 +177,16 @@ class Deadlines:
                 raise Overrun(overrun(self.seconds))
             return task.result()
         finally:
-            task.cancel()  # and not waited for: it may ignore the cancellation
+            task.cancel()  # without waiting, since it may ignore the cancellation
 
     def wrap(self, coroutine: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
-        """Returns a coroutine for a task of its own that counts as a part of the present call."""
+        """Wraps a coroutine for a separate task, whose slices count as the current call's."""
         return coroutine if self.run is None else self._drive(self.run, coroutine)
 
-    # For the host of sessions
+    # Called by the host of sessions
 
     async def call(self, run: Run, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Runs a call; its deadline counts from now."""
+        """Runs a call, whose deadline starts now."""
         run.start = self._now(run)
         try:
             return await self._drive(run, coroutine)
@@ -201,7 +201,7 @@ class Deadlines:
         return Start(time.monotonic() + slack, run.busy, self._busy)
 
     def _left(self, run: Run, start: Start | None = None) -> float:
-        """Returns the seconds until a call's deadline, without the time that others have held."""
+        """Returns the seconds until a call's deadline, excluding time in other calls' slices."""
         assert self.seconds is not None
         start = start or run.start
         others = (self._busy - start.busy_of_all) - (run.busy - start.busy)
@@ -227,7 +227,7 @@ class Deadlines:
         spent = time.monotonic() - self._sliced
         run.busy += spent
         self._busy += spent
-        if not self.interrupt and self._owner is not None:  # a thread of the run
+        if not self.interrupt and self._owner is not None:  # in a thread of the main process
             self._owner.save()
             self._outside.restore()
             self._owner = None
@@ -246,7 +246,7 @@ class Deadlines:
             raise Overrun(overrun(self.seconds))
 
     def _waits(self, run: Run) -> None:
-        """Watches a call that waits for something."""
+        """Schedules the check of a suspended call's deadline."""
         if run.timer is None and self.seconds is not None:
             loop = asyncio.get_running_loop()
             run.timer = loop.call_later(max(self._left(run), 0.0), self._look, run)
@@ -260,7 +260,7 @@ class Deadlines:
 
 
 class _Slices:
-    """Awaits a coroutine, and says when each of its slices begins and ends."""
+    """Awaits a coroutine, and reports the begin and end of its slices to `Deadlines`."""
 
     def __init__(self, deadlines: Deadlines, run: Run, coroutine: Coroutine[Any, Any, Any]) -> None:
         self.deadlines, self.run, self.coroutine = deadlines, run, coroutine
@@ -290,7 +290,7 @@ async def _awaited(slices: _Slices) -> Any:
 
 
 async def contained(awaitable: Awaitable[Any]) -> Any:
-    """Awaits; turns a SystemExit, which would end the event loop, into a RuntimeError."""
+    """Awaits; converts a SystemExit, which would end the event loop, into a RuntimeError."""
     try:
         return await awaitable
     except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
@@ -298,17 +298,17 @@ async def contained(awaitable: Awaitable[Any]) -> Any:
 
 
 async def result_of(value: Any) -> Any:
-    """Returns what a function of a user's gives, which may be an awaitable."""
+    """Returns the result of a user's function, awaiting it if it is an awaitable."""
     return await value if inspect.isawaitable(value) else value
 
 
 def overrun(seconds: float) -> str:
-    """Returns the text of a call that was stopped at its deadline."""
+    """Returns the error message of a call that was stopped at its deadline."""
     return f"took more than {seconds:g} s and was stopped"
 
 
 def described(error: BaseException) -> str:
-    """Returns `ValueError: message`."""
+    """Formats an error as `ValueError: message`."""
     try:
         message = str(error)
     except Exception:  # its own __str__ raised
@@ -317,7 +317,7 @@ def described(error: BaseException) -> str:
 
 
 def blame(error: BaseException) -> str:
-    """Returns `ValueError: message at file.py:12`, with the place where it was raised."""
+    """Formats an error with its location, as `ValueError: message at file.py:12`."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return described(error) + place

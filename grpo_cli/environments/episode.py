@@ -1,10 +1,10 @@
-r"""One episode while it grows: its tokens, whose they are, and what was said.
+r"""The state of one growing episode: its tokens, who produced them, and its messages.
 
     ids          <tool_call>…</tool_call><|im_end|> \n<tool>6</tool>… It is 6.<|im_end|>
     is_sampled   1 1 1 1 1 1 1 1 1 1 1              0 0 0 0 0 0 0 0    1 1 1 1
     turns        Turn(0, 11, "model")               Turn(11, 19, ...)  Turn(19, 23, "model")
 
-Tokens are appended and never rendered again: the model is trained on what it has sampled.
+Tokens are appended and never rendered again: the model trains on exactly the tokens it sampled.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, Literal, Protocol
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.records import Completion, Turn, counts_by_tool
 
-# Reasons after which `finish_reason` is length: a limit has cut the episode.
+# Stop reasons for which `finish_reason` is "length": a limit has cut the episode.
 CUT = ("max_turns", "turn_tokens", "max_tokens")
 
 
 class EnvironmentSession(Protocol):
-    """One rollout's environment, wherever it runs.
+    """One rollout's environment, in this process or in a worker.
 
-    Each future ends within a deadline, with an observation or an `EnvironmentFailure`.
+    Each future completes within a deadline, with an observation or an `EnvironmentFailure`.
     """
 
     def reset(self) -> Future[Observation]: ...
@@ -33,10 +33,10 @@ class EnvironmentSession(Protocol):
     def step(self, message: Message) -> Future[Observation]: ...
 
     def finish(self) -> Future[Observation]:
-        """Asks for the rewards of the episode and releases the environment."""
+        """Requests the rewards of the episode and releases the environment."""
 
     def abandon(self) -> None:
-        """Releases the environment, whatever it is doing."""
+        """Releases the environment, even in the middle of a call."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Exchange:
 
     message: Message
     turn: int  # index in `Episode.turns`
-    observation: Observation | None = None  # None: not there yet
+    observation: Observation | None = None  # None: not received yet
     is_stepped: bool = True  # false: the message was malformed and the environment has not seen it
 
 
@@ -53,8 +53,8 @@ class Exchange:
 class Episode:
     """An episode that is still growing."""
 
-    number: int  # of its prompt
-    sample: int  # its place in the group
+    number: int  # index of its prompt
+    sample: int  # index in the group
     is_one_text: bool = False  # see `loop.Dialogue`
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -62,31 +62,31 @@ class Episode:
     turns: list[Turn] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
-    pieces: int = 0  # that were generated
+    pieces: int = 0  # number of generated pieces; a turn has one or more
     sampled_at: int | None = None
     parse_errors: int = 0
     stop_reason: str = ""
-    error: str = ""  # of the environment, where the rollout is left without a reward
+    error: str = ""  # environment's error that left the rollout without a reward
     rewards: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
     session: EnvironmentSession | None = None
-    first: Observation | None = None  # of `reset`
+    first: Observation | None = None  # the observation from `reset`
     exchanges: list[Exchange] = field(default_factory=list)
-    replayed: int = 0  # exchanges that the present environment has seen
-    opened: int = 0  # environments
-    failures: int = 0  # of its environments
-    bystander_failures: int = 0  # of environments in the same worker, which took its own with them
+    replayed: int = 0  # number of exchanges that the current environment has seen
+    opened: int = 0  # number of environments opened so far
+    failures: int = 0  # number of failures of its own environments
+    bystander_failures: int = 0  # losses through another environment's failure in the worker
     is_complete: bool = False
 
     @property
     def turn_start(self) -> int:
-        """The first token of the turn under way."""
+        """Index of the first token of the current turn."""
         return self.turns[-1].end if self.turns else 0
 
     @property
     def num_model_turns(self) -> int:
-        """Number of complete turns of the model."""
+        """Number of the model's complete turns."""
         return sum(turn.by == "model" for turn in self.turns)
 
     def add_piece(self, piece: Completion) -> None:
@@ -109,16 +109,16 @@ class Episode:
         self.turns.append(Turn(start, len(self.ids), "environment", seconds=seconds))
 
     def end_turn(self, message: Message) -> None:
-        """Ends the turn of the model that is under way."""
+        """Ends the model's current turn."""
         self.turns.append(Turn(self.turn_start, len(self.ids), "model"))
         self.messages.append(message)
 
     def cut(self, length: int) -> None:
-        """Keeps the first `length` tokens."""
+        """Keeps only the first `length` tokens."""
         del self.ids[length:], self.logprobs[length:], self.is_sampled[length:]
 
     def observe(self, exchange: Exchange, observation: Observation) -> None:
-        """Keeps an environment's observation of a turn."""
+        """Stores an environment's observation of a turn."""
         exchange.observation = observation
         self.turns[exchange.turn] = dataclasses.replace(
             self.turns[exchange.turn], reward=observation.reward
@@ -129,7 +129,7 @@ class Episode:
         self.rewards |= observation.rewards
 
     def rewind(self, exchange: Exchange) -> None:
-        """Goes back to the end of a turn of the model, as if nothing had come after it."""
+        """Rewinds the episode to the end of a turn of the model."""
         known = self.exchanges[: self.exchanges.index(exchange)]
         self.cut(self.turns[exchange.turn].end)
         del self.turns[exchange.turn + 1 :]
@@ -148,10 +148,9 @@ class Episode:
         self.stop_reason = ""
 
     def completion(self) -> Completion:
-        """Returns the episode as the completion that it is for everything else.
+        """Converts the episode to a `Completion`.
 
-        The spans of the turns cover all tokens, and the tokens of the environment are those that
-        were not sampled.
+        The turns' spans cover all tokens; exactly the environment's tokens are not sampled.
         """
         if self.turn_start < len(self.ids):  # its environment failed before its first turn ended
             self.turns.append(Turn(self.turn_start, len(self.ids), "model"))
@@ -180,7 +179,7 @@ class Episode:
 
 
 def has_same_effect(a: Observation, b: Observation) -> bool:
-    """Whether two observations tell the model the same and end the episode alike."""
+    """Returns whether two observations have the same messages, reward and done."""
 
     def told(o: Observation) -> tuple[Any, ...]:
         return list(o.messages), o.reward, o.done

@@ -1,6 +1,6 @@
 """Examples: the tool of the recipe `calculator` and the environment of `guess_number`.
 
-They import the standard library and the interface of environments only, as yours may.
+They import only the standard library and the environment protocol.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def multiply_wrongly(a: int, b: int) -> int:
 
 
 class GuessNumber:
-    """A number from 0 to `below` - 1 is to be found; each guess is answered with higher or lower.
+    """Guess a number from 0 to `below` - 1; the reply to each guess is higher or lower.
 
     The reward is 1 for a number that is found within `turns` guesses, else 0. With numbers below
-    32 and five turns, blind guesses find 0.147 of them, random guesses among the numbers that are
-    left 0.533, and halving the numbers that are left 0.969.
+    32 and five turns, blind guesses find 0.147 of them, random guesses among the remaining numbers
+    0.533, and bisection 0.969.
     """
 
     def __init__(self, below: int = 32, turns: int = 5) -> None:
@@ -45,14 +45,14 @@ class GuessNumber:
         self.turns = turns
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
-        """Draws a number; the prompt of the data set says what to do."""
+        """Draws a number; the data set's prompt explains the game."""
         self.number = random.Random(seed).randrange(self.below)
         self.left = self.turns
         self.is_found = False
         return Observation()
 
     def step(self, message: Message) -> Observation:
-        """Compares a guess with the number; an answer that is no number costs a turn, too."""
+        """Compares a guess with the number; an answer that is not a number also costs a turn."""
         text = message["content"].strip()
         guess = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
         self.left -= 1
@@ -63,5 +63,5 @@ class GuessNumber:
         return Observation([{"role": "user", "content": reply}])
 
     def get_reward(self) -> float:
-        """Returns the reward, also of a game that was cut: without one it would not be scored."""
+        """Returns the reward, also for a truncated game, which would have no reward otherwise."""
         return float(self.is_found)

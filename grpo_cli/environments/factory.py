@@ -1,4 +1,4 @@
-"""From a recipe's tools and environment to the loop that makes its episodes."""
+"""Builds the sessions and the episode loop from a recipe's tools and environment."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 def open_sessions(recipe: Recipe, parts: Iterable[tuple[data.Rows, Dataset]]) -> Sessions | None:
-    """Tries one environment of each kind out; returns what opens them, None without environments.
+    """Returns the `Sessions` of the recipe after a trial of each environment; None without any.
 
     Args:
-        parts: rows of the data and how they become prompts; the first row of each environment is
-            tried out.
+        parts: data rows with their `dataset` section; the first row of each environment is used
+            for the trial.
 
     Raises:
-        UserError: a tool or an environment cannot be used, or a row names one that is not there.
+        UserError: a tool or an environment cannot be used, or a row names an unknown environment.
     """
     environment = recipe.environment
     if recipe.rollout is not None:
@@ -60,10 +60,10 @@ def open_sessions(recipe: Recipe, parts: Iterable[tuple[data.Rows, Dataset]]) ->
 def first_rows(
     sessions: Sessions, parts: Iterable[tuple[data.Rows, Dataset]]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the first row of each environment, as it is given to it: with its prompt.
+    """Returns the first row of each environment with its prompt, as `reset` gets it.
 
     Raises:
-        UserError: a row names an environment that is not there, or has no prompt.
+        UserError: a row names an unknown environment, or has no prompt.
     """
     firsts: dict[str, dict[str, Any]] = {}
     is_only_one = sessions.spec.names == [""]
@@ -79,10 +79,10 @@ def first_rows(
 
 
 def rollout_function(recipe: Recipe) -> Callable[..., Any]:
-    """Returns the function that `rollout` names.
+    """Imports the function that `rollout` names.
 
     Raises:
-        UserError: there is no such function.
+        UserError: the function does not exist.
     """
     path = str(recipe.rollout)
     if ":" not in path:
@@ -91,7 +91,7 @@ def rollout_function(recipe: Recipe) -> Callable[..., Any]:
 
 
 def check_trl_rollout(recipe: Recipe, function: Callable[..., Any]) -> None:
-    """Raises a UserError if a function in TRL's form cannot make the recipe's rollouts."""
+    """Raises a UserError if a TRL rollout function cannot be used with the recipe."""
     key = f"rollout = {recipe.rollout}"
     if inspect.isclass(function):
         raise UserError(
@@ -123,18 +123,18 @@ def check_trl_rollout(recipe: Recipe, function: Callable[..., Any]) -> None:
 
 
 def tools_of(sessions: Sessions | None) -> ToolsOf | None:
-    """Returns the function that says which tools a row's prompt offers."""
+    """Returns the function that maps a row to the tool schemas of its prompt; None: no tools."""
     if sessions is None:
         return None
     schemas = {name: sessions.schemas(name) for name in sessions.spec.names}
-    return lambda row: schemas[known_name(row, sessions)]  # of a stream, rows come later
+    return lambda row: schemas[known_name(row, sessions)]  # rows of a stream come later
 
 
 def known_name(row: Mapping[str, Any], sessions: Sessions, where: str = "") -> str:
     """Returns the name of a row's environment; "" if there is only one.
 
     Raises:
-        UserError: there is no environment of this name.
+        UserError: no environment has this name.
     """
     known = sessions.spec.names
     name = "" if known == [""] else str(row.get(NAME_COLUMN))
@@ -156,16 +156,16 @@ def make_loop(
     say: Callable[[str], None],
     vision: VisionProcessor | None = None,
 ) -> EpisodeLoop | TrlRollouts | None:
-    """Returns what makes the recipe's episodes, None without environments.
+    """Returns the recipe's `EpisodeLoop` or `TrlRollouts`; None without environments.
 
     Args:
         eos_ids: tokens that end a turn of the model.
-        max_prompt_tokens: length limit of a prompt with its first observation; None: none.
+        max_prompt_tokens: length limit of a prompt with its first observation; None: no limit.
         say: prints a line for the user.
-        vision: the model's processor; None: it reads text only.
+        vision: the processor of a vision model; None for a text model.
 
     Raises:
-        UserError: the chat template cannot carry a conversation with these tools.
+        UserError: the chat template does not support conversations with these tools.
     """
     if sessions is None and recipe.rollout is None:
         return None

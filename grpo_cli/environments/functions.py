@@ -7,8 +7,8 @@
         '''
         return number * number
 
-The schema that the model sees is made by transformers. A call that cannot be made and a function
-that raises are answered with the text `{"error": "..."}`, so that the model can correct itself.
+transformers makes the schema that the model sees. If a call is invalid or the function raises, the
+answer is `{"error": "..."}`, so that the model can correct itself.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from grpo_cli.environments.deadlines import Deadlines, Overrun, described
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.errors import UserError, listed
 
-TEXT_LIMIT = 100_000  # characters of a message's text that are kept; tokens are limited later
+TEXT_LIMIT = 100_000  # maximum characters of a message's content; tokens are limited later
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
-NULLABLE = ("anyOf", "oneOf", "type")  # the keys of a schema that say what types a value may have
-# Control characters except tab, line feed and carriage return, and halves of surrogate pairs.
+NULLABLE = ("anyOf", "oneOf", "type")  # schema keys that declare a value's types
+# Control characters except tab, line feed and carriage return, and lone surrogates.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
-Answer = tuple[Message, ToolCall]  # the message for the model, and what became of the call
+Answer = tuple[Message, ToolCall]  # the message for the model, and the record of the call
 
 
 class ToolError(Exception):
-    """A tool says that its call was wrong; the message is for the model, as it is."""
+    """Raised by a tool whose call was wrong; the model gets the message unchanged."""
 
 
 class Failed(Exception):  # noqa: N818
-    """The environment behind a tool has failed: it is not the model's fault.
+    """Raised if the environment behind a tool has failed, through no fault of the model.
 
     Args:
         status: "env_error" or "env_timeout".
@@ -60,7 +60,7 @@ class Tool:
 
     name: str
     function: Callable[..., Any]
-    schema: Mapping[str, Any]  # as chat templates take it: {"type": "function", "function": {...}}
+    schema: Mapping[str, Any]  # for chat templates: {"type": "function", "function": {...}}
 
     def __post_init__(self) -> None:
         import jsonschema
@@ -72,14 +72,14 @@ class Tool:
 
     @property
     def is_async(self) -> bool:
-        """Whether its calls are awaited, several at the same time."""
+        """Whether its calls are coroutines, which may run concurrently."""
         return is_coroutine_function(self.function)
 
     def arguments(self, given: Any) -> dict[str, Any]:
-        """Returns the arguments of a call, with texts converted to the types of the schema.
+        """Returns the arguments of a call, with strings converted to the schema's types.
 
         Raises:
-            ValueError: they do not fit the schema; the message is for the model.
+            ValueError: they do not match the schema; the message is for the model.
         """
         if given is None or given == "":
             given = {}
@@ -97,11 +97,11 @@ class Tool:
         unknown = [name for name in arguments if name not in known]
         if missing:
             raise ValueError(f"missing argument {missing[0]!r}; arguments: {listed(known)}")
-        # Some servers' schemas say nothing about arguments.
+        # Some servers' schemas do not describe their arguments.
         if unknown and not parameters.get("additionalProperties", "properties" not in parameters):
             raise ValueError(f"unknown argument {unknown[0]!r}; arguments: {listed(known)}")
         wrong = None
-        with contextlib.suppress(Exception):  # a server's schema may be none: it checks by itself
+        with contextlib.suppress(Exception):  # an invalid schema: the server checks the arguments
             wrong = next(self._validator.iter_errors(arguments), None)  # type: ignore[attr-defined]
         if wrong is not None:
             at = ".".join(map(str, wrong.absolute_path))
@@ -113,9 +113,9 @@ class Functions:
     """Answers the calls of tools.
 
     Args:
-        tools: by name.
-        deadlines: gives each call of a tool its time; by default as long as it takes.
-        answered: called with each answer of a turn that is not its last, as soon as it is there.
+        tools: the tools by name.
+        deadlines: limits the time of each tool call; default: no limit.
+        answered: called with each answer of a turn, except the last, as soon as it is available.
     """
 
     def __init__(
@@ -134,13 +134,13 @@ class Functions:
         return [tool.schema for tool in self.tools.values()]
 
     def joined(self, own: Mapping[str, Tool], where: str) -> Functions:
-        """Returns the tools of an environment and these ones.
+        """Returns these tools together with an environment's own.
 
         Args:
             where: the key that names the environment, for messages.
 
         Raises:
-            UserError: two have one name.
+            UserError: two tools have the same name.
         """
         if both := sorted({*own} & {*self.tools}):
             raise UserError(
@@ -150,14 +150,14 @@ class Functions:
         return Functions({**own, **self.tools}, self.deadlines, self.answered)
 
     async def step(self, message: Message) -> Observation:
-        """Answers the calls of a turn in their order; a turn without a call ends the episode."""
+        """Answers the calls of a turn in order; a turn without a call ends the episode."""
         if not (calls := calls_of(message)):
             return Observation(done=True)
         answers = await self.answer(calls)
         return Observation([a for a, _ in answers], calls=[made for _, made in answers])
 
     async def answer(self, calls: Sequence[Mapping[str, Any]]) -> list[Answer]:
-        """Makes calls one after another, and neighbouring calls of async tools at once."""
+        """Makes calls in order; consecutive calls of async tools run concurrently."""
         answers: list[Answer] = []
         for is_async, some in itertools.groupby(calls, self._is_async):
             if is_async:
@@ -189,7 +189,7 @@ class Functions:
         return answer, ToolCall(name, failed=failed, timed_out=timed_out, seconds=seconds)
 
     async def _result(self, name: str, call: Mapping[str, Any]) -> tuple[str, bool, bool]:
-        """Returns (text of the answer, whether the call failed, whether it ran out of time)."""
+        """Returns (text of the answer, whether the call failed, whether it timed out)."""
         tool = self.tools.get(name)
         if tool is None:
             known = listed(self.tools)
@@ -211,14 +211,14 @@ class Functions:
             return failure(str(error)), True, False
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise  # the episode was given up
+                raise  # the episode was abandoned
             return failure("CancelledError"), True, False
         except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit) as error:
             return failure(described(error)), True, False
 
 
 def load_tools(paths: Mapping[str, str], key: str = "tools") -> dict[str, Tool]:
-    """Imports the functions of a recipe's `tools`.
+    """Imports the functions in a recipe's `tools`.
 
     Raises:
         UserError: a function cannot be imported, or is not typed and documented.
@@ -235,14 +235,14 @@ def load_tools(paths: Mapping[str, str], key: str = "tools") -> dict[str, Tool]:
 
 
 def make_tool(function: Callable[..., Any], name: str, where: str) -> Tool:
-    """Returns the tool that a function is.
+    """Makes a tool from a function.
 
     Args:
-        name: by which the model calls it.
+        name: the tool's name for the model.
         where: the key and the value that name the function, for messages.
 
     Raises:
-        UserError: it has arguments without a type or a description, or no docstring.
+        UserError: an argument lacks a type or a description, or the function has no docstring.
     """
     if NAME.fullmatch(name) is None:
         raise UserError(
@@ -263,10 +263,10 @@ def make_tool(function: Callable[..., Any], name: str, where: str) -> Tool:
             )
     from transformers.utils import get_json_schema
 
-    is_object = not inspect.isroutine(function)  # that is called: transformers reads its method
+    is_object = not inspect.isroutine(function)  # a callable object: use its __call__
     try:
         schema = get_json_schema(function.__call__ if is_object else function)  # type: ignore[operator]
-    except Exception as error:  # of transformers, or of the evaluation of the annotations
+    except Exception as error:  # from transformers, or from evaluating the annotations
         reason = str(error).rstrip(".!")
         raise UserError(
             f"{where}: {reason}; a tool needs a docstring with a description of itself and of each "
@@ -284,31 +284,31 @@ def served_tool(
     parameters: Mapping[str, Any],
     call: Callable[..., Any],
 ) -> Tool:
-    """Returns a tool that a server has described with a JSON schema of its arguments."""
+    """Returns a server's tool, whose arguments the server describes by a JSON schema."""
     own = {"name": name, "description": description or "", "parameters": dict(parameters)}
     return Tool(name, call, {"type": "function", "function": own})
 
 
 def calls_of(message: Message) -> list[Mapping[str, Any]]:
-    """Returns the calls of a message: [{"type": "function", "function": {...}}]."""
+    """Returns the tool calls of a message: [{"type": "function", "function": {...}}]."""
     return [c for c in message.get("tool_calls") or () if isinstance(c.get("function"), Mapping)]
 
 
 def name_of(call: Mapping[str, Any]) -> str:
-    """Returns the name of the tool that is called."""
+    """Returns the tool's name in a call."""
     return str(call["function"].get("name"))
 
 
 def failure(text: str) -> str:
-    """Returns the answer of a call that failed: `{"error": "..."}`."""
+    """Returns the answer to a failed call: `{"error": "..."}`."""
     return json.dumps({"error": clean_text(text, 2000)}, ensure_ascii=False)
 
 
 def as_text(result: Any) -> str:
-    """Returns a tool's result as text: a string as it is, anything else as JSON.
+    """Converts a tool's result to a string: strings are unchanged, other values become JSON.
 
-    A result that JSON does not know becomes `str(result)`, and bytes are read as UTF-8. A long
-    text keeps its first and last characters, TEXT_LIMIT in all.
+    A result that is not JSON-serialisable becomes `str(result)`; bytes are decoded as UTF-8. A
+    long string keeps its first and last characters, TEXT_LIMIT in total.
     """
     if isinstance(result, (bytes, bytearray, memoryview)):
         result = bytes(result[: 4 * TEXT_LIMIT]).decode("utf-8", "replace")
@@ -321,7 +321,7 @@ def as_text(result: Any) -> str:
 
 
 def _builtin(value: Any) -> Any:
-    """Converts numpy's and torch's numbers and arrays, and sets; anything else to its text."""
+    """Converts numpy and torch values and sets to JSON types; other values to strings."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, (set, frozenset)):
@@ -330,12 +330,12 @@ def _builtin(value: Any) -> Any:
 
 
 def clean_text(text: str, limit: int = TEXT_LIMIT) -> str:
-    """Shortens a text and replaces what is no text: control characters, halves of surrogates."""
+    """Shortens a string, and replaces control characters and lone surrogates."""
     return UNPRINTABLE.sub("\ufffd", shortened("".join([text]), limit))
 
 
 def shortened(text: str, limit: int) -> str:
-    """Returns at most about `limit` characters of a text: its beginning, a mark and its end."""
+    """Cuts a string to about `limit` characters: its beginning, a mark and its end."""
     if len(text) <= limit:
         return text
     head, tail = (limit + 1) // 2, limit // 2
@@ -344,9 +344,9 @@ def shortened(text: str, limit: int) -> str:
 
 
 def converted(value: Any, schema: Any) -> Any:
-    """Converts a text to a type of the schema that is not text, as transformers does: "7" to 7.
+    """Converts a string to a non-string type of the schema, as transformers does: "7" to 7.
 
-    What cannot be converted is returned as it is, and is then refused by the schema.
+    Other values are returned unchanged; the schema check refuses them afterwards.
     """
     types = types_of(schema)
     if isinstance(value, float) and value.is_integer() and "integer" in types:
@@ -376,7 +376,7 @@ def _no_number(text: str) -> Any:
 
 
 def types_of(schema: Any) -> list[str]:
-    """Returns the types that a JSON schema allows, in their order; [] where it names none."""
+    """Returns the types that a JSON schema allows, in order; [] if it names none."""
     if not isinstance(schema, Mapping):
         return []
     declared = schema.get("type", [])
@@ -390,7 +390,7 @@ def types_of(schema: Any) -> list[str]:
 
 
 def json_type(value: Any) -> str:
-    """Returns the name that JSON schemas have for a value's type."""
+    """Returns the JSON schema name of a value's type."""
     names = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
     if type(value) in names:
         return names[type(value)]
@@ -398,10 +398,10 @@ def json_type(value: Any) -> str:
 
 
 def checkable(schema: Any) -> Any:
-    """Returns a schema that jsonschema checks as transformers means it.
+    """Converts a schema of transformers to standard JSON Schema.
 
-    transformers writes `nullable`, which is OpenAPI's word for a type or null, and has types
-    for images and audio, which JSON does not know.
+    transformers writes OpenAPI's `nullable` for a type or null, and has the types image and audio,
+    which JSON Schema does not know.
     """
     if isinstance(schema, list):
         return [checkable(inner) for inner in schema]

@@ -1,14 +1,14 @@
-"""Samples episodes: turns of the model and replies of environments, over any generator.
+"""Samples episodes: turns of the model and replies of environments, with any generator.
 
-An episode that is ready is continued as a prompt of its own, by one turn or by a piece of one. Then
-its environment answers, and the tokens of the reply are appended. What an episode's tokens are
-drawn from depends on (its prompt's seed, its place in the group, its pieces) and on no other
-episode. Which episodes are sampled together is the engine's choice: see `Generator.converse`.
+A ready episode is continued as a prompt, by one turn or by a piece of a turn. Then its environment
+answers, and the tokens of the reply are appended. The random stream of an episode depends on (its
+prompt's seed, its index in the group, its pieces) and on no other episode. The engine chooses which
+episodes share a batch, see `Generator.converse`.
 
 Faults. An environment that fails is replaced by a fresh one with the same seed, to which the turns
-so far are replayed. If it answers as before, the episode goes on where it was; if it answers one of
-them otherwise, the episode goes on from there. After more than `RETRIES` failures the
-episode ends without a reward.
+so far are replayed. If all its answers are the same, the episode continues. On a different answer
+the episode is rewound to that turn. After more than `RETRIES` failures the episode ends without a
+reward.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Completion, Prompt
 
 BEAT_SECONDS = 0.5
-RETRIES = 2  # of an episode: a passing fault seldom occurs twice, a lasting one does not end
-MOST_PARSE_ERRORS = 2  # of an episode that are answered: the model may correct itself
-MOST_FAILED = 16  # episodes of a call before their share counts
-MOST_BYSTANDER_FAILURES = 20  # of one episode
-FAILURES_SAID = 3  # of environments, after which the user is told
+RETRIES = 2  # per episode: transient faults seldom recur, and more retries do not fix others
+MOST_PARSE_ERRORS = 2  # per episode, so that the model may correct itself
+MOST_FAILED = 16  # failed episodes of a call that are allowed whatever their share
+MOST_BYSTANDER_FAILURES = 20  # per episode
+FAILURES_SAID = 3  # number of failures after which a note is printed
 
 HandOver = Callable[[int, Sequence[Prompt], list[Completion]], None]
 
 
 class Dialogue(Protocol):
-    """The tokens of turns and replies, for episodes with one set of tools.
+    """Converts between tokens and messages, for episodes with one set of tools.
 
-    `chat.Chat` has them from a chat template, `programs.ProgramDialogue` from fenced blocks. All
-    dialogues of a loop are of one kind.
+    `chat.Chat` uses a chat template, `programs.ProgramDialogue` uses fenced blocks. All dialogues
+    of a loop are of one kind.
     """
 
     @property
@@ -71,50 +71,50 @@ class Dialogue(Protocol):
 
     @property
     def is_one_text(self) -> bool:
-        """Whether turns and replies are one text, which rewards read as a whole.
+        """Whether turns and replies form one text, which rewards read as a whole.
 
-        An episode then has no messages, and a reply that is longer than what is left of it is cut
-        there, and not left out.
+        An episode then has no messages, and a reply that exceeds the token budget is truncated, not
+        dropped.
         """
 
     @property
     def piece_tokens(self) -> int | None:
-        """Most tokens of a piece, where a turn can end that no stop string sees; None: a turn's."""
+        """Maximum tokens of a piece, if turns can end without a stop string; None: no maximum."""
 
     def with_observation(
         self, prompt: Prompt, observation: str | Sequence[Message], limit: int
     ) -> Prompt: ...
 
     def stops(self, num_calls: int) -> tuple[str, ...]:
-        """Returns texts at which a piece ends, apart from the stop strings of the sampling.
+        """Returns strings that end a piece, in addition to the sampling's stop strings.
 
         Args:
-            num_calls: calls of tools in the episode so far, here and below.
+            num_calls: number of tool calls in the episode so far, here and below.
         """
 
     def turn_end(
         self, ids: Sequence[int], before: int, num_calls: int, *, has_stopped: bool
     ) -> int | None:
-        """Returns the length of a turn that has ended; None if it goes on. The rest is dropped.
+        """Returns the length of a turn that has ended, or None. Tokens after it are dropped.
 
         Args:
-            ids: the tokens of the turn under way, the last piece included.
-            before: the tokens of earlier pieces among them.
-            has_stopped: whether the piece has ended with an eos or one of `stops`.
+            ids: the tokens of the current turn, including the last piece.
+            before: number of tokens from earlier pieces.
+            has_stopped: whether the piece ended with an eos or one of `stops`.
         """
 
     def read(self, ids: Sequence[int], num_calls: int, *, at_stop_string: bool) -> Message:
         """Returns a complete turn as a message.
 
         Args:
-            at_stop_string: whether it ended at a stop string of the sampling.
+            at_stop_string: whether it ended at one of the sampling's stop strings.
 
         Raises:
             MalformedCall: the turn begins a call that cannot be read.
         """
 
     def reply_to(self, turn: Sequence[int], messages: Sequence[Message], limit: int) -> list[int]:
-        """Returns the tokens between a turn of the model, which is given, and its next turn."""
+        """Returns the tokens of a reply, between the given turn of the model and its next one."""
 
 
 class Environments(Protocol):
@@ -125,21 +125,21 @@ class Environments(Protocol):
 
 @dataclass
 class EpisodeLoop:
-    """Makes episodes with a generator, environments and limits."""
+    """Samples episodes with a generator, environments and limits."""
 
     environments: Environments
-    dialogues: Mapping[str, Dialogue]  # by environment; "": the only one
+    dialogues: Mapping[str, Dialogue]  # by environment name; "" if there is only one
     settings: EpisodeSettings
-    max_prompt_tokens: int | None = None  # of a prompt with its first observation
-    max_failed_share: float = 1.0  # of the episodes of a call; many more are not waited for
+    max_prompt_tokens: int | None = None  # limit of a prompt with its first observation
+    max_failed_share: float = 1.0  # share of a call's episodes; more failures abort the call
     say: Callable[[str], None] = lambda line: None  # prints a line for the user
-    num_failures: int = 0  # of environments, in the whole run
-    seconds_waited: float = 0.0  # for environments while nothing was sampled
-    environment_seconds: float = 0.0  # of all calls
+    num_failures: int = 0  # failures of environments in the whole run
+    seconds_waited: float = 0.0  # seconds of waiting for environments while nothing was sampled
+    environment_seconds: float = 0.0  # total seconds of all environment calls
     num_episodes: int = 0
 
     def take_times(self) -> dict[str, float]:
-        """Returns metrics of what was sampled since this was last called."""
+        """Returns the time metrics since the last call, and resets them."""
         times = {
             "time/waiting": self.seconds_waited,
             "time/environment": self.environment_seconds / max(self.num_episodes, 1),
@@ -159,12 +159,12 @@ class EpisodeLoop:
         """Samples `num_generations` episodes of each prompt. Every process calls it.
 
         Args:
-            seeds: one for each prompt; the environments of its group share one derived from it.
-            hand_over: called with (index of the prompt, the prompt of each episode, with the first
-                observation, the episodes) once a group is complete. Must be quick.
+            seeds: one for each prompt; the group's environments share a seed derived from it.
+            hand_over: called once a group is complete with (index of the prompt, each episode's
+                prompt with its first observation, the episodes). Must be quick.
 
         Raises:
-            TrainingError: the environments of a group do not begin alike, or too many failed.
+            TrainingError: a group's environments begin differently, or too many have failed.
         """
         self.num_episodes += len(prompts) * num_generations
         work = _Episodes(self, generator, prompts, num_generations, sampling, seeds, hand_over)
@@ -177,7 +177,7 @@ class EpisodeLoop:
 
 @dataclass
 class _Call:
-    """A call of an environment under way."""
+    """A pending call of an environment."""
 
     episode: Episode
     answered: Callable[[Episode, Observation, float], None]
@@ -186,7 +186,7 @@ class _Call:
 
 
 class _Episodes:
-    """The episodes of one `sample`, and the feed of what follows: `generation.base.Feed`."""
+    """The episodes of one `sample`, and the feed of their next turns (`generation.base.Feed`)."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class _Episodes:
         hand_over: HandOver,
     ) -> None:
         self.loop, self.settings, self.sampling = loop, loop.settings, sampling
-        self.first_prompts = prompts  # without first observations
+        self.first_prompts = prompts  # without the first observations
         self.prompts, self.seeds, self.hand_over = list(prompts), seeds, hand_over
         self.num_generations = num_generations
         order = loop.settings.order
@@ -218,8 +218,8 @@ class _Episodes:
         ]
         self.ready: list[Episode] = []
         self.answers: queue.SimpleQueue[tuple[_Call, Future[Observation]]] = queue.SimpleQueue()
-        self.num_waiting = 0  # calls of environments under way
-        self.num_failed = 0  # episodes without a reward
+        self.num_waiting = 0  # number of pending environment calls
+        self.num_failed = 0  # number of episodes without a reward
 
     @property
     def seconds_waited(self) -> float:
@@ -256,7 +256,7 @@ class _Episodes:
         observation: str | Sequence[Message] = first.messages
         if [m["role"] for m in first.messages] == ["user"]:
             (message,) = first.messages
-            # Many templates refuse two messages of the user in a row.
+            # Many templates refuse two consecutive user messages.
             follows = isinstance(prompt.text, list) and prompt.text[-1]["role"] == "user"
             if follows or message.get("append"):
                 observation = str(message["content"])
@@ -276,7 +276,7 @@ class _Episodes:
         self.prompts[number] = prompt
 
     def first_request(self) -> Request:
-        """Returns the request for the first turns, or the first pieces of them."""
+        """Returns the request for the first turns, or for their first pieces."""
         return Request(
             self.prompts,
             self.num_generations,
@@ -285,14 +285,14 @@ class _Episodes:
             range(len(self.prompts) * self.num_generations),
         )
 
-    # What follows
+    # The feed of next turns
 
     def piece(self, e: Episode, *, exact: bool = False) -> Sampling:
-        """Returns how an episode is continued.
+        """Returns the sampling settings for an episode's next piece.
 
-        Engines sample one length for all prompts of a request. If it is not exact it is therefore
-        that of a turn, or for what is left of one a power of two, as pieces shorter than a turn
-        always are. No piece makes prompt and completion longer than the limits allow.
+        All prompts of a request share one length. If it need not be exact, it is therefore that of
+        a complete turn, or a power of two for the rest of a turn. Pieces with `piece_tokens` are
+        always a power of two. No piece exceeds the limits of prompt and completion.
         """
         sampling, turn_tokens = self.sampling, self.settings.turn_tokens
         complete = min(turn_tokens or sampling.max_tokens, sampling.max_tokens)
@@ -320,9 +320,9 @@ class _Episodes:
         return self._work(piece, chosen)
 
     def _kinds(self, exact: bool) -> dict[Sampling, list[Episode]]:
-        """Returns the episodes that are ready by how they are continued."""
+        """Returns the ready episodes, grouped by their sampling settings."""
         kinds: dict[Sampling, list[Episode]] = collections.defaultdict(list)
-        self.ready.sort(key=lambda e: (e.number, e.sample))  # whichever environment was quicker
+        self.ready.sort(key=lambda e: (e.number, e.sample))  # an order independent of timing
         for e in self.ready:
             kinds[self.piece(e, exact=exact)].append(e)
         return kinds
@@ -338,14 +338,14 @@ class _Episodes:
         return request, partial(self.grown, episodes)
 
     def wait(self, patience: float) -> bool:
-        """Takes the answers of environments; returns whether there is something to sample."""
+        """Processes answers of environments; returns whether an episode is ready to sample."""
         begun, end = time.monotonic(), math.inf
         while self.num_waiting:
             if self.ready and not self.is_repeatable:
                 end = min(end, time.monotonic() + patience)
             if time.monotonic() >= end:
                 break
-            heartbeat.beat_of_main()  # prefetching runs in threads, which may wait longer
+            heartbeat.beat_of_main()  # only of the main thread: prefetch threads may wait longer
             left = max(0.0, min(end - time.monotonic(), BEAT_SECONDS))
             with contextlib.suppress(queue.Empty):
                 self._take_answer(*self.answers.get(timeout=left))
@@ -353,7 +353,7 @@ class _Episodes:
         return bool(self.ready)
 
     def _collect(self) -> None:
-        """Takes the answers that are there."""
+        """Processes the available answers without waiting."""
         with contextlib.suppress(queue.Empty):
             while self.num_waiting:
                 self._take_answer(*self.answers.get_nowait())
@@ -372,12 +372,12 @@ class _Episodes:
         return e.number * self.num_generations + e.sample
 
     def so_far(self, e: Episode) -> Prompt:
-        """Returns an episode's prompt with what has become of it so far as its end."""
+        """Returns an episode's prompt followed by its tokens so far."""
         prompt = self.prompts[e.number]
         return replace(prompt, ids=[*prompt.ids, *e.ids])
 
     def close(self) -> None:
-        """Releases the environments of episodes that are not complete."""
+        """Releases the environments of incomplete episodes."""
         for group in self.episodes:
             for e in group:
                 self._release(e)
@@ -385,18 +385,18 @@ class _Episodes:
     # The model's turn
 
     def begun(self, number: int, group: list[Completion]) -> None:
-        """Takes the first pieces of a group."""
+        """Processes the first pieces of a group."""
         for e, piece in zip(self.episodes[number], group, strict=True):
             self._grow(e, piece)
 
     def grown(self, episodes: Sequence[Episode], i: int, group: list[Completion]) -> None:
-        """Takes a piece of one episode."""
+        """Processes a piece of one episode."""
         self._grow(episodes[i], group[0])
 
     def _grow(self, e: Episode, piece: Completion) -> None:
         before = len(e.ids)
         e.add_piece(piece)
-        if e.stop_reason:  # its environment has failed before it began
+        if e.stop_reason:  # its environment failed before the first piece
             self._complete(e)
             return
         stops_at = self._stop(e, before)
@@ -419,9 +419,9 @@ class _Episodes:
             self.ready.append(e)
 
     def _stop(self, e: Episode, before: int) -> int | None:
-        """Returns where a stop string is complete; None if none is.
+        """Returns the index at which a stop string is complete, or None.
 
-        If a piece is a turn's first, and can stop at nothing else, the generator has seen it all.
+        The generator itself has checked a piece that is the first of its turn, with no other stops.
         """
         begin = e.turn_start
         is_seen = before == begin and not self._dialogue(e.number).stops(len(e.calls))
@@ -432,7 +432,7 @@ class _Episodes:
         return None if end is None else begin + end
 
     def _take_turn(self, e: Episode, *, at_stop_string: bool = False) -> None:
-        """Gives a complete turn of the model to its environment."""
+        """Passes a complete turn of the model to its environment."""
         dialogue = self._dialogue(e.number)
         ids = e.ids[e.turn_start :]
         try:
@@ -443,7 +443,7 @@ class _Episodes:
         e.end_turn(message)
         is_full = len(e.ids) == self.sampling.max_tokens
         if is_full and dialogue.is_one_text and message.get("tool_calls"):
-            self._end(e, "max_tokens")  # no room for what its calls return
+            self._end(e, "max_tokens")  # no room for the results of its calls
             return
         exchange = Exchange(message, len(e.turns) - 1, is_stepped=error is None)
         e.exchanges.append(exchange)
@@ -460,12 +460,12 @@ class _Episodes:
         self._reply(e, exchange, Observation([answer]), 0.0)
 
     def _cut_turn(self, e: Episode, reason: str) -> None:
-        """Ends an episode within a turn of the model, which no environment is given."""
+        """Ends an episode within a turn of the model, which its environment does not get."""
         e.end_turn(self._unread(e))
         self._end(e, reason)
 
     def _unread(self, e: Episode) -> Message:
-        """Returns the turn under way as a message without calls."""
+        """Returns the current turn as a message without calls."""
         tokenizer = self._dialogue(e.number).tokenizer
         text = tokenizer.decode(e.ids[e.turn_start :], skip_special_tokens=True)
         return {"role": "assistant", "content": text}
@@ -473,7 +473,7 @@ class _Episodes:
     # The environment's answer
 
     def _open(self, e: Episode) -> None:
-        """Gives an episode a fresh environment, in the state that the group begins with."""
+        """Opens a fresh environment for an episode, with its group's seed."""
         seed = derive_seed(self.seeds[e.number], "environment")
         prompt = self.first_prompts[e.number]
         row = {**prompt.columns, "prompt": prompt.text}
@@ -493,7 +493,7 @@ class _Episodes:
         self._advance(e)
 
     def _advance(self, e: Episode) -> None:
-        """Gives the environment the next turn that it has not seen, or asks it for the rewards."""
+        """Passes the next unseen turn to the environment, or requests the rewards at the end."""
         assert e.session is not None, "an episode without an environment is complete"
         while e.replayed < len(e.exchanges) and not e.exchanges[e.replayed].is_stepped:
             e.replayed += 1
@@ -554,7 +554,7 @@ class _Episodes:
             prompts = [self.prompts[e.number]] * len(group)
             self.hand_over(e.number, prompts, [other.completion() for other in group])
 
-    # Calls of environments, and their failures
+    # Calls and failures of environments
 
     def _call(
         self,
@@ -584,7 +584,7 @@ class _Episodes:
             call.answered(call.episode, observation, call.ended - call.begun)
 
     def _failed(self, e: Episode, failure: EnvironmentFailure) -> None:
-        """Begins again with a fresh environment, or ends an episode without a reward."""
+        """Restarts with a fresh environment, or ends the episode without a reward."""
         self._release(e)
         if failure.own:
             e.failures += 1
@@ -609,7 +609,7 @@ class _Episodes:
                 f"environment.max_failed_share = {self.loop.max_failed_share:g}; the last error: "
                 f"{e.error}"
             )
-        if e.ids:  # else it is complete once its first piece is there
+        if e.ids:  # else `_grow` completes it after its first piece
             self._complete(e)
 
     def _release(self, e: Episode) -> None:
@@ -622,5 +622,5 @@ class _Episodes:
 
 
 def _shown(observation: Observation) -> str:
-    """Returns the beginning of an observation's messages, for messages."""
+    """Returns the beginning of an observation's messages, for error messages."""
     return repr([m.get("content") for m in observation.messages])[:200]

@@ -1,7 +1,7 @@
 """The tools of an MCP server (Model Context Protocol), which the model may call.
 
-The server is a command that speaks MCP on its standard input and output, or an address
-(streamable HTTP). The client is that of the package `mcp` (extra `mcp`).
+The server is a command that uses MCP on its standard input and output, or an address
+(streamable HTTP). The client comes from the package `mcp` (extra `mcp`).
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ CONNECT_SECONDS = 10.0
 
 
 class McpTools(Adapted):
-    """The tools of an MCP server, and those of the recipe.
+    """The tools of an MCP server and of the recipe.
 
     Args:
         server: a command, or an address that begins with http.
         functions: the recipe's tools.
-        shared: the connections that the rollouts of a worker share, by server.
-        per_rollout: whether each rollout has a connection (and a server process) of its own, for
-            servers that keep a state.
-        env: more environment variables of the command.
-        headers: of HTTP requests, such as Authorization.
+        shared: the connections that a worker's rollouts share, by server.
+        per_rollout: whether each rollout has its own connection (and server process), for stateful
+            servers.
+        env: additional environment variables for the command.
+        headers: headers of HTTP requests, such as Authorization.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class McpTools(Adapted):
         self._server, self._env, self._headers = server, dict(env or {}), dict(headers or {})
 
     async def open(self) -> None:
-        """Connects and asks for the tools, unless another rollout has."""
+        """Connects and lists the tools, unless another rollout has done so."""
         connection = await self._connected()
         own: dict[str, Tool] = {}
         for tool in connection.tools:
@@ -88,7 +88,7 @@ class McpTools(Adapted):
         return await super().reset(row, seed)
 
     async def close(self) -> None:
-        """Ends a connection of this rollout's own."""
+        """Closes the connection if it belongs to this rollout alone."""
         if self._is_own and (connection := self._shared.pop(self._server, None)) is not None:
             await connection.close()
 
@@ -113,11 +113,11 @@ class McpTools(Adapted):
 
 
 class _Connection:
-    """A connection to a server, opened and closed by a task of its own, as anyio demands."""
+    """A connection to a server, opened and closed in the same task, as anyio requires."""
 
     def __init__(self, server: str, env: Mapping[str, str], headers: Mapping[str, str]) -> None:
         self._server, self._env, self._headers = server, env, headers
-        self.error: Failed | None = None  # why it cannot be used any more
+        self.error: Failed | None = None  # why the connection is no longer usable
         self.tools: list[mcp.Tool] = []
         self._client: mcp.Client | None = None
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -125,11 +125,11 @@ class _Connection:
         self._task = asyncio.create_task(self._hold())
 
     async def open(self) -> None:
-        """Waits for the tools.
+        """Waits until the connection is open and the tools are listed.
 
         Raises:
             UserError: the server cannot be started.
-            Failed: there is no MCP server.
+            Failed: no MCP server answers.
         """
         try:
             await self._opened
@@ -138,7 +138,7 @@ class _Connection:
             raise
 
     async def _hold(self) -> None:
-        """Connects, asks for the tools and keeps the connection until it is to be closed."""
+        """Connects, lists the tools and keeps the connection open until `close`."""
         try:
             async with contextlib.AsyncExitStack() as stack:
                 client = await stack.enter_async_context(await self._new_client(stack))
@@ -157,7 +157,7 @@ class _Connection:
     async def _new_client(self, stack: contextlib.AsyncExitStack) -> mcp.Client:
         """Returns a client of the server, not yet connected."""
         if self._server.startswith(HTTP):
-            limits = httpx2.Timeout(None, connect=CONNECT_SECONDS)  # each call has its deadline
+            limits = httpx2.Timeout(None, connect=CONNECT_SECONDS)  # calls have deadlines already
             http = httpx2.AsyncClient(headers=dict(self._headers), timeout=limits)
             await stack.enter_async_context(http)
             return mcp.Client(streamable_http_client(self._server, http_client=http))
@@ -166,8 +166,8 @@ class _Connection:
         return mcp.Client(mcp.StdioServerParameters(command=command, args=args, env=env))
 
     def _reason(self, error: Exception) -> UserError | Failed:
-        """Returns why the connection could not be opened."""
-        while isinstance(error, ExceptionGroup):  # of the client's own tasks
+        """Returns the error for a connection that could not be opened."""
+        while isinstance(error, ExceptionGroup):  # raised by the client's own tasks
             error = error.exceptions[0]
         if isinstance(error, (OSError, ValueError)) and not self._server.startswith(HTTP):
             return UserError(
@@ -181,7 +181,7 @@ class _Connection:
 
         Raises:
             ToolError: the server refuses the call.
-            Failed: the server has gone, or has failed itself.
+            Failed: the connection is closed, or the server had an internal error.
         """
         if self.error is not None:
             raise self.error
@@ -203,7 +203,7 @@ class _Connection:
         return Failed("env_error", f"the MCP server {self._server}: {text}")
 
     async def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self.error = self.error or self._failed("the connection was closed")
         self._leaves.set()
         await asyncio.wait({self._task})

@@ -1,4 +1,4 @@
-"""One program of a completion: finds it in a text, runs it in the sandbox, returns its output.
+"""One program of a completion: finds its source, runs it in the sandbox, returns its output.
 
 execute(["x = 6", "print(x * 7)"], tools).text  # -> "42"
 """
@@ -24,17 +24,17 @@ _FENCE_LINE = re.compile(r"([ \t]*+)(`{3,}+)[ \t]*+([^`\s]*+)[^`]*+")  # possess
 
 
 def limits_of(tools: Tools) -> sandbox.Limits:
-    """Returns the limits of one call."""
+    """Returns the sandbox limits of one call."""
     return sandbox.Limits(seconds=tools.seconds, memory_mb=tools.memory_mb)
 
 
 def describe(tools: Tools) -> str:
-    """Tries the guards of the sandbox once; returns a line for the log that names them.
+    """Tests the guards of the sandbox once; returns a log line that names them.
 
     Raises:
-        UserError: fewer work here than `tools.guards` asks for.
+        UserError: fewer guards work here than `tools.guards` requires.
     """
-    sandbox.sweep()  # what runs that were killed have left
+    sandbox.sweep()  # removes leftovers of killed runs
     try:
         return sandbox.describe(tools.guards, tools.site_packages)
     except sandbox.SandboxError as error:
@@ -45,18 +45,18 @@ def describe(tools: Tools) -> str:
 class Answer:
     """Holds the result of a call."""
 
-    text: str  # what is shown: the output, and the error behind it
+    text: str  # the output, followed by the error
     status: str = "ok"  # or "error", "timeout", "memory", "output", ...: see `sandbox.Finished`
-    keeps: bool = True  # whether later calls run the block again: not if it was stopped
+    keeps: bool = True  # whether later calls run the block again; False if it was stopped
 
 
 def execute(blocks: Sequence[str], tools: Tools) -> Answer:
     """Runs the blocks of a solution; returns the result of the last one.
 
     Raises:
-        SandboxError: the sandbox failed, whatever the program is worth.
+        SandboxError: the sandbox itself failed, not the program.
     """
-    token = os.urandom(16).hex()  # so that nothing a program prints is taken for the runner's word
+    token = os.urandom(16).hex()  # secret, so that a program cannot forge the runner's status
     given = json.dumps({"token": token, "blocks": list(blocks)})
     finished = sandbox.run(
         _runner(),
@@ -71,7 +71,7 @@ def execute(blocks: Sequence[str], tools: Tools) -> Answer:
         keeps = status != "memory"
     else:
         status, error, keeps = _stopped(finished, tools)
-    # How far one had come that was stopped for time or memory depends on the machine.
+    # The partial output of a program stopped for time or memory depends on the machine.
     output = parts[0].rstrip("\n") if status in ("ok", "error", "output") else ""
     shown = [_shortened(part, tools.output_characters) for part in (output, error) if part]
     return Answer("\n".join(shown), status, keeps)
@@ -93,7 +93,7 @@ def _stopped(finished: sandbox.Finished, tools: Tools) -> tuple[str, str, bool]:
 
 
 def _shortened(text: str, most: int) -> str:
-    """Returns the text; if it is long, its beginning and end, `most` characters together."""
+    """Shortens a long string to its beginning and end, `most` characters in total."""
     if len(text) <= most:
         return text
     head, tail = most - most // 2, most // 2
@@ -107,13 +107,13 @@ def _runner() -> str:
 
 
 def closed_program(text: str, at_end: bool = False) -> str | None:
-    """Returns the source of the first closed Python block of a text; None if there is none.
+    """Returns the source of the first closed Python block in a text; None if there is none.
 
-    A block is closed by a line that holds only its fence. The last line counts once it has its
-    newline, for it may be the beginning of another.
+    A line with only the fence closes a block. The last line counts only with its newline, since it
+    may still grow.
 
     Args:
-        at_end: nothing follows: the last line counts as it is.
+        at_end: whether the text is complete, so that the last line counts without a newline.
     """
     indent, fence, mark = "", "", ""
     inside: list[str] = []
@@ -134,7 +134,7 @@ def closed_program(text: str, at_end: bool = False) -> str | None:
 
 
 def _source(lines: Sequence[str], indent: str) -> str:
-    """Returns a block's lines as a program, without their common indentation."""
+    """Joins a block's lines to a program, without their common indentation."""
     lines = [line.removeprefix(indent) for line in lines]
     source = "".join(line + "\n" for line in lines)
     first = next((line for line in lines if line.strip()), "")

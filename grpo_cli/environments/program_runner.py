@@ -1,12 +1,12 @@
-"""The half of a tool call inside the sandbox: runs the blocks of a solution, shows the last one's.
+"""The part of a tool call inside the sandbox: runs a solution's blocks, prints the last output.
 
-`program_calls.py` has the sandbox run this file's text as a program. It reads from stdin, as JSON,
-a token and the blocks, and runs them one after another in one namespace. What all but the last
-print goes nowhere. What the last prints goes to stdout, and behind it, between two tokens, how it
-ended: "ok", or "error" or "memory" with the last line of a traceback below.
+`program_calls.py` makes the sandbox run this file's source as a program. It reads from stdin, as
+JSON, a token and the blocks, and runs them in order in one namespace. The output of all blocks
+except the last is discarded. Stdout gets the last block's output and then, between two tokens, its
+status: "ok", "error" or "memory", the latter two with the last line of a traceback.
 
-Blocks are untrusted and share this interpreter: what is used after one has run is bound before. It
-imports little, since each call waits for it, and nothing of the project.
+Blocks are untrusted and share this interpreter, so names that are used after a block are bound
+before it. The file imports little, since each call waits for it, and nothing of the project.
 """
 
 # ruff: noqa: SIM105 - contextlib would have to be imported
@@ -24,9 +24,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-SEED = 0  # of each call, so that blocks that are run again draw the same numbers
-PRIVATE_FD = 40  # where stdout is kept out of the blocks' way
-MOST_CHARACTERS = 10_000  # of an exception's text
+SEED = 0  # the same in each call, so that repeated blocks draw the same numbers
+PRIVATE_FD = 40  # lowest file descriptor of the saved stdout, away from the blocks' own
+MOST_CHARACTERS = 10_000  # maximum length of an exception's message
 SPARE_BYTES = 1 << 20
 
 
@@ -35,13 +35,13 @@ def main() -> NoReturn:
     token, blocks = given["token"].encode(), given["blocks"]
     nowhere = os.open(os.devnull, os.O_RDWR)
     shown = fcntl.fcntl(1, fcntl.F_DUPFD, PRIVATE_FD)
-    os.dup2(nowhere, 0)  # what came on stdin is not for the blocks: they find its end
+    os.dup2(nowhere, 0)  # blocks must not read this stdin: they find end of file
     os.dup2(nowhere, 2)
     _seed_everything()
     module = type(sys)("__main__")
-    sys.modules["__main__"] = module  # what dataclasses and pickle look names up in
+    sys.modules["__main__"] = module  # dataclasses and pickle look names up in it
     open_, dup2, write, getpid, leave, said_of = open, os.dup2, os.write, os.getpid, os._exit, said
-    spare = bytearray(SPARE_BYTES)  # given back when memory is short
+    spare = bytearray(SPARE_BYTES)  # freed when memory is short
     pid, status, text = getpid(), "ok", ""
     for number, source in enumerate(blocks, start=1):
         dup2(shown if number == len(blocks) else nowhere, 1)
@@ -50,23 +50,23 @@ def main() -> NoReturn:
         status, text = "ok", ""
         try:
             run_block(source, number, module.__dict__)
-        except BaseException as error:  # also SystemExit, and what it raises of its own
+        except BaseException as error:  # also SystemExit and the block's own exceptions
             del spare[:]
             status, text = said_of(error)
         try:
             stdout.flush()
         except (OSError, ValueError):  # it was closed
             pass
-        if getpid() != pid:  # a child that the block has forked, and that came out of it as well
+        if getpid() != pid:  # a child process that the block has forked
             leave(0)
     rest = memoryview(token + f"{status}\n{text}".encode(errors="backslashreplace") + token)
     while rest:
         rest = rest[write(shown, rest) :]
-    leave(0)  # threads and exit functions of the blocks are not waited for
+    leave(0)  # without waiting for the blocks' threads and exit functions
 
 
 def run_block(source: str, number: int, names: dict[str, Any]) -> None:
-    """Runs a block; prints the value of an expression that it ends with, unless it is None."""
+    """Runs a block; if it ends with an expression, prints its value unless that is None."""
     file = f"<block {number}>"
     tree = compile(source, file, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
     assert isinstance(tree, _ast.Module)
@@ -81,7 +81,7 @@ def run_block(source: str, number: int, names: dict[str, Any]) -> None:
 
 
 def said(error: BaseException) -> tuple[str, str]:
-    """(status, the last line of a traceback) for what a block has raised."""
+    """Returns (status, last line of a traceback) for an exception of a block."""
     kind = type(error)
     name = kind.__qualname__
     if kind.__module__ not in ("builtins", "__main__"):
@@ -92,14 +92,14 @@ def said(error: BaseException) -> tuple[str, str]:
         text = str(error)
         if isinstance(error, SyntaxError) and error.lineno is not None:
             text = f"{error.msg} (line {error.lineno})"
-    except BaseException:  # of the error's own methods
+    except BaseException:  # raised by the error's own methods
         text = "<its text cannot be shown>"
     status = "memory" if isinstance(error, MemoryError) else "error"
     return status, f"{name}: {text}"[:MOST_CHARACTERS] if text else name
 
 
 def _seed_everything() -> None:
-    """Gives a program `SEED` where it asks the system for a seed."""
+    """Makes `SEED` the default seed wherever a program would use a random one."""
     random.Random.__init__.__defaults__ = (SEED,)  # type: ignore[attr-defined]
     random.Random.seed.__defaults__ = (SEED, 2)
     random.seed(SEED)
@@ -107,7 +107,7 @@ def _seed_everything() -> None:
 
 
 class _NumpySeeding:
-    """Finds numpy.random as the other finders do, and seeds it once it is loaded."""
+    """An import hook that seeds numpy.random once it is loaded."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "numpy.random":

@@ -1,4 +1,4 @@
-"""Tool-integrated reasoning: runs the programs that a completion writes while it is generated.
+"""Tool-integrated reasoning: runs the programs in a completion while it is generated.
 
     So the number is                                   sampled
     ```python
@@ -9,17 +9,17 @@
     ```
     The answer is 42.                                  sampled
 
-A turn of the model ends at the end of a ```python block, the program runs in the sandbox, what it
-prints is appended as an ```output block, and the model has its next turn: ToRA, arXiv 2309.17452,
-section 2; DeepSeekMath, arXiv 2402.03300, section 3. Tokens that the tool wrote are marked as not
-sampled. `loop.EpisodeLoop` takes the turns; here are the text of a completion and its programs.
+A turn of the model ends at the end of a ```python block. The program runs in the sandbox, its
+output is appended as an ```output block, and the model has its next turn: ToRA, arXiv 2309.17452,
+section 2; DeepSeekMath, arXiv 2402.03300, section 3. The tool's tokens are marked as not sampled.
+`loop.EpisodeLoop` runs the turns; this file has the text of a completion and its programs.
 
-State. Later blocks see what earlier ones have defined, as in a notebook. No interpreter is kept
-alive for that: each call starts a fresh one that runs the earlier blocks again, their output thrown
-away. So a call depends on its blocks alone, nothing is lost with a process or when a run goes on
-elsewhere, and a completion that waits for its turn holds no memory. It costs the earlier blocks'
-time once more in each call. Random numbers are seeded alike in each, so that a block that is run
-again does the same; one that looks at the clock need not.
+State. Later blocks see the definitions of earlier ones, as in a notebook. No interpreter is kept
+alive for that. Each call starts a fresh one that runs the earlier blocks again and discards their
+output. So a call depends only on its blocks, nothing is lost with a process or when a run resumes
+on another machine, and a waiting completion holds no memory. The cost is the earlier blocks' time
+in each call. Random numbers are seeded equally in each call, so that a repeated block gives the
+same result, unless it reads the clock.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from grpo_cli.generation.stop_strings import StopStrings
 from grpo_cli.records import Prompt
 from grpo_cli.scoring.calls import own_cores
 
-FENCE = "```\n"  # ends every block whose closing line has nothing behind it
-PIECE = 512  # tokens, a power of two: the end of a block that no stop string sees is found soon
+FENCE = "```\n"  # stop string; misses blocks with trailing spaces after the closing fence
+PIECE = 512  # tokens, a power of two; short, to find block ends that the stop string misses
 MOST_THREADS = 16
-NAME = "python"  # of the tool
+NAME = "python"  # the tool's name
 
 
 def program_loop(
@@ -54,14 +54,14 @@ def program_loop(
     order: str = "auto",
     threads: int | None = None,
 ) -> EpisodeLoop:
-    """Returns what makes completions whose programs are run.
+    """Returns the `EpisodeLoop` that samples completions and runs their programs.
 
-    A completion ends as it would without programs: with an eos, a stop string of the sampling
-    settings in what was sampled, or with as many tokens as these allow, the tool's included.
+    A completion ends as it would without programs: at an eos, at a stop string of the sampling
+    settings in sampled text, or at their maximum number of tokens, which includes the tool's.
 
     Args:
         order: see `EpisodeSettings`.
-        threads: programs run at the same time; None: one for each of this process's cores.
+        threads: number of programs that run concurrently; None: one per core of this process.
     """
     return EpisodeLoop(
         ProgramSessions(tools, threads),
@@ -71,7 +71,7 @@ def program_loop(
 
 
 class ProgramDialogue:
-    """One text in which programs and their outputs follow each other: `loop.Dialogue`."""
+    """A `loop.Dialogue` in which programs and their outputs form one text."""
 
     is_one_text = True
     tools: Sequence[Mapping[str, Any]] = (
@@ -86,29 +86,29 @@ class ProgramDialogue:
     def with_observation(
         self, prompt: Prompt, observation: str | Sequence[Message], limit: int
     ) -> Prompt:
-        """Returns the prompt: programs begin with no observation."""
+        """Returns the prompt unchanged, since programs have no first observation."""
         return prompt
 
     def stops(self, num_calls: int) -> tuple[str, ...]:
-        """Returns the end of a block while calls are left. Nothing stops at what is not run."""
+        """Returns the closing fence as a stop string; () after the last allowed call."""
         return (FENCE,) if num_calls < self.max_calls else ()
 
     def turn_end(
         self, ids: Sequence[int], before: int, num_calls: int, *, has_stopped: bool
     ) -> int | None:
-        """Returns where the first program ends, else where an eos does; see `loop.Dialogue`.
+        """Returns the end of the first program, else of an eos; see `loop.Dialogue`.
 
-        An eos right behind a program's closing fence does not count. After the last call there is
-        no program.
+        An eos right after a program's closing fence is dropped. After the last allowed call, blocks
+        are not programs.
         """
         has_calls = num_calls < self.max_calls
-        # What has stopped, and at no text, has stopped at an eos.
+        # A piece that stopped without the fence has stopped at an eos.
         has_eos = has_stopped and not (has_calls and self._fence.ends(ids))
         if has_calls:
             end = len(ids) - has_eos
             source = closed_program(self._text(ids[:end]), at_end=has_eos)
             has_program = source is not None
-            # What was drawn behind it, where the generator did not see the end, is dropped.
+            # If the generator missed the end, the tokens sampled after it are dropped.
             while source is not None and end > before + 1:
                 source = closed_program(self._text(ids[: end - 1]))
                 end -= source is not None
@@ -117,7 +117,7 @@ class ProgramDialogue:
         return len(ids) if has_eos else None
 
     def read(self, ids: Sequence[int], num_calls: int, *, at_stop_string: bool) -> Message:
-        """Returns a turn as a message, with its program as the call of a tool."""
+        """Returns a turn as a message, with its program as a tool call."""
         text = self._text(ids)
         message: Message = {"role": "assistant", "content": text}
         if at_stop_string or num_calls == self.max_calls:
@@ -129,7 +129,7 @@ class ProgramDialogue:
         return message
 
     def reply_to(self, turn: Sequence[int], messages: Sequence[Message], limit: int) -> list[int]:
-        """Returns the tokens of an output, which `Tools.output_characters` has bounded already."""
+        """Returns the tokens of an output, whose length `Tools.output_characters` limits."""
         shown = "".join(f"```output\n{m['content']}\n```\n" for m in messages)
         return self._encoded(shown if self._text(turn).endswith("\n") else "\n" + shown)
 
@@ -141,23 +141,23 @@ class ProgramDialogue:
         return text
 
     def _encoded(self, text: str) -> list[int]:
-        """Returns the tokens of a text that follows a newline; none of them is a special token."""
+        """Encodes a string that follows a newline, without special tokens."""
 
         def encoded(text: str) -> list[int]:
             found: Any = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
             return list(found["input_ids"])
 
         newline, both = encoded("\n"), encoded("\n" + text)
-        if both[: len(newline)] == newline:  # without the space that some put before a text
+        if both[: len(newline)] == newline:  # avoids the leading space that some tokenizers add
             return both[len(newline) :]
         return encoded(text)
 
 
 class ProgramSessions:
-    """Opens the programs of completions, which run in threads that wait for the sandbox.
+    """Opens sessions for programs of completions, which run in threads that wait for the sandbox.
 
-    The threads end once this is no longer referred to and running programs have ended, which they
-    do within their limits.
+    The threads end once this object is garbage-collected and the running programs have ended, which
+    their time limits ensure.
     """
 
     def __init__(self, tools: Tools, threads: int | None = None) -> None:
@@ -165,28 +165,28 @@ class ProgramSessions:
         self.pool = ThreadPoolExecutor(threads or min(own_cores(), MOST_THREADS), "program")
 
     def open(self, name: str, row: Mapping[str, Any], seed: int) -> ProgramSession:
-        """Returns the programs of one completion."""
+        """Returns the session of one completion."""
         return ProgramSession(self)
 
 
 class ProgramSession:
-    """The programs of one completion: `episode.EnvironmentSession`."""
+    """The programs of one completion, as an `episode.EnvironmentSession`."""
 
     def __init__(self, sessions: ProgramSessions) -> None:
         self._sessions = sessions
-        self._blocks: list[str] = []  # that later calls run again
+        self._blocks: list[str] = []  # blocks that later calls run again
         self._task: Future[None] | None = None
         self._lock = threading.Lock()
         self._is_open = True
 
     def reset(self) -> Future[Observation]:
-        """Begins with nothing: the prompt stays as it is."""
+        """Returns an empty observation, which leaves the prompt unchanged."""
         return _done(Observation())
 
     def step(self, message: Message) -> Future[Observation]:
         """Runs a turn's program; a turn without one ends the completion.
 
-        Its exception is a TrainingError if the sandbox has failed, whatever the program is worth.
+        The future raises a TrainingError if the sandbox itself has failed, not the program.
         """
         calls = message.get("tool_calls")
         if not calls:
@@ -197,11 +197,11 @@ class ProgramSession:
         return answer
 
     def finish(self) -> Future[Observation]:
-        """Ends: programs give no rewards."""
+        """Returns an empty observation, since programs give no rewards."""
         return _done(Observation())
 
     def abandon(self) -> None:
-        """Does not begin a program that waits, nor answer with one that runs."""
+        """Cancels a waiting program, and ignores the result of a running one."""
         with self._lock:
             self._is_open = False
         if self._task is not None:
@@ -217,7 +217,7 @@ class ProgramSession:
                 f"a program in a completion could not be run: {error}", alone=True
             )
             failure.__cause__ = error
-        except BaseException as error:  # a fault of ours, which the thread that waits raises
+        except BaseException as error:  # an internal error; the waiting thread raises it
             failure = error
         with self._lock:
             if not self._is_open:

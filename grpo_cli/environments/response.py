@@ -1,15 +1,15 @@
-r"""Reads a turn of the model as a message: its text, and the tools that it calls.
+r"""Parses a turn of the model into a message: its content and its tool calls.
 
     parser = ResponseParser(FORMATS["hermes"])
     parser.parse('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
     # -> {"role": "assistant", "content": "", "tool_calls": [{"type": "function",
     #     "function": {"name": "add", "arguments": {"a": 1}}}]}
 
-A call that the model has begun and that cannot be read is a `MalformedCall`, never plain text: it
-is answered and counted. A policy in training writes anything, so each format is read with
-`str.find` and `json`, in time that is linear in the text.
+A call that begins but cannot be parsed raises `MalformedCall` and never becomes plain text: the
+loop answers and counts it. A policy in training may write anything, so each format is parsed with
+`str.find` and `json`, in time linear in the length of the text.
 
-A tokenizer's own `response_template` is read by transformers.
+transformers applies a tokenizer's own `response_template`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from grpo_cli.environments.protocol import Message
 
 Schemas = Sequence[Mapping[str, Any]]
 
-MOST_CHARACTERS = 1_000_000  # of a turn; a longer one is not read
-MOST_CHARACTERS_OF_TEMPLATE = 100_000  # regular expressions of a template may take quadratic time
-MOST_CALLS = 1_000  # of a turn
+MOST_CHARACTERS = 1_000_000  # maximum length of a turn; a longer one is not parsed
+MOST_CHARACTERS_OF_TEMPLATE = 100_000  # lower, since a template's regexes may be quadratic
+MOST_CALLS = 1_000  # maximum calls in a turn
 _THINK = ("<think>", "</think>")
 
 
 class MalformedCall(Exception):  # noqa: N818 - answered, not raised to a user
-    """A turn of the model begins a call that cannot be read; the text says why, for the model."""
+    """A turn begins a call that cannot be parsed; the message explains the reason to the model."""
 
 
-# A format takes the text of a turn and the names of the tools; it returns the text without the
+# A format takes the text of a turn and the tools' names. It returns the text without the
 # calls, and (name, arguments) of each call.
 Calls = list[tuple[Any, Any]]
 Read = Callable[[str, "frozenset[str]"], tuple[str, Calls]]
@@ -43,11 +43,11 @@ Read = Callable[[str, "frozenset[str]"], tuple[str, Calls]]
 
 @dataclass(frozen=True)
 class ResponseParser:
-    """Reads turns of the model in one format.
+    """Parses turns of the model in one format.
 
     Attributes:
         read: a format of `FORMATS`; None: `template` is used.
-        template: a response template as transformers takes it.
+        template: a response template in transformers' form.
     """
 
     read: Read | None = None
@@ -57,17 +57,17 @@ class ResponseParser:
         """Returns a turn as a message.
 
         Args:
-            text: the turn, decoded with its special tokens, without the one that ended it.
-            prefix: the text before it; a generation prompt may have begun the message.
-            tools: JSON schemas of the tools, to whose types arguments are converted.
+            text: the turn, decoded with its special tokens except the final eos.
+            prefix: the text before it, since a generation prompt may begin the message.
+            tools: JSON schemas of the tools; arguments are converted to their types.
 
         Returns:
-            {"role": "assistant", "content": str, "tool_calls": [...]}; `tool_calls` only if there
-            are calls, each with a name and a mapping as arguments; `reasoning_content` only if the
-            turn has a <think> block, which `content` is then without.
+            {"role": "assistant", "content": str, "tool_calls": [...]}. `tool_calls` exists only if
+            there are calls, each with a name and a mapping as arguments. `reasoning_content` exists
+            only if the turn has a <think> block, which is not in `content` then.
 
         Raises:
-            MalformedCall: the turn begins a call that cannot be read.
+            MalformedCall: the turn begins a call that cannot be parsed.
         """
         most = MOST_CHARACTERS if self.read else MOST_CHARACTERS_OF_TEMPLATE
         if len(text) > most:
@@ -93,7 +93,7 @@ class ResponseParser:
                 text, dict(self.template or {}), prefix=prefix, tools=[dict(t) for t in tools]
             )
         except Exception as error:
-            # Transformers' parsers raise whatever their json and transforms do.
+            # transformers' parsers pass on any exception of json and their transforms.
             raise MalformedCall(_shown(f"The message could not be read: {error}")) from error
         content = found.get("content")
         message: Message = {**found, "role": "assistant"}
@@ -113,7 +113,7 @@ def names_of(tools: Schemas) -> frozenset[str]:
 
 
 def _function(tool: Any) -> Mapping[str, Any]:
-    """Returns what a call or a schema says of its function; {} for anything else."""
+    """Returns the "function" entry of a call or a schema; {} for anything else."""
     found = tool.get("function", tool) if isinstance(tool, Mapping) else {}
     return found if isinstance(found, Mapping) else {}
 
@@ -122,13 +122,13 @@ def _function(tool: Any) -> Mapping[str, Any]:
 
 
 def _hermes(text: str, names: frozenset[str]) -> tuple[str, Calls]:
-    """Reads <tool_call>{"name": ..., "arguments": {...}}</tool_call>, of Qwen2.5 and Qwen3."""
+    """Parses <tool_call>{"name": ..., "arguments": {...}}</tool_call>, of Qwen2.5 and Qwen3."""
     content, bodies = _blocks(text, "<tool_call>", "</tool_call>")
     return content, [_named(_json(body), body) for body in bodies]
 
 
 def _qwen3_5(text: str, names: frozenset[str]) -> tuple[str, Calls]:
-    """Reads <tool_call><function=add><parameter=a>1</parameter></function></tool_call>."""
+    """Parses <tool_call><function=add><parameter=a>1</parameter></function></tool_call>."""
     content, bodies = _blocks(text, "<tool_call>", "</tool_call>")
     return content, [_function_block(body) for body in bodies]
 
@@ -154,9 +154,9 @@ def _function_block(body: str) -> tuple[str, dict[str, Any]]:
 
 
 def _llama3(text: str, names: frozenset[str]) -> tuple[str, Calls]:
-    """Reads {"name": ..., "parameters": {...}}: the turn is nothing but calls.
+    """Parses {"name": ..., "parameters": {...}}: a turn has either calls or text.
 
-    JSON that names no tool and has no parameters is an answer.
+    JSON that names no tool and has no parameters counts as text.
     """
     marked = text.strip().startswith("<|python_tag|>")
     rest = text.strip().removeprefix("<|python_tag|>").strip()
@@ -187,7 +187,7 @@ def _is_in(value: dict[str, Any], names: frozenset[str]) -> bool:
 
 
 def _mistral(text: str, names: frozenset[str]) -> tuple[str, Calls]:
-    """Reads [TOOL_CALLS] [{"name": ..., "arguments": ...}], or [TOOL_CALLS]name[ARGS]{...}."""
+    """Parses [TOOL_CALLS] [{"name": ..., "arguments": ...}], or [TOOL_CALLS]name[ARGS]{...}."""
     mark = "[TOOL_CALLS]"
     content, *bodies = text.split(mark, MOST_CALLS + 1)
     calls: Calls = []
@@ -216,9 +216,9 @@ FORMATS: dict[str, Read] = {
 
 
 def _without_thought(text: str, prefix: str) -> tuple[str | None, str]:
-    """Returns the text of a <think> block at the beginning, None if there is none, and the rest.
+    """Splits a turn into (content of a <think> block at its beginning or None, rest).
 
-    A call inside a thought is no call.
+    Calls inside the block do not count.
     """
     begin, end = _THINK
     inside = prefix.rstrip().endswith(begin)  # the generation prompt has opened the block
@@ -232,9 +232,9 @@ def _without_thought(text: str, prefix: str) -> tuple[str | None, str]:
 
 
 def _blocks(text: str, begin: str, end: str) -> tuple[str, list[str]]:
-    """Returns the text without its blocks, and the inside of each block.
+    """Returns the text without its blocks, and the body of each block.
 
-    The last block may lack its end, since some models end their turn in its place.
+    The last block may lack its end marker, since some models emit the eos instead.
     """
     contents: list[str] = []
     bodies: list[str] = []
@@ -268,7 +268,7 @@ def _json(text: str) -> Any:
     try:
         found = _DECODER.decode(text.strip())
         if "\\u" in text:
-            json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+            json.dumps(found, ensure_ascii=False).encode()  # raises for lone surrogates
         return found
     except (ValueError, RecursionError) as error:
         raise MalformedCall(_shown(f"The call is not valid JSON: {error}")) from error
@@ -281,7 +281,7 @@ def _named(value: Any, body: str) -> tuple[Any, Any]:
 
 
 def _calls(found: Calls, tools: Schemas) -> list[dict[str, Any]]:
-    """Returns calls as messages have them, their arguments converted to the types of the tools."""
+    """Returns `tool_calls` of a message, with arguments converted to the tools' types."""
     properties = {_function(t).get("name"): _properties(t) for t in tools}
     calls = []
     for name, arguments in (_checked(*call) for call in found):
@@ -294,7 +294,7 @@ def _calls(found: Calls, tools: Schemas) -> list[dict[str, Any]]:
 def _checked(name: Any, arguments: Any) -> tuple[str, dict[str, Any]]:
     if not isinstance(name, str) or not name:
         raise MalformedCall(_shown(f"The name of a call must be text, not {name!r:.100}."))
-    if isinstance(arguments, str):  # some models write the mapping as text once more
+    if isinstance(arguments, str):  # some models encode the mapping as a string once more
         arguments = _json(arguments or "{}")
     if arguments is None:
         arguments = {}
@@ -310,6 +310,6 @@ def _properties(tool: Any) -> Mapping[str, Any]:
 
 
 def _shown(text: str, most: int = 300) -> str:
-    """Returns a message in one line, cut: it becomes part of the conversation."""
+    """Shortens an error message to one line, since it becomes part of the conversation."""
     line = " ".join(text[: 4 * most].split())
     return line if len(line) <= most else line[: most - 3] + "..."

@@ -1,4 +1,4 @@
-"""Rollout functions in the native form: a coroutine that leads a conversation with the model.
+"""Native rollout functions: a coroutine that runs a conversation with the model.
 
     async def tool_loop(conversation):
         while True:
@@ -7,10 +7,9 @@
                 return
             conversation.append(await conversation.call_tools(message))
 
-The function handles messages only; tokens, masks and log-probabilities are the loop's. It runs
-where environments run: in a worker process, with a deadline for what it does between two turns, and
-again from its begin if the worker is lost. So it must depend on its row, its seed and the model's
-turns only.
+The function handles only messages; the loop handles tokens, masks and log-probabilities. Like an
+environment it runs in a worker process, with a deadline for its work between two turns. If the
+worker is lost, it is restarted. So it must depend only on its row, its seed and the model's turns.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from grpo_cli.environments.adapters import Adapted, Broken, as_messages, as_numb
 from grpo_cli.environments.functions import Functions, calls_of
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 
-_TURN = object()  # what a conversation yields where it waits for the model
+_TURN = object()  # yielded by a conversation that waits for the model
 
 
 class Conversation:
-    """A conversation with the model, as a rollout function leads it."""
+    """A conversation with the model, for use in a rollout function."""
 
     def __init__(self, row: Mapping[str, Any], seed: int, functions: Functions) -> None:
         self.row = row  # the columns of the data set's row
@@ -42,7 +41,7 @@ class Conversation:
         self.metrics: dict[str, float] = {}
 
     async def turn(self) -> Message:
-        """Lets the model take a turn; returns its message.
+        """Samples a turn of the model; returns its message.
 
         Returns:
             {"role": "assistant", "content": str, "tool_calls": [...]}; `tool_calls` only if the
@@ -53,11 +52,11 @@ class Conversation:
         return message
 
     def append(self, messages: Message | Sequence[Message]) -> None:
-        """Adds messages of the user, of tools or of the system, before the model's next turn."""
+        """Appends user, tool or system messages before the model's next turn."""
         self._messages += as_messages([messages] if isinstance(messages, Mapping) else messages)
 
     async def call_tools(self, message: Message) -> list[Message]:
-        """Calls the tools of the recipe as a message asks; returns their answers in order."""
+        """Makes the tool calls of a message; returns their answers in order."""
         if not self._has_begun:
             raise Broken(
                 "conversation.call_tools was called before the model's first turn; what the model "
@@ -68,7 +67,7 @@ class Conversation:
         return [answer for answer, _ in answers]
 
     def reward(self, value: float, name: str | None = None) -> None:
-        """Rewards the model's last turn, or with a name the episode."""
+        """Rewards the model's last turn or, with a name, the episode."""
         number = as_number(value, "conversation.reward")
         if name is None:
             if not self._has_begun:
@@ -81,11 +80,11 @@ class Conversation:
             self.rewards[name] = number
 
     def metric(self, name: str, value: float) -> None:
-        """Logs a number of the episode."""
+        """Logs a metric of the episode."""
         self.metrics[name] = as_number(value, "conversation.metric")
 
     def _taken(self, *, done: bool) -> Observation:
-        """Returns what has happened since the model's last turn."""
+        """Returns the messages, reward and calls since the model's last turn, and clears them."""
         found = Observation(
             self._messages,
             self._reward,
@@ -99,7 +98,7 @@ class Conversation:
 
 
 class RolloutFunction(Adapted):
-    """A rollout function as an environment: it runs until it waits for the model."""
+    """Adapts a rollout function to an environment: each call runs it until its next turn."""
 
     is_reusable = False
 
@@ -112,7 +111,7 @@ class RolloutFunction(Adapted):
         self._coroutine: Coroutine[Any, Any, Any] | None = None
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
-        """Begins the function; the messages before the first turn are added to the prompt."""
+        """Starts the function; messages before the first turn are added to the prompt."""
         self._conversation = Conversation(row, seed, self.functions)
         self._coroutine = self.given(self._conversation, **self.args)
         if await _advance(self._coroutine, None):
@@ -120,7 +119,7 @@ class RolloutFunction(Adapted):
         return self._conversation._taken(done=False)
 
     async def step(self, message: Message) -> Observation:
-        """Gives the function the model's turn."""
+        """Resumes the function with the model's turn."""
         assert self._coroutine is not None, "reset comes first"
         assert self._conversation is not None, "reset comes first"
         done = await _advance(self._coroutine, message)
@@ -142,10 +141,10 @@ def _ask() -> Generator[Any, Any, Message]:
 
 @types.coroutine
 def _advance(coroutine: Coroutine[Any, Any, Any], sent: Any) -> Generator[Any, Any, bool]:
-    """Runs a coroutine until it asks for a turn; returns whether it has ended instead.
+    """Runs a coroutine until it requests a turn; returns whether it has ended instead.
 
-    Everything else that it awaits is passed on to the event loop, so that it runs within the call
-    of the session, and under its deadline.
+    Its other awaits are passed to the event loop, so that they run within the session's call and
+    under its deadline.
     """
     resume = partial(coroutine.send, sent)
     while True:

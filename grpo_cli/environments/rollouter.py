@@ -1,4 +1,4 @@
-"""From prompts to groups of rollouts: the one place where training and evaluation sample."""
+"""Samples groups of rollouts from prompts; training and evaluation sample only here."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from grpo_cli.records import Completion, Group, Prompt, Rollout
 
 
 class Rollouter:
-    """Makes groups of rollouts, decoded and not yet scored, with a generator.
+    """Samples groups of rollouts with a generator, decoded and not yet scored.
 
-    With `episodes`, the model and environments, or the programs that it writes, take turns, or a
-    rollout function makes the rollouts.
+    With `episodes`, rollouts are multi-turn, with environments or with programs that the model
+    writes, or a rollout function makes them.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Rollouter:
         """Returns a group of `num_generations` rollouts for each (prompt index, prompt), in order.
 
         Args:
-            seed: each group is drawn from (seed, its prompt index).
-            arrived: called with a group's rollouts while others are still sampled.
+            seed: each group's random stream depends on (seed, its prompt index).
+            arrived: called with a group's rollouts once they are complete.
         """
         groups: dict[int, Group] = {}
 

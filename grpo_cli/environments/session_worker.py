@@ -1,7 +1,7 @@
-"""Runs the environments of many sessions in one thread: of a worker process, or of the run.
+"""Runs the environments of many sessions in one thread, in a worker or in the main process.
 
-As a process it is started by `sessions.Sessions`: `python -m grpo_cli.environments.session_worker
-SOCKET MARK`. It takes requests and gives replies in the order in which calls end.
+`sessions.Sessions` starts workers as `python -m grpo_cli.environments.session_worker SOCKET MARK`.
+They receive requests and send replies in the order in which calls end.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from grpo_cli.environments.protocol import Observation
 from grpo_cli.errors import UserError
 from grpo_cli.scoring import processes
 
-HEADER = struct.Struct("!Q")  # the length of a message
+HEADER = struct.Struct("!Q")  # length of a message in bytes
 READ_BYTES = 1 << 18
 
 
-# The user's code that each kind of call runs, for messages.
+# The user's method that each kind of call runs, for messages.
 CALLED = {"finish": "get_reward", "try": "reset", "schemas": "its constructor"}
 
 
@@ -51,17 +51,17 @@ class Request(NamedTuple):
 
     number: int
     session: int
-    kind: str  # reset, step, finish, abandon; schemas and try need no session
+    kind: str  # reset, step, finish, abandon; schemas and try, which need no session
     payload: Any = None
 
     @property
     def called(self) -> str:
-        """The method of the environment, for messages."""
+        """The name of the environment's method, for messages."""
         return CALLED.get(self.kind, self.kind)
 
 
 class Reply(NamedTuple):
-    """The result of a call, or an answer of a tool on the way (`partial`)."""
+    """The result of a call, or an intermediate answer of a tool (`partial`)."""
 
     number: int
     status: str  # ok, env_error, env_timeout, mistake, partial
@@ -77,10 +77,10 @@ class _Session:
 
 @dataclass
 class Host:
-    """The sessions of one thread with an event loop.
+    """Runs sessions in one thread with an event loop.
 
     Args:
-        reply: called with each reply, in the thread of the loop.
+        reply: called with each reply, in the event loop's thread.
     """
 
     spec: Spec
@@ -89,18 +89,18 @@ class Host:
     _sessions: dict[int, _Session] = field(default_factory=dict)
     _under_way: dict[int, tuple[Run, asyncio.Task[Any]]] = field(default_factory=dict)
     _idle: defaultdict[str, list[_Session]] = field(default_factory=lambda: defaultdict(list))
-    _current: int = 0  # the request whose slice runs
+    _current: int = 0  # number of the request whose slice runs
 
     def __post_init__(self) -> None:
         self._maker = Maker(self.spec, self.deadlines)
         self._closing: set[asyncio.Task[Any]] = set()
 
     def preload(self) -> None:
-        """Imports the classes and tools, so that no call's deadline has to cover that."""
+        """Imports the classes and tools, so that imports do not count in a call's deadline."""
         self._maker.preload()
 
     def take(self, request: Request) -> None:
-        """Starts a call. It is answered with one reply, except `abandon`, which has none."""
+        """Starts a call. Each call gets one reply, except `abandon`, which gets none."""
         if request.kind == "abandon":
             self._abandon(request.session)
             return
@@ -115,7 +115,7 @@ class Host:
         self._under_way[request.session or -request.number] = run, task
 
     def _late(self, run: Run, request: Request) -> None:
-        """Ends a call that waits past its deadline; it may ignore its cancellation."""
+        """Abandons a call past its deadline and replies, since it may ignore cancellation."""
         under_way = self._under_way.pop(request.session or -request.number, None)
         if under_way is None or under_way[0] is not run:
             return
@@ -131,7 +131,7 @@ class Host:
             self._release(session, is_clean=True)
 
     def _give_up(self, task: asyncio.Task[Any], session: _Session | None) -> None:
-        """Cancels a call, and releases its environment when it has really ended."""
+        """Cancels a call, and releases its environment once the call has ended."""
         task.cancel()
         if session is None:
             return
@@ -144,7 +144,7 @@ class Host:
         task.add_done_callback(ended)
 
     def _release(self, session: _Session, is_clean: bool) -> None:
-        """Keeps a session's object for another one, or closes it; nobody waits for that."""
+        """Keeps a session's object for reuse, or closes it in the background."""
         if is_clean and session.environment.is_reusable:
             self._idle[session.name].append(session)
             return
@@ -177,7 +177,7 @@ class Host:
         except UserError as mistake:
             status, payload = "mistake", str(mistake)
         except Broken as broken:
-            # The text says by itself what is wrong with a class or with its tools.
+            # For schemas the message names the class or the tool itself.
             before = "" if request.kind == "schemas" else f"{request.called}: "
             status, payload = "env_error", f"{before}{broken}"
         except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit) as error:
@@ -189,7 +189,7 @@ class Host:
         if (session := self._sessions.get(request.session)) is not None:
             if status != "ok":
                 del self._sessions[request.session]
-                if status != "env_timeout":  # what hangs may hang again
+                if status != "env_timeout":  # else its close may hang too
                     self._release(session, is_clean=False)
             elif request.kind == "finish":
                 del self._sessions[request.session]
@@ -202,7 +202,7 @@ class Host:
             return await self._reset(run, request.session, name, row, seed)
         if request.kind == "step":
             message, skip = request.payload
-            if skip:  # its first calls were answered before another worker was lost
+            if skip:  # the first calls were answered by a worker that was lost since
                 message = {**message, "tool_calls": calls_of(message)[skip:]}
             return await self._session(run, request.session).environment.step(message)
         if request.kind == "finish":
@@ -221,7 +221,7 @@ class Host:
     def _session(self, run: Run, number: int) -> _Session:
         if number not in self._sessions:
             assert not self.spec.has_state, "reset comes first"
-            self._sessions[number] = self._make(run, "")  # it has moved here
+            self._sessions[number] = self._make(run, "")  # it has moved to this worker
         return self._sessions[number]
 
     async def _reset(
@@ -244,7 +244,7 @@ class Host:
         return session
 
     def _answered(self, answer: Answer) -> None:
-        """Passes on the answer of a tool, which outlives the worker if there is no other state."""
+        """Forwards a tool's answer if there is no other state, so that it survives the worker."""
         if not self.spec.has_state and (run := self.deadlines.run) is not None:
             self.reply(Reply(run.number, "partial", answer))
 
@@ -252,7 +252,7 @@ class Host:
         session = self._make(run, name)
         try:
             open_it = getattr(session.environment, "open", None)
-            if open_it is not None:  # of a server, which has to be asked
+            if open_it is not None:  # MCP: the tools are known only from the server
                 await open_it()
             return [dict(schema) for schema in session.environment.schemas]
         finally:
@@ -275,7 +275,7 @@ class Host:
 
 
 class Writer:
-    """Sends replies from a thread of its own: many at once if the main thread is busy."""
+    """Sends replies from its own thread, several in one message if they queue up."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -293,7 +293,7 @@ class Writer:
             self._bell.wait()
             self._bell.clear()
             messages = []
-            while self._waiting:  # the other thread appends
+            while self._waiting:  # the main thread appends meanwhile
                 messages.append(self._waiting.popleft())
             try:
                 if messages:
@@ -303,19 +303,19 @@ class Writer:
 
 
 def packed(message: Any) -> bytes:
-    """Returns a message as it is sent, with its length before it."""
+    """Serialises a message, prefixed with its length."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return HEADER.pack(len(body)) + body
 
 
 class Reader:
-    """Takes messages from the bytes that arrive."""
+    """Splits incoming bytes into messages."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """Returns the messages that are complete with these bytes."""
+        """Adds bytes; returns the messages that are now complete."""
         self._bytes += data
         messages = []
         while len(self._bytes) >= HEADER.size:
@@ -328,7 +328,7 @@ class Reader:
 
 
 def serve(connection: socket.socket, mark: Mark) -> None:
-    """Answers requests until the run closes the connection."""
+    """Answers requests until the main process closes the connection."""
     reader = Reader()
     own = os.getpid()
     parent, memory_gb, path, spec = _first(connection, reader)
@@ -342,7 +342,7 @@ def serve(connection: socket.socket, mark: Mark) -> None:
         writer.send(message)
 
     host = Host(spec, Deadlines(spec.seconds, mark, interrupt=True), reply)
-    with contextlib.suppress(Exception, SystemExit):  # the first call says what is wrong
+    with contextlib.suppress(Exception, SystemExit):  # the first call reports the error
         host.preload()
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
@@ -370,7 +370,7 @@ def serve(connection: socket.socket, mark: Mark) -> None:
         for child in processes.descendants(os.getpid()):  # such as an MCP server that hangs
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-        os._exit(0)  # whatever threads its environments have left
+        os._exit(0)  # without waiting for threads of environments
 
     def beat() -> None:
         mark.beat()
@@ -380,7 +380,7 @@ def serve(connection: socket.socket, mark: Mark) -> None:
     beat()
     writer.send("ready")
     while True:
-        with contextlib.suppress(SystemExit, KeyboardInterrupt, Overrun):  # by a task of its own
+        with contextlib.suppress(SystemExit, KeyboardInterrupt, Overrun):  # from a user's own task
             loop.run_forever()
 
 
@@ -394,14 +394,14 @@ def _first(connection: socket.socket, reader: Reader) -> tuple[int, float | None
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs a worker: SOCKET and MARK are file descriptors."""
+    """Runs a worker. The arguments SOCKET and MARK are file descriptors."""
     for fd in map(int, arguments):
-        os.set_inheritable(fd, False)  # a program that it starts must not keep them open
+        os.set_inheritable(fd, False)  # child processes must not keep them open
     serve(socket.socket(fileno=int(arguments[0])), Mark(int(arguments[1])))
 
 
 if __name__ == "__main__":
-    # By its name: what is pickled has the classes of the module, not of __main__.
+    # Imported by name, so that pickled objects have this module's classes, not those of __main__.
     from grpo_cli.environments import session_worker
 
     session_worker.main(sys.argv[1:])

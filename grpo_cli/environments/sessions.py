@@ -1,4 +1,4 @@
-"""Sessions: the environments of rollouts, in worker processes that are killed past a deadline.
+"""Sessions: the environments of rollouts, in worker processes that are killed after a deadline.
 
     sessions = Sessions(settings, {"multiply": "my_module:multiply"})
     session = sessions.open("", row, seed)
@@ -6,9 +6,9 @@
     session.step({"role": "assistant", "content": "I guess 7."}).result()
     session.finish().result()       # the rewards of the episode
 
-A session stays in one worker, and a worker has many sessions. If a worker has to be killed, all its
-sessions fail; a failure says whether the session's own call was at fault. Tools without an
-environment have no state: their sessions move to another worker, and only the call that ended the
+A session stays in one worker, and a worker has many sessions. If a worker is killed, all its
+sessions fail; the failure tells whether the session's own call was at fault. Tools without an
+environment have no state. Their sessions move to another worker, and only the call that ended the
 worker is answered with an error.
 """
 
@@ -55,18 +55,18 @@ from grpo_cli.errors import UserError
 from grpo_cli.scoring import processes
 from grpo_cli.scoring.calls import own_cores
 
-CHECK_SECONDS = 1.0  # between looks at a worker that computes nothing of ours
-CLOSE_SECONDS = 2.0  # for workers to close their environments at the end
-TEXT_LIMIT = 2000  # characters of a failure
-MAX_MOVES = 3  # of a call to another worker, each after the loss of one
+CHECK_SECONDS = 1.0  # interval between checks of a worker in which no call holds the thread
+CLOSE_SECONDS = 2.0  # time for workers to close their environments at the end
+TEXT_LIMIT = 2000  # maximum characters of a failure's message
+MAX_MOVES = 3  # maximum moves of a call to another worker, each after the loss of a worker
 
 
 class EnvironmentFailure(Exception):  # noqa: N818
-    """An environment failed. Its rollout can be repeated in a fresh one.
+    """Raised if an environment failed. Its rollout can be replayed in a fresh environment.
 
     Args:
         stop_reason: "env_error" or "env_timeout".
-        own: whether the session's own call was at fault, and not another one in its worker.
+        own: whether the session's own call was at fault, not another session's in its worker.
     """
 
     def __init__(self, stop_reason: str, text: str, own: bool = True) -> None:
@@ -75,9 +75,9 @@ class EnvironmentFailure(Exception):  # noqa: N818
 
 
 class Session:
-    """The environment of one rollout. One call at a time; each future ends by itself.
+    """The environment of one rollout. One call at a time; each future completes by a deadline.
 
-    A future's exception is an `EnvironmentFailure`, after which the session is over.
+    A future may raise an `EnvironmentFailure`, after which the session is over.
     """
 
     def __init__(
@@ -86,22 +86,22 @@ class Session:
         self._home, self.number = home, number
         self._begin = name, dict(row), seed
         self.failure: EnvironmentFailure | None = None
-        self.worker: _Worker | None = None  # where it runs; read and written by the home's thread
+        self.worker: _Worker | None = None  # its worker; used only in the home's thread
 
     def reset(self) -> Future[Observation]:
         """Makes the environment and begins the episode."""
         return self._call("reset", self._begin)
 
     def step(self, message: Message) -> Future[Observation]:
-        """Gives the environment a turn of the model."""
+        """Passes a turn of the model to the environment."""
         return self._call("step", message)
 
     def finish(self) -> Future[Observation]:
-        """Asks for the rewards of the episode and releases the environment."""
+        """Requests the rewards of the episode and releases the environment."""
         return self._call("finish", None)
 
     def abandon(self) -> None:
-        """Releases the environment, whatever it is doing; a call under way gets no answer."""
+        """Releases the environment, even in the middle of a call, which then fails."""
         self._home.submit(_Call("abandon", self, None))
 
     def _call(self, kind: str, payload: Any) -> Future[Observation]:
@@ -111,7 +111,7 @@ class Session:
 
 
 class Sessions:
-    """Opens sessions, which run in worker processes or, without isolation, in this process.
+    """Opens sessions in worker processes or, without isolation, in a thread of this process.
 
     Args:
         settings: the recipe's `environment`.
@@ -130,7 +130,7 @@ class Sessions:
             seconds=settings.seconds,
         )
         self._numbers = itertools.count(1)
-        # Without isolation nobody else notes that a call hangs; imports have no deadline.
+        # Without isolation nothing else detects a call that hangs; imports have no deadline.
         self._patience = None if settings.isolate else processes.START_SECONDS + settings.seconds
         self._home: _Home = (
             _Workers(self.spec, settings.workers or own_cores(), settings.memory_gb)
@@ -139,30 +139,30 @@ class Sessions:
         )
 
     def open(self, name: str, row: Mapping[str, Any], seed: int) -> Session:
-        """Returns a session, which begins with `reset`.
+        """Returns a new session, whose first call must be `reset`.
 
         Args:
-            name: of the environment in `environment.by_name`; "" if there is only one.
+            name: key in `environment.by_name`; "" if there is only one environment.
             row: the columns of the data set's row.
-            seed: of the environment, the same for all rollouts of a group.
+            seed: the environment's seed, the same for all rollouts of a group.
         """
         return Session(self._home, next(self._numbers), name, row, seed)
 
     def schemas(self, name: str = "") -> list[dict[str, Any]]:
-        """Returns the JSON schemas of the tools that an environment offers before `reset`.
+        """Returns the JSON schemas of an environment's tools that are known before `reset`.
 
         Raises:
-            UserError: a tool or a class cannot be used as it is.
+            UserError: a tool or a class cannot be used.
         """
         return self._ask("schemas", name)  # type: ignore[no-any-return]
 
     def try_out(self, name: str, row: Mapping[str, Any], seed: int = 0) -> Observation:
         """Makes, resets and closes an environment; returns its first observation.
 
-        An error of `close` is only printed, as in a run.
+        An error in `close` is only printed, as in a run.
 
         Raises:
-            UserError: one of the others fails.
+            UserError: the constructor or `reset` fails.
         """
         return self._ask("try", (name, dict(row), seed))  # type: ignore[no-any-return]
 
@@ -183,7 +183,7 @@ class Sessions:
             ) from late
 
     def close(self) -> None:
-        """Ends all sessions; calls under way fail."""
+        """Ends all sessions; pending calls fail."""
         self._home.close()
 
 
@@ -192,21 +192,21 @@ class _Call:
     """A call and its future."""
 
     kind: str
-    session: Session | None  # None: of no session
+    session: Session | None  # None for schemas and try
     payload: Any
     future: Future[Any] = field(default_factory=Future)
     number: int = 0
-    answers: list[Answer] = field(default_factory=list)  # of its tools, from its present worker
-    kept: list[Answer] = field(default_factory=list)  # from workers that were lost
-    moves: int = 0  # to another worker
+    answers: list[Answer] = field(default_factory=list)  # tools' answers from the current worker
+    kept: list[Answer] = field(default_factory=list)  # tools' answers from lost workers
+    moves: int = 0  # number of moves to another worker
 
     def request(self) -> Request:
-        """Returns the call as it is sent."""
+        """Returns the call in the form that workers receive."""
         payload = (self.payload, len(self.kept)) if self.kind == "step" else self.payload
         return Request(self.number, self.session.number if self.session else 0, self.kind, payload)
 
     def take(self, reply: Reply) -> None:
-        """Sets the future."""
+        """Completes the future with a reply."""
         if reply.status == "ok":
             self.succeed(reply.payload)
         elif reply.status == "mistake" and self.session is None:
@@ -216,7 +216,7 @@ class _Call:
             self.fail(EnvironmentFailure("env_timeout" if is_late else "env_error", reply.payload))
 
     def succeed(self, result: Any) -> None:
-        """Sets the result, with the answers that lost workers have given."""
+        """Sets the result, including the answers from lost workers."""
         if self.kept:
             result = replace(
                 result,
@@ -227,7 +227,7 @@ class _Call:
             self.future.set_result(result)
 
     def fail(self, failed: EnvironmentFailure) -> None:
-        """Sets a failure, with which its session is over."""
+        """Sets a failure, which ends the session."""
         if self.session is not None and self.session.failure is None:
             self.session.failure = failed
         self._set(failed)
@@ -238,16 +238,16 @@ class _Call:
 
 
 class _Home(Protocol):
-    """Runs sessions."""
+    """Runs sessions, in a thread or in workers."""
 
     def submit(self, call: _Call) -> None:
-        """Queues a call; its future always ends. Safe in every thread."""
+        """Queues a call; its future always completes. Thread-safe."""
 
     def close(self) -> None: ...
 
 
 class _Thread:
-    """Runs all sessions in a thread of this process: nothing can end a call that hangs."""
+    """Runs all sessions in a thread of this process, where a call that hangs cannot be ended."""
 
     def __init__(self, spec: Spec) -> None:
         self._calls: dict[int, _Call] = {}
@@ -262,7 +262,7 @@ class _Thread:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         while not self._is_closed:
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of an environment's own task
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # from an environment's task
                 self._loop.run_forever()
 
     def submit(self, call: _Call) -> None:
@@ -309,37 +309,37 @@ class _Thread:
             self._loop.stop()
 
         asyncio.run_coroutine_threadsafe(leave(), self._loop)
-        self._thread.join(timeout=2 * CLOSE_SECONDS)  # it hangs: a daemon thread ends at exit
+        self._thread.join(timeout=2 * CLOSE_SECONDS)  # if it hangs: daemon threads end at exit
         for call in self._calls.values():
             call.fail(_closed())
 
 
 @dataclass(eq=False)
 class _Worker:
-    """A worker process. Everything here belongs to the thread of `_Workers`."""
+    """A worker process. Its fields are used only in the thread of `_Workers`."""
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
     mark: Mark
-    deadline: float  # for being ready
+    deadline: float  # time by which it must be ready
     reader: Reader = field(default_factory=Reader)
     ready: bool = False
     outgoing: bytearray = field(default_factory=bytearray)
-    queue: list[_Call] = field(default_factory=list)  # to be sent
-    calls: dict[int, _Call] = field(default_factory=dict)  # under way, by number
+    queue: list[_Call] = field(default_factory=list)  # calls to send
+    calls: dict[int, _Call] = field(default_factory=dict)  # pending calls by number
     sessions: set[Session] = field(default_factory=set)
-    asked: float = 0.0  # when it was last sent something
+    asked: float = 0.0  # time of the last message to it
 
 
 class _Workers:
-    """Runs sessions in worker processes, which one thread of this process looks after."""
+    """Runs sessions in worker processes, which one thread of this process supervises."""
 
     def __init__(self, spec: Spec, size: int, memory_gb: float | None) -> None:
         self.spec, self.size, self.memory_gb = spec, size, memory_gb
         self._inbox: collections.deque[_Call] = collections.deque()
         self._numbers = itertools.count(1)
         self._workers: list[_Worker] = []
-        self._failed_starts = 0  # in a row
+        self._failed_starts = 0  # consecutive failed starts of workers
         self._has_worked = False  # whether a call has succeeded
         broken = "the thread of the environments broke"
         self._watch = processes.Watch("environments", self._turn, self._leave, broken)
@@ -390,7 +390,7 @@ class _Workers:
             call.fail(_closed(reason))
         self._selector.close()
 
-    # Calls on their way to workers
+    # Sending calls to workers
 
     def _take_calls(self) -> None:
         while True:
@@ -438,7 +438,7 @@ class _Workers:
         call.future.set_result(None)
 
     def _least_loaded(self) -> _Worker | None:
-        """Returns the worker with the fewest sessions, started if none is free."""
+        """Returns the worker with the fewest sessions; starts one if none is idle."""
         found = min(self._workers, key=lambda w: len(w.sessions) + len(w.queue), default=None)
         if found is not None and not (found.sessions or found.queue or found.calls):
             return found
@@ -448,7 +448,7 @@ class _Workers:
             try:
                 self._workers.append(self._start())
                 return self._workers[-1]
-            except OSError:  # no more processes
+            except OSError:  # the system allows no more processes
                 if found is not None:
                     return found
                 self._failed_starts += 1
@@ -457,8 +457,8 @@ class _Workers:
         return found
 
     def _start_all(self) -> None:
-        """Starts the other workers: the first one has worked, and the model is still loading."""
-        with contextlib.suppress(OSError):  # those that there are suffice
+        """Starts the remaining workers after the first success, while the model loads."""
+        with contextlib.suppress(OSError):  # the existing workers suffice
             while len(self._workers) < self.size:
                 self._workers.append(self._start())
 
@@ -507,14 +507,14 @@ class _Workers:
         return call.request()
 
     def _push(self, worker: _Worker) -> None:
-        """Writes what the socket takes; a worker that computes reads nothing for a while."""
+        """Writes as much as the socket accepts, since a busy worker does not read."""
         try:
             while worker.outgoing:
                 sent = worker.connection.send(worker.outgoing)
                 del worker.outgoing[:sent]
         except BlockingIOError:
             pass
-        except OSError:  # it died: its end of file is read next
+        except OSError:  # it died; the next read returns end of file
             worker.outgoing.clear()
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.outgoing else 0)
         self._selector.modify(worker.connection, events, worker)
@@ -522,7 +522,7 @@ class _Workers:
     # Replies
 
     def _wait(self) -> None:
-        """Waits for replies, calls, or the next moment at which a worker must be looked at."""
+        """Waits for replies, calls, or the time of the next check of a worker."""
         with self._watch.lock:
             if self._inbox:
                 return
@@ -571,7 +571,7 @@ class _Workers:
 
     def _reply(self, worker: _Worker, reply: Reply) -> None:
         call = worker.calls.get(reply.number)
-        if call is None:  # abandoned meanwhile
+        if call is None:  # it was abandoned
             return
         if reply.status == "partial":
             call.answers.append(reply.payload)
@@ -585,7 +585,7 @@ class _Workers:
         call.take(reply)
 
     def _check(self, worker: _Worker) -> None:
-        """Ends a worker whose call is past its deadline, and notes one that has died."""
+        """Ends a worker whose call is past its deadline, and handles one that has died."""
         now = time.monotonic()
         if not worker.ready:
             if now > worker.deadline:
@@ -597,16 +597,16 @@ class _Workers:
         number, until, beat = worker.mark.read()
         patience = self.spec.seconds + GRACE + 4 * BEAT_SECONDS
         is_late = now > until if number else now - max(beat, worker.asked) > patience
-        if is_late and number:  # stores of another process may be seen in another order
+        if is_late and number:  # read twice: another process's stores may appear out of order
             time.sleep(0.001)
             is_late = worker.mark.read()[:2] == (number, until)
         if is_late:
             self._lost(worker, late=True)
-        elif worker.process.poll() is not None:  # a child of it may keep the socket open
+        elif worker.process.poll() is not None:  # a child process may keep its socket open
             self._lost(worker)
 
     def _kill(self, worker: _Worker) -> int:
-        """Ends a worker with everything that it has started; returns its exit status."""
+        """Ends a worker and its child processes; returns its exit status."""
         self._workers.remove(worker)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(worker.connection)
@@ -615,16 +615,16 @@ class _Workers:
         return worker.process.wait()
 
     def _lost(self, worker: _Worker, late: bool = False, text: str | None = None) -> None:
-        """Ends a worker and answers its calls.
+        """Ends a worker, and moves or fails its calls.
 
         Args:
             late: whether a call is past its deadline.
-            text: why it is ended; None: because it is late, or has ended by itself.
+            text: reason for ending it; None: it is late, or has ended by itself.
         """
         if worker not in self._workers:
             return
         if not late and text is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # reports its own end, if it can
+            with contextlib.suppress(subprocess.TimeoutExpired):  # to get its own exit status
                 worker.process.wait(0.5)
         running = worker.mark.read()[0]
         status = self._kill(worker)
@@ -639,7 +639,7 @@ class _Workers:
                     failed = f"no worker process could be started: {text}"
                     call.fail(EnvironmentFailure("env_error", failed))
                 worker.queue = []
-        # Between slices nobody knows whose fault it is: that of every call under way.
+        # Between slices the culprit is unknown, so every pending call is a suspect.
         suspects = {running} if running in worker.calls else set(worker.calls)
         for session in worker.sessions:
             session.worker = None
@@ -653,18 +653,18 @@ class _Workers:
                 session.failure = _bystander(text)
 
     def _move(self, call: _Call, is_suspect: bool, is_known: bool, late: bool, text: str) -> None:
-        """Repeats a call of a lost worker in another one if nothing is lost, else fails it.
+        """Repeats a lost worker's call in another worker if no state is lost, else fails it.
 
         Args:
-            is_suspect: whether it may have ended the worker.
-            is_known: whether it has.
+            is_suspect: whether the call may have ended the worker.
+            is_known: whether it certainly has.
         """
         call.moves += 1
         call.kept += call.answers
         call.answers = []
         if not self.spec.has_state and call.kind == "step" and is_known:
             calls = calls_of(call.payload)
-            if len(call.kept) < len(calls):  # a tool is at fault: the model is told
+            if len(call.kept) < len(calls):  # a tool is at fault: the model gets an error
                 call.kept.append(_lost_answer(calls[len(call.kept)], late, text))
             call.moves = 0
             if len(call.kept) == len(calls):
@@ -680,12 +680,12 @@ class _Workers:
             call.fail(_bystander(text))
 
     def _begins_anew(self, call: _Call) -> bool:
-        """Whether a call needs nothing that its worker had."""
+        """Returns whether a call needs no state of its worker."""
         return not self.spec.has_state or call.kind in ("reset", "schemas", "try")
 
 
 def _lost_answer(call: Mapping[str, Any], late: bool, text: str) -> Answer:
-    """Returns the answer of a tool that has ended its worker."""
+    """Returns the answer to a tool call that has ended its worker."""
     name = shortened(name_of(call), 200)
     message: Message = {"role": "tool", "name": name, "content": failure(text)}
     if isinstance(call.get("id"), str):

@@ -1,12 +1,12 @@
-"""Rollout functions in TRL's form: a function of prompts that returns token ids.
+"""TRL rollout functions: a function of prompts that returns token ids.
 
     def rollout(prompts, trainer):
         outputs = trainer.generate(prompts)
         keys = "prompt_ids", "completion_ids", "logprobs"
         return {key: [output[key] for output in outputs] for key in keys}
 
-It runs in the training process, with this process's prompts, each `num_generations` times in a row;
-the result at an index belongs to the prompt at this index. What it returns is checked row by row.
+It runs in the training process, with this process's prompts, each repeated `num_generations` times.
+The result at an index belongs to the prompt at that index. Results are checked row by row.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from grpo_cli.records import Completion, Prompt
 from grpo_cli.scoring.pool_worker import blame
 
 REQUIRED = ("completion_ids", "logprobs", "prompt_ids")
-TEXT_LIMIT = 2000  # characters of an exception
-MASK = "env_mask"  # 1 on tokens of the model, 0 on others
+TEXT_LIMIT = 2000  # maximum characters of an exception's message
+MASK = "env_mask"  # key of the mask: 1 for the model's tokens, 0 for others
 
 COPIED = (
     "trainer.generate of a rollout function takes prompts with images as the function was given "
@@ -41,7 +41,7 @@ COPIED = (
 
 
 class RolloutTrainer:
-    """The part of a trainer that rollout functions use."""
+    """The part of TRL's trainer that rollout functions use."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class RolloutTrainer:
         template_kwargs: Mapping[str, Any],
         given: Sequence[tuple[Any, Prompt]] = (),
     ) -> None:
-        """given: what the function was given for each prompt, and that prompt."""
+        """given: (prompt as the function gets it, its `Prompt`) pairs."""
         self._given = {id(text): prompt for text, prompt in given}
         self.processing_class = self.tokenizer = tokenizer
         self.num_generations = num_generations
@@ -63,18 +63,18 @@ class RolloutTrainer:
         self._calls = 0
 
     def generate(self, prompts: Sequence[Any], **sampling: Any) -> list[dict[str, Any]]:
-        """Samples a completion of each prompt.
+        """Samples one completion of each prompt.
 
         Args:
-            prompts: texts, lists of messages, or lists of token ids. Those that have images as the
-                function was given them, no copies and no token ids.
+            prompts: strings, lists of messages, or lists of token ids. Prompts with images must be
+                the original objects, not copies or token ids.
             sampling: fields of `Sampling` that differ from the recipe's, such as max_tokens.
 
         Returns:
-            For each prompt {"prompt_ids", "completion_ids", "logprobs", "text"}.
+            {"prompt_ids", "completion_ids", "logprobs", "text"} for each prompt.
 
         Raises:
-            TrainingError: `Sampling` has no such field, or a copy has images.
+            TrainingError: `Sampling` has no such field, or a copied prompt has images.
         """
         known = [field.name for field in dataclasses.fields(Sampling)]
         if unknown := [name for name in sampling if name not in known]:
@@ -104,7 +104,7 @@ class RolloutTrainer:
     def _encoded(self, prompt: Any) -> Prompt:
         known = self._given.get(id(prompt))
         if known is not None and (known.images or known.marked is not None):
-            return known  # images and marks are not in its text
+            return known  # its string lacks the images and marks
         ids = self._ids(prompt)
         vision = next((p.vision for p in self._given.values() if p.vision is not None), None)
         if vision is not None and _of_images(vision, ids):
@@ -131,24 +131,24 @@ def _has_image(message: Mapping[str, Any]) -> bool:
 
 
 def _of_images(vision: VisionProcessor, ids: Sequence[int]) -> list[int]:
-    """Returns the tokens of images among a prompt's ids."""
+    """Returns the image tokens among a prompt's ids."""
     return [i for i in ids if i in vision.token_ids]
 
 
 @dataclass
 class TrlRollouts:
-    """Makes rollouts with a function in TRL's form; stands where `EpisodeLoop` stands."""
+    """Samples rollouts with a TRL rollout function; has the interface of `EpisodeLoop`."""
 
     path: str  # for messages
     function: Callable[..., Any]
     tokenizer: PreTrainedTokenizerBase
     eos_ids: Collection[int]
     template_kwargs: Mapping[str, Any]
-    max_prompt_tokens: int | None = None  # of a prompt that the function returns
+    max_prompt_tokens: int | None = None  # limit of a prompt that the function returns
     seconds_waited: float = 0.0
 
     def take_times(self) -> dict[str, float]:
-        """Returns metrics of what was sampled since this was last called."""
+        """Returns the time metrics since the last call, and resets them."""
         times = {"time/waiting": self.seconds_waited}
         self.seconds_waited = 0.0
         return times
@@ -162,10 +162,10 @@ class TrlRollouts:
         seeds: Sequence[int],
         hand_over: HandOver,
     ) -> None:
-        """Calls the function once for all prompts.
+        """Samples rollouts by calling the function once for all prompts.
 
         Raises:
-            TrainingError: it raised, or returned what is no rollout of each prompt.
+            TrainingError: the function raised, or did not return a valid rollout per prompt.
         """
         if not prompts:
             return
@@ -177,7 +177,7 @@ class TrlRollouts:
         )  # fmt: skip
         try:
             found = self.function(list(given), trainer)
-        except (TrainingError, UserError):  # the generator's own, which says what to do
+        except (TrainingError, UserError):  # from the generator, with a complete message
             raise
         except Exception as error:
             text = clean_text(blame(error), TEXT_LIMIT)
@@ -192,7 +192,7 @@ class TrlRollouts:
             hand_over(number, [p for p, _ in group], [completion for _, completion in group])
 
     def _columns(self, found: Any, number: int) -> dict[str, Sequence[Any]]:
-        """Returns the entries of the function's result as lists with a value for each rollout."""
+        """Returns the function's result as lists with one value per rollout, by key."""
         if not isinstance(found, Mapping):
             raise self._error(f"returned {type(found).__name__}; it must return a dict")
         if missing := [key for key in REQUIRED if key not in found]:
@@ -275,7 +275,7 @@ def _builtin(value: Any) -> Any:
 
 
 def _values(given: Any, number: int | None, is_right: Callable[[Any], bool]) -> list[Any] | None:
-    """Returns a list of right values; None if it is none, or has another number of them."""
+    """Returns the values as a list; None if it has another length or an invalid value."""
     values = _builtin(given)
     if not isinstance(values, (list, tuple)) or number not in (None, len(values)):
         return None

@@ -1,4 +1,4 @@
-"""The base class of the engines that make completions: what training and evaluation ask of one.
+"""The base class of the engines that sample completions for training and evaluation.
 
 Two prompts with two completions each:
 
@@ -37,11 +37,11 @@ class EngineSetup:
     """The arguments that every engine is made with."""
 
     recipe: Recipe
-    model: PreTrainedModel  # the policy, which it samples from
+    model: PreTrainedModel  # the policy, which the engine samples from
     tokenizer: PreTrainedTokenizerBase
     eos_ids: Sequence[int]  # tokens that end a completion
     workers: Workers
-    prompts: Sequence[Prompt]  # all that it will be given; the longest sets how much room it needs
+    prompts: Sequence[Prompt]  # all prompts of the run; the longest sizes the caches
     say: Callable[[str], None]  # prints a line for the user
 
 
@@ -52,16 +52,16 @@ class Request:
     Completion j of a prompt depends on (its seed, j) and the weights, and on no other prompt.
     """
 
-    prompts: Sequence[Prompt]  # there may be none where there are more processes than prompts
+    prompts: Sequence[Prompt]  # empty on some processes if there are more processes than prompts
     num_generations: int
     sampling: Sampling
     seeds: Sequence[int]  # one for each prompt
-    # A number for each of the completions, the same for all that continue one another; engines may
-    # keep what they have computed of a conversation. Empty: nothing follows.
+    # The number of each completion's conversation; turns of one conversation share it. Engines may
+    # keep a conversation's KV cache. Empty: there are no later turns.
     conversations: Sequence[int] = ()
 
 
-Work = tuple[Request, OnGroup]  # a request, and what its completions are handed to
+Work = tuple[Request, OnGroup]  # a request, and the callback that receives its completions
 
 
 class Feed(Protocol):
@@ -70,59 +70,59 @@ class Feed(Protocol):
     All methods are called in the thread that samples.
     """
 
-    is_repeatable: bool  # whether no request may depend on how quick anything was
-    seconds_waited: float  # while nothing was sampled; engines that wait by themselves add to it
+    is_repeatable: bool  # whether requests must not depend on timing
+    seconds_waited: float  # idle time; engines with a wait of their own add to it
 
     def take(self, *, exact: bool = False) -> list[Work]:
         """Returns all requests that are ready, without waiting.
 
         Args:
-            exact: ask for the exact number of tokens that are left. Else lengths are rounded down,
-                so that more conversations share a request; the rest is asked for again.
+            exact: request exactly the tokens that are left. Otherwise lengths are rounded down so
+                that more conversations share a request, and the rest is requested later.
         """
 
     def take_round(self) -> Work:
         """Returns one request for as many conversations as possible; the others stay ready."""
 
     def wait(self, patience: float) -> bool:
-        """Waits for requests; returns whether any is ready, false once nothing can follow.
+        """Waits for requests; returns whether one is ready. False means that none can follow.
 
         Args:
-            patience: seconds that it waits for others once one is ready. If requests are to be
-                repeatable it waits for all.
+            patience: seconds to wait for further requests once one is ready. A repeatable feed
+                waits for all of them.
         """
 
     def is_waiting(self) -> bool:
-        """Returns whether requests may follow that nothing sampled now leads to."""
+        """Returns whether requests may follow that do not depend on the current sampling."""
 
     def is_open(self, conversation: int) -> bool:
-        """Returns whether a conversation may go on."""
+        """Returns whether a conversation may have another turn."""
 
     def notify(self, call: Callable[[], None]) -> None:
-        """Has `call` called, in any thread, when a request may have become ready."""
+        """Registers a callback for when a request may be ready; any thread may run it."""
 
 
-PATIENCE = 0.5  # seconds that a round waits for others, once it has something to sample
+PATIENCE = 0.5  # seconds that a round waits for further requests once one is ready
 
 
 class Generator:
-    """Makes completions. It takes and returns token ids; every token it returns was sampled.
+    """Samples completions. It takes and returns token ids; every token it returns was sampled.
 
-    The attributes below say what an engine can do; a subclass sets those that differ.
+    The attributes below are an engine's capabilities; a subclass sets those that differ.
     """
 
     samples_from_policy = False  # whether it computes with the policy's own module
-    computes_here = False  # on this process's device, so that its FLOPs are the device's
-    is_repeatable = True  # whether what shares a batch is the run's own choice
+    computes_here = False  # whether it uses this process's device, whose FLOPs then include it
+    is_repeatable = True  # whether the run alone decides which prompts share a batch
     accepts_images = False  # whether it reads `Prompt.images`
-    prefetch_steps = 0  # steps whose completions are sampled while an earlier step is trained on
-    cache_tokens: int | None = None  # measured size of its caches: other batches round differently
+    prefetch_steps = 0  # steps that are sampled ahead, while an earlier step trains
+    cache_tokens: int | None = None  # measured cache size; it sets batches and so their rounding
 
     @classmethod
     def contradictions(cls, recipe: Recipe) -> Iterable[str]:
-        """Returns a sentence with the keys to change for each setting that this engine refuses.
+        """Returns a message for each setting that this engine refuses, with the keys to change.
 
-        Called before a model is loaded, on machines too that do not have the engine's software.
+        Called before a model is loaded, also on machines without the engine's software.
         """
         return ()
 
@@ -155,7 +155,7 @@ class Generator:
                 completions of the prompt are there, while others are still sampled. Must be quick.
 
         Raises:
-            TrainingError: it cannot sample, or a prompt has images that it cannot take.
+            TrainingError: the engine cannot sample, or a prompt has images that it cannot take.
         """
         self.refuse_images(prompts)
         groups: dict[int, list[Completion]] = {}
@@ -168,14 +168,14 @@ class Generator:
         return [groups[number] for number in range(len(prompts))]
 
     def sample(self, request: Request, hand_over: OnGroup) -> None:
-        """Samples what is asked for; calls `hand_over` once for each prompt, see `generate`."""
+        """Samples a request; calls `hand_over` once for each prompt, as `generate` describes."""
         raise NotImplementedError(f"{type(self).__name__} has neither `sample` nor `generate`")
 
     def converse(self, request: Request, hand_over: OnGroup, feed: Feed) -> None:
         """Samples a request, and all requests that follow from its completions.
 
-        Here in rounds. Engines that can sample one request while others wait do so, unless the feed
-        is to be repeatable. Every process calls it, also without prompts.
+        This version works in rounds. Engines override it to sample some requests while others
+        wait, unless the feed is repeatable. Every process calls it, even without prompts.
         """
         self.refuse_images(request.prompts)
         self.sample(request, hand_over)
@@ -183,30 +183,30 @@ class Generator:
             self.sample(*feed.take_round())
 
     def update_weights(self, policy: PreTrainedModel, step: int) -> dict[str, float]:
-        """Samples from `policy`, as it is after `step` steps, from now on.
+        """Gives the engine the weights of `policy` after `step` steps.
 
         Every process calls it. Returns metrics.
 
         Raises:
-            TrainingError: the weights did not arrive; completions made before are sound.
+            TrainingError: the weights did not arrive; earlier completions remain valid.
         """
         return {}
 
     def offload(self) -> None:
-        """Frees memory for the update, since nothing is generated for a while."""
+        """Frees memory for the update, during which nothing is generated."""
 
     def checks(self) -> dict[str, str]:
-        """Returns what its self-checks have found, for a checkpoint; {} if it makes none."""
+        """Returns the results of its self-checks for a checkpoint; {} if it has none."""
         return {}
 
     def restore_checks(self, stored: Mapping[str, str]) -> None:
-        """Decodes as the run did that has stored `checks`: another decoder rounds differently."""
+        """Restores the decoder that stored `checks` name, since another one rounds differently."""
 
     def close(self) -> None:
         """Ends processes and frees memory."""
 
     def refuse_images(self, prompts: Sequence[Prompt]) -> None:
-        """Raises a TrainingError if a prompt has images and this engine reads token ids only."""
+        """Raises a TrainingError if a prompt has images and this engine takes only token ids."""
         if self.accepts_images:
             return
         for prompt in prompts:

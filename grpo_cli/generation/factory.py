@@ -1,4 +1,4 @@
-"""The engines by name, and the way from a recipe's `generation.engine` to one of them.
+"""The engines by name, and the construction of the one that `generation.engine` names.
 
 An engine of your own needs no line here: `generation.engine=my_module:MyEngine` names a subclass of
 `Generator`, which reads what it needs from the recipe.
@@ -28,10 +28,10 @@ TOKEN_SETTINGS = ("stop_token_ids", "allowed_token_ids", "logit_bias")  # by tok
 
 
 def engine_class(name: str) -> type[Generator]:
-    """Returns the engine of a name in `ENGINES`, or of `module:Class`.
+    """Returns the engine class for a name in `ENGINES` or for `module:Class`.
 
     Raises:
-        UserError: no such name, or no such engine in the module.
+        UserError: the name is unknown, or the module has no such engine.
     """
     path = ENGINES.get(name, name)
     module_name, _, attribute = path.partition(":")
@@ -58,7 +58,7 @@ def check_settings(recipe: Recipe) -> None:
 
 
 def names_tokens(generation: Generation) -> bool:
-    """Whether a setting names tokens, for `check_tokens`."""
+    """Returns whether a setting names token ids, which `check_tokens` then checks."""
     return any(getattr(generation, name) for name in TOKEN_SETTINGS)
 
 
@@ -66,7 +66,7 @@ def check_tokens(generation: Generation, size: int, eos_ids: Collection[int]) ->
     """Checks the settings that name tokens.
 
     Args:
-        size: of the model's vocabulary.
+        size: the number of tokens in the model's vocabulary.
         eos_ids: the tokens that end a completion.
 
     Raises:
@@ -99,7 +99,7 @@ def make_generator(
     """Returns the engine that the recipe names, sampling from `model`.
 
     Args:
-        prompts: all that it will be given; the longest sets how much room it needs.
+        prompts: all prompts of the run; the longest sizes the caches.
 
     Raises:
         UserError: the engine cannot be started with this model and these settings.

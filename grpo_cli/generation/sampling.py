@@ -1,7 +1,7 @@
-"""Logits to the distribution that is sampled from, and one draw from it: pure, row by row.
+"""Turns logits into the sampling distribution and draws a token from it, without side effects.
 
-A row's numbers do not depend on its neighbours: each is the same, to the last bit on the CPU, alone
-as in a batch.
+Rows do not depend on each other: on the CPU, a row's result is bitwise the same alone and in a
+batch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from grpo_cli.errors import TrainingError
 if TYPE_CHECKING:
     from grpo_cli.config.schema import Generation
 
-# Numbers for each thread of the CPU that `choose` works on at a time: they stay in its cache.
+# Logits per CPU thread that `choose` processes at a time, so that they stay in cache.
 CACHED = 2**18
-# The likeliest tokens that top-p looks at first, and how many times more when they do not do.
+# Number of likeliest tokens that top-p sorts first; the factor if they do not suffice.
 FIRST, MORE = 64, 16
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of the distribution that is sampled. A temperature of 0 is greedy."""
+    """Settings of the sampling distribution. A temperature of 0 is greedy."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -36,15 +36,15 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit)
     allowed_token_ids: tuple[int, ...] = ()  # no others are sampled; (): all are
-    min_tokens: int = 0  # no eos before; a generator forbids it
-    stop: tuple[str, ...] = ()  # texts that end a completion (stop_strings.py)
-    never: tuple[int, ...] = ()  # ids of tokens that stand for images
+    min_tokens: int = 0  # generators forbid eos before this length
+    stop: tuple[str, ...] = ()  # strings that end a completion (stop_strings.py)
+    never: tuple[int, ...] = ()  # ids of image placeholder tokens
 
     @property
     def is_unfiltered(self) -> bool:
-        """Whether it draws from softmax(logits / temperature), with nothing left out or moved."""
+        """Whether tokens are drawn from softmax(logits / temperature), unmodified."""
         plain = Sampling(self.max_tokens, self.temperature, stop=self.stop)
         return self == plain and self.temperature > 0
 
@@ -66,7 +66,7 @@ class Sampling:
         return cls(**settings | changes)
 
     def bias(self, size: int, device: torch.device) -> Tensor | None:
-        """Returns what is added to the logits of every row, [V]; None if nothing is."""
+        """Returns the bias added to the logits of every row, [V]; None if there is none."""
         if not (self.logit_bias or self.allowed_token_ids or self.never):
             return None
         bias = torch.zeros(size, device=device)
@@ -96,7 +96,7 @@ def choose(
     temperature, then top-k, top-p and min-p, each renormalised; tokens ruled out have probability
     0. Greedy decoding takes the likeliest token, and reports its log-probability at temperature 1
     without top-k, top-p, min-p.
-    On the CPU a few rows are computed at a time, so that nothing of the logits' size is written.
+    On the CPU a few rows are computed at a time, so that no intermediate has the logits' size.
 
     Args:
         logits: [B, V]. uniforms: [B] in [0, 1); greedy decoding reads none.
@@ -143,15 +143,15 @@ def choose(
 def pick(
     scores: Tensor, sampling: Sampling, uniforms: Tensor | None, *, at_once: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Draws a token for each row of scores that are adjusted; see `choose`.
+    """Draws a token for each row of adjusted scores; see `choose`.
 
     Args:
         scores: [B, V]. uniforms: [B].
-        at_once: never wait for the device to see whether more is to be done.
+        at_once: avoid data-dependent branches, which would synchronize with the device.
     """
     log_p = filtered(scores, sampling, at_once=at_once)
     if sampling.temperature == 0:
-        token = scores.argmax(-1)  # of the scores: rounding makes some log-probs equal
+        token = scores.argmax(-1)  # not of log_p, where rounding makes some tokens equal
     else:
         assert uniforms is not None, "a draw takes a uniform number for each row"
         token = draw(log_p, uniforms)
@@ -166,9 +166,9 @@ def adjusted(
     counts: Tensor | None,
     forbidden: Tensor | None,
 ) -> Tensor:
-    """Logits after bias, penalties and forbidden tokens, [B, V] float32. Highest: greedy's.
+    """Returns logits after bias, penalties and forbidden tokens, [B, V] float32.
 
-    The order is vLLM's.
+    The order is vLLM's. Greedy decoding takes the largest.
     """
     scores = logits.float()  # [B, V]
     if bias is not None:
@@ -190,10 +190,10 @@ def adjusted(
 
 
 def filtered(scores: Tensor, sampling: Sampling, *, at_once: bool = False) -> Tensor:
-    """Temperature, top-k, top-p and min-p, [B, V] -> [B, V] normalised log-probabilities.
+    """Applies temperature, top-k, top-p and min-p: [B, V] -> normalised log-probs [B, V].
 
-    Tokens as likely as the last one that top-k or top-p keeps stay too, so that what is kept does
-    not depend on an order among equals.
+    Ties with the last token that top-k or top-p keeps are kept too, so that the result does not
+    depend on the order of equal tokens.
     """
     if sampling.temperature == 0:
         return scores.log_softmax(-1)
@@ -210,20 +210,20 @@ def filtered(scores: Tensor, sampling: Sampling, *, at_once: bool = False) -> Te
 
 
 def without(scores: Tensor, least: Tensor) -> Tensor:
-    """Scores below each row's bound, [B, 1], become -inf."""
+    """Sets the scores below each row's bound, [B, 1], to -inf."""
     return scores.masked_fill(scores < least, -torch.inf)
 
 
 def least_of_share(log_p: Tensor, share: float, *, at_once: bool = False) -> Tensor:
-    """Log-probability of the last of the likeliest tokens that together fill a share, [B, 1].
+    """Returns the lowest log-probability in the top-p nucleus of each row, [B, 1].
 
-    A token is among them if those before it do not yet fill the share; so the first always is.
-    Sorting a large vocabulary is slow, and mostly a few tokens fill it: looks at the likeliest 64
-    first, and at more only for the rows that need it; `at_once` sorts all of it.
+    A token is in the nucleus if the tokens before it do not yet fill `share`, so the first always
+    is. Sorting a large vocabulary is slow and a few tokens mostly suffice. Hence the 64 likeliest
+    are sorted first, and more only for the rows that need it; `at_once` sorts all.
     """
     size = log_p.shape[-1]
     least = torch.empty_like(log_p[:, :1])
-    rows = torch.arange(len(log_p), device=log_p.device)  # whose share is not filled yet
+    rows = torch.arange(len(log_p), device=log_p.device)  # rows whose share is not filled yet
     width = FIRST if size > FIRST * MORE and not at_once else size
     while len(rows):
         some = log_p if len(rows) == len(log_p) else log_p[rows]
@@ -241,10 +241,10 @@ def least_of_share(log_p: Tensor, share: float, *, at_once: bool = False) -> Ten
 
 
 def draw(log_p: Tensor, uniforms: Tensor) -> Tensor:
-    """The token at which the distribution function passes each row's uniform number.
+    """Returns the token at which each row's cumulative distribution passes its uniform number.
 
-    With its own number for each row and position, a completion does not depend on its neighbours
-    in the batch. A token of probability 0 is never drawn.
+    Each row and position has its own number, so a completion does not depend on its neighbours in
+    the batch. A token of probability 0 is never drawn.
 
     Args:
         log_p: [B, V] normalised, -inf on tokens that must not be drawn.
@@ -257,20 +257,20 @@ def draw(log_p: Tensor, uniforms: Tensor) -> Tensor:
     if sums_in_order(p.device):
         cdf = p.cumsum_(-1)
     else:
-        # cummax makes sums rise that do not, and puts tokens of probability 0 where the one before
-        # them stands.
+        # cummax makes the sums monotonic, and gives tokens of probability 0 the sum of the token
+        # before them.
         cdf = p.cumsum(-1).masked_fill(p == 0, 0.0).cummax(-1).values
-    # Sums need not end at 1, hence the scaling. When rounding puts the target at the sum itself,
-    # the last token of some probability is meant.
+    # Sums need not end at 1, hence the scaling. If rounding puts the target at the total, the last
+    # token with nonzero probability is drawn.
     total = cdf[:, -1:]
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, total.new_zeros(())))
-    # right=True skips tokens of probability 0: the first index with cdf > target has some.
+    # right=True skips tokens of probability 0: the first index with cdf > target is not one.
     return torch.searchsorted(cdf, target, right=True).squeeze(-1)
 
 
 def sums_in_order(device: torch.device) -> bool:
-    """Whether prefix sums of numbers >= 0 never fall, and repeat where a 0 is added.
+    """Returns whether cumsum of numbers >= 0 is monotonic, and constant where a 0 is added.
 
-    The CPU adds one after the other, in float64, and rounds each sum. A GPU sums in parallel.
+    The CPU adds sequentially in float64 and rounds each sum. A GPU sums in parallel.
     """
     return device.type == "cpu"

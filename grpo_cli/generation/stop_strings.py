@@ -1,4 +1,4 @@
-"""Finds texts that end a completion in token ids, wherever the tokens cut them."""
+"""Finds stop strings in token ids, even where a string begins or ends inside a token."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no whole character
+UNFINISHED = "\ufffd"  # decoders write it for an incomplete UTF-8 character
 LONGEST_CHARACTER = 4  # bytes of UTF-8
 
 
 class StopStrings:
-    """Tells whether a completion has reached one of the stop strings.
+    """Detects whether a completion has reached one of the stop strings.
 
-    Most tokens cannot end a stop string, which is looked up; for the others a tail is decoded, just
-    long enough for the longest stop string.
+    A lookup rules out most tokens, which cannot end a stop string. For the others a tail is
+    decoded that is just long enough for the longest stop string.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
         assert all(stop), "an empty stop string would end every completion"
         self.tokenizer = tokenizer
         self.stop = tuple(stop)
-        # A token has at least one byte of the text; one more for a space that decoding may strip.
+        # A token has at least one byte of text; one more for a space that decoding may strip.
         self.enough = max((len(s.encode()) for s in stop), default=0) + 1
         self.last = {s[-1] for s in stop}
-        self.looks: dict[int, str] = {}  # of each token met so far
+        self.looks: dict[int, str] = {}  # token id -> its text, see `_look`
 
     def ends(self, ids: Sequence[int]) -> bool:
         """Returns whether the last of a completion's ids completes a stop string.
 
-        Asked after each token, this is True at the first one whose text holds a stop string. A stop
-        string that was complete before the last token, and was let pass, does not count.
+        If called after each token, it is True at the first token that completes a stop string. A
+        stop string that was complete before the last token does not count.
         """
         if not self.stop or not ids or not self._may_complete(ids[-1]):
             return False
         tail = self._tail(ids)
-        # A tail that begins inside a character can spoil those after it (Llama's byte tokens), so
-        # that all beginnings are tried of which one must lie between two characters.
+        # A tail that begins inside a character can garble the characters after it (Llama's byte
+        # tokens). Hence several beginnings are tried, one of which lies between two characters.
         for begin in range(max(0, len(tail) - self.enough), -1, -1):
             text = self._decode(tail[begin:])
             if any(s in text for s in self.stop):
@@ -49,10 +49,10 @@ class StopStrings:
         """Returns the length at which a stop string is complete; None if none is.
 
         Args:
-            ids: tokens that were generated in pieces, the last of them by a generator that has
-                looked for stop strings in it: a string that begins before it is found here.
-            known: tokens before the last piece.
-            shortest: smallest length.
+            ids: tokens that were generated in pieces. The generator has searched the last piece
+                for stop strings; strings that begin before that piece are found here.
+            known: number of tokens before the last piece.
+            shortest: smallest length to return.
         """
         across = known + self.enough if known else known
         for end in range(max(known + 1, shortest), len(ids) + 1):
@@ -63,7 +63,7 @@ class StopStrings:
         return None
 
     def _tail(self, ids: Sequence[int]) -> list[int]:
-        """Returns the last tokens that have text, with a character to spare."""
+        """Returns the last tokens that have text, with room for one cut character."""
         tail: list[int] = []
         for token in reversed(ids):
             if self._look(token):
@@ -73,7 +73,7 @@ class StopStrings:
         return tail[::-1]
 
     def _completes(self, ids: Sequence[int]) -> bool:
-        """Returns the same by the complete text; only called if a tail holds a stop string."""
+        """Confirms by decoding all ids that the last token completes a stop string."""
         text, before = self._decode(ids), self._decode(ids[:-1])
         pairs = enumerate(zip(text, before, strict=False))
         same = next((i for i, (a, b) in pairs if a != b), min(len(text), len(before)))
@@ -84,10 +84,10 @@ class StopStrings:
         return UNFINISHED in look or not self.last.isdisjoint(look)
 
     def _look(self, token: int) -> str:
-        """Returns all characters that a token can add to a text; "" for an unknown token."""
+        """Returns all characters that a token can add to a string; "" for an unknown token."""
         look = self.looks.get(token)
         if look is None:
-            # Twice, since the first of a text may lose its space.
+            # Twice, since the first token of a decoded string may lose its leading space.
             look = self.looks[token] = self._decode([token, token])
         return look
 

@@ -19,11 +19,11 @@ from grpo_cli.records import Rollout
 def bytes_per_token(
     policy_logprobs: PolicyLogprobs, rollouts: Sequence[Rollout], temperature: float
 ) -> float:
-    """Measures the bytes that a forward pass keeps for its backward, for each computed token.
+    """Measures the bytes per computed token that a forward pass keeps for its backward.
 
-    The difference of two passes, which leaves out what does not grow with the tokens, such as
-    copies of the weights in another precision. Where there are images, the larger of this and of
-    the difference that one more prompt with images makes, its tower included. With gradient
+    It is the difference of two passes, which excludes memory that does not grow with the tokens,
+    such as copies of the weights in another precision. With images it is the maximum of this and of
+    the difference that one more prompt with images makes, including the vision tower. With gradient
     checkpointing one layer's share is added, since the backward recomputes one layer at a time.
     """
     model = policy_logprobs.model
@@ -37,7 +37,7 @@ def bytes_per_token(
 
 @contextmanager
 def without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Keeps all activations inside."""
+    """Disables gradient checkpointing within the context."""
     modules = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     for module in modules:
         setattr(module, "gradient_checkpointing", False)  # noqa: B010
@@ -73,7 +73,7 @@ def _kept(
 
 
 def _per_token(more: tuple[int, int], less: tuple[int, int]) -> float:
-    """Returns the bytes of each token by which two passes of `_kept` differ."""
+    """Returns the bytes per token from the difference of two results of `_kept`."""
     (size, tokens), (smaller, fewer) = more, less
     if tokens > fewer and size > smaller:
         return (size - smaller) / (tokens - fewer)
@@ -82,7 +82,7 @@ def _per_token(more: tuple[int, int], less: tuple[int, int]) -> float:
 
 @contextmanager
 def saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
-    """Bytes that forward passes inside keep for their backward: each storage once, no weights."""
+    """Counts the bytes that forward passes in the context save for backward, without weights."""
     weights = {own_part(p).untyped_storage().data_ptr() for p in model.parameters()}
     seen: dict[int, torch.UntypedStorage] = {}
 
@@ -96,5 +96,5 @@ def saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        # Counted in the end: gathered weights of a sharded model are empty by then.
+        # Counted at the end, when the gathered weights of a sharded model are empty.
         yield lambda: sum(storage.nbytes() for storage in seen.values())

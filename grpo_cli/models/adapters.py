@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) through peft: few trained weights on a frozen model.
 
-peft replaces linear layers in place: the model keeps its class and its forward, so that everything
-that computes log-probabilities or samples works as before. What is here says which weights are
-trained, gives the model as if it had no adapter, and the weights with the adapter merged in.
+peft replaces linear layers in place. The model keeps its class and its forward, so that all code
+that computes log-probabilities or samples works unchanged. This file selects the trained weights,
+switches the adapter off, and yields weights with the adapter merged in.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 CONFIG = sources.ADAPTER_CONFIG
 WEIGHTS = "adapter_model.safetensors"
-NAME = "default"  # peft's name of the one adapter
-PREFIX = "base_model.model."  # of the names in peft's files
+NAME = "default"  # peft's name of the adapter
+PREFIX = "base_model.model."  # prefix of the names in peft's files
 KINDS: dict[str, dict[str, bool]] = {
     "lora": {},
     "dora": {"use_dora": True},
     "rslora": {"use_rslora": True},
 }
-# Initial weights that peft makes without the base model's weights, which may be quantized.
+# Inits that do not read the base model's weights, which may be quantized.
 INIT_WITHOUT_BASE = (True, False, "gaussian")
-INIT_AT_BASE = (True, "gaussian", "orthogonal")  # the adapter begins as the model without it
-# What peft raises where a config, which may be anyone's, is wrong.
+INIT_AT_BASE = (True, "gaussian", "orthogonal")  # inits with which the adapter changes nothing
+# Exceptions that peft raises for an invalid config.
 FAILURES = (TypeError, ValueError, ImportError, RuntimeError, AttributeError, KeyError, re.error)
-REFUSED = {  # fields of LoraConfig by the reason
+REFUSED = {  # LoraConfig fields with the reason
     "trainable_token_indices": "trains rows of the embeddings, which are not merged",
     "lora_bias": "adds biases, which a merged model has no place for",
     "layer_replication": "makes a model of more layers than its base",
@@ -65,10 +65,10 @@ def config_of(adapter: Adapter, base: str, revision: str | None) -> LoraConfig:
     """Returns peft's config of the recipe's adapter.
 
     Args:
-        base: hub name or folder of the model under the adapter, which the config names.
+        base: hub name or folder of the base model, which the config names.
 
     Raises:
-        UserError: peft does not take `adapter.args`.
+        UserError: peft refuses `adapter.args`.
     """
     from peft import LoraConfig
 
@@ -97,15 +97,15 @@ def config_of(adapter: Adapter, base: str, revision: str | None) -> LoraConfig:
 
 
 def check_form(config: LoraConfig, where: str) -> None:
-    """Checks that the folder and the merged model of an adapter can compute what it computes.
+    """Checks that an adapter can be saved and merged without a change of its outputs.
 
     Raises:
-        UserError: they cannot.
+        UserError: it cannot.
     """
     for name, reason in REFUSED.items():
         if getattr(config, name, None):
             raise UserError(f"{where}: {name} {reason}; leave it out.")
-    # The base is changed by a random number that the adapter's folder does not hold.
+    # The init changes the base randomly, and the adapter's folder does not store the random state.
     if str(config.init_lora_weights).startswith("pissa_niter"):
         raise UserError(
             f"{where}: the init {config.init_lora_weights} is random and changes the model under "
@@ -117,7 +117,7 @@ def check_init(config: LoraConfig, where: str) -> None:
     """Checks that an adapter can begin on a quantized model.
 
     Raises:
-        UserError: its initial weights are made from the model's, or change these.
+        UserError: its initial weights depend on the model's weights, or change them.
     """
     if config.init_lora_weights not in INIT_WITHOUT_BASE:
         raise UserError(
@@ -127,13 +127,13 @@ def check_init(config: LoraConfig, where: str) -> None:
 
 
 def attach(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
-    """Adds a fresh adapter to a model, in float32, and freezes the model.
+    """Adds a new float32 adapter to a model, and freezes the model.
 
     Args:
-        seed: of the adapter's initial weights, the same on every process.
+        seed: seed of the adapter's initial weights, the same on every process.
 
     Raises:
-        UserError: the adapter fits no module, or modules that it must not change.
+        UserError: the adapter matches no module, or modules that it must not change.
     """
     from peft import inject_adapter_in_model
 
@@ -153,7 +153,7 @@ def check_modules(model: PreTrainedModel, config: LoraConfig) -> None:
     """Checks the modules that an adapter names.
 
     Raises:
-        UserError: there are none of that name, or it is the output head or the embeddings.
+        UserError: no module has the name, or it is the output head or the embeddings.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     outer = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -199,13 +199,13 @@ def check_modules(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def load(model: PreTrainedModel, folder: Path, *, trained: bool) -> None:
-    """Adds the adapter of a folder, with its weights, to a model.
+    """Loads an adapter from a folder into a model.
 
     Args:
         trained: whether the adapter's weights are trained further.
 
     Raises:
-        UserError: it is no LoRA adapter, or one of another model.
+        UserError: it is not a LoRA adapter, or belongs to another model.
     """
     from peft import set_peft_model_state_dict
 
@@ -223,7 +223,7 @@ def load(model: PreTrainedModel, folder: Path, *, trained: bool) -> None:
             if found.shape != own.shape:
                 raise ValueError(f"{name} has the shape {[*found.shape]}, not {[*own.shape]}")
         result = set_peft_model_state_dict(model, stored, NAME)
-    except Exception as error:  # torn files, other shapes
+    except Exception as error:  # such as corrupt files or other shapes
         raise UserError(
             f"adapter {folder}: does not fit the model: {first_line(error)}."
         ) from error
@@ -239,7 +239,7 @@ def read_config(folder: Path) -> LoraConfig:
     """Reads the config of an adapter's folder.
 
     Raises:
-        UserError: it cannot be read, or is of another method than LoRA.
+        UserError: it cannot be read, or its method is not LoRA.
     """
     require()
     from peft import LoraConfig
@@ -277,13 +277,13 @@ def read_json(folder: Path) -> dict[str, Any]:
 
 
 def config_on(model: nn.Module) -> LoraConfig | None:
-    """Returns the config of a model's adapter; None without one."""
+    """Returns the config of a model's adapter; None without an adapter."""
     configs = getattr(model, "peft_config", None)
     return configs[NAME] if configs else None
 
 
 def tensors_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns an adapter's weights by their names in the model; {} without one."""
+    """Returns an adapter's weights by their names in the model; {} without an adapter."""
     if config_on(model) is None:
         return {}
     return {
@@ -297,7 +297,7 @@ def file_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, T
     """Returns an adapter's tensors with the names of peft's files.
 
     Args:
-        tensors: by their names in the model.
+        tensors: the tensors by their names in the model.
     """
     from peft import get_peft_model_state_dict
 
@@ -305,13 +305,13 @@ def file_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, T
         model,
         state_dict=dict(tensors),
         adapter_name=NAME,
-        save_embedding_layers=False,  # "auto" would look for the base model on the hub
+        save_embedding_layers=False,  # "auto" would query the hub for the base model
     )
     return {PREFIX + name: tensor for name, tensor in state.items()}
 
 
 def config_file(model: nn.Module) -> bytes:
-    """Returns the contents of the config file that peft reads, in a fixed order."""
+    """Returns the contents of peft's config file, with sorted keys."""
     config = config_on(model)
     assert config is not None
     fields = config.to_dict()  # type: ignore[no-untyped-call]
@@ -321,17 +321,17 @@ def config_file(model: nn.Module) -> bytes:
 
 
 def begins_as_base(config: LoraConfig) -> bool:
-    """Whether a fresh adapter changes nothing, so that the model without it is its beginning.
+    """Returns whether switching a fresh adapter off gives the initial model.
 
-    PiSSA, OLoRA and others change the weights under the adapter, and a trained bias stays in the
-    model when the adapter is off.
+    PiSSA, OLoRA and others change the base weights, and a trained bias remains in the model when
+    the adapter is off.
     """
     return config.init_lora_weights in INIT_AT_BASE and config.bias == "none"
 
 
 @contextlib.contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
-    """Makes the model compute without its adapter inside, bit for bit as before there was one."""
+    """Switches the adapter off within the context; outputs are bitwise the base model's."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -348,10 +348,10 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Makes the model compute with other weights of its adapter inside.
+    """Replaces the adapter's weights within the context.
 
     Args:
-        tensors: of `copied`, by their names in the model.
+        tensors: weights from `copied`, by their names in the model.
     """
     current = copied(model)
     fill(model, tensors)
@@ -363,7 +363,7 @@ def replaced(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
 
 def copied(model: nn.Module) -> dict[str, Tensor]:
     """Returns copies of an adapter's weights, or of this process's shards of them."""
-    offload(model)  # a change of gathered weights would be lost
+    offload(model)  # frees gathered weights, so that the shards are read
     return {name: p.detach().clone() for name, p in tensors_of(model).items()}
 
 
@@ -376,7 +376,7 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def base_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields (name, layer without its adapter) of a model's adapted layers."""
+    """Yields (name, base layer) for each adapted layer of a model."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, module in model.named_modules():
@@ -387,12 +387,11 @@ def base_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def plain_parameters(
     model: nn.Module,
 ) -> Iterator[tuple[str, nn.Parameter, nn.Module | None]]:
-    """Yields (name, parameter, layer) of a model's parameters except the adapter's.
+    """Yields (name, parameter, layer) for a model's parameters except the adapter's.
 
-    A name is the parameter's name in the model without an adapter; a tied weight has several.
-    `layer` is the adapted layer to which the parameter belongs, or None. A module that is trained
-    as a whole replaces its original. `quantization.plain` gives shape and dtype of a parameter that
-    is quantized.
+    The name is that in the model without an adapter; a tied weight has several. `layer` is the
+    adapted layer of the parameter, or None. A module in `modules_to_save` replaces its original.
+    `quantization.plain` gives the shape and dtype of a quantized parameter.
     """
     if config_on(model) is not None:
         yield from _parameters_of_base(model, "", None)
@@ -421,15 +420,15 @@ def _parameters_of_base(
 
 
 def merged(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor) of a model with its adapter merged in, a layer at a time.
+    """Yields (name, tensor) for a model's weights with its adapter merged in, layer by layer.
 
-    The model itself is not changed: to add and subtract in place would change weights in bfloat16
-    a little each time. The sum is made in float32, on a copy of the layer. It has the dtype of the
-    weight. Quantized weights are dequantized. Collective if the model is sharded. A tied weight is
-    there once.
+    The model itself is not changed, since adding and subtracting in place would change bfloat16
+    weights slightly each time. The sum is computed in float32 on a copy of the layer, and returned
+    in the weight's dtype. Quantized weights are dequantized. Collective if the model is sharded. A
+    tied weight is yielded once.
 
     Args:
-        dtype: of the tensors that stand for quantized weights; None: the dtype of the model.
+        dtype: dtype for quantized weights; None: the dtype of the model.
     """
     dtype = dtype or quantization.dtype_of(model)
     seen: set[nn.Parameter] = set()
@@ -452,7 +451,7 @@ def merged(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple
 
 @torch.no_grad()
 def _merged_layer(layer: nn.Module) -> dict[str, Tensor]:
-    """Returns an adapted layer's parameters with its adapter merged in, in float32 or better."""
+    """Returns an adapted layer's parameters with the adapter merged in, at least in float32."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     def wide(p: Tensor) -> nn.Parameter:
@@ -461,7 +460,7 @@ def _merged_layer(layer: nn.Module) -> dict[str, Tensor]:
         dtype = torch.promote_types(whole.dtype, torch.float32)
         return nn.Parameter(whole.to(dtype, copy=not is_quantized), requires_grad=False)
 
-    # What deepcopy finds here it does not copy: a sharded parameter cannot be.
+    # The memo keeps deepcopy from copying parameters, which fails for sharded ones.
     complete = copy.deepcopy(layer, {id(p): wide(p) for p in layer.parameters()})
     quantized = any(map(quantization.is_quantized, layer.parameters()))
     for part in complete.modules():
@@ -474,9 +473,9 @@ def _merged_layer(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def _merge_dequantized(layer: Any) -> None:
-    """Merges the adapter into a layer whose weight was dequantized; peft would quantize the sum."""
+    """Merges the adapter into a dequantized layer; peft's own merge would quantize the sum."""
     base = layer.get_base_layer()
-    variant = layer.lora_variant.get(NAME)  # of DoRA
+    variant = layer.lora_variant.get(NAME)  # DoRA; None: plain LoRA
     if variant is None:
         base.weight.data += layer.get_delta_weight(NAME)
     else:

@@ -1,10 +1,10 @@
 """Attention over sequences that share a prefix, as an attention function of transformers.
 
-The tokens of a group lie in one row of N tokens: the prompt once, then its completions. Two parts
-are computed separately and merged by their log-sum-exp: causal attention inside each segment (a
-prompt or a completion), and attention of all completions of a prompt to that prompt. Nothing is
-padded, repeated or masked, and no tensor of size N x N exists. The backward gives each part the
-merged output and log-sum-exp, with which a flash kernel's backward returns that part's share of the
+A group is one row of N tokens: the prompt once, then its completions. Two parts are computed
+separately and merged by their log-sum-exp: causal attention inside each segment (a prompt or a
+completion), and attention of all completions of a prompt to that prompt. Nothing is padded,
+repeated or masked, and no tensor of size N x N exists. The backward passes the merged output and
+log-sum-exp to each part, and a flash kernel's backward then returns that part's share of the
 gradient (as in Ring Attention, arXiv 2310.01889).
 
 Example: a prompt p of 3 tokens with completions a of 2 tokens and b of 1 token, N = 6
@@ -17,8 +17,8 @@ Example: a prompt p of 3 tokens with completions a of 2 tokens and b of 1 token,
     a1    x  x  x  x  x         a1 attends to (a0, a1): output o, log-sum-exp s; and to
     b0    x  x  x        x      (p0, p1, p2): o', s'; merged (e^s o + e^s' o') / (e^s + e^s')
 
-A model calls `attend` of the object that its forward gets as `attending`, in place of its own
-attention: a `Layout` from this file, or a batch of `generation/embedded/`.
+Instead of its own attention, a model calls `attend` of the object that its forward gets as
+`attending`: a `Layout` from this file, or a batch of `generation/embedded/`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from grpo_cli.models.kernels.plain import Bucket, Plain
 from grpo_cli.models.kernels.varlen import HALVES, Ragged, RepeatedVarlen
 from grpo_cli.models.memory import is_out_of_memory
 
-NAME = "grpo_sdpa"  # the implementation's name: transformers' sdpa unless `attending` is passed
-MAX_PADDING = 1.25  # rows of one bucket are padded to at most this many times the shortest
+NAME = "grpo_sdpa"  # registered implementation; equals sdpa unless `attending` is passed
+MAX_PADDING = 1.25  # maximum ratio of the longest to the shortest row of a bucket
 
 NOT_PASSED_ON = "it passes no further arguments to its attention"  # so that `attending` is lost
 
@@ -56,10 +56,10 @@ class UnsupportedModelError(Exception):
 
 
 def mismatch(attempt: Callable[[], object]) -> str | None:
-    """Returns why an attempt that runs a model's own code fails, or None.
+    """Runs an attempt with a model's own code; returns why it fails, or None.
 
     Raises:
-        Exception: the attempt runs out of memory; the caller can repeat it with less.
+        Exception: the attempt runs out of memory; the caller can retry with fewer tokens.
     """
     try:
         attempt()
@@ -73,9 +73,9 @@ def mismatch(attempt: Callable[[], object]) -> str | None:
 
 
 class Attending(Protocol):
-    """An object that computes attention in place of the model's own."""
+    """Replaces the model's own attention."""
 
-    longest: int  # the largest number of tokens that a query sees
+    longest: int  # the largest number of tokens that a query attends to
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Returns the attention's output, [N, Hq, D].
@@ -83,7 +83,7 @@ class Attending(Protocol):
         Args:
             layer: index of the decoder layer.
             query: [N, Hq, D]. key, value: [N, Hkv, D], Hq a multiple of Hkv.
-            scale: factor of the scores, usually D ** -0.5.
+            scale: factor for the scores, usually D ** -0.5.
         """
         ...
 
@@ -101,11 +101,11 @@ def attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes attention as transformers calls it: [1, H, N, D] heads to [1, N, Hq, D] outputs.
+    """Computes attention with transformers' interface: heads [1, H, N, D] -> [1, N, Hq, D].
 
     Raises:
         UnsupportedModelError: `attending` is passed, and the model's attention has dropout, a
-            window shorter than the rows or an argument that `attending` does not compute.
+            window shorter than the rows, or an argument that `attending` does not support.
     """
     if attending is None:
         output: tuple[Tensor, None] = sdpa_attention_forward(
@@ -124,7 +124,7 @@ def attention(
     return _attend(attending, module, query, key, value, options), None
 
 
-# The sequences differ from batch to batch, and would be compiled anew.
+# Not compiled, since each batch's layout would be recompiled.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend(
     attending: Attending,
@@ -153,7 +153,7 @@ def _attend(
 
 
 def narrowest_window(model: nn.Module) -> float:
-    """Returns the smallest attention window of a model's layers in tokens; infinity without one."""
+    """Returns the smallest attention window of a model's layers in tokens; inf without windows."""
     windows = (window_of(m) for m in model.modules() if hasattr(m, "layer_idx"))
     return min((w for w in windows if w is not None), default=math.inf)
 
@@ -167,7 +167,7 @@ def install(model: PreTrainedModel) -> bool:
     """Makes a model that uses sdpa accept `attending`.
 
     Returns:
-        False if the model uses another attention or cannot change it; it is then unchanged.
+        False, with the model unchanged, if it uses another attention or cannot change it.
     """
     if name_of(model) == NAME:
         return True
@@ -175,7 +175,7 @@ def install(model: PreTrainedModel) -> bool:
         return False
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    # Of the decoder alone: the layers of a vision tower have no number, and see all of an image.
+    # Only in the decoder: layers of a vision tower have no index, and are not causal.
     text = model.config.get_text_config(decoder=True)
     part = next((n for n in model.config.sub_configs if getattr(model.config, n, None) is text), "")
     model.set_attn_implementation({part: NAME} if part else NAME)
@@ -183,13 +183,13 @@ def install(model: PreTrainedModel) -> bool:
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """Returns a [1, 1, 1, 1] mask that transformers takes for a finished one, so it makes none."""
+    """Returns a [1, 1, 1, 1] mask, which keeps transformers from building a mask of its own."""
     return torch.empty(1, 1, 1, 1, device=device)
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """Keys [start, end) of a prompt that all queries [first, last) see."""
+    """Keys [start, end) of a prompt that all queries [first, last) attend to."""
 
     start: int
     end: int
@@ -198,7 +198,7 @@ class Prefix:
 
 
 class Layout:
-    """The tokens that each token of a row of N sees; see the example at the top of this file."""
+    """Describes which tokens of a packed row attend to which; the file's example shows one."""
 
     def __init__(
         self,
@@ -207,13 +207,13 @@ class Layout:
         device: torch.device,
         kernel: Kernel | None = None,
     ) -> None:
-        """Describes a row.
+        """Describes a row of N tokens.
 
         Args:
-            segments: [start, end) of each segment, together all N tokens; causal inside.
-            prefixes: prompts that other segments see as well.
-            device: where the indices for the kernels are made.
-            kernel: computes the attention, in place of `usual_kernel`.
+            segments: [start, end) of each segment, with causal attention; they cover all N tokens.
+            prefixes: prompts that other segments also attend to.
+            device: device of the index tensors for the kernels.
+            kernel: computes the attention; None: `usual_kernel`.
         """
         self.kernel = kernel
         self.segments = list(segments)
@@ -234,7 +234,7 @@ class Layout:
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """The segments, grouped by similar length so that little is padded."""
+        """The segments, grouped by similar length to reduce padding."""
         chunks: list[list[tuple[int, int]]] = []
         for segment in sorted(self.segments, key=lambda s: s[1] - s[0]):
             length = segment[1] - segment[0]
@@ -246,7 +246,7 @@ class Layout:
 
     @cached_property
     def ragged(self) -> list[Ragged]:
-        """The segments, and the prefixes if there are any, for kernels of unequal rows."""
+        """The segments, and the prefixes if there are any, for varlen kernels."""
         segments = sorted(self.segments)
         parts = [Ragged.of(segments, segments, self.device, causal=True)]
         if self.prefixes:
@@ -257,10 +257,10 @@ class Layout:
 
     @cached_property
     def block_mask(self) -> BlockMask:
-        """The tokens that see one another, by blocks, for FlexAttention."""
+        """The block mask for FlexAttention."""
         return block_mask(self)
 
 
 def usual_kernel(query: Tensor) -> Kernel:
-    """Returns the kernel of a layout for which none was chosen, by the queries [N, Hq, D]."""
+    """Returns the default kernel for queries [N, Hq, D]."""
     return RepeatedVarlen() if query.is_cuda and query.dtype in HALVES else Plain()

@@ -1,7 +1,7 @@
-"""Lists what model families add to the common decoder, by the names in their configs.
+"""Describes how model families differ from the common decoder, by the names in their configs.
 
-A new family with a scaled or capped output layer, another name for its attention window or another
-name for its experts is described here, and nowhere else.
+A new family with a scaled or capped output layer, or with other names for its attention window or
+its experts, needs changes only here.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ LOGIT_SOFTCAPS = (
     "output_logit_soft_cap",  # xLSTM
 )
 
-# Arguments of attention that change its value and that attention by parts does not compute.
+# Arguments of attention that change its result and that attention by parts does not support.
 ATTENTION_EXTRAS = ("softcap", "s_aux", "position_bias", "head_mask")
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
-# Reasons in notes, behind "its".
+# Reasons in notes, which follow "its".
 RECURRENT = "layers carry a state from token to token"
 BIDIRECTIONAL = "images are read in both directions"
-# Names, in a config's layer_types, of layers that carry a state from token to token.
+# Names of recurrent layers in a config's layer_types.
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"}
 
 # Rotary embeddings of these kinds depend on the largest position of a forward pass.
 DYNAMIC_ROPE = ("dynamic", "longrope")
 
-# Decoders whose configs have BERT's is_decoder=false all the same.
+# Decoders whose configs nevertheless have BERT's is_decoder=false.
 DECODERS = ("gpt_neox", "gpt_neox_japanese")
 
-# Tokens in whose place the features of an image or a video stand.
+# Config fields with the placeholder tokens for features of images, videos and audio.
 IMAGE_TOKENS = (
     "image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id",
 )  # fmt: skip
@@ -54,22 +54,22 @@ UNCOUNTED_PARTS = ("kv_lora_rank", "num_kv_shared_layers", "cross_attention_laye
 
 
 def logit_scale(config: PretrainedConfig) -> float:
-    """Returns what the output layer's product is multiplied by; 1.0 for most families."""
+    """Returns the factor of the output layer's product; 1.0 for most families."""
     scale = _first(config, LOGIT_SCALES) or 1.0
     divisor = _first(config, (LOGIT_DIVISOR,)) or 1.0
     return scale * divisor if config.model_type == "hyperclovax" else scale / divisor
 
 
 def logit_softcap(config: PretrainedConfig) -> float | None:
-    """Returns c where logits are c · tanh(x / c), and None where they are not capped."""
+    """Returns c if logits are c · tanh(x / c), and None if they are not capped."""
     return _first(config, LOGIT_SOFTCAPS)
 
 
 def window_of(module: nn.Module) -> int | None:
-    """Returns how many tokens an attention layer sees at most by its config; None: all.
+    """Returns the attention window of a layer, in tokens, by its config; None: no window.
 
-    Llama 4, Qwen2-MoE and Phi-3.5-MoE pass the window to the mask only, so that rollouts shorter
-    than the window would not show it.
+    Llama 4, Qwen2-MoE and Phi-3.5-MoE pass the window only to the mask, so a check on rollouts
+    shorter than the window would not detect it.
     """
     config: Any = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)
@@ -79,15 +79,15 @@ def window_of(module: nn.Module) -> int | None:
 
 
 def reads_both_directions(config: PretrainedConfig) -> bool:
-    """Whether a model is an encoder, as BERT and its relatives are, which cannot generate."""
+    """Returns whether a model is an encoder such as BERT, which cannot generate."""
     return getattr(config, "is_decoder", True) is False and config.model_type not in DECODERS
 
 
 def fixed_rope_tokens(config: PretrainedConfig) -> float:
-    """Returns up to how many tokens rotary embeddings do not depend on the other rows' lengths.
+    """Returns the length up to which rotary embeddings do not depend on other rows' lengths.
 
-    Infinity for most models. Dynamic NTK and LongRoPE (arXiv 2402.13753) take other frequencies
-    for all rows of a forward pass once one of them is longer than this.
+    Infinity for most models. Dynamic NTK and LongRoPE (arXiv 2402.13753) use other frequencies for
+    all rows of a forward pass once one row is longer than this.
     """
     text: Any = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -102,12 +102,12 @@ def fixed_rope_tokens(config: PretrainedConfig) -> float:
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:
-    """Whether some layers carry a state from token to token besides keys and values.
+    """Returns whether some layers carry a recurrent state besides keys and values.
 
-    State space layers, linear attention and short convolutions do. The state passes from one
-    sequence of a packed row to the next, and from padding to the tokens behind it. With small
-    weights the numbers do not show that, so that what a model says of itself decides; for a model
-    with code of its own, a convolution over single channels does, which most such layers have.
+    State space layers, linear attention and short convolutions do. The state leaks from one
+    sequence of a packed row to the next, and from padding to later tokens. With small weights the
+    self-check would not detect that, so the model's own attributes and config decide. A model with
+    custom code counts as recurrent if it has a depthwise convolution, as most such layers do.
     """
     config = model.config.get_text_config(decoder=True)
     return (
@@ -118,19 +118,19 @@ def is_recurrent(model: PreTrainedModel) -> bool:
 
 
 def image_tokens(config: PretrainedConfig) -> tuple[int, ...]:
-    """Returns the tokens that stand for features of images and videos; () for a text model.
+    """Returns the placeholder tokens for features of images and videos; () for a text model.
 
-    A completion that held one could not be computed: there is no image for it.
+    They must not be sampled, since there is no image for them in a completion.
     """
     ids = {getattr(config, name, None) for name in IMAGE_TOKENS}
     return tuple(sorted(i for i in ids if isinstance(i, int)))
 
 
 def has_bidirectional_images(model: PreTrainedModel) -> bool:
-    """Whether the tokens of an image attend to each other in both directions (Gemma 3, PaliGemma).
+    """Returns whether image tokens attend to each other bidirectionally (Gemma 3, PaliGemma).
 
-    Neither packed rows nor the embedded engine do that, and in half precision the numbers may not
-    show it. A model that does makes its masks from the types of its tokens; Gemma 4 has a switch.
+    Packed rows and the embedded engine do not support that, and in half precision the self-check
+    may not detect it. Such models build their masks from token types; Gemma 4 has a switch.
     """
     masks = getattr(model, "create_masks_for_generate", None)
     taken = signature(masks).parameters if masks is not None else {}
@@ -140,14 +140,14 @@ def has_bidirectional_images(model: PreTrainedModel) -> bool:
 
 
 def num_experts(config: PretrainedConfig) -> int | None:
-    """Returns the number of routed experts of a layer; None for a dense model."""
+    """Returns the number of routed experts per layer; None for a dense model."""
     return next((n for name in NUM_EXPERTS if (n := getattr(config, name, None))), None)
 
 
 def without_router_logits(model: PreTrainedModel) -> dict[str, bool]:
-    """Returns the argument with which a forward pass does not collect router logits.
+    """Returns the forward argument that disables collecting router logits.
 
-    A model whose config asks for them also computes a loss from them and the attention mask, which
+    A model whose config enables them also computes a loss from them and the attention mask, which
     packed rows and the embedded engine do not have.
     """
     collects = getattr(model.config.get_text_config(decoder=True), "output_router_logits", False)

@@ -1,18 +1,18 @@
 """Counts model FLOPs and a device's peak rate, for model FLOP utilisation (MFU).
 
 Model FLOPs (PaLM, arXiv 2204.02311, appendix B) are those of the matrix products in the model's
-formula, two for each multiplication and addition. Additional work of an implementation, such as
+formula, two for each multiply-add. Additional work of an implementation is not counted, such as
 recomputing activations in the backward pass (gradient checkpointing, flash attention) or
-multiplying padding, is not counted: it lowers utilisation. With N parameters that take part in a
-product, L layers and H heads of size Q, a forward pass over `tokens` takes
+multiplying padding: it lowers utilisation. With N parameters in matrix products, L layers and H
+heads of size Q, a forward pass over `tokens` takes
 
     2 · N · tokens + 4 · L · H · Q · attended
 
 where `attended` is the number of (query, key) pairs: n(n + 1)/2 for a sequence of n tokens. A
-backward pass takes twice as much: one product for the inputs' gradient, one for the weights', which
-a frozen weight does not have.
+backward pass takes twice as much: one product for the gradient of the inputs and one for that of
+the weights, except frozen ones.
 
-For a model whose cost this formula does not describe there is no number, rather than a wrong one.
+If the formula does not describe a model, the result is NaN or None, not a wrong number.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from grpo_cli.models.packing import unique_tokens
 from grpo_cli.models.vision import has_images
 from grpo_cli.records import Rollout
 
-FORWARD_BACKWARD = 3.0  # times the forward pass, where every weight has a gradient
+FORWARD_BACKWARD = 3.0  # in units of the forward pass, if every weight has a gradient
 
 
 def passes(num_parameters: int | None, num_trained: int | None) -> float:
-    """Returns the FLOPs of a forward and a backward pass, in forward passes.
+    """Returns the FLOPs of a forward and a backward pass, in units of the forward pass.
 
-    Exact where all weights have a gradient (3). With an adapter on a frozen model it is just over
-    2, and leaves out attention's products of two activations, which are few.
+    It is exact if all weights have a gradient (3). With an adapter on a frozen model it is slightly
+    above 2, and ignores attention's activation-activation products, which are few.
 
     Args:
-        num_parameters, num_trained: as `params_in_products` counts them.
+        num_parameters, num_trained: counts from `params_in_products`.
     """
     if not num_parameters or num_trained is None:
         return FORWARD_BACKWARD
@@ -52,12 +52,12 @@ def passes(num_parameters: int | None, num_trained: int | None) -> float:
 
 
 def params_in_products(model: PreTrainedModel, *, trained: bool = False) -> int | None:
-    """Counts the parameters that a token is multiplied with; None for a model with unknown parts.
+    """Counts the parameters that multiply a token; returns None for a model with unknown parts.
 
-    A weight that is both embedding and output head counts once, as the head; looking up an
-    embedding is no product. Only the experts that a token is routed to count. Of a model that reads
-    images it is the language model that counts. The model must not be wrapped for several
-    processes.
+    A weight that is both embedding and output head counts once, as the head, since an embedding
+    look-up is not a product. Only the experts that a token is routed to count. For a
+    vision-language model only the language model counts. The model must not be wrapped for
+    distributed training.
 
     Args:
         trained: count only parameters that have a gradient.
@@ -67,10 +67,10 @@ def params_in_products(model: PreTrainedModel, *, trained: bool = False) -> int 
     experts_per_token = getattr(config, "num_experts_per_tok", None)
     total, routed = 0, 0
     for path, module in _modules_of_text(model):
-        in_expert = ".experts." in f".{path}."  # not of `shared_experts`: every token sees those
+        in_expert = ".experts." in f".{path}."  # not `shared_experts`, which every token uses
         for name, weight in module.named_parameters(recurse=False):
             if weight.ndim < 2 or name.endswith("bias") or isinstance(module, nn.Embedding):
-                continue  # norms, biases and look-ups multiply no matrix
+                continue  # norms, biases and embedding look-ups are not matrix products
             if trained and not weight.requires_grad:
                 continue
             linear = isinstance(module, (nn.Linear, Conv1D))
@@ -88,7 +88,7 @@ def params_in_products(model: PreTrainedModel, *, trained: bool = False) -> int 
 
 
 def _modules_of_text(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules that read text, with their names."""
+    """Yields the (name, module) pairs of the language model."""
     if model.config.get_text_config() is model.config:
         yield from model.named_modules()
         return
@@ -107,11 +107,11 @@ def forward_flops(
     """Returns the model FLOPs of a forward pass; NaN if the formula does not describe the model.
 
     Args:
-        config: of a causal language model.
-        num_parameters: as `params_in_products` counts them.
-        tokens: number of tokens that are computed.
-        attended: (query, key) pairs, including each token with itself. In layers with a sliding
-            window a token attends to the window at most.
+        config: config of a causal language model.
+        num_parameters: count from `params_in_products`.
+        tokens: number of computed tokens.
+        attended: number of (query, key) pairs, including each token with itself. In layers with a
+            sliding window a token attends to at most the window.
         logits: number of tokens whose logits are computed; None: all.
     """
     text = config.get_text_config()
@@ -145,9 +145,9 @@ def forward_flops(
 def rollout_flops(
     model: PreTrainedModel, rollouts: Sequence[Rollout], *, backward: bool = False
 ) -> float:
-    """Returns the model FLOPs of a forward pass, each prompt once; NaN if not known.
+    """Returns the model FLOPs of a forward pass, each prompt once; NaN if unknown.
 
-    They are not known with images, whose encoding the formula does not describe.
+    They are unknown with images, since the formula does not describe a vision tower.
 
     Args:
         backward: also count the backward pass.
@@ -163,8 +163,8 @@ def rollout_flops(
     return forward * passes(number, params_in_products(model, trained=True))
 
 
-# Dense peaks in TFLOPs a second from NVIDIA's data sheets: (16 bit on tensor cores with a float32
-# accumulator, float32 without tensor cores), by a part of the name; the first match counts.
+# Dense peaks in TFLOP/s from NVIDIA's data sheets: (part of the name, 16 bit on tensor cores with a
+# float32 accumulator, float32 without tensor cores). The first match counts.
 GPUS = (
     (r"GB200", 2500, 80),
     (r"B200", 2250, 75),
@@ -192,15 +192,15 @@ GPUS = (
     (r"V100", 125, 15.7),
     (r"T4", 65, 8.1),
 )
-OTHER_CHIPS = re.compile(r"\b(MIG|Laptop|Max-Q|Ti|D)\b")  # a share or a variant of one in the table
-WITHOUT_BF16 = re.compile(r"\b(V100|T4)\b")  # nor TF32
+OTHER_CHIPS = re.compile(r"\b(MIG|Laptop|Max-Q|Ti|D)\b")  # slices and variants, not in the table
+WITHOUT_BF16 = re.compile(r"\b(V100|T4)\b")  # they lack TF32 too
 
 
 def listed_peak(name: str, dtype: torch.dtype, tf32: bool) -> float | None:
-    """Returns an NVIDIA GPU's FLOPs a second by its data sheet; None if it is not in the table.
+    """Returns an NVIDIA GPU's FLOP/s from its data sheet; None if it is not in the table.
 
     Args:
-        name: the device's name, as CUDA reports it.
+        name: the device's name from CUDA.
         tf32: whether float32 products may run on tensor cores, at half the speed of 16 bits.
     """
     found = next((row for row in GPUS if re.search(rf"\b{row[0]}\b", name)), None)
@@ -217,10 +217,10 @@ def listed_peak(name: str, dtype: torch.dtype, tf32: bool) -> float | None:
 
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns a device's peak rate in FLOPs a second for products of a type.
+    """Returns a device's peak FLOP/s for matrix products of a dtype.
 
-    From the data sheet if the device is listed; otherwise (CPU, MPS, other GPUs) measured, once in
-    a process.
+    It comes from the data sheet if the device is listed. Otherwise (CPU, MPS, other GPUs) it is
+    measured, once per process.
     """
     if device.type == "cuda" and torch.version.hip is None:
         tf32 = torch.get_float32_matmul_precision() != "highest"
@@ -237,7 +237,7 @@ def measured_peak(
     timer: Callable[[], float] = time.perf_counter,
     budget: float = 0.25,
 ) -> float:
-    """Measures the best rate of a few square matrix products in about `budget` seconds or less."""
+    """Measures the best FLOP/s of a few square matrix products in about `budget` seconds."""
     synchronize = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device.type)
 
     def seconds(matrix: torch.Tensor) -> float:
@@ -248,7 +248,7 @@ def measured_peak(
         return timer() - start
 
     best, size, largest = 0.0, 128, 1024 if device.type == "cpu" else 4096
-    matrix = torch.ones(size, size, device=device, dtype=dtype)  # draws no random numbers
+    matrix = torch.ones(size, size, device=device, dtype=dtype)  # leaves random states unchanged
     seconds(matrix)  # the first product loads libraries
     while True:
         spent = [seconds(matrix) for _ in range(4)]

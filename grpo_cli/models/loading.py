@@ -25,14 +25,14 @@ from grpo_cli.models.families import reads_both_directions
 from grpo_cli.models.vision import VisionProcessor
 from grpo_cli.records import Prompt
 
-# What transformers raises where a model, or one of its arguments, is wrong.
+# Exceptions that transformers raises for an invalid model or argument.
 FAILURES = (
     OSError, ValueError, TypeError, AttributeError, ImportError, KeyError, RuntimeError,
     SafetensorError, StrictDataclassError,
 )  # fmt: skip
 TRAINABLE = ("float32", "bfloat16", "float16")
 
-transformers.utils.logging.disable_progress_bar()  # the run has a progress display of its own
+transformers.utils.logging.disable_progress_bar()  # the run has its own progress display
 
 
 def load(
@@ -44,16 +44,16 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a model (on the CPU, in training mode) and its tokenizer from a folder or the hub.
 
-    The folder of an adapter is loaded with the model that its config names, and is not trained.
+    An adapter's folder is loaded with the base model that its config names, and is not trained.
 
     Args:
-        path: a folder, or a name on the hub.
+        path: a folder or a hub name.
         weights: False: load only the model's structure, on the meta device.
-        half_type: of the arithmetic with mixed precision, for a quantized model.
+        half_type: compute dtype of mixed precision, for a quantized model.
 
     Raises:
-        UserError: there is no model or no tokenizer, transformers cannot load it, weights are
-            missing or not finite, or the model is no decoder.
+        UserError: the model or the tokenizer is missing, transformers cannot load it, weights are
+            missing or not finite, or the model is not a decoder.
     """
     adapter = Path(path)
     if sources.is_adapter(adapter):
@@ -101,7 +101,7 @@ def load(
 
 
 def auto_class(model_config: PretrainedConfig) -> Any:
-    """Returns the class of transformers that loads a model."""
+    """Returns transformers' auto class for a model."""
     if vision.takes_images(model_config):
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
@@ -110,10 +110,10 @@ def auto_class(model_config: PretrainedConfig) -> Any:
 def load_vision(
     config: Model, path: str | Path, tokenizer: PreTrainedTokenizerBase
 ) -> VisionProcessor | None:
-    """Loads the processor of a vision-language model; None for a model that reads text only.
+    """Loads the processor of a vision-language model; returns None for a text model.
 
     Raises:
-        UserError: there is none, or a package that it needs is not installed.
+        UserError: the processor is missing, or a package that it needs is not installed.
     """
     config, path = base_of(config, path)
     with explained(path):
@@ -128,7 +128,7 @@ def load_config(
     """Loads a model's config and its tokenizer.
 
     Raises:
-        UserError: there is no model or no tokenizer, or the model is no decoder.
+        UserError: the model or the tokenizer is missing, or the model is not a decoder.
     """
     config, path = base_of(config, path)
     shared = of_source(config)
@@ -139,7 +139,7 @@ def load_config(
             raise ValueError(
                 f"a {model_config.model_type} model reads in both directions and cannot generate"
             )
-    if not tokenizer("a")["input_ids"]:  # transformers makes an empty one where files are missing
+    if not tokenizer("a")["input_ids"]:  # transformers makes an empty one if files are missing
         raise UserError(
             f"model.path = {path}: holds no tokenizer; save the model's tokenizer in the folder."
         )
@@ -147,7 +147,7 @@ def load_config(
 
 
 def check_trainable(config: Model, path: str) -> None:
-    """Raises a UserError if a model's files hold quantized weights, before they are loaded."""
+    """Raises a UserError if a model's files contain quantized weights, before they are loaded."""
     with explained(path):
         stored = read_config(config, path)
     quantization.check_stored(stored, path)
@@ -156,7 +156,7 @@ def check_trainable(config: Model, path: str) -> None:
 def generation_config(
     config: Model, path: str | Path, model_config: PretrainedConfig
 ) -> transformers.GenerationConfig:
-    """Loads a model's generation config; not every model has one, then it follows its config's."""
+    """Loads a model's generation config, or derives it from the model config if it has none."""
     config, path = base_of(config, path)
     of_files = {k: v for k, v in of_source(config).items() if k != "trust_remote_code"}
     try:
@@ -166,7 +166,7 @@ def generation_config(
 
 
 def of_source(config: Model) -> dict[str, Any]:
-    """Returns the arguments with which every file of a model is loaded."""
+    """Returns the arguments for loading any file of a model."""
     return {
         "revision": config.revision or "main",
         "trust_remote_code": config.trust_remote_code,
@@ -178,7 +178,7 @@ def read_config(config: Model, path: str | Path) -> PretrainedConfig:
     """Returns a model's config with the fields that `model.args` sets.
 
     Raises:
-        UserError: an argument is none of its fields.
+        UserError: an argument is not a field of the config.
     """
     fields = {k: v for k, v in config.args.items() if k not in (*OF_FILES, *OF_WEIGHTS)}
     known: PretrainedConfig = transformers.AutoConfig.from_pretrained(
@@ -202,7 +202,7 @@ def read_config(config: Model, path: str | Path) -> PretrainedConfig:
 
 @contextlib.contextmanager
 def explained(path: str | Path) -> Iterator[None]:
-    """Turns the errors of a model that cannot be loaded into a UserError."""
+    """Converts errors while loading a model into a UserError."""
     try:
         yield
     except FAILURES as error:
@@ -213,10 +213,10 @@ def explained(path: str | Path) -> Iterator[None]:
 
 
 def stored_dtype(config: Model, path: str | Path) -> str:
-    """Returns the data type that a model's config names, which is that of its stored weights.
+    """Returns the dtype of a model's stored weights, which its config names.
 
     Raises:
-        UserError: it names none, or one that is no value of model.dtype.
+        UserError: the config names none, or one that is not a value of model.dtype.
     """
     config, path = base_of(config, path)
     with explained(path):
@@ -233,10 +233,10 @@ def stored_dtype(config: Model, path: str | Path) -> str:
 
 
 def base_of(config: Model, path: str | Path) -> tuple[Model, str]:
-    """Returns (settings, hub name or folder) of the model under an adapter; of a model, itself.
+    """Returns (settings, hub name or folder) of an adapter's base model; a model is its own base.
 
     Raises:
-        UserError: the adapter's config names none.
+        UserError: the adapter's config names no usable base model.
     """
     adapter = Path(path)
     if not sources.is_adapter(adapter):
@@ -259,7 +259,7 @@ def check_weights(model: PreTrainedModel, missing: Collection[str]) -> None:
     """Checks that a loaded model has all its weights.
 
     Args:
-        missing: names of weights that were in no file; transformers has made random ones up.
+        missing: names of weights that were in no file, which transformers initialised randomly.
 
     Raises:
         ValueError: weights are missing or not finite.
@@ -270,18 +270,18 @@ def check_weights(model: PreTrainedModel, missing: Collection[str]) -> None:
         raise ValueError(f"it lacks the weights {named}{others}")
     for name, p in model.named_parameters():
         values = quantization.dequantized(p) if quantization.is_quantized(p) else p.detach()
-        if p.numel() and not all(map(torch.isfinite, values.aminmax())):  # which pass NaN on
+        if p.numel() and not all(map(torch.isfinite, values.aminmax())):  # aminmax propagates NaN
             raise ValueError(f"the weights of {name} are not finite")
 
 
 def check_embeddings(model: PreTrainedModel, path: str, prompts: Sequence[Prompt]) -> None:
-    """Checks that the model knows all tokens of the prompts.
+    """Checks that all tokens of the prompts have an embedding.
 
     Args:
-        path: of the model, for the message.
+        path: the model's path, for the message.
 
     Raises:
-        UserError: a token without an embedding.
+        UserError: a token has no embedding.
     """
     known: int = model.get_input_embeddings().num_embeddings
     largest = max((max(prompt.ids) for prompt in prompts), default=0)
@@ -298,9 +298,9 @@ def check_context(
     """Checks that the prompts with their completions fit into the model's context.
 
     Args:
-        path: of the model, for the message.
-        max_tokens: of a completion.
-        knob: that sets `max_tokens`.
+        path: the model's path, for the message.
+        max_tokens: maximum length of a completion.
+        knob: the key that sets `max_tokens`.
 
     Raises:
         UserError: a prompt and its completion do not fit.
@@ -316,7 +316,7 @@ def check_context(
 
 
 def prepare_for_training(model: PreTrainedModel, config: Model) -> None:
-    """Sets training mode, the recipe's dropout, gradient checkpointing and dtype of the head."""
+    """Sets training mode, dropout, gradient checkpointing and the head's dtype by the recipe."""
     model.train()
     if config.head_dtype == "float32":
         output_head.use_float32(model)
@@ -329,16 +329,16 @@ def prepare_for_training(model: PreTrainedModel, config: Model) -> None:
 
 
 def freeze(model: PreTrainedModel, parts: Sequence[str]) -> int:
-    """Freezes the weights whose names have one of these parts.
+    """Freezes the weights whose names contain one of these parts.
 
     Args:
         parts: names of modules or weights, such as "vision_tower" or "layers.0".
 
     Returns:
-        How many weights are frozen, in numbers.
+        The number of newly frozen weights (elements).
 
     Raises:
-        UserError: a part is in no name, or nothing would be left to train.
+        UserError: a part occurs in no name, or no weight would be left to train.
     """
     frozen, named = 0, list(model.named_parameters(remove_duplicate=False))
     for part in parts:
@@ -357,20 +357,20 @@ def freeze(model: PreTrainedModel, parts: Sequence[str]) -> int:
 
 
 def set_dropout(model_config: transformers.PretrainedConfig, rate: float) -> None:
-    """Sets every dropout rate of a model config, whatever its name."""
+    """Sets all dropout rates of a model config (fields that end with dropout or pdrop)."""
     for name, value in model_config.to_dict().items():
         if name.endswith(("dropout", "pdrop")) and isinstance(value, (int, float)):
             setattr(model_config, name, rate)
 
 
 def read_template(template: str) -> str:
-    """Reads a chat template: text that is one, `hermes` for the package's own, or a file."""
+    """Returns a chat template from a template string, from `hermes` (built in), or from a file."""
     file = sources.template_file(template)
     return template if file is None else file.read_text(encoding="utf-8")
 
 
 def eos_ids(config: transformers.GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns all token ids that end a completion: the generation config's and the tokenizer's."""
+    """Returns all token ids that end a completion, from generation config and tokenizer."""
     eos: set[int] = set()
     for ids in (config.eos_token_id, tokenizer.eos_token_id):
         eos.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
@@ -390,14 +390,14 @@ def skeleton(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes a reference policy with the model's present weights: no gradient, no dropout."""
+    """Copies a model with its current weights, without gradients and dropout."""
     return copy.deepcopy(model).requires_grad_(False).eval()
 
 
 @torch.no_grad()
 def mix(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
-    """Sets ref ← α·policy + (1 − α)·ref, in place (TR-DPO, arXiv 2404.09656; α = 1: a copy)."""
-    # By parameters, not by names: a tied output head has two names and must not be mixed twice.
+    """Sets ref ← α·policy + (1 − α)·ref in place (TR-DPO, arXiv 2404.09656; α = 1: a copy)."""
+    # Over parameters, not names: a tied output head has two names and must be mixed only once.
     for ref, current in zip(reference.parameters(), policy.parameters(), strict=True):
         ref.lerp_(current.to(ref), alpha)
     for ref_buffer, buffer in zip(reference.buffers(), policy.buffers(), strict=True):
@@ -406,7 +406,7 @@ def mix(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
 
 @contextlib.contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
-    """Switches gradients and dropout off inside, and restores the module's mode afterwards."""
+    """Disables gradients and dropout within the context, then restores the module's mode."""
     training = model.training
     model.eval()
     try:

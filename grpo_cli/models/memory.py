@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SMALLEST = 256  # tokens of a micro-batch to begin with
-# More tokens at once do not make a step quicker, once every core or multiprocessor has its fill.
+SMALLEST = 256  # minimum of a measured micro-batch in tokens, and the value before that
+# Larger micro-batches do not make a step faster once all cores or multiprocessors are busy.
 LARGEST = {"cpu": 2048, "mps": 4096, "cuda": 32768}
 MOST_ROWS = {"cpu": 256, "mps": 256, "cuda": 512}
-CGROUP = Path("/sys/fs/cgroup")  # of a container
-SHARE = 0.4  # of the free memory that saved activations may take; backward needs room besides
+CGROUP = Path("/sys/fs/cgroup")  # the container's limits
+SHARE = 0.4  # share of free memory for saved activations; backward needs more on top
 OUT_OF_MEMORY = (
     "can't allocate memory",
     "not enough memory",
@@ -36,7 +36,7 @@ OUT_OF_MEMORY = (
 
 
 class MicroBatchBudget:
-    """Tokens of one micro-batch, padding included, on this process."""
+    """The number of tokens per micro-batch, including padding, on this process."""
 
     def __init__(
         self, tokens: int | None, say: Callable[[str], None], *, runs_in_lockstep: bool = False
@@ -44,17 +44,17 @@ class MicroBatchBudget:
         """Starts with a known or unknown number of tokens.
 
         Args:
-            tokens: None if it is still to be measured.
-            say: prints a line when memory has run out.
-            runs_in_lockstep: passes are collective, so that no process can repeat one.
+            tokens: None if it must be measured.
+            say: prints a line when memory runs out.
+            runs_in_lockstep: passes are collective, so that no process can repeat one alone.
         """
         self.tokens = tokens
-        self.counts_images = tokens is not None  # or there is no need to: the number was given
+        self.counts_images = tokens is not None  # True: a given number is not measured again
         self.say = say
         self.runs_in_lockstep = runs_in_lockstep
 
     def take_measured(self, tokens: int, *, with_images: bool) -> None:
-        """Takes a measured number of tokens; images never raise what was measured with texts."""
+        """Sets the measured number of tokens, or lowers it if images need more memory."""
         before, self.counts_images = self.tokens, with_images
         self.tokens = tokens if before is None else min(before, tokens)
         if before is not None and self.tokens < before:
@@ -70,15 +70,15 @@ class MicroBatchBudget:
         undo: Callable[[], None],
         total: int | None = None,
     ) -> T:
-        """Returns `work(tokens)`, and repeats it with half as many when memory runs out.
+        """Returns `work(tokens)`; retries with half the tokens when memory runs out.
 
         Args:
             lengths: tokens of each row; a micro-batch has at least one row.
-            undo: reverts what a failed attempt has left.
-            total: tokens of all rows together, if they share some.
+            undo: reverts the effects of a failed attempt.
+            total: tokens of all rows together, if rows share some.
 
         Raises:
-            TrainingError: one row alone does not fit.
+            TrainingError: a single row does not fit.
         """
         while True:
             tokens = SMALLEST if self.tokens is None else self.tokens
@@ -88,10 +88,10 @@ class MicroBatchBudget:
                 if not is_out_of_memory(error):
                     raise
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            # Here the frames of the failed attempt are gone, and with them what they held.
+            # After the except block: the traceback, whose frames held memory, has been freed.
             undo()
             release()
-            if tokens <= max(lengths, default=0):  # none: what is computed is for the others
+            if tokens <= max(lengths, default=0):  # without rows only dummies are computed
                 raise TrainingError(
                     f"out of memory with a completion of {max(lengths):,} tokens, prompt included: "
                     "use model.gradient_checkpointing=true, mixed_precision=bf16 or a smaller "
@@ -105,7 +105,7 @@ class MicroBatchBudget:
                     f"update.tokens_per_micro_batch={tokens // 2}. ({reason})",
                     alone=True,
                 )
-            # Half of a budget that is above all there is would fail in the same way again.
+            # At most half of all tokens; half of a larger budget would fail again.
             self.tokens = max(min(tokens, sum(lengths) if total is None else total) // 2, 1)
             self.say(
                 f"note: out of memory: micro-batches of {self.tokens:,} tokens from now on; the "
@@ -114,7 +114,7 @@ class MicroBatchBudget:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on any device."""
+    """Returns whether an error is a failed allocation, on any device."""
     text = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
         words in text for words in OUT_OF_MEMORY
@@ -122,53 +122,53 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release() -> None:
-    """Gives memory that is no longer used back to the device."""
+    """Returns unused memory to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def bytes_to_come(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
-    """Returns the bytes that gradients and state will take on a device; there is no state yet."""
+    """Returns the bytes of future gradients and optimizer state on a device."""
     total = 0.0
     for group in optimizer.param_groups:
         on_device = (p for p in group["params"] if p.device.type == device.type)
         for p in (own_part(p) for p in on_device if p.requires_grad):
-            state = group.get("state_bytes", 2 * p.element_size())  # of a weight: two moments
+            state = group.get("state_bytes", 2 * p.element_size())  # per weight; default 2 moments
             total += p.nbytes + p.numel() * state
     return total
 
 
 def tokens_that_fit(device: torch.device, bytes_per_token: float, *, state_to_come: float) -> int:
-    """Tokens of a micro-batch, from free memory: a power of two, so that little noise moves it.
+    """Returns the micro-batch tokens that fit into free memory: a power of two, against noise.
 
     Args:
-        bytes_per_token: of what a forward pass keeps for its backward.
-        state_to_come: bytes of gradients and optimizer state that are still to come.
+        bytes_per_token: bytes per token that a forward pass keeps for its backward.
+        state_to_come: bytes of gradients and optimizer state that are not allocated yet.
     """
     return tokens_in(free_memory(device) - state_to_come, device.type, bytes_per_token)
 
 
 def tokens_in(free: float, device_type: str, bytes_per_token: float) -> int:
-    """Tokens of a micro-batch whose activations take their share of `free` bytes."""
+    """Returns the micro-batch tokens whose activations take `SHARE` of `free` bytes."""
     fitting = SHARE * max(free, 0) / max(bytes_per_token, 1.0)
     largest = LARGEST.get(device_type, LARGEST["cpu"])
     return min(max(1 << max(int(fitting), 1).bit_length() - 1, SMALLEST), largest)
 
 
 def cache_tokens_in(free: float, bytes_per_token: float) -> int:
-    """Tokens whose keys and values take their share of `free` bytes: a power of two."""
+    """Returns the tokens whose keys and values take `SHARE` of `free` bytes: a power of two."""
     return 1 << max(int(SHARE * free / bytes_per_token), 1).bit_length() - 1
 
 
 def cache_tokens_that_fit(model: PreTrainedModel) -> int:
-    """Tokens, over all rows, whose keys and values fit into free memory: a power of two."""
+    """Returns the KV-cache tokens of all rows that fit into free memory: a power of two."""
     numbers = cache_numbers(model.config.get_text_config(decoder=True))
     return cache_tokens_in(free_memory(model.device), numbers * model.dtype.itemsize)
 
 
 def cache_numbers(config: PretrainedConfig) -> int:
-    """Returns how many numbers the keys and values of a token have, in all layers."""
+    """Returns the number of elements in a token's keys and values over all layers."""
     total = 0
     for layer in getattr(config, "per_layer_config", [config] * config.num_hidden_layers):
         all_heads = getattr(layer, "num_attention_heads", None) or 1
@@ -179,12 +179,12 @@ def cache_numbers(config: PretrainedConfig) -> int:
 
 
 def most_rows(model: PreTrainedModel) -> int:
-    """Rows beyond which decoding more at once gains nothing."""
+    """Returns the batch size beyond which decoding gets no faster."""
     return MOST_ROWS.get(model.device.type, MOST_ROWS["cpu"])
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process may still take."""
+    """Returns the bytes that this process may still allocate."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -194,13 +194,13 @@ def free_memory(device: torch.device) -> int:
 
 
 def total_memory() -> int:
-    """Bytes of the machine's memory, or of its container's limit, for this process."""
+    """Returns this process's share of the machine's memory, or of the container's limit."""
     total = min(psutil.virtual_memory().total, _limit_of_cgroup())
     return int(total // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _limit_of_cgroup() -> float:
-    """Bytes of a container's memory; infinity without a limit."""
+    """Returns the container's memory limit in bytes; infinity without a limit."""
     try:
         limit = (CGROUP / "memory.max").read_text().strip()
         return math.inf if limit == "max" else int(limit)
@@ -209,7 +209,7 @@ def _limit_of_cgroup() -> float:
 
 
 def _free_in_cgroup() -> float:
-    """Bytes left of a container's memory; infinity without a limit."""
+    """Returns the free bytes under the container's limit; infinity without a limit."""
     limit = _limit_of_cgroup()
     try:
         return limit if limit == math.inf else limit - _used_in_cgroup()
@@ -218,14 +218,14 @@ def _free_in_cgroup() -> float:
 
 
 def _used_in_cgroup() -> int:
-    """Bytes in use, without the page cache that would be given up."""
+    """Returns the container's used bytes, without reclaimable page cache."""
     used = int((CGROUP / "memory.current").read_text())
     stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
     return used - int(stat.get("inactive_file", 0))
 
 
 def own_part(weight: Tensor) -> Tensor:
-    """Returns this process's part of a weight that may be sharded."""
+    """Returns this process's shard of a weight, or the weight itself if it is not sharded."""
     part = getattr(weight.detach(), "to_local", None)  # a DTensor
     if part is None:
         return weight

@@ -1,4 +1,4 @@
-"""Computes over rollouts in micro-batches that fit into memory."""
+"""Runs computations over rollouts in micro-batches that fit into memory."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 
 class MicroBatcher:
-    """Applies a function to micro-batches: fewer tokens at a time when memory runs out.
+    """Applies a function to micro-batches; retries with fewer tokens when memory runs out.
 
-    With sharded models the processes run in lockstep: each computes as many micro-batches as the
-    others, a dummy rollout where it has nothing left, and none can repeat one by itself. Each also
-    encodes images in every micro-batch, that of the dummy rollout where there are no others.
+    With sharded models the processes run in lockstep. All compute the same number of micro-batches,
+    with a dummy rollout if they have no more, and none can repeat one alone. Each also encodes
+    images in every micro-batch, if necessary the dummy rollout's.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class MicroBatcher:
         reference: Reference | None = None,
         vision: VisionProcessor | None = None,
     ) -> None:
-        """vision: the model's processor where the data has images."""
+        """vision: the model's processor if the data has images, else None."""
         self.vision = vision if workers.runs_in_lockstep else None
         self.workers = workers
         self.interrupts = interrupts
@@ -60,7 +60,7 @@ class MicroBatcher:
 
     @cached_property
     def dummy_rollout(self) -> Rollout:
-        """The rollout of a process that has nothing left to compute while others have."""
+        """The rollout of a process that has none left while other processes do."""
         dummy = dummy_rollout(reference=self.has_reference)
         if self.vision is not None:
             dummy.prompt = self.vision.dummy_prompt()
@@ -73,23 +73,23 @@ class MicroBatcher:
         policy_logprobs: PolicyLogprobs,
         undo: Callable[[], None] = lambda: None,
     ) -> list[T]:
-        """Returns what `compute` returns for each micro-batch, dummies included.
+        """Returns the result of `compute` for each micro-batch, including dummies.
 
         Args:
-            policy_logprobs: what `compute` calls; its mode decides how rollouts are arranged.
-            undo: reverts what an incomplete attempt has left, before it is repeated with fewer
-                tokens or in a simpler mode.
+            policy_logprobs: called by `compute`; its mode determines how rollouts are arranged.
+            undo: reverts the effects of an incomplete attempt, before a retry with fewer tokens or
+                in a simpler mode.
 
         Raises:
-            TrainingError: one rollout does not fit into memory.
-            Interrupted: the run has to end first.
+            TrainingError: a single rollout does not fit into memory.
+            Interrupted: the run was interrupted.
         """
 
         def attempt(max_tokens: int) -> list[T]:
             return [compute(m) for m in self._split(rollouts, policy_logprobs, max_tokens)]
 
         lengths = [length(r) for r in rollouts]
-        if self.workers.runs_in_lockstep:  # no process can change its mode by itself later
+        if self.workers.runs_in_lockstep:  # later, no process can change its mode by itself
             longest = self.workers.max(max(lengths, default=0))
             window = attention.narrowest_window(policy_logprobs.model)
             if policy_logprobs.mode.packed and longest > window:
@@ -101,7 +101,7 @@ class MicroBatcher:
                     return self.budget.with_oom_retry(
                         attempt, lengths, undo, policy_logprobs.tokens(rollouts)
                     )
-            except UnsupportedModelError as error:  # longer than what was checked
+            except UnsupportedModelError as error:  # longer than the checked rollouts
                 undo()
                 policy_logprobs.fall_back(str(error))
 
@@ -111,7 +111,7 @@ class MicroBatcher:
         rollouts: Sequence[Rollout],
         policy_logprobs: PolicyLogprobs,
     ) -> list[T]:
-        """Returns one value for each rollout, in their order.
+        """Returns one value for each rollout, in order.
 
         Args:
             compute: returns the values of a micro-batch's rollouts.
@@ -129,23 +129,23 @@ class MicroBatcher:
     def _split(
         self, rollouts: Sequence[Rollout], policy_logprobs: PolicyLogprobs, max_tokens: int
     ) -> Iterator[list[Rollout]]:
-        """Yields micro-batches; in lockstep the same number on every process."""
+        """Yields micro-batches; in lockstep, the same number on every process."""
         if self.vision is not None:
             max_tokens = max(max_tokens - length(self.dummy_rollout), 1)
         own = list(policy_logprobs.micro_batches(rollouts, max_tokens))
         most = int(self.workers.max(len(own))) if self.workers.runs_in_lockstep else len(own)
         for micro_batch in (*own, *[[self.dummy_rollout]] * (most - len(own))):
-            heartbeat.beat()  # here a process may be interrupted
-            if self.workers.runs_in_lockstep:  # or all of them together
+            heartbeat.beat()  # a process may be interrupted here
+            if self.workers.runs_in_lockstep:  # all processes are interrupted together
                 self.interrupts.interrupt_together()
             if self.vision is not None and not has_images(r.prompt for r in micro_batch):
                 micro_batch = [*micro_batch, self.dummy_rollout]
             yield micro_batch
 
     def drop_dummy_gradients(self, rollouts: Sequence[Rollout]) -> None:
-        """After the backward of rollouts without images: drops what the dummies' images have left.
+        """Drops gradients that come only from dummy images, after a backward without images.
 
-        The optimizer skips a weight whose gradient is None, not one of 0.
+        The optimizer skips a weight whose gradient is None, but not one whose gradient is 0.
         """
         if self.vision is None or not self._any(bool(rollouts)):
             return
@@ -154,16 +154,16 @@ class MicroBatcher:
                 p.grad = None
 
     def calibrate(self, rollouts: Sequence[Rollout], temperature: float) -> None:
-        """Before the first rollouts: checks the forward modes, and measures how many tokens fit.
+        """Checks the forward modes, and measures how many tokens fit, before the first rollouts.
 
-        Both again before the first rollouts with images, which take more memory than texts.
+        Repeats both before the first rollouts with images, which take more memory than text.
         """
         if self.budget.tokens is not None and all(m.checked for m in self.asked):
             has_new = has_images(r.prompt for r in rollouts)
             if self._knows_images or not self._any(has_new):
                 return
         some = cut(rollouts)
-        if self.workers.runs_in_lockstep:  # the same on every process: the most that one has
+        if self.workers.runs_in_lockstep:  # the same rollouts on every process
             gathered = self.workers.gather(some)
             some = max(gathered, key=lambda own: (has_images(r.prompt for r in own), len(own)))
         if not some:
@@ -171,7 +171,7 @@ class MicroBatcher:
 
         def attempt(max_tokens: int) -> None:
             few = next(packed_micro_batches(some, max_tokens))
-            few = few if len(few) > 1 else some[:2]  # a single rollout would tell nothing
+            few = few if len(few) > 1 else some[:2]  # the check needs two rollouts
             for policy_logprobs in self.asked:
                 policy_logprobs.check(few, temperature)
             images = has_images(r.prompt for r in few)
@@ -180,7 +180,7 @@ class MicroBatcher:
                 fitting = self._tokens_that_fit(few, temperature)
                 self.budget.take_measured(fitting, with_images=images)
 
-        # Even these few may be too many at once. No micro-batch is smaller: nothing is printed.
+        # Even these few may not fit at once. A separate budget leaves the run's own unchanged.
         quiet = MicroBatchBudget(
             sum(map(length, some)),
             lambda text: None,
@@ -191,13 +191,13 @@ class MicroBatcher:
 
     @property
     def _knows_images(self) -> bool:
-        """Whether modes and budget are known for images, or the model reads none."""
+        """Whether modes and budget have been checked with images, or the model takes none."""
         if not takes_images(self.policy.model.config):
             return True
         return self.budget.counts_images and all(m.checked_images for m in self.asked)
 
     def _any(self, is_so: bool) -> bool:
-        """Whether it is so on this process; in lockstep, on any of them."""
+        """Returns the flag; in lockstep, whether it is true on any process."""
         return bool(self.workers.max(is_so)) if self.workers.runs_in_lockstep else is_so
 
     def _tokens_that_fit(self, rollouts: Sequence[Rollout], temperature: float) -> int:

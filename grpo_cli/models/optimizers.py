@@ -1,9 +1,9 @@
-"""Makes the optimizer that a recipe names, and its parameter groups.
+"""Makes a recipe's optimizer and its parameter groups.
 
 `optimizer.algorithm` is one of `CLASSES`, or a class of PyTorch, bitsandbytes or the user's own,
 such as `torch.optim:SGD`. A class is called with the parameter groups, `lr` and `optimizer.args`;
-`check` does that with a small parameter before a model is loaded. All state of an optimizer must be
-kept for each parameter, as tensors or numbers: that is what a checkpoint stores.
+`check` does that with a small parameter before a model is loaded. An optimizer must keep all its
+state per parameter, as tensors or numbers, since that is what a checkpoint stores.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from grpo_cli.config.schema import ADAM, Optimizer, Recipe
 from grpo_cli.config.user_code import import_function
 from grpo_cli.errors import UserError, listed, nearest
 
-if TYPE_CHECKING:  # a mistake in a recipe shows before transformers is imported
+if TYPE_CHECKING:  # errors in a recipe are reported before transformers is imported
     from transformers import PreTrainedModel
 
-# Both have moments of 8 bits; the second moves them to the host while the GPU's memory is short.
+# Both have 8-bit moments; the second moves them to the host if GPU memory is short.
 EIGHT_BIT = ("bitsandbytes.optim:AdamW8bit", "bitsandbytes.optim:PagedAdamW8bit")
 SET_BY = {
     "lr": "optimizer.learning_rate",
@@ -30,13 +30,13 @@ SET_BY = {
     "betas": "optimizer.betas",
     "eps": "optimizer.eps",
 }
-NORMS = (r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")  # as in transformers
+NORMS = (r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")  # transformers' own
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for the groups whose `muon` is true, AdamW for the others.
+    """Applies Muon to the groups whose `muon` is true, and AdamW to the others.
 
-    Both keep their state in `state` and read their settings from the same groups.
+    Both optimizers keep their state in `state` and read their settings from the same groups.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
         """Makes both optimizers.
 
         Args:
-            momentum: of Muon, like the arguments after it.
-            adjust_lr_fn: `match_rms_adamw` gives Muon's updates the size of AdamW's, so that both
-                take the same learning rate (arXiv 2502.16982, eq. 4).
+            momentum: Muon's momentum; the arguments after it are Muon's too.
+            adjust_lr_fn: `match_rms_adamw` scales Muon's updates to the size of AdamW's, so that
+                both use the same learning rate (arXiv 2502.16982, eq. 4).
         """
         super().__init__(params, {"lr": lr})
         matrices = [group for group in self.param_groups if group.get("muon")]
@@ -77,7 +77,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             part.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Takes the step of both."""
+        """Takes a step with both optimizers."""
         assert closure is None, "gradients are computed before"
         for part in self.parts:
             part.step()
@@ -90,7 +90,7 @@ def optimizer_class(config: Optimizer) -> type[torch.optim.Optimizer]:
     """Returns the class that `optimizer.algorithm` names.
 
     Raises:
-        UserError: there is no such optimizer, module or class.
+        UserError: the optimizer, module or class does not exist.
     """
     name, where = config.algorithm, f"optimizer.algorithm = {config.algorithm}"
     if name in CLASSES:
@@ -107,15 +107,15 @@ def optimizer_class(config: Optimizer) -> type[torch.optim.Optimizer]:
 
 
 def check(recipe: Recipe) -> None:
-    """Checks the optimizer of a recipe before a model is loaded, by making one.
+    """Checks a recipe's optimizer before a model is loaded, by constructing it.
 
     Raises:
-        UserError: as `optimizer_class`; it cannot be sharded, or does not take its arguments.
+        UserError: as `optimizer_class`, or it does not support sharding or its arguments.
     """
     config = recipe.optimizer
     found = optimizer_class(config)
     where = f"optimizer.algorithm = {config.algorithm}"
-    # These read complete matrices, or the addresses of tensors; a process holds shards.
+    # These need complete matrices or addresses of tensors, but a process holds only shards.
     whole = issubclass(found, (MuonWithAdamW, torch.optim.Adafactor)) or _is_bitsandbytes(found)
     if whole and recipe.distributed.strategy == "fsdp2":
         raise UserError(
@@ -126,7 +126,7 @@ def check(recipe: Recipe) -> None:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.values())
     if "lr" not in signature and not takes_any:
         raise UserError(f"{where}: its constructor takes no lr, by which the learning rate is set.")
-    fixed = {"weight_decay", *_set(config)}  # weight decay is set for each group
+    fixed = {"weight_decay", *_set(config)}  # weight decay is set per group
     own = [p.name for p in list(signature.values())[1:] if p.kind is not p.VAR_KEYWORD]
     own = [name for name in own if name not in fixed]
     for name in config.args:
@@ -139,7 +139,7 @@ def check(recipe: Recipe) -> None:
             )
     try:
         found([{"params": [nn.Parameter(torch.zeros(2, 2))]}], **_arguments(config))
-    except Exception as error:  # a class of the user's may raise anything
+    except Exception as error:  # a user's class may raise anything
         raise UserError(
             f"optimizer.args: {config.algorithm} cannot be made with them: "
             f"{type(error).__name__}: {error}"
@@ -147,7 +147,7 @@ def check(recipe: Recipe) -> None:
 
 
 def _set(config: Optimizer) -> dict[str, Any]:
-    """Returns the arguments that have knobs of their own."""
+    """Returns the arguments that have their own knobs."""
     values: dict[str, Any] = {"lr": config.learning_rate}
     if config.algorithm in ADAM:
         values |= {"betas": (config.betas[0], config.betas[1]), "eps": config.eps}
@@ -165,10 +165,10 @@ def _is_bitsandbytes(found: type) -> bool:
 def make(
     config: Optimizer, model: PreTrainedModel, *, offload: str = "none"
 ) -> torch.optim.Optimizer:
-    """Returns the optimizer of a recipe over the trained parameters of a model.
+    """Returns a recipe's optimizer for the trained parameters of a model.
 
     Args:
-        offload: `distributed.offload`; the model is placed already.
+        offload: value of `distributed.offload`; the model is already on its device.
     """
     arguments = _arguments(config)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -176,7 +176,7 @@ def make(
         arguments.setdefault("fused", not {"foreach", "capturable"} & {*config.args})
     found: Any = optimizer_class(config)
     optimizer: torch.optim.Optimizer = found(parameter_groups(config, model), **arguments)
-    if _is_bitsandbytes(found):  # embeddings are read by rows: 8 bits are too few there
+    if _is_bitsandbytes(found):  # 8 bits are too few for embeddings, which are read by row
         for part in model.modules():
             if isinstance(part, nn.Embedding):
                 optimizer.mng.register_module_override(  # type: ignore[attr-defined]
@@ -188,7 +188,7 @@ def make(
 def parameter_groups(config: Optimizer, model: PreTrainedModel) -> list[dict[str, Any]]:
     """Returns the trained parameters, grouped by weight decay and, for muon, by optimizer.
 
-    Each group says in `state_bytes` how many bytes of state a weight gets.
+    Each group has `state_bytes`, the bytes of optimizer state per weight.
     """
     without_decay = set(undecayed(model, config.no_decay)) if config.weight_decay else set()
     hidden = set(hidden_matrices(model))
@@ -209,9 +209,9 @@ def parameter_groups(config: Optimizer, model: PreTrainedModel) -> list[dict[str
 
 
 def state_bytes(config: Optimizer, weight_bytes: int, *, is_muon: bool = False) -> float:
-    """Returns the bytes of state that a weight of a matrix gets; two moments in most classes."""
+    """Returns the bytes of optimizer state per weight of a matrix; most classes have 2 moments."""
     if config.algorithm in EIGHT_BIT:
-        return 2 + 2 * 4 / 256  # and a float32 for each 256 weights
+        return 2 + 2 * 4 / 256  # each moment has a float32 scale per 256 weights
     return float(weight_bytes) if is_muon else 2.0 * weight_bytes
 
 

@@ -1,9 +1,9 @@
 """Computes the output head, from hidden states to logits, in float32 (`model.head_dtype`).
 
-A log-probability in bfloat16 has 8 bits. Where the sampler and the trainer round it differently,
-their ratio is not 1. With logits in float32 the two agree better (MiniMax-M1, arXiv 2506.13585,
-section 3.2; ScaleRL, arXiv 2510.13786, section 3.2). The weights stay as they are, also those that
-are tied to the embeddings: only the product is in float32.
+A log-probability in bfloat16 has 8 bits. If the sampler and the trainer round it differently, their
+ratio is not 1. With logits in float32 the two agree better (MiniMax-M1, arXiv 2506.13585, section
+3.2; ScaleRL, arXiv 2510.13786, section 3.2). The weights, including tied ones, are unchanged: only
+the product is in float32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from grpo_cli.errors import UserError
 
 
 class Float32Linear(nn.Linear):
-    """Multiplies in float32, inside and outside of autocast, whatever the dtype of its weight."""
+    """Multiplies in float32, with or without autocast, regardless of its weight's dtype."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns logits in float32."""
@@ -29,7 +29,7 @@ def use_float32(model: PreTrainedModel) -> None:
     """Makes a model compute its output head in float32.
 
     Raises:
-        UserError: the head is no plain linear layer.
+        UserError: the head is not a plain linear layer.
     """
     layer = model.get_output_embeddings()
     if type(layer) is not nn.Linear:
@@ -41,5 +41,5 @@ def use_float32(model: PreTrainedModel) -> None:
 
 
 def is_float32(model: PreTrainedModel) -> bool:
-    """Whether the model's output head was made to compute in float32."""
+    """Returns whether `use_float32` was applied to a model."""
     return isinstance(model.get_output_embeddings(), Float32Linear)

@@ -1,19 +1,19 @@
-"""Turns rollouts into model inputs: one row with each prompt once, or rows padded to one width.
+"""Turns rollouts into model inputs: one packed row with each prompt once, or padded rows.
 
 Example: a prompt p of 3 tokens with completions a (4 tokens) and b (3 tokens), and a prompt q of 1
 token with a completion c (2 tokens), packed. The last token of a completion predicts nothing and is
-left out, so that 13 tokens take N = 10 places (padded, the three rows take 3 x 7 = 21):
+omitted, so 13 tokens take N = 10 places (padded, the three rows take 3 x 7 = 21):
 
     place         0  1  2    3  4  5    6  7    8    9
     token        p0 p1 p2 | a0 a1 a2 | b0 b1 | q0 | c0
     position      0  1  2    3  4  5    3  4    0    1
-    segment         0           1         2     3    4     a and b also see p, c also sees q
+    segment         0           1         2     3    4     a and b attend to p, c to q
 
     predictors   2  3  4  5    2  6  7    8  9             T = 9: place 2 (p2) predicts a0 and b0
     targets     a0 a1 a2 a3   b0 b1 b2   c0 c1
 
-The hidden state of p2 is computed once and used for both completions. If a1 came from a tool, the
-model still reads it, but nothing predicts it: place 3 and target a1 are left out, and T = 8.
+The hidden state of p2 is computed once and used for both completions. If a1 came from a tool, it is
+an input but not a target: place 3 and target a1 are omitted, and T = 8.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from grpo_cli.records import Prompt, Rollout, on_device
 
 @dataclass(frozen=True)
 class Inputs:
-    """A model's inputs, and the places of its output that predict the completions.
+    """A model's inputs, and the places whose outputs predict the completions.
 
-    `predictors` and `targets` list the sampled tokens of the completions one after another, T in
-    all. Tokens of tools and environments are read and not predicted: they need no logits.
+    `predictors` and `targets` list the sampled tokens of all completions in order, T in total.
+    Tokens of tools and environments are inputs, not targets: they need no logits.
     """
 
     input_ids: Tensor  # [R, W]
     attention_mask: Tensor | None  # [R, W] 1 on real tokens; None for a packed row
-    layout: Layout | None  # which tokens see which in a packed row; None for padded rows
-    predictors: Tensor  # [T] place, in [R · W], of the token that predicts a completion token
-    targets: Tensor  # [T] the completion token
-    arguments: dict[str, Tensor]  # position_ids [R, W] or [3, R, W]; pixel_values and so on
+    layout: Layout | None  # attention layout of a packed row; None for padded rows
+    predictors: Tensor  # [T] places in [R · W] of the tokens that predict the targets
+    targets: Tensor  # [T] sampled completion tokens
+    arguments: dict[str, Tensor]  # position_ids [R, W] or [3, R, W]; pixel_values etc.
 
 
 def pack(
@@ -55,11 +55,11 @@ def pack(
     model: PreTrainedModel | None = None,
     kernel: Kernel | None = None,
 ) -> Inputs:
-    """Packs rollouts into one row of W = N tokens, in which each prompt lies once, images too.
+    """Packs rollouts into one row of W = N tokens, with each prompt and its images once.
 
     Args:
-        model: gives the positions and the dtype of images; needed if prompts have some.
-        kernel: computes the attention; None: the usual one.
+        model: gives the positions and the dtype of images; required if prompts have images.
+        kernel: computes the attention; None: `attention.usual_kernel`.
     """
     ids: list[int] = []
     position_ids = PositionIds()
@@ -104,12 +104,12 @@ def pad(
     *,
     right: bool = False,
 ) -> Inputs:
-    """Makes one row for each rollout, prompt and completion together.
+    """Pads rollouts to one row each, prompt and completion together.
 
     Args:
-        model: as for `pack`; makes the positions itself if they have three axes.
-        right: pad on the right, where no token sees the padding, not even one of a recurrent layer,
-            which may ignore the mask.
+        model: as for `pack`; with M-RoPE and images the model computes the positions.
+        right: pad on the right. Then no token reads the padding, even in recurrent layers, which
+            may ignore the mask.
     """
     rows = [r.prompt.ids + r.completion.ids for r in rollouts]
     ids, mask = (pad_right if right else pad_left)(rows, device)
@@ -132,32 +132,32 @@ def pad(
 
 
 def targets(rollouts: Sequence[Rollout], device: torch.device) -> Tensor:
-    """Returns the sampled completion tokens, one completion after another, [T]."""
+    """Returns the sampled tokens of all completions in order, [T]."""
     return as_places([t for r in rollouts for t in sampled_of(r.completion.ids, r)], device)
 
 
 def trains(rollouts: Sequence[Rollout], device: torch.device) -> Tensor:
-    """Returns 1 for each token of `targets` that trains, and 0 for the others, [T]."""
+    """Returns a mask of the tokens in `targets` that train, [T] float, 1 or 0."""
     kept = [r.loss_tokens > 0 for r in rollouts for _ in range(r.completion.sampled_tokens)]
     return on_device(torch.tensor(kept).float(), device)
 
 
 def sampled_of(values: Sequence[int], r: Rollout) -> Sequence[int]:
-    """Returns those of a completion's values, one for each token, whose token was sampled."""
+    """Filters a completion's values, one per token, to those of sampled tokens."""
     sampled = r.completion.is_sampled
     return values if sampled is None else list(compress(values, sampled))
 
 
 def as_places(values: list[int], device: torch.device) -> Tensor:
-    """Returns places or token ids as a tensor, [T]; also of none."""
+    """Returns places or token ids as a long tensor, [T], which may be empty."""
     return on_device(torch.tensor(values, dtype=torch.long), device)
 
 
 def by_prompt(rollouts: Sequence[Rollout]) -> list[list[int]]:
-    """Returns the indices of each prompt's rollouts, prompts in the order of first appearance.
+    """Returns the indices of each prompt's rollouts, in order of the prompts' first appearance.
 
-    Prompts are the same if they have the same tokens and come from the same row, which model inputs
-    besides the tokens depend on.
+    Prompts are equal if they have the same tokens and come from the same row, which determines
+    other model inputs such as images.
     """
     indices: dict[tuple[int, ...], list[int]] = {}
     for i, r in enumerate(rollouts):
@@ -166,15 +166,15 @@ def by_prompt(rollouts: Sequence[Rollout]) -> list[list[int]]:
 
 
 def packed_micro_batches(rollouts: Sequence[Rollout], max_tokens: int) -> Iterator[list[Rollout]]:
-    """Splits rollouts so that no packed micro-batch holds more than `max_tokens` tokens.
+    """Splits rollouts so that no packed micro-batch has more than `max_tokens` tokens.
 
-    Rollouts of a prompt stay together as far as they fit. A rollout longer than `max_tokens` is a
-    micro-batch of its own. The split changes memory and time, never the gradient.
+    Rollouts of a prompt stay together if they fit. A rollout longer than `max_tokens` is its own
+    micro-batch. The split changes memory and time, never the gradient.
     """
     chunk: list[Rollout] = []
     tokens = 0
     for members in by_prompt(rollouts):
-        shared = 0  # tokens of the prompt that are not counted in this micro-batch yet
+        shared = 0  # prompt tokens that are not yet counted in this micro-batch
         for i, r in enumerate(rollouts[m] for m in members):
             if i == 0:
                 shared = len(r.prompt.ids)
@@ -190,9 +190,9 @@ def packed_micro_batches(rollouts: Sequence[Rollout], max_tokens: int) -> Iterat
 
 
 def padded_micro_batches(rollouts: Sequence[Rollout], max_tokens: int) -> Iterator[list[Rollout]]:
-    """Splits rollouts so that no padded micro-batch holds more than `max_tokens` places.
+    """Splits rollouts so that no padded micro-batch has more than `max_tokens` places.
 
-    Rows of similar length go together, so that little is padded.
+    Rows of similar length are grouped to reduce padding.
     """
     chunk: list[Rollout] = []
     for r in sorted(rollouts, key=length):
@@ -205,12 +205,12 @@ def padded_micro_batches(rollouts: Sequence[Rollout], max_tokens: int) -> Iterat
 
 
 def length(r: Rollout) -> int:
-    """Returns the number of tokens of prompt and completion."""
+    """Returns the number of tokens in prompt and completion."""
     return len(r.prompt.ids) + len(r.completion.ids)
 
 
 def unique_tokens(rollouts: Sequence[Rollout]) -> tuple[int, int]:
-    """Returns (tokens computed when packed, pairs of a query and a key that it sees)."""
+    """Returns (number of tokens when packed, number of (query, key) pairs in attention)."""
     tokens = pairs = 0
     for members in by_prompt(rollouts):
         prompt = len(rollouts[members[0]].prompt.ids)
@@ -224,7 +224,7 @@ def unique_tokens(rollouts: Sequence[Rollout]) -> tuple[int, int]:
 
 
 def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pads B lists of ids on the left with zeros: (ids [B, T], attention mask [B, T])."""
+    """Left-pads B lists of ids with zeros; returns (ids [B, T], attention mask [B, T])."""
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
@@ -232,6 +232,6 @@ def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tenso
 
 
 def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pads B lists of ids on the right with zeros: (ids [B, T], attention mask [B, T])."""
+    """Right-pads B lists of ids with zeros; returns (ids [B, T], attention mask [B, T])."""
     ids, mask = (t.flip(-1) for t in pad_left([row[::-1] for row in rows], device))
     return ids, mask

@@ -1,14 +1,14 @@
 """Computes log-probabilities and entropies of rollouts' completion tokens under a model.
 
 By default each prompt is computed once for its completions without padding (`packing.py`), and the
-logits exist one chunk at a time (`token_logprobs.py`). Not every model supports this. The first
-rollouts are therefore also computed in the simplest mode, with padded rows and complete logits;
-where the numbers differ beyond rounding (`self_check.py`), the run falls back to the next simpler
-mode and says so.
+logits are computed one chunk at a time (`token_logprobs.py`). Not every model supports this. The
+first rollouts are therefore also computed in the simplest mode, with padded rows and complete
+logits. If the results differ beyond rounding (`self_check.py`), the run falls back to the next
+simpler mode and prints a note.
 
-With `model.compile` the decoder layers are compiled. The compiled layers are in the module itself
-and not around it, so that names of weights stay, and a backward with gradient checkpointing
-computes what the forward did. The embedded engine decodes with the same layers uncompiled.
+With `model.compile` the decoder layers' forwards are compiled in place, not wrapped, so that weight
+names are unchanged and a backward with gradient checkpointing recomputes the compiled forward. The
+embedded engine decodes with the same layers uncompiled.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from grpo_cli.models.token_logprobs import Head, linear_logprobs, token_entropy,
 from grpo_cli.models.vision import has_images, takes_images
 from grpo_cli.records import Completion, Rollout, sampled_places
 
-CHECKED_ROLLOUTS = 4  # rollouts that are also computed in the simplest mode
-CHECKED_TOKENS = 64  # tokens of a prompt, and of a completion, that this check reads
-# Compiled variants of a layer: with and without gradient, packed and padded, of a few kinds.
+CHECKED_ROLLOUTS = 4  # rollouts in the check against the simplest mode
+CHECKED_TOKENS = 64  # maximum tokens of a prompt, and of a completion, in that check
+# Maximum compiled variants of a layer: with and without gradient, packed and padded, and so on.
 MOST_VARIANTS = 64
 
 
 @dataclass(frozen=True)
 class ForwardMode:
-    """The arrangement in which log-probabilities are computed; its text is in checkpoints."""
+    """The mode of computing log-probabilities; checkpoints store its string."""
 
-    packed: bool  # each prompt once and no padding; else rows padded to one width
-    chunked: bool  # logits in chunks; else all at once
-    compiled: bool = False  # decoder layers by torch.compile
+    packed: bool  # True: each prompt once and no padding; False: padded rows
+    chunked: bool  # True: logits in chunks; False: all logits at once
+    compiled: bool = False  # whether decoder layers run with torch.compile
 
     def __str__(self) -> str:
         rows = "each prompt once for its completions" if self.packed else "rows padded"
@@ -85,23 +85,23 @@ class PolicyLogprobs:
         say: Callable[[str], None] = print,
         agree_on: Callable[[str | None], str | None] = lambda mismatch: mismatch,
     ) -> None:
-        """Replaces the model's attention function where it can be computed packed.
+        """Replaces the model's attention function if it supports packed rows.
 
         Args:
-            packed, chunked: whether to use these modes where the model supports them.
-            attention_kernel: `update.attention_kernel`, of packed rows.
-            compile_backend: of torch.compile, which compiles the decoder layers; None: it does not.
-            autocast: makes a context that is entered around every forward pass.
+            packed, chunked: whether to use these modes if the model supports them.
+            attention_kernel: `update.attention_kernel`, for packed rows.
+            compile_backend: torch.compile backend for the decoder layers; None: no compilation.
+            autocast: makes the context for every forward pass.
             say: receives a line for each fallback.
-            agree_on: reduces the reasons for falling back over all processes to one, so that they
-                take the same mode.
+            agree_on: reduces the reasons for a fallback over all processes to one, so that all
+                processes use the same mode.
         """
         self.model = model
         self.autocast = autocast
         self.say = say
         self.agree_on = agree_on
-        self.routers: RouterRecorder | None = None  # where the load of experts is balanced
-        self.routing: Routing | None = None  # then: of the last rollouts
+        self.routers: RouterRecorder | None = None  # set for a load-balancing loss
+        self.routing: Routing | None = None  # routing of the last rollouts, with `routers`
         self.is_recurrent = is_recurrent(model)
         if packed and self.is_recurrent:
             packed = False
@@ -110,7 +110,7 @@ class PolicyLogprobs:
             packed = False
             say(f"note: rows are padded: the model's attention is {attention.name_of(model)}")
         self.attention_kernel = attention_kernel
-        self.kernel: Kernel | None = None  # of packed rows, once it is chosen
+        self.kernel: Kernel | None = None  # kernel of packed rows; None: not chosen yet
         self.compile_backend = compile_backend
         self.modes = [
             ForwardMode(p, c, compiled)
@@ -118,17 +118,17 @@ class PolicyLogprobs:
             for compiled in ([False] if compile_backend is None else [True, False])
             if (packed or not p) and (chunked or not c)
         ]
-        self.rounding = 0.0  # in 16 bit, once checked: the simplest mode's mean error in nats
+        self.rounding = 0.0  # nats; mean error of the simplest mode in 16 bit, from the check
         self.checked = self.modes[0] == SIMPLEST
         self.checked_images = self.checked or not takes_images(model.config)
 
     @property
     def mode(self) -> ForwardMode:
-        """The present mode: the simplest, until another mode has been checked."""
+        """The current mode: the simplest one until another mode has been checked."""
         return self.modes[0] if self.checked else SIMPLEST
 
     def tokens(self, rollouts: Sequence[Rollout]) -> int:
-        """Counts the tokens that are computed for rollouts in one micro-batch, without padding."""
+        """Returns the number of tokens of rollouts in one micro-batch, without padding."""
         if self.mode.packed:
             return packing.unique_tokens(rollouts)[0]
         return sum(map(packing.length, rollouts))
@@ -152,22 +152,22 @@ class PolicyLogprobs:
 
         Args:
             rollouts: B rollouts.
-            temperature: of the distribution.
+            temperature: sampling temperature.
             entropy: also return the entropies, in nats.
             entropy_gradient: make the entropies differentiable.
 
         Returns:
-            (logprobs [B, C] with gradient, entropies [B, C] or None) in float32 or better. C is the
-            length of the longest completion; places behind a shorter one are 0, and so are tokens
-            that were not sampled: logits are computed only for sampled tokens.
+            (logprobs [B, C] with gradient, entropies [B, C] or None), at least float32. C is the
+            length of the longest completion. Places after a shorter completion and tokens that were
+            not sampled are 0, since logits are computed only for sampled tokens.
         """
         return self._by(self.mode, rollouts, temperature, entropy, entropy_gradient)
 
     def check(self, rollouts: Sequence[Rollout], temperature: float) -> None:
-        """Takes the first mode whose values and gradient equal those of the simplest mode.
+        """Chooses the first mode whose values and gradient match the simplest mode's.
 
-        Does nothing if a mode has been chosen before, except with the first images, or if the
-        rollouts are too few to tell. Every process calls it.
+        Does nothing if a mode has been chosen before, except with the first images, or if there are
+        too few rollouts. Every process calls it.
         """
         some = cut(rollouts)
         images = has_images(r.prompt for r in some)
@@ -215,13 +215,13 @@ class PolicyLogprobs:
             )
 
     def checks(self) -> dict[str, str]:
-        """Returns the mode, and what it was checked on ("text" or "images"), for a checkpoint."""
+        """Returns the mode, and whether it was checked on "text" or "images", for a checkpoint."""
         if not self.checked:
             return {"mode": str(self.modes[0])}
         return {"mode": str(self.modes[0]), "checked": "images" if self.checked_images else "text"}
 
     def restore_checks(self, stored: Mapping[str, str]) -> None:
-        """Takes the mode that `checks` has stored, so that a resumed run rounds as before."""
+        """Restores the mode that `checks` has stored, so that a resumed run rounds as before."""
         names = [str(mode) for mode in self.modes]
         if stored["mode"] not in names:
             return
@@ -235,7 +235,7 @@ class PolicyLogprobs:
                 self._choose_kernel()
 
     def fall_back(self, reason: str) -> None:
-        """Takes the next simpler mode and says why."""
+        """Switches to the next simpler mode and prints the reason."""
         dropped = self.modes.pop(0)
         self.say(f"note: not {dropped} ({reason}); instead {self.modes[0]}")
 
@@ -249,7 +249,7 @@ class PolicyLogprobs:
         """Returns why the first mode is wrong, or None.
 
         Args:
-            simplest: of the simplest mode. right: in float32 if that is in 16 bit, else None.
+            simplest: the simplest mode's outcome. right: the same in float32, for 16 bit only.
         """
         mode = self.modes[0]
         heartbeat.detail(f"checking the {'packed' if mode.packed else 'padded'} forward")
@@ -263,7 +263,7 @@ class PolicyLogprobs:
                 self._by(mode, some, temperature)
             finally:
                 self.model.eval()
-            if right is not None:  # layers are not compiled once more for it
+            if right is not None:  # uncompiled, to avoid compiling the layers for float32 too
                 with self._in_float32():
                     uncompiled = replace(mode, compiled=False)
                     found.append(self._with_gradient(uncompiled, some, temperature))
@@ -278,11 +278,11 @@ class PolicyLogprobs:
 
     @contextlib.contextmanager
     def _in_float32(self) -> Iterator[None]:
-        """Computes in float32, with the attention kernel that does so everywhere."""
+        """Computes in float32 within the context, with the `Plain` attention kernel."""
         autocast, kernel = self.autocast, self.kernel
 
         @contextlib.contextmanager
-        def entered() -> Iterator[None]:  # which may also switch an adapter off
+        def entered() -> Iterator[None]:  # `autocast` may also switch an adapter off
             with autocast(), torch.autocast(fsdp.device_of(self.model).type, enabled=False):
                 yield
 
@@ -296,12 +296,12 @@ class PolicyLogprobs:
     def _with_gradient(
         self, mode: ForwardMode, rollouts: Sequence[Rollout], temperature: float
     ) -> Outcome:
-        """Computes log-probabilities, and one weight's gradient of a mixture of them."""
+        """Computes log-probabilities, and the gradient of a signed sum of them for one weight."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         if not trained:
             return Outcome.of(rollouts, self._by(mode, rollouts, temperature)[0])
-        # The gradient of a norm of the first layer passes through every layer. So does that of an
-        # adapter's matrix B; of A it is 0 as long as B is.
+        # The gradient of a norm in the first layer depends on all layers. So does that of an
+        # adapter's matrix B; that of A is 0 as long as B is 0.
         of_adapter = (p for name, p in self.model.named_parameters() if ".lora_B." in name)
         norms = (p for p in trained if p.ndim == 1)
         first = next(of_adapter, None)
@@ -309,7 +309,7 @@ class PolicyLogprobs:
         with torch.enable_grad(), recomputing(self.model):
             logprobs, _ = self._by(mode, rollouts, temperature)
             signs = torch.arange(logprobs.numel(), device=logprobs.device) % 3 - 1
-            if not logprobs.requires_grad:  # an adapter that is switched off
+            if not logprobs.requires_grad:  # the adapter is switched off
                 return Outcome.of(rollouts, logprobs)
             mixed = (logprobs * signs.view_as(logprobs)).sum()
             if fsdp.is_sharded(self.model):  # the backward sums gradients over processes
@@ -352,7 +352,7 @@ class PolicyLogprobs:
             predicting = [t.flatten(0, -2)[inputs.predictors] for t in router_logits]  # [T, E] each
             k = self.routers.experts_per_token
             self.routing = Routing.of(predicting, k, packing.trains(rollouts, device))
-        if inputs.layout is not None and not inputs.layout.is_used:  # sequences saw each other
+        if inputs.layout is not None and not inputs.layout.is_used:  # sequences were not separated
             raise attention.UnsupportedModelError(attention.NOT_PASSED_ON)
         if not torch.is_grad_enabled():
             fsdp.offload(self.model)
@@ -365,7 +365,7 @@ class PolicyLogprobs:
         return rows(flat[0]), None if flat[1] is None else rows(flat[1])
 
     def _compile(self, compiled: bool) -> None:
-        """Compiles the decoder layers' forwards, or restores these."""
+        """Compiles the decoder layers' forwards, or restores the originals."""
         for layer in fsdp.layers(self.model) if self.compile_backend is not None else ():
             if not compiled:
                 layer.__dict__.pop("forward", None)
@@ -424,8 +424,8 @@ class PolicyLogprobs:
 
 
 def cut(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Shortens a few rollouts for a check: the two longest of each of the first two prompts."""
-    # Prompts with images before others: what can go wrong shows there.
+    """Selects and shortens rollouts for a check: the two longest of each of two prompts."""
+    # Prompts with images come first, since they are more likely to reveal errors.
     groups = packing.by_prompt(rollouts)
     groups = sorted(groups, key=lambda members: not rollouts[members[0]].prompt.images)[:2]
     each = CHECKED_ROLLOUTS // max(len(groups), 1)
@@ -433,7 +433,7 @@ def cut(rollouts: Sequence[Rollout]) -> list[Rollout]:
     for members in groups:
         longest = sorted((rollouts[m] for m in members), key=lambda r: -len(r.completion.ids))
         prompt = longest[0].prompt
-        if not prompt.images:  # whose tokens belong together
+        if not prompt.images:  # image tokens must not be cut
             prompt = replace(prompt, ids=prompt.ids[-CHECKED_TOKENS:])
         for r in longest[:each]:
             c = r.completion
@@ -446,9 +446,9 @@ def cut(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 @contextlib.contextmanager
 def recomputing(model: nn.Module) -> Iterator[None]:
-    """Makes gradient checkpointing work in evaluation mode, where transformers skips it.
+    """Enables gradient checkpointing in evaluation mode, in which transformers skips it.
 
-    A layer that applies dropout itself is left out, since it would do so inside.
+    A layer that applies dropout itself is skipped, since its dropout would become active.
     """
     layers = [
         layer
@@ -459,7 +459,7 @@ def recomputing(model: nn.Module) -> Iterator[None]:
         and not any(isinstance(v, float) and v for k, v in vars(layer).items() if "drop" in k)
     ]
     for layer in layers:
-        layer.training = True  # of this module alone: the modules inside stay as they are
+        layer.training = True  # not layer.train(), which would also set its children
     try:
         yield
     finally:
@@ -469,10 +469,10 @@ def recomputing(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Turns an error of torch.compile into an UnsupportedModelError, so that the run falls back."""
+    """Converts errors of torch.compile to UnsupportedModelError, which triggers a fallback."""
     try:
         yield
     except TorchDynamoException as error:
-        cause = getattr(error, "inner_exception", error)  # of a backend
+        cause = getattr(error, "inner_exception", error)  # the backend's own exception
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise attention.UnsupportedModelError(f"torch.compile fails: {reason}") from error

@@ -1,11 +1,11 @@
-"""Quantized base models through bitsandbytes: 4 bits a weight (nf4, QLoRA, arXiv 2305.14314).
+"""Quantized base models through bitsandbytes: 4 bits per weight (nf4, QLoRA, arXiv 2305.14314).
 
-The linear layers except the output head hold quantized weights and dequantize them for each
-product. Embeddings, the head, norms, biases and the experts of a mixture, which are no linear
-layers in transformers, keep their dtype. The weights are not trained: an adapter is.
+Linear layers except the output head store quantized weights and dequantize them for each product.
+Embeddings, the head, norms and biases keep their dtype. So do the experts of a mixture, which are
+not linear layers in transformers. Only an adapter is trained, not these weights.
 
-A weight takes 0.516 bytes: 4 bits, a scale of 8 bits for 64 weights, and one of 32 bits for 256 of
-these (double quantization).
+A weight takes 0.516 bytes: 4 bits, an 8-bit scale per 64 weights, and a 32-bit scale per 256 of
+those scales (double quantization).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK = 64  # weights of nf4 that share a scale
 
 
 def require() -> None:
-    """Raises a UserError if bitsandbytes, which quantizes, is not installed."""
+    """Raises a UserError if bitsandbytes is not installed."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
             "model.quantization = nf4: bitsandbytes is not installed here; "
@@ -51,10 +51,10 @@ def check_stored(config: PretrainedConfig, path: str) -> None:
 
 
 def load_options(config: Model, compute_dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the arguments with which from_pretrained quantizes a model; {} if it is not to.
+    """Returns the arguments of from_pretrained for quantizing a model; {} without quantization.
 
     Args:
-        compute_dtype: of the products with dequantized weights.
+        compute_dtype: dtype of products with dequantized weights.
 
     Raises:
         UserError: bitsandbytes is not installed.
@@ -72,10 +72,10 @@ def load_options(config: Model, compute_dtype: torch.dtype) -> dict[str, Any]:
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Prepares a model that has just been loaded with quantized weights for training.
+    """Prepares a newly loaded, quantized model for training.
 
-    Its config is that of the unquantized model from here on, since weights that leave the model,
-    merged or sent to an engine, are dequantized.
+    The model gets the config of the unquantized model, since weights that leave it, merged or sent
+    to an engine, are dequantized.
 
     Raises:
         UserError: a layer's size does not fit the blocks of nf4.
@@ -84,17 +84,17 @@ def prepare(model: PreTrainedModel) -> None:
 
     for name, module in model.named_modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
-            # On a CPU bitsandbytes 0.50 gives wrong numbers where a block crosses the end of a row.
+            # On a CPU bitsandbytes 0.50 gives wrong results if a block crosses the end of a row.
             if module.in_features % BLOCK:
                 raise UserError(
                     f"model.quantization = nf4: {name} has {module.in_features} inputs, which is "
                     f"no multiple of the {BLOCK} weights of a block; use model.quantization=none."
                 )
-            # On a CPU with AVX512-BF16 the first forward pass without gradient would repack the
-            # weight for good: dequantizing it would give wrong numbers, and training would fail.
+            # On a CPU with AVX512-BF16 the first forward without gradient would permanently repack
+            # the weight. Dequantizing it would then be wrong, and training would fail.
             module.support_avx512bf16_for_cpu = False
     del model.config.quantization_config
-    model.hf_quantizer = None  # save_pretrained would ask it for the weights
+    model.hf_quantizer = None  # save_pretrained would use it to get the weights
 
 
 def is_quantized(p: Tensor) -> bool:
@@ -103,7 +103,7 @@ def is_quantized(p: Tensor) -> bool:
 
 
 def dequantized(p: Any) -> Tensor:
-    """Returns the weight that a quantized parameter stands for, with which its layer computes."""
+    """Returns a quantized parameter's dequantized weight, as its layer computes with it."""
     from bitsandbytes import functional
 
     weight: Tensor = functional.dequantize_4bit(p.data, p.quant_state)
@@ -111,16 +111,16 @@ def dequantized(p: Any) -> Tensor:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """Returns the dtype of the weights that a model's quantized weights were before."""
+    """Returns the dtype that a model's quantized weights had before quantization."""
     dtype: torch.dtype = getattr(getattr(model, "config", None), "dtype", torch.float32)
     return dtype
 
 
 def plain(p: Any, dtype: torch.dtype) -> Tensor:
-    """Returns a parameter, or for a quantized one a tensor of its weight's shape without storage.
+    """Returns a parameter; for a quantized one, a meta tensor with its weight's shape.
 
     Args:
-        dtype: of the tensor without storage.
+        dtype: dtype of the meta tensor.
     """
     if not is_quantized(p):
         parameter: Tensor = p
@@ -129,12 +129,12 @@ def plain(p: Any, dtype: torch.dtype) -> Tensor:
 
 
 def numel(p: Tensor) -> int:
-    """Returns the number of weights in a parameter; two quantized ones share a byte."""
+    """Returns the number of weights in a parameter; a byte stores two quantized weights."""
     return plain(p, torch.float32).numel()
 
 
 def summary(model: nn.Module) -> str | None:
-    """Returns how many of a model's weights are quantized, as a line; None if none are."""
+    """Returns a line with the counts of quantized and other weights; None if none is quantized."""
     parameters = [*model.parameters()]
     inside = [p for p in parameters if is_quantized(p)]
     if not inside:

@@ -18,53 +18,53 @@ Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Reference:
-    """A frozen policy that is asked for log-probabilities: a second model."""
+    """A frozen reference policy, as a second model."""
 
     def __init__(self, logprobs: PolicyLogprobs) -> None:
         self.logprobs = logprobs
-        self.has_moved = False  # it is no longer the model that the run began with
+        self.has_moved = False  # True once it differs from the run's initial model
 
     @property
     def weights_to_save(self) -> nn.Module | Mapping[str, Tensor] | None:
-        """The weights, if a checkpoint has to hold them."""
+        """The weights that a checkpoint must store, or None."""
         return self.weights if self.has_moved else None
 
     @property
     def weights(self) -> nn.Module | Mapping[str, Tensor]:
-        """The model, or what of it can move, by name."""
+        """The model, or the weights that can change, by name."""
         model: nn.Module = self.logprobs.model
         return model
 
     @property
     def nbytes(self) -> int:
-        """The bytes that this process keeps for the reference besides the policy."""
+        """Bytes of this process for the reference, in addition to the policy."""
         weights = self.weights
         tensors = weights.parameters() if isinstance(weights, nn.Module) else weights.values()
         return sum(own_part(tensor).nbytes for tensor in tensors)
 
     def refresh(self, policy: PreTrainedModel, alpha: float) -> None:
-        """Moves the reference: π_ref ← α π + (1 − α) π_ref (TR-DPO, arXiv 2404.09656)."""
+        """Updates the reference: π_ref ← α π + (1 − α) π_ref (TR-DPO, arXiv 2404.09656)."""
         loading.mix(self.logprobs.model, policy, alpha)
         self.has_moved = True
 
 
 class AdapterReference(Reference):
-    """The policy with the adapter that it began with: no second model.
+    """The policy with its initial adapter, without a second model.
 
-    A fresh adapter is switched off. Otherwise a copy of its first weights is put into the policy
-    for the time of a forward pass.
+    A fresh adapter is switched off. Otherwise a copy of the initial adapter weights replaces the
+    current ones during a forward pass.
     """
 
     def __init__(
         self, make: Callable[[Autocast], PolicyLogprobs], autocast: Autocast, *, keeps_copy: bool
     ) -> None:
-        """Makes the reference of a policy that begins now.
+        """Makes the reference from the policy's current weights.
 
         Args:
-            make: makes the log-probabilities of the policy, given what to enter for each forward.
+            make: makes the policy's `PolicyLogprobs`, given the context for each forward pass.
             autocast: the run's mixed precision.
-            keeps_copy: the policy with its adapter off is not the beginning, or the reference will
-                move.
+            keeps_copy: required if switching the adapter off does not give the initial policy, or
+                if the reference is updated.
         """
         self.autocast = autocast
         super().__init__(make(self._entered))
@@ -87,6 +87,6 @@ class AdapterReference(Reference):
             weights = adapters.switched_off(model)
         else:
             weights = adapters.replaced(model, self.copy)
-        # Without a graph, since the weights are others again before a backward could read them.
+        # Without a graph, since the weights change back before a backward could use them.
         with torch.no_grad(), weights, self.autocast():
             yield

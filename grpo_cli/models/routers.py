@@ -1,4 +1,4 @@
-"""Reads the router logits of a mixture of experts while the model computes."""
+"""Records the router logits of a mixture of experts during a forward pass."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from grpo_cli.models.families import num_experts
 
 
 class RouterRecorder:
-    """Keeps the outputs of a model's routers, one of each layer, during a forward pass."""
+    """Records the outputs of a model's routers, one per layer, during a forward pass."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         k = experts_per_token(model)
         assert k is not None, "the model has a load-balancing loss"
         self.experts_per_token = k
-        self.kept: list[Tensor] | None = None  # a list only while a forward pass is recorded
+        self.kept: list[Tensor] | None = None  # None: not recording
         recorder = recorder_of(model)
         for name, module in model.named_modules():
             named = recorder.layer_name is None or name.endswith(f".{recorder.layer_name}")
@@ -30,14 +30,14 @@ class RouterRecorder:
 
     def _keep(self, index: int) -> Any:
         def keep(module: nn.Module, args: Any, output: Any) -> None:
-            if self.kept is not None:  # gradient checkpointing computes a layer again later
+            if self.kept is not None:  # None when gradient checkpointing recomputes a layer
                 self.kept.append(output[index] if isinstance(output, tuple) else output)
 
         return keep
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
-        """Yields the list that the router logits of a forward pass are put into."""
+        """Yields the list to which a forward pass appends its router logits."""
         kept: list[Tensor] = []
         self.kept = kept
         try:
@@ -47,14 +47,14 @@ class RouterRecorder:
 
 
 def recorder_of(model: PreTrainedModel) -> Any:
-    """Returns transformers' description of the routers' outputs; None if there is none."""
+    """Returns transformers' recorder spec for router outputs, or None."""
     outputs = getattr(model, "_can_record_outputs", None)
     recorder = outputs.get("router_logits") if isinstance(outputs, dict) else None
     return recorder if hasattr(recorder, "target_class") else None
 
 
 def experts_per_token(model: PreTrainedModel) -> int | None:
-    """Returns the number of experts that a token is routed to, if the config says it."""
+    """Returns the number of experts per token, or None if the config has none."""
     config = model.config.get_text_config(decoder=True)
     names = ("num_experts_per_tok", "moe_k")
     return next((k for name in names if (k := getattr(config, name, None))), None)
@@ -64,11 +64,11 @@ def balancing_coefficient(model: PreTrainedModel, wanted: float | None) -> float
     """Returns the weight of the load-balancing loss.
 
     Args:
-        wanted: loss.router_aux_loss_coef; None: `router_aux_loss_coef` of the model's config, as in
-            TRL.
+        wanted: loss.router_aux_loss_coef; None: use the model config's `router_aux_loss_coef`, as
+            TRL does.
 
     Raises:
-        UserError: a weight for a model that has no such loss in transformers.
+        UserError: a nonzero weight for a model without such a loss in transformers.
     """
     config = model.config.get_text_config(decoder=True)
     if wanted is None:
@@ -84,7 +84,7 @@ def balancing_coefficient(model: PreTrainedModel, wanted: float | None) -> float
 
 
 def has_balancing_loss(model: PreTrainedModel) -> bool:
-    """Whether transformers has a load-balancing loss for the model, and its routers can be read."""
+    """Returns whether a model has a load-balancing loss in transformers and readable routers."""
     config = model.config.get_text_config(decoder=True)
     modules = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
     return (

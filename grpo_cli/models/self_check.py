@@ -1,11 +1,11 @@
 r"""Distinguishes a wrong computation from rounding error, in every precision.
 
-A forward mode or a decoder is right if its log-probabilities are the model's. In float32, two right
-computations differ by about 1e-5 nats a token. In bfloat16, they differ by 0.03 nats for a chat
-model with 135M parameters, which is more than a layer with wrong weights may change. No constant
-separates an error from rounding there, so two questions are asked:
+A forward mode or a decoder is correct if its log-probabilities match the model's. In float32, two
+correct computations differ by about 1e-5 nats per token. In bfloat16, they differ by 0.03 nats for
+a chat model with 135M parameters, which may exceed the effect of a layer with wrong weights. No
+constant separates errors from rounding there, so the check has two parts:
 
-1. Computed in float32, does it equal the simplest computation (`difference`)?
+1. In float32, does it equal the simplest computation (`difference`)?
 2. In its own precision, is its error against float32 at most `TIMES` that of the simplest
    computation (`excess`)?
 
@@ -27,10 +27,10 @@ from transformers import PreTrainedModel
 from grpo_cli.distributed import fsdp
 from grpo_cli.records import Rollout, sampled_mask
 
-# Largest and mean difference of log-probabilities, in nats, and relative difference of a gradient
-# that count as rounding.
+# Tolerances for rounding: largest and mean difference of log-probabilities, in nats, and relative
+# difference of a gradient.
 TOLERANCE = {torch.float64: (1e-6, 1e-7, 1e-5), torch.float32: (2e-3, 2e-4, 1e-2)}
-# In 16 bit: times the error of the simplest mode, and errors that are none.
+# In 16 bit: factor for the simplest mode's error, and errors (nats, relative) that always pass.
 TIMES, FLOOR, GRADIENT_FLOOR = 3.0, 1e-3, 1e-2
 ADVICE = ": a fault, not rounding; the run is right and slower; please report the model's name"
 HALVES = (torch.bfloat16, torch.float16)
@@ -38,21 +38,21 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Outcome:
-    """Log-probabilities that a computation has given, and a gradient of them."""
+    """The log-probabilities of a computation, and a gradient of them."""
 
-    logprobs: Tensor  # [N], of sampled tokens
-    gradient: Tensor | None = None  # of one weight, None where nothing is trained
+    logprobs: Tensor  # [N], for sampled tokens
+    gradient: Tensor | None = None  # for one weight; None if nothing is trained
 
     @classmethod
     def of(
         cls, rollouts: Sequence[Rollout], logprobs: Tensor, gradient: Tensor | None = None
     ) -> Outcome:
-        """Takes the sampled tokens out of log-probabilities [B, C]."""
+        """Selects the sampled tokens from log-probabilities [B, C]."""
         mask = sampled_mask(rollouts).to(logprobs.device)
         return cls(logprobs[mask].double().cpu(), gradient)
 
     def errors(self, right: Outcome) -> tuple[float, float, float]:
-        """Returns largest and mean error of log-probabilities, and relative error of a gradient."""
+        """Returns (largest error, mean error) of log-probabilities and relative gradient error."""
         apart = (self.logprobs - right.logprobs).abs()
         of_gradient = 0.0
         if self.gradient is not None and right.gradient is not None:
@@ -62,7 +62,7 @@ class Outcome:
 
 
 def difference(found: Outcome, right: Outcome, dtype: torch.dtype) -> str | None:
-    """Returns how an outcome in float32 or float64 differs beyond rounding from another."""
+    """Describes how two float32 or float64 outcomes differ beyond rounding; None if they agree."""
     largest, mean, gradient = found.errors(right)
     highest, highest_mean, highest_gradient = TOLERANCE[dtype]
     if not (largest <= highest and mean <= highest_mean):
@@ -77,10 +77,10 @@ def difference(found: Outcome, right: Outcome, dtype: torch.dtype) -> str | None
 
 
 def excess(found: Outcome, simplest: Outcome, right: Outcome) -> str | None:
-    """Returns how the error of an outcome in 16 bit exceeds what rounding explains, or None.
+    """Describes how a 16-bit outcome's error exceeds the rounding error; None if it does not.
 
     Args:
-        simplest: of the simplest computation in the same precision. right: in float32.
+        simplest: the simplest computation's outcome in the same precision. right: in float32.
     """
     (_, mean, gradient), (_, own, own_gradient) = found.errors(right), simplest.errors(right)
     if not mean <= TIMES * own + FLOOR:
@@ -97,7 +97,7 @@ def excess(found: Outcome, simplest: Outcome, right: Outcome) -> str | None:
 
 
 def is_16_bit(model: PreTrainedModel) -> bool:
-    """Whether a model computes with fewer bits than float32 here: by autocast, or its weights."""
+    """Returns whether a model computes in 16 bit, by autocast or by the dtype of its weights."""
     if torch.is_autocast_enabled(fsdp.device_of(model).type) and model.dtype != torch.float64:
         return True
     return any(_is_narrow(value) for _, _, value in _numbers_of(model))
@@ -108,7 +108,7 @@ def _is_narrow(value: Any) -> bool:
 
 
 def _numbers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Yields weights, and dtypes that quantized layers compute in: (owner, name, value)."""
+    """Yields (owner, name, value) for weights, and for compute dtypes of quantized layers."""
     for part in module.modules():
         for name, p in part._parameters.items():
             if p is not None:
@@ -119,10 +119,10 @@ def _numbers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 
 @contextlib.contextmanager
 def in_float32(model: PreTrainedModel) -> Iterator[None]:
-    """Makes a model compute in float32, whatever its weights and autocast.
+    """Makes a model compute in float32, regardless of its weights' dtype and autocast.
 
-    Weights of 16 bit are cast, and quantized ones dequantized, layer by layer, each for as long as
-    it computes: no second copy of the weights is made, also not for a backward pass.
+    16-bit weights are cast, and quantized ones dequantized, layer by layer, only while the layer
+    computes. No second copy of all weights exists, even for a backward pass.
     """
     cast = _Cast()
     with contextlib.ExitStack() as stack:
@@ -131,14 +131,14 @@ def in_float32(model: PreTrainedModel) -> Iterator[None]:
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(cast.pack, cast.unpack))
         for part in _parts(model, set(fsdp.layers(model))):
             stack.callback(part.register_forward_pre_hook(cast.before).remove)
-            # Before FSDP's own, which frees a layer.
+            # Before FSDP's own hook, which frees a layer.
             after = part.register_forward_hook(cast.after, prepend=True, always_call=True)
             stack.callback(after.remove)
         yield
 
 
 def _parts(module: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yields the layers, and the modules around them that hold none."""
+    """Yields the layers, and the outermost other modules that contain no layer."""
     if module in layers or layers.isdisjoint(module.modules()):
         yield module
         return
@@ -147,15 +147,15 @@ def _parts(module: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 class _Cast:
-    """Casts the weights of a part of a model while it computes."""
+    """Casts the weights of a module while it computes."""
 
     def __init__(self) -> None:
         self.kept: dict[nn.Module, list[tuple[nn.Module, str, Any]]] = {}
-        self.sources: dict[int, Tensor] = {}  # by the address of the float32 copy
+        self.sources: dict[int, Tensor] = {}  # address of a float32 copy -> original weight
 
     def before(self, module: nn.Module, args: Any) -> Any:
         self.kept[module] = []
-        # Of embeddings the output is cast: only some rows of the weight are read.
+        # For embeddings the output is cast instead, since only some rows of the weight are read.
         numbers = [] if isinstance(module, nn.Embedding) else list(_numbers_of(module))
         for part, name, value in filter(lambda number: _is_narrow(number[2]), numbers):
             self.kept[module].append((part, name, value))
@@ -178,7 +178,7 @@ class _Cast:
         return _wide(out) if isinstance(module, nn.Embedding) else out
 
     def pack(self, tensor: Tensor) -> Any:
-        """Keeps the weight of 16 bit in place of its copy for a backward pass."""
+        """Saves the 16-bit weight for backward instead of its float32 copy."""
         source = self.sources.get(tensor.untyped_storage().data_ptr())
         if source is None or tensor.dtype != torch.float32:
             return tensor

@@ -1,7 +1,7 @@
 """Builds a small Qwen2: byte-level tokenizer, random weights, a short supervised warm-up.
 
-Nothing is downloaded, so that a laptop without a network trains a real transformers model. GRPO can
-only reinforce what a policy sometimes does; the warm-up on the data set's solutions provides that.
+Nothing is downloaded, so a laptop without a network can train a real transformers model. GRPO can
+only reinforce behaviour that a policy sometimes shows, hence the warm-up on the data's solutions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-# Tools are listed by their names and arguments, and called as Qwen2.5 does it: few tokens each.
+# Lists tools by their names and arguments, and uses Qwen2.5's call format, to save tokens.
 CHAT_TEMPLATE = (
     "{% if tools %}<|im_start|>tools"
     "{% for t in tools %} {{ t.function.name }}"
@@ -46,31 +46,31 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 RECIPE_VERSION = 1  # part of the cache key: raise it when a change here changes the model
-IGNORED = -100  # label of a token that is not trained
-AVERAGED = 10  # steps whose mean loss is compared with the target
+IGNORED = -100  # label of a token without loss
+AVERAGED = 10  # number of steps whose mean loss is compared with the target
 
-Pairs = Sequence[tuple[object, object]]  # (prompt, worked solution), each as text or messages
+Pairs = Sequence[tuple[object, object]]  # (prompt, worked solution), strings or messages
 Report = Callable[[int, float], None]  # (step, loss)
-# Returns the tokens of a solution that is given as messages, and which are the model's own.
+# Maps a solution given as messages to its tokens, and to flags for the model's own tokens.
 EpisodeIds = Callable[[Sequence[Any]], tuple[list[int], list[bool]]]
 
 
 @dataclass(frozen=True)
 class Example:
-    """A row of the warm-up."""
+    """A training example of the warm-up."""
 
     prompt: Prompt
-    solution: list[int]  # its tokens
-    is_trained: list[bool]  # which of them are the model's own
+    solution: list[int]  # token ids
+    is_trained: list[bool]  # per solution token: whether it is the model's own
 
 
 @dataclass(frozen=True)
 class Episodes:
-    """Says how episodes are written, for warm-ups with solutions of several turns."""
+    """Encodes episodes, for warm-ups with multi-turn solutions."""
 
-    tools: Mapping[str, conversations.Schemas]  # that prompts list, by environment
+    tools: Mapping[str, conversations.Schemas]  # tools listed in prompts, by environment
     encoder: Callable[[PreTrainedTokenizerBase, conversations.Schemas], EpisodeIds]
-    names: Sequence[str] = ()  # the environment of each pair; (): there is only one, ""
+    names: Sequence[str] = ()  # environment of each pair; (): the only one, ""
 
 
 def build(
@@ -81,15 +81,15 @@ def build(
     episodes: Episodes | None = None,
     images: Sequence[Sequence[StoredImage]] = (),
 ) -> Path:
-    """Builds the warmed-up model, or finds it in the cache by the hash of its ingredients.
+    """Builds the warmed-up model, or finds it in the cache by a hash of its inputs.
 
     Args:
-        config: sizes and warm-up.
+        config: sizes and warm-up settings.
         pairs: (prompt, solution) of every training row.
-        seed: of the weights and of the order of the rows.
+        seed: seed for the weights and the order of the rows.
         report: called after each supervised step.
-        episodes: says how episodes are written; needed where solutions are messages.
-        images: those of each pair's prompt; (): there are none.
+        episodes: encodes episodes; required if solutions are messages.
+        images: the images of each pair's prompt; (): no images.
 
     Returns:
         The model's folder.
@@ -127,18 +127,18 @@ def build(
     (partial / "made_from.json").write_text(json.dumps(facts, indent=2))
     try:
         partial.rename(folder)
-    except OSError:  # another process made the same model meanwhile
+    except OSError:  # another process has made the same model meanwhile
         shutil.rmtree(partial)
     return folder
 
 
 def tokenizer_of(config: Build, pairs: Pairs) -> PreTrainedTokenizerFast:
-    """Makes the tokenizer of a model that is built with these training rows."""
+    """Makes the tokenizer for a model that is built from these training rows."""
     return make_tokenizer(config, [t for pair in pairs for t in _texts(pair)])
 
 
 def make_tokenizer(config: Build, texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Trains a tokenizer of bytes and `config.merges` byte pairs. Digits never merge."""
+    """Trains a byte-level BPE tokenizer with `config.merges` merges. Digits never merge."""
     special = [PAD, START, END]
     template = CHAT_TEMPLATE
     if config.vision_layers:
@@ -165,7 +165,7 @@ def make_tokenizer(config: Build, texts: Sequence[str]) -> PreTrainedTokenizerFa
 
 
 def make_model(config: Build, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Makes a randomly initialised Qwen2 of the config's sizes, with or without a vision tower."""
+    """Makes a randomly initialised Qwen2, or with `vision_layers` a vision-language model."""
     qwen = config_of(config, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
     model: PreTrainedModel
     if config.vision_layers:
@@ -181,10 +181,10 @@ def make_model(config: Build, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
 def config_of(
     config: Build, vocab_size: int, eos: int | None = None, pad: int | None = None
 ) -> transformers.Qwen2Config:
-    """Returns the config of the language model that is built.
+    """Returns the config of the language model.
 
     Args:
-        eos, pad: ids of these tokens.
+        eos, pad: token ids of eos and padding.
     """
     return transformers.Qwen2Config(
         vocab_size=vocab_size,
@@ -205,12 +205,12 @@ def config_of(
 def warm_up(
     model: PreTrainedModel, config: Build, every: Sequence[Example], seed: int, report: Report
 ) -> None:
-    """Trains the next token of `prompt + solution + eos`, with the loss on the solution only.
+    """Trains next-token prediction on `prompt + solution + eos`, with loss on the solution only.
 
-    Of a solution that is an episode, the loss is on the model's own turns, each with its eos.
+    If a solution is an episode, the loss is on the model's own turns, each with its eos.
 
-    Ends early once the loss, averaged over the last `AVERAGED` steps, is at the target: the number
-    of steps that a small model needs varies by half between seeds, its ability at a loss does not.
+    Ends early once the loss, averaged over the last `AVERAGED` steps, reaches the target. The steps
+    that a small model needs vary by half between seeds, but its ability at a given loss does not.
     """
     rows = [
         r for r in every if len(r.prompt.ids) + len(r.solution) <= config.max_position_embeddings
@@ -242,7 +242,7 @@ def warm_up(
 
 
 def _padded(batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
-    """Returns the tokens of examples and their labels, [B, T] each."""
+    """Returns the right-padded tokens of examples and their labels, [B, T] each."""
     rows = [r.prompt.ids + r.solution for r in batch]
     ids = pad_right([torch.tensor(row) for row in rows], max(map(len, rows)))
     labels = torch.full_like(ids, IGNORED)
@@ -255,7 +255,7 @@ def _padded(batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
 
 
 def _triangle(step: int, steps: int) -> float:
-    """Returns the factor of the learning rate: a rise over a tenth of the steps, then a cosine."""
+    """Returns the learning-rate factor: linear warm-up over a tenth of the steps, then cosine."""
     rise = max(1, steps // 10)
     if step < rise:
         return (step + 1) / rise
@@ -269,7 +269,7 @@ def _texts(pair: tuple[object, object]) -> list[str]:
         parts = [conversations.text_of(m["content"]) for m in prompt]
     if not isinstance(solution, list):
         return [*parts, str(solution)]
-    # The markup of an episode takes more tokens than its contents.
+    # Includes the markup of calls, which takes more tokens than their contents.
     return [
         *parts,
         *(text for m in solution for text in (m["role"], m["content"], *map(_call, _calls(m)))),
@@ -293,7 +293,7 @@ def examples(
     vision: VisionProcessor | None = None,
     images: Sequence[Sequence[StoredImage]] = (),
 ) -> Iterator[Example]:
-    """Yields the example of each pair."""
+    """Yields the training example of each pair."""
     tools_of = episodes.tools if episodes is not None else {"": ()}
     names = (episodes.names if episodes is not None else ()) or [""] * len(pairs)
     encoders: dict[str, EpisodeIds] = {}

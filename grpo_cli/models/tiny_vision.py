@@ -1,7 +1,7 @@
 """Builds a small vision-language model: an Idefics 3 with the text model of `tiny.py`.
 
-An image of 32 x 32 pixels in patches of 4 x 4 gives 64 patches, of which 4 at a time become one of
-its 16 tokens. The processor needs Pillow only.
+An image of 32 x 32 pixels in patches of 4 x 4 gives 64 patches, and each 4 patches become one of
+its 16 tokens. The processor needs only Pillow.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from grpo_cli.models.vision import VisionProcessor
 SETTINGS = ("vision_layers", "vision_hidden_size", "image_size", "patch_size")
 IMAGE = "<image>"
 TOKENS = [IMAGE, "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
-# A message's content in the chat template: a text, or blocks of which some are images.
+# A message's content in the chat template: a string, or blocks, some of which are images.
 CONTENT = (
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for b in m['content'] %}"
     "{% if b['type'] == 'image' %}<image>{% else %}{{ b['text'] }}{% endif %}"
     "{% endfor %}{% endif %}"
 )
-MERGED = 2  # patches along each side that become one token
+MERGED = 2  # patches along each side that are merged into one token
 
 
 def digest(images: Sequence[Sequence[StoredImage]]) -> str:
-    """Returns a hash of the pictures of a data set."""
+    """Returns a hash of a data set's images."""
     found = hashlib.sha256()
     for of_row in images:
         for image in of_row:
             try:
                 found.update(image.open().tobytes())
-            except ImageError:  # the row is dropped, or refused, when prompts are made
+            except ImageError:  # making the prompts drops or refuses the row
                 found.update(b"?")
     return found.hexdigest()
 
 
 def processor_of(config: Build, tokenizer: PreTrainedTokenizerBase) -> VisionProcessor:
-    """Makes the processor of a model that is built."""
+    """Makes the processor of a built model."""
     size = {"longest_edge": config.image_size}
     image_processor = Idefics3ImageProcessorPil(
         size=size, max_image_size=size, do_image_splitting=False
@@ -63,10 +63,10 @@ def make_model(
     """Makes a randomly initialised model of the config's sizes.
 
     Args:
-        text: config of the text model.
+        text: the text model's config.
     """
     idefics = transformers.Idefics3Config(
-        # vLLM makes a Llama of it, which has the biases of Qwen2 by this name.
+        # vLLM uses its Llama for the text model, where this field enables Qwen2's biases.
         text_config={**text.to_dict(), "qkv_bias": True},
         vision_config={
             "hidden_size": config.vision_hidden_size,

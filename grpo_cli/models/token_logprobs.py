@@ -1,8 +1,8 @@
-"""Log-probabilities and entropies of tokens, in float32 or better: from logits, or fused.
+"""Log-probabilities and entropies of tokens, at least in float32: from logits, or fused.
 
 `token_logprobs` and `token_entropy` take complete logits. `linear_logprobs` computes the same
-numbers from hidden states with the logits of one chunk of tokens in memory at a time: its forward
-keeps one log-sum-exp a token, and its backward computes the logits again.
+values from hidden states, with the logits of only one chunk of tokens in memory at a time. Its
+forward keeps one log-sum-exp per token, and its backward recomputes the logits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from grpo_cli.models.families import logit_scale, logit_softcap
 from grpo_cli.models.output_head import Float32Linear
 
-CHUNK_BYTES = 64 * 2**20  # of a chunk's logits: 110 tokens of a vocabulary of 151,936
+CHUNK_BYTES = 64 * 2**20  # maximum size of a chunk's logits: 110 tokens with V = 151,936
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
@@ -29,7 +29,7 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) ->
         logits: [B, C, V], where logits[:, c] predict targets[:, c]. targets: [B, C] token ids.
 
     Returns:
-        [B, C] float32 (float64 of float64). Differentiable.
+        [B, C] float32 (float64 for float64). Differentiable.
     """
     assert logits.shape[:-1] == targets.shape, f"{tuple(logits.shape)} {tuple(targets.shape)}"
     logits = upcast(logits) / temperature
@@ -43,12 +43,12 @@ def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     Differentiable.
     """
     log_p = (upcast(logits) / temperature).log_softmax(-1)  # [B, C, V]
-    # A logit of -inf has probability 0 and adds nothing; 0 · -inf would be NaN.
+    # A logit of -inf has probability 0 and contributes 0; 0 · -inf would be NaN.
     return -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
 
 
 def upcast(logits: Tensor) -> Tensor:
-    """Returns logits in float32 or better: half precision is too coarse for ratios."""
+    """Casts logits to float32, except float64: half precision is too coarse for ratios."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -56,22 +56,22 @@ def upcast(logits: Tensor) -> Tensor:
 class Head:
     """A causal LM's output layer: logits = softcap(scale · (hidden @ weight.T + bias)).
 
-    The scale goes inside: the only Transformers model that has both (Muse Glimmer) scales first.
+    The scale is inside the softcap, as in the only model of transformers with both (Muse Glimmer).
     """
 
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
     scale: float = 1.0
     softcap: float | None = None  # c in c · tanh(x / c)
-    in_float32: bool = False  # the product; otherwise in the weight's dtype, or in autocast's
+    in_float32: bool = False  # dtype of the product; False: the weight's or autocast's dtype
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head:
         """Reads the layer between the base model's last hidden states and the logits.
 
         Raises:
-            TypeError: the layer does more than multiply by its weight: it is quantized, or has an
-                untrained adapter, which a comparison of numbers would not show.
+            TypeError: the layer does more than multiply by its weight. It is quantized, or has an
+                untrained adapter, which the self-check would not detect.
         """
         layer = model.get_output_embeddings()
         in_float32 = type(layer) is Float32Linear
@@ -94,17 +94,17 @@ def linear_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes log softmax(logits / temperature) at the targets, and its entropy in nats.
 
-    The logits are computed in the weight's dtype, or in autocast's where it is on, unless the head
-    or the hidden states are float32; everything else in float32 or better.
+    The logits are computed in the weight's dtype, or in autocast's if it is enabled, unless the
+    head or the hidden states are float32. Everything else is at least float32.
 
     Args:
         hidden: [N, H], where hidden[n] predicts targets[n]. targets: [N] token ids.
         entropy: also return the entropies.
-        entropy_gradient: make the entropies differentiable, which takes memory for a second chunk.
-        chunk_bytes: largest size of one chunk's logits; a chunk holds at least one token.
+        entropy_gradient: make the entropies differentiable, which needs memory for a second chunk.
+        chunk_bytes: maximum size of one chunk's logits; a chunk has at least one token.
 
     Returns:
-        (logprobs [N], entropies [N] or None), float32 (float64 of float64). Differentiable once,
+        (logprobs [N], entropies [N] or None), float32 (float64 for float64). Differentiable once,
         with respect to the hidden states, the weight and the bias.
     """
     shapes = f"{tuple(hidden.shape)} {tuple(head.weight.shape)} {tuple(targets.shape)}"
@@ -112,9 +112,9 @@ def linear_logprobs(
     assert targets.ndim == 1, shapes
     device = hidden.device.type
     dtype = head.weight.dtype
-    if hidden.dtype == torch.float32 and dtype.itemsize == 2:  # as `self_check.in_float32` computes
+    if hidden.dtype == torch.float32 and dtype.itemsize == 2:  # within `self_check.in_float32`
         dtype = torch.float32
-    if torch.is_autocast_enabled(device) and dtype != torch.float64:  # autocast leaves float64
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:  # autocast skips float64
         dtype = torch.get_autocast_dtype(device)
     if head.in_float32 and dtype != torch.float64:
         dtype = torch.float32
@@ -137,9 +137,9 @@ def linear_logprobs(
 
 @dataclass(frozen=True)
 class _Plan:
-    dtype: torch.dtype  # of the logits' matrix product
-    wide: torch.dtype  # of everything else
-    rows: int  # tokens in a chunk
+    dtype: torch.dtype  # dtype of the logits' matrix product
+    wide: torch.dtype  # dtype of everything else
+    rows: int  # number of tokens in a chunk
     slope: float  # scores = logits / temperature = slope · x for the layer's outputs x; with a cap
     cap: float | None  # scores = cap · tanh(slope · x)
     entropy: bool
@@ -157,7 +157,7 @@ class _LinearLogprobs(torch.autograd.Function):
         for rows, scores in _chunks(hidden, weight, bias, plan):
             top = scores.amax(-1, keepdim=True)  # [n, 1]
             at_target = scores.gather(-1, targets[rows, None])  # [n, 1]
-            odds = scores.sub_(top).exp_()  # [n, V], in the scores' place
+            odds = scores.sub_(top).exp_()  # [n, V], in place
             total = odds.sum(-1)  # [n]
             logprobs[rows] = (at_target - top).squeeze(-1) - total.log()
             log_sums[rows] = top.squeeze(-1) + total.log()
@@ -183,8 +183,8 @@ class _LinearLogprobs(torch.autograd.Function):
         plan: _Plan = ctx.plan
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_sums)
-        slope = plan.slope * (plan.cap or 1.0)  # of the scores where the layer's outputs are 0
-        second = None  # [rows, V], if the scores are still needed next to the probabilities
+        slope = plan.slope * (plan.cap or 1.0)  # d scores / d x at x = 0, for the layer's output x
+        second = None  # [rows, V], if scores and probabilities are needed at the same time
         if plan.cap is not None or grad_entropies is not None:
             second = torch.empty(plan.rows, len(weight), dtype=plan.wide, device=hidden.device)
 
@@ -214,7 +214,7 @@ class _LinearLogprobs(torch.autograd.Function):
             else:
                 by_entropy = slope * grad_entropies[rows, None]  # [n, 1]
                 surprise = scores.sub_(log_sum - entropies[rows, None])  # ln p + H
-                surprise.clamp_(min=-1e4)  # where p is 0 anyway: 0 · -inf would be NaN
+                surprise.clamp_(min=-1e4)  # only where p = 0, since 0 · -inf would be NaN
                 grad = p.mul_(surprise.mul_(-by_entropy).sub_(by_logprob))
             grad.scatter_add_(-1, targets[rows, None], at_target)
             narrow = grad.to(plan.dtype)  # [n, V]
@@ -237,7 +237,7 @@ class _LinearLogprobs(torch.autograd.Function):
 def _chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yields (rows, their scores [n, V]) in one buffer, which the next chunk overwrites."""
+    """Yields (rows, their scores [n, V]); the next chunk overwrites the scores' buffer."""
     buffer = torch.empty(plan.rows, len(weight), dtype=plan.wide, device=hidden.device)
     across = weight.to(plan.dtype).t()  # [H, V]
     offset = None if bias is None else bias.to(plan.dtype)
@@ -247,7 +247,7 @@ def _chunks(
         scores = buffer[: len(inputs)]
         with torch.autocast(hidden.device.type, enabled=False):
             if plan.dtype != plan.wide:
-                # Rounded as the model's own layer rounds, and only then scaled.
+                # Round as the model's own layer does, then scale.
                 scores.copy_(nn.functional.linear(inputs, across.t(), offset)).mul_(plan.slope)
             elif offset is None:
                 torch.addmm(scores, inputs, across, beta=0, alpha=plan.slope, out=scores)
@@ -263,6 +263,6 @@ def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
     if grad.dtype == total.dtype:
         total.addmm_(grad.t(), hidden)
         return
-    block = max(1, grad.numel() // hidden.shape[1])  # vocabulary rows: as large as the chunk
+    block = max(1, grad.numel() // hidden.shape[1])  # vocabulary rows, so block x H is a chunk
     for start in range(0, len(total), block):
         total[start : start + block] += grad[:, start : start + block].t() @ hidden

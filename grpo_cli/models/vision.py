@@ -1,12 +1,12 @@
-r"""Processors of vision-language models: prompts with images, as token ids and as model inputs.
+r"""Processors of vision-language models: turn prompts with images into token ids and model inputs.
 
-A prompt's ids hold the tokens of its images already, as many as the model's processor gives them:
+A prompt's ids already contain the tokens of its images, as the model's processor expands them:
 
     text     <|im_start|>user\n<image>How many?<|im_end|>\n ...
     ids      [1, 92, 10, 256, 256, 256, 256, 51, ...]        an image of 4 tokens, 256 each
-    inputs   {"pixel_values": [16, 48], "image_grid_thw": [1, 3]}, made when they are read
+    inputs   {"pixel_values": [16, 48], "image_grid_thw": [1, 3]}, computed on demand
 
-An image's tokens depend on its size alone, so that prompts are made without decoding an image.
+An image's tokens depend only on its size, so prompts are made without decoding images.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.images import ImageError, StoredImage
 from grpo_cli.records import Prompt, on_device
 
-KEPT_BYTES = 2**30  # of model inputs that are kept, so that a step does not process images twice
-PROBE = 64  # sides, in pixels, of the images that a processor is tried out with
-# Files that a processor's part for videos is read from.
+KEPT_BYTES = 2**30  # size of the cache of model inputs, so that a step processes images once
+PROBE = 64  # side, in pixels, of images for testing a processor
+# Files of a processor's video part.
 OF_VIDEOS = ("video_preprocessor_config.json", "preprocessor_config.json")
-TYPE_IDS = ("mm_token_type_ids", "token_type_ids")  # 1 on tokens of images, 0 on others
-OF_TOKENS = ("input_ids", "attention_mask", *TYPE_IDS)  # what processors return of the text
+TYPE_IDS = ("mm_token_type_ids", "token_type_ids")  # 1 for image tokens, 0 for others
+OF_TOKENS = ("input_ids", "attention_mask", *TYPE_IDS)  # processor outputs for the text
 
 
 def takes_images(config: transformers.PretrainedConfig) -> bool:
-    """Whether a model is loaded with AutoModelForImageTextToText: it reads images and text."""
+    """Returns whether a model takes images, and is loaded with AutoModelForImageTextToText."""
     by_type = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     remote = getattr(config, "auto_map", None) or {}
     known = config.model_type in by_type and "vision_config" in config.sub_configs
@@ -54,16 +54,16 @@ def load_processor(
     """Loads the processor of a vision-language model.
 
     Args:
-        tokenizer: the model's; gets the processor's chat template if it has none of its own.
-        options: arguments with which the model's files are loaded.
+        tokenizer: the model's tokenizer; gets the processor's chat template if it has none.
+        options: arguments for loading the model's files.
 
     Raises:
-        UserError: the folder holds no processor of images, or a package is missing.
+        UserError: the folder has no image processor, or a package is missing.
     """
     is_without_videos = False
     try:
         processor = transformers.AutoProcessor.from_pretrained(str(path), **options)
-    except Exception as error:  # each processor has its own way to fail
+    except Exception as error:  # processors raise many types
         processor = _without_videos(path, tokenizer, options, error)
         is_without_videos = True
     if not hasattr(processor, "image_processor"):
@@ -78,8 +78,8 @@ def load_processor(
     return LOADED[str(path)]
 
 
-# The processors of this process by folder or hub name. Prompts that move to another process find
-# its own there, in place of a copy.
+# This process's processors by folder or hub name. An unpickled prompt uses the processor of its new
+# process, not a copy.
 LOADED: dict[str, VisionProcessor] = {}
 
 
@@ -94,10 +94,10 @@ def _without_videos(
     options: Mapping[str, Any],
     error: Exception,
 ) -> ProcessorMixin:
-    """Returns a processor without its part for videos, the only one that needs torchvision.
+    """Returns a processor without its video part, the only part that needs torchvision.
 
     Raises:
-        UserError: it needs something else.
+        UserError: the processor fails to load without it, too.
     """
     try:
         stored, _ = ProcessorMixin.get_processor_dict(str(path), **options)
@@ -106,7 +106,7 @@ def _without_videos(
             model_type = transformers.AutoConfig.from_pretrained(str(path), **options).model_type
             known = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
         names = [name for name in known.get_attributes() if name != "video_processor"]
-        # Its own __init__ hands its parts on in their order, of which these are the first.
+        # Its own __init__ passes on its parts in order, and these come first.
         own = type(known.__name__, (known,), {"get_attributes": classmethod(lambda cls: names)})
         image_processor = transformers.AutoImageProcessor.from_pretrained(str(path), **options)
         taken = signature(known.__init__).parameters
@@ -125,20 +125,20 @@ def _without_videos(
 
 @dataclass
 class VisionProcessor:
-    """Makes token ids and model inputs of prompts with images.
+    """Turns prompts with images into token ids and model inputs.
 
     Attributes:
-        processor: of transformers.
+        processor: transformers' processor.
         path: folder or hub name that it was loaded from.
-        is_without_videos: whether the processor's part for videos was left out.
-        kept_bytes: of model inputs that are kept, those used last.
+        is_without_videos: whether the processor's video part was left out.
+        kept_bytes: maximum bytes of cached model inputs; the least recently used are dropped.
     """
 
     processor: Any
     path: str
     is_without_videos: bool = False
     kept_bytes: int = KEPT_BYTES
-    _expanded: dict[tuple[int, int], str] = field(default_factory=dict)  # by size of an image
+    _expanded: dict[tuple[int, int], str] = field(default_factory=dict)  # by image size
     _kept: OrderedDict[tuple[StoredImage, ...], dict[str, Tensor]] = field(
         default_factory=OrderedDict
     )
@@ -152,30 +152,30 @@ class VisionProcessor:
 
     @property
     def placeholder(self) -> str:
-        """The text that stands for one image in a rendered prompt."""
+        """The placeholder string for one image in a rendered prompt."""
         return str(self.processor.image_token)
 
     @cached_property
     def token_ids(self) -> list[int]:
-        """The ids of tokens that stand for features of images and videos: never to be sampled."""
+        """The ids of placeholder tokens for images and videos, which must not be sampled."""
         tokens = (getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video"))
         ids = {*self.processor.image_token_ids}
         ids |= {self.tokenizer.convert_tokens_to_ids(t) for t in tokens if t is not None}
         return sorted(i for i in ids - {None, self.tokenizer.unk_token_id} if isinstance(i, int))
 
     def ids(self, text: str, images: Sequence[StoredImage]) -> list[int]:
-        """Returns the token ids of a rendered prompt, those of its images included.
+        """Returns the token ids of a rendered prompt, including those of its images.
 
         Raises:
-            ImageError: an image cannot be read, or the processor does not take its size.
-            ValueError: the text has more or fewer placeholders than there are images.
+            ImageError: an image cannot be read, or the processor refuses its size.
+            ValueError: the numbers of placeholders and of images differ.
         """
         whole = self.expanded(text, images)
         ids: list[int] = self.tokenizer(whole, add_special_tokens=False)["input_ids"]
         return ids
 
     def expanded(self, text: str, images: Sequence[StoredImage]) -> str:
-        """Returns a rendered prompt with the text of each image's tokens; raises as `ids` does."""
+        """Replaces each placeholder by the string of its image's tokens; raises as `ids` does."""
         parts = text.split(self.placeholder)
         if len(parts) != len(images) + 1:
             raise ValueError(f"{len(parts) - 1} placeholders for {len(images)} images")
@@ -183,10 +183,10 @@ class VisionProcessor:
         return "".join(t for pair in zip(parts, [*expanded, ""], strict=True) for t in pair)
 
     def collapsed(self, ids: Sequence[int], images: Sequence[StoredImage]) -> list[int]:
-        """Returns a prompt's token ids with one placeholder in place of each image's tokens.
+        """Returns a prompt's token ids with each image's tokens replaced by one placeholder.
 
         Raises:
-            TrainingError: an image's tokens are not found: the tokenizer has joined them with text.
+            TrainingError: an image's tokens are not found, since they were merged with text.
         """
         found, begin = list[int](), 0
         placeholder = self.tokenizer.convert_tokens_to_ids(self.placeholder)
@@ -208,7 +208,7 @@ class VisionProcessor:
 
     @cached_property
     def takes_blocks_only(self) -> bool:
-        """Whether the chat template prints a text in another way than a block with this text."""
+        """Whether the chat template renders a string differently from a block with that string."""
         blocks = [{"type": "text", "text": "a"}]
         try:
             texts = [
@@ -217,12 +217,12 @@ class VisionProcessor:
                 )
                 for content in ("a", blocks)
             ]
-        except Exception:  # a template raises what it likes
+        except Exception:  # templates raise many types
             return True
         return bool(texts[0] != texts[1])
 
     def as_template_takes(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns messages in the form that the chat template prints."""
+        """Returns messages in the form that the chat template accepts."""
         if not self.takes_blocks_only:
             return list(messages)
         return [
@@ -233,7 +233,7 @@ class VisionProcessor:
         ]
 
     def inputs(self, images: Sequence[StoredImage]) -> dict[str, Tensor]:
-        """Returns the model's inputs of a prompt's images, such as pixel_values.
+        """Returns the model inputs for a prompt's images, such as pixel_values; caches them.
 
         Raises:
             ImageError: an image cannot be read.
@@ -255,20 +255,20 @@ class VisionProcessor:
 
     @cached_property
     def type_name(self) -> str | None:
-        """The name of the input that says which tokens are of images; None: models need none."""
+        """The name of the model input that marks image tokens; None if the model needs none."""
         from PIL import Image
 
         found = self._process([Image.new("RGB", (PROBE, PROBE))])
         return next((name for name in TYPE_IDS if name in found), None)
 
     def type_ids(self, ids: Sequence[int]) -> list[int]:
-        """Returns 1 for each token of an image and 0 for every other, as models read them."""
+        """Returns the token types for a model: 1 for image tokens and 0 for others."""
         (types,) = self.processor.create_mm_token_type_ids([list(ids)])
         return [int(t) for t in types]
 
     @cached_property
     def by_row(self) -> frozenset[str]:
-        """The names of inputs with an axis of rows before that of images, [1, images, ...]."""
+        """The names of inputs with a batch axis before the image axis, [1, images, ...]."""
         from PIL import Image
 
         one, two = (self._process([Image.new("RGB", (PROBE, PROBE))] * n) for n in (1, 2))
@@ -282,7 +282,7 @@ class VisionProcessor:
         )
 
     def dummy_prompt(self) -> Prompt:
-        """Returns a prompt that is nothing but a small white image."""
+        """Returns a prompt of only a small white image."""
         from PIL import Image
 
         images = (StoredImage(Image.new("RGB", (PROBE, PROBE), "white"), "dummy"),)
@@ -290,12 +290,12 @@ class VisionProcessor:
         return replace(Prompt.from_ids(ids), images=images, vision=self)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes the processor and its tokenizer; what was left out of it as it was."""
+        """Writes the processor and its tokenizer; copies the files of an omitted video part."""
         self.processor.save_pretrained(folder)
         copy_files(self.path, OF_VIDEOS if self.is_without_videos else (), folder)
 
     def _process(self, images: Sequence[Any]) -> Mapping[str, Any]:
-        """Returns what the processor makes of one text that is nothing but these images."""
+        """Returns the processor's outputs for a prompt of only these images."""
         found: Mapping[str, Any] = self.processor(
             text=[self.placeholder * len(images)],
             images=[list(images)],
@@ -305,13 +305,13 @@ class VisionProcessor:
         return found
 
     def _text_of(self, image: StoredImage) -> str:
-        """Returns the text of an image's tokens, by its size alone."""
+        """Returns the string of an image's tokens, which depends only on its size."""
         if image.size not in self._expanded:
             from PIL import Image
 
             try:
                 found = self._process([Image.new("RGB", image.size)])
-            except ValueError as error:  # such as a picture of 1 x 300 pixels
+            except ValueError as error:  # such as for an image of 1 x 300 pixels
                 raise ImageError(f"{image.place}: {error}") from error
             (replaced,) = found["text_replacement_offsets"]
             self._expanded[image.size] = replaced[0]["replacement"]
@@ -320,23 +320,23 @@ class VisionProcessor:
 
 @dataclass
 class UnloadedProcessor:
-    """The files of a processor that cannot be loaded, for checkpoints of a run on texts.
+    """The files of a processor that cannot be loaded, for checkpoints of a text-only run.
 
     Attributes:
-        path: folder or hub name that it is in.
+        path: folder or hub name of the processor.
     """
 
     path: str
     tokenizer: PreTrainedTokenizerBase
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes the tokenizer and the processor's files as they are."""
+        """Writes the tokenizer, and copies the processor's files unchanged."""
         self.tokenizer.save_pretrained(folder)
         copy_files(self.path, ("processor_config.json", *OF_VIDEOS), folder)
 
 
 def copy_files(path: str, names: Iterable[str], folder: str | Path) -> None:
-    """Copies files of a model's folder or hub name into a folder, those that it has."""
+    """Copies the named files that exist in a model's folder or hub repository to a folder."""
     for name in names:
         file = cached_file(
             path,
@@ -349,10 +349,10 @@ def copy_files(path: str, names: Iterable[str], folder: str | Path) -> None:
 
 
 def sound_images(say: Callable[[str], None] | None) -> Callable[[Prompt], bool]:
-    """Returns a function that tells whether a prompt's images can be read; they are kept then.
+    """Returns a function that checks whether a prompt's images can be read, and caches them.
 
     Args:
-        say: prints a line for a prompt whose images cannot; None: that ends the run.
+        say: prints a line for a prompt with unreadable images; None: raise a TrainingError.
     """
 
     def is_sound(prompt: Prompt) -> bool:
@@ -372,12 +372,12 @@ def sound_images(say: Callable[[str], None] | None) -> Callable[[Prompt], bool]:
 
 
 def has_images(prompts: Iterable[Prompt]) -> bool:
-    """Whether any prompt has images."""
+    """Returns whether any prompt has images."""
     return any(prompt.images for prompt in prompts)
 
 
 def parameters_of_images(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Returns the parameters that rows without images do not use: those outside the decoder."""
+    """Returns the parameters outside the decoder and head, which text-only rows do not use."""
     head = model.get_output_embeddings()
     of_text = [*model.get_decoder().parameters(), *(head.parameters() if head is not None else ())]
     others = {id(p) for p in of_text}
@@ -385,17 +385,17 @@ def parameters_of_images(model: PreTrainedModel) -> list[nn.Parameter]:
 
 
 def has_three_axes(model: PreTrainedModel | None) -> bool:
-    """Whether the tokens of a model's images have positions of three axes (M-RoPE)."""
+    """Returns whether a model's image tokens have positions on three axes (M-RoPE)."""
     return model is not None and hasattr(model.base_model, "get_rope_index")
 
 
 def positions_of(model: PreTrainedModel | None, prompt: Prompt) -> tuple[Tensor, int]:
-    """Returns the positions of a prompt's tokens, and that of the token behind them.
+    """Returns the positions of a prompt's tokens, and of the token after them.
 
     Returns:
-        (positions [A, P], position of the completion's first token). A is 3 for an image of a model
-        with M-RoPE (Qwen2-VL, arXiv 2409.12191), where a picture of 16 tokens in a grid of 4 x 4
-        takes the positions 0 to 3 on each axis; else A is 1.
+        (positions [A, P], position of the completion's first token). A is 3 for images in a model
+        with M-RoPE (Qwen2-VL, arXiv 2409.12191), where an image of 16 tokens in a grid of 4 x 4
+        takes the positions 0 to 3 on each spatial axis. Otherwise A is 1.
     """
     length = len(prompt.ids)
     if model is None or not prompt.images or not has_three_axes(model):
@@ -412,11 +412,11 @@ def positions_of(model: PreTrainedModel | None, prompt: Prompt) -> tuple[Tensor,
 def collate(
     prompts: Sequence[Prompt], device: torch.device, *, packed: bool, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Returns the model's inputs of the images of several prompts.
+    """Returns the model inputs for the images of several prompts.
 
     Args:
-        packed: the prompts lie in one row, each once; else each is a row of its own.
-        dtype: of floating-point inputs.
+        packed: True: all prompts are in one row, each once; False: each prompt is a row.
+        dtype: dtype of floating-point inputs.
     """
     made = [p.vision.inputs(p.images) if p.vision and p.images else {} for p in prompts]
     vision = next(p.vision for p in prompts if p.images)
@@ -428,7 +428,7 @@ def collate(
             joined = _concatenated([t for t in parts if t is not None], 0)
         elif packed:
             joined = _concatenated([t for t in parts if t is not None], 1)
-        else:  # rows with fewer images are padded with images of zeros
+        else:  # rows with fewer images are padded with zero images
             like = next(t for t in parts if t is not None)
             joined = _concatenated([like[:, :0] if t is None else t for t in parts], 0)
         joined = joined.to(device)
@@ -437,7 +437,7 @@ def collate(
 
 
 def _concatenated(parts: Sequence[Tensor], axis: int) -> Tensor:
-    """Concatenates tensors along an axis, padded with zeros to the largest on the others."""
+    """Concatenates tensors along an axis, zero-padded to the largest size on the other axes."""
     largest = [max(sizes) for sizes in zip(*(t.shape for t in parts), strict=True)]
     padded = []
     for t in parts:
@@ -451,7 +451,7 @@ def _concatenated(parts: Sequence[Tensor], axis: int) -> Tensor:
 
 
 class PositionIds:
-    """Collects the positions of tokens in one row: of one axis, or of three with M-RoPE."""
+    """Collects the positions of tokens in one row: on one axis, or on three with M-RoPE."""
 
     def __init__(self) -> None:
         self.axes: list[list[int]] = [[]]
@@ -465,14 +465,14 @@ class PositionIds:
             axis.extend(first[before:])
 
     def add_prompt(self, prompt: Prompt, model: PreTrainedModel | None, known: int = 0) -> int:
-        """Adds a prompt except its first `known` tokens; returns the position behind it."""
+        """Adds a prompt except its first `known` tokens; returns the position after it."""
         if not prompt.images:
             self.add(range(known, len(prompt.ids)))
             return len(prompt.ids)
         positions, after = positions_of(model, prompt)
         positions = positions[:, known:]
         if known and len(self.axes) == 1 and bool((positions == positions[0]).all()):
-            positions = positions[:1]  # nothing but text
+            positions = positions[:1]  # the rest is only text
         if len(positions) == 1:
             self.add(positions[0].tolist())
             return after
@@ -483,7 +483,7 @@ class PositionIds:
         return after
 
     def tensor(self, device: torch.device) -> Tensor:
-        """Returns the positions as a model takes them, [1, N] or [3, 1, N]."""
+        """Returns the positions as a model input, [1, N] or [3, 1, N]."""
         positions = on_device(torch.tensor(self.axes), device)
         return positions if len(positions) == 1 else positions[:, None]
 
@@ -491,11 +491,11 @@ class PositionIds:
 def image_arguments(
     prompts: Sequence[Prompt], ids: Tensor, model: PreTrainedModel | None, *, packed: bool
 ) -> dict[str, Tensor]:
-    """Returns a model's arguments for the images of prompts; {} without images.
+    """Returns a model's keyword arguments for the images of prompts; {} without images.
 
     Args:
-        prompts: in one row, each once, if `packed`; else each is a row.
-        ids: [R, W] all tokens of the rows.
+        prompts: all in one row, each once, if `packed`; else each is a row.
+        ids: [R, W], all tokens of the rows.
     """
     vision = next((p.vision for p in prompts if p.images), None)
     if vision is None:
@@ -509,19 +509,19 @@ def image_arguments(
 
 
 def positions(attention_mask: Tensor) -> Tensor:
-    """Returns the position of each token in its row, [B, T]; 0 on the padding to its left."""
+    """Returns the position of each token in its row, [B, T]; 0 on left padding."""
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
 
 def padded_arguments(
     prompts: Sequence[Prompt], ids: Tensor, mask: Tensor, model: PreTrainedModel | None
 ) -> dict[str, Tensor]:
-    """Returns a model's positions and images for rows that begin with these prompts.
+    """Returns a model's keyword arguments for positions and images of padded rows.
 
-    A model with M-RoPE is given no positions where there are images: it makes them itself.
+    A model with M-RoPE gets no positions with images, since it computes them itself.
 
     Args:
-        ids: [B, W], with padding. mask: [B, W] 1 on real tokens.
+        prompts: the rows' prompts. ids: [B, W], with padding. mask: [B, W] 1 on real tokens.
     """
     images = image_arguments(prompts, ids, model, packed=False)
     if images and has_three_axes(model):

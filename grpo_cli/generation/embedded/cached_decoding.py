@@ -1,9 +1,8 @@
-"""Decoding with transformers' own cache, or with none, for models that `engine.py` cannot decode.
+"""Decoding with transformers' own cache, or without a cache, for models `engine.py` cannot decode.
 
-A prompt's cache is repeated for its group, and rows that have ended leave. The layers of recurrent
-models (`families.is_recurrent`) keep a state instead of keys and values, and would read the padding
-of a prompt into it. Their prompts are therefore computed with others of the same length, and the
-caches are joined:
+A prompt's cache is repeated for its group, and finished rows are dropped. Layers of recurrent
+models (`families.is_recurrent`) keep a state instead of keys and values, and padding would enter
+that state. Their prompts are therefore batched by equal length, and the caches are joined:
 
     prompts of 3, 3 and 1 tokens   two forwards, [2, 3] and [1, 1]
     joined, 3 rows                 states [3, ...]; keys [3, H, 3, D], two columns of row 2 masked
@@ -32,10 +31,10 @@ from grpo_cli.records import Prompt
 
 @dataclass(frozen=True)
 class CachedDecoder:
-    """Decodes padded batches; a prompt's cache is repeated for its group, ended rows leave."""
+    """Decodes padded batches; repeats a prompt's cache for its group and drops finished rows."""
 
     model: PreTrainedModel
-    max_rows: int  # decoded at the same time; a group is never split, and may be larger
+    max_rows: int  # maximum batch size; a group is never split, and may be larger
 
     @torch.no_grad()
     def decode(self, states: Sequence[DecodingState]) -> None:
@@ -45,13 +44,13 @@ class CachedDecoder:
 
     def _decode(self, state: DecodingState) -> None:
         at_once = max(1, self.max_rows // state.num_generations)
-        # Prompts of like length go together, so that little is padded.
+        # Prompts of similar length are grouped to reduce padding.
         order = sorted(range(len(state.prompts)), key=lambda i: len(state.prompts[i]))
         for start in range(0, len(order), at_once):
             self._batch(state, order[start : start + at_once])
 
     def _batch(self, state: DecodingState, numbers: Sequence[int]) -> None:
-        """numbers: of the prompts, in the order of their lengths."""
+        """Decodes the prompts with these indices, which are sorted by length."""
         repeat = state.num_generations
         prompts = [state.sources[n] for n in numbers]
         together = [prompts]
@@ -95,8 +94,8 @@ class CachedDecoder:
         self, ids: Tensor, mask: Tensor, cache: DynamicCache, arguments: Mapping[str, Any]
     ) -> Tensor:
         """Returns the logits of each row's next token, [B, V]."""
-        if "cache_params" in signature(self.model.forward).parameters:  # no attention at all
-            past: dict[str, Any] = {"cache_params": cache}  # nothing is padded either
+        if "cache_params" in signature(self.model.forward).parameters:  # a model without attention
+            past: dict[str, Any] = {"cache_params": cache}  # such batches have no padding
         else:
             past = {"past_key_values": cache, "attention_mask": mask}
         past |= without_router_logits(self.model)
@@ -108,10 +107,10 @@ class CachedDecoder:
 
 @dataclass(frozen=True)
 class UncachedDecoder:
-    """Computes all tokens of a row again for each new token: slow, but right for every model."""
+    """Recomputes all tokens of a row for each new token: slow, but correct for every model."""
 
     model: PreTrainedModel
-    max_rows: int  # decoded at the same time
+    max_rows: int  # maximum batch size
 
     @torch.no_grad()
     def decode(self, states: Sequence[DecodingState]) -> None:
@@ -124,7 +123,7 @@ class UncachedDecoder:
         order = sorted(range(len(state.prompts)), key=lambda i: len(state.prompts[i]))
         waiting = [n * repeat + j for n in order for j in range(repeat)]
         while waiting:
-            rows = waiting[: self.max_rows]  # a row that ends makes room for the next
+            rows = waiting[: self.max_rows]  # the next row starts when one ends
             ended = state.next(rows, self._logits(state, rows))[1]
             left = [row for row, has_ended in zip(rows, ended, strict=True) if not has_ended]
             waiting = left + waiting[self.max_rows :]
@@ -146,7 +145,7 @@ class UncachedDecoder:
 
 
 def join(caches: Sequence[DynamicCache]) -> DynamicCache:
-    """Joins the rows of caches, the last of which has the longest; keys are padded on the left."""
+    """Concatenates caches along the batch, padding keys on the left; the last is the longest."""
     whole = caches[-1]
     for layer, *others in zip(whole.layers, *(c.layers for c in caches[:-1]), strict=True):
         parts: list[Any] = [*others, layer]

@@ -1,4 +1,4 @@
-"""Rows that began together: their caches have one length, so that no completion is padded.
+"""A batch of rows that began together: their caches have one length, without padding.
 
 Two prompts of 3 and 2 tokens with two completions each, after two steps:
 
@@ -7,8 +7,8 @@ Two prompts of 3 and 2 tokens with two completions each, after two steps:
     step      4 queries, one a row; each sees its row, and its group's prompt: two attentions, which
               are merged by their log-sum-exp; the two rows of a prompt read its keys together
 
-Rows that share little (few of a group are left, or a conversation goes on) get copies of their
-prompts in front of their own tokens instead: one attention.
+Where sharing saves little (few rows of a group are left, or the row continues a conversation),
+prompts are copied in front of each row's own tokens instead, which takes one attention.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ from grpo_cli.generation.embedded.kept_caches import KeptCache
 from grpo_cli.generation.embedded.prefill import Continuation, Prefill
 from grpo_cli.models.attention import flash, merge
 
-ROOM = 64  # tokens that a batch's cache begins with; it doubles when it is full
-# Bytes of prompts, in a layer, that a step may read more than once to spare itself the merging of
+ROOM = 64  # initial cache size in tokens; it doubles when it is full
+# Bytes of repeated prompts per layer up to which a step reads copies: that costs less than merging
 # two attentions.
 WORTH = 3 * 2**19
-COPIED = 2**24  # bytes of prompts, in a layer, that are copied for it at most
+COPIED = 2**24  # maximum bytes of copied prompts per layer
 
 
 class DecodeBatch:
-    """Holds rows that began together, with their caches; all are at the same token."""
+    """Holds rows that began together, with their caches; all have the same number of tokens."""
 
     def __init__(
         self, prefill: Prefill | Continuation, numbers: Sequence[int], state: DecodingState
     ) -> None:
-        """numbers: of the prompts in `prefill`; each gets `state.num_generations` rows."""
+        """numbers: indices of the prompts in `prefill`; each gets `state.num_generations` rows."""
         self.state = state
         self.num_generations = num_generations = state.num_generations
         self.max_tokens = max_tokens = state.sampling.max_tokens
-        self.groups = list(numbers)  # prompts whose keys and values are held, in their order
+        self.groups = list(numbers)  # index of each prompt in prompt_keys
         self.prompt_lengths = dict(zip(numbers, prefill.lengths, strict=True))
-        self.first_positions = dict(zip(numbers, prefill.after, strict=True))  # of completions
+        self.first_positions = dict(zip(numbers, prefill.after, strict=True))  # completion begins
         self.prompt_keys, self.prompt_values = (
             prefill.padded(layers) for layers in (prefill.keys, prefill.values)
         )
         self.prompt_mask = prefill.mask(self.prompt_keys)
         self.rows = [n * num_generations + j for n in numbers for j in range(num_generations)]
-        self.length = 0  # tokens of each row in the cache
-        self.tokens: Tensor  # [B] drawn, not yet in the cache
-        self.new_keys: Sequence[Tensor] = ()  # of each layer in a step: see `make_room`
+        self.length = 0  # cached tokens per row
+        self.tokens: Tensor  # [B] last drawn, not yet in the cache
+        self.new_keys: Sequence[Tensor] = ()  # one view per layer, see `make_room`
         self.new_values: Sequence[Tensor] = ()
         self.seen_keys: Sequence[Tensor] = ()
         self.seen_values: Sequence[Tensor] = ()
-        self.prompt_columns = 0  # of the cache that hold its prompt, once rows share it no more
-        self.mask: Tensor | None = None  # then: what hides the padding of prompts, [B, 1, 1, K]
+        self.prompt_columns = 0  # cache columns of copied prompts; 0 while rows share them
+        self.mask: Tensor | None = None  # hides the padding of copied prompts, [B, 1, 1, K]
         layers, _, heads, _, dim = self.prompt_keys.shape
         room = min(ROOM, max_tokens)
         self.keys, self.values = (
             self.prompt_keys.new_empty(layers, len(self.rows), heads, room, dim) for _ in range(2)
         )
-        # No two rows have the same prompt; and prompts are copied whenever a row's cache grows.
+        # No two rows share a prompt. Prompts are copied again whenever the cache grows.
         if isinstance(prefill, Continuation) or (
             len(self.rows) == len(self.groups) and self.prompt_keys[0].nbytes * 2 <= WORTH
         ):
@@ -78,26 +78,26 @@ class DecodeBatch:
 
     @property
     def longest(self) -> int:
-        """Returns how many tokens the next token of a row sees at most, itself included."""
+        """Returns the largest number of tokens that a row's next token attends to, with itself."""
         most = max(self.prompt_lengths[r // self.num_generations] for r in self.rows)
         return most + self.length + 1
 
     def make_room(self) -> None:
-        """Makes space in the cache for one more token of each row."""
+        """Makes room in the cache for one more token per row."""
         room, t = self.keys.shape[3], self.prompt_columns + self.length
         if t == room:
             before = self.prompt_columns
             room_then = before + min(2 * (room - before), self.max_tokens)
             self._move(room_then, lambda cache, new: new[:, :, :, :room].copy_(cache))
         caches = [cache[:, : len(self.rows)] for cache in (self.keys, self.values)]
-        # The parts of every layer, made at once: a step has no time to make them one by one.
+        # All layers' views in one call: one call for each would slow the step down.
         self.new_keys, self.new_values = (cache[:, :, :, t].unbind() for cache in caches)
         self.seen_keys, self.seen_values = (cache[:, :, :, : t + 1].unbind() for cache in caches)
         self.seen_mask = None if self.mask is None else self.mask[..., : t + 1]
 
     def _move(self, room: int, fill: Callable[[Tensor, Tensor], object]) -> None:
-        """Replaces the caches by some of [L, rows, Hkv, room, D]; `fill` copies what counts."""
-        self.new_keys = self.new_values = self.seen_keys = self.seen_values = ()  # of the old ones
+        """Allocates caches of [L, rows, Hkv, room, D]; `fill` copies the used columns."""
+        self.new_keys = self.new_values = self.seen_keys = self.seen_values = ()  # free old views
         for name in ("keys", "values"):
             cache = getattr(self, name)[:, : len(self.rows)]
             new = cache.new_empty(*cache.shape[:3], room, cache.shape[4])
@@ -105,7 +105,7 @@ class DecodeBatch:
             setattr(self, name, new)
 
     def _unshare_prompts(self) -> None:
-        """Gives each row a prompt of its own in its cache, where sharing gains nothing any more."""
+        """Copies the prompts into the rows' caches if sharing no longer pays off."""
         columns, heads, dim = self.prompt_keys.shape[3], *self.keys.shape[2::2]
         prompt = columns * 2 * heads * dim * self.keys.element_size()  # bytes in a layer
         again = (len(self.rows) - len(self.groups)) * prompt
@@ -126,7 +126,7 @@ class DecodeBatch:
             self.mask = self.prompt_mask.new_zeros(len(slots), 1, 1, columns + self.max_tokens)
             self.mask[..., :columns] = self.prompt_mask[slots]
         self.prompt_columns = columns
-        # No longer read, and not a part of the old ones, which would stay.
+        # No longer read. A new tensor, since a view would keep the old memory.
         self.prompt_keys = self.prompt_values = self.prompt_keys.new_empty(
             self.keys.shape[0], 0, heads, columns, dim
         )
@@ -170,7 +170,7 @@ class DecodeBatch:
         return merge(out, lse, of_prompt, lse_of_prompt)[0].reshape(size, -1, dim)
 
     def cache_of(self, i: int) -> KeptCache:
-        """Returns the cache of row i: of its prompt and its tokens except the one just drawn."""
+        """Returns the cache of row i: its prompt and its tokens except the last drawn."""
         number = self.rows[i] // self.num_generations
         slot = 0 if self.prompt_columns else self.groups.index(number)
         parts = []
@@ -183,17 +183,17 @@ class DecodeBatch:
         return KeptCache(self.state.ids(self.rows[i])[:-1], *parts)
 
     def take(self, tokens: Tensor, ended: Sequence[bool]) -> None:
-        """Takes each row's next token, and takes out the rows that ended with it."""
+        """Stores each row's next token, and drops the rows that ended with it."""
         self.tokens = tokens
         if any(ended):
             order = self._drop(ended)
             self.tokens = tokens[torch.tensor(order, dtype=torch.long, device=tokens.device)]
 
     def _drop(self, ended: Sequence[bool]) -> list[int]:
-        """Takes rows out; returns where the rows that are left have been, in their new order."""
+        """Drops rows; returns the old indices of the remaining rows, in their new order."""
         order, used = list(range(len(self.rows))), self.prompt_columns + self.length
         for i in reversed(range(len(ended))):
-            if ended[i]:  # the last one takes its place
+            if ended[i]:  # the last row moves to its place
                 last = len(order) - 1
                 if i != last:
                     for cache in (self.keys, self.values):
@@ -223,7 +223,7 @@ class DecodeBatch:
         return order
 
     def _shrink(self, used: int) -> None:
-        """Gives back the space of rows that have ended; `used` columns of the others count."""
+        """Frees the memory of ended rows; copies `used` columns of the others."""
 
         def copy(cache: Tensor, new: Tensor) -> None:
             new[:, :, :, :used] = cache[:, :, :, :used]
@@ -231,7 +231,7 @@ class DecodeBatch:
         self._move(self.keys.shape[3], copy)
 
     def _arrange(self) -> None:
-        """Finds the place of each row among its prompt's rows; all prompts have the same width."""
+        """Sets `places`, the index of each row when all groups are padded to the same width."""
         slot = {number: i for i, number in enumerate(self.groups)}
         count = [0] * len(self.groups)
         places = []

@@ -1,4 +1,4 @@
-"""The state of completions that are being sampled, shared by the decoders that make the logits."""
+"""The state of completions that are being sampled; all decoders use it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class DecodingState:
         tokenizer: PreTrainedTokenizerBase | None,
         on_group: OnGroup,
     ) -> None:
-        """Begins all rows.
+        """Starts all rows.
 
         Args:
-            tokenizer: only read if there are stop strings.
-            on_group: called with a prompt's number and completions once all of them are complete.
+            tokenizer: required only for stop strings.
+            on_group: called with a prompt's index and completions once all of them are complete.
         """
         self.prompts = [prompt.ids for prompt in request.prompts]
         self.sources = request.prompts  # with their images
@@ -59,7 +59,7 @@ class DecodingState:
 
     @property
     def num_rows(self) -> int:
-        """Number of completions, complete or not."""
+        """Number of completions, finished or not."""
         return len(self.tokens)
 
     @property
@@ -68,14 +68,14 @@ class DecodingState:
         return max(map(len, self.prompts)) + self.sampling.max_tokens
 
     def ids(self, row: int) -> list[int]:
-        """Returns a row's prompt and what was drawn of its completion."""
+        """Returns the ids of a row's prompt and of its completion so far."""
         return [*self.prompts[row // self.num_generations], *self.tokens[row]]
 
     def next(self, rows: Sequence[int], logits: Tensor) -> tuple[Tensor, list[bool]]:
-        """Draws a token for each of these rows; hands over the groups that it completes.
+        """Draws a token for each of these rows; hands over the groups that are complete.
 
         Args:
-            logits: [B, V] of the rows' next tokens.
+            logits: [B, V] for the rows' next tokens.
 
         Returns:
             (tokens [B], whether each row has ended with its token).
@@ -105,15 +105,15 @@ class DecodingState:
 
     @property
     def reads_no_history(self) -> bool:
-        """Whether no setting reads the tokens drawn before, such as a penalty or a stop string."""
+        """Whether no setting reads earlier tokens, as a penalty or a stop string does."""
         s = self.sampling
         penalties = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
         return not (s.stop or s.min_tokens or penalties)
 
     def take(self, row: int, tokens: Sequence[int], logprobs: Sequence[float]) -> bool:
-        """Takes a row's next tokens, up to the one that ends it; returns whether one does.
+        """Appends tokens to a row, up to the one that ends it; returns whether one does.
 
-        For a state where `reads_no_history`, whose tokens were drawn elsewhere.
+        For tokens that were drawn elsewhere; requires `reads_no_history`.
         """
         for token, logprob in zip(tokens, logprobs, strict=True):
             self.tokens[row].append(token)
@@ -153,7 +153,7 @@ class DecodingState:
         return torch.tensor(np.array(drawn), device=device)
 
     def stream(self, row: int) -> np.ndarray:
-        """Returns the uniform numbers that a row's tokens are drawn with, [max_tokens]."""
+        """Returns the uniform numbers for sampling a row's tokens, [max_tokens]."""
         if row not in self.noise:
             seed = self.seeds[row // self.num_generations]
             own = derive_seed(seed, row % self.num_generations)
@@ -161,7 +161,7 @@ class DecodingState:
         return self.noise[row]
 
     def _seen(self, rows: Sequence[int], logits: Tensor) -> Tensor | None:
-        """Returns the tokens of prompt and completion, [B, V] bool; None if nothing reads them."""
+        """Returns which tokens occur in prompt or completion, [B, V] bool; None if unused."""
         if self.sampling.repetition_penalty == 1:
             return None
         for row in rows:
@@ -172,13 +172,13 @@ class DecodingState:
         return torch.stack([self.seen[row] for row in rows])
 
     def _bias(self, logits: Tensor) -> Tensor | None:
-        """Returns what is added to every row's logits, [V]; None if nothing is."""
+        """Returns the bias added to every row's logits, [V]; None if there is none."""
         if self.bias is None:
             self.bias = self.sampling.bias(logits.shape[-1], logits.device)
         return self.bias
 
     def _counts(self, rows: Sequence[int], logits: Tensor) -> Tensor | None:
-        """Returns how often completions hold each token, [B, V]; None if nothing reads it."""
+        """Returns how often each token occurs in the completion, [B, V]; None if unused."""
         if not (self.sampling.presence_penalty or self.sampling.frequency_penalty):
             return None
         for row in rows:
@@ -196,13 +196,13 @@ class DecodingState:
 
 
 def check_logits(logits: Tensor) -> None:
-    """Checks the logits of prompts' last tokens, once for each batch of prompts.
+    """Checks the logits of a batch of prompts for NaN.
 
     Args:
         logits: [N, V].
 
     Raises:
-        TrainingError: some are NaN, so that no token can be drawn.
+        TrainingError: a logit is NaN, so that no token can be drawn.
     """
     if logits.isnan().any():
         raise TrainingError(
@@ -214,5 +214,5 @@ def check_logits(logits: Tensor) -> None:
 
 
 def uniforms(seed: int, number: int) -> Tensor:
-    """Returns the numbers in [0, 1) that a row's tokens are drawn with, [number]."""
+    """Returns the uniform numbers in [0, 1) for sampling a row's tokens, [number]."""
     return torch.rand(number, generator=torch.Generator().manual_seed(seed))

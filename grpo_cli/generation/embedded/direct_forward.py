@@ -1,11 +1,11 @@
-"""Computes the forward pass of a decoder without the calls of its modules, for decoding.
+"""Computes the forward pass of a decoder without calling its modules, for decoding.
 
-A step that decodes few rows takes longer in Python than in its products: transformers' modules make
-about 60 calls a layer. Here a layer is the same operations on the same weights in the same order;
-only what surrounds them is left out. The logits are the same to the last bit, except for the
-rounding of products with prepacked weights (`products.py`). The families in `LAYERS` are computed
-so. For any other model, and where a part of the model is not what transformers made it (adapters,
-quantized or sharded weights, hooks), `of` returns None.
+A decoding step of few rows spends more time in Python than in its matrix products: transformers'
+modules make about 60 calls per layer. Here a layer is the same operations on the same weights in
+the same order, without the module calls. The logits are bitwise the same, except for the rounding
+of products with prepacked weights (`products.py`). `LAYERS` lists the supported families. For any
+other model, and for a model with adapters, quantized or sharded weights or hooks, `of` returns
+None.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LAYERS = {
 
 @dataclass(frozen=True)
 class Norm:
-    """Divides by the root mean square in float32 (RMSNorm, arXiv 1910.07467)."""
+    """Applies RMSNorm, computed in float32 (arXiv 1910.07467)."""
 
     weight: Tensor
     eps: float
@@ -57,7 +57,7 @@ class Norm:
 
 
 class Rotary:
-    """Computes rotary embeddings (arXiv 2104.09864), on the CPU by a table of positions."""
+    """Computes rotary embeddings (arXiv 2104.09864); on the CPU it caches a table of positions."""
 
     def __init__(self, module: nn.Module) -> None:
         """module: transformers' own, called as module(x, positions)."""
@@ -72,7 +72,7 @@ class Rotary:
 
         Args:
             positions: [1, N], all of them below `longest`.
-            like: a tensor of the dtype to be returned.
+            like: a tensor with the dtype of the result.
         """
         if self.is_dynamic or like.device.type != "cpu":
             cos, sin = self._compute(positions, like).unbind(1)
@@ -136,7 +136,7 @@ class Layer:
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attending: Attending) -> Tensor:
         """Computes [N, H] -> [N, H]; cos, sin: [N, 1, D] as `Rotary` returns them."""
-        # Two functions, so that the tensors of the first are free in the second.
+        # Two functions, so that the tensors of the first are freed before the second.
         return self._feed_forward(self._attention(x, cos, sin, attending))
 
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, attending: Attending) -> Tensor:
@@ -163,19 +163,19 @@ class Layer:
 
 @dataclass(frozen=True)
 class DirectForward:
-    """Computes logits from a decoder's weights as they were when `of` has read them."""
+    """Computes logits from the decoder weights that `of` has read."""
 
     embedding: Tensor
     rotary: Rotary
-    layers: Sequence[Callable[[Tensor, Tensor, Tensor, Attending], Tensor]]  # as `Layer`
+    layers: Sequence[Callable[[Tensor, Tensor, Tensor, Attending], Tensor]]  # `Layer` objects
     norm: Norm
     head: Product
-    window: float  # tokens that the narrowest layer sees
-    dtype: torch.dtype  # of the hidden states
+    window: float  # attention window of the narrowest layer, in tokens
+    dtype: torch.dtype  # dtype of the hidden states
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> DirectForward | None:
-        """Reads a model's weights; None if its forward pass is not computed here."""
+        """Reads a model's weights; returns None if the model is not supported."""
         decoder: Any = getattr(model, "model", None)
         layers: Any = getattr(decoder, "layers", None)
         head: Any = getattr(model, "lm_head", None)
@@ -243,7 +243,7 @@ def class_of(module: nn.Module) -> str:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module is one that torch or transformers has made, with ordinary weights."""
+    """Returns whether a module is torch's or transformers' own, with plain weights and no hooks."""
     ours = class_of(module).startswith(("torch.nn.modules.", "transformers."))
     weights = module._parameters.values()
     return (

@@ -1,14 +1,14 @@
 """The embedded engine: decodes many completions of many prompts with the policy's own module.
 
-    prompts      each computed once, packed, its keys and values kept once for its group
-    rows         one a completion; a row that ends leaves at once, and when enough have left, the
-                 next prompts take their place (continuous batching)
+    prompts      each computed once, packed; the group shares its keys and values
+    rows         one per completion; finished rows are dropped at once, and when enough are free,
+                 the next prompts begin (continuous batching)
     batch        rows that began together: their caches have one length (`decode_batch.py`)
-    attention    of a row to its prompt and to its own tokens, merged by their log-sum-exp; all rows
-                 of a group read their prompt's keys together
+    attention    a row's attention to its prompt and to its own tokens, merged by log-sum-exp; all
+                 rows of a group read their prompt's keys together
 
-A step is one forward pass over one token a row, as one packed sequence (`attention.py`): of the
-model itself, or for some families without its modules (`direct_forward.py`).
+A step is one forward pass over one token per row, as one packed sequence (`attention.py`). It runs
+the model itself or, for some families, skips its modules (`direct_forward.py`).
 
 Two prompts of 3 and 2 tokens with two completions each, max_rows = 4:
 
@@ -49,11 +49,11 @@ from grpo_cli.models.families import image_tokens, without_router_logits
 from grpo_cli.records import Prompt
 
 PREFILL = 8192  # prompt tokens computed at once
-REFILL = 0.5  # share of the rows that have to be free for the next prompts to come in
+REFILL = 0.5  # share of the rows that must be free before the next prompts begin
 
 
 class Step:
-    """Computes the attention of the new tokens of every row of several batches."""
+    """Computes the attention of the new tokens of several batches."""
 
     def __init__(self, batches: Sequence[DecodeBatch]) -> None:
         self.batches = batches
@@ -69,18 +69,18 @@ class Step:
         return torch.cat([c.attend(layer, q, k, v, scale) for c, q, k, v in parts])
 
 
-Waiting = tuple[DecodingState, int]  # a prompt that is not begun: its number in its request
+Waiting = tuple[DecodingState, int]  # (request's state, index of a prompt that has not begun)
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Decodes with a model that takes `attending` (`attention.install`)."""
+    """Decodes with a model whose attention takes `attending` (`attention.install`)."""
 
     model: PreTrainedModel
-    max_rows: int  # decoded at the same time; a group is never split, and may be larger
-    caches: KeptCaches | None = None  # of conversations that go on; None: none does
-    graphs: FallbackGraphs | None = None  # capture steps; None: decode step by step
-    direct: DirectForward | None = None  # of these weights; None: made in each call, if it can be
+    max_rows: int  # maximum batch size; a group is never split, and may be larger
+    caches: KeptCaches | None = None  # KV caches between turns; None: single-turn only
+    graphs: FallbackGraphs | None = None  # captures steps; None: no CUDA graphs
+    direct: DirectForward | None = None  # None: made in each call if the model is supported
 
     @torch.no_grad()
     def decode(
@@ -91,19 +91,19 @@ class Engine:
         """Decodes every row from its prompt to its last token.
 
         Args:
-            arrived: returns more that is to be decoded; asked when there is room.
+            arrived: returns further states to decode; called when there is room.
         """
         waiting: deque[Waiting] = deque()
-        batches: list[Any] = []  # of any kind
+        batches: list[Any] = []  # DecodeBatch or StaticBatch
         direct = self.direct or DirectForward.of(self.model)
-        # Conversations come and go one by one: each would need another bucket.
+        # Not for conversations: their rows come and go singly, each into a new bucket.
         static = None
         if self.caches is None:
             static = StaticDecoding.of(direct, self.graphs, states)
-        steps = 0  # since it was asked
+        steps = 0  # since the last call of `arrived`
         while True:
             for state in states:
-                # Prompts of like length go together, so that little is padded.
+                # Prompts of similar length are grouped to reduce padding.
                 numbers = range(len(state.prompts))
                 order = sorted(numbers, key=lambda i, s=state: len(s.prompts[i]))  # type: ignore[misc]
                 waiting.extend((state, n) for n in order)
@@ -121,11 +121,11 @@ class Engine:
             else:
                 moved = None if static is None else static.advance(batches)
                 if moved is None:
-                    static = None  # there is no memory for it
+                    static = None  # too little memory for its buffers
                     self._step(batches, direct)
                 else:
                     batches = [moved]
-                del moved  # so that its buffers are free with the batch
+                del moved  # so that its buffers are freed with the batch
             batches = [batch for batch in batches if batch.rows]
             if static is not None and not batches:
                 static.release()
@@ -135,7 +135,7 @@ class Engine:
                 states, steps = arrived(), 0
 
     def _admitted(self, waiting: deque[Waiting], free: int) -> list[Waiting]:
-        """Takes the prompts that begin together; at least one if nothing else is decoded."""
+        """Pops the prompts that begin together; at least one if nothing else is decoded."""
         state = waiting[0][0]
         admitted: list[Waiting] = []
         tokens = 0
@@ -160,7 +160,7 @@ class Engine:
         """Computes prompts and draws the first token of each of their rows.
 
         Args:
-            active: rows that are decoded already.
+            active: rows that are being decoded already.
         """
         active += len(numbers) * state.num_generations
         kept = self._kept(state, numbers)
@@ -177,14 +177,14 @@ class Engine:
             ids = [p.ids for p in prompts]
             continuation = Continuation(ids, list(kept.values()), self.model.device)
             kept_numbers = list(kept)
-            kept.clear()  # the copies in the batch are enough
+            kept.clear()  # the batch has copies
             batches.append(
                 self._prefill(state, kept_numbers, prompts, continuation, direct, active=active)
             )
         return batches
 
     def _kept(self, state: DecodingState, numbers: Sequence[int]) -> dict[int, KeptCache]:
-        """Takes the caches that prompts continue, by the numbers of the prompts."""
+        """Pops the kept caches that these prompts continue, by prompt index."""
         kept: dict[int, KeptCache] = {}
         if self.caches is None or state.num_generations > 1:
             return kept
@@ -195,7 +195,7 @@ class Engine:
         return kept
 
     def _has_image(self, prompt: Prompt, known: int) -> bool:
-        """Whether tokens of an image lie behind the first `known` tokens of a prompt."""
+        """Returns whether image tokens follow the first `known` tokens of a prompt."""
         tokens = {*image_tokens(self.model.config)} if prompt.images else set()
         return not tokens.isdisjoint(prompt.ids[known:])
 
@@ -209,10 +209,10 @@ class Engine:
         *,
         active: int,
     ) -> DecodeBatch:
-        """Computes what is not kept of prompts, and draws the first token of their rows.
+        """Computes the uncached tokens of prompts, and draws the first token of their rows.
 
         Args:
-            active: rows that are decoded, these among them.
+            active: rows that are being decoded, including these.
         """
         known, device = prefill.known, self.model.device
         own = [len(p.ids) - k for p, k in zip(prompts, known, strict=True)]
@@ -223,7 +223,7 @@ class Engine:
         ]
         ids = [t for p, k in zip(prompts, known, strict=True) for t in p.ids[k:]]
         input_ids = torch.tensor([ids], device=device)
-        # Tokens that are kept hold the images of their prompts.
+        # Where tokens are cached, so are the prompt's images.
         images = vision.image_arguments(
             [p for p, k in zip(prompts, known, strict=True) if not k],
             input_ids,
@@ -243,7 +243,7 @@ class Engine:
         return batch
 
     def _step(self, batches: Sequence[DecodeBatch], direct: DirectForward | None) -> None:
-        """Draws one more token of every row."""
+        """Draws one more token for every row."""
         for batch in batches:
             batch.make_room()
         positions = [p for batch in batches for p in batch.positions()]
@@ -266,7 +266,7 @@ class Engine:
     def _take(
         self, batch: DecodeBatch, tokens: Tensor, ended: Sequence[bool], *, active: int
     ) -> None:
-        """Takes the next tokens of a batch; keeps the caches of conversations that may go on."""
+        """Stores a batch's next tokens; keeps the caches of rows that ended for a later turn."""
         if self.caches is not None:
             gone = [i for i, has_ended in enumerate(ended) if has_ended]
             for i in gone:
@@ -287,11 +287,11 @@ class Engine:
 
         Args:
             ids: [1, N]. positions: [1, N], or [3, 1, N] with M-RoPE.
-            images: the arguments of the model that hold images.
+            images: the model's keyword arguments for images.
         """
         if direct is not None and not images and attending.longest <= direct.window:
             return direct(ids, positions, attending, kept)
-        # This also says why a model cannot be decoded so.
+        # Raises UnsupportedModelError, with the reason, for models that cannot be decoded so.
         logits: Tensor = self.model(
             input_ids=ids,
             position_ids=positions,

@@ -46,7 +46,7 @@ from grpo_cli.models.vision import has_images
 from grpo_cli.records import Completion, Prompt, Rollout
 
 Decoder = type[Engine] | type[CachedDecoder] | type[UncachedDecoder]
-# Tokens of a completion that a decoder is checked on: what is only nearly right shows after some.
+# Tokens per completion in a decoder's self-check, since small errors appear only after several.
 DECODED_TOKENS = 16
 STORED: dict[Decoder, str] = {
     Engine: "engine",
@@ -57,7 +57,7 @@ STORED: dict[Decoder, str] = {
 
 @dataclass(eq=False)
 class _Unfinished:
-    """A request, and which of its prompts have no completions yet."""
+    """A request and the indices of its prompts that have no completions yet."""
 
     request: Request
     hand_over: OnGroup
@@ -66,7 +66,7 @@ class _Unfinished:
 
     @classmethod
     def of(cls, request: Request, hand_over: OnGroup) -> _Unfinished:
-        """Returns a request of which nothing is done."""
+        """Returns the request with all of its prompts missing."""
         return cls(request, hand_over, list(range(len(request.prompts))))
 
     def state(
@@ -75,7 +75,7 @@ class _Unfinished:
         tokenizer: PreTrainedTokenizerBase | None,
         never: tuple[int, ...] = (),
     ) -> DecodingState:
-        """Returns the state in which the prompts that are missing begin.
+        """Returns the decoding state that starts the missing prompts.
 
         Args:
             never: tokens that must not be sampled.
@@ -104,11 +104,11 @@ class _Unfinished:
 
 @dataclass(eq=False)
 class TransformersGenerator(Generator):
-    """Decodes with the policy's own weights: no copy of them outlives a call, to become stale.
+    """Decodes with the policy's own weights; no copy outlives a call, so none becomes stale.
 
-    It uses the embedded engine (`engine.py`) if the engine's log-probabilities of a few tokens are
-    the model's, and transformers' own cache (`cached_decoding.py`) if they are not. A recurrent
-    model's numbers with the cache are checked too; if they are wrong, it is decoded without one.
+    It uses the embedded engine (`engine.py`) if the engine's log-probabilities match the model's on
+    a few tokens, and transformers' own cache (`cached_decoding.py`) otherwise. For a recurrent
+    model the cache is checked too; on a mismatch it decodes without a cache.
     """
 
     samples_from_policy = True
@@ -117,23 +117,23 @@ class TransformersGenerator(Generator):
 
     policy: PreTrainedModel
     eos_ids: Sequence[int]
-    max_rows: int | None = None  # completions decoded at the same time; None: by free memory
+    max_rows: int | None = None  # maximum batch size; None: by free memory
     tokenizer: PreTrainedTokenizerBase | None = None  # finds stop strings
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # of the arithmetic
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     say: Callable[[str], None] = print
     cuda_graphs: bool = True  # on a GPU, replay captured steps (`static_decoding.py`)
-    # What the decoder is checked on: the same on every process of a run. (): its first prompts.
+    # Prompts of the decoder's self-check, equal on all processes; (): the first to be sampled.
     checked_on: Sequence[Prompt] = ()
     cache_tokens: int | None = None
-    direct: DirectForward | None = None  # of the weights, while it samples: for all rounds
-    decoder: Decoder | None = None  # found by the first prompts
-    checked_images: bool = False  # whether they, or later ones, had images
+    direct: DirectForward | None = None  # kept for all rounds of a call
+    decoder: Decoder | None = None  # chosen by the self-check with the first prompts
+    checked_images: bool = False  # whether a self-check included images
     has_noted_rope: bool = False
-    graphs: FallbackGraphs | None = None  # if steps are captured and their numbers are right
+    graphs: FallbackGraphs | None = None  # None until CUDA graphs have been checked
 
     @classmethod
     def make(cls, setup: EngineSetup) -> Generator:
-        """Returns a `GatheringGenerator` where the policy is sharded."""
+        """Returns the generator; a `GatheringGenerator` if the policy is sharded."""
         model, workers = setup.model, setup.workers
         generation = setup.recipe.generation
         settings: dict[str, Any] = {
@@ -154,7 +154,7 @@ class TransformersGenerator(Generator):
             self._finish([_Unfinished.of(request, hand_over)])
 
     def converse(self, request: Request, hand_over: OnGroup, feed: Feed) -> None:
-        """Samples in rounds, or all that is ready together, and keeps what waits in its caches."""
+        """Samples in rounds, or all ready requests together; keeps KV caches between turns."""
         self.refuse_images(request.prompts)
         caches = KeptCaches(len(request.prompts) * request.num_generations)
 
@@ -173,9 +173,9 @@ class TransformersGenerator(Generator):
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
-        """Lets the policy decode."""
-        # One autocast around all steps: it keeps its copies of the weights until it is left.
-        # Layers compiled for training would be compiled again for every size of a cache.
+        """Sets the policy up for decoding."""
+        # One autocast around all steps, since it caches its casts of the weights until it exits.
+        # Layers compiled for training would be recompiled for every cache size.
         with (
             inference(self.policy),
             self.autocast(),
@@ -184,7 +184,7 @@ class TransformersGenerator(Generator):
             try:
                 yield
             finally:
-                self.direct = None  # which may hold copies of the weights
+                self.direct = None  # it may hold copies of the weights
 
     def _finish(
         self,
@@ -192,11 +192,11 @@ class TransformersGenerator(Generator):
         caches: KeptCaches | None = None,
         more: Callable[[], list[Work]] | None = None,
     ) -> None:
-        """Decodes until all requests are done; out of memory, again with fewer rows at a time.
+        """Decodes until all requests are done; retries with fewer rows when out of memory.
 
         Args:
-            caches: of conversations that go on.
-            more: returns requests that are to be decoded together with these.
+            caches: KV caches kept between turns.
+            more: returns further requests to decode together with these.
         """
 
         def arrived() -> list[DecodingState]:
@@ -206,7 +206,7 @@ class TransformersGenerator(Generator):
 
         never = image_tokens(self.policy.config)
 
-        works = [work for work in works if work.missing]  # more processes than prompts
+        works = [work for work in works if work.missing]  # drops requests without prompts
         prompts = [prompt for work in works for prompt in work.request.prompts]
         if works and (self.decoder is None or (not self.checked_images and has_images(prompts))):
             self._choose_decoder(self.checked_on or prompts)
@@ -216,7 +216,7 @@ class TransformersGenerator(Generator):
             longest = max(s.longest for s in states)
             self._note_changing_rope(longest)
             wanted = sum(s.num_rows for s in states)
-            if caches is not None:  # others may join them, or wait meanwhile
+            if caches is not None:  # other conversations may join, or wait for a reply
                 wanted = max(wanted, caches.num_conversations)
                 caches.most = self._rows_in_memory(longest)
             rows = self._rows(wanted, longest)
@@ -235,10 +235,10 @@ class TransformersGenerator(Generator):
                 else:
                     for state in states:
                         self.decoder(self.policy, rows).decode([state])
-            except attention.UnsupportedModelError as error:  # longer than what was checked
+            except attention.UnsupportedModelError as error:  # longer than the checked prompts
                 self.fall_back(str(error))
                 self.direct = None
-                if caches is not None:  # which only the engine reads
+                if caches is not None:  # only the engine reads them
                     caches.clear()
             except (RuntimeError, MemoryError) as error:
                 if any(work.is_handing_over for work in works) or not memory.is_out_of_memory(
@@ -247,7 +247,7 @@ class TransformersGenerator(Generator):
                     raise
                 failed = (str(error).strip() or type(error).__name__).splitlines()[0]
             works = [work for work in works if work.missing]
-            if failed is not None:  # here the frames that held memory are gone
+            if failed is not None:  # after the except block, whose traceback held memory
                 del states
                 if caches is not None:
                     caches.clear()
@@ -260,13 +260,13 @@ class TransformersGenerator(Generator):
         return {}
 
     def _rows(self, wanted: int, longest: int) -> int:
-        """Returns how many completions of up to `longest` tokens are decoded at the same time."""
+        """Returns the batch size for completions whose sequences have up to `longest` tokens."""
         if self.max_rows is not None:
             return min(wanted, self.max_rows)
         return min(wanted, self._rows_in_memory(longest), memory.most_rows(self.policy))
 
     def _rows_in_memory(self, longest: int) -> int:
-        """Returns how many caches of `longest` tokens there is memory for."""
+        """Returns how many caches of `longest` tokens fit into memory."""
         if self.cache_tokens is None:
             self.cache_tokens = memory.cache_tokens_that_fit(self.policy)
         return max(self.cache_tokens // longest, 1)
@@ -312,7 +312,7 @@ class TransformersGenerator(Generator):
             self.graphs = FallbackGraphs(CudaGraphs(), self.say, has_failed=failed)
 
     def _note_changing_rope(self, longest: int) -> None:
-        """Says once that numbers depend on what shares a batch, where it is so."""
+        """Prints a note, once, if rotary embeddings depend on the longest row of a batch."""
         fixed = fixed_rope_tokens(self.policy.config)
         if longest > fixed and not self.has_noted_rope:
             self.has_noted_rope = True
@@ -324,7 +324,7 @@ class TransformersGenerator(Generator):
             )
 
     def fall_back(self, why: str, decoder: Decoder = CachedDecoder) -> None:
-        """Decodes with another decoder from now on."""
+        """Switches to another decoder, and prints the reason."""
         how = {
             CachedDecoder: "with transformers' own cache, not with the engine",
             UncachedDecoder: "without a cache, which is slow",
@@ -333,9 +333,9 @@ class TransformersGenerator(Generator):
         self.decoder = decoder
 
     def _choose_decoder(self, prompts: Sequence[Prompt]) -> None:
-        """Takes the fastest decoder whose numbers are the model's.
+        """Chooses the fastest decoder whose log-probabilities match the model's.
 
-        Called with the first prompts, and again with the first that have images.
+        Called with the first prompts, and again with the first prompts that have images.
         """
         if self.decoder is None:
             self.decoder = Engine
@@ -358,7 +358,7 @@ class TransformersGenerator(Generator):
                 self.fall_back(f"with a cache, {why}", UncachedDecoder)
 
     def check_graphs(self, graphs: FallbackGraphs, prompts: Sequence[Prompt]) -> None:
-        """Captures steps from now on, if what they report are the model's log-probabilities."""
+        """Enables CUDA graphs if captured steps report the model's log-probabilities."""
         why = self._mismatch(partial(Engine, graphs=graphs), prompts, captured=True)
         self.graphs = graphs
         if why is not None:
@@ -368,10 +368,10 @@ class TransformersGenerator(Generator):
     def _mismatch(
         self, decoder: Callable[..., Any], prompts: Sequence[Prompt], *, captured: bool = False
     ) -> str | None:
-        """Returns why a decoder cannot be used; None if its log-probabilities are the model's.
+        """Returns why a decoder cannot be used; None if its log-probabilities match the model's.
 
         Args:
-            captured: in 16 bit it is not also tried in float32, for which it would capture anew.
+            captured: skip the float32 check of a 16-bit model, which would capture again.
         """
         some = sorted(prompts, key=lambda p: not p.images)[:2]
         begun = [p if p.images else Prompt.from_ids(p.ids[-CHECKED_TOKENS:]) for p in some]
@@ -410,27 +410,27 @@ class TransformersGenerator(Generator):
 
 
 class GatheringGenerator(TransformersGenerator):
-    """Decodes on a complete copy of a sharded policy, on every process, while it samples.
+    """Decodes on a complete copy of a sharded policy, gathered on every process while it samples.
 
-    Sharded layers would be gathered for each token, and every process would have to decode as many
-    tokens as the process with the longest completion.
+    Otherwise layers would be gathered for each token, and every process would have to decode as
+    many tokens as the process with the longest completion.
     """
 
     def __init__(
         self, sharded: PreTrainedModel, dtype: torch.dtype, *settings: Any, **named: Any
     ) -> None:
-        """Makes a model without weights, which are gathered whenever it samples.
+        """Makes a model without weights; they are gathered whenever it samples.
 
         Args:
-            dtype: of the gathered weights.
-            settings, named: arguments of `TransformersGenerator` behind the policy.
+            dtype: dtype of the gathered weights.
+            settings, named: arguments of `TransformersGenerator` after the policy.
         """
         super().__init__(loading.skeleton(sharded), *settings, **named)
         self.sharded, self.dtype = sharded, dtype
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
-        """Gathers the weights, which all processes do together, and gives them back."""
+        """Gathers the weights, a collective operation, and frees them afterwards."""
         fsdp.fill(self.policy, self.sharded, self.dtype)
         try:
             with super()._inference():

@@ -1,9 +1,9 @@
-"""Records a function of fixed shapes once, and runs what it has recorded without Python.
+"""Captures a function of fixed shapes as a CUDA graph, and replays it without Python.
 
-A step of decoding that is launched operation by operation takes a GPU's host longer than the GPU. A
-CUDA graph keeps the kernels with their arguments and launches them with one call. What it keeps are
-addresses and numbers: the function has to read and write the same tensors each time, decide nothing
-by values on the device, and find everything that changes in tensors.
+Launching a decoding step operation by operation takes longer on the host than on the GPU. A CUDA
+graph stores the kernels with their arguments and launches them with one call. The arguments are
+addresses and numbers. The function must therefore use the same tensors each time, must not branch
+on values on the device, and must read everything that changes from tensors.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ Replay = Callable[[], object]
 
 
 class CudaGraphs:
-    """Captures CUDA graphs, each with memory of its own, which is free once the graph is."""
+    """Captures CUDA graphs, each with its own memory pool, which is freed with the graph."""
 
     def __init__(self) -> None:
-        # One for all: cuBLAS keeps a workspace for each stream that it has met.
+        # One stream for all captures: cuBLAS keeps a workspace for each stream it has used.
         self.stream: torch.cuda.Stream | None = None
 
     def capture(self, key: Hashable, function: Callable[[], None]) -> Replay:
-        """Records what a function does, and returns what does the same again.
+        """Captures a function, and returns the callable that replays it.
 
-        The function has run once before, so that nothing is set up any more while it is recorded.
+        The function must have run once before, so that the capture contains no one-time set-up.
 
         Args:
-            key: names the shapes that the function works on.
+            key: identifies the shapes that the function works on.
         """
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # as torch.cuda.graph does: the graph allocates memory of its own
@@ -40,7 +40,7 @@ class CudaGraphs:
         stream = self.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # Rewards and the collation of prompts may use the device in other threads meanwhile.
+            # Other threads (rewards, collation of prompts) may use the device during the capture.
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 function()
@@ -53,14 +53,14 @@ class CudaGraphs:
 
 
 def abandon(graph: torch.cuda.CUDAGraph) -> None:
-    """Ends a capture that has failed; the error that it ends with says nothing more."""
+    """Ends a failed capture; the error of the end adds nothing to the first."""
     with contextlib.suppress(RuntimeError):
         graph.capture_end()
 
 
 @dataclass
 class FallbackGraphs:
-    """Captures until it fails once; says why, and calls functions as they are from then on."""
+    """Captures until a capture fails; then prints why, and returns functions uncaptured."""
 
     graphs: CudaGraphs
     say: Callable[[str], None]

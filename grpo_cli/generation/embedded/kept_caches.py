@@ -1,7 +1,7 @@
-"""Keys and values of conversations that wait for a reply, so that they are not computed again.
+"""KV caches of conversations between their turns, so that a turn computes only the new tokens.
 
 row ends        its tokens and their keys and values are kept under its conversation's number
-reply is there  the prompt is the same tokens and some more; only those are computed
+reply arrives   the next prompt is the same tokens and some more; only those are computed
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class KeptCache:
     values: Tensor
 
     def beginning(self, prompt: Sequence[int]) -> KeptCache | None:
-        """Returns the part that a prompt begins with; None if there is none.
+        """Returns the cache of the prefix shared with a prompt; None if there is none.
 
-        At least one token is left to compute, whose logits are asked for.
+        At least one token of the prompt is left to compute, to get its logits.
         """
         pairs = zip(self.ids, prompt[:-1], strict=False)
         length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -35,21 +35,21 @@ class KeptCache:
 
 @dataclass
 class KeptCaches:
-    """The caches of conversations by their numbers, those kept longest first."""
+    """The caches of conversations by number, oldest first."""
 
-    num_conversations: int  # kept and under way, at most
-    most: int = 0  # of the longest, kept and under way, that there is memory for
+    num_conversations: int  # maximum number of caches, kept or in decoding
+    most: int = 0  # number of caches of maximum length, kept or in decoding, that fit into memory
     caches: dict[int, KeptCache] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.caches)
 
     def keep(self, conversation: int, cache: Callable[[], KeptCache], under_way: int) -> None:
-        """Keeps a cache; drops those kept longest if there is no memory for all.
+        """Keeps a cache; drops the oldest ones if there is no memory for all.
 
         Args:
             cache: makes the cache; not called if there is no memory for it.
-            under_way: rows that are decoded at the moment, which have caches of their own.
+            under_way: number of rows being decoded, which have caches of their own.
         """
         self.caches.pop(conversation, None)
         self.make_room(under_way + 1)
@@ -57,12 +57,12 @@ class KeptCaches:
             self.caches[conversation] = cache()
 
     def make_room(self, under_way: int) -> None:
-        """Drops the caches kept longest that have no room beside so many rows under way."""
+        """Drops the oldest caches that do not fit beside `under_way` rows."""
         while self.caches and len(self.caches) + under_way > self.most:
             del self.caches[next(iter(self.caches))]
 
     def take(self, conversation: int, prompt: Sequence[int]) -> KeptCache | None:
-        """Returns what is kept of a prompt, which is then not kept any more."""
+        """Pops a conversation's cache; returns its prefix shared with the prompt, or None."""
         cache = self.caches.pop(conversation, None)
         return None if cache is None else cache.beginning(prompt)
 

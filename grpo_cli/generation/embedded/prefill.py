@@ -1,4 +1,4 @@
-"""Prompts are computed at once, whole or from where their conversations' caches end."""
+"""Attention of the prefill: of complete prompts, or of the tokens after a cached prefix."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ class Prefill:
 
     def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         self.lengths = [len(p) for p in prompts]
-        self.known = [0] * len(prompts)  # tokens of each that are not computed
-        self.after = self.lengths  # position of the token behind each
+        self.known = [0] * len(prompts)  # cached tokens of each prompt
+        self.after = self.lengths  # position of the token after each prompt
         ends = torch.tensor(self.lengths).cumsum(0).tolist()
         self.starts = [end - length for end, length in zip(ends, self.lengths, strict=True)]
         self.layout = Layout(list(zip(self.starts, ends, strict=True)), [], device)
         self.longest = self.layout.longest
-        self.keys: list[Tensor] = []  # of each layer, [N, Hkv, D]
+        self.keys: list[Tensor] = []  # per layer, [N, Hkv, D]
         self.values: list[Tensor] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         assert layer == len(self.keys), "layers come one after another, each once"
-        self.keys.append(key.clone())  # they may be parts of tensors that also hold queries
+        self.keys.append(key.clone())  # a view would keep the queries' memory too
         self.values.append(value.clone())
         return self.layout.attend(layer, query, key, value, scale)
 
     def padded(self, layers: list[Tensor]) -> Tensor:
-        """Returns keys or values of all layers, a row for each prompt: [L, prompts, Hkv, P, D].
+        """Returns keys or values of all layers, padded: [L, prompts, Hkv, P, D].
 
-        Empties the list while it fills the result.
+        Empties the list while it fills the result, to save memory.
         """
         device = layers[0].device
         columns = torch.arange(max(self.lengths), device=device)
@@ -55,12 +55,12 @@ class Prefill:
 
 
 class Continuation:
-    """Computes the attention of prompts whose beginnings are kept; see `Prefill`.
+    """Computes the attention of prompts whose prefixes are cached; see `Prefill`.
 
-    Two prompts of 5 and 4 tokens, of which 3 and 1 are kept:
+    Two prompts of 5 and 4 tokens, of which 3 and 1 are cached:
 
         kept       k k k | k - -     padded to the longest
-        own        o o - | o o o     the tokens to be computed, which see the kept ones before them
+        own        o o - | o o o     the tokens to compute, which also attend to the cached ones
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class Continuation:
             torch.tensor(t, device=device)[:, None] for t in (self.known, self.own, self.starts)
         )
         place = torch.arange(self.width, device=device)
-        self.index = starts + torch.minimum(place, own - 1)  # [B, W] of each token among the N
+        self.index = starts + torch.minimum(place, own - 1)  # [B, W] indices into the N tokens
         self.is_own = place < own  # [B, W]
         is_kept = torch.arange(self.columns, device=device) < known  # [B, K]
         self.hidden = ~torch.cat([is_kept, self.is_own], dim=1)  # [B, K + W]
         self.later = torch.ones(self.width, self.width, dtype=torch.bool, device=device).triu(1)
-        self.keys: list[Tensor] = []  # of each layer, [B, Hkv, K + W, D]
+        self.keys: list[Tensor] = []  # per layer, [B, Hkv, K + W, D]
         self.values: list[Tensor] = []
         self.bias: Tensor | None = None
 
@@ -102,7 +102,7 @@ class Continuation:
         )
         self.keys.append(keys)
         self.values.append(values)
-        if len(self.keys) == len(self.kept_keys):  # the last layer: they are no longer read
+        if len(self.keys) == len(self.kept_keys):  # the last layer: frees the cached prefixes
             self.kept_keys = self.kept_values = keys.new_empty(0)
         if self.bias is None:
             self.bias = self._bias(query)
@@ -121,14 +121,14 @@ class Continuation:
         return out.reshape(n, self.width, -1, dim)[self.is_own]
 
     def _bias(self, query: Tensor) -> Tensor:
-        """Returns what hides padding and later tokens from each token, [B, 1, W, K + W]."""
+        """Returns the additive mask of padding and later tokens, [B, 1, W, K + W]."""
         hidden = self.hidden[:, None].repeat(1, self.width, 1)
-        hidden[:, :, self.columns :] = self.later  # padding comes later than all tokens that count
+        hidden[:, :, self.columns :] = self.later  # this hides padding too, which comes last
         bias = torch.zeros(hidden.shape, dtype=query.dtype, device=self.device)
         return bias.masked_fill(hidden, -torch.inf)[:, None]
 
     def padded(self, layers: list[Tensor]) -> Tensor:
-        """Returns keys or values of all layers, a row for each prompt: [L, B, Hkv, P, D].
+        """Returns keys or values of all layers, padded: [L, B, Hkv, P, D].
 
         Empties the list while it fills the result.
         """
@@ -150,7 +150,7 @@ class Continuation:
 
 
 def padding_mask(lengths: Sequence[int], like: Tensor) -> Tensor | None:
-    """Returns the mask of the columns behind each row's length, [rows, 1, 1, longest].
+    """Returns the mask of the columns after each row's length, [rows, 1, 1, longest].
 
     None if all rows have the same length.
     """
@@ -161,11 +161,11 @@ def padding_mask(lengths: Sequence[int], like: Tensor) -> Tensor | None:
 
 
 def mask_of(hidden: Tensor, like: Tensor) -> Tensor:
-    """Returns what is added to scores so that some columns do not count.
+    """Returns the additive attention mask that hides some columns.
 
     Args:
-        hidden: [n, K], whether a row does not see a column.
-        like: a tensor of the dtype and on the device of the scores.
+        hidden: [n, K] bool, True where a row must not attend to a column.
+        like: a tensor with the dtype and device of the scores.
 
     Returns:
         [n, 1, 1, K]: 0, or minus infinity where hidden.

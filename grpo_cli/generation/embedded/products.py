@@ -1,6 +1,6 @@
-"""Multiplies by the weights of a decoder while it decodes, in oneDNN's layout on the CPU.
+"""Matrix products with a decoder's weights while it decodes, in oneDNN's layout on the CPU.
 
-The product of a few rows with a large weight takes as long as reading the weight, at best. The BLAS
+The product of a few rows with a large weight takes at best as long as reading the weight. The BLAS
 behind `F.linear` copies the weight into another layout in each call; oneDNN, which torch ships,
 does so once (`prepack`). The results equal those of `F.linear` except for rounding. With up to
 1,024 input features the result of a row does not depend on the number of rows (seen with AVX-512);
@@ -21,17 +21,17 @@ from transformers import PreTrainedModel
 
 from grpo_cli.models.memory import total_memory
 
-# Numbers of a weight from which oneDNN is faster: a call takes 10 µs longer than `F.linear`.
+# Size of a weight from which oneDNN is faster: its call overhead is 10 µs above `F.linear`'s.
 LARGE = 2**17
-# Part of a process's memory that the copies may take. Of all memory, not of what is free: rounding
-# must not depend on what else runs on a machine.
+# Maximum share of memory for the copies. It is a share of total memory, not of free memory, since
+# rounding must not depend on what else runs on the machine.
 SHARE = 1 / 8
-ARCHITECTURES = ("x86_64", "AMD64")  # where it was measured
+ARCHITECTURES = ("x86_64", "AMD64")  # CPU types on which oneDNN was measured to be faster
 
 
 @dataclass(frozen=True)
 class Product:
-    """Multiplies [N, in] by one weight [out, in], or by several at once."""
+    """Multiplies [N, in] by one weight [out, in], or by several together."""
 
     weights: tuple[Tensor, ...]  # [out, in] each
     biases: tuple[Tensor | None, ...]
@@ -43,7 +43,7 @@ class Product:
         """Reads the weights of linear layers.
 
         Args:
-            prepacks: copy them into oneDNN's layout if they are large, and float32.
+            prepacks: copy weights into oneDNN's layout if they are large and float32.
         """
         weights: tuple[Tensor, ...] = tuple(linear.weight for linear in linears)
         biases: tuple[Tensor | None, ...] = tuple(linear.bias for linear in linears)
@@ -54,7 +54,7 @@ class Product:
 
     @property
     def width(self) -> int:
-        """Number of outputs of all weights."""
+        """Number of output features of all weights together."""
         return sum(map(len, self.weights))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Product:
 
 
 def may_prepack(model: PreTrainedModel) -> bool:
-    """Whether oneDNN computes a model's products on this machine, and has memory for the copies."""
+    """Returns whether to prepack a model's weights: oneDNN is faster and the copies fit."""
     return (
         model.device.type == "cpu"
         and model.dtype == torch.float32
@@ -102,7 +102,7 @@ def may_prepack(model: PreTrainedModel) -> bool:
 
 
 def is_faster_here() -> bool:
-    """Whether oneDNN is there, and was measured on this kind of CPU."""
+    """Returns whether oneDNN is available and was measured to be faster on this CPU type."""
     is_there: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return is_there and platform.machine() in ARCHITECTURES
 
@@ -110,7 +110,7 @@ def is_faster_here() -> bool:
 def prepack(
     weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """Copies weights [out, in] into one of oneDNN's layout; returns it with their bias."""
+    """Copies weights [out, in] into one packed weight of oneDNN; returns it and the bias."""
     together = weights[0] if len(weights) == 1 else torch.cat(list(weights))
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(together)
     if all(bias is None for bias in biases):

@@ -1,20 +1,20 @@
-"""Decodes in buffers that stay where they are, so that a step is captured once and replayed.
+"""Decodes in static buffers, so that a step is captured once as a CUDA graph and replayed.
 
     bucket    space for R rows of C columns, and for the prompts of their groups; a step of all rows
               reads and writes only these buffers, and draws each row's token on the device
-    look      every `STEPS` steps the host reads the tokens that were drawn, cuts the rows that have
-              ended at their eos, and hands them over; what such a row drew meanwhile is not read
-    next      when the columns are used up, half of the rows have ended or others begin, the rows
-              that are left move to another bucket: 64, 96, 128, 192, ... columns; 1, 2, 4, 8, 16,
+    look      every `STEPS` steps the host reads the drawn tokens, cuts the rows that have ended at
+              their eos and hands them over; tokens after the eos are discarded
+    next      when the columns are full, half of the rows have ended or new rows begin, the
+              remaining rows move to another bucket: 64, 96, 128, 192, ... columns; 1, 2, 4, 8, 16,
               24, ... rows
 
-Rows need not have begun together: each has its own column t, up to which a mask lets it see.
+Rows need not have begun together: each has its own column t, and a mask hides the later columns.
 
     shared    [R, C] own tokens; prompts [groups, P] once for each group: two attentions are merged
     alone     [R, C] prompt and own tokens of each row, where repeating the prompts costs less
 
-The random numbers of a row are those of its own stream, and the tokens those of `Engine._step`;
-log-probabilities differ from its by rounding, since attention is over more columns.
+A row uses its own random stream and gets the same tokens as in `Engine._step`. Log-probabilities
+differ from that step's by rounding, since attention is over more columns.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from grpo_cli.generation.sampling import adjusted, pick
 from grpo_cli.models.attention import flash, merge
 from grpo_cli.models.memory import free_memory
 
-STEPS = 8  # between two looks at which rows have ended
-COLUMNS = 64  # of the first bucket
-MULTIPLE = 8  # that numbers of rows and columns are rounded to
-LEAST = 4  # steps that are worth capturing one
-SHARE = 0.9  # of the free memory that buffers may take
+STEPS = 8  # steps between two checks of which rows have ended
+COLUMNS = 64  # columns of the smallest bucket
+MULTIPLE = 8  # row and column counts are rounded up to a multiple of this
+LEAST = 4  # minimum number of remaining steps for which a capture pays off
+SHARE = 0.9  # maximum share of free memory for buffers
 
 
 def row_bucket(rows: int) -> int:
-    """Returns the number of rows of the smallest bucket that holds so many."""
+    """Returns the row count of the smallest bucket for `rows` rows."""
     if rows <= MULTIPLE:
         return 1 << max(rows - 1, 0).bit_length()
     return -(-rows // MULTIPLE) * MULTIPLE
 
 
 def column_bucket(columns: int, most: int) -> int:
-    """Returns the columns of the smallest bucket that holds so many, `most` being ever needed."""
+    """Returns the column count of the smallest bucket for `columns`; at most `most`, rounded up."""
     size = COLUMNS
     while size < columns:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
@@ -62,16 +62,16 @@ def column_bucket(columns: int, most: int) -> int:
 
 @dataclass
 class StaticRow:
-    """Describes a row of a `StaticBatch`: a completion that is decoded."""
+    """Describes a row of a `StaticBatch`: a completion in decoding."""
 
     state: DecodingState
-    number: int  # of the row in its state
+    number: int  # index of the row in its state
     prompt_length: int
-    first_position: int  # of the first token of the completion
+    first_position: int  # position of the completion's first token
 
     @property
     def group(self) -> tuple[int, int]:
-        """Returns the state and the number of the row's prompt."""
+        """Returns the ids of the row's state and prompt, which identify its group."""
         return id(self.state), self.number // self.state.num_generations
 
     @property
@@ -81,13 +81,13 @@ class StaticRow:
 
     @property
     def left(self) -> int:
-        """Returns the number of tokens that may still come."""
+        """Returns the number of tokens that may still be drawn."""
         return self.state.sampling.max_tokens - len(self.state.tokens[self.number])
 
 
 @dataclass(frozen=True)
 class Source:
-    """Says in which batch, and at which place there, the cache of a row lies."""
+    """Locates the cache of a row: its batch, and its index there."""
 
     row: StaticRow
     batch: StaticBatch | DecodeBatch
@@ -95,15 +95,15 @@ class Source:
 
     @property
     def cache(self) -> KeptCache:
-        """Returns the keys and values of its prompt and its tokens but the last."""
+        """Returns the keys and values of the row's prompt and its tokens except the last."""
         return self.batch.cache_of(self.place)
 
 
 class Bucket:
-    """Describes the bucket that holds some rows."""
+    """Describes the shapes of the smallest bucket for some rows."""
 
     def __init__(self, rows: Sequence[StaticRow], like: Tensor) -> None:
-        """like: keys [L, B, Hkv, T, D]."""
+        """like: keys [L, B, Hkv, T, D], which set the layers, heads and dtype."""
         self.rows = list(rows)
         layers, _, heads, _, dim = like.shape
         prompts = {row.group: row.prompt_length for row in rows}
@@ -112,7 +112,7 @@ class Bucket:
         self.prompt_columns = max(prompts.values())
         again = (self.size - len(prompts)) * self.prompt_columns
         self.shared = again * column > WORTH
-        self.groups = prompts if self.shared else {}  # length of the prompts that are shared
+        self.groups = prompts if self.shared else {}  # group -> length of its shared prompt
         used = max(map(self.used, rows))
         most = max(self.used(row) + row.left for row in rows)
         self.columns = column_bucket(used + STEPS, most)
@@ -123,7 +123,7 @@ class Bucket:
         self.bytes = layers * column * columns
 
     def used(self, row: StaticRow) -> int:
-        """Returns the number of columns that a row's tokens fill."""
+        """Returns the number of columns that a row's tokens occupy."""
         return row.own + (0 if self.shared else row.prompt_length)
 
 
@@ -131,28 +131,28 @@ class StaticBatch:
     """Holds the buffers of a bucket, and decodes the rows in it."""
 
     def __init__(self, direct: DirectForward, bucket: Bucket, sources: Sequence[Source]) -> None:
-        """sources: of the bucket's rows."""
+        """sources: where the caches of the bucket's rows are."""
         rows, like = bucket.rows, sources[0].batch.keys
         self.direct, self.shared = direct, bucket.shared
         self.keys: Tensor
         self.values: Tensor
         self.sampling = rows[0].state.sampling
         self.longest = max(row.prompt_length + row.own for row in rows) + bucket.steps + 1
-        # Zeros, since what is masked must be finite.
+        # Zeros, since masked keys and values must be finite.
         self.keys, self.values = (like.new_zeros(bucket.shape) for _ in range(2))
         self.prompt_keys, self.prompt_values = (
             like.new_zeros(bucket.prompt_shape) for _ in range(2)
         )
         self._copy(bucket, sources)
-        self.rows = dict(enumerate(rows))  # those that have not ended, by their places
+        self.rows = dict(enumerate(rows))  # unfinished rows by their index in the buffers
         self.slots = {group: slot for slot, group in enumerate(bucket.groups)}
-        self.steps = bucket.steps  # that the bucket has columns for
-        self.done = 0  # of them
+        self.steps = bucket.steps  # steps that the columns allow
+        self.done = 0  # steps taken
         self.size, device = bucket.size, like.device
         tokens = [row.state.tokens[row.number][-1] for row in rows]
-        self.tokens = self._of_rows(tokens)  # [R] drawn last
+        self.tokens = self._of_rows(tokens)  # [R] last drawn
         self.positions = self._of_rows([row.first_position + row.own for row in rows])  # [R]
-        self.column = self._of_rows([bucket.used(row) for row in rows])  # [R] of these tokens
+        self.column = self._of_rows([bucket.used(row) for row in rows])  # [R] columns of `tokens`
         self.all = torch.arange(self.size, device=device)
         hidden = torch.arange(bucket.columns, device=device) >= self.column[:, None]
         self.mask = mask_of(hidden, like)  # [R, 1, 1, C]
@@ -172,17 +172,17 @@ class StaticBatch:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Names the shapes of the buffers."""
+        """Identifies the shapes of the buffers."""
         return (*self.keys.shape, *self.prompt_keys.shape)
 
     @property
     def steps_left(self) -> int:
-        """Returns how many steps the bucket has columns for and some row still takes."""
+        """Returns the number of steps that the columns allow and that an unfinished row needs."""
         longest = max((row.left for row in self.rows.values()), default=0)
         return min(self.steps - self.done, longest)
 
     def _of_rows(self, values: Sequence[int]) -> Tensor:
-        """Returns a number for each place, [R]; 0 where no row is."""
+        """Returns the values as a tensor [R], padded with 0 for unused places."""
         padding = [0] * (self.size - len(values))
         return torch.tensor([*values, *padding], device=self.keys.device)
 
@@ -196,7 +196,7 @@ class StaticBatch:
         return torch.from_numpy(noise)
 
     def _copy(self, bucket: Bucket, sources: Sequence[Source]) -> None:
-        """Copies the caches of rows, and of prompts where they are shared."""
+        """Copies the caches of rows, and of shared prompts."""
         first: dict[tuple[int, int], Source] = {}
         for source in sources:
             first.setdefault(source.row.group, source)
@@ -213,7 +213,7 @@ class StaticBatch:
                 used = max(bucket.used(source.row) for source in together)
                 index = torch.tensor([s.place for s in together], device=self.keys.device)
                 for own, other in ((self.keys, batch.keys), (self.values, batch.values)):
-                    for layer in range(len(own)):  # one at a time, which needs less memory
+                    for layer in range(len(own)):  # one at a time to save memory
                         some = other[layer, :, :, :used].index_select(0, index)
                         own[layer, places.start : places.stop, :, :used] = some
                 continue
@@ -224,7 +224,7 @@ class StaticBatch:
                 self.values[:, place, :, :used] = cache.values[:, :, behind:]
 
     def _arrange(self) -> None:
-        """Finds the place of each row among its prompt's rows; all prompts have the same width."""
+        """Sets `whose` and `back`: row indices when all groups are padded to the same width."""
         count = [0] * len(self.slots)
         found = []
         for row in self.rows.values():
@@ -233,14 +233,14 @@ class StaticBatch:
             count[slot] += 1
         self.width = max(count)
         flat = [slot * self.width + i for slot, i in found]
-        whose = [0] * (len(count) * self.width)  # where no row is, one is computed and not read
+        whose = [0] * (len(count) * self.width)  # padding repeats row 0; its result is not read
         for place, position in enumerate(flat):
             whose[position] = place
-        self.whose = torch.tensor(whose, device=self.keys.device)  # [groups * width] places
-        self.back = self._of_rows(flat)  # [R] among them
+        self.whose = torch.tensor(whose, device=self.keys.device)  # [groups * width] row indices
+        self.back = self._of_rows(flat)  # [R] indices into `whose`
 
     def step(self) -> None:
-        """Draws the next token of every row without a synchronization with the host."""
+        """Draws the next token of every row without synchronizing with the host."""
         self.mask.scatter_(-1, self.column[:, None, None, None], 0.0)
         logits = self.direct(self.tokens[None], self.positions[None], self)
         scores = adjusted(logits, self.sampling, self.bias, None, None, None)
@@ -280,7 +280,7 @@ class StaticBatch:
         return merge(out, lse, of_prompt, lse_of_prompt)[0].reshape(size, -1, dim)
 
     def cache_of(self, place: int) -> KeptCache:
-        """Returns the cache of the row at a place: of its prompt and its tokens but the last."""
+        """Returns the cache of the row at `place`: its prompt and its tokens except the last."""
         row = self.rows[place]
         used = row.own + (0 if self.shared else row.prompt_length)
         keys, values = (t[:, place, :, :used] for t in (self.keys, self.values))
@@ -293,7 +293,7 @@ class StaticBatch:
         return KeptCache(row.state.ids(row.number)[:-1], keys, values)
 
     def look(self, steps: int) -> None:
-        """Takes the tokens of the last steps; lets rows go that have ended with one of them."""
+        """Stores the tokens of the last steps, and drops the rows that they end."""
         heartbeat.beat()
         last = slice(self.done - steps, self.done)
         tokens, logprobs = (t[last].T.tolist() for t in (self.drawn, self.logprobs))
@@ -303,14 +303,14 @@ class StaticBatch:
 
 
 def begins_alike(batch: StaticBatch | DecodeBatch, shared: bool) -> bool:
-    """Whether column 0 of a batch's caches is what it is in a bucket."""
+    """Returns whether a batch's columns have the bucket's layout, with or without prompts."""
     if isinstance(batch, StaticBatch):
         return batch.shared == shared
     return shared and not batch.prompt_columns
 
 
 def sources_of(batches: Sequence[StaticBatch | DecodeBatch]) -> Iterator[Source]:
-    """Yields the rows of batches, and where they are."""
+    """Yields the rows of batches with the location of their caches."""
     for batch in batches:
         if isinstance(batch, StaticBatch):
             for place, row in batch.rows.items():
@@ -324,12 +324,12 @@ def sources_of(batches: Sequence[StaticBatch | DecodeBatch]) -> Iterator[Source]
 
 
 class StaticDecoding:
-    """Decodes the batches of an engine in buckets; see the top of this file."""
+    """Decodes an engine's batches in buckets; see the docstring of this file."""
 
     def __init__(self, direct: DirectForward, graphs: FallbackGraphs) -> None:
         self.direct = direct
         self.graphs = graphs
-        self.replay: Replay | None = None  # of the bucket that is decoded in
+        self.replay: Replay | None = None  # captured step of the current bucket
 
     @classmethod
     def of(
@@ -338,7 +338,7 @@ class StaticDecoding:
         graphs: FallbackGraphs | None,
         states: Sequence[DecodingState],
     ) -> StaticDecoding | None:
-        """Returns what decodes states; None if they are to be decoded step by step."""
+        """Returns the decoder for these states, or None if they must be decoded step by step."""
         if direct is None or graphs is None or graphs.has_failed or not states:
             return None
         if direct.rotary.is_dynamic:
@@ -351,9 +351,9 @@ class StaticDecoding:
         return cls(direct, graphs)
 
     def advance(self, batches: Sequence[StaticBatch | DecodeBatch]) -> StaticBatch | None:
-        """Draws up to `STEPS` tokens of every row; returns the batch that holds the rows now.
+        """Draws up to `STEPS` tokens for every row; returns the batch that now holds the rows.
 
-        None if there is no memory for it; nothing is drawn then.
+        Returns None, and draws nothing, if there is too little memory for the buffers.
         """
         batch: StaticBatch | None = None
         if len(batches) == 1 and isinstance(batches[0], StaticBatch):
@@ -365,7 +365,7 @@ class StaticDecoding:
             return None
         steps = min(STEPS, batch.steps_left)
         for _ in range(steps):
-            # The first step of a bucket sets up what is set up once; the second is captured.
+            # The first step of a bucket does the one-time set-up; the second is captured.
             if self.replay is None and batch.done and batch.steps_left >= LEAST:
                 self.replay = self.graphs.capture(batch.key, batch.step)
             (batch.step if self.replay is None else self.replay)()
@@ -378,7 +378,7 @@ class StaticDecoding:
         self.replay = None
 
     def _moved(self, batches: Sequence[StaticBatch | DecodeBatch]) -> StaticBatch | None:
-        """Returns the bucket that holds the rows of some batches from now on."""
+        """Moves the rows of batches into a new bucket; returns None if memory is too small."""
         sources, keys = list(sources_of(batches)), batches[0].keys
         bucket = Bucket([source.row for source in sources], keys)
         begins = not any(isinstance(batch, StaticBatch) for batch in batches)

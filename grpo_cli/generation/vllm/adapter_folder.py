@@ -1,7 +1,7 @@
 """The folder in which vLLM reads the policy's adapter (`adapter.sync=adapter`).
 
 The engine keeps the base model's weights. At each update the trainer writes the adapter's weights
-as peft does, and the engine reads them there: megabytes in place of all weights.
+in peft's format, and the engine reads them from there: megabytes instead of all weights.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from grpo_cli.models.vision import parameters_of_images
 
 
 class AdapterFolder:
-    """A folder that vLLM reads: peft's two files, of which each update replaces the weights."""
+    """A folder with peft's two files, which vLLM reads; each update replaces the weights' file."""
 
     def __init__(self, path: Path, model: nn.Module) -> None:
-        """Writes the config.
+        """Creates the folder and writes the config.
 
         Raises:
             OSError: the folder cannot be written.
@@ -37,7 +37,7 @@ class AdapterFolder:
         (path / adapters.CONFIG).write_bytes(adapters.config_file(model))
 
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces the weights; a reader has all of the old ones or all of the new ones."""
+        """Replaces the weights atomically: a reader gets all old ones or all new ones."""
         partial = self.path / f"{adapters.WEIGHTS}.partial"
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors}, partial)
         os.replace(partial, self.path / adapters.WEIGHTS)
@@ -68,9 +68,9 @@ def rank_on(model: nn.Module, recipe: Recipe) -> int | None:
 
 
 def check_tower(model: PreTrainedModel) -> None:
-    """Checks that an adapter which engines apply is on the language model only.
+    """Checks that an adapter is on the language model only.
 
-    vLLM leaves the others out, and samples with another tower than the trainer has.
+    vLLM ignores adapters on a vision tower, so it would sample with other weights than the trainer.
 
     Raises:
         UserError: the model has an adapter on a layer that reads images.

@@ -1,4 +1,4 @@
-"""The base class of both forms of vLLM: engines that have a copy of the policy's weights."""
+"""The base class of both vLLM engines, which have a copy of the policy's weights."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from grpo_cli.generation.vllm.weights import AdapterWeights, Weights
 from grpo_cli.models.families import image_tokens
 from grpo_cli.records import Prompt
 
-FOLDER = "vllm_weights"  # in a run's output_dir
+FOLDER = "vllm_weights"  # folder name in a run's output_dir
 
 
 class VllmGenerator(Generator, ABC):
-    """Sends each update to engines, then checks that they compute with it."""
+    """Sends each weight update to engines, then checks that they compute with it."""
 
     accepts_images = True
 
@@ -41,28 +41,28 @@ class VllmGenerator(Generator, ABC):
         self.longest_prompt = max(len(p.ids) for p in setup.prompts)
         self.most_images = max(len(p.images) for p in setup.prompts)
         self.longest = self.longest_prompt + setup.recipe.longest_completion
-        self.step = 0  # whose weights the engines have
-        # Of the adapter that the engines apply themselves; None: merged weights are sent.
+        self.step = 0  # step of the engines' weights
+        # Largest rank if the engines apply the adapter; None: merged weights are sent.
         self.lora_rank = rank_on(setup.model, setup.recipe)
         if self.most_images:
             self.check_images()
-        # Where engines read the adapter, or the weights with transfer=disk.
+        # Engines read the adapter here, or the weights with transfer=disk.
         self.folder = Path(setup.recipe.output_dir).expanduser().resolve() / FOLDER
 
     def check_images(self) -> None:
         """Checks that no setting contradicts prompts with images.
 
         Raises:
-            UserError: one does.
+            UserError: a setting does.
         """
         if self.lora_rank is not None:
             check_tower(self.policy)
 
     def refuse_images(self, prompts: Sequence[Prompt]) -> None:
-        """Checks the settings with the first images, which a stream may have in a later row.
+        """Checks the settings at the first images, which a stream may have only in a later row.
 
         Raises:
-            TrainingError: one contradicts prompts with images.
+            TrainingError: a setting contradicts prompts with images.
         """
         first = next((p for p in prompts if p.images), None)
         if first is None or self.most_images:
@@ -76,14 +76,14 @@ class VllmGenerator(Generator, ABC):
         self.most_images = len(first.images)
 
     def params(self, request: Request, seed: int) -> dict[str, Any]:
-        """Returns how a prompt with this seed is completed, as fields of vLLM's SamplingParams."""
+        """Returns the fields of vLLM's SamplingParams for a prompt with this seed."""
         given = seed if self.config.seeded else None
         sampling = replace(request.sampling, never=image_tokens(self.policy.config))
         how = sampling, request.num_generations
         return sampling_params(*how, self.eos_ids, given, self.structured)
 
     def weights(self) -> Weights:
-        """Returns what an update sends: the adapter, or all weights."""
+        """Returns the weights that an update sends: the adapter's, or all."""
         return Weights(self.policy) if self.lora_rank is None else AdapterWeights(self.policy)
 
     def update_weights(self, policy: PreTrainedModel, step: int) -> dict[str, float]:
@@ -97,11 +97,11 @@ class VllmGenerator(Generator, ABC):
 
     @abstractmethod
     def load(self, step: int) -> None:
-        """Loads the policy's weights into the engines; every process calls it."""
+        """Loads the policy's weights into the engines. Every process calls it."""
 
     @abstractmethod
     def differences(self, trainer: list[list[float]]) -> dict[str, float]:
-        """Returns how far each engine is from the trainer's log-probabilities, by its name.
+        """Returns each engine's difference from the trainer's log-probabilities, by engine name.
 
-        Every process calls it, and all get the same.
+        Every process calls it, and all get the same result.
         """

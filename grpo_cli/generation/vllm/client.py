@@ -1,8 +1,8 @@
-"""Calls one vLLM server over HTTP: every call has a deadline, every error names its call.
+"""The HTTP client of one vLLM server: every call has a deadline, every error names its call.
 
 Every request carries the server's key (`server_key.py`).
 
-The routes are vLLM's own (`grpo serve` opens its development routes). `/collective_rpc` calls the
+The routes are vLLM's own; `grpo serve` enables its development routes. `/collective_rpc` calls the
 methods of `worker.WorkerExtension`.
 """
 
@@ -24,48 +24,48 @@ from grpo_cli.generation.vllm.server_log import tail_of
 from grpo_cli.generation.vllm.weight_check import Scored
 from grpo_cli.records import Completion, Prompt
 
-QUICK = 20.0  # seconds for a call that computes nothing
-# Seconds for the completions of one prompt: 32,000 tokens at 10 a second. A server that is gone is
-# noticed by its probes; this is for a request that hangs on a healthy one.
+QUICK = 20.0  # timeout in seconds of a call that computes nothing
+# Timeout of one prompt's completions: 32,000 tokens at 10 per second. Probes detect a lost server;
+# this is for a request that hangs on a healthy one.
 REQUEST_SECONDS = 3600.0
-UPDATE_SECONDS = 300.0  # for a bucket of weights, and for a call in which all weights are handled
+UPDATE_SECONDS = 300.0  # timeout of a bucket of weights, or of a call that handles all weights
 PROBE = 5.0  # seconds between two probes of a server
 MORE_ABOUT_KEYS = (
     "copy the key of its `grpo serve` into a file of mode 600 and name the file with "
     f"generation.vllm.key_file, or set ${server_key.KEY}"
 )
-# What the configs of server and policy must agree on; the check of weights finds other differences.
+# Fields in which the configs of server and policy must agree; the weight check finds the rest.
 SHAPE = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "tie_word_embeddings",
 )  # fmt: skip
-MAX_MISSES = 3  # probes in a row without an answer, until a server counts as lost
+MAX_MISSES = 3  # consecutive probes without an answer after which a server counts as lost
 
 
 class ServerLost(Exception):  # noqa: N818 - what happened to the server
     """Raised when a server fails a call; the message names the server and the call."""
 
-    status: int | None = None  # of HTTP, where there was an answer
-    is_passing = False  # a broken connection may be nothing but that
+    status: int | None = None  # HTTP status; None: no answer
+    is_passing = False  # whether it may be transient, as a broken connection
 
 
 @dataclass
 class Server:
-    """Holds a server's address and what it has reported."""
+    """Holds a server's address and the settings that it has reported."""
 
     url: str
     key_file: str | None = None  # generation.vllm.key_file
-    key: str = field(default="", repr=False)  # read when it is greeted
-    worker_ids: list[str] = field(default_factory=list)  # when it was greeted
+    key: str = field(default="", repr=False)  # read by `greet`
+    worker_ids: list[str] = field(default_factory=list)  # as of the last `greet`
     world_size: int = 0
     max_model_len: int = 0
     dtype: str = ""
     transfer: str = ""
-    max_lora_rank: int | None = None  # of adapters that it applies; None: it applies none
-    has_own_weights: bool = True  # and not weights that a run has sent
+    max_lora_rank: int | None = None  # largest adapter rank; None: it applies no adapters
+    has_own_weights: bool = True  # whether no run has sent it weights
     model: str = ""  # folder or hub name that it was started with
     revision: str | None = None
-    adapter: str | None = None  # whose completions and scores it is asked for; None: the model's
+    adapter: str | None = None  # adapter to sample and score with; None: the model itself
 
     def __post_init__(self) -> None:
         no_reuse = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
@@ -77,17 +77,14 @@ class Server:
         return server_key.headers(self.key)
 
     def call(self, path: str, body: dict[str, Any] | None = None, timeout: float = QUICK) -> Any:
-        """Sends a POST, or a GET if there is no body, and returns the answer.
+        """Sends a POST, or a GET if `body` is None, and returns the answer.
 
-        Each call opens a new connection: after an error the server closes those it has.
-
-        Raises:
-            ServerLost: no answer in time, or not a good one.
+        Each call opens a new connection, since the server closes its connections after an error.
         """
         return self._good(path, self._request(path, body, timeout))
 
     def post(self, path: str, body: dict[str, Any], timeout: float = QUICK) -> None:
-        """Sends a POST whose good answer is text; raises as `call`."""
+        """Sends a POST whose answer is not JSON; raises as `call` does."""
         self._check_status(path, self._request(path, body, timeout))
 
     def _request(self, path: str, body: dict[str, Any] | None, timeout: float) -> httpx2.Response:
@@ -117,13 +114,13 @@ class Server:
         raise lost
 
     def lost(self, path: str, why: str) -> ServerLost:
-        """Returns the error of a failed call, with the end of the server's log if it is ours."""
+        """Returns the error for a failed call, with the end of the server's log if it is local."""
         log = tail_of(self.url)
         end = "" if log is None else "\nThe last lines of its log:\n" + log
         return ServerLost(f"server {self.url}: {path} failed: {why}.{end}")
 
     def rpc(self, method: str, *args: str, timeout: float = QUICK) -> list[Any]:
-        """Calls a method of every worker; returns what each returned."""
+        """Calls a method of every worker; returns a list of their results."""
         answer = self.call(
             "/collective_rpc", {"method": method, "args": list(args), "timeout": timeout}, timeout
         )
@@ -134,19 +131,19 @@ class Server:
         """Checks that the server is up and can take weights.
 
         Args:
-            architecture: the policy's config.
+            architecture: the policy's config as a dict.
 
         Returns:
             False if a weight update was interrupted: the server has to be restarted.
 
         Raises:
-            ServerLost: it is not up, or there is no key here yet. UserError: it serves another
-                model, was not started by `grpo serve`, or has another key.
+            ServerLost: the server is not up, or there is no key here yet. UserError: it serves
+                another model, was not started by `grpo serve`, or has another key.
         """
         where, has_key = server_key.source(self.key_file), True
         try:
             self.key = server_key.read_key(self.key_file)
-        except FileNotFoundError:  # the server may not have made it yet
+        except FileNotFoundError:  # the server may not have made the file yet
             self.key, has_key = "", False
         try:
             self.call("/health", timeout=timeout)
@@ -161,7 +158,7 @@ class Server:
                     f"generation.vllm.servers: {self.url} refuses the key of {where}; "
                     f"{MORE_ABOUT_KEYS}."
                 ) from error
-            if error.status not in (403, 404, 500):  # there are no such routes, or methods
+            if error.status not in (403, 404, 500):  # these: no such routes, or methods
                 raise
             raise UserError(
                 f"generation.vllm.servers: {self.url} is up, and was not started by `grpo serve` "
@@ -204,19 +201,19 @@ class Server:
         """Returns a group of completions of a prompt.
 
         Args:
-            version: of the newest weights; cached keys and values of older weights are not used.
+            version: version of the newest weights; prefix caches of older weights are not used.
             steps: maps a version that the server reports to its step; -1 for a version not in use.
 
         Raises:
-            ServerLost: it failed, or has weights of another run. TrainingError: it refuses.
+            ServerLost: the server failed, or has another run's weights. TrainingError: it refuses.
         """
         path, encode = "/inference/v1/generate", images.over_http
-        # Other requests go on while images are encoded.
+        # In a thread, so that other requests continue while images are encoded.
         given = await asyncio.to_thread(encode, prompt) if prompt.images else encode(prompt)
         body: dict[str, Any] = {
             **given,
             "sampling_params": {**params, "output_kind": 2},
-            # So that nothing which older weights have left in the prefix cache is used.
+            # So that prefix-cache entries of older weights are not used.
             "cache_salt": version,
             **self._model(),
         }
@@ -250,7 +247,7 @@ class Server:
         return group
 
     def score(self, rows: Sequence[Scored]) -> list[list[float]]:
-        """Returns the log-probabilities of each row's scored tokens."""
+        """Returns the server's log-probabilities of each row's scored tokens."""
         params = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         params |= {"repetition_penalty": 1.0, "prompt_logprobs": 0, "detokenize": False, "n": 1}
         params["output_kind"] = 2
@@ -274,7 +271,7 @@ class Server:
         return {} if self.adapter is None else {"model": self.adapter}
 
     async def watch(self, client: httpx2.AsyncClient) -> ServerLost:
-        """Returns once the server has not answered for a while; looks every few seconds."""
+        """Probes the server every few seconds; returns the error once it counts as lost."""
         misses, path = 0, "/health"
         while True:
             try:
@@ -294,10 +291,10 @@ def wait_for(
     timeout: float,
     say: Callable[[str], None],
 ) -> None:
-    """Waits until every server is up, and says for which.
+    """Waits until every server is up, and prints which ones it waits for.
 
     Raises:
-        UserError: one is not in time, or serves another model.
+        UserError: a server is not up in time, or serves another model.
     """
     deadline, told = time.monotonic() + timeout, time.monotonic()
     waiting = list(servers)
@@ -325,7 +322,7 @@ def wait_for(
 
 
 def failure(error: BaseException, timeout: float) -> str:
-    """Returns why a request failed, in words."""
+    """Returns the reason of a failed request, for a message."""
     if isinstance(error, (httpx2.TimeoutException, TimeoutError)):
         return f"no answer within {timeout:g} s"
     if isinstance(error, httpx2.ConnectError):

@@ -1,7 +1,7 @@
-"""Runs vLLM in the trainer's processes: an engine for each, or for several (tensor parallel).
+"""Runs vLLM in the trainer's processes: one engine per process, or per tensor-parallel group.
 
-The engine samples, then sleeps if it is told to, the policy is updated, and its weights are loaded
-in place, parameter by parameter. vLLM is imported when an engine is made, and not before.
+In each step the engine samples and sleeps (with `vllm.sleep`), then the policy is updated and its
+weights are loaded in place, parameter by parameter. vLLM is imported only when an engine is made.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from grpo_cli.random_streams import rng_state, set_rng_state
 from grpo_cli.records import Completion, Prompt
 
 GIB = 2**30
-CPU_KV_CACHE = GIB // 2  # where the recipe does not say; vLLM would take nearly all memory
+CPU_KV_CACHE = GIB // 2  # default on CPUs, where vLLM would take nearly all memory
 
 
 def environment(workers: Workers) -> dict[str, str]:
-    """Returns the environment that vLLM reads on import, except variables that the user has set."""
+    """Returns environment variables for vLLM's import, except those that the user has set."""
     settings = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     settings |= {"VLLM_NO_USAGE_STATS": "1"}
     if workers.device.type == "cpu":
-        # Compiling one small function takes 24 s and a C++ compiler. Threads are the trainer's.
+        # Compiling one small function takes 24 s and a C++ compiler. The trainer sets the threads.
         settings |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return {name: value for name, value in settings.items() if name not in os.environ}
 
@@ -60,12 +60,12 @@ def engine_args(
     lora_rank: int | None = None,
     most_images: int = 0,
 ) -> dict[str, Any]:
-    """Returns the arguments of vLLM's `LLM`; the recipe's `engine_args` come last.
+    """Returns the arguments of vLLM's `LLM`; the recipe's `engine_args` override them.
 
     Args:
         model: folder or hub name that the weights were loaded from.
-        lora_rank: largest rank of the adapter that the engine applies; None: it applies none.
-        most_images: of a prompt.
+        lora_rank: largest rank of the adapter that the engine applies; None: no adapter.
+        most_images: largest number of images in a prompt.
     """
     vllm, on_cpu = recipe.generation.vllm, workers.device.type == "cpu"
     args: dict[str, Any] = {
@@ -80,10 +80,10 @@ def engine_args(
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "use_tqdm_on_load": False,
-        # Engines of one tensor-parallel group draw the same.
+        # Processes of one tensor-parallel group must draw the same tokens.
         "seed": recipe.seed * 1000 + workers.rank // vllm.tensor_parallel,
     }
-    if workers.size > 1:  # the engine lives in what torchrun has started, on each one's device
+    if workers.size > 1:  # the engine runs in torchrun's processes, each on its own device
         args["distributed_executor_backend"] = "external_launcher"
     if not on_cpu:
         args["gpu_memory_utilization"] = vllm.memory
@@ -91,7 +91,7 @@ def engine_args(
         args["kv_cache_memory_bytes"] = int(vllm.kv_cache_gb * GIB)
     elif on_cpu:
         args["kv_cache_memory_bytes"] = CPU_KV_CACHE
-    if on_cpu:  # after a part of a prompt vLLM turns seeded random streams back: GPUs' only
+    if on_cpu:  # after a prompt chunk vLLM rewinds seeded generators, which needs a GPU
         args["enable_chunked_prefill"] = False
     if recipe.generation.max_num_seqs is not None:
         args["max_num_seqs"] = recipe.generation.max_num_seqs
@@ -103,7 +103,7 @@ def engine_args(
 
 
 class ColocatedGenerator(VllmGenerator):
-    """Samples with an engine that has its own copy of the weights, of a known version."""
+    """Samples with an in-process engine that has its own, versioned copy of the weights."""
 
     computes_here = True
 
@@ -120,10 +120,10 @@ class ColocatedGenerator(VllmGenerator):
             )
 
     def __init__(self, setup: EngineSetup, weight_check: WeightCheck | None) -> None:
-        """Starts the engine; every process does it.
+        """Starts the engine. Every process calls it.
 
         Raises:
-            UserError: vLLM is not installed, does not take the model or the settings.
+            UserError: vLLM is not installed, or refuses the model or the settings.
         """
         super().__init__(setup, weight_check)
         vllm, workers, model = self.config, self.workers, str(setup.model.name_or_path)
@@ -136,8 +136,8 @@ class ColocatedGenerator(VllmGenerator):
             raise UserError(f"generation.vllm.sleep = {vllm.sleep}: vLLM sleeps on GPUs only.")
         if getattr(setup.model.config, "quantization_config", None):
             raise UserError(f"{model}: is quantized; vLLM cannot take weights that are trained.")
-        self.has_weights = True  # no longer, after a sleep of level 2
-        self.sleeping: list[str] = []  # what has to be woken before it is used
+        self.has_weights = True  # False after a sleep of level 2
+        self.sleeping: list[str] = []  # vLLM's tags of sleeping memory
         self.apart = _Apart()
         self.max_model_len = vllm.max_model_len or self.longest
         self._check_lengths(self.longest_prompt, setup.recipe.longest_completion)
@@ -154,21 +154,21 @@ class ColocatedGenerator(VllmGenerator):
                 with own_shared_memory(name) if shares else contextlib.nullcontext():
                     sizes = self.max_model_len, self.lora_rank, self.most_images
                     self.llm = LLM(**engine_args(setup.recipe, model, workers, *sizes))
-            except Exception as error:  # whatever vLLM, torch or a kernel finds wrong
+            except Exception as error:  # vLLM, torch and kernels raise many types
                 lines = str(error).strip().splitlines() or [type(error).__name__]
                 said = f"vLLM did not start with {model}: {' '.join(lines[:4])}"
                 raise UserError(said, alone=True) from error
         self.engine = self.llm.llm_engine
-        self.lora_request: Any = None  # names the adapter to vLLM, once the engine has one
-        self.written: AdapterFolder | None = None  # by the main process
+        self.lora_request: Any = None  # identifies the adapter to vLLM; None: not yet loaded
+        self.written: AdapterFolder | None = None  # only on the main process
 
     def sample(self, request: Request, hand_over: OnGroup) -> None:
         self._sample([(request, hand_over)])
 
     def converse(self, request: Request, hand_over: OnGroup, feed: Feed) -> None:
-        """Adds what the feed has ready to what is sampled already, if it need not be repeatable.
+        """Adds the feed's ready requests to the running ones, or samples in rounds if repeatable.
 
-        Only for engines of one process: `contradictions` refuses episodes with others.
+        Only for engines of one process: `contradictions` refuses episodes with tensor parallelism.
         """
         if feed.is_repeatable:
             super().converse(request, hand_over, feed)
@@ -179,7 +179,7 @@ class ColocatedGenerator(VllmGenerator):
             works = feed.take(exact=True) if feed.wait(patience=0.0) else []
 
     def _sample(self, works: Sequence[Work], more: Callable[[], Sequence[Work]] = list) -> None:
-        """Samples requests and what `more` returns after each step of the engine."""
+        """Samples requests, and further ones that `more` returns after each engine step."""
         numbers = itertools.count()
         asked = dict[int, tuple[OnGroup | None, int, Request]]()
 
@@ -197,10 +197,10 @@ class ColocatedGenerator(VllmGenerator):
                 self._check_lengths(longest, request.sampling.max_tokens)
                 inputs = self._rendered([prompt for prompt, _ in everyones])
                 for i, (_, params) in enumerate(everyones):
-                    is_own = first <= i < first + len(request.prompts)  # not another process's
+                    is_own = first <= i < first + len(request.prompts)  # this process's prompt
                     number = next(numbers)
                     asked[number] = hand_over if is_own else None, i - first, request
-                    # Lists of numbers, in place of a dict and an object for each token.
+                    # flat_logprobs: lists of numbers instead of a dict and an object per token.
                     typed = _typed(params, flat_logprobs=True)
                     self._add_request(number, inputs[i], typed)
 
@@ -228,21 +228,21 @@ class ColocatedGenerator(VllmGenerator):
             self.has_weights = self.config.sleep < 2
 
     def close(self) -> None:
-        """Ends the engine. It takes the default process group along: nothing collective after."""
+        """Ends the engine and with it the default process group: no collectives afterwards."""
         if self.written is not None:
             self.written.remove()
-        with contextlib.suppress(Exception):  # it may be what broke
+        with contextlib.suppress(Exception):  # the engine itself may have failed
             self.engine.engine_core.shutdown()
 
     def load(self, step: int) -> None:
-        """Loads the policy's weights; wakes up the weights' memory, not yet the cache's."""
+        """Loads the policy's weights; wakes up the memory of weights only, not the KV cache."""
         self._wake("weights")
         try:
             if self.lora_rank is None:
                 self._reload()
             else:
                 self._load_adapter()
-        except Exception as error:  # some layers are new, some old, some nowhere
+        except Exception as error:  # the engine's weights are partly updated: not recoverable
             said = f"vLLM could not take the weights of step {step}: {error}"
             if self.lora_rank is not None:
                 said = f"vLLM could not take the adapter of step {step}: {str(error)[:400]}"
@@ -252,7 +252,7 @@ class ColocatedGenerator(VllmGenerator):
         self.engine.set_weight_version(str(step))
         if not self.sleeping and not self.engine.reset_prefix_cache():
             raise TrainingError("vLLM kept its prefix cache after new weights.", alone=True)
-        # Features of images, which the scheduler takes to be there still.
+        # The scheduler would otherwise reuse cached image features of the old weights.
         self.engine.reset_encoder_cache()
 
     def _reload(self) -> None:
@@ -266,10 +266,10 @@ class ColocatedGenerator(VllmGenerator):
             self.llm.apply_model(refresh_packed_heads)
 
     def _load_adapter(self) -> None:
-        """Writes the adapter by the main process, and makes every engine read it."""
+        """Writes the adapter on the main process, and makes every engine read it."""
         from vllm.lora.request import LoRARequest
 
-        tensors = list(self.weights())  # a sharded policy is gathered by all
+        tensors = list(self.weights())  # collective if the policy is sharded
         with self.workers.raise_together():
             if self.workers.is_main:
                 if self.written is None:
@@ -283,15 +283,15 @@ class ColocatedGenerator(VllmGenerator):
         self.lora_request = LoRARequest("policy", 1, path)
 
     def _wake_up(self) -> None:
-        """Wakes the engine up; asleep it would wait forever."""
-        if not self.has_weights:  # it sampled, slept, and was sent nothing since
+        """Wakes the engine up; a sleeping engine would wait forever."""
+        if not self.has_weights:  # no update since a sleep of level 2
             self.load(self.step)
         self._wake("weights")
         self._wake("kv_cache")
 
     def _wake(self, what: str) -> None:
         if what in self.sleeping:
-            memory.release()  # what the update has left in torch's own cache
+            memory.release()  # memory that the update has left in torch's caching allocator
             self.llm.wake_up(tags=[what])
             self.sleeping.remove(what)
 
@@ -299,7 +299,7 @@ class ColocatedGenerator(VllmGenerator):
         assert self.weight_check is not None
         self._wake_up()
         difference = self.weight_check.difference(trainer, self._score(self.weight_check.rows))
-        # One answer for all, since all have to load again.
+        # The maximum over processes, since all have to reload together.
         return {"vLLM": self.workers.max(difference)}
 
     def _score(self, rows: Sequence[Scored]) -> list[list[float]]:
@@ -323,10 +323,10 @@ class ColocatedGenerator(VllmGenerator):
         self.engine.add_request(str(number), prompt, params, lora_request=self.lora_request)
 
     def _rendered(self, prompts: Sequence[Prompt]) -> list[Any]:
-        """Returns prompts in the form that the engine takes.
+        """Returns prompts in the form that the engine accepts.
 
         Raises:
-            TrainingError: vLLM refuses one, such as more images than `engine_args` let through.
+            TrainingError: vLLM refuses a prompt, such as one with more images than is allowed.
         """
         given = [images.in_process(p) for p in prompts]
         try:
@@ -340,7 +340,7 @@ class ColocatedGenerator(VllmGenerator):
             ) from error
 
     def _finished(self, then: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Any]]:
-        """Yields (number, output) of each request when it is done.
+        """Yields (number, output) for each request when it is done.
 
         Args:
             then: called after each step; may add requests.
@@ -351,7 +351,7 @@ class ColocatedGenerator(VllmGenerator):
         while self.engine.has_unfinished_requests():
             if self.config.tensor_parallel == 1:
                 heartbeat.beat()
-            else:  # the others of this engine take the next step together with this process
+            else:  # no interrupt here: the engine's other processes take the same step
                 heartbeat.touch()
             for output in self.engine.step():
                 if output.finished:
@@ -361,7 +361,7 @@ class ColocatedGenerator(VllmGenerator):
     def _of_engine(
         self, own: list[tuple[Prompt, dict[str, Any]]]
     ) -> tuple[list[tuple[Prompt, dict[str, Any]]], int]:
-        """Returns (prompts and parameters of the engine's processes, where this one's begin)."""
+        """Returns (prompts and parameters of the engine's processes, index of this one's first)."""
         size = self.config.tensor_parallel
         if size == 1:
             return own, 0
@@ -372,7 +372,7 @@ class ColocatedGenerator(VllmGenerator):
 
     def _completion(self, output: Any) -> Completion:
         ids = list(output.token_ids)
-        logprobs = output.logprobs  # flat, with one entry a position: the sampled token's
+        logprobs = output.logprobs  # flat, with one entry per position: the sampled token's
         assert logprobs.token_ids == ids, "vLLM reports the log-probability of the sampled token"
         found = {span.version for span in output.weight_versions or ()}
         if found != {str(self.step)}:
@@ -384,7 +384,7 @@ class ColocatedGenerator(VllmGenerator):
 
 
 def _typed(params: dict[str, Any], **more: Any) -> Any:
-    """Returns SamplingParams made from these fields."""
+    """Returns vLLM's SamplingParams with these fields."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
     if "structured_outputs" in params:
@@ -393,9 +393,9 @@ def _typed(params: dict[str, Any], **more: Any) -> Any:
 
 
 class _Apart:
-    """Restores the trainer's random streams and thread count after each use of vLLM.
+    """Restores the trainer's random states and thread count after each use of vLLM.
 
-    The engine's streams go on where they stood when the engine was left.
+    The engine's own random states continue from one use to the next.
     """
 
     def __init__(self) -> None:

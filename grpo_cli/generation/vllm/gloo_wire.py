@@ -1,4 +1,4 @@
-"""Connects one trainer process and the workers of one server by gloo. Needs only torch."""
+"""A gloo process group of one trainer process and one server's workers. Imports only torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 
 def local_address(host: str, port: int) -> str:
-    """Returns this machine's address on the route to another; nothing is sent."""
+    """Returns this machine's address on the route to `host`; sends nothing."""
     family, _, _, _, address = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -23,16 +23,16 @@ def local_address(host: str, port: int) -> str:
 
 
 def listen(address: str, size: int, timeout: float) -> tuple[TCPStore, int]:
-    """Returns the store at which a group of `size` meets, and its port, any free one.
+    """Returns the rendezvous store for a group of `size`, and its port, a free one.
 
     Raises:
         OSError: the address is not this machine's.
     """
-    # Bound here: torch's rendezvous by address would join torchrun's own store instead.
+    # Bound here, since torch's rendezvous by address would join torchrun's own store.
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.create_server((address, 0), family=family, backlog=64)
     port = int(listening.getsockname()[1])
-    # The store takes the socket over, and closes it.
+    # The store takes ownership of the socket.
     store = TCPStore(
         address, port, size, is_master=True, timeout=timedelta(seconds=timeout),
         wait_for_workers=False, master_listen_fd=listening.detach(),
@@ -44,7 +44,7 @@ def join(address: str, port: int, rank: int, size: int, timeout: float) -> Any:
     """Joins the group that meets at an address, as a worker.
 
     Raises:
-        RuntimeError: nobody is there, or not all came, within `timeout` seconds.
+        RuntimeError: the group was not complete within `timeout` seconds.
     """
     store = TCPStore(
         address, port, size, is_master=False, timeout=timedelta(seconds=timeout),
@@ -54,7 +54,7 @@ def join(address: str, port: int, rank: int, size: int, timeout: float) -> Any:
 
 
 def group(store: Any, own_address: str, rank: int, size: int, timeout: float) -> Any:
-    """Returns a process group beside the default one; `timeout` s to meet and for an operation."""
+    """Returns a process group beside the default one; `timeout` s to connect and per operation."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._threads = 1  # see distributed/workers.py
     options._devices = [ProcessGroupGloo.create_device(hostname=own_address)]

@@ -1,7 +1,7 @@
-"""Prompts with images in the forms that vLLM takes, in process and over HTTP.
+"""Prompts with images in the forms that vLLM accepts, in process and over HTTP.
 
-vLLM makes the tokens of images itself. It is given one placeholder token for each image, and the
-tokens that it makes of the prompt must be those that the trainer has:
+vLLM expands images into tokens itself. It gets one placeholder token per image, and its expanded
+prompt must equal the trainer's tokens:
 
     Prompt.ids    [1, 92, 10, 256, 256, 256, 256, 51]   an image of 4 tokens
     to vLLM       [1, 92, 10, 256, 51] and the image
@@ -17,18 +17,18 @@ from typing import Any
 from grpo_cli.errors import TrainingError
 from grpo_cli.records import Prompt
 
-FAST = 1  # zlib's level: a PNG travels to a server once
+FAST = 1  # zlib level; each PNG is sent only once
 
 
 def given_ids(prompt: Prompt) -> list[int]:
-    """Returns the token ids that vLLM is given, with one placeholder for each image."""
+    """Returns the token ids for vLLM, with one placeholder for each image."""
     if prompt.vision is None:
         return list(prompt.ids)
     return prompt.vision.collapsed(prompt.ids, prompt.images)
 
 
 def in_process(prompt: Prompt) -> dict[str, Any]:
-    """Returns a prompt for vLLM's engine in this process."""
+    """Returns a prompt in the form of vLLM's in-process engine."""
     given: dict[str, Any] = {"prompt_token_ids": given_ids(prompt)}
     if prompt.images:
         given["multi_modal_data"] = {"image": [image.open() for image in prompt.images]}
@@ -36,7 +36,7 @@ def in_process(prompt: Prompt) -> dict[str, Any]:
 
 
 def over_http(prompt: Prompt) -> dict[str, Any]:
-    """Returns the fields of a request to a server: its images as PNG, as the trainer reads them."""
+    """Returns a prompt as fields of a request to a server; images are sent as PNG, losslessly."""
     given: dict[str, Any] = {"token_ids": given_ids(prompt)}
     if prompt.images:
         given["return_token_ids"] = True
@@ -47,10 +47,10 @@ def over_http(prompt: Prompt) -> dict[str, Any]:
 
 
 def check_ids(prompt: Prompt, found: Sequence[int] | None) -> None:
-    """Checks that vLLM made the trainer's tokens of a prompt with images.
+    """Checks that vLLM expanded a prompt with images to the trainer's tokens.
 
     Raises:
-        TrainingError: it made others, so that its log-probabilities are of another prompt.
+        TrainingError: the tokens differ, so that vLLM's log-probabilities are of another prompt.
     """
     if prompt.images and list(found or ()) != list(prompt.ids):
         raise TrainingError(

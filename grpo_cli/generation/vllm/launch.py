@@ -1,10 +1,10 @@
-"""Starts vLLM's OpenAI server as a process, watches it, and ends it with everything below it.
+"""Starts vLLM's OpenAI server as a process, watches it, and ends it with all child processes.
 
-The processes, and who ends whom:
+The processes:
 
-    grpo serve          checks, starts, reports; ends the others when a signal stops it
-    └ keep()            its child, leads a session of its own; ends the session when grpo is gone
-      └ vLLM's server   and below it vLLM's engine and workers
+    grpo serve          checks, starts, reports; ends the others when it gets a signal
+    └ keep()            leads a session of its own; ends the session when grpo has ended
+      └ vLLM's server   with vLLM's engine and workers as children
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ EXTENSION = "grpo_cli.generation.vllm.worker.WorkerExtension"
 MIDDLEWARE = "grpo_cli.generation.vllm.server_key.KeyMiddleware"
 GIB = 2**30
 
-POLL_SECONDS = 0.2  # between two looks at the server
-REPORT_SECONDS = 5.0  # between two lines while it starts
-TERM_SECONDS = 10.0  # that the server has to end by itself after SIGTERM
+POLL_SECONDS = 0.2  # interval between checks of the server
+REPORT_SECONDS = 5.0  # interval between progress lines while it starts
+TERM_SECONDS = 10.0  # time between SIGTERM and SIGKILL
 
 
 @dataclass
 class ServerSettings:
-    """The words of `grpo serve`; all others compose the recipe."""
+    """The settings of `grpo serve`; all other arguments compose the recipe."""
 
     model: str | None = knob(
         None,
@@ -105,23 +105,23 @@ class ServerSettings:
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """Everything that the server is started with."""
+    """The complete settings of a server."""
 
     settings: ServerSettings
-    path: str  # of the model: a folder or a hub name
+    path: str  # the model's folder or hub name
     dtype: str
     max_model_len: int | None  # None: the model's own
     transfer: str
     gpus: int
     revision: str | None = None
     trust_remote_code: bool = False
-    max_lora_rank: int | None = None  # None: no adapter is applied
-    head_dtype: str = "auto"  # of the output head; auto: the engine's
-    key: str = field(default="", repr=False)  # that requests must carry
+    max_lora_rank: int | None = None  # None: the server applies no adapters
+    head_dtype: str = "auto"  # auto: the engine's dtype
+    key: str = field(default="", repr=False)  # secret that requests must carry
 
     @property
     def backend(self) -> str:
-        """Returns vLLM's name of the weight transfer; for `disk` any that the platform has."""
+        """Returns vLLM's name of the weight transfer; for `disk`, any that the platform has."""
         if self.transfer == "disk":
             return "nccl" if self.gpus else "gloo"
         return self.transfer
@@ -141,7 +141,7 @@ class ServerPlan:
             "worker_extension_cls": EXTENSION,
             "middleware": MIDDLEWARE,
             "weight_transfer_config": {"backend": self.backend},
-            "disable_uvicorn_access_log": True,  # the log is for what goes wrong
+            "disable_uvicorn_access_log": True,  # keeps the log short, for errors
             "max_model_len": self.max_model_len,
             "tensor_parallel_size": s.tensor_parallel,
             "data_parallel_size": s.data_parallel,
@@ -156,18 +156,18 @@ class ServerPlan:
             rank = lora.max_rank(self.max_lora_rank)
             flags |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
         flags |= {**s.engine_args, **of_head(self.head_dtype, s.engine_args)}
-        # -P: a random.py in the working folder is not Python's own.
+        # -P: a random.py in the working folder must not shadow Python's own.
         return [sys.executable, "-P", "-m", MODULE, *_flags(flags)]
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Returns the server's environment: `inherited` with what the server needs."""
+        """Returns the server's environment: `inherited` and the server's own variables."""
         path = os.pathsep.join(filter(None, [str(IMPORT_ROOT), inherited.get("PYTHONPATH")]))
         out = {**inherited, "PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1"}
         out[server_key.KEY] = self.key
         if self.max_lora_rank is not None:
             out["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if not self.gpus:
-            # They save half a minute of g++ at the first request, and one process.
+            # Saves half a minute of g++ at the first request, and one process.
             out.setdefault("TORCH_COMPILE_DISABLE", "1")
             out.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         return out
@@ -196,12 +196,12 @@ def check_port(host: str, port: int) -> None:
 
 
 def say(text: str) -> None:
-    """Prints a line at once, for whoever waits for it in a file."""
+    """Prints a line and flushes, so that readers of a log file see it at once."""
     print(text, flush=True)
 
 
 def prepare_log(settings: ServerSettings) -> Path:
-    """Creates an empty log file, linked from where the trainer looks for it, and returns its path.
+    """Creates an empty log file, linked from the trainer's default path, and returns its path.
 
     Raises:
         UserError: the file cannot be written.
@@ -223,7 +223,7 @@ def prepare_log(settings: ServerSettings) -> Path:
 
 @contextmanager
 def signals_noted() -> Iterator[list[int]]:
-    """Within the context, Ctrl-C and SIGTERM only append their number to the yielded list."""
+    """Within the context, SIGINT and SIGTERM only append their number to the yielded list."""
     noted: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {n: signal.signal(n, lambda number, frame: noted.append(number)) for n in numbers}
@@ -236,7 +236,7 @@ def signals_noted() -> Iterator[list[int]]:
 
 @contextmanager
 def running(plan: ServerPlan, log: Path, noted: list[int]) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs the server for the length of the context, then ends it and all its child processes."""
+    """Runs the server within the context, then ends it and all its child processes."""
     command, environment = plan.command(), plan.environment(os.environ)
     with log.open("wb") as file:
         file.write(f"{shlex.join(command)}\n".encode())
@@ -249,11 +249,11 @@ def running(plan: ServerPlan, log: Path, noted: list[int]) -> Iterator[subproces
                 "from grpo_cli.generation.vllm.launch import keep; keep()",
                 *command,
             ],
-            stdin=subprocess.PIPE,  # `keep` reads its end when this process is gone
+            stdin=subprocess.PIPE,  # `keep` sees end of file when this process has ended
             stdout=file,
             stderr=file,
             env=environment,
-            start_new_session=True,  # Ctrl-C reaches grpo only; the session is killed as one
+            start_new_session=True,  # Ctrl-C reaches only grpo; the session is killed as a whole
         )
     try:
         yield server
@@ -262,7 +262,7 @@ def running(plan: ServerPlan, log: Path, noted: list[int]) -> Iterator[subproces
         with suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGTERM)
         deadline = time.monotonic() + TERM_SECONDS
-        # A second signal kills it without waiting.
+        # A second signal kills the server without waiting.
         while server.poll() is None and time.monotonic() < deadline and len(noted) == first:
             time.sleep(POLL_SECONDS)
         with suppress(ProcessLookupError):
@@ -273,10 +273,10 @@ def running(plan: ServerPlan, log: Path, noted: list[int]) -> Iterator[subproces
 
 
 def keep() -> None:
-    """Runs the command in `sys.argv` and leaves no process of it behind.
+    """Runs the command in `sys.argv` and ends all its processes.
 
-    This process leads the session of the command. When the command has ended, or the parent has
-    (standard input is then at its end), the complete session is killed, this process included.
+    This process leads the session of the command. When the command or the parent has ended (stdin
+    is then at end of file), the complete session is killed, including this process.
     """
     # A handler, because the command would inherit SIG_IGN.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
@@ -311,7 +311,7 @@ def wait_until_ready(
             raise TrainingError(failure(what, log))
         if now - spoken >= REPORT_SECONDS:
             spoken = now
-            last = last_lines(text_of(log), 1).partition("] ")  # behind vLLM's [file:line]
+            last = last_lines(text_of(log), 1).partition("] ")  # strips vLLM's [file:line]
             say(f"  {now - begin:.0f} s: {last[2] or last[0]}")
         time.sleep(POLL_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Checks which adapters vLLM can apply itself (`adapter.sync=adapter`), by peft's config."""
+"""Checks by peft's config whether vLLM can apply an adapter itself (`adapter.sync=adapter`)."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's max_lora_rank
-INITS = (True, False, "gaussian", "orthogonal", "eva")  # the weights under the adapter stay
+INITS = (True, False, "gaussian", "orthogonal", "eva")  # inits that keep the base weights
 OTHER_WAY = "use adapter.sync=merge, which sends merged weights"
 
 
 def check(config: LoraConfig) -> None:
-    """Checks that vLLM can apply an adapter of this form.
+    """Checks that vLLM can apply an adapter with this config.
 
     Raises:
-        UserError: it cannot.
+        UserError: vLLM cannot.
     """
     if reason := next(_reasons(config), None):
         raise UserError(f"adapter.sync = adapter: {reason}; {OTHER_WAY}.")
 
 
 def are_different(own: tuple[str, str | None], served: tuple[str, str | None]) -> bool:
-    """Returns whether two models are known to be different, by (folder or hub name, revision).
+    """Returns whether two models, (folder or hub name, revision), are known to be different.
 
-    A folder and a hub name may hold the same weights, and so may a folder on another machine: then
-    only the check of weights can tell.
+    A folder may hold the same weights as a hub name or as a folder on another machine; only the
+    weight check can tell then.
     """
     local = [Path(name).is_dir() for name, _ in (own, served)]
     if all(local):
@@ -70,5 +70,5 @@ def largest_rank(config: LoraConfig) -> int:
 
 
 def max_rank(rank: int) -> int:
-    """Returns the smallest max_lora_rank of vLLM that has room for a rank."""
+    """Returns the smallest value of vLLM's max_lora_rank that is at least `rank`."""
     return min(allowed for allowed in RANKS if allowed >= rank)

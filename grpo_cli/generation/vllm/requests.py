@@ -1,4 +1,4 @@
-"""Builds requests to vLLM and reads its answers, in process and over HTTP alike."""
+"""Builds requests to vLLM and reads its answers, both in process and over HTTP."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from grpo_cli.errors import TrainingError
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.records import Completion
 
-LOWEST = -9998.0  # vLLM writes -9999 for a log-probability that it has not
-BANNED = -100.0  # the lowest bias of a logit that vLLM takes: a probability below 1e-40
+LOWEST = -9998.0  # vLLM writes -9999 for a missing log-probability
+BANNED = -100.0  # the lowest logit bias that vLLM accepts: a probability below 1e-40
 
 
 def sampling_params(
@@ -20,17 +20,17 @@ def sampling_params(
     seed: int | None,
     structured: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Returns the fields of vLLM's SamplingParams, each that a server could have a default for.
+    """Returns the fields of vLLM's SamplingParams, all that a server may have a default for.
 
-    The tokens that end a completion are listed; vLLM's own eos is ignored.
+    The tokens that end a completion are listed explicitly; vLLM's own eos is ignored.
     """
     greedy = sampling.temperature == 0
     never = dict.fromkeys(sampling.never, BANNED)
     allowed = [token for token in sampling.allowed_token_ids if token not in never]
     params: dict[str, Any] = {
-        "n": 1 if greedy else num_generations,  # the others would be the same
+        "n": 1 if greedy else num_generations,  # greedy completions would be equal
         "max_tokens": sampling.max_tokens,
-        # vLLM counts without the eos, and looks for stop strings from the token after that.
+        # vLLM's count excludes the eos; it checks stop strings only after the minimum.
         "min_tokens": max(sampling.min_tokens - 1, 0),
         "temperature": sampling.temperature,
         "top_p": 1.0 if greedy else sampling.top_p,
@@ -44,7 +44,7 @@ def sampling_params(
         "stop": list(sampling.stop) or None,
         "stop_token_ids": list(eos_ids),
         "ignore_eos": True,
-        "logprobs": 0,  # of the sampled token alone
+        "logprobs": 0,  # only of the sampled token
         "detokenize": bool(sampling.stop),
         "skip_special_tokens": False,
     }
@@ -58,36 +58,36 @@ def sampling_params(
 def completion(
     ids: Sequence[int], logprobs: Sequence[float], finish_reason: str | None, sampled_at: int
 ) -> Completion:
-    """Returns a completion that vLLM made, after checking it.
+    """Returns a completion from vLLM's output, after checking it.
 
     Args:
-        sampled_at: the oldest of the steps whose weights its tokens were sampled with.
+        sampled_at: step of the oldest weights that a token was sampled with.
 
     Raises:
-        TrainingError: it was broken off, or has no log-probabilities.
+        TrainingError: it was aborted, or lacks log-probabilities.
     """
     if finish_reason not in ("stop", "length"):
         raise TrainingError(f"vLLM broke a completion off ({finish_reason}).", alone=True)
     if len(ids) != len(logprobs) or not ids:
         said = f"vLLM returned {len(ids)} tokens and {len(logprobs)} log-probs."
         raise TrainingError(said, alone=True)
-    if not all(logprob >= LOWEST for logprob in logprobs):  # NaN neither
+    if not all(logprob >= LOWEST for logprob in logprobs):  # also catches NaN
         raise TrainingError("vLLM returned a token without its log-probability.", alone=True)
     reason: Literal["stop", "length"] = "stop" if finish_reason == "stop" else "length"
     return Completion(list(ids), list(logprobs), reason, sampled_at)
 
 
 def repeated(group: list[Completion], num_generations: int) -> list[Completion]:
-    """Returns the group; a single greedy completion is repeated for all, since they are equal."""
+    """Returns the group; repeats a single greedy completion `num_generations` times."""
     return group * num_generations if len(group) == 1 else group
 
 
 def check_lengths(longest: int, max_tokens: int, max_model_len: int, whose: str) -> None:
-    """Raises a TrainingError where vLLM would cut completions short without a word.
+    """Raises a TrainingError if vLLM would truncate completions without a warning.
 
     Args:
-        longest: tokens of the longest prompt.
-        whose: where the limit is set, for the message.
+        longest: length of the longest prompt in tokens.
+        whose: the limit's owner or key, for the message.
     """
     if longest + max_tokens > max_model_len:
         raise TrainingError(
@@ -101,10 +101,10 @@ def prompt_logprobs(ids: Sequence[int], found: Sequence[dict[int, float] | None]
     """Returns the log-probabilities of a prompt's tokens except the first, [len(ids) - 1].
 
     Args:
-        found: at each token, log-probabilities by token id; None at the first.
+        found: for each token, log-probabilities by token id; None for the first.
 
     Raises:
-        TrainingError: the engine left some out.
+        TrainingError: a log-probability is missing.
     """
     known = zip(ids[1:], found[1:], strict=False)
     logprobs = [row[token] for token, row in known if row is not None and token in row]

@@ -1,8 +1,8 @@
 """Samples from vLLM servers: spreads prompts over them, sends weights, drops servers that fail.
 
-Each training process sends its own prompts to the servers. Only process 0 sends weights, and it
-tells the other processes which servers have them. A server that fails is dropped and its prompts go
-to the others; a server that is back gets the weights with the next update.
+Each training process sends its own prompts to the servers. Only process 0 sends weights; it then
+broadcasts which servers have them. If a server fails, it is dropped and its prompts go to the
+others. A server that is back gets the weights with the next update.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ from grpo_cli.generation.vllm.weight_transfer import Link
 from grpo_cli.models.loading import base_of
 from grpo_cli.records import Completion
 
-IN_FLIGHT = (
-    2048  # completions asked of a server at a time, where generation.max_num_seqs says nothing
-)
-BEAT = 1.0  # seconds between two looks whether the run has to end
-SOON = 0.1  # seconds until a batch looks again whether a server has room
-SOCKETS = 256  # requests of a process to a server at a time; many systems allow 1,024 files in all
+IN_FLIGHT = 2048  # default of generation.max_num_seqs: completions in flight per server
+BEAT = 1.0  # seconds between checks for an interrupt of the run
+SOON = 0.1  # seconds between checks for a server with room
+SOCKETS = 256  # requests in flight per process and server; many systems allow 1,024 open files
 
 
 class Load:
@@ -48,13 +46,13 @@ class Load:
         self.most_rows = most_rows
         self.rows: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
-        self.lock = threading.Lock()  # batches that are begun ahead are sampled in threads
+        self.lock = threading.Lock()  # prefetched batches are sampled in threads
 
     def take(self, live: Sequence[Server], rows: int, home: str | None = None) -> Server | None:
-        """Returns a server and counts a request of `rows`; None if all are full.
+        """Reserves a server for a request of `rows` completions; returns None if all are full.
 
         Args:
-            home: address of the server to take if it has room; else the least busy is taken.
+            home: address of the preferred server; if it is full, the least busy one is used.
         """
         with self.lock:
             order = sorted(live, key=lambda s: (s.url != home, self.rows[s.url]))
@@ -69,7 +67,7 @@ class Load:
         return self.requests[server.url] < SOCKETS and not (busy and busy + rows > self.most_rows)
 
     def give_back(self, server: Server, rows: int) -> None:
-        """Counts a request as done."""
+        """Releases the server from a finished request."""
         with self.lock:
             self.rows[server.url] -= rows
             self.requests[server.url] -= 1
@@ -77,12 +75,12 @@ class Load:
 
 @dataclass(eq=False)
 class _Ask:
-    """A prompt that servers are asked to complete."""
+    """One prompt of a request, which is sent to a server."""
 
     request: Request
-    number: int  # of the prompt in the request
+    number: int  # index of the prompt in the request
     hand_over: OnGroup
-    is_again: bool = False  # whether a server has failed with it
+    is_again: bool = False  # whether a server has failed on it before
 
     @property
     def rows(self) -> int:
@@ -91,12 +89,12 @@ class _Ask:
 
     @property
     def conversations(self) -> Sequence[int]:
-        """The conversations of its completions; none if nothing follows."""
+        """The conversation numbers of its completions; empty without later turns."""
         first = self.number * self.rows
         return self.request.conversations[first : first + self.rows]
 
     def home(self, homes: Mapping[int, str]) -> str | None:
-        """Returns the address of the server that has what came before; None if none has."""
+        """Returns the server that has the conversation's earlier turns cached, or None."""
         return next((homes[c] for c in self.conversations if c in homes), None)
 
 
@@ -110,16 +108,16 @@ class ServerGenerator(VllmGenerator):
         return contradictions_of_servers(recipe)
 
     def __init__(self, setup: EngineSetup, weight_check: WeightCheck | None) -> None:
-        """Waits for the servers; every process does it.
+        """Waits for the servers. Every process calls it.
 
         Raises:
-            UserError: one is not up in time, serves another model, or is too short for the data.
+            UserError: a server is not up in time, serves another model, or has too small a limit.
         """
         super().__init__(setup, weight_check)
         self.in_flight = Load(setup.recipe.generation.max_num_seqs or IN_FLIGHT)
         key_file = self.config.key_file
         self.servers = [Server(url.rstrip("/"), key_file) for url in self.config.servers]
-        self.base: tuple[str, str | None] | None = None  # under an adapter; None: not known
+        self.base: tuple[str, str | None] | None = None  # adapter's base model; None: not known
         if self.lora_rank is not None and (path := setup.recipe.model.path) is not None:
             config, base = base_of(setup.recipe.model, path)
             self.base = base, config.revision
@@ -136,16 +134,16 @@ class ServerGenerator(VllmGenerator):
             )
         if weight_check is not None:
             weight_check.dtype = min(dtypes)  # bfloat16 before float32
-        # Another run's versions are not taken for this one's.
+        # A run id, so that another run's weight versions are not mistaken for this one's.
         self.run = self.workers.gather(uuid.uuid4().hex[:8])[0]
         if self.lora_rank is not None:
             for server in self.servers:
                 server.adapter = self.run
-        self.versions: dict[str, int] = {}  # by what servers report, the step they are of
+        self.versions: dict[str, int] = {}  # version that servers report -> step
         self.prefetch_steps = self.config.prefetch_steps
-        self.links: dict[str, Link] = {}  # of process 0, by address
-        self.live: set[str] = set()  # servers with the newest weights
-        self.why_lost: dict[str, str] = {}  # by address, of those that are not among them
+        self.links: dict[str, Link] = {}  # by address; only on process 0
+        self.live: set[str] = set()  # addresses of servers with the newest weights
+        self.why_lost: dict[str, str] = {}  # error of each lost server, by address
 
     def check_images(self) -> None:
         super().check_images()
@@ -160,9 +158,9 @@ class ServerGenerator(VllmGenerator):
             asyncio.run(self._sample(request, hand_over))
 
     def converse(self, request: Request, hand_over: OnGroup, feed: Feed) -> None:
-        """Asks for each conversation's next turn as soon as the feed has it, unless in rounds.
+        """Requests each next turn as soon as the feed has it, or samples in rounds if repeatable.
 
-        A conversation stays on its server, which has its keys and values.
+        A conversation stays on its server, which has its KV cache.
         """
         if feed.is_repeatable:
             super().converse(request, hand_over, feed)
@@ -182,14 +180,14 @@ class ServerGenerator(VllmGenerator):
     def load(self, step: int) -> None:
         version = f"{self.run}:{step}"
         self.versions[version] = step
-        # A server that any process has lost is looked at anew.
+        # A server that any process has lost is checked again.
         told = self.workers.gather((self.live, self.why_lost))
         known = set.intersection(*(live for live, _ in told))
         for rank, (live, why_lost) in enumerate(told[1:], 1):
             for url in self.live - live:
                 self.say(f"note: process {rank}: {why_lost.get(url, url)}")
         self._send(version, known)
-        self.step = step  # what is asked from here on has the new weights
+        self.step = step  # later requests use the new weights
 
     def close(self) -> None:
         for link in self.links.values():
@@ -197,20 +195,20 @@ class ServerGenerator(VllmGenerator):
                 link.release()
             link.close()
         self.links = {}
-        with contextlib.suppress(OSError):  # there is none, or it holds another's folder
+        with contextlib.suppress(OSError):  # it does not exist, or another server's files are in it
             self.folder.rmdir()
 
     async def _sample(self, request: Request, hand_over: OnGroup, feed: Feed | None = None) -> None:
-        """Asks the least busy server for each prompt; those of a lost server go to the others.
+        """Sends each prompt to the least busy server; prompts of a lost server go to the others.
 
         Args:
-            feed: has more requests while these are sampled.
+            feed: supplies more requests while these are sampled.
         """
         oldest = self.step
         waiting: deque[_Ask] = deque()
         tasks: dict[asyncio.Task[list[Completion]], tuple[Server, _Ask]] = {}
         watches: dict[str, asyncio.Task[ServerLost]] = {}  # by address
-        homes: dict[int, str] = {}  # by conversation, the address of its server
+        homes: dict[int, str] = {}  # conversation -> address of its server
         news, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def steps(version: str) -> int:
@@ -222,7 +220,7 @@ class ServerGenerator(VllmGenerator):
             waiting.extend(_Ask(request, n, hand_over) for n in range(len(request.prompts)))
 
         def notice() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(news.set)
 
         async def ask(server: Server, a: _Ask) -> list[Completion]:
@@ -248,10 +246,10 @@ class ServerGenerator(VllmGenerator):
                 self.in_flight.give_back(server, a.rows)
 
         async def wait() -> None:
-            """Waits for an answer, for the feed, or a moment."""
+            """Waits for an answer, for the feed, or for a timeout."""
             begun, nothing_asked = time.monotonic(), not tasks
             noticed = asyncio.create_task(news.wait())
-            # Others of this process may have all there is of the servers.
+            # Other batches of this process may occupy all servers.
             moment = SOON if waiting and nothing_asked else BEAT
             await asyncio.wait(
                 [*tasks, noticed], timeout=moment, return_when=asyncio.FIRST_COMPLETED
@@ -260,7 +258,7 @@ class ServerGenerator(VllmGenerator):
             if feed is not None and nothing_asked and not waiting:
                 feed.seconds_waited += time.monotonic() - begun
 
-        # A connection for each request: servers close those that they keep when they please.
+        # A new connection per request, since servers close kept connections at any time.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx2.Timeout(None, connect=QUICK)
         async with httpx2.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client:
@@ -304,7 +302,7 @@ class ServerGenerator(VllmGenerator):
                 await asyncio.gather(*left, return_exceptions=True)
 
     async def _watch(self, server: Server, client: httpx2.AsyncClient) -> ServerLost:
-        """Returns once a server does not answer, or was lost by a request or an update."""
+        """Returns the error once a server stops answering, or a request or update has lost it."""
         watch = asyncio.create_task(server.watch(client))
         try:
             while server.url in self.live:
@@ -316,7 +314,7 @@ class ServerGenerator(VllmGenerator):
         return ServerLost(self.why_lost.get(server.url, server.url))
 
     def _live(self) -> list[Server]:
-        """Returns the servers with the newest weights; each process begins with another."""
+        """Returns the servers with the newest weights, rotated by rank to spread the load."""
         live = [s for s in self.servers if s.url in self.live]
         first = self.workers.rank % len(live) if live else 0
         return live[first:] + live[:first]
@@ -333,10 +331,10 @@ class ServerGenerator(VllmGenerator):
         return "no server is left. " + "\n".join(self.why_lost.values())
 
     def _send(self, version: str, known: set[str]) -> None:
-        """Sends the weights from process 0; the others take part in gathering them.
+        """Sends the weights from process 0; the others join in gathering them.
 
         Args:
-            known: addresses of servers that no process has lost.
+            known: addresses of the servers that no process has lost.
         """
         weights = self.weights()
         with self.workers.raise_together():  # before the others begin to gather
@@ -353,12 +351,12 @@ class ServerGenerator(VllmGenerator):
                 if not self.live:
                     raise TrainingError(self._all_lost())
             else:
-                for _ in weights:  # a sharded policy is gathered by all
+                for _ in weights:  # gathering a sharded policy is collective
                     pass
         self.live = set(self.workers.gather(self.live)[0])
 
     def _check(self, server: Server) -> None:
-        """Raises a UserError if a server that was greeted has too little room, or no adapters."""
+        """Raises a UserError if a server's length limit, adapters or weights do not fit the run."""
         if self.longest > server.max_model_len:
             raise UserError(
                 f"generation.vllm.servers: {server.url} was started with max_model_len = "
@@ -389,7 +387,7 @@ class ServerGenerator(VllmGenerator):
             )
 
     def _connect(self, known: set[str]) -> None:
-        """Connects to servers that are new, back, or were lost by some process."""
+        """Connects to servers that are new, are back, or were lost by a process."""
         for number, server in enumerate(self.servers):
             worker_ids = server.worker_ids
             if server.url in self.links and server.url in known:
@@ -405,7 +403,7 @@ class ServerGenerator(VllmGenerator):
                     why = f"computes in {server.dtype} now, and the run began in {began}"
                     raise UserError(f"{server.url} {why}")
                 if server.url in self.links and server.worker_ids == worker_ids:
-                    continue  # it is the same, and was only slow
+                    continue  # the same server process, which was only slow
                 if (stale := self.links.pop(server.url, None)) is not None:
                     stale.close()
                 self.links[server.url] = weight_transfer.connect(
@@ -424,12 +422,12 @@ class ServerGenerator(VllmGenerator):
                 self._drop(server.url, str(error))
 
     def _drop(self, url: str, why: str) -> None:
-        """Closes the link to a lost server."""
+        """Closes the link to a lost server, and reports the reason."""
         if (link := self.links.pop(url, None)) is not None:
             link.close()
         if url in self.live:
             self._lose(next(s for s in self.servers if s.url == url), why)
-        elif self.why_lost.get(url) != why:  # said once, not at every step
+        elif self.why_lost.get(url) != why:  # report it once, not at every step
             self.why_lost[url] = why
             self.say(f"note: {why}")
 

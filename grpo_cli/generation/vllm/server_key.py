@@ -1,6 +1,6 @@
 """The key of a vLLM server: `grpo serve` makes it, and trainers send it with every request.
 
-Some of vLLM's routes change weights and run code, and its own `--api-key` guards only a part of
+Some of vLLM's routes change weights and run code, and its own `--api-key` protects only some of
 them. `KeyMiddleware` runs inside the server, before any route and before a body is read.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 from grpo_cli.config.cache import cache_dir
 from grpo_cli.errors import UserError
 
-KEY = "GRPO_SERVER_KEY"  # the variable that hands the key to a process
+KEY = "GRPO_SERVER_KEY"  # environment variable with the key
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -28,12 +28,12 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 def headers(key: str) -> dict[str, str]:
-    """Returns the headers by which a request shows the key; none without a key."""
+    """Returns the headers that carry the key; {} without a key."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def source(key_file: str | None) -> str:
-    """Returns where the key is read from, in words: the variable, or the path of a file."""
+    """Returns the source of the key, for messages: the variable's name, or the path of a file."""
     if key_file is None and KEY in os.environ:
         return f"${KEY}"
     return str(Path(key_file).expanduser() if key_file else cache_dir() / "serve" / "key")
@@ -43,8 +43,8 @@ def read_key(key_file: str | None) -> str:
     """Returns the key from `key_file`, from $GRPO_SERVER_KEY, or from grpo's cache folder.
 
     Raises:
-        FileNotFoundError: there is no such file. UserError: others may read the file, or it
-            contains no key.
+        FileNotFoundError: the file does not exist. UserError: other users may read the file, or
+            it contains no key.
     """
     where = source(key_file)
     if where == f"${KEY}":
@@ -82,7 +82,7 @@ def make_key(key_file: str | None) -> str:
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(secrets.token_urlsafe(32) + "\n")
         try:
-            with suppress(FileExistsError):  # another server was faster: its key holds
+            with suppress(FileExistsError):  # another server was faster: use its key
                 os.link(part, path)
         finally:
             os.unlink(part)
@@ -94,13 +94,13 @@ def make_key(key_file: str | None) -> str:
 class KeyMiddleware:
     """Refuses every request that lacks the key, before a route runs or a body is read.
 
-    vLLM makes it in the server's process (`--middleware`). `/health` needs the key as well. Whoever
-    has the key can change the weights and run code: nothing behind it is guarded any more.
+    vLLM creates it in the server's process (`--middleware`). `/health` needs the key as well.
+    Anyone with the key can change the weights and run code: there is no further protection.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = app
-        self.expected = headers(os.environ[KEY])["Authorization"].encode()  # never without a key
+        self.expected = headers(os.environ[KEY])["Authorization"].encode()  # KeyError without one
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -1,6 +1,6 @@
-"""Reads the log of a `grpo serve` server: its last lines, and why it ended.
+"""Reads the log of a `grpo serve` server: its last lines, and the reason of a failure.
 
-Importing this file is cheap: the trainer asks it for the log of a server that is in trouble.
+Importing this file is cheap, since the trainer also uses it when a server fails.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 
 from grpo_cli.config.cache import cache_dir
 
-KILLED = "killed by "  # what `launch.keep` writes there, before the name of the signal
-# What stands before each line of a traceback in vLLM's processes.
+KILLED = "killed by "  # `launch.keep` logs it before the name of the signal
+# The prefix of each line of a traceback in vLLM's processes.
 PREFIX = re.compile(r"^(\([\w ]+ pid=\d+\) ?)?((ERROR|CRITICAL) [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
-# A line that says why a process ended: an exception, argparse's message, or `KILLED`.
+# A line with the reason why a process ended: an exception, argparse's message, or `KILLED`.
 REASON = re.compile(rf"^([\w.]*(Error|Exception)(: .*)?$|\S+: error: |{KILLED})")
-# Exceptions that only pass on that there was another.
+# Exceptions that only report another exception.
 WRAPPERS = re.compile(
     r"root cause|Engine ?[Cc]ore (initialization failed|encountered|process)|EngineDeadError|"
     r"WorkerProc initialization failed|CancelledError|BrokenPipeError|ConnectionResetError"
@@ -28,15 +28,15 @@ WRAPPERS = re.compile(
 
 
 def log_path(port: int) -> Path:
-    """Returns the path of this machine's log of a port; machines may share the folder."""
+    """Returns the path of the log for a port; it has the host's name, as folders may be shared."""
     return cache_dir() / "serve" / f"{socket.gethostname()}-{port}.log"
 
 
 def tail_of(url: str, lines: int = 8) -> str | None:
-    """Returns the last lines of the log of a server that `grpo serve` started here, else None.
+    """Returns the last log lines of a server that `grpo serve` started on this machine, else None.
 
     Args:
-        url: the server's, such as http://127.0.0.1:8000.
+        url: the server's address, such as http://127.0.0.1:8000.
     """
     parts = urlsplit(url)
     if not _is_this_machine(parts.hostname or ""):
@@ -61,12 +61,12 @@ def text_of(log: Path) -> str:
 
 
 def last_lines(text: str, lines: int) -> str:
-    """Returns the last lines of a text that are not empty."""
+    """Returns the last non-empty lines of a string."""
     return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
 
 
 def failure(what: str, log: Path) -> str:
-    """Returns `what` with the reason in a log, and the log's last lines."""
+    """Returns an error message: `what`, the reason found in the log, and the log's last lines."""
     text = text_of(log)
     tail = textwrap.indent(last_lines(text, 8), "  ")
     reason = reason_in(text)
@@ -74,9 +74,9 @@ def failure(what: str, log: Path) -> str:
 
 
 def reason_in(text: str) -> str:
-    """Returns the last exception in a log that is no sign of another one; "" if there is none.
+    """Returns the last exception in a log, preferably not a wrapper; "" if there is none.
 
-    What vLLM says about memory is in terms of its own flags: the words of `grpo serve` are added.
+    vLLM's messages about memory name its own flags, so the settings of `grpo serve` are added.
     """
     lines = [PREFIX.sub("", line, count=1) for line in text.splitlines()]
     found = [number for number, line in enumerate(lines) if REASON.match(line)]
@@ -84,7 +84,7 @@ def reason_in(text: str) -> str:
     if not found:
         return ""
     first = (causes or found)[-1]
-    end = first + (3 if "validation error" in lines[first] else 1)  # pydantic says it further down
+    end = first + (3 if "validation error" in lines[first] else 1)  # pydantic's reason follows
     reason = " ".join(line.strip() for line in lines[first:end]).partition(" [type=")[0]
     if re.search(r"KV cache|cache blocks|kv cache|on device|out of memory", reason):
         reason += " (grpo serve: memory, kv_cache_gb, max_model_len, tensor_parallel)"

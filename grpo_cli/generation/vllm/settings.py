@@ -1,4 +1,4 @@
-"""Checks the settings of vLLM before anything starts; vLLM need not be installed."""
+"""Checks the settings of vLLM before anything starts. vLLM need not be installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_cli.config.schema import CHANGING, Recipe, Vllm
 
-# Engine arguments that cannot be passed through, and why or what to write instead: to no engine,
+# Engine arguments that no engine accepts, with the reason or the setting to use instead.
 REFUSED_ANYWHERE = {
     "quantization": "weights are sent as they are trained, which a quantized engine cannot take",
     "quantization_config": "weights are sent as they are trained, which a quantized engine cannot "
@@ -27,7 +27,7 @@ REFUSED_ANYWHERE = {
     "skip_tokenizer_init": "stop strings and grammars need the tokenizer",
     "worker_extension_cls": "grpo puts its own there",
 }
-# and to one in the trainer's processes.
+# The same for an engine in the trainer's processes.
 REFUSED = {
     **REFUSED_ANYWHERE,
     "load_format": "the engine begins with the model's own weights",
@@ -51,7 +51,7 @@ REFUSED = {
 
 
 def contradictions_of_colocate(recipe: Recipe) -> Iterator[str]:
-    """Returns a sentence for each setting that an engine in the trainer's processes refuses."""
+    """Yields a message for each setting that an engine in the trainer's processes refuses."""
     vllm = recipe.generation.vllm
     yield from _contradictions_of_both(recipe)
     for name in vllm.engine_args.keys() & REFUSED.keys():
@@ -83,12 +83,12 @@ def _contradictions_of_both(recipe: Recipe) -> Iterator[str]:
         yield "generation.vllm.regex: json_schema is set too; a completion follows one of the two."
     try:
         structured_outputs(vllm)
-    except (OSError, ValueError, RuntimeError) as error:  # the last of ~nobody
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: expanding ~nobody
         yield f"generation.vllm.json_schema = {vllm.json_schema}: {error}."
 
 
 def contradictions_of_servers(recipe: Recipe) -> Iterator[str]:
-    """Returns a sentence for each setting that sampling from servers refuses."""
+    """Yields a message for each setting that sampling from servers refuses."""
     generation, vllm = recipe.generation, recipe.generation.vllm
     yield from _contradictions_of_both(recipe)
     if not vllm.servers:
@@ -122,10 +122,10 @@ def contradictions_of_servers(recipe: Recipe) -> Iterator[str]:
 
 
 def structured_outputs(vllm: Vllm) -> dict[str, Any] | None:
-    """Returns what completions must match, as vLLM's `structured_outputs`; None for no constraint.
+    """Returns vLLM's `structured_outputs` for a regex or JSON schema; None without a constraint.
 
     Raises:
-        OSError, ValueError: the schema's file is not there, or it is not JSON.
+        OSError, ValueError: the schema's file does not exist, or is not JSON.
     """
     if vllm.regex is not None:
         return {"regex": vllm.regex}
@@ -138,7 +138,7 @@ def structured_outputs(vllm: Vllm) -> dict[str, Any] | None:
 
 
 def of_head(head_dtype: str, engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the engine argument by which vLLM computes the output head in `head_dtype`."""
+    """Returns the engine argument that sets the dtype of vLLM's output head."""
     given = engine_args.get("hf_overrides") or {}
     if head_dtype == "auto" or not isinstance(given, Mapping):
         return {}
@@ -146,7 +146,7 @@ def of_head(head_dtype: str, engine_args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dtype_of(recipe: Recipe) -> str:
-    """Returns the dtype of the engine's arithmetic."""
+    """Returns the engine's compute dtype."""
     if recipe.generation.vllm.dtype != "auto":
         return recipe.generation.vllm.dtype
     return recipe.arithmetic_dtype

@@ -1,9 +1,9 @@
 """The check of an engine's weights: engine and trainer must agree on a few fixed tokens.
 
-An engine that received an update need not compute with it: a tied head kept in a packed copy, a
-sleeping engine that woke with its old weights, a layer that no name matched. So after every update
-both compute the log-probabilities of the same tokens. In float32 these differ by about 1e-6, and
-with the weights of the step before by 1e-3 and more.
+An engine may receive an update and still compute with other weights: a tied head in a packed copy,
+a sleeping engine that woke with its old weights, a layer whose name did not match. So both compute
+the log-probabilities of the same tokens after every update. In float32 these differ by about 1e-6;
+with the weights of the previous step they differ by 1e-3 or more.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from grpo_cli.models.families import image_tokens
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Completion, Prompt, Rollout
 
-PROMPTS, TOKENS = 4, 24  # how many, and how much of each: few, for this is done in every step
-FACTOR = 4.0  # the tolerance is so many times the difference at the start
-FLOOR = {"float32": 5e-5}  # and at least this, by the engine's dtype
+PROMPTS, TOKENS = 4, 24  # prompts, and tokens of each: few, since the check runs in every step
+FACTOR = 4.0  # the tolerance is this factor times the difference at the start
+FLOOR = {"float32": 5e-5}  # minimum tolerance, by the engine's dtype
 FLOOR_16_BIT = 5e-3
-LARGEST_AT_START = {"float32": 1e-3}  # a larger difference is no rounding
+LARGEST_AT_START = {"float32": 1e-3}  # a larger difference is more than rounding
 LARGEST_AT_START_16_BIT = 0.5
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A prompt, of which the last tokens are compared."""
+    """A prompt whose last `num_tokens` tokens are compared."""
 
     prompt: Prompt
     num_tokens: int
@@ -42,12 +42,12 @@ class Scored:
 
 @dataclass
 class WeightCheck:
-    """Fixed tokens, the trainer's log-probabilities of them, and how far an engine may be off."""
+    """Compares engines with the trainer on fixed tokens, and holds the measured tolerances."""
 
     rows: list[Scored]
-    trainer_logprobs: Callable[[], list[list[float]]]  # of each row's scored tokens
-    dtype: str  # of the engine's arithmetic
-    measured: dict[str, float] = field(default_factory=dict)  # by engine, at the start
+    trainer_logprobs: Callable[[], list[list[float]]]  # for each row's scored tokens
+    dtype: str  # the engine's compute dtype
+    measured: dict[str, float] = field(default_factory=dict)  # first difference of each engine
 
     def difference(self, trainer: list[list[float]], engine: list[list[float]]) -> float:
         """Returns the mean over tokens of |difference of log-probabilities|; inf for NaN."""
@@ -57,15 +57,15 @@ class WeightCheck:
         return mean if math.isfinite(mean) else math.inf
 
     def allowed(self, engine: str) -> float:
-        """Returns the largest mean difference of an engine that counts as rounding."""
+        """Returns the tolerance: the largest mean difference of an engine that is rounding."""
         floor = FLOOR.get(self.dtype, FLOOR_16_BIT)
         return max(floor, FACTOR * self.measured.get(engine, 0.0))
 
     def agrees(self, engine: str, difference: float) -> bool:
-        """Returns whether an engine has the weights, measured by its first difference.
+        """Returns whether an engine has the trainer's weights; the first difference is the scale.
 
         Raises:
-            TrainingError: the first difference is more than rounding: it is another model.
+            TrainingError: the first difference is more than rounding, as with another model.
         """
         if engine in self.measured:
             return difference <= self.allowed(engine)
@@ -89,7 +89,7 @@ class WeightCheck:
         """Compares all engines after an update; sends it once more if one disagrees.
 
         Args:
-            differences: given the trainer's log-probabilities, returns each engine's difference.
+            differences: maps the trainer's log-probabilities to each engine's difference.
 
         Raises:
             TrainingError: an engine disagrees after the second update too.
@@ -114,14 +114,14 @@ class WeightCheck:
         }
 
     def _disagreeing(self, found: dict[str, float]) -> list[str]:
-        # Each is looked at, also after one that disagrees: its first difference is kept.
+        # A list, not any(): `agrees` must store the first difference of every engine.
         return [engine for engine, d in found.items() if not self.agrees(engine, d)]
 
 
 def make_weight_check(setup: EngineSetup) -> WeightCheck | None:
-    """Returns the check on the ends of a run's first prompts; None if the recipe has none.
+    """Returns the check on the ends of a run's first prompts; None if the recipe disables it.
 
-    An image is given before its prompt's end, so that its tower's weights are checked too.
+    Images stay in front of the scored tokens, so that the vision tower is checked too.
     """
     model, autocast = setup.model, setup.workers.autocast
     if not setup.recipe.generation.vllm.check_weights:
@@ -132,7 +132,7 @@ def make_weight_check(setup: EngineSetup) -> WeightCheck | None:
         begin, scored = row.prompt.ids[: -row.num_tokens], row.prompt.ids[-row.num_tokens :]
         completion = Completion(scored, [0.0] * len(scored), "stop")
         rollouts.append(Rollout(dataclasses.replace(row.prompt, ids=begin), completion, ""))
-    # Padded and unchunked, whichever mode the run has found for its own rollouts.
+    # Padded and unchunked, whichever mode the run uses for its own rollouts.
     policy_logprobs = PolicyLogprobs(model, packed=False, chunked=False, autocast=autocast)
 
     def trainer_logprobs() -> list[list[float]]:
@@ -145,12 +145,12 @@ def make_weight_check(setup: EngineSetup) -> WeightCheck | None:
 
 
 def fixed_rows(prompts: Sequence[Prompt], of_images: Collection[int]) -> list[Scored]:
-    """Returns the tokens to check: the ends of the first prompts, which may all begin alike.
+    """Returns the tokens to check: the ends of the first prompts, since beginnings may be equal.
 
-    The first prompts with images come before others: only they show the weights of the tower.
+    Prompts with images come first, since only they test the weights of the vision tower.
 
     Args:
-        of_images: ids of tokens that stand for images, which have no log-probabilities.
+        of_images: ids of image tokens, which have no log-probabilities.
     """
     with_images = filter(_is_readable, (p for p in prompts if p.images))
     texts = (p for p in prompts if not p.images)
@@ -161,7 +161,7 @@ def fixed_rows(prompts: Sequence[Prompt], of_images: Collection[int]) -> list[Sc
 
 
 def _is_readable(prompt: Prompt) -> bool:
-    """Whether the images can be read; a step that is given such a prompt says why not."""
+    """Returns whether a prompt's images can be read; the step that uses it reports the error."""
     try:
         for image in prompt.images:
             image.open()
@@ -171,7 +171,7 @@ def _is_readable(prompt: Prompt) -> bool:
 
 
 def _end(prompt: Prompt, of_images: Collection[int]) -> Scored | None:
-    """Returns the tokens of a prompt's end, behind its images; None if there are none."""
+    """Returns the last tokens of a prompt, after its images; None if there are none."""
     num_tokens = next(
         (n for n, i in enumerate(reversed(prompt.ids)) if i in of_images), len(prompt.ids)
     )

@@ -1,16 +1,16 @@
 """Sends weights from the trainer to servers: one link for each server, of one of five kinds.
 
-    gloo   both ends are ours (`gloo_wire.py`, `worker.GlooEngine`); for the CPU
+    gloo   our own transfer (`gloo_wire.py`, `worker.GlooEngine`); for CPUs
     nccl   vLLM's own transfer over PyNccl; for GPUs, also across nodes
     ipc    vLLM's own, by handles of CUDA memory (`ipc_wire.py`); for a server on the trainer's GPU
-    disk   a folder that both can see
-    files  adapter.sync=adapter: the adapter only, in a folder that both can see
+    disk   a shared folder
+    files  adapter.sync=adapter: only the adapter, in a shared folder
 
-No kind sends a pickle, and no server looks for one in a store.
+No kind sends a pickle, and no server reads one from a store.
 
-The first two are sent a bucket at a time, so that no second copy of the weights exists; of these
-several servers take each bucket at once. What any of them raises means that its server has to be
-started again: some layers are new, some old, some nowhere.
+Weights are sent a bucket at a time, so that no second copy of them exists, and all servers receive
+a bucket concurrently. After an error in a transfer the server must be restarted, since its weights
+are partly updated.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from grpo_cli.generation.vllm.weights import (
     unflattened,
 )
 
-POLL = 1e-3  # seconds between two looks at a transfer
-RENDEZVOUS_SECONDS = 60.0  # at most, for trainer and workers to join a group
+POLL = 1e-3  # seconds between checks of a transfer
+RENDEZVOUS_SECONDS = 60.0  # timeout for trainer and workers to join a group
 
 
 class Link:
     """Sends weights to one server, a bucket at a time."""
 
-    replaces = "weights"  # what an update replaces: all weights, or the adapter
+    replaces = "weights"  # "weights": an update replaces all of them; or "adapter"
     timeout = UPDATE_SECONDS
 
     def __init__(self, server: Server, config: Vllm, folder: Path) -> None:
-        """folder: of this server, for files that it is to read."""
+        """folder: for files that this server reads."""
         self.server = server
 
     def begin(self, infos: Sequence[WeightInfo]) -> None:
@@ -64,34 +64,34 @@ class Link:
         self.server.call("/start_weight_update", {}, self.timeout)
 
     def put(self, flat: Tensor, bucket: list[WeightInfo]) -> None:
-        """Sends the next of them; may return before they have arrived."""
+        """Sends the next bucket; may return before it has arrived."""
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Waits until what was put is there."""
+        """Waits until the last bucket has arrived."""
 
     def end(self, version: str) -> None:
-        """Waits until the server computes with all that was put, and calls it `version`."""
+        """Waits until the server uses the new weights, and labels them `version`."""
         self.server.call("/finish_weight_update", {"weight_version": version}, self.timeout)
 
     def release(self) -> None:
-        """Releases what the server keeps for the run, at the run's end."""
+        """Frees the server's resources for the run, at the run's end."""
         self.server.call("/shutdown_weight_transfer_engine", {})
 
     def close(self) -> None:
-        """Removes what was made for the server."""
+        """Frees this process's resources and files for the server."""
 
 
 class BroadcastLink(Link):
-    """Joins a group with the server's workers; its calls are answered when all weights are there.
+    """Broadcasts in a process group with the server's workers.
 
-    So they are made in a thread, while this process broadcasts.
+    The server answers a call once all weights have arrived, so calls run in a thread meanwhile.
     """
 
-    answer: Future[Any]  # of the call under way
+    answer: Future[Any]  # result of the pending call
 
     def tell(self, path: str, body: dict[str, Any], timeout: float) -> None:
-        """Begins a call in a daemon thread, for which the end of the process does not wait."""
+        """Starts a call in a daemon thread, which does not delay the exit of the process."""
         self.answer = answer = Future[Any]()
 
         def call() -> None:
@@ -103,7 +103,7 @@ class BroadcastLink(Link):
         threading.Thread(target=call, daemon=True).start()
 
     def raise_failure(self) -> None:
-        """Raises what the server has answered so far, if that is a failure."""
+        """Raises the error of the pending call if it has already failed."""
         if self.answer.done():
             self.answer.result()
 
@@ -123,7 +123,7 @@ class BroadcastLink(Link):
         super().end(version)
 
 
-# Kept to the end of the process, as `distributed._groups` and for the same reason.
+# Kept until the process exits, as in `distributed._groups` and for the same reason.
 _groups: list[Any] = []
 
 
@@ -157,10 +157,10 @@ class GlooLink(BroadcastLink):
         self.work = gloo_wire.broadcast(self.group, flat.cpu(), self.timeout)
 
     def flush(self) -> None:
-        work, self.work = self.work, None  # which holds the bucket
+        work, self.work = self.work, None  # drops the reference to the bucket
         deadline = time.monotonic() + self.timeout
         try:
-            # Not only waited for: a server that has failed says so before its workers are missed.
+            # Polls, since a failed server answers before the broadcast times out.
             while not work.is_completed() and time.monotonic() < deadline:
                 self.raise_failure()
                 time.sleep(POLL)
@@ -172,10 +172,10 @@ class GlooLink(BroadcastLink):
 
 
 class NcclLink(BroadcastLink):
-    """Sends by vLLM's NCCL transfer, unpacked: a broadcast for each weight, on this process's GPU.
+    """Uses vLLM's NCCL transfer, unpacked: one broadcast per weight, on this process's GPU.
 
-    Nothing can break a broadcast off that waits for a dead peer: past its deadline the process is
-    ended, with a message (`deadline`).
+    A broadcast that waits for a dead peer cannot be aborted. Past its deadline the process is ended
+    with a message (`deadline`).
     """
 
     def __init__(self, server: Server, config: Vllm, folder: Path) -> None:
@@ -184,8 +184,8 @@ class NcclLink(BroadcastLink):
 
         super().__init__(server, config, folder)
         size, rendezvous = server.world_size + 1, RENDEZVOUS_SECONDS
-        # NCCL's id goes with the request, which carries the key. With an address in its place the
-        # workers would unpickle what the store at that address holds.
+        # NCCL's id is sent in the request, which carries the key. With an address instead, the
+        # workers would unpickle data from the store at that address.
         unique_id = bytes(NCCLLibrary().ncclGetUniqueId())
         init = {
             "nccl_unique_id_b64": base64.b64encode(unique_id).decode(), "rank_offset": 1,
@@ -210,7 +210,7 @@ class NcclLink(BroadcastLink):
 
 
 class IpcLink(Link):
-    """Sends by vLLM's CUDA IPC transfer: the server opens this process's memory."""
+    """Uses vLLM's CUDA IPC transfer: the server opens this process's memory."""
 
     def __init__(self, server: Server, config: Vllm, folder: Path) -> None:
         super().__init__(server, config, folder)
@@ -236,7 +236,7 @@ class IpcLink(Link):
 
 
 class DiskLink(Link):
-    """Writes all weights as safetensors files into a folder of the run, and the server reads it."""
+    """Writes all weights as safetensors files into a folder of the run; the server reads them."""
 
     def __init__(self, server: Server, config: Vllm, folder: Path) -> None:
         super().__init__(server, config, folder)
@@ -265,8 +265,8 @@ class DiskLink(Link):
 class AdapterLink(Link):
     """Writes the adapter into a folder of the run, from which the server reads it.
 
-    The server gets the adapter under a name once, since requests name it, and after that replaces
-    its weights.
+    The first update registers the adapter under the name that requests use; later ones replace its
+    weights.
     """
 
     replaces = "adapter"
@@ -274,7 +274,7 @@ class AdapterLink(Link):
     def __init__(
         self, server: Server, config: Vllm, folder: Path, name: str, policy: nn.Module
     ) -> None:
-        """name: of the run, like no other's."""
+        """name: unique name of the run."""
         super().__init__(server, config, folder)
         self.name, self.folder, self.is_loaded = name, AdapterFolder(folder, policy), False
         what = "adapter.sync=adapter writes the adapter"
@@ -293,7 +293,7 @@ class AdapterLink(Link):
         if self.is_loaded:
             self.server.rpc("grpo_load_adapter", path, timeout=self.timeout)
         else:
-            with contextlib.suppress(ServerLost):  # of a link that was lost before, or none
+            with contextlib.suppress(ServerLost):  # an adapter of an earlier, lost link, if any
                 self.release()
             body = {"lora_name": self.name, "lora_path": path}
             try:
@@ -326,15 +326,15 @@ def connect(
     folder: Path,
     adapted: nn.Module | None = None,
 ) -> Link:
-    """Returns the link to a server, of the kind that recipe and server agree on.
+    """Returns a link to a server, of the kind that the recipe and the server agree on.
 
     Args:
-        name: of the run, like no other's.
-        folder: for files that this server is to read.
+        name: unique name of the run.
+        folder: for files that this server reads.
         adapted: the policy, if only its adapter is sent; None: all weights are sent.
 
     Raises:
-        ServerLost: it cannot be reached that way.
+        ServerLost: the link cannot be made.
     """
     if adapted is not None:
         try:
@@ -374,32 +374,32 @@ def check_shared(server: Server, folder: Path, what: str, otherwise: str = "") -
 def send(
     links: Sequence[Link], weights: Weights, version: str, pause: str
 ) -> dict[str, ServerLost]:
-    """Sends the weights to all servers at the same time; servers that fail are dropped.
+    """Sends the weights to all servers concurrently; servers that fail are dropped.
 
     Args:
-        version: what their completions say from then on.
-        pause: wait: until the completions begun are done; keep: in the middle of them.
+        version: label of the weights, which completions then report.
+        pause: "wait" until running completions are done, or "keep" them paused in the middle.
 
     Returns:
-        By address what became of servers that have to be started again.
+        The errors of the servers that failed and must be restarted, by address.
     """
     lost: dict[str, ServerLost] = {}
     alive = list(links)
 
     def each(step: str, do: Any) -> None:
-        """Calls `do` for every server that is left, at the same time."""
+        """Calls `do` for every remaining server concurrently."""
         with ThreadPoolExecutor(max(len(alive), 1)) as pool:
             futures = [(link.server, pool.submit(do, link)) for link in alive]
         for server, future in futures:
             error = future.exception()
             if isinstance(error, ServerLost):
                 lost[server.url] = error
-            elif error is not None:  # a full disk, a refusal: a server's update is broken off
+            elif error is not None:  # such as a full disk: the server's update is incomplete
                 lost[server.url] = server.lost(step, f"{type(error).__name__}: {error}")
         alive[:] = [link for link in alive if link.server.url not in lost]
 
     infos = weights.infos()
-    # Those begun may take as long as any request.
+    # Running completions may take as long as any request.
     patience = REQUEST_SECONDS if pause == "wait" else Link.timeout
 
     def begin(link: Link) -> None:
@@ -426,14 +426,14 @@ def send(
 
 
 def address_of(url: str) -> tuple[str, int]:
-    """Returns (host, port) of an address."""
+    """Returns (host, port) of a URL."""
     parts = urlsplit(url)
     return parts.hostname or "127.0.0.1", parts.port or (443 if parts.scheme == "https" else 80)
 
 
 @contextlib.contextmanager
 def deadline(seconds: float, server: Server, what: str) -> Iterator[None]:
-    """Ends the process with a message if what is inside takes longer: it cannot be broken off."""
+    """Ends the process with a message if the block, which cannot be aborted, takes longer."""
 
     def end() -> None:
         print(f"grpo: {server.lost(what, f'not done within {seconds:g} s')}", flush=True)

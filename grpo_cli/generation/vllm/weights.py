@@ -1,4 +1,4 @@
-"""Gives a policy's weights to an engine: by name, in a fixed order, a bucket at a time."""
+"""A policy's weights for an engine: by name, in a fixed order, a bucket at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from grpo_cli.distributed.fsdp import full_tensor
 from grpo_cli.models import adapters, quantization
 
-BUCKET_BYTES = 2**28  # sent at a time: large enough for the link's full speed, small beside a model
+BUCKET_BYTES = 2**28  # per transfer: enough for full link speed, small relative to a model
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class WeightInfo:
 class Weights:
     """Iterates over all parameters of a model in a fixed order; each pass gathers them again.
 
-    Frozen parameters are included: an engine that fuses layers fills the parts that it is not sent
-    with uninitialised memory. A tied head is there once, under the embedding's name. An adapter is
+    Frozen parameters are included, since an engine that fuses layers would fill missing parts with
+    uninitialised memory. A tied head is yielded once, under the embedding's name. An adapter is
     merged in, quantized weights are dequantized, and the names are the base model's.
     """
 
@@ -44,12 +44,12 @@ class Weights:
         return [*infos.values()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, complete tensor); every process of a sharded model has to iterate."""
+        """Yields (name, complete tensor). Every process of a sharded model must iterate."""
         yield from adapters.merged(self.model)
 
 
 class AdapterWeights(Weights):
-    """Iterates over the weights of a model's adapter, by the names of peft's files."""
+    """Iterates over the weights of a model's adapter, with the names of peft's files."""
 
     def infos(self) -> list[WeightInfo]:
         return [WeightInfo(name, tuple(p.shape), p.dtype) for name, p in self._tensors().items()]
@@ -63,9 +63,9 @@ class AdapterWeights(Weights):
 
 
 def buckets(infos: Iterable[WeightInfo], limit: int) -> Iterator[list[WeightInfo]]:
-    """Yields consecutive weights of one dtype that fill `limit` bytes; a larger weight by itself.
+    """Yields lists of consecutive weights of one dtype, up to `limit` bytes or one larger weight.
 
-    Sender and receiver cut with the same function, so that nothing but the bytes has to travel.
+    Sender and receiver use the same function, so that only the bytes have to be sent.
     """
     bucket: list[WeightInfo] = []
     size = 0
@@ -84,7 +84,7 @@ def flattened(weights: Iterator[tuple[str, Tensor]], bucket: list[WeightInfo]) -
     """Returns the next weights of a pass as one flat tensor, [N].
 
     Raises:
-        ValueError: they are not the bucket's weights.
+        ValueError: the next weights are not the bucket's.
     """
     parts = []
     for info in bucket:
@@ -96,6 +96,6 @@ def flattened(weights: Iterator[tuple[str, Tensor]], bucket: list[WeightInfo]) -
 
 
 def unflattened(flat: Tensor, bucket: list[WeightInfo]) -> list[tuple[str, Tensor]]:
-    """Returns the weights that `flattened` has joined."""
+    """Splits the output of `flattened` into the bucket's (name, weight) pairs."""
     parts = torch.split(flat, [torch.Size(info.shape).numel() for info in bucket])
     return [(i.name, part.view(i.shape)) for i, part in zip(bucket, parts, strict=True)]

@@ -1,9 +1,9 @@
 """Runs inside vLLM's workers: weight transfers, and the methods that a trainer may call.
 
-`grpo serve` names `WorkerExtension` to vLLM, which imports this file in every worker and adds the
-class's methods to its own. The import registers the transfer `gloo` with vLLM's own factory, and a
-transfer `ipc` without pickles in place of vLLM's. Both modes of vLLM load weights by its layerwise
-reload; this file is the one place that knows of it.
+`grpo serve` passes `WorkerExtension` to vLLM, which imports this file in every worker and adds the
+class's methods to the worker. The import registers the transfer `gloo` with vLLM's factory, and
+replaces vLLM's transfer `ipc` by one without pickles. Both vLLM engines load weights with its
+layerwise reload; only this file depends on that.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from vllm.lora.request import LoRARequest
 from grpo_cli.generation.vllm import gloo_wire, ipc_wire
 from grpo_cli.generation.vllm.weights import WeightInfo, buckets, unflattened
 
-WORKER_ID = uuid.uuid4().hex  # another one after a restart
+WORKER_ID = uuid.uuid4().hex  # changes with a restart
 
 
 def refresh_packed_heads(model: nn.Module) -> None:
-    """Makes a tied output head follow its embedding; after every load of weights.
+    """Repacks a tied output head from its embedding; called after every load of weights.
 
-    On the CPU vLLM packs each linear weight for oneDNN. A reload packs anew what it was sent, and a
-    tied head is never sent: its logits would stay those of the weights before.
+    On the CPU vLLM packs each linear weight for oneDNN. A reload repacks only the weights that it
+    gets. A tied head is never sent, so its logits would remain those of the old weights.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.platforms import current_platform
@@ -54,12 +54,12 @@ def refresh_packed_heads(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def own_shared_memory(name: str) -> Iterator[None]:
-    """Gives the memory that a tensor-parallel group of CPUs shares a name of this run's own.
+    """Gives the shared memory of a CPU tensor-parallel group a name that is unique to this run.
 
-    vLLM names it after the address of the group, which is the same for all engines that torchrun
-    has started, and removes the name in a destructor that a killed process does not reach: a later
-    run on the node would not start. At the end of the block all processes have mapped the memory,
-    and the name is removed.
+    vLLM derives the name from the address of the group, which is the same for all engines that
+    torchrun has started. It removes the name in a destructor, which does not run in a killed
+    process: a later run on the node would not start. At the end of the block all processes have
+    mapped the memory, and the name is removed.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
@@ -79,7 +79,7 @@ def own_shared_memory(name: str) -> Iterator[None]:
 
 @dataclass
 class GlooInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Says how to meet the trainer, which is rank 0."""
+    """The rendezvous settings of the group; the trainer is rank 0."""
 
     address: str
     port: int
@@ -124,7 +124,7 @@ class GlooEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
 
 @dataclass
 class IpcUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Names weights and how to open them: of each, a handle by the uuid of its GPU."""
+    """Describes weights and their IPC handles, by the uuid of the GPU."""
 
     names: list[str]
     dtype_names: list[str]
@@ -139,7 +139,7 @@ class IpcUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class IpcEngine(IPCWeightTransferEngine):  # type: ignore[misc]
-    """Receives weights as vLLM's ipc transfer, which would unpickle the handles."""
+    """Receives weights as vLLM's ipc transfer does, but without unpickling the handles."""
 
     update_info_cls = IpcUpdate
 
@@ -150,10 +150,10 @@ class WorkerExtension:
     model_runner: Any
     vllm_config: Any
     updating = False
-    has_own_weights = True  # no longer, once a trainer has sent all weights
+    has_own_weights = True  # False once a trainer has sent all weights
 
     def grpo_state(self) -> dict[str, Any]:
-        """Returns the id of the worker, what it serves, and whether an update is unfinished."""
+        """Returns the worker's id, its model and settings, and whether an update is unfinished."""
         model = self.vllm_config.model_config
         config = model.hf_text_config.to_dict()
         return {
@@ -172,10 +172,10 @@ class WorkerExtension:
         }
 
     def grpo_begin_update(self, what: str) -> None:
-        """Marks the weights as neither the old nor the new ones.
+        """Marks the weights as partly updated.
 
         Args:
-            what: weights: all of them are replaced; adapter: the model's own weights stay.
+            what: "weights": all are replaced; "adapter": the model's own weights are kept.
         """
         self.updating = True
         self.has_own_weights = self.has_own_weights and what == "adapter"
@@ -193,9 +193,9 @@ class WorkerExtension:
         return os.access(folder, os.R_OK)
 
     def grpo_load_adapter(self, folder: str) -> None:
-        """Replaces the weights of the one adapter by those in a folder (adapter.sync=adapter).
+        """Replaces the adapter's weights by those in a folder (adapter.sync=adapter).
 
-        Unlike the route with load_inplace, after which each request reads the file at every token.
+        Not by vLLM's route with load_inplace: each request would read the file at every token.
         """
         manager = self.model_runner.lora_manager
         (number,) = manager.list_adapters()

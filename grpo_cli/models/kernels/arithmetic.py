@@ -75,8 +75,8 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of queries [n, H, M, D], keys and values [n, H, K, D].
 
-    `grad`, `out` [n, H, M, D] and `lse` [n, H, M] may belong to attention over more keys than
-    these: then the result is the share of these keys.
+    `grad`, `out` [n, H, M, D] and `lse` [n, H, M] may come from attention over more keys than
+    these. The result is then these keys' share of the gradients.
     """
     if query.device.type == "cpu":
         grads: tuple[Tensor, Tensor, Tensor] = (
@@ -95,7 +95,7 @@ def flash_backward(
 
 
 def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
-    """Returns scores [n, H, M, K], −inf where a query does not see a key."""
+    """Returns scores [n, H, M, K], −inf where a query does not attend to a key."""
     scores = (query @ key.transpose(-1, -2)).to(wide(query.dtype)) * scale
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)

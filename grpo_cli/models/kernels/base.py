@@ -1,4 +1,4 @@
-"""Says what a kernel is, and makes one out of a forward and a backward by parts."""
+"""The interface of attention kernels, and a base class for kernels that compute by parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Kernel(Protocol):
-    """Computes the attention of a row whose tokens see what a layout says."""
+    """Computes the attention of a packed row by its layout."""
 
     def attend(
         self, layout: Layout, query: Tensor, key: Tensor, value: Tensor, scale: float
@@ -21,7 +21,7 @@ class Kernel(Protocol):
 
         Args:
             query: [N, Hq, D]. key, value: [N, Hkv, D], Hq a multiple of Hkv.
-            scale: factor of the scores.
+            scale: factor for the scores.
         """
         ...
 
@@ -29,19 +29,19 @@ class Kernel(Protocol):
 class ByParts:
     """Computes segments and prefixes separately, and merges them by their log-sum-exp.
 
-    The backward gives each part the merged output and log-sum-exp, so that it returns that part's
-    share of the gradient. A kernel has to offer both, which the public functions of flash attention
-    do not: their backward takes the output of their own forward.
+    The backward passes the merged output and log-sum-exp to each part, which returns that part's
+    share of the gradient. The public functions of flash attention do not support this: their
+    backward uses the output of their own forward.
     """
 
-    reads_groups = True  # several query heads of one key head; False: key heads are repeated
+    reads_groups = True  # whether it supports grouped queries; False: key heads are repeated
 
     def attend(
         self, layout: Layout, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> Tensor:
         """Returns the outputs [N, Hq, D]; see `Kernel`."""
         repeats = query.shape[1] // key.shape[1]
-        if repeats > 1 and not self.reads_groups:  # its backward sums over a key head's queries
+        if repeats > 1 and not self.reads_groups:  # autograd sums over the repeats
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
         out: Tensor = _Attention.apply(query, key, value, layout, scale, self)  # type: ignore[no-untyped-call]
         return out
@@ -51,7 +51,7 @@ class ByParts:
         raise NotImplementedError
 
     def backward(self, layout: Layout, scale: float, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Returns the gradients of tensors (grad, query, key, value, out, lse) 1 to 3."""
+        """Returns the gradients of query, key, value from (grad, query, key, value, out, lse)."""
         raise NotImplementedError
 
 

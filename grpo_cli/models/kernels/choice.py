@@ -1,8 +1,8 @@
-"""Chooses the kernel for the attention of packed rows, and checks what it offers.
+"""Chooses and checks the kernel for the attention of packed rows.
 
 The first row of the table that fits the device, the precision and the heads is compared with a
-masked softmax on a few rows of unequal length (`self_check.py`). Where it fails or is wrong, the
-next row is taken. The last one runs everywhere.
+masked softmax on segments of unequal length (`self_check.py`). If it fails or is wrong, the next
+row is tried. The last one runs everywhere.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def choose(
     """Returns the first kernel of the table that fits and passes the check.
 
     Args:
-        wanted: `update.attention_kernel`.
+        wanted: value of `update.attention_kernel`.
         say: receives a line for each kernel that fails.
-        agree_on: reduces a reason over all processes to one, so that they take the same kernel.
+        agree_on: reduces a reason over all processes to one, so that all use the same kernel.
 
     Raises:
         UserError: the wanted kernel does not fit or fails.
@@ -39,7 +39,7 @@ def choose(
         rows = [r for r in rows if r.is_automatic(needs)]
     reason = unfit([r for r in table if r.name == wanted], needs)
     for row in rows:
-        if row.name == "plain":  # what the others are compared with
+        if row.name == "plain":  # needs no check
             return row.make()
         made: list[Kernel] = []
         failure = agree_on(mismatch(partial(_attempt, row, needs, made)))

@@ -1,7 +1,7 @@
-"""Computes attention of a complete row with FlexAttention and a mask of blocks.
+"""Computes attention of a complete row with FlexAttention and a block mask.
 
 PyTorch compiles a kernel for the mask, in any precision on CUDA (arXiv 2412.05496). On the CPU,
-torch 2.13 has its forward only.
+torch 2.13 supports only the forward.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def compiled() -> Callable[..., Any]:
 
 
 class Flex:
-    """Computes segments and prefixes in one call, and skips the blocks that no token sees."""
+    """Computes segments and prefixes in one call, and skips blocks that are completely masked."""
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
-        """function: in place of the compiled `flex_attention`."""
+        """function: replaces the compiled `flex_attention`."""
         self.function = function or compiled()
 
     def attend(
@@ -52,17 +52,17 @@ class Flex:
 def block_mask(layout: Layout, size: int = BLOCK) -> BlockMask:
     """Builds the mask of a row of N tokens from its ranges; no tensor of N x N exists.
 
-    Token q sees token k if both are in one segment and k is not behind q, or if k is in the prefix
-    of q's segment. A token has at most one prefix.
+    Token q attends to token k if both are in one segment and k is not after q, or if k is in the
+    prefix of q's segment. A token has at most one prefix.
     """
     count = max(end for _, end in layout.segments)
     blocks = -(-count // size)
     number, first, last = (torch.zeros(count, dtype=torch.int32) for _ in range(3))
-    touched = torch.zeros(blocks, blocks, dtype=torch.bool)  # some query of a block sees some key
-    whole = torch.zeros(blocks, blocks, dtype=torch.bool)  # every query sees every key
+    touched = torch.zeros(blocks, blocks, dtype=torch.bool)  # blocks that are not fully masked
+    whole = torch.zeros(blocks, blocks, dtype=torch.bool)  # blocks without any mask
     for n, (start, end) in enumerate(layout.segments):
         number[start:end] = n
-        inner = slice(-(-start // size), end // size)  # blocks that lie inside
+        inner = slice(-(-start // size), end // size)  # blocks completely inside
         outer = slice(start // size, -(-end // size))
         touched[outer, outer] |= torch.ones_like(touched[outer, outer]).tril()
         whole[inner, inner] |= torch.ones_like(whole[inner, inner]).tril(-1)
@@ -77,7 +77,7 @@ def block_mask(layout: Layout, size: int = BLOCK) -> BlockMask:
         return own | ((key >= first[query]) & (key < last[query]))
 
     def listed(where: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (how many key blocks each query block has, their numbers first in its row)."""
+        """Returns (number of key blocks per query block, their indices first in each row)."""
         order = where.int().argsort(dim=-1, descending=True, stable=True).int()
         counts = where.sum(-1, dtype=torch.int32)
         return tuple(on_device(t[None, None], layout.device) for t in (counts, order))  # type: ignore[return-value]

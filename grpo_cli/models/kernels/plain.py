@@ -1,4 +1,4 @@
-"""Computes attention by parts with PyTorch's own operations, on any device in any dtype."""
+"""Computes attention by parts with PyTorch operations, on any device and in any dtype."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bucket:
-    """n segments as rows of W columns, padded on the right, where causality hides the padding."""
+    """n segments as rows of W columns, right-padded, so that causality hides the padding."""
 
     index: Tensor  # [n, W] index of each token in the row of N; padding: the segment's first token
     padding: Tensor | None  # [n, W] True on padding; None without padding
-    places: Tensor | None  # of the tokens that are no padding, in [n · W]; None without padding
+    places: Tensor | None  # indices of real tokens in [n · W]; None without padding
 
     @classmethod
     def of(cls, segments: Sequence[tuple[int, int]], device: torch.device) -> Bucket:
@@ -83,12 +83,12 @@ class Plain(ByParts):
         return out, lse
 
     def backward(self, layout: Layout, scale: float, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Returns the gradients of tensors (grad, query, key, value, out, lse) 1 to 3."""
+        """Returns the gradients of query, key and value; see `ByParts.backward`."""
         grad, query, key, value, out, lse = tensors
         grads = [torch.empty_like(t) for t in (query, key, value)]
         for bucket in layout.buckets:
             q, k, v, o = (bucket.take(t) for t in (query, key, value, out))
-            # No gradient comes from padding, and exp(score − inf) is 0 there.
+            # On padding, the gradient is 0, and so is exp(score − inf).
             do, part_lse = bucket.blank(bucket.take(grad), 0), bucket.blank(bucket.take(lse), inf)
             parts = flash_backward(do, q, k, v, o, part_lse, causal=True, scale=scale)
             for total, part in zip(grads, parts, strict=True):

@@ -11,19 +11,19 @@ from grpo_cli.models.attention import Layout, Prefix, UnsupportedModelError
 from grpo_cli.models.kernels.base import Kernel
 from grpo_cli.models.kernels.table import Needs
 
-# Norm of the error relative to the norm of the right values that counts as rounding, by dtype.
+# Tolerance for the relative error ‖value − expected‖ / ‖expected‖, by dtype.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-2}
-# Segments of unequal length, one of a single token, and two prompts that others see.
+# Segments of unequal length, one of a single token, and two prompts that others attend to.
 SEGMENTS = [(0, 70), (70, 75), (75, 203), (203, 220), (220, 221), (221, 300)]
 PREFIXES = [Prefix(0, 70, 70, 203), Prefix(203, 220, 220, 300)]
 
 
 def compare(kernel: Kernel, needs: Needs) -> None:
-    """Compares a kernel for heads of this kind.
+    """Compares a kernel with the exact attention, for these heads and this dtype.
 
     Raises:
-        UnsupportedModelError: its output or a gradient is not the right one.
-        Exception: whatever the kernel raises.
+        UnsupportedModelError: its output or a gradient is wrong.
+        Exception: any exception of the kernel.
     """
     errors = errors_of(kernel, needs)
     name, error = max(errors.items(), key=lambda item: (item[1] != item[1], item[1]))
@@ -35,7 +35,7 @@ def compare(kernel: Kernel, needs: Needs) -> None:
 
 
 def errors_of(kernel: Kernel, needs: Needs) -> dict[str, float]:
-    """Returns the relative error of the output and of each gradient, by name."""
+    """Returns the relative errors of the output and of each gradient, by name."""
     device, head_dim = needs.device, needs.head_dim
     heads, key_heads = needs.heads, needs.key_heads
     draws = torch.Generator().manual_seed(0)
@@ -64,7 +64,7 @@ def dense(
     segments: Sequence[tuple[int, int]],
     prefixes: Sequence[Prefix],
 ) -> Tensor:
-    """Computes the attention of a layout, [N, Hq, D], with a mask of N x N."""
+    """Computes the attention of a layout, [N, Hq, D], with an N x N mask."""
     count = len(query)
     sees = torch.zeros(count, count, dtype=torch.bool, device=query.device)
     for start, end in segments:

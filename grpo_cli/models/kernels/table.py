@@ -1,6 +1,6 @@
-"""Lists the kernels in the order in which they are tried, and what each of them needs.
+"""Lists the kernels in the order in which they are tried, with the requirements of each.
 
-Imports no transformers, so that a wanted kernel that cannot run is refused early.
+Does not import transformers, so that a wanted kernel that cannot run is refused early.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 KNOB = "update.attention_kernel"
-WIDEST = 256  # head dimension of flash attention
+WIDEST = 256  # maximum head dimension of flash attention
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Describes the attention that a kernel has to compute."""
+    """Describes the attention that a kernel must compute."""
 
     device: torch.device
     dtype: torch.dtype
@@ -37,9 +37,9 @@ class Needs:
 
     @classmethod
     def of(cls, model: PreTrainedModel, device: torch.device) -> Needs:
-        """Reads a model's config, and the precision of autocast where it is on."""
+        """Reads a model's config, and autocast's dtype if it is enabled."""
         config = model.config.get_text_config(decoder=True)
-        layers = getattr(config, "per_layer_config", None) or [config]  # where layers differ
+        layers = getattr(config, "per_layer_config", None) or [config]  # for unequal layers
         heads = int(layers[0].num_attention_heads)
         dims = [getattr(c, "head_dim", None) or c.hidden_size // heads for c in layers]
         key_heads = getattr(layers[0], "num_key_value_heads", None) or heads
@@ -56,14 +56,14 @@ class Needs:
 
 @dataclass(frozen=True)
 class Row:
-    """Describes a kernel: its name, its needs, and when `auto` takes it."""
+    """Describes a kernel: its name, its requirements, and when `auto` uses it."""
 
     name: str  # value of update.attention_kernel
     make: Callable[[], Kernel]
-    # Depends on device type, precision and heads only, which all processes share.
+    # Depends only on device type, precision and heads, which all processes share.
     fits: Callable[[Needs], bool]
-    needs: str  # what `fits` asks for, in words
-    # Of those that fit, which ones `auto` takes.
+    needs: str  # the requirements of `fits`, for messages
+    # Whether `auto` uses the kernel if it fits.
     is_automatic: Callable[[Needs], bool] = lambda needs: True
 
 
@@ -80,17 +80,17 @@ FLASH_NEEDS = f"bfloat16 or float16 on cuda, with heads of a multiple of 8 up to
 TABLE: Sequence[Row] = (
     Row("varlen", Varlen, _flash, FLASH_NEEDS),
     Row("varlen", RepeatedVarlen, lambda n: _flash(n) and n.heads != n.key_heads, FLASH_NEEDS),
-    # In float32 short runs would wait for the compiler longer than they compute.
+    # Not automatic in float32, where compilation would take longer than a short run.
     Row("flex", Flex, lambda n: n.device.type == "cuda", "on cuda", is_automatic=_half),
     Row("plain", Plain, lambda n: True, ""),
 )
 
 
 def check(recipe: Recipe) -> None:
-    """Checks what can be known of a wanted kernel before a model is loaded.
+    """Checks a wanted kernel as far as possible before a model is loaded.
 
     Raises:
-        UserError: it does not run on the run's device in its precision.
+        UserError: the kernel does not support the run's device or precision.
     """
     wanted = recipe.update.attention_kernel
     rows = [r for r in TABLE if r.name == wanted]
@@ -104,7 +104,7 @@ def check(recipe: Recipe) -> None:
 
 
 def unfit(rows: Sequence[Row], needs: Needs) -> str:
-    """Returns why none of a kernel's rows fits."""
+    """Returns the reason why none of a kernel's rows fits."""
     return f"it computes {rows[0].needs if rows else 'nothing'}, and this is {needs}"
 
 

@@ -1,7 +1,7 @@
-"""Calls PyTorch's flash attention for rows of unequal length: CUDA, half precision.
+"""Calls PyTorch's varlen flash attention: CUDA, half precision.
 
 `torch.nn.attention.varlen.varlen_attn` calls the same two operators. They are called directly here,
-because its backward takes the output of its own forward and no other (`base.ByParts`).
+because its backward always uses the output of its own forward (`base.ByParts`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Ragged:
-    """Ranges of queries that each see a range of keys, as offsets: the form that kernels take."""
+    """Ranges of queries that each attend to a range of keys, as offsets for varlen kernels."""
 
-    queries: Tensor | slice  # [M] indices of the tokens; a slice: all of them
+    queries: Tensor | slice  # [M] token indices; slice(None): all tokens
     keys: Tensor | slice  # [K]
     query_offsets: Tensor  # [ranges + 1] int32
     key_offsets: Tensor  # [ranges + 1] int32
@@ -44,7 +44,7 @@ class Ragged:
         *,
         causal: bool,
     ) -> Ragged:
-        """Builds the offsets of ranges [start, end); causal: of segments, which are all tokens."""
+        """Builds offsets from ranges [start, end); causal ranges must cover all tokens."""
 
         def tokens(ranges: Sequence[tuple[int, int]]) -> Tensor | slice:
             if causal:
@@ -59,14 +59,14 @@ class Ragged:
 
     @property
     def ranges(self) -> tuple[Tensor, Tensor, int, int]:
-        """The arguments of an operator that say which rows belong together."""
+        """The operator's arguments for the ranges: offsets and maximum lengths."""
         return self.query_offsets, self.key_offsets, self.most_queries, self.most_keys
 
 
 class Varlen(ByParts):
     """Computes all segments in one call and all prefixes in another, without padding.
 
-    The operator reads grouped key heads as they are.
+    The operator supports grouped key heads directly.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Varlen(ByParts):
         forward: Callable[..., Any] | None = None,
         backward: Callable[..., Any] | None = None,
     ) -> None:
-        """forward, backward: in place of torch's `_flash_attention_forward` and `_backward`."""
+        """forward, backward: replace torch's `_flash_attention_forward` and `_backward`."""
         self.run = forward or torch.ops.aten._flash_attention_forward
         self.run_backward = backward or torch.ops.aten._flash_attention_backward
 
@@ -90,7 +90,7 @@ class Varlen(ByParts):
         return out, lse
 
     def backward(self, layout: Layout, scale: float, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Returns the gradients of tensors (grad, query, key, value, out, lse) 1 to 3."""
+        """Returns the gradients of query, key, value from (grad, query, key, value, out, lse)."""
         grad, query, key, value, out, lse = tensors
         segments, *prefixes = layout.ragged
         grads = self._part_backward(segments, scale, *tensors)
@@ -104,12 +104,12 @@ class Varlen(ByParts):
     def _part(
         self, r: Ragged, scale: float, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns (out [M, Hq, D], lse [M, Hq]) of queries [M, Hq, D] that see ranges of keys."""
+        """Returns (out [M, Hq, D], lse [M, Hq]) for queries [M, Hq, D] and their key ranges."""
         out, lse, *_ = self.run(query, key, value, *r.ranges, 0.0, r.causal, False, scale=scale)
         return out, lse.transpose(0, 1).contiguous()
 
     def _part_backward(self, r: Ragged, scale: float, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Returns the gradients of tensors (grad, query, key, value, out, lse) 1 to 3."""
+        """Returns the gradients of query, key, value from (grad, query, key, value, out, lse)."""
         grad, query, key, value, out, lse = tensors
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
         grads: tuple[Tensor, ...] = self.run_backward(
@@ -120,6 +120,6 @@ class Varlen(ByParts):
 
 
 class RepeatedVarlen(Varlen):
-    """Computes the same with key heads repeated, where the operator refuses grouped ones."""
+    """Computes the same with repeated key heads, if the operator refuses grouped ones."""
 
     reads_groups = False
