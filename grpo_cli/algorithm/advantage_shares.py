@@ -1,4 +1,4 @@
-"""The share of the advantage's variance that each reward function explains."""
+"""Computes the share of the advantage's variance that each reward function explains."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ def advantage_shares(advantages: Tensor, values: Tensor, total: Tensor, counted:
 
         share_k = Σ_i a_ik A_i / Σ_i A_i²,   a_ik = c_g d_ik
 
-    A_i is the advantage and d_ik what function k adds to the reward, both without the mean of their
-    group g. c_g is the slope of A on the reward within the group: 1 / std of the group with
-    `advantage.scale=group`. Such a rule is linear in the reward, A_i = Σ_k a_ik, so that
-    share_k = Cov(a_k, A) / Var(A), and the shares add up to 1. For a rule that is not linear
-    (pass@k) Σ_i A_i² is replaced by the variance that A shares with the reward, Σ_i c_g d_i A_i.
+    A_i is the advantage and d_ik the contribution of function k to the reward, both without the
+    mean of their group g. c_g is the slope of A on the reward within the group: 1 / std of the
+    group with `advantage.scale=group`. Such a rule is linear in the reward, A_i = Σ_k a_ik. Then
+    share_k = Cov(a_k, A) / Var(A), and the shares sum to 1. For a nonlinear rule (pass@k), Σ_i A_i²
+    is replaced by the variance that A shares with the reward, Σ_i c_g d_i A_i.
 
-    For example, a group with the rewards 1 + 0, 0 + 0, 1 + 1, 0 + 1 of two functions has shares of
-    1/2 each. A function that pulls against the sum of all has a share below 0.
+    For example, the rewards 1 + 0, 0 + 0, 1 + 1, 0 + 1 of two functions give shares of 1/2 each. A
+    function that works against the sum of all functions has a negative share.
 
     Args:
         advantages: [P, G].
-        values: what each function adds to the rewards, [P, G, R]; 0 where it did not apply.
-        total: the rewards from which the advantages come, [P, G]; NaN where there is none. They
-            can hold more than the functions' values, such as a KL: the rest up to 1 is its share.
-        counted: completions that train, [P, G] bool.
+        values: contribution of each function to the rewards, [P, G, R]; 0 where it did not apply.
+        total: rewards from which the advantages are computed, [P, G]; NaN where there is none. They
+            can include other terms, such as a KL, whose share is the rest up to 1.
+        counted: mask of completions that train, [P, G] bool.
 
     Returns:
         [R] float64; empty if no completion that trains has an advantage.
@@ -44,6 +44,6 @@ def advantage_shares(advantages: Tensor, values: Tensor, total: Tensor, counted:
 
 
 def _centred(values: Tensor, scored: Tensor) -> Tensor:
-    """Subtracts the group's mean over the scored completions, along dim 1; 0 elsewhere."""
+    """Subtracts the group's mean over the scored completions along dim 1; 0 elsewhere."""
     there = values.masked_fill(~scored, torch.nan)
     return (there - there.nanmean(1, keepdim=True)).nan_to_num()

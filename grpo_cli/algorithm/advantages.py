@@ -1,20 +1,20 @@
-"""Rewards to advantages: one pure function for each rule.
+"""Computes advantages from rewards, with one pure function per rule.
 
-A rule names what it is computed from as positional parameters:
+A rule names its inputs as positional parameters:
 
     rewards   [P, G]      one row a group, float64; NaN marks a rollout without a reward
     parts     [P, G, R]   unweighted value of each reward function, NaN where it did not apply
     weights   [R]         the recipe's weights of these functions
     lengths   [P, G]      tokens of each completion
 
-and the knobs that it reads as keyword-only parameters: fields of `advantage` in the recipe, or
-arguments of its own, `advantage.args.NAME`, declared with `Arg`. It returns [P, G] float32, 0 where
-the reward is NaN and in a group whose rewards are all equal. The step is computed as one, so that
-no rule depends on how prompts are divided over processes.
+Keyword-only parameters are its knobs: fields of `advantage` in the recipe, or arguments of its own,
+`advantage.args.NAME`, declared with `Arg`. A rule returns [P, G] float32, with 0 where the reward
+is NaN and in groups whose rewards are all equal. It gets the complete step, so that no rule depends
+on the division of prompts over processes.
 
-To add a rule: a function here with `@advantage_rule`, whose arguments are its `Traits`; a YAML in
-recipes/advantage/; a literal reference in tests/reference_advantages.py. Your own rule can also lie
-in a module of yours: `advantage.rule=my_module:my_rule`.
+To add a rule, write a function here with `@advantage_rule`, whose arguments are its `Traits`; a
+YAML in recipes/advantage/; and a literal reference in tests/reference_advantages.py. A rule can
+also be in your own module: `advantage.rule=my_module:my_rule`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from grpo_cli.algorithm.variants import RULES as RULES
 from grpo_cli.algorithm.variants import advantage_rule
 from grpo_cli.records import Group
 
-EPS = 1e-4  # keeps a division by a standard deviation finite; TRL's value
-TINY = 1e-12  # the same where the paper has none: rounding noise alone is smaller
-ROUNDING = 1e-9  # differences up to this share of the rewards that were summed are rounding
+EPS = 1e-4  # keeps division by a standard deviation finite; TRL's value
+TINY = 1e-12  # likewise where the paper has no such constant; rounding errors are smaller
+ROUNDING = 1e-9  # differences up to this share of the summed rewards are rounding
 
 
 @advantage_rule("group")
@@ -82,11 +82,11 @@ def reinforce_pp(rewards: Tensor, *, baseline: str) -> Tensor:
 
     Args:
         baseline: "group": r' = r − mean of its group (REINFORCE++-baseline); "none": r' = r, as for
-            a single completion a prompt. Then a step has no signal only if all rewards are equal.
+            a single completion per prompt. Then a step is all zeros only if all rewards are equal.
     """
     assert baseline in ("group", "none"), f"unknown baseline {baseline!r}"
     shaped = rewards - group_mean(rewards) if baseline == "group" else rewards
-    # Exact zeros first: what is left of equal rewards' rounding must not be scaled up.
+    # Exact zeros first: rounding errors of equal rewards must not be scaled up.
     if baseline == "group":
         shaped = shaped.masked_fill(all_equal(rewards)[:, None] & ~rewards.isnan(), 0.0)
     every = shaped.reshape(1, -1)
@@ -101,8 +101,8 @@ def reinforce_pp(rewards: Tensor, *, baseline: str) -> Tensor:
 def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
     """A_i = r_i − Σ l_j r_j / Σ l_j, the group's mean weighted by length.
 
-    The baseline of least variance, where a gradient's norm grows with length (OPO, arXiv
-    2505.23585, eq. 6).
+    The minimum-variance baseline if a gradient's norm grows with length (OPO, arXiv 2505.23585, eq.
+    6).
     """
     weight = torch.where(rewards.isnan(), 0.0, lengths.to(rewards.dtype))
     baseline = (weight * rewards.nan_to_num()).sum(-1) / weight.sum(-1).clamp(min=1)
@@ -126,10 +126,10 @@ def pass_at_k(rewards: Tensor, *, k: int) -> Tensor:
     advantages of pass@k training (arXiv 2508.10751, eqs. 9 to 12): with n rollouts, m of them
     wrong, R̄ = 1 − C(m,k)/C(n,k) and σ = √(R̄(1 − R̄)), A_right = (1 − R̄)/σ and
     A_wrong = (1 − R̄ − C(m−1,k−1)/C(n−1,k−1))/σ. A group in which every k-subset has the same
-    maximum gets 0: a prompt that is solved often enough is not trained on.
+    maximum gets 0, so prompts that are solved often enough are not trained.
 
     Args:
-        k: size of a subset; a group with fewer rewards takes as many as it has.
+        k: size of a subset, capped at the group's number of rewards.
     """
     out = torch.zeros_like(rewards)
     for p, row in enumerate(rewards):
@@ -140,17 +140,17 @@ def pass_at_k(rewards: Tensor, *, k: int) -> Tensor:
 
 
 def _pass_at_k(rewards: Tensor, k: int) -> Tensor:
-    """Computes the advantages of one group without gaps, [n] -> [n]."""
+    """Computes the advantages of one group without missing rewards, [n] -> [n]."""
     ordered, order = rewards.sort()
     n = len(rewards)
-    # The smallest maximum that a subset can have is the largest.
+    # The k-th smallest reward is the smallest maximum that a subset can have.
     if all_equal(ordered[k - 1 :], magnitude=ordered.abs().max()):
         return torch.zeros_like(rewards)
-    # chance that the j-th smallest of n, counted from 0, is the maximum of a k-subset
+    # probability that the j-th smallest of n, from 0, is the maximum of a k-subset
     chance = _chances(n, k)
     mean = (chance * ordered).sum()
     std = (chance * (ordered - mean).square()).sum().sqrt()
-    # With i in it, a subset's maximum is that of k − 1 of the others, or r_i if that is larger.
+    # With i, a subset's maximum is that of k − 1 other rewards, or r_i if that is larger.
     within, chance_of_others = torch.empty_like(rewards), _chances(n - 1, max(k - 1, 1))
     for place, i in enumerate(order.tolist()):
         if k == 1:
@@ -181,7 +181,7 @@ def max_rl(rewards: Tensor) -> Tensor:
     at the order that G samples allow.
 
     Raises:
-        ValueError: a reward is negative; the mean would turn the sign round.
+        ValueError: a reward is negative; a negative mean would flip the sign.
     """
     if bool((rewards < 0).any()):
         lowest = rewards.nan_to_num(nan=math.inf).min().item()
@@ -200,17 +200,17 @@ def _parts_hold_no_kl(*, kl_in_reward: bool) -> str | None:
 
 
 def _normalised_parts(parts: Tensor, weights: Tensor) -> Tensor:
-    """Weighted rewards of each function after its normalisation in the group, [P, G, R]."""
+    """Returns each function's weighted rewards after normalisation in the group, [P, G, R]."""
     normal = [group_relative(part, scale="group").double() for part in parts.unbind(-1)]
     return torch.stack(normal, dim=-1) * weights
 
 
 @advantage_rule(check=_parts_hold_no_kl, summands=_normalised_parts)
 def gdpo(parts: Tensor, weights: Tensor) -> Tensor:
-    """Each reward function is normalised within the group, then summed, then over the step.
+    """Normalises each reward function within its group, sums them, then normalises over the step.
 
-    A sum first would let functions of different spread drown one another, and different vectors of
-    rewards with one sum would look alike (GDPO, arXiv 2601.05242, section 3).
+    Without the first step, functions of larger spread would dominate, and different reward vectors
+    with equal sums would be indistinguishable (GDPO, arXiv 2601.05242, section 3).
     """
     total = _normalised_parts(parts, weights).sum(-1)  # [P, G]
     there = ~parts.isnan().all(-1)
@@ -223,19 +223,19 @@ def gdpo(parts: Tensor, weights: Tensor) -> Tensor:
 def process_advantages(
     steps: Sequence[Sequence[tuple[int, float]]], lengths: Sequence[int], *, scale: str = "group"
 ) -> list[Tensor]:
-    """Advantages of a group's tokens from rewards of its completions' steps.
+    """Computes token advantages in a group from the rewards of its completions' steps.
 
     DeepSeekMath, arXiv 2402.03300, section 4.1.3 (process supervision): rewards are normalised over
     all steps of all completions of the group, r̃ = (r − mean) / (std + 1e-4), and
-    A_{i,t} = Σ r̃_i^{(j)} over the steps j that end at token t or after it.
+    A_{i,t} = Σ r̃_i^{(j)} over the steps j that end at or after token t.
 
     Args:
-        steps: (token at which the step ends, counted from 0; its reward) of each completion.
-        lengths: tokens of each completion.
-        scale: "group", or "none": without the division.
+        steps: (token at which the step ends, from 0; its reward) of each completion's steps.
+        lengths: number of tokens of each completion.
+        scale: "group", or "none" to omit the division.
 
     Returns:
-        [C_i] float32 of each completion.
+        A [C_i] float32 tensor per completion.
     """
     flat = torch.tensor([[value for one in steps for _, value in one]], dtype=torch.float64)
     normal = group_relative(flat, scale=scale)[0].tolist() if flat.numel() else []
@@ -251,26 +251,26 @@ def process_advantages(
 def turn_advantages(
     rewards: Sequence[Sequence[float]], *, scale: str = "group"
 ) -> list[list[float]]:
-    """Advantages of the turns of a group's episodes from the rewards of their turns.
+    """Computes turn advantages in a group of episodes from the rewards of their turns.
 
         A_{i,k} = (G_{i,k} − b_k) / (s + 1e-4),  G_{i,k} = Σ_{j ≥ k} r_{i,j},  b_k = mean_i G_{i,k}
 
-    The return G from turn k on against its mean over all episodes of the group, in which an episode
-    that has ended counts with 0. This baseline of a turn depends on no episode's own number of
-    turns, except through its share 1/G, so that a longer episode is neither paid nor charged for
-    its length. `process_advantages` charges each further step the mean reward of a step
+    The return G from turn k is compared with its mean over all episodes of the group, in which an
+    ended episode counts as 0. The baseline does not depend on an episode's own number of turns,
+    except through its share 1/G. A longer episode is therefore neither rewarded nor penalized for
+    its length. `process_advantages` subtracts the mean reward of a step for each further step
     (https://github.com/verl-project/verl/issues/7244).
 
-    s is the largest over k of the standard deviations of G_{i,k} in the group: that of the total
-    returns, unless later returns differ more than the totals do. With scale "group" a group whose
-    total returns are all equal gives 0, as under the rules above.
+    s is the largest standard deviation of G_{i,k} in the group, over k: that of the total returns,
+    unless later returns vary more. With scale "group" a group with equal total returns gives 0, as
+    in the rules above.
 
     Args:
-        rewards: of each turn of each episode; episodes may differ in their number of turns.
-        scale: "group", or "none": s + 1e-4 is 1.
+        rewards: reward of each turn of each episode; episodes may have different numbers of turns.
+        scale: "group", or "none", which replaces s + 1e-4 by 1.
 
     Returns:
-        A of each turn of each episode.
+        The advantage of each turn of each episode.
     """
     assert scale in ("group", "none"), f"unknown scale {scale!r}"
     most = max(map(len, rewards), default=0)
@@ -279,8 +279,8 @@ def turn_advantages(
     table = torch.zeros(len(rewards), most, dtype=torch.float64)  # [G, K]
     for row, own in zip(table, rewards, strict=True):
         row[: len(own)] = torch.tensor(own, dtype=torch.float64)
-    returns = table.flip(-1).cumsum(-1).flip(-1)  # [G, K], 0 behind an episode's last turn
-    # As in `_finished`: rounding is no signal.
+    returns = table.flip(-1).cumsum(-1).flip(-1)  # [G, K], 0 after an episode's last turn
+    # As in `_finished`: rounding errors must not become a signal.
     centred = (returns - returns.mean(0)).masked_fill(all_equal(returns.T), 0.0)
     if scale == "group":
         centred = centred / (group_std(returns.T).max() + EPS)
@@ -290,7 +290,7 @@ def turn_advantages(
 
 
 def group_mean(rewards: Tensor) -> Tensor:
-    """Mean of each group, [P, G] -> [P, 1]; NaN for a group without rewards."""
+    """Returns the mean of each group, [P, G] -> [P, 1]; NaN for a group without rewards."""
     return rewards.nanmean(-1, keepdim=True)
 
 
@@ -302,14 +302,14 @@ def group_std(rewards: Tensor) -> Tensor:
 
 
 def all_equal(rewards: Tensor, magnitude: Tensor | None = None) -> Tensor:
-    """Groups that carry no signal, [P, G] -> [P] bool: all rewards that are there are equal.
+    """Marks groups whose rewards, without NaN, are all equal, [P, G] -> [P] bool.
 
-    Rewards count as equal that differ only by rounding, as 0.1 + 0.2 and 0.3 do: the largest minus
-    the smallest is at most 1e-9 of the magnitude.
+    Rewards that differ only by rounding, such as 0.1 + 0.2 and 0.3, count as equal: largest minus
+    smallest is at most 1e-9 of the magnitude.
 
     Args:
-        magnitude: the largest Σ|weight · reward| of each group, which exceeds the rewards where
-            parts cancel, [P]; None: the largest |reward|.
+        magnitude: the largest Σ|weight · reward| of each group, [P], which exceeds the rewards if
+            parts cancel; None: the largest |reward|.
     """
     low = rewards.nan_to_num(nan=torch.inf).amin(-1)
     high = rewards.nan_to_num(nan=-torch.inf).amax(-1)
@@ -319,12 +319,12 @@ def all_equal(rewards: Tensor, magnitude: Tensor | None = None) -> Tensor:
 
 
 def level_rewards(groups: Sequence[Group], weights: Mapping[str, float]) -> None:
-    """Gives all completions of a group one reward where theirs are equal except for rounding.
+    """Sets the rewards of a group to one value if they differ only by rounding.
 
-    Whatever compares these rewards later can then compare them exactly.
+    Later code can then compare these rewards exactly.
 
     Args:
-        weights: of the reward functions, by name.
+        weights: weight of each reward function, by name.
     """
     for g in groups:
         scored = [r for r in g.rollouts if r.is_scored]
@@ -344,7 +344,7 @@ def level_rewards(groups: Sequence[Group], weights: Mapping[str, float]) -> None
 
 
 def _finished(advantages: Tensor, rewards: Tensor) -> Tensor:
-    """0 where there is no reward and in groups whose rewards are equal; float32."""
-    # A mean of equal floats can be off by one ulp, and eps would blow that up.
+    """Zeroes advantages without a reward and in groups with equal rewards; converts to float32."""
+    # A mean of equal floats can be off by one ulp, which eps would amplify.
     has_no_signal = all_equal(rewards)[:, None] | rewards.isnan()
     return advantages.masked_fill(has_no_signal, 0.0).float()

@@ -1,7 +1,7 @@
-"""The tensors that the loss reads of a micro-batch, and their collation from rollouts.
+"""Collates rollouts into the tensors that the loss reads for a micro-batch.
 
-Masks come from lengths and from what was sampled, never from `ids != pad`: a model may sample its
-own pad token.
+Masks come from lengths and sampling, never from `ids != pad`, since a model may sample its pad
+token.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ class Batch:
     """The inputs of the loss for B rollouts, except the current policy's log-probabilities.
 
     C is the longest completion; shorter ones are padded on the right. Log-probabilities and
-    selections are 0 where nothing trains.
+    selections are 0 on tokens that do not train.
     """
 
     loss_mask: Tensor  # [B, C] float, 1 on completion tokens that train
-    weights: Tensor  # [B, C] what a token's loss is multiplied by, 0 where nothing trains
+    weights: Tensor  # [B, C] factor of each token's loss, 0 on tokens that do not train
     advantages: Tensor  # [B, C]
     sampling_logprobs: Tensor  # [B, C] NaN where the generator reports none
-    old_logprobs: Tensor | None  # [B, C] NaN in rows without; None if no row has any
+    old_logprobs: Tensor | None  # [B, C] NaN in rows without any; None if no row has any
     ref_logprobs: Tensor | None  # [B, C]
     high_entropy: Tensor | None  # [B, C]
     cov_selected: Tensor | None  # [B, C]
 
     def zero_masked(self, values: Tensor) -> Tensor:
-        """Returns [B, C] values with 0 where nothing trains.
+        """Returns [B, C] values with 0 on tokens that do not train.
 
-        What a model says of padding can be anything, its exp inf, and inf · 0 is NaN: a mask has to
-        be applied before an exp and not only after it.
+        A model's outputs on padding are arbitrary: their exp can be inf, and inf · 0 is NaN. A mask
+        must therefore be applied before an exp, not only after it.
         """
         return values.masked_fill(self.loss_mask == 0, 0.0)
 
     def old_logprobs_or(self, current: Tensor) -> Tensor:
-        """Returns old_logprobs, and `current` in rows without: there the batch is on-policy."""
+        """Returns old_logprobs, with `current` in rows without any, which are on-policy."""
         if self.old_logprobs is None:
             return current
         return torch.where(self.old_logprobs.isnan(), current, self.old_logprobs)
@@ -80,7 +80,7 @@ def collate(rollouts: Sequence[Rollout], device: torch.device) -> Batch:
 
 
 def pad_right(rows: Sequence[Tensor], width: int) -> Tensor:
-    """Returns B one-dimensional tensors as one [B, width], with zeros behind each."""
+    """Pads B one-dimensional tensors with zeros on the right to one [B, width]."""
     out = rows[0].new_zeros(len(rows), width)
     for i, row in enumerate(rows):
         out[i, : len(row)] = row

@@ -1,4 +1,4 @@
-"""Coefficients that follow a target: β of the KL term, and that of the entropy bonus."""
+"""Adapts coefficients to a target: β of the KL term, and that of the entropy bonus."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ ENTROPY_COEF_STEP, ENTROPY_COEF_MAX = 0.005, 1.0  # Skywork-OR1's step
 
 @dataclass
 class AdaptiveBeta:
-    """The coefficient of the KL term, which follows `loss.kl_target` where there is one."""
+    """The coefficient of the KL term, which follows `loss.kl_target` if that is set."""
 
     adapted: float | None = None  # stored in checkpoints; None before the first update
 
     def value(self, config: Loss) -> float:
-        """Returns the coefficient of this step."""
+        """Returns the coefficient for this step."""
         if config.kl_target is None or self.adapted is None:
             return config.beta
         return self.adapted
 
     def update(self, config: Loss, kl: float) -> None:
-        """Moves the coefficient by the KL that a step has measured (NaN: by nothing)."""
+        """Updates the coefficient from the KL measured in a step; a NaN leaves it unchanged."""
         if config.kl_target is not None and math.isfinite(kl):
             self.adapted = adapted_beta(self.value(config), kl, config.kl_target)
 
 
 @dataclass
 class AdaptiveEntropyBonus:
-    """The coefficient of the entropy bonus, which follows `loss.entropy_target` if there is one."""
+    """The coefficient of the entropy bonus, which follows `loss.entropy_target` if that is set."""
 
     adapted: float | None = None  # stored in checkpoints; None before the first update
-    entropy: float | None = None  # of the last optimizer step; stored too
+    entropy: float | None = None  # entropy of the last optimizer step; also stored
 
     def value(self, config: Loss) -> float:
-        """Returns the coefficient of this optimizer step."""
+        """Returns the coefficient for this optimizer step."""
         return applied_coef(self._coef(config), self.entropy, config.entropy_target)
 
     def update(self, config: Loss, entropy: float) -> None:
-        """Moves the coefficient by the entropy that an optimizer step has measured."""
+        """Updates the coefficient from the entropy measured in an optimizer step."""
         if config.entropy_target is None:
             return
         self.entropy = entropy
@@ -61,29 +61,29 @@ def adapted_beta(beta: float, kl: float, target: float) -> float:
     2.2).
 
     Args:
-        kl: mean over the step's tokens, in nats; target: the same.
+        kl: mean over the step's tokens, in nats. target: its target, in nats.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return beta * (1 + KL_GAIN * error)
 
 
 def adapted_coef(coef: float, entropy: float, target: float) -> float:
-    """Returns the next coefficient: up by a step at or below the target, else down.
+    """Returns the next coefficient: a step up if the entropy is at or below target, else down.
 
     Skywork-OR1 (arXiv 2505.22312, section 4.1).
 
     Args:
-        entropy: mean over the optimizer batch's tokens, in nats; target: the same.
+        entropy: mean over the optimizer batch's tokens, in nats. target: its target, in nats.
     """
     moved = coef + ENTROPY_COEF_STEP if entropy <= target else coef - ENTROPY_COEF_STEP
     return min(max(moved, 0.0), ENTROPY_COEF_MAX)
 
 
 def applied_coef(coef: float, entropy: float | None, target: float | None) -> float:
-    """Returns the coefficient that acts on an optimizer step.
+    """Returns the coefficient that is applied in an optimizer step.
 
-    Without a target it is `coef`. With one it acts only while the entropy is at or below it, as
-    measured in the optimizer step before; in the first one, before any measure, it does not.
+    Without a target it is `coef`. With a target it is `coef` only if the entropy of the previous
+    optimizer step was at or below the target, and otherwise 0, as in the first step.
     """
     if target is None:
         return coef

@@ -1,7 +1,7 @@
-"""Corrections for rollouts that come from another distribution than the trainer's policy. Pure.
+"""Corrects for rollouts sampled from another distribution than the trainer's policy. Pure.
 
-Two things drift apart: the engine that sampled and the trainer's own arithmetic (`sampling_ratio`),
-and the policy of the rollouts and the policy after some updates (`off_policy_keep`).
+There are two differences: between the numerics of the sampling engine and of the trainer
+(`sampling_ratio`), and between the rollouts' policy and the updated one (`off_policy_keep`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MODES = (
 def sampling_ratio(
     old_logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor, mode: str
 ) -> Tensor:
-    """π_old(trainer) / π(sampler), before any bound.
+    """Returns π_old(trainer) / π(sampler), before any bound.
 
     Args:
         old_logprobs, sampling_logprobs, mask: [B, C].
-        mode: its level is what comes before the last underscore. "token": each token's ratio.
-            "sequence": the product over the completion. "sequence_mean": that product's geometric
-            mean, since the product of many tokens leaves any bound and drops long completions.
+        mode: the part before the last underscore is the level. "token": each token's ratio.
+            "sequence": the product over the completion. "sequence_mean": the geometric mean, since
+            the product of many tokens exceeds any bound, which would drop long completions.
 
     Returns:
-        [B, C] for tokens, [B, 1] for sequences; 1 where nothing trains.
+        [B, C] for tokens, [B, 1] for sequences; 1 on tokens that do not train.
     """
     difference = (old_logprobs - sampling_logprobs) * mask
     level = mode.rpartition("_")[0]
@@ -47,7 +47,7 @@ def sampling_ratio(
 
 
 def bounded(ratio: Tensor, mode: str, cap: float | None, floor: float | None) -> Tensor:
-    """The factor of the policy loss: the ratio, held to its bounds or 0 outside them.
+    """Returns the factor of the policy loss: the ratio, clamped to its bounds or 0 outside them.
 
     Truncation is TIS (https://fengyao.notion.site/off-policy-rl), masking is MIS (IcePop, arXiv
     2510.18855). Bounds are inclusive.
@@ -62,10 +62,10 @@ def bounded(ratio: Tensor, mode: str, cap: float | None, floor: float | None) ->
 def off_policy_keep(
     advantages: Tensor, logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor, threshold: float
 ) -> Tensor:
-    """0 on the negative tokens of completions that the policy has drifted from, else 1, [B, C].
+    """Returns 0 on tokens with A < 0 in strongly off-policy completions, else 1, [B, C].
 
     DeepSeek-V3.2 (arXiv 2512.02556, section 3.1, off-policy sequence masking): a token with A < 0
-    is left out if the mean of log π_sampler − log π over its completion is above the threshold.
+    is excluded if the mean of log π_sampler − log π over its completion exceeds the threshold.
 
     Args:
         advantages, logprobs, sampling_logprobs, mask: [B, C].
@@ -75,11 +75,11 @@ def off_policy_keep(
 
 
 def effective_share(mean: float, mean_of_squares: float) -> float:
-    """Kish's effective sample size of weights w as a share of their number: mean(w)² / mean(w²)."""
+    """Returns Kish's effective sample size as a share of the weights: mean(w)² / mean(w²)."""
     return mean * mean / mean_of_squares if mean_of_squares > 0 else 0.0
 
 
 def log_correction(weights: Tensor, mask: Tensor) -> Tensor:
-    """The log of a correction, finite: 0 stands for the smallest float. For `losses.vespo`."""
+    """Returns the finite log of a correction for `losses.vespo`; 0 becomes the smallest float."""
     tiny = torch.finfo(weights.dtype).tiny
     return weights.clamp(min=tiny).log() * (mask if weights.shape == mask.shape else 1.0)

@@ -1,4 +1,4 @@
-"""Estimators of the KL to the reference on sampled tokens."""
+"""Estimates the KL to the reference on sampled tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """The estimate log π − log π_ref: unbiased as a value, high variance, can be negative.
 
     Schulman 2020 (http://joschu.net/blog/kl-approx.html), as the next two. In the loss its gradient
-    is ∇log π, which is 0 on average over the policy's own samples: there it only regularises
+    is ∇log π, which is 0 on average over the policy's own samples. There it only regularises
     together with `loss.kl_bias_correction`. In the reward it is the usual choice.
     """
     return logprobs - ref_logprobs

@@ -1,7 +1,7 @@
-"""The loss of a micro-batch: policy term, KL and entropy bonus, with its metrics.
+"""Computes the loss of a micro-batch, with policy term, KL and entropy bonus, and its metrics.
 
-The terms are pure functions (`losses.py`, `kl.py`, `corrections.py`); `grpo_loss` puts them
-together for every policy loss.
+The terms are pure functions (`losses.py`, `kl.py`, `corrections.py`); `grpo_loss` combines them for
+every policy loss.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from grpo_cli.algorithm.variants import apply, parameters, traits_of
 from grpo_cli.config.schema import Loss
 from grpo_cli.errors import TrainingError
 
-STALENESS = "staleness/logp_difference"  # logged where rollouts are prefetched
-LARGEST_WEIGHT = 1e9  # its square is a float32; such a sample counts for one token either way
+STALENESS = "staleness/logp_difference"  # logged for prefetched rollouts
+LARGEST_WEIGHT = 1e9  # its square fits in float32; such a sample counts for one token either way
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,24 @@ class Coefficients:
 
     beta: float
     entropy: float
-    entropy_tokens: float  # tokens that the policy term trains, in the optimizer batch
+    entropy_tokens: float  # tokens that the policy term trains in the optimizer batch
     router: float = 0.0  # weight of the load-balancing loss
-    load: Load | None = None  # of the experts in the optimizer batch, where that weight is not 0
+    load: Load | None = None  # load of the experts in the optimizer batch, if `router` is not 0
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The loss of one micro-batch, what training acts on, and what is only logged."""
+    """The loss of one micro-batch, measurements that training acts on, and logged metrics."""
 
     loss: Tensor  # [] a sum, already divided by the optimizer batch's counts; with gradient
-    kl: MaskedSum | None  # to the reference, nats a token; moves an adaptive β
-    entropy: MaskedSum | None  # nats a token that the policy term trains; moves an adaptive bonus
-    sampler_gap: MaskedSum  # |log π_old − log π_sampler| a token; stops training if too large
-    staleness_gap: MaskedSum  # |log π − log π_sampler| a token: the same for prefetched rollouts
+    kl: MaskedSum | None  # KL to the reference in nats per token; adapts β
+    entropy: MaskedSum | None  # nats per token that the policy term trains; adapts the bonus
+    sampler_gap: MaskedSum  # |log π_old − log π_sampler| per token; stops training if too large
+    staleness_gap: MaskedSum  # |log π − log π_sampler| per token: the same for prefetched rollouts
     metrics: MetricSums
 
     def detached(self) -> LossOutput:
-        """Returns the output without the graph of the loss."""
+        """Returns the output with a loss detached from its graph."""
         return replace(self, loss=self.loss.detach())
 
 
@@ -71,7 +71,7 @@ class LossSums:
         self.metrics = MetricSums()
 
     def add(self, output: LossOutput) -> None:
-        """Adds the output of a micro-batch, which is detached."""
+        """Adds the detached output of a micro-batch."""
         self.metrics.add(output.metrics)
         self.loss.append(output.loss)
         for name, sums in self.means.items():
@@ -79,13 +79,13 @@ class LossSums:
                 sums.append(mean)
 
     def add_entropy(self, output: LossOutput) -> None:
-        """Adds only the entropy of rollouts that have no gradient."""
+        """Adds only the entropy, for rollouts that have no gradient."""
         self.metrics.add(output.metrics, only=("entropy",))
         if output.entropy is not None:
             self.means["entropy"].append(output.entropy)
 
     def reduced(self, workers: Reduce) -> MeasuredUpdate:
-        """Returns the measurements of all processes."""
+        """Reduces the measurements over all processes."""
         acted_on = MetricSums()
         acted_on.sums["loss"] = self.loss
         for name, sums in self.means.items():
@@ -106,7 +106,7 @@ class Mean(NamedTuple):
 
     @property
     def value(self) -> float:
-        """The mean, NaN over nothing."""
+        """The mean; NaN without values."""
         return self.total / self.number if self.number else math.nan
 
     @classmethod
@@ -134,7 +134,7 @@ class MeasuredUpdate:
 
     @classmethod
     def from_state(cls, saved: Mapping[str, Any]) -> MeasuredUpdate:
-        """Restores what `to_state` has returned."""
+        """Restores the result of `to_state`."""
         means = {name: Mean(*saved[name]) for name in ACTED_ON}
         metrics = ReducedMetrics(**{k: dict(v) for k, v in saved["metrics"].items()})
         return cls(loss=saved["loss"], metrics=metrics, **means)
@@ -151,10 +151,10 @@ def every_rollout_has_gradient(
     skip_zero_advantage: bool,
     router_coef: float = 0.0,
 ) -> bool:
-    """Whether rollouts without advantage also get a forward and backward pass.
+    """Returns whether zero-advantage rollouts also get a forward and backward pass.
 
-    They have a gradient from their KL, their entropy or the load of experts, or from a loss that
-    needs no advantage; or the recipe does not skip them.
+    Their gradient can come from the KL, the entropy, the load of experts, or a loss that needs no
+    advantage. Otherwise they get a pass only if the recipe does not skip them.
     """
     kl = has_reference and config.kl_in == "loss"
     without_advantage = traits_of(loss_function(config)).trains_without_advantage
@@ -176,16 +176,16 @@ def grpo_loss(
         − entropy_coef · Σ_t entropy_t / entropy_tokens + router · L (load_balancing.py)
 
     Args:
-        logprobs: [B, C] of the current policy, with gradient.
-        entropies: [B, C], with gradient where there is a bonus; None where they are not measured.
-        routing: of the micro-batch's tokens to experts, where their load is balanced.
+        logprobs: [B, C] log-probabilities of the current policy, with gradient.
+        entropies: [B, C], with gradient if there is a bonus; None if they are not measured.
+        routing: routing of the micro-batch's tokens to experts, if their load is balanced.
     """
     metrics = MetricSums()
     mask = batch.loss_mask
     trained = mask if batch.high_entropy is None else mask * batch.high_entropy
     logprobs = batch.zero_masked(logprobs)
     old_logprobs = batch.old_logprobs_or(logprobs.detach())
-    # The old policy's where the generator could not report one.
+    # Use the old policy's where the generator reported none.
     unknown = batch.sampling_logprobs.isnan()
     sampling_logprobs = torch.where(unknown, old_logprobs, batch.sampling_logprobs)
     log_ratio = logprobs - old_logprobs  # [B, C]
@@ -209,7 +209,7 @@ def grpo_loss(
             f"{mask.shape[0]} completions of up to {mask.shape[1]} tokens; it has to return the "
             "loss of each token, [B, C]."
         )
-    if "log_correction" not in parameters(function)[0]:  # it has taken it into account itself
+    if "log_correction" not in parameters(function)[0]:  # otherwise the loss applies it itself
         policy = policy * correction
     if config.off_policy_mask is not None:
         keep = corrections.off_policy_keep(
@@ -258,11 +258,11 @@ def grpo_loss(
 
 
 def logged(config: Loss, measured: dict[str, float]) -> dict[str, float]:
-    """Returns the metrics of an update that are logged, from its reduced figures."""
+    """Selects the logged metrics from the reduced figures of an update."""
     out = {name: value for name, value in measured.items() if math.isfinite(value)}
     kl = "kl" in out and config.kl_in == "loss"
     terms = (kl, config.entropy_coef, config.entropy_target, "aux_loss" in out)
-    if not any(terms):  # there is no other term
+    if not any(terms):  # the loss has no other term
         del out["policy_loss"]
     if "sampling/weight" in out:
         weight, squared = out.pop("sampling/weight"), out.pop("sampling/weight_squared")
@@ -273,9 +273,9 @@ def logged(config: Loss, measured: dict[str, float]) -> dict[str, float]:
 def sampler_correction(
     config: Loss, old_logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor, metrics: MetricSums
 ) -> Tensor:
-    """Returns the factor for sampling from another distribution, [B, C] or [B, 1]; logs it."""
+    """Returns the sampler's correction factor, [B, C] or [B, 1]; logs it."""
     mode = config.sampling_correction
-    if mode == "none":  # the token weights are logged all the same
+    if mode == "none":  # the token weights are still logged
         ratio = corrections.sampling_ratio(
             old_logprobs, sampling_logprobs, mask, "token_truncate"
         ).clamp(max=LARGEST_WEIGHT)

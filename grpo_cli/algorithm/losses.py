@@ -1,9 +1,9 @@
-"""Policy losses: one pure function each, with what is logged of it.
+"""Computes policy losses, with one pure function each, and their metrics.
 
-A policy loss names the tensors it is computed from as positional parameters:
+A policy loss names its input tensors as positional parameters:
 
     log_ratio       [B, C]             log ρ = logprobs − old_logprobs of each token, with gradient
-    ratio           [B, C] or [B, 1]   ρ at the level that the recipe asks for (`importance_ratio`)
+    ratio           [B, C] or [B, 1]   ρ at the recipe's level (`importance_ratio`)
     logprobs        [B, C]             log-probabilities under the policy, with gradient
     advantages      [B, C]             equal along a row, unless steps were rewarded
     mask            [B, C]             1 on the tokens that train
@@ -12,14 +12,14 @@ A policy loss names the tensors it is computed from as positional parameters:
                                        that names it applies the correction itself
     cov_selected    [B, C]             1 on the tokens that the loss's `select_tokens` chose
 
-and the knobs that it reads as keyword-only parameters: fields of `loss` in the recipe, or arguments
-of its own, `loss.args.NAME`, declared with `Arg`. It returns the loss of each token, [B, C] (or a
-tensor that broadcasts to it), without any average: `normalization.py` divides it by the counts of
-the complete optimizer batch over all processes.
+Keyword-only parameters are its knobs: fields of `loss` in the recipe, or arguments of its own,
+`loss.args.NAME`, declared with `Arg`. It returns the loss of each token, [B, C] (or a tensor that
+broadcasts to it), without averaging: `normalization.py` divides it by the counts of the complete
+optimizer batch over all processes.
 
-To add a loss: a function here with `@policy_loss`, whose arguments are its `Traits`; a YAML in
-recipes/loss/; a literal reference in tests/reference_losses.py. Your own loss can also lie in a
-module of yours: `loss.policy=my_module:my_loss`.
+To add a loss, write a function here with `@policy_loss`, whose arguments are its `Traits`; a YAML
+in recipes/loss/; and a literal reference in tests/reference_losses.py. A loss can also be in your
+own module: `loss.policy=my_module:my_loss`.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from grpo_cli.algorithm.token_selection import top_share
 from grpo_cli.algorithm.variants import POLICY as POLICY
 from grpo_cli.algorithm.variants import policy_loss
 
-# exp() of more overflows float32, and inf · 0 is NaN: past e^80 ratios are not told apart.
+# exp() of more overflows float32, and inf · 0 is NaN; ratios beyond e^80 are indistinguishable.
 LARGEST_LOG_RATIO = 80.0
 
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """ρ between the policy and the policy that the rollouts were made with.
+    """Returns the ratio ρ of the policy to the policy that sampled the rollouts.
 
     Args:
         log_ratio: [B, C], 0 where `mask` is. mask: [B, C].
         level: "token": ρ_t = exp(log_ratio_t) (PPO, arXiv 1707.06347). "sequence": the geometric
-            mean s = exp(mean_t log_ratio_t) (GSPO, arXiv 2507.18071, eq. 7). "sequence_token": s in
-            value, whose gradient at each token is that of the token's own log-probability
-            (GSPO-token, eq. 14); the one to use when a completion's tokens differ in advantage.
+            mean s = exp(mean_t log_ratio_t) (GSPO, arXiv 2507.18071, eq. 7). "sequence_token": the
+            value s, with the gradient of each token's own log-probability (GSPO-token, eq. 14); for
+            completions whose tokens differ in advantage.
 
     Returns:
         [B, C], or [B, 1] for "sequence".
@@ -61,7 +61,7 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Returns the mean over the tokens of `mask` of each row, [B, C] -> [B]; 0 for an empty row."""
+    """Returns each row's mean over the tokens of `mask`, [B, C] -> [B]; 0 for an empty row."""
     assert values.shape == mask.shape, f"{tuple(values.shape)} values, {tuple(mask.shape)} mask"
     return (values * mask).sum(-1) / mask.sum(-1).clamp(min=1)
 
@@ -74,7 +74,7 @@ def rows_that_train(mask: Tensor) -> Tensor:
 def clip_flags(
     ratio: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Flags tokens that the clip takes the gradient from: (below 1−ε, above 1+ε_high), bool."""
+    """Flags tokens whose gradient the clip removes: (below 1−ε, above 1+ε_high), bool."""
     high = epsilon if epsilon_high is None else epsilon_high
     return (ratio < 1 - epsilon) & (advantages < 0), (ratio > 1 + high) & (advantages > 0)
 
@@ -88,7 +88,7 @@ def measure_clipping(
     epsilon: float,
     epsilon_high: float | None,
 ) -> None:
-    """Adds clip_ratio/*: the share of tokens that the clip flags; of rows that have one ratio."""
+    """Adds clip_ratio/*: the share of tokens that the clip flags, or of rows with one ratio."""
     flags = clip_flags(ratio, advantages, epsilon, epsilon_high)
     rows = rows_that_train(mask)
     low, high = (flag.to(mask.dtype).expand_as(mask) for flag in flags)
@@ -114,7 +114,7 @@ def measure_clipping_of_logs(
     epsilon: float,
     epsilon_high: float | None,
 ) -> None:
-    """Adds clip_ratio/* of a clip of log ρ to (−ε, ε_high)."""
+    """Adds clip_ratio/* for a clip of log ρ to (−ε, ε_high)."""
     ratio = 1 + log_ratio
     measure_clipping(
         metric_sums, ratio, advantages, mask, epsilon=epsilon, epsilon_high=epsilon_high
@@ -122,7 +122,7 @@ def measure_clipping_of_logs(
 
 
 def measure_selected(metric_sums: MetricSums, cov_selected: Tensor, mask: Tensor) -> None:
-    """Adds cov_selected: the share of tokens that were chosen by their covariance."""
+    """Adds cov_selected: the share of tokens selected by their covariance."""
     metric_sums.mean("cov_selected", cov_selected, mask)
 
 
@@ -150,8 +150,8 @@ def clipped(
     """−min(min(ρ, δ)·A, clip(ρ, 1−ε, 1+ε_high)·A).
 
     PPO's surrogate (arXiv 1707.06347, eq. 7) with GRPO's advantages (DeepSeekMath, arXiv
-    2402.03300, eq. 3). ε_high > ε is DAPO's clip-higher (arXiv 2503.14476, eq. 8). δ bounds the
-    ratio for negative advantages too, which the minimum leaves open (INTELLECT-2, arXiv 2505.07291,
+    2402.03300, eq. 3). ε_high > ε is DAPO's clip-higher (arXiv 2503.14476, eq. 8). δ also bounds
+    the ratio for negative advantages, where the minimum does not (INTELLECT-2, arXiv 2505.07291,
     section 3.4). At ρ = 1 the gradient is −A·∇logprobs, that of REINFORCE.
 
     Divided by: tokens (dapo, bnpo), each completion's length (grpo), a constant (dr_grpo), with the
@@ -165,7 +165,7 @@ def clipped(
 def measure_cap(
     metric_sums: MetricSums, ratio: Tensor, advantages: Tensor, mask: Tensor, *, ratio_cap: float
 ) -> None:
-    """Adds cispo_clip_ratio: the share of tokens that the cap cuts; of rows that have one ratio."""
+    """Adds cispo_clip_ratio: the share of tokens that the cap cuts, or of rows with one ratio."""
     cut = ((ratio > ratio_cap) & (advantages > 0)).to(mask.dtype).expand_as(mask)
     if ratio.shape == mask.shape:
         metric_sums.mean("cispo_clip_ratio", cut, mask)
@@ -175,7 +175,7 @@ def measure_cap(
 
 @policy_loss(metrics=(measure_cap,))
 def cispo(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, ratio_cap: float) -> Tensor:
-    """−sg[min(ρ, ε_max)]·A·logprobs: no token loses its gradient, its weight is bounded instead.
+    """−sg[min(ρ, ε_max)]·A·logprobs: bounds each token's weight without removing its gradient.
 
     MiniMax-M1 (arXiv 2506.13585, eq. 4), in the form of ScaleRL (arXiv 2510.13786, section 3).
     Divided by tokens.
@@ -187,10 +187,10 @@ def cispo(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, ratio_cap: flo
 def sapo(
     ratio: Tensor, advantages: Tensor, *, sapo_temperature_pos: float, sapo_temperature_neg: float
 ) -> Tensor:
-    """−(4/τ)·sigmoid(τ(ρ − 1))·A, with a τ for A > 0 and one for the others.
+    """−(4/τ)·sigmoid(τ(ρ − 1))·A, with different τ for A > 0 and A ≤ 0.
 
-    A soft gate in place of the clip (SAPO, arXiv 2511.20347, eqs. 5 and 6): its slope is 1 at
-    ρ = 1 and falls off to both sides. Divided by each completion's length.
+    A soft gate in place of the clip (SAPO, arXiv 2511.20347, eqs. 5 and 6): its slope is 1 at ρ = 1
+    and decreases on both sides. Divided by each completion's length.
     """
     tau = torch.where(advantages > 0, sapo_temperature_pos, sapo_temperature_neg)
     return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
@@ -245,7 +245,7 @@ def vespo(
     """−sg[φ(w)]·A·logprobs with φ(w) = w^k·exp(λ(1 − w)) of the sequence's ratio w = Π_t ρ_t.
 
     VESPO (arXiv 2602.10693): a Gamma-shaped weight, 1 at w = 1, smooth and asymmetric by the sign
-    of A. A correction for the sampler is a factor of w, and of nothing else. Divided by tokens.
+    of A. The sampler's correction is a factor of w only. Divided by tokens.
     """
     phi = vespo_weight(
         log_ratio.detach(),
@@ -266,9 +266,9 @@ def vespo_weight(
     k: tuple[float, float],
     lam: tuple[float, float],
 ) -> Tensor:
-    """φ(w) of `vespo`, [B, C]; k and lam for A ≥ 0 and for A < 0.
+    """Returns φ(w) of `vespo`, [B, C]; k and lam hold the values for A ≥ 0 and A < 0.
 
-    Computed from log w, which is kept between log 1e-8 and 20 as in the authors' code.
+    Computed from log w, clamped to [log 1e-8, 20] as in the authors' code.
     """
     low, high = math.log(1e-8), 20.0
     log_w = (log_ratio.clamp(-high, high) * mask).sum(-1, keepdim=True)  # [B, 1]
@@ -292,8 +292,8 @@ def gmpo(
     """−A·exp(mean_t clip(log ρ_t)): the geometric mean of the ratios, each clipped on its own.
 
     GMPO (arXiv 2507.20673, eq. 4). The clip is in log space, log ρ in (−ε, ε_high), and one-sided
-    by the sign of A as in PPO. Divided by completions: each token of a completion carries the
-    completion's value, so that their mean is that value.
+    by the sign of A as in PPO. Divided by completions: each token holds its completion's value, so
+    that their mean is that value.
     """
     high = epsilon if epsilon_high is None else epsilon_high
     inside = log_ratio.clamp(-epsilon, high)
@@ -325,9 +325,9 @@ def clip_cov(
     epsilon: float,
     epsilon_high: float | None,
 ) -> Tensor:
-    """`clipped`, without gradient on a few tokens of high covariance, which would cost entropy.
+    """`clipped`, without gradient on a few tokens of high covariance, to preserve entropy.
 
-    Clip-Cov (arXiv 2505.22617, eq. 10); `token_selection.clip_cov` chooses them. Divided by tokens.
+    Clip-Cov (arXiv 2505.22617, eq. 10); `token_selection.clip_cov` selects them. Divided by tokens.
     """
     loss = clipped(ratio, advantages, epsilon=epsilon, epsilon_high=epsilon_high, delta=None)
     return loss * (1 - cov_selected)
@@ -354,6 +354,6 @@ def kl_cov(
     """−ρA, and on the tokens of the highest covariance also a KL penalty to the old policy.
 
     KL-Cov (arXiv 2505.22617, eq. 12): −ρA + β_cov·|log ρ|, the authors' estimate. At ρ = 1 the
-    penalty has no gradient: it takes several updates a step to act. Divided by tokens.
+    penalty has no gradient, so it needs several updates per step. Divided by tokens.
     """
     return -ratio * advantages + cov_kl * cov_selected * log_ratio.abs()

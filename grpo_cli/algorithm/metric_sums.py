@@ -1,4 +1,4 @@
-"""Sums, means and extremes of what is logged while the gradient is computed."""
+"""Accumulates sums, means and extremes that are logged while the gradient is computed."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Reduce(Protocol):
 
 
 class MaskedSum(NamedTuple):
-    """The sum of values over a mask and the number of values, [] each and on the device."""
+    """The sum of values over a mask and their number, both [] on the device."""
 
     total: Tensor
     number: Tensor
 
 
 class MetricSums:
-    """Collects what one process measures in one optimizer batch, micro-batch by micro-batch.
+    """Accumulates one process's metrics in one optimizer batch, micro-batch by micro-batch.
 
-    The values stay on the device until `reduced`, so that measuring does not make the host wait.
+    The values stay on the device until `reduced`, to avoid synchronizing with the host.
     """
 
     def __init__(self) -> None:
@@ -43,28 +43,28 @@ class MetricSums:
         self.sums.setdefault(name, []).append(value.detach())
 
     def mean(self, name: str, values: Tensor, mask: Tensor) -> MaskedSum:
-        """Adds the values on which `mask` is 1 to a mean, and returns their sum and number."""
+        """Adds the values where `mask` is 1 to a mean; returns their sum and number."""
         added = masked_sum(values, mask)
         self.total(name, added.total)
         self.counts.setdefault(name, []).append(added.number)
         return added
 
     def lowest(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Takes the values on which `mask` is 1 into a minimum."""
+        """Includes the values where `mask` is 1 in a minimum."""
         inside = values.detach().masked_fill(mask == 0, math.inf)
         self.lows.setdefault(name, []).append(inside.amin())
 
     def highest(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Takes the values on which `mask` is 1 into a maximum."""
+        """Includes the values where `mask` is 1 in a maximum."""
         inside = values.detach().masked_fill(mask == 0, -math.inf)
         self.highs.setdefault(name, []).append(inside.amax())
 
     def add(self, other: MetricSums, only: Collection[str] | None = None) -> None:
-        """Adds what another has measured.
+        """Adds the measurements of another accumulator.
 
         Args:
-            only: means to add; the other names then exist here too, with values that count nothing,
-                so that every process has the same names.
+            only: means to add; other names are added with neutral values, so that every process has
+                the same names.
         """
         for mine, theirs in ((self.sums, other.sums), (self.counts, other.counts)):
             for name, values in theirs.items():
@@ -80,10 +80,10 @@ class MetricSums:
                 mine.setdefault(name, []).extend(added)
 
     def reduced(self, workers: Reduce) -> ReducedMetrics:
-        """Returns the sums and extremes of all processes, which have measured the same names."""
+        """Reduces sums and extremes over all processes, which must have the same names."""
         parts = (self.sums, self.counts, self.lows, self.highs)
         scalars = [value for part in parts for values in part.values() for value in values]
-        # One copy to the host for all of them; MPS has no float64.
+        # A single copy to the host; MPS has no float64.
         wide = torch.float32 if any(s.device.type == "mps" for s in scalars) else torch.float64
         on_host = iter(torch.stack([s.to(wide) for s in scalars]).tolist() if scalars else [])
         sums, counts, lows, highs = (
@@ -105,7 +105,7 @@ class MetricSums:
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> MaskedSum:
-    """Returns the sum and the number of the values on which `mask` is 1; both of one shape."""
+    """Returns the sum and number of the values where `mask` is 1; both have one shape."""
     return MaskedSum(values.detach().masked_fill(mask == 0, 0.0).sum(), mask.sum())
 
 
@@ -130,7 +130,7 @@ class ReducedMetrics:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Means (NaN if nothing was counted), sums without a count, and extremes, by name."""
+        """Returns means (NaN without values), sums without a count, and extremes, by name."""
         means = {
             name: (value / self.counts[name] if self.counts[name] else math.nan)
             if name in self.counts

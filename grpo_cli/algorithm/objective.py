@@ -1,7 +1,7 @@
-"""Finds the policy loss and the advantage rule that a recipe names, and checks what it gives them.
+"""Finds the policy loss and the advantage rule that a recipe names, and checks their knobs.
 
-Each is a shipped function's name or `my_module:my_function`. Checked before a model is loaded, and
-apart from the other knobs, since the names and ranges are those of the functions' signatures.
+Each is named as a shipped function or `my_module:my_function`. The knobs are checked before a model
+is loaded, apart from other knobs, since the functions' signatures declare names and ranges.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-# Both are imported for the tables that they fill.
+# Imported because they fill the tables.
 from grpo_cli.algorithm import advantages as advantages
 from grpo_cli.algorithm import losses as losses
 from grpo_cli.algorithm.variants import (
@@ -33,7 +33,7 @@ from grpo_cli.config.schema import Advantage, Loss, Recipe
 from grpo_cli.config.user_code import import_function
 from grpo_cli.errors import UserError, listed, nearest
 
-TENSORS = {  # what a function may be computed from
+TENSORS = {  # inputs that a function may name
     "loss.policy": (
         "log_ratio", "ratio", "logprobs", "advantages", "mask", "trained", "log_correction",
         "cov_selected",
@@ -74,7 +74,7 @@ def _find(name: str, key: str) -> Callable[..., Tensor]:
 
 
 def problems(recipe: Recipe, given: Collection[str] = ()) -> Iterator[str]:
-    """Yields what is wrong with a recipe's loss and rule; fills in their arguments' defaults.
+    """Yields the mistakes in a recipe's loss and rule; fills in their arguments' defaults.
 
     Args:
         given: full keys set on the command line, as for `parsing.parse`.
@@ -104,7 +104,7 @@ def problems(recipe: Recipe, given: Collection[str] = ()) -> Iterator[str]:
 
 
 def notices(recipe: Recipe) -> Iterator[str]:
-    """Yields what is allowed and does less than it seems to."""
+    """Yields notices about settings that are allowed but have less effect than expected."""
     for function in (loss_function(recipe.loss), rule_function(recipe.advantage)):
         section = "loss" if function is loss_function(recipe.loss) else "advantage"
         if (notice := traits_of(function).notice) is not None:
@@ -114,7 +114,7 @@ def notices(recipe: Recipe) -> Iterator[str]:
 
 
 def values_of(recipe: Recipe, section: str) -> dict[str, Any]:
-    """Lists the values that a `check` or a `notice` may name beside the fields of its section."""
+    """Returns the values that a `check` or a `notice` may name besides its section's fields."""
     config, update = getattr(recipe, section), recipe.update
     return {
         "num_generations": recipe.generation.num_generations,
@@ -144,7 +144,7 @@ def _contradictions(recipe: Recipe, found: list[tuple[Callable[..., Any], str]])
 def _unread(
     recipe: Recipe, key: str, function: Callable[..., Any], given: Collection[str]
 ) -> Iterator[str]:
-    """Knobs of the section that are set although the function does not read them."""
+    """Yields messages about knobs of the section that are set but not read by the function."""
     section, _, name = key.partition(".")
     config = getattr(recipe, section)
     read, defaults = knobs_read(function), type(config)()

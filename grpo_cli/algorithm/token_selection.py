@@ -1,7 +1,7 @@
-"""Selects the tokens of an optimizer batch that are treated apart. Pure functions.
+"""Selects the tokens of an optimizer batch that a loss treats differently. Pure functions.
 
 Every function takes flat tensors, [N], of the tokens that train on all processes, in any order. It
-chooses by thresholds, so that each process can find its own tokens again.
+selects by thresholds, so that each process can identify its own tokens.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 def entropy_threshold(entropies: Tensor, share: float) -> float:
-    """Tokens with at least this entropy are the top `share`: the (1 − share) quantile.
+    """Returns the (1 − share) quantile: tokens with at least this entropy are the top `share`.
 
     "Beyond the 80/20 Rule", arXiv 2506.01939, eq. 6, over the whole optimizer batch rather than a
-    micro-batch. Interpolated between neighbours as torch.quantile does it, which refuses more than
-    2^24 values.
+    micro-batch. Interpolates between neighbours like torch.quantile, which refuses more than 2^24
+    values.
 
     Args:
         entropies: [N]. share: ρ, in (0, 1).
@@ -25,7 +25,7 @@ def entropy_threshold(entropies: Tensor, share: float) -> float:
     if len(entropies) == 0:
         return math.inf
     ordered = entropies.sort().values
-    # The index is computed in float32, as torch.quantile has it, so that both keep the same tokens.
+    # The index is computed in float32, like in torch.quantile, so that both keep the same tokens.
     place = torch.tensor(1 - share, dtype=entropies.dtype) * (len(ordered) - 1)
     below = int(place.floor())
     above = min(below + 1, len(ordered) - 1)
@@ -33,20 +33,20 @@ def entropy_threshold(entropies: Tensor, share: float) -> float:
 
 
 def covariance(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """(log π_t − mean log π)(A_t − mean A) of each token, [N] (arXiv 2505.22617, eq. 9)."""
+    """Returns (log π_t − mean log π)(A_t − mean A) per token, [N] (arXiv 2505.22617, eq. 9)."""
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
 def clip_cov(
     cov: Tensor, noise: Tensor, *, cov_share: float, cov_low: float, cov_high: float
 ) -> Tensor:
-    """Chooses a random share of all tokens, among those of a covariance in (low, high), [N] bool.
+    """Selects a random share of all tokens, among those with covariance in (low, high), [N] bool.
 
     Clip-Cov (arXiv 2505.22617, eq. 10).
 
     Args:
-        noise: [N], a number in [0, 1) of each token's own, so that the choice does not depend on
-            the tokens' order. cov_share: r, of all N tokens.
+        noise: [N], a number in [0, 1) per token, so that the selection does not depend on the
+            tokens' order. cov_share: r, the share of all N tokens.
     """
     candidates = (cov > cov_low) & (cov < cov_high)
     number = min(_number(cov_share, len(cov)), int(candidates.sum()))
@@ -57,10 +57,10 @@ def clip_cov(
 
 
 def top_share(cov: Tensor, noise: Tensor, *, cov_share: float) -> Tensor:
-    """Chooses the tokens with the highest covariance, a share of all, [N] bool (KL-Cov, eq. 11).
+    """Selects the share of all tokens with the highest covariance, [N] bool (KL-Cov, eq. 11).
 
     Args:
-        noise: [N], as for `clip_cov`: of tokens that tie, those with the least are taken.
+        noise: [N], as for `clip_cov`; breaks ties in favour of the lowest values.
     """
     if len(cov) == 0:
         return torch.zeros_like(cov, dtype=torch.bool)

@@ -1,15 +1,15 @@
-"""Policy losses and advantage rules declare what they need in their signatures and traits.
+"""Lets policy losses and advantage rules declare their needs in signatures and traits.
 
-A loss or a rule is one pure function. Its positional parameters name the tensors that it is
-computed from, and its keyword-only ones the knobs of the recipe that it reads: a field of `loss`
-or `advantage`, or an argument of its own, `loss.args.NAME`, with its range where it is read:
+A loss or a rule is one pure function. Its positional parameters name its input tensors. Its
+keyword-only parameters name the recipe's knobs that it reads: a field of `loss` or `advantage`, or
+an argument of its own, `loss.args.NAME`, declared with its range:
 
     @policy_loss(metrics=(measure_gate,))
     def gated(ratio: Tensor, advantages: Tensor, *,
               slope: Annotated[float, Arg("Steepness of the gate.", gt=0)] = 2.0) -> Tensor: ...
 
-All else that the tool asks of a loss or a rule is a field of its traits, so that no other file
-mentions it by name.
+All other properties of a loss or a rule are fields of its traits, so that no other file mentions it
+by name.
 """
 
 from __future__ import annotations
@@ -32,30 +32,29 @@ RULES: dict[str, Callable[..., Tensor]] = {}  # advantage rules by name
 
 @dataclass(frozen=True)
 class Traits:
-    """The properties of a policy loss or an advantage rule that the tool asks for.
+    """The properties of a policy loss or an advantage rule.
 
-    `metrics`, `select_tokens`, `check` and `notice` read knobs as the function itself does, by
-    their keyword-only parameters; `check` and `notice` may also name those of
-    `objective.values_of`.
+    `metrics`, `select_tokens`, `check` and `notice` read knobs by keyword-only parameters, like the
+    function itself. `check` and `notice` may also name values of `objective.values_of`.
     """
 
     metrics: tuple[Callable[..., None], ...] = ()  # take metric_sums and tensors by name
     select_tokens: Callable[..., Tensor] | None = None  # (covariance, noise, *, knobs) -> [N] bool
-    trains_without_advantage: bool = False  # has a gradient where the advantage is 0 too
-    one_gradient_per_completion: bool = False  # so that rewards of steps cannot be told apart
-    summands: Callable[..., Tensor] | None = None  # of a rule: what it adds up, [P, G, R], where
-    # that is not the weighted reward of each function
-    check: Callable[..., str | None] | None = None  # a contradiction; "{at}": where a step stands
-    notice: Callable[..., str | None] | None = None  # allowed, and does less than it seems to
+    trains_without_advantage: bool = False  # has a gradient even where the advantage is 0
+    one_gradient_per_completion: bool = False  # so step rewards would have no separate effect
+    summands: Callable[..., Tensor] | None = None  # for a rule: its summands, [P, G, R], if
+    # they are not the weighted reward of each function
+    check: Callable[..., str | None] | None = None  # a contradiction; "{at}" stands for the step
+    notice: Callable[..., str | None] | None = None  # allowed, but with less effect than expected
 
 
 def policy_loss(**traits: Any) -> Callable[[F], F]:
-    """Declares a policy loss with its `Traits`; the shipped ones are known by their names."""
+    """Declares a policy loss with its `Traits`; shipped losses are registered by name."""
     return _declare(POLICY, "grpo_cli.algorithm.losses", Traits(**traits))
 
 
 def advantage_rule(name: str | None = None, **traits: Any) -> Callable[[F], F]:
-    """Declares an advantage rule with its `Traits`, known by `name` or by its own name."""
+    """Declares an advantage rule with its `Traits`, registered by `name` or the function's name."""
     return _declare(RULES, "grpo_cli.algorithm.advantages", Traits(**traits), name)
 
 
@@ -64,7 +63,7 @@ def _declare(
 ) -> Callable[[F], F]:
     def declare(function: F) -> F:
         function.traits = traits  # type: ignore[attr-defined]
-        if function.__module__ == home:  # a user's own is named by its path
+        if function.__module__ == home:  # a user's own function is named by its path
             table[name or function.__name__] = function
         return function
 
@@ -72,14 +71,14 @@ def _declare(
 
 
 def traits_of(function: Callable[..., Any]) -> Traits:
-    """Returns a function's traits; the defaults for one that declares none."""
+    """Returns a function's traits, or the defaults if it declares none."""
     traits: Traits = getattr(function, "traits", Traits())
     return traits
 
 
 @lru_cache
 def parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns (positional parameters, keyword-only parameters) of a function, by name."""
+    """Returns a function's parameter names as (positional, keyword-only)."""
     found = inspect.signature(function).parameters.values()
     return (
         tuple(p.name for p in found if p.kind is not p.KEYWORD_ONLY),
@@ -89,20 +88,20 @@ def parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str
 
 @dataclass(frozen=True)
 class OwnArgument:
-    """A keyword-only parameter of a function and its traits that is no knob of the section."""
+    """A keyword-only parameter of a function or its traits that is not a knob of the section."""
 
     kind: Any  # the annotated type; inspect.Parameter.empty if there is none
-    default: Any  # inspect.Parameter.empty: the recipe must set it
+    default: Any  # inspect.Parameter.empty if the recipe must set it
     arg: Arg
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The range as a knob's metadata."""
+        """The argument's range in the format of a knob's metadata."""
         return vars(self.arg)
 
 
 def readers(function: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    """Returns the functions that read knobs for a loss or a rule: itself, those of its traits."""
+    """Returns the functions that read knobs for a loss or a rule: itself and its traits'."""
     traits = traits_of(function)
     return (function, *traits.metrics, *([traits.select_tokens] if traits.select_tokens else []))
 
@@ -110,23 +109,23 @@ def readers(function: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
 def knobs_read(function: Callable[..., Any]) -> set[str]:
     """Returns the names of all knobs and arguments that a loss or a rule reads."""
     names = {name for reader in readers(function) for name in parameters(reader)[1]}
-    # A selection compares tokens, whose ratio is their own.
+    # A token selection compares tokens, so it needs the token-level ratio.
     if "ratio" in parameters(function)[0] and traits_of(function).select_tokens is None:
         names.add("ratio_level")
     return names
 
 
 def own_arguments(function: Callable[..., Any], section: object) -> dict[str, OwnArgument]:
-    """Returns the arguments that a recipe sets in `args`, by name.
+    """Returns the arguments that a recipe can set in `args`, by name.
 
     Args:
-        section: the recipe's `loss` or `advantage`, whose fields are no such arguments.
+        section: the recipe's `loss` or `advantage`, whose fields are excluded.
     """
     out: dict[str, OwnArgument] = {}
     for reader in readers(function):
         try:
             hints = typing.get_type_hints(reader, include_extras=True)
-        except Exception:  # names of a user's module that are there for type checkers only
+        except Exception:  # names that a user's module imports for type checkers only
             hints = {}
         for name, p in inspect.signature(reader).parameters.items():
             if p.kind is not p.KEYWORD_ONLY or hasattr(section, name):
@@ -149,7 +148,7 @@ def apply(function: Callable[..., Any], tensors: Mapping[str, Any], settings: ob
         settings: holds the knobs as attributes, and the function's own arguments in `args`.
 
     Raises:
-        KeyError, AttributeError: there is no such tensor, no such knob.
+        KeyError, AttributeError: no such tensor or knob.
     """
     positional, _ = parameters(function)
     return function(*(tensors[name] for name in positional), **knob_values(function, settings))
@@ -162,7 +161,7 @@ def _with_default(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def knob_values(function: Callable[..., Any], settings: object) -> dict[str, Any]:
-    """Returns the keyword arguments of a function; one that has a default may be missing."""
+    """Returns the keyword arguments of a function; those with a default may be missing."""
     own: Mapping[str, Any] = getattr(settings, "args", {})
     values = {}
     defaults = _with_default(function)

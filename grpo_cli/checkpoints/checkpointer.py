@@ -9,8 +9,8 @@
     checkpoints/step-200/training/manifest.json                sizes and sha256 of all these, except
                                                                the card, which may be edited
 
-A checkpoint is written as step-200.tmp, the manifest last, and then renamed, so that a folder
-called step-N was complete when it got its name; `choose` checks whether it still is.
+A checkpoint is written as step-200.tmp, the manifest last, and then renamed. A folder called step-N
+was therefore complete when it was renamed; `choose` checks whether it still is.
 """
 
 from __future__ import annotations
@@ -61,65 +61,65 @@ PARTIAL = ".tmp"
 MODEL = f"{TRAINING}/model"
 STATE = f"{TRAINING}/state.pt"
 CONTENTS = f"{TRAINING}/contents.json"
-WRITE_TIMEOUT = timedelta(minutes=30)  # for the slowest process, while a checkpoint is written
+WRITE_TIMEOUT = timedelta(minutes=30)  # for the slowest process while a checkpoint is written
 
 T = TypeVar("T")
 
 _being_written: set[Path] = set()
-_groups: list[Any] = []  # kept to the end of the process, like `workers._groups`
+_groups: list[Any] = []  # kept until the process ends, like `workers._groups`
 
 
 def is_being_written() -> bool:
-    """Whether this process is writing a checkpoint or about to write one."""
+    """Returns whether this process is writing a checkpoint or about to write one."""
     return bool(_being_written)
 
 
-class _Failed(Exception):  # noqa: N818 - reported, not raised any further
-    """The failure of one process, as a message."""
+class _Failed(Exception):  # noqa: N818 - reported, not raised further
+    """One process's failure, as a message."""
 
 
 @dataclass
 class _Job:
-    """A checkpoint to be written. Training no longer changes its contents."""
+    """A checkpoint to be written, whose contents training no longer changes."""
 
     path: Path
-    with_model: bool  # also a model folder
+    with_model: bool  # whether to write a model folder too
     outdated: Callable[[], list[Path]]
     done: Callable[[], None]
     model: nn.Module
     pieces: dict[str, Piece] = field(default_factory=dict)
     small: dict[str, bytes] = field(default_factory=dict)  # the main process's files, by path
     model_bytes: int = 0
-    error: Exception | None = None  # raised while this process prepared it
+    error: Exception | None = None  # raised while this process prepared the checkpoint
 
     @property
     def partial(self) -> Path:
-        """Its folder while it is being written."""
+        """The checkpoint's folder while it is being written."""
         return self.path.with_name(self.path.name + PARTIAL)
 
     @property
     def title(self) -> str:
-        """Its name in messages: `checkpoint step-2`, `replay/step-2`."""
+        """The checkpoint's name in messages: `checkpoint step-2`, `replay/step-2`."""
         folder, name = self.path.parent.name, self.path.name
         return f"checkpoint {name}" if folder != KEPT else f"{folder}/{name}"
 
 
 class Checkpointer:
-    """Writes a run's checkpoints, one at a time. All processes call the same methods together."""
+    """Writes a run's checkpoints, one at a time. Its methods are collective."""
 
     def __init__(self, workers: Workers, say: Callable[[str], None], background: bool) -> None:
-        """Makes a process group only for saving, so that its collectives never mix with training's.
+        """Creates a process group for saving, so that its collectives never mix with training's.
 
         Args:
-            say: prints a line for the user; also called from the thread that writes.
+            say: prints a line for the user; also called from the writing thread.
             background: whether training continues while a checkpoint is written.
         """
         self.workers, self.say, self.background = workers, say, background
-        self.error: str | None = None  # of the newest checkpoint
-        self.best: int | None = None  # the newest best step that has a checkpoint
+        self.error: str | None = None  # error of the newest checkpoint
+        self.best: int | None = None  # newest best step that has a checkpoint
         self.staging = shards.Staging()
-        self.thread: threading.Thread | None = None  # the thread that writes
-        self.began = -math.inf  # when it started
+        self.thread: threading.Thread | None = None  # writing thread
+        self.began = -math.inf  # time at which the thread started
         self.files: tuple[Any, Any, dict[str, bytes]] | None = None
         self.group: Any = None
         if workers.size > 1:
@@ -140,20 +140,20 @@ class Checkpointer:
         outdated: Callable[[], list[Path]] = list,
         done: Callable[[], None] = lambda: None,
     ) -> None:
-        """Writes a checkpoint, after the one before is written. Does not raise: see `error`.
+        """Writes a checkpoint once the previous one is written. Does not raise: see `error`.
 
         Args:
             path: its final name.
             parts: model, optimizer and reference.
-            state: what `load_state` returns: tensors and built-in types; the main process's counts.
+            state: tensors and built-in types for `load_state`; the main process's is written.
             recipe_yaml: contents of recipe.yaml.
             tokenizer: saved with the model.
             with_model: also write a model folder that loads anywhere.
-            contents: contents.json, the hashes of what the run reads; b"": none.
+            contents: contents.json, the hashes of the run's inputs; b"": none.
             card: the model card, which becomes README.md of the model folder; "": none.
-            outdated: returns the checkpoints that are no longer kept once this one is there; on a
-                full disk the oldest go before.
-            done: called on the main process when the checkpoint has its name.
+            outdated: returns the checkpoints to be removed after this one is written; on a full
+                disk the oldest are removed before.
+            done: called on the main process when the checkpoint has its final name.
         """
         self.wait()
         job = _Job(path, with_model, outdated, done, parts.model)
@@ -191,7 +191,7 @@ class Checkpointer:
         """Returns the expected remaining seconds of the checkpoint being written.
 
         Args:
-            usual: seconds that a checkpoint usually takes.
+            usual: usual seconds of a checkpoint.
         """
         if self.thread is None or not self.thread.is_alive():
             return 0.0
@@ -206,7 +206,7 @@ class Checkpointer:
         tokenizer: Processing,
         card: str,
     ) -> None:
-        """Copies what the checkpoint needs, so that training can continue."""
+        """Copies the checkpoint's contents, so that training can continue."""
         tensors = parts.tensors()
         pieces = shards.pieces_of(tensors, self.workers.rank, self.workers.size)
         job.pieces = self.staging.copy(pieces) if self.background else pieces
@@ -225,7 +225,7 @@ class Checkpointer:
             job.small[prefix + manifest.CARD] = card.encode()
 
     def files_of(self, model: nn.Module, tokenizer: Processing) -> dict[str, bytes]:
-        """Returns the files of config and tokenizer, which never change: they are made once."""
+        """Returns the config and tokenizer files, which never change and are created only once."""
         if self.files is None or self.files[0] is not model or self.files[1] is not tokenizer:
             assert isinstance(model, PreTrainedModel), "only a PreTrainedModel can be loaded again"
             adapted = adapters.config_on(model) is not None
@@ -234,12 +234,12 @@ class Checkpointer:
         return self.files[2]
 
     def write(self, job: _Job) -> None:
-        """Writes a checkpoint and gives it its name, or reports why that failed."""
+        """Writes a checkpoint and renames it to its final name, or reports why that failed."""
         needed = [0]
         try:
             self.error = None
             self.write_and_name(job, needed)
-        except (Exception, CheckpointException) as error:  # the second is not an Exception
+        except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             if self.workers.is_main:
                 shutil.rmtree(job.partial, ignore_errors=True)
             if isinstance(error, CheckpointException) and error.failures:
@@ -255,7 +255,7 @@ class Checkpointer:
             _being_written.discard(job.partial)
 
     def write_and_name(self, job: _Job, needed: list[int]) -> None:
-        """Takes the steps of a save; each is done on all processes before the next begins."""
+        """Runs the steps of a save, each on all processes before the next step begins."""
 
         def on_all(action: Callable[[], T]) -> list[T]:
             return self.agreed(action, lambda error: manifest.reason(error, folder, needed[0]))
@@ -266,7 +266,7 @@ class Checkpointer:
         def begin() -> None:
             shutil.rmtree(job.partial, ignore_errors=True)
             folder.mkdir(parents=True, exist_ok=True)
-            remove_torn(folder)  # frees the space that they take
+            remove_torn(folder)  # frees their disk space
             make_room(job.path, needed[0], job.outdated(), self.say)
             manifest.check_space(folder, needed[0])
             (job.partial / shards.SHARDS).mkdir(parents=True)
@@ -301,7 +301,7 @@ class Checkpointer:
         on_main(follow)
 
     def agreed(self, action: Callable[[], T], reason: Callable[[Exception], str]) -> list[T]:
-        """Returns the action's values on all processes; raises if it failed on any of them."""
+        """Returns the action's result on each process; raises if it failed on any process."""
         value: T | None = None
         why: str | None = None
         try:
@@ -319,15 +319,15 @@ class Checkpointer:
 
 
 def with_rank(rank: int, why: str) -> str:
-    """Returns a failure's message with the process, unless it is the main process."""
+    """Prefixes a failure's message with the process, unless it is the main process."""
     return f"process {rank}: {why}" if rank else why
 
 
 def _join(thread: threading.Thread, seconds: float | None) -> None:
-    """Waits for the thread that writes; this is not a stall as long as bytes are written.
+    """Waits for the writing thread, which is not stalled as long as bytes are written.
 
     Args:
-        seconds: to wait at most; None: until it ends.
+        seconds: longest wait; None: until the thread ends.
     """
     end = math.inf if seconds is None else time.monotonic() + seconds
     before = manifest.written()
@@ -339,7 +339,7 @@ def _join(thread: threading.Thread, seconds: float | None) -> None:
 
 
 def write_model_and_state(job: _Job) -> dict[str, Entry]:
-    """Writes all files except the shards; a model folder's weights are read from the shards."""
+    """Writes all files except the shards; reads a model folder's weights from the shards."""
     files = {name: manifest.write_file(job.partial / name, job.small[name]) for name in job.small}
     if job.with_model:
         stored = Shards(job.partial)
@@ -369,7 +369,7 @@ class Model(dict[str, Tensor]):
 
 
 def give_name(partial: Path, path: Path) -> None:
-    """Replaces a complete checkpoint; the old one stays until the new one is in place."""
+    """Renames a complete checkpoint to its final name; keeps the old one until then."""
     aside = path.with_name(path.name + REPLACED)
     if path.exists() or path.is_symlink():
         with contextlib.suppress(OSError):
@@ -387,10 +387,10 @@ def give_name(partial: Path, path: Path) -> None:
 
 
 def choose(candidates: Sequence[Path], workers: Workers, say: Callable[[str], None]) -> Path | None:
-    """Returns the first complete checkpoint, and says which are skipped and why. Collective.
+    """Returns the first complete checkpoint, and reports the skipped ones. Collective.
 
     Args:
-        candidates: the newest first.
+        candidates: checkpoints, the newest first.
     """
     for path in candidates:
         problem = problem_of(path, workers)
@@ -402,7 +402,7 @@ def choose(candidates: Sequence[Path], workers: Workers, say: Callable[[str], No
 
 
 def problem_of(path: Path, workers: Workers) -> str | None:
-    """Returns a checkpoint's damage, or None; each process hashes its share of the files."""
+    """Describes a checkpoint's damage, or returns None; each process hashes its share of files."""
     nothing: tuple[dict[str, Entry], str | None] = ({}, None)
     files, problem = workers.gather(manifest.listed(path) if workers.is_main else nothing)[0]
     if problem is not None:
@@ -415,8 +415,8 @@ def problem_of(path: Path, workers: Workers) -> str | None:
 def load(path: Path, parts: Parts) -> None:
     """Fills model, optimizer and reference from a checkpoint, in place.
 
-    The checkpoint may come from another number of processes. Every process reads only what it
-    holds, without a collective. The settings of the optimizer's param_groups are not changed.
+    The checkpoint may come from a different number of processes. Every process reads only its own
+    shards, without a collective. The settings of the optimizer's param_groups are unchanged.
 
     Raises:
         ValueError: the checkpoint belongs to another model.
@@ -439,7 +439,7 @@ def check_fits(part: str, tensors: dict[str, Tensor], stored: Shards) -> None:
     """Checks that the checkpoint has these tensors with these shapes.
 
     Raises:
-        ValueError: it does not.
+        ValueError: a name or a shape differs.
     """
     saved = set(stored.names(part))
     for name in sorted(saved ^ set(tensors)):
@@ -452,7 +452,7 @@ def check_fits(part: str, tensors: dict[str, Tensor], stored: Shards) -> None:
 
 
 def optimizer_targets(parts: Parts, stored: Shards) -> dict[str, Tensor]:
-    """Gives the optimizer a state with the saved tensors; returns these, still empty, by name."""
+    """Fills the optimizer's state with empty tensors of the saved shapes; returns them by name."""
     optimizer = parts.optimizer
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     trained = parts.trained()
@@ -464,11 +464,11 @@ def optimizer_targets(parts: Parts, stored: Shards) -> dict[str, Tensor]:
             continue
         saved = stored.tensors[f"optimizer.{name}"]
         dtype = saved.properties.dtype
-        if key.endswith(shards.NUMBER):  # becomes a plain number once it is read
+        if key.endswith(shards.NUMBER):  # becomes a plain number after it is read
             targets[f"optimizer.{name}"] = torch.zeros((), dtype=dtype)
             continue
         if dtype == stored.tensors[f"model.{of}"].properties.dtype:
-            dtype = p.dtype  # which may have changed; 8-bit states have a type of their own
+            dtype = p.dtype  # which may have changed; 8-bit states have a dtype of their own
         tensor = new_state(optimizer, p, groups[id(p)], key, saved.size, dtype)
         optimizer.state[p][key] = targets[f"optimizer.{name}"] = tensor
     return targets
@@ -482,21 +482,21 @@ def new_state(
     size: torch.Size,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Makes a tensor of an optimizer's state as torch's optimizers do."""
-    if key == "step":  # on the host, unless the complete update runs on the device
+    """Creates a tensor of an optimizer's state as torch's optimizers do."""
+    if key == "step":  # on the host, unless the entire update runs on the device
         on_device = group.get("fused") or group.get("capturable")
         return torch.zeros((), device=p.device if on_device else "cpu")
     if size != p.size():
         assert not isinstance(p, DTensor), f"optimizer: {key} is {list(size)}, not as its parameter"
         return torch.zeros(size, dtype=dtype, device=p.device)
-    if hasattr(optimizer, "get_state_buffer"):  # bitsandbytes, which may page it
+    if hasattr(optimizer, "get_state_buffer"):  # bitsandbytes, which may page the state
         buffer: Tensor = optimizer.get_state_buffer(p, dtype=dtype)
         return buffer
     return torch.zeros_like(p.detach(), dtype=dtype, memory_format=torch.preserve_format)
 
 
 def set_numbers(parts: Parts, read: Mapping[str, Tensor]) -> None:
-    """Puts what the optimizer keeps as plain numbers into its state, once it is read."""
+    """Stores the tensors that stand for plain numbers as numbers in the optimizer's state."""
     trained = parts.trained()
     for name, tensor in read.items():
         if name.endswith(shards.NUMBER):
@@ -505,7 +505,7 @@ def set_numbers(parts: Parts, read: Mapping[str, Tensor]) -> None:
 
 
 def has_reference(path: Path) -> bool:
-    """Whether the checkpoint holds a reference policy."""
+    """Returns whether the checkpoint holds a reference policy."""
     return bool(Shards(path).names("reference"))
 
 
@@ -516,26 +516,26 @@ def load_state(path: Path) -> dict[str, Any]:
 
 
 def remove_torn(checkpoints: Path) -> None:
-    """Removes the incomplete checkpoints of killed saves."""
+    """Removes the incomplete checkpoints of interrupted saves."""
     for torn in checkpoints.glob(f"*{PARTIAL}"):
         if torn not in _being_written:
             shutil.rmtree(torn, ignore_errors=True)
 
 
 def make_room(path: Path, needed: int, outdated: list[Path], say: Callable[[str], None]) -> None:
-    """Removes outdated checkpoints, the oldest first, if `path` fits on the disk only then.
+    """Removes outdated checkpoints, oldest first, if that makes `path` fit on the disk.
 
-    The newest complete one stays: what is written now may never be complete.
+    Keeps the newest complete one, since the present save may fail.
 
     Args:
-        needed: bytes.
+        needed: bytes that `path` needs.
     """
     free, gone = manifest.free_bytes(path.parent), []
     others = (p for p in resumable(path.parent.parent) if p != path)
     stays = next((p for p in others if manifest.listed(p)[1] is None), None)
     for old in outdated if stays is not None else ():
         if free < needed and old != stays:
-            own = [] if old.is_symlink() else old.rglob("*")  # behind a link nothing is removed
+            own = [] if old.is_symlink() else old.rglob("*")  # nothing behind a link is removed
             free += sum(file.stat().st_blocks * 512 for file in own)
             gone.append(old)
     if not gone or free < needed:
@@ -556,11 +556,11 @@ def outdated(
     newest: Path | None = None,
     in_use: Collection[Path] = (),
 ) -> list[Path]:
-    """Returns all but the newest `keep_last` checkpoints of a run and the best one, oldest first.
+    """Returns a run's checkpoints except the newest `keep_last` and the best, oldest first.
 
     Args:
-        newest: counts as one of them, also if it is still to be written.
-        in_use: checkpoints that stay for now, because something reads them.
+        newest: counts among the newest, even if it is not yet written.
+        in_use: checkpoints that are kept for now, because they are being read.
     """
     steps = set(steps_saved(folder))
     if newest is not None and not is_interrupted(newest):
@@ -579,7 +579,7 @@ def prune(
     """Removes the `outdated` checkpoints of a run.
 
     Args:
-        newest: the one just written. A checkpoint of an interrupted step is removed once there is
+        newest: the checkpoint just written. One of an interrupted step is removed once there is
             another.
     """
     recover(folder)
@@ -592,10 +592,10 @@ def prune(
 
 
 def discard_kept(folder: Path, after: int) -> None:
-    """Removes the steps kept for `grpo replay` that a run takes again, and incomplete ones.
+    """Removes steps kept for `grpo replay` that are incomplete or that the run repeats.
 
     Args:
-        after: the last step that stays, counted from 1.
+        after: last step to keep, counted from 1.
     """
     remove_torn(folder / KEPT)
     for step in steps_kept(folder):
@@ -608,13 +608,13 @@ def set_aside(folder: Path, path: Path, after: int) -> list[str]:
 
     Args:
         path: the checkpoint from which the run resumes.
-        after: the number of its steps.
+        after: number of steps of that checkpoint.
 
     Returns:
         The names of the renamed checkpoints.
     """
     resumed = (after, is_interrupted(path))
-    # Damaged ones too: they must not count as the newest when others are pruned.
+    # Including damaged ones, which must not count as the newest during pruning.
     paths = [checkpoint_path(folder, step) for step in steps_saved(folder)]
     paths += [p for p in resumable(folder) if is_interrupted(p)]
     later = [p for p in paths if (step_of(p), is_interrupted(p)) > resumed]

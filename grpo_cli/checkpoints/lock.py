@@ -1,4 +1,4 @@
-"""Locks a run's folder for one run at a time, and records which torchruns write to it."""
+"""Locks a run's folder for one run at a time, and records the torchruns that write to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOB = ".job"  # lists the torchruns whose processes write to the folder
 
 
 class Lock:
-    """The lock of a run's folder, held by the main process; the system frees it at its end."""
+    """The main process's lock of a run's folder, which the system frees when the process ends."""
 
     def __init__(self, folder: Path) -> None:
         """Takes the lock.
@@ -35,7 +35,7 @@ class Lock:
                 f"output_dir = {paths.shown(folder)}: cannot be written to: {error.strerror}."
             ) from error
         self.folder = folder
-        # Open, so that no other folder gets its inode.
+        # Keep the folder open, so that no other folder gets its inode.
         self._open: int | None = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -46,7 +46,7 @@ class Lock:
                 f"output_dir = {paths.shown(folder)}: another run writes to it ({holder}); "
                 "wait for its end, or choose another output_dir."
             ) from error
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks
             self.file.close()
             self.file = None
             return
@@ -59,12 +59,12 @@ class Lock:
         """Checks that the folder is still the one that was locked.
 
         Raises:
-            TrainingError: it was renamed or removed, and perhaps made again.
+            TrainingError: it was renamed, removed or recreated.
         """
         assert self._open is not None, "not released"
         try:
             is_there = os.path.samestat(os.fstat(self._open), self.folder.stat())
-        except OSError:  # none of the name, or its file system is gone
+        except OSError:  # no such folder, or its file system is gone
             is_there = False
         if not is_there:
             raise TrainingError(
@@ -75,7 +75,7 @@ class Lock:
             )
 
     def release(self) -> None:
-        """Frees the folder for other runs."""
+        """Releases the folder for other runs."""
         if self.file is not None:
             self.file.close()
             self.file = None
@@ -85,11 +85,11 @@ class Lock:
 
 
 def torchrun() -> str | None:
-    """Returns a name that is unique to the torchrun that started this process; None without one.
+    """Returns a unique name of the torchrun that started this process; None without one.
 
-    It stays the same when torchrun restarts its processes. The run id is not enough: it is often
-    "none", or the same for all jobs of a user. But each torchrun makes its own folder for the
-    errors of its processes, .../ID_RANDOM/attempt_0/0/error.json.
+    The name does not change when torchrun restarts its processes. The run id is not enough: it is
+    often "none", or the same for all jobs of a user. But each torchrun creates its own folder for
+    its processes' errors, .../ID_RANDOM/attempt_0/0/error.json.
     """
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     errors = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -111,7 +111,7 @@ def note_torchruns(folder: Path, names: Iterable[str | None]) -> None:
 
 
 def is_restart(folder: Path) -> bool:
-    """Whether torchrun has restarted its processes, and the folder holds the run they began."""
+    """Returns whether torchrun restarted its processes and the folder holds their earlier run."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return False
     try:

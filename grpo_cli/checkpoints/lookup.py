@@ -1,6 +1,6 @@
-"""Finds a model by what the user wrote (a folder, a run, a hub name), and hashes it.
+"""Finds a model from a folder, a run or a hub name, and hashes it.
 
-Imports nothing heavy.
+Imports nothing slow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HASHED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")  # files of 
 
 
 def find_checkpoint(name: str) -> Path | None:
-    """Returns a folder itself if it is a checkpoint or a model, else a run's newest checkpoint."""
+    """Returns `name` if it is a checkpoint or a model, else the newest checkpoint of the run."""
     path = Path(name).expanduser()
     if paths.is_model(path) or paths.has_shards(path):
         return path
@@ -52,10 +52,10 @@ def find_model(name: str) -> str:
 
 
 def check_model_folder(key: str, name: str) -> None:
-    """Checks that `name`, the value of `key`, is a model folder or may be a hub name.
+    """Checks that `name`, the value of `key`, is a model folder or a possible hub name.
 
     Raises:
-        UserError: it is a path without a model.
+        UserError: `name` is a path without a model.
     """
     path = Path(name).expanduser()
     if path.is_dir() and not paths.is_model(path):
@@ -65,7 +65,7 @@ def check_model_folder(key: str, name: str) -> None:
 
 
 def no_such_folder(key: str, name: str) -> UserError:
-    """Returns the error for a folder that does not exist, with folders of a similar name."""
+    """Returns the error for a folder that does not exist, with similar folder names."""
     parent = Path(name).expanduser().parent
     beside = [str(p) for p in parent.glob("*")] if parent.is_dir() else []
     return UserError(f"{key} = {name}: there is no such folder.{nearest(name, beside)}")

@@ -1,9 +1,9 @@
-"""Reads and writes a checkpoint's manifest: size and sha256 of every file, which show damage.
+"""Reads and writes a checkpoint's manifest: size and sha256 of every file, to detect damage.
 
     training/manifest.json   {"version": 1, "files": {"config.json": {"bytes": 812, "sha256": ...}}}
 
-It is the last file to be written: a folder without one is not a complete checkpoint. The model card
-and an adapter's config, which names its base model, may be changed by hand and are not in it.
+The manifest is written last: a folder without one is not a complete checkpoint. It omits the model
+card and an adapter's config, which names its base model, since users may edit both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MANIFEST = f"{TRAINING}/manifest.json"
 CARD = "README.md"
 EDITABLE = (CARD, ADAPTER_CONFIG)  # not in the manifest
 VERSION = 1
-BLOCK_BYTES = 2**22  # read and hashed at a time
+BLOCK_BYTES = 2**22  # bytes read and hashed at a time
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -44,14 +44,14 @@ class Entry:
 
 
 class Damaged(Exception):  # noqa: N818 - describes a checkpoint
-    """Raised for an unusable checkpoint; the message follows its name: "is damaged (...)"."""
+    """Raised for an unusable checkpoint. The message follows its name: "is damaged (...)"."""
 
 
 _written = 0  # bytes, see `written`
 
 
 def written() -> int:
-    """Returns the bytes that this process has written to checkpoints, the progress of a save."""
+    """Returns the bytes that this process has written to checkpoints, a save's progress."""
     return _written
 
 
@@ -61,7 +61,7 @@ def _count(size: int) -> None:
 
 
 class Hashing(io.RawIOBase):
-    """A file that is hashed while it is written, so that it need not be read back."""
+    """A file that is hashed while it is written, to avoid reading it back."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.size, self.sha256 = file, 0, hashlib.sha256()
@@ -92,12 +92,12 @@ class Hashing(io.RawIOBase):
 
     @property
     def entry(self) -> Entry:
-        """Size and hash of what was written."""
+        """Size and hash of the written bytes."""
         return Entry(self.size, self.sha256.hexdigest())
 
 
 def write_file(path: Path, data: bytes) -> Entry:
-    """Writes a small file and waits until it is on the disk."""
+    """Writes a small file and waits until it is on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         file.write(data)
@@ -107,19 +107,19 @@ def write_file(path: Path, data: bytes) -> Entry:
 
 
 def sync(file: BinaryIO) -> None:
-    """Waits until a file's contents are on the disk."""
+    """Waits until a file's contents are on disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folders(folder: Path) -> None:
-    """Waits until the names in a folder and its subfolders are on the disk."""
+    """Waits until the entries of a folder and its subfolders are on disk."""
     for path in (folder, *(p for p in folder.rglob("*") if p.is_dir())):
         sync_folder(path)
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk."""
+    """Waits until the entries of a folder are on disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -131,7 +131,7 @@ def write(folder: Path, files: Mapping[str, Entry]) -> None:
     """Writes the manifest of the checkpoint in `folder`.
 
     Raises:
-        OSError: a file that some process has written is missing or has another size.
+        OSError: a written file is missing or has a different size.
     """
     if wrong := wrong_size(folder, files):
         raise OSError(f"{wrong}; is it a file system that all processes share?")
@@ -141,7 +141,7 @@ def write(folder: Path, files: Mapping[str, Entry]) -> None:
 
 
 def read(folder: Path) -> dict[str, Entry]:
-    """Returns the files of a checkpoint by its manifest.
+    """Reads the files of a checkpoint from its manifest.
 
     Raises:
         Damaged: the manifest is missing or cannot be read.
@@ -166,12 +166,12 @@ def read(folder: Path) -> dict[str, Entry]:
 
 
 def is_editable(name: str) -> bool:
-    """Returns whether a file of a checkpoint may be changed by hand, which is then no damage."""
+    """Returns whether users may edit a file of a checkpoint without damaging it."""
     return Path(name).name in EDITABLE
 
 
 def listed(folder: Path, *, model_only: bool = False) -> tuple[dict[str, Entry], str | None]:
-    """Returns (the files of a checkpoint, its damage as far as their sizes show, or None)."""
+    """Returns a checkpoint's files, and the damage that their sizes show (None without any)."""
     try:
         files = read(folder)
     except Damaged as damaged:
@@ -183,7 +183,7 @@ def listed(folder: Path, *, model_only: bool = False) -> tuple[dict[str, Entry],
 
 
 def wrong_size(folder: Path, files: Mapping[str, Entry]) -> str | None:
-    """Returns the first file that is missing or has another size, with the reason, or None."""
+    """Describes the first file that is missing or has a different size; None without any."""
     for name, entry in files.items():
         try:
             found = (folder / name).stat()
@@ -193,13 +193,13 @@ def wrong_size(folder: Path, files: Mapping[str, Entry]) -> str | None:
             return f"{name}: {error.strerror}"
         if found.st_size != entry.bytes:
             return f"{name}: {found.st_size:,} bytes, {entry.bytes:,} expected"
-        if not stat.S_ISREG(found.st_mode):  # a device can be read without end
+        if not stat.S_ISREG(found.st_mode):  # reading a device may never end
             return f"{name}: is no file"
     return None
 
 
 def wrong_content(folder: Path, files: Mapping[str, Entry]) -> str | None:
-    """Returns the first file with other contents than were written, with the reason, or None."""
+    """Describes the first file whose contents differ from the written ones; None without any."""
     for name, entry in files.items():
         sha256 = hashlib.sha256()
         try:
@@ -215,7 +215,7 @@ def wrong_content(folder: Path, files: Mapping[str, Entry]) -> str | None:
 
 
 def split_evenly(files: Mapping[str, Entry], processes: int) -> list[dict[str, Entry]]:
-    """Splits files into one part for each process, with about equally many bytes."""
+    """Splits files into one part per process, with about equal bytes."""
     names = list(files)
     parts = split_balanced([files[name].bytes for name in names], processes)
     return [{names[i]: files[names[i]] for i in part} for part in parts]
@@ -225,7 +225,7 @@ def check(path: Path, *, model_only: bool = False) -> None:
     """Raises a UserError if a checkpoint is damaged.
 
     Args:
-        model_only: whether only the files of the model folder matter, and not those of training.
+        model_only: check only the files of the model folder, not those of training.
     """
     if wrong := verify(path, model_only=model_only):
         beside = sorted(path.parent.glob("step-*"), key=step_of)
@@ -237,7 +237,7 @@ def check(path: Path, *, model_only: bool = False) -> None:
 
 
 def verify(folder: Path, *, model_only: bool = False) -> str | None:
-    """Returns a checkpoint's damage, such as "is damaged (...)", or None if it is complete."""
+    """Describes a checkpoint's damage, as "is damaged (...)"; None if it is complete."""
     files, problem = listed(folder, model_only=model_only)
     if problem is not None:
         return problem
@@ -249,10 +249,10 @@ def verify(folder: Path, *, model_only: bool = False) -> str | None:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Checks that the disk of `folder` has `needed` bytes left.
+    """Checks that the disk of `folder` has `needed` free bytes.
 
     Raises:
-        OSError: it has not (ENOSPC).
+        OSError: the space is insufficient (ENOSPC).
     """
     if free_bytes(folder) < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -264,7 +264,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def reason(error: BaseException, folder: Path, needed: int) -> str:
-    """Describes in a few words why writing to `folder` failed, with the space if that is why."""
+    """Describes briefly why writing to `folder` failed; includes the free space on a full disk."""
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""
         if error.errno in FULL:

@@ -1,8 +1,8 @@
-"""Writes model folders as transformers does: config, tokenizer, weights in safetensors files.
+"""Writes model folders in the format of transformers: config, tokenizer, safetensors files.
 
-The weights are written while they are read, with at most 5 GB of them in memory, and hashed on the
-way. safetensors' own writer needs a complete file in memory, holds the GIL while it writes, and
-would need a second read for the hash: that is why it is not used.
+Weights are written and hashed while they are read, with at most 5 GB of them in memory.
+safetensors' own writer is not used: it needs a complete file in memory, holds the GIL while it
+writes, and would require a second read for the hash.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from grpo_cli.checkpoints import manifest
 from grpo_cli.checkpoints.manifest import Entry, Hashing
 from grpo_cli.models import adapters
 
-FILE_BYTES = 5 * 10**9  # of a file of weights at most, except for a larger tensor
+FILE_BYTES = 5 * 10**9  # maximum bytes of a weights file, unless a single tensor is larger
 INDEX = "model.safetensors.index.json"
 
 
 class Processing(Protocol):
-    """A tokenizer, or a processor of images with its tokenizer."""
+    """A tokenizer, or an image processor with its tokenizer."""
 
     def save_pretrained(self, folder: str | Path) -> object:
-        """Writes its files into a folder."""
+        """Writes the processor's files into a folder."""
 
 
 DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}  # torch's to safetensors'
 
 
 def files_of(model: PreTrainedModel, tokenizer: Processing | None) -> dict[str, bytes]:
-    """Returns a model folder's files except the weights, by path: config, tokenizer, code."""
+    """Returns a model folder's files by path, without weights: config, tokenizer, code."""
     with tempfile.TemporaryDirectory(prefix="grpo-") as made:
         folder = Path(made)
-        model.save_pretrained(folder, state_dict={})  # without weights
+        model.save_pretrained(folder, state_dict={})  # writes no weights
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         files = {p: p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*"))}
@@ -52,7 +52,7 @@ def files_of(model: PreTrainedModel, tokenizer: Processing | None) -> dict[str, 
 
 
 def files_of_adapter(model: PreTrainedModel, tokenizer: Processing | None) -> dict[str, bytes]:
-    """Returns the files of an adapter's folder except the weights, by path."""
+    """Returns the files of an adapter's folder by path, without weights."""
     files = files_of(model, tokenizer)
     own = {"config.json", "generation_config.json"}
     kept = {n: data for n, data in files.items() if n not in own and not n.endswith(".py")}
@@ -62,12 +62,12 @@ def files_of_adapter(model: PreTrainedModel, tokenizer: Processing | None) -> di
 def as_published(
     model: PreTrainedModel, names: Iterable[str], read: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor) in the published format, such as one tensor for each expert.
+    """Yields (name, tensor) in the published format, for example one tensor per expert.
 
     Args:
         model: may be on the meta device.
-        names: the tensors' names in the model.
-        read: the tensors by these names.
+        names: tensor names in the model.
+        read: tensors by these names.
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     kept = [name for name in names if name not in ignored]
@@ -84,7 +84,7 @@ def as_published(
 
 
 def _layer(name: str) -> str:
-    """Returns model.layers.7 for model.layers.7.mlp.down_proj.weight; "" outside of layers."""
+    """Returns `model.layers.7` of `model.layers.7.mlp.down_proj.weight`; "" outside of layers."""
     found = re.match(r".*?\.\d+(?=\.)", name)
     return found[0] if found else ""
 
@@ -92,7 +92,7 @@ def _layer(name: str) -> str:
 def write_weights(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], at_most: int = FILE_BYTES
 ) -> dict[str, Entry]:
-    """Writes model.safetensors, or several files of `at_most` bytes and their index.
+    """Writes model.safetensors, or several files of at most `at_most` bytes and their index.
 
     Returns:
         The size and hash of each file, by name.
@@ -135,8 +135,8 @@ def write_weights(
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> Entry:
-    """Writes one file in the safetensors format: length of the header, header, bytes of tensors."""
-    # Wide types first, so that each tensor is aligned to its type.
+    """Writes a safetensors file: length of the header, header, bytes of the tensors."""
+    # Wide types first, so that each tensor is aligned to its item size.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -1,11 +1,11 @@
-"""Names the files and folders of a run. Imports nothing heavy.
+"""Names the files and folders of a run. Imports nothing slow.
 
 recipe.yaml, command.txt              the recipe and the command line
 metrics.jsonl                         one flat object for each step
-checkpoints/step-N/                   a model folder; training/ in it holds what a resume needs
+checkpoints/step-N/                   a model folder; its training/ is needed to resume
 checkpoints/step-N.interrupted/       the checkpoint of a run that ended in the middle of step N+1
-checkpoints/step-N.tmp/               a checkpoint being written; the next one removes what a killed
-                                      run has left
+checkpoints/step-N.tmp/               a checkpoint being written; the next one removes those of
+                                      killed runs
 checkpoints/step-N.replaced/          a checkpoint that is being replaced
 checkpoints/step-N.old/               a checkpoint after the one from which a run was resumed; only
                                       overwrite=true removes it
@@ -13,10 +13,10 @@ logs/rank-N.log                       output of all processes except the first
 .lock, .job                           the process that writes here, and its torchruns (`lock`)
 .run_id                               a random name, by which `provenance` knows one's own runs
 alarms.jsonl                          one object for each alarm
-plan.json, probe.json                 what was predicted, and measured, of memory, time and signal
-status.json                           what the run does at the moment
+plan.json, probe.json                 predicted and measured memory, time and signal
+status.json                           the run's present activity
 completions/step-N.parquet            samples of the completions
-replay/step-N/                        what `grpo replay` needs of a step
+replay/step-N/                        a step's data for `grpo replay`
 eval/step-N/                          results of `grpo eval`
 summary.json, report.html             final results
 """
@@ -59,7 +59,7 @@ RUN_PARTS = (
 
 
 def shown(path: str | Path) -> str:
-    """Returns a path for people: from the working directory, if it lies below it."""
+    """Formats a path: relative to the working directory, if it lies below it."""
     folder = Path.cwd()
     return str(Path(path).relative_to(folder)) if Path(path).is_relative_to(folder) else str(path)
 
@@ -75,11 +75,11 @@ def steps_saved(folder: Path) -> list[int]:
     return sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step-(\d+)", name)))
 
 
-KEPT = "replay"  # the folder of the steps that `grpo replay` recomputes
+KEPT = "replay"  # folder of the steps that `grpo replay` recomputes
 
 
 def kept_path(folder: Path, step: int) -> Path:
-    """Returns the path of what a run keeps of step `step`, counted from 1 (log.keep_steps)."""
+    """Returns the folder of a step kept by a run (log.keep_steps), counted from 1."""
     return folder / KEPT / f"step-{step}"
 
 
@@ -90,7 +90,7 @@ def steps_kept(folder: Path) -> list[int]:
 
 
 INTERRUPTED = ".interrupted"
-REPLACED = ".replaced"  # while another takes its name
+REPLACED = ".replaced"  # suffix while another checkpoint takes its name
 
 
 def interrupted_path(folder: Path, step: int) -> Path:
@@ -99,14 +99,14 @@ def interrupted_path(folder: Path, step: int) -> Path:
 
 
 def is_interrupted(path: Path) -> bool:
-    """Whether a checkpoint was made in the middle of a step."""
+    """Returns whether a checkpoint was written in the middle of a step."""
     return path.name.endswith(INTERRUPTED)
 
 
 def resumable(folder: Path) -> list[Path]:
-    """Returns the checkpoints from which a run could resume, if complete, the furthest first.
+    """Returns the checkpoints from which a run could resume, if complete, latest step first.
 
-    It includes one that `recover` has to restore first, by the name that it then has.
+    A checkpoint that `recover` must restore first is included under its restored name.
     """
     pattern = re.compile(rf"step-\d+({re.escape(INTERRUPTED)})?")
     names = {p.name.removesuffix(REPLACED) for p in (folder / "checkpoints").glob("step-*")}
@@ -115,10 +115,10 @@ def resumable(folder: Path) -> list[Path]:
 
 
 def recover(folder: Path) -> None:
-    """Restores a checkpoint whose replacement was killed between two renames.
+    """Restores a checkpoint whose replacement was interrupted between two renames.
 
-    Only the main process of the run that holds the folder's lock may call it: it could undo a
-    replacement under way.
+    Only the main process of the run that holds the folder's lock may call it, since it could undo a
+    replacement in progress.
     """
     for aside in (folder / "checkpoints").glob(f"*{REPLACED}"):
         path = aside.with_name(aside.name.removesuffix(REPLACED))
@@ -127,36 +127,36 @@ def recover(folder: Path) -> None:
 
 
 def step_of(path: Path) -> int:
-    """Returns the N of a file or folder called step-N; -1 for another name."""
+    """Returns the N of a path named step-N...; -1 for other names."""
     match = re.match(r"step-(\d+)", path.name)
     return int(match[1]) if match else -1
 
 
 def is_model(path: Path) -> bool:
-    """Whether a folder holds a model, or an adapter that names its model."""
+    """Returns whether a folder holds a model, or an adapter that names its model."""
     has_config = any((path / n).is_file() for n in ("config.json", ADAPTER_CONFIG))
     return has_config and any(path.glob("*.safetensors"))
 
 
 def has_shards(path: Path) -> bool:
-    """Whether a checkpoint holds the tensors of a run in shards."""
+    """Returns whether a checkpoint holds a run's tensors in shards."""
     return (path / TRAINING / "shards").is_dir()
 
 
 def has_training_state(path: Path) -> bool:
-    """Whether a run can resume from this checkpoint."""
+    """Returns whether a run can resume from this checkpoint."""
     return (path / TRAINING / "state.pt").is_file()
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has finished a first step in this folder."""
+    """Returns whether a run has finished a first step in this folder."""
     metrics = folder / "metrics.jsonl"
     has_metrics = metrics.is_file() and metrics.stat().st_size > 0
     return has_metrics or any(folder.glob("checkpoints/step-*"))
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a folder, or a link: what lies behind it stays."""
+    """Removes a file, a folder or a link; a link's target is kept."""
     is_folder = path.is_dir() and not path.is_symlink()
     shutil.rmtree(path) if is_folder else path.unlink()
 
@@ -171,7 +171,7 @@ def discard_run(folder: Path) -> None:
 
 
 def check_no_links(folder: Path) -> None:
-    """Raises a UserError if a folder of the run is a link, whose files may be another's."""
+    """Raises a UserError if a folder of the run is a link, since its files may not be the run's."""
     for inner in sorted({folder / part.partition("/")[0] for part in RUN_PARTS}):
         if inner.is_symlink():
             raise UserError(
@@ -189,6 +189,6 @@ def evaluation_folder(model: str) -> Path:
 
 
 def looks_local(path: str) -> bool:
-    """Whether a model name can only be a path: hub names are `name` or `owner/name`."""
+    """Returns whether a model name can only be a path; hub names are `name` or `owner/name`."""
     parts = Path(path).parts
     return path.startswith((".", "/", "~")) or len(parts) > 2 or Path(parts[0]).is_dir()

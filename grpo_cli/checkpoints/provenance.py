@@ -1,12 +1,12 @@
-"""Decides which keys of a checkpoint's stored recipe are obeyed, since a recipe can name code.
+"""Decides which keys of a checkpoint's stored recipe are trusted, since it can name code.
 
     own run        a run of this user has noted the folder: its recipe is obeyed
     another's      only the keys of `ALLOWED` are obeyed, which describe the model, its data and the
                    evaluation; every other key must have its default value, or needs trust=true
 
-Notes are empty files in grpo's cache folder, named by a hash of the recipe, of the model's code and
-of its configs, which name code or another model: a folder that is moved stays one's own. Imports
-nothing heavy.
+Notes are empty files in grpo's cache folder. Their names hash the recipe, the model's code and its
+configs, which may name code or another model. A moved folder is therefore still recognized. Imports
+nothing slow.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from grpo_cli.errors import UserError, listed
 
 RECIPE = f"{TRAINING}/recipe.yaml"
 
-Rule = Callable[[Any, Path], bool]  # of a value and the checkpoint's folder
+Rule = Callable[[Any, Path], bool]  # takes a value and the checkpoint's folder
 
 
 def _anything(value: Any, folder: Path) -> bool:
@@ -50,7 +50,7 @@ def _number(value: Any, folder: Path) -> bool:
 
 
 def _word(value: Any, folder: Path) -> bool:
-    """Returns whether a value is one name: no module:function, no OWNER/KERNEL, no path."""
+    """Returns whether a value is a single name: no module:function, no OWNER/KERNEL, no path."""
     return value is None or re.fullmatch(r"\w+", str(value), re.ASCII) is not None
 
 
@@ -64,7 +64,7 @@ def _never(value: Any, folder: Path) -> bool:
 
 
 def _guards(value: Any, folder: Path) -> bool:
-    # At `limits`, programs of the model run without protection of one's files.
+    # With `limits`, the model's programs run without protection of the user's files.
     return value in ("auto", "namespaces")
 
 
@@ -73,11 +73,11 @@ def _template(value: Any, folder: Path) -> bool:
 
 
 def _json_text(value: Any, folder: Path) -> bool:
-    return value is None or str(value).lstrip().startswith("{")  # else a file
+    return value is None or str(value).lstrip().startswith("{")  # otherwise a file
 
 
 def _schema(value: Any, folder: Path) -> bool:
-    """Returns whether a schema is written in the recipe, or lies in the folder."""
+    """Returns whether a schema is written in the recipe or lies in the folder."""
     return isinstance(value, dict) or _json_text(value, folder) or _inside(str(value), folder)
 
 
@@ -86,10 +86,11 @@ def _model(value: Any, folder: Path) -> bool:
 
 
 def _data(value: Any, folder: Path) -> bool:
-    """Returns whether rows lie on the hub, in grpo itself or in the folder."""
+    """Returns whether rows come from the hub, from grpo itself or from the folder."""
     if value is None or re.fullmatch(r"pkg://grpo_cli/samples/\w[\w.]*", str(value)):
         return True
-    # A name without an owner may be a loader of `datasets`, such as json, of the working folder.
+    # A name without an owner may be a `datasets` loader, such as json, that reads the working
+    # folder.
     is_named = "/" in str(value) and _is_hub_name(str(value))
     return is_named or _inside(str(value), folder)
 
@@ -100,12 +101,12 @@ def _is_hub_name(value: str) -> bool:
 
 
 def _inside(value: str, folder: Path) -> bool:
-    is_there = os.path.exists(value)  # False for a text that is no path
+    is_there = os.path.exists(value)  # False for text that is not a path
     return is_there and Path(value).resolve().is_relative_to(folder.resolve())
 
 
 def _shipped(value: Any, folder: Path) -> bool:
-    """Returns whether a reward is grpo's own, and sends nothing to an address of the recipe."""
+    """Returns whether a reward is grpo's own and sends nothing to an address in the recipe."""
     name = str(value).rpartition(":")[2]
     return _word(name, folder) and name != "judge" and value in (
         name, f"grpo_cli.rewards.{name}:{name}",
@@ -136,8 +137,8 @@ ROWS = {
     "data": _data,
 }
 SCHEDULE = _these("to shape begin end")
-# The keys of a recipe that are obeyed in a folder of another user; "*" stands for any name. A key
-# that is not here, such as one that was added to the schema later, must have its default value.
+# Trusted keys in another user's folder; "*" stands for any name. Any other key, such as one added
+# to the schema later, must have its default value.
 ALLOWED: dict[str, Any] = {
     **_these("recipe description seed steps epochs prompts_per_step device mixed_precision"),
     "model": {
@@ -252,10 +253,10 @@ ALLOWED: dict[str, Any] = {
 
 
 def check(path: Path | str, found: Iterable[str], trust: str) -> None:
-    """Raises a UserError if another's checkpoint asks for more than is obeyed.
+    """Raises a UserError if another user's checkpoint sets untrusted keys.
 
     Args:
-        found: what it asks for, as `key = value`. trust: the word that allows it.
+        found: the untrusted entries, as `key = value`. trust: the word that allows them.
     """
     if names := [*dict.fromkeys(found)]:
         raise UserError(
@@ -266,20 +267,19 @@ def check(path: Path | str, found: Iterable[str], trust: str) -> None:
 
 
 def note_own(path: Path) -> None:
-    """Notes a checkpoint, or an exported model, as one of this user's."""
+    """Records a checkpoint or an exported model as this user's."""
     _note(path, _obeyed_files)
 
 
 def is_own(path: Path) -> bool:
-    """Returns whether this user has made this checkpoint, or one of the same recipe and code."""
+    """Returns whether this user wrote this checkpoint, or one with the same recipe and code."""
     return _is_noted(path, _obeyed_files)
 
 
 def note_run(path: Path) -> None:
-    """Notes the folder of a run as one of this user's; its checkpoints have their own notes.
+    """Records a run's folder as this user's; its checkpoints have their own notes.
 
-    The recipe alone may be a shipped one, which others have too: a random name is written beside
-    it.
+    A shipped recipe is not unique to a user, so a random name is written beside it.
     """
     with suppress(OSError):
         if not (path / RUN_ID).exists():
@@ -288,12 +288,12 @@ def note_run(path: Path) -> None:
 
 
 def _obeyed_files(path: Path) -> list[Path]:
-    """Returns the recipe, the model's code and all its configs, any of which may name code."""
+    """Returns the recipe, the model's code and all its configs, all of which may name code."""
     found = [path / RECIPE] if (path / RECIPE).is_file() else []
     configs = (
         file
         for file in path.rglob("*.json")
-        if file.parent != path / TRAINING  # the manifest and other hashes
+        if file.parent != path / TRAINING  # skip the manifest and other hashes
         and not file.name.endswith(".index.json")
     )
     return found + sorted([*path.rglob("*.py"), *configs])
@@ -304,7 +304,7 @@ def _recipe_of_run(path: Path) -> list[Path]:
 
 
 def _note(path: Path, files: Callable[[Path], list[Path]]) -> None:
-    with suppress(OSError):  # without a note an evaluation asks for trust=true
+    with suppress(OSError):  # without a note an evaluation requires trust=true
         note = _name(path, files(path))
         note.parent.mkdir(parents=True, exist_ok=True)
         note.touch()
@@ -326,17 +326,17 @@ def _name(path: Path, files: Iterable[Path]) -> Path:
 
 
 def check_links(path: Path, key: str) -> None:
-    """Raises a UserError if a link in another user's folder leads out of it.
+    """Raises a UserError if a link in another user's folder points outside it.
 
     Args:
-        path: of a run or of an evaluation. key: what messages call the folder by.
+        path: folder of a run or an evaluation. key: name of the folder in error messages.
     """
     if not _is_noted(path, _recipe_of_run):
         _refuse_links(path, path, key, "remove the link, or put a copy of the file in its place.")
 
 
 def check_model_links(path: Path) -> None:
-    """Raises a UserError if a link in another user's checkpoint leads out of it.
+    """Raises a UserError if a link in another user's checkpoint points outside it.
 
     A model in the hub's cache consists of links to files of the cache, ../../blobs/HASH.
     """
@@ -347,7 +347,7 @@ def check_model_links(path: Path) -> None:
 
 
 def is_cached(path: Path) -> bool:
-    """Returns whether a model's folder is one of the hub's cache, named by its commit."""
+    """Returns whether a model's folder is a snapshot in the hub's cache, named by its commit."""
     *_, model, snapshots, _ = ("", "", *path.absolute().parts)
     return snapshots == "snapshots" and model.startswith("models--")
 
@@ -370,10 +370,10 @@ def _is_below(link: Path, folder: Path) -> bool:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns the recipe that a checkpoint stores.
+    """Reads the recipe that a checkpoint stores.
 
     Raises:
-        UserError: it cannot be read, or is not YAML.
+        UserError: the recipe cannot be read, or is not YAML.
     """
     try:
         tree = yaml.safe_load((path / RECIPE).read_text(encoding="utf-8"))
@@ -385,7 +385,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def unusual(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the entries of a stored recipe that no run writes: Hydra would obey them."""
+    """Yields entries of a stored recipe that no run writes, since Hydra would follow them."""
     if not is_stored(tree):
         yield "defaults"
     for entry in tree.get("defaults") or []:
@@ -397,33 +397,33 @@ def unusual(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def refused_model(key: str, name: Any, folder: Path) -> Iterator[str]:
-    """Yields a model that another's folder names, if it lies elsewhere on this machine."""
+    """Yields a model named in another user's folder, if it lies elsewhere on this machine."""
     if not _model(name, folder):
         yield f"{key} = {name}"
 
 
 def refused_base(path: Path) -> Iterator[str]:
-    """Yields the model under an adapter as `refused_model` does."""
+    """Yields an adapter's base model as `refused_model` does."""
     base = None
-    with suppress(OSError, ValueError, AttributeError):  # loading the adapter says what is wrong
+    with suppress(OSError, ValueError, AttributeError):  # reported when the adapter is loaded
         config = json.loads((path / sources.ADAPTER_CONFIG).read_text("utf-8"))
         base = config.get("base_model_name_or_path")
     yield from refused_model(f"{sources.ADAPTER_CONFIG}: base_model_name_or_path", base, path)
 
 
 def refused(cfg: Any, folder: Path, given: Collection[str] = ()) -> Iterator[str]:
-    """Yields the keys of a recipe that are not obeyed in another's folder, as `key = value`.
+    """Yields a recipe's untrusted entries in another user's folder, as `key = value`.
 
     Args:
-        cfg: a recipe, as Hydra has composed it or as it is stored.
-        folder: the checkpoint's. given: keys that the command line sets itself.
+        cfg: a recipe, as composed by Hydra or as stored.
+        folder: the checkpoint's folder. given: keys that the command line sets.
     """
     tree: Any = OmegaConf.to_container(OmegaConf.create(cfg))
     for section, function, default in (
         ("reward", "function", None), ("benchmark", "reward", Benchmark().reward),
     ):  # fmt: skip
         for name, entry in (tree.get(section) or {}).items():
-            if isinstance(entry, dict):  # a reward without a function is called as its entry
+            if isinstance(entry, dict):  # a reward without a function uses its entry's name
                 entry[function] = entry.get(function) or default or name
     yield from _refused(tree, ALLOWED, dataclasses.asdict(Recipe()), "", folder, given)
 

@@ -1,8 +1,8 @@
-"""Stores a checkpoint's tensors with torch.distributed.checkpoint: each process writes its part.
+"""Stores a checkpoint's tensors with torch.distributed.checkpoint, a part per process.
 
 Names are "model.NAME", "reference.NAME" and "optimizer.NAME.KEY", with the names of parameters. A
-tied weight is stored once. A tensor that all processes hold is written by one of them, a sharded
-one (a DTensor) by each its shard, so that any number of processes can load it with any sharding.
+tied weight is stored once. A replicated tensor is written by one process. Of a DTensor each process
+writes its shard. Any number of processes can load both, with any sharding.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from grpo_cli.errors import TrainingError
 from grpo_cli.models import adapters
 
 SHARDS = f"{TRAINING}/shards"
-NUMBER = ":number"  # ends the name of a tensor that is a plain number in the optimizer
-OVERHEAD = 2048  # approximate bytes that torch.save adds to a tensor
+NUMBER = ":number"  # suffix of a tensor that is a plain number in the optimizer
+OVERHEAD = 2048  # approximate bytes that torch.save adds per tensor
 
-# One process needs no process group.
+# A single process needs no process group.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
 
 
 @dataclass
 class Parts:
-    """The objects that a run trains. Their tensors are the same on every process, or DTensors."""
+    """The objects that a run trains. Their tensors are DTensors, or equal on every process."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    # If it is no longer the policy that the run began with; of an adapter its weights by name.
+    # None while it is the run's initial policy; for an adapter, the weights by name.
     reference: nn.Module | Mapping[str, Tensor] | None = None
     keeps_optimizer: bool = True  # whether the optimizer's state is saved
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns every tensor to be saved, by its name in a checkpoint."""
+        """Returns every tensor to save, by its name in a checkpoint."""
         tensors = {f"model.{name}": tensor for name, tensor in tensors_of(self.model).items()}
         for name, state in self.optimizer_state().items():
             for key, value in state.items():
@@ -77,12 +77,12 @@ class Parts:
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters that the optimizer steps, by names in the model."""
+        """Returns the parameters that the optimizer updates, by name in the model."""
         names = {id(tensor): name for name, tensor in tensors_of(self.model).items()}
         return {names[id(p)]: p for g in self.optimizer.param_groups for p in g["params"]}
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """Returns the optimizer's state of each parameter that has one, if it is saved."""
+        """Returns the optimizer's state by parameter name; {} if it is not saved."""
         if not self.keeps_optimizer:
             return {}
         state = self.optimizer.state
@@ -90,14 +90,14 @@ class Parts:
 
 
 def tensors_of(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns parameters and persistent buffers by name, a tied one once.
+    """Returns parameters and persistent buffers by name, tied ones only once.
 
-    Of a model with an adapter only the adapter's: the others never change.
+    For a model with an adapter only the adapter's tensors, since the others never change.
     """
     if isinstance(model, Mapping):
         return dict(model)
     own = adapters.tensors_of(model)
-    # state_dict, because it makes FSDP2 reshard what is still gathered.
+    # state_dict makes FSDP2 reshard the layers that are still gathered.
     names: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
@@ -108,15 +108,15 @@ def tensors_of(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass
 class Piece:
-    """The part of one tensor that a process writes."""
+    """The part of a tensor that one process writes."""
 
     tensor: Tensor
-    offsets: torch.Size  # its place in the full tensor
-    size: torch.Size  # of the full tensor
+    offsets: torch.Size  # position in the full tensor
+    size: torch.Size  # size of the full tensor
 
 
 def pieces_of(tensors: Mapping[str, Tensor], rank: int, processes: int) -> dict[str, Piece]:
-    """Selects what process `rank` writes: its shards, and its share of the replicated tensors."""
+    """Selects process `rank`'s tensors to write: its shards, and a share of replicated tensors."""
     replicated = sorted(name for name, t in tensors.items() if not isinstance(t, DTensor))
     sizes = [tensors[name].nbytes + OVERHEAD for name in replicated]
     own = {replicated[i] for i in split_balanced(sizes, processes)[rank]}
@@ -131,7 +131,7 @@ def pieces_of(tensors: Mapping[str, Tensor], rank: int, processes: int) -> dict[
 
 
 class Staging:
-    """Copies of tensors on the host. Their memory is reused, which is faster than allocation."""
+    """Host copies of tensors. Their memory is reused, which is faster than allocation."""
 
     def __init__(self) -> None:
         self.copies: dict[str, Tensor] = {}
@@ -151,7 +151,7 @@ class Staging:
 
 
 class PieceSavePlanner(DefaultSavePlanner):
-    """Plans a save in which each process writes its pieces."""
+    """Plans a save in which each process writes its own pieces."""
 
     def __init__(self, pieces: Mapping[str, Piece]) -> None:
         super().__init__()
@@ -176,12 +176,12 @@ class PieceSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Returns the tensor of an item."""
+        """Returns the tensor of a plan's item."""
         return self.pieces[write_item.index.fqn].tensor
 
 
 class _Files(filesystem.FileSystem):
-    """A file system that records the size and hash of each file it writes."""
+    """A file system that records the size and hash of each written file."""
 
     def __init__(self) -> None:
         self.written: dict[str, Entry] = {}
@@ -210,15 +210,15 @@ def write(folder: Path, pieces: Mapping[str, Piece], group: Any) -> dict[str, En
     """Writes this process's pieces to a checkpoint. Collective over the group.
 
     Args:
-        folder: of the checkpoint.
-        pieces: of `pieces_of`.
-        group: of the processes; None for a single process.
+        folder: the checkpoint's folder.
+        pieces: the result of `pieces_of`.
+        group: process group; None for a single process.
 
     Returns:
-        The files that this process has written, by their paths in the checkpoint.
+        The files that this process has written, by path in the checkpoint.
     """
     files = _Files()
-    # Copying ahead would open a CUDA stream in this thread, on the first GPU instead of its own.
+    # Copying ahead would open a CUDA stream in this thread on the first GPU, not on its own.
     writer = FileSystemWriter(folder / SHARDS, per_thread_copy_ahead=0)
     writer.fs = files
     planner = PieceSavePlanner(pieces)
@@ -240,12 +240,12 @@ class Shards(FileSystemReader):
         }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Reads the index, without running code from it."""
+        """Reads the index without executing code from it."""
         with (Path(self.path) / ".metadata").open("rb") as file:
             return cast(metadata.Metadata, _Unpickler(file).load())
 
     def names(self, part: str) -> list[str]:
-        """Returns the tensors' names in "model", "optimizer" or "reference"."""
+        """Returns the tensor names of "model", "optimizer" or "reference"."""
         start = f"{part}."
         return [name.removeprefix(start) for name in self.tensors if name.startswith(start)]
 
@@ -264,21 +264,21 @@ class Shards(FileSystemReader):
 
 
 class _Loading(DefaultLoadPlanner):
-    """Loads tensors only: anything else would be unpickled."""
+    """Loads only tensors, since other items would be unpickled."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
 
     def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
         super().commit_tensor(read_item, tensor)
-        heartbeat.touch()  # a large checkpoint takes long to read
+        heartbeat.touch()  # reading a large checkpoint takes long
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
         raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles a checkpoint's index without running code: the file may come from elsewhere."""
+    """Unpickles a checkpoint's index without executing code, since the file may be untrusted."""
 
     def find_class(self, module: str, name: str) -> Any:
         value = super().find_class(module, name) if module in _MODULES else None
@@ -298,5 +298,5 @@ _MODULES = {module for module, _ in _KNOWN}
 
 
 def size_on_disk(tensors: Iterable[Tensor]) -> int:
-    """Estimates the bytes that tensors take in a checkpoint."""
+    """Estimates the bytes of tensors in a checkpoint."""
     return sum(tensor.nbytes + OVERHEAD for tensor in tensors)

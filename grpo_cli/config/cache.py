@@ -1,4 +1,4 @@
-"""The folder in which built models, and the key and logs of servers, are kept between runs."""
+"""The folder that keeps built models, and the key and logs of servers, between runs."""
 
 from __future__ import annotations
 

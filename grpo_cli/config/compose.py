@@ -1,8 +1,8 @@
-"""From a command line to a composed config, with Hydra; and Hydra's errors in one sentence.
+"""Composes a config from a command line with Hydra, and shortens Hydra's errors.
 
-A recipe is a Hydra primary config: `recipe=NAME` becomes `--config-name NAME`, and for
-`recipe=./my.yaml` also its folder. Hydra keeps the rest: override grammar, --cfg, --info, --help,
-multirun, completion.
+A recipe is a Hydra primary config: `recipe=NAME` becomes `--config-name NAME`, and
+`recipe=./my.yaml` also adds its folder. Hydra handles the rest: override grammar, --cfg, --info,
+--help, multirun, completion.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from grpo_cli.config import parsing, schema
 from grpo_cli.errors import UserError, listed, nearest
 
 DEFAULT_RECIPE = "arithmetic_tiny"
-RECIPES = "grpo_cli.recipes"  # the package of the shipped ones
-BARE = "_bare"  # for `grpo score`, and for `grpo eval` of what no recipe has made
-STORED = "_stored"  # a recipe that a run has stored
+RECIPES = "grpo_cli.recipes"  # package of the shipped recipes
+BARE = "_bare"  # base of `grpo score`, and of `grpo eval` without a recipe
+STORED = "_stored"  # name of a recipe stored by a run
 
-# Hydra makes no folder and no logging: the run's folder is ours to make, after the checks.
+# Hydra creates no folder and no logging: grpo makes the run's folder after its checks.
 QUIET_HYDRA = (
     "hydra.run.dir=.",
     "hydra.sweep.subdir=.",
@@ -46,7 +46,7 @@ QUIET_HYDRA = (
     "hydra.help.header='grpo COMMAND [recipe=NAME] [group=choice ...] [key=value ...]'",
     "hydra.help.footer='docs/recipes.md explains every key. --hydra-help: flags of Hydra.'",
 )
-# Entries have names of the user's own.
+# Sections and arguments in which the user chooses the key names.
 OPEN_KEYS = (
     "reward.", "benchmark.", "generation.vllm.engine_args.", "dataset.columns.", "dataset.columns=",
     "dataset.held_out.", "dataset.held_out=", "dataset.mixture.", "dataset.mixture=",
@@ -56,18 +56,18 @@ OPEN_KEYS = (
     "environment.args.", "environment.args=", "environment.by_name.", "environment.by_name=",
     "callbacks.", "callbacks=",
 )  # fmt: skip
-# What a user meant who gives a group something that is none of its choices.
+# Hints for a value that is none of the group's choices.
 INSTEAD_OF_A_CHOICE = {
     "model": " A model on the hub or in a folder: model.path={choice}.",
     "dataset": " A file or a hub name: dataset.train={choice}.",
     "reward": " A function of your own: reward.NAME.function={choice}.",
 }
-LISTED = ("reward", "benchmark")  # groups of which several choices go together
+LISTED = ("reward", "benchmark")  # groups that accept several choices together
 VALUED_OPTIONS = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd")
 
 
 def recipe_files() -> list[Path]:
-    """Returns the shipped recipes."""
+    """Returns the files of the shipped recipes."""
     import grpo_cli.recipes
 
     return sorted(p for folder in grpo_cli.recipes.__path__ for p in Path(folder).glob("*.yaml"))
@@ -83,15 +83,15 @@ def compose_and_call(
     """Composes the recipe that the command line names and calls `task` with it.
 
     Args:
-        default: the recipe if it names none; `BARE` is one without model and data.
-        only_this_file: whether only the named recipe is read, which a run has stored: Hydra would
-            read a schema.yaml that lies beside the recipe in place of grpo's own.
+        default: the recipe if the command line names none; `BARE` has no model and no data.
+        only_this_file: reads only the named recipe, which a run has stored. Otherwise Hydra would
+            prefer a schema.yaml beside the recipe over grpo's own.
 
-    With --cfg, --info or --help, Hydra prints and `task` is not called; with --multirun it is
-    called once for each job, one after another.
+    With --cfg, --info or --help, Hydra prints and `task` is not called. With --multirun `task` is
+    called once per job, sequentially.
 
     Raises:
-        UserError: no such recipe. What `task` raises, and Hydra's and OmegaConf's errors.
+        UserError: no such recipe. Errors of `task`, Hydra and OmegaConf also propagate.
     """
     register_schema()
     folder, name, rest = split_recipe(argv, default)
@@ -100,7 +100,7 @@ def compose_and_call(
     tree = _read(folder / f"{name}.yaml") if folder is not None else {}
     names_itself = bool(tree.get("recipe"))
     if only_this_file or (names_itself and is_stored(tree)):
-        # Another choice begins without these arguments.
+        # Choosing another group entry drops the stored arguments of the old one.
         for group in ("loss", "advantage", "optimizer"):
             if any(word.startswith(f"{group}=") for word in overrides):
                 tree.get(group, {}).pop("args", None)
@@ -109,17 +109,17 @@ def compose_and_call(
         store.store(name=name, node=tree)
     options += ["--config-name", name]
     if folder is not None and not only_this_file:
-        # As config path, a user's recipe wins over a shipped one of its name; a folder that only
-        # adds groups cannot be it, since the recipe has to lie there.
+        # As config path, a user's recipe overrides a shipped one of the same name. A folder that
+        # only adds groups cannot be the config path, which must hold the recipe.
         own = (folder / f"{name}.yaml").is_file()
         options += ["--config-path" if own else "--config-dir", str(folder)]
     if not names_itself and "--hydra-help" not in options:
         overrides = [f"recipe={name}", *overrides]
-    # Hydra announces an error that passes through it in words of its own; so none does.
+    # Hydra would print its own message for an error that passes through it; catch errors before.
     raised: list[BaseException] = []
 
     def guarded(cfg: DictConfig) -> None:
-        if raised:  # a sweep ends with the first job that fails or is stopped
+        if raised:  # a sweep ends with the first job that fails or stops
             return
         job = HydraConfig.get()
         if job.mode is RunMode.MULTIRUN:  # the jobs of a sweep must not share a folder
@@ -133,20 +133,20 @@ def compose_and_call(
             raised.append(error)
 
     try:
-        with tempfile.TemporaryDirectory(prefix="grpo-sweep-") as sweep:  # for its multirun.yaml
+        with tempfile.TemporaryDirectory(prefix="grpo-sweep-") as sweep:  # for multirun.yaml
             quiet = (*QUIET_HYDRA, f"hydra.sweep.dir='{sweep}'")
             sys.argv = ["grpo", *options, *quiet, *map(_allow_new_key, overrides)]
             hydra.main(version_base="1.3", config_path="pkg://grpo_cli.recipes", config_name=name)(
                 guarded
             )()
-    except yaml.YAMLError as error:  # such as a key that is there twice
+    except yaml.YAMLError as error:  # for example, a duplicate key
         raise not_yaml(f"recipe = {name}", error) from error
-    except (HydraException, OmegaConfBaseException):  # `error_message` explains them
+    except (HydraException, OmegaConfBaseException):  # explained by `error_message`
         raise
-    except Exception as error:  # Hydra's; what `task` raises is kept apart
+    except Exception as error:  # raised by Hydra; errors of `task` are stored in `raised`
         reason = f"{type(error).__name__}: {parsing.first_line(error)}"
         raise UserError(f"recipe = {name}: cannot be composed: {reason}.") from error
-    except SystemExit as done:  # --help leaves this way
+    except SystemExit as done:  # raised by --help
         if done.code:
             raise
     if raised:
@@ -154,7 +154,7 @@ def compose_and_call(
 
 
 def shipped(name: str) -> dict[str, Any] | None:
-    """Returns a shipped recipe as nested dicts, as it is without a word; None if there is none."""
+    """Returns a shipped recipe, without overrides, as nested dicts; None if there is none."""
     if name not in {path.stem for path in recipe_files()}:
         return None
     register_schema()
@@ -170,7 +170,7 @@ def shipped(name: str) -> dict[str, Any] | None:
 
 
 def _differing(overrides: Sequence[str], job: Any) -> str:
-    """Returns the overrides of a job of a sweep that other jobs have with other values."""
+    """Returns the overrides of a sweep job whose values differ between jobs."""
     swept = {
         override.key_or_group
         for override in OverridesParser.create().parse_overrides([*overrides])
@@ -183,8 +183,8 @@ def _differing(overrides: Sequence[str], job: Any) -> str:
 def _replace_rewards(cfg: DictConfig) -> None:
     """Drops the recipe's own rewards and their arguments if the command line chooses `reward=`.
 
-    Hydra merges a recipe's values over the choice of a group, so that a reward which is no longer
-    chosen would stay as soon as the recipe gives it an argument.
+    Hydra merges a recipe's values over a group's choice. A reward that is no longer chosen would
+    stay if the recipe gives it an argument.
     """
     words, of_hydra = HydraConfig.get().overrides.task, HydraConfig.get().overrides.hydra
     if not any(word.startswith("reward=") for word in words):
@@ -197,7 +197,7 @@ def _replace_rewards(cfg: DictConfig) -> None:
 
 
 def _check_choices(overrides: Iterable[str]) -> None:
-    """Raises a UserError for a choice of a group that Hydra would take or refuse without a word."""
+    """Raises a UserError for a group choice that Hydra would misread or silently refuse."""
     for word in overrides:
         group, equals, choice = word.partition("=")
         known = _choices(group)
@@ -213,12 +213,11 @@ def _choices(group: str) -> list[str]:
 
 @functools.cache
 def register_schema() -> None:
-    """Makes the typed `Recipe` known to Hydra as the `schema` that every recipe begins with.
+    """Registers the typed `Recipe` with Hydra as `schema`, the first default of every recipe.
 
-    The choices of adapter, loss, advantage, distributed and generation begin with `_defaults`: so
-    what one choice sets does not stay behind when another is laid over it, as on a stored recipe.
-    Of generation these are only the engine's own knobs; a choice of adapter also says whether the
-    model under it is quantized.
+    The choices of adapter, loss, advantage, distributed and generation begin with `_defaults`.
+    These reset the values of an earlier choice, for example in a stored recipe. For generation they
+    cover only the engine's own knobs; for adapter also the model's quantization.
     """
     store: Any = ConfigStore.instance()
     store.store(name="schema", node=schema.Recipe)
@@ -241,17 +240,17 @@ def register_schema() -> None:
 
 
 class _Unlisted(dict[str, Any]):
-    """A group of Hydra's store whose `_defaults` help and completion do not offer as a choice."""
+    """A group of Hydra's store that hides `_defaults` from help and completion."""
 
     def keys(self) -> Any:
         return [name for name in self if not name.startswith("_")]
 
 
 def given_keys(cfg: DictConfig) -> frozenset[str]:
-    """Returns the full keys that the present job's command line sets to a value of their own.
+    """Returns the full keys whose values the present job's command line changes.
 
-    A key that the recipe sets and the command line sets back to the default is not among them:
-    that is how to take back what the recipe says.
+    A key that the recipe sets and the command line resets to its default is excluded, since this is
+    how to undo the recipe's value.
 
     Args:
         cfg: the job's composed config.
@@ -263,14 +262,14 @@ def given_keys(cfg: DictConfig) -> frozenset[str]:
         key, value = override.key_or_group, override.value()
         if "." not in key and not isinstance(value, dict):
             choices.append(override.input_line or "")
-            if key in ("steps", "epochs") and value is not None:  # of which one can be given
+            if key in ("steps", "epochs") and value is not None:  # only one of the two can be given
                 given.add(key)
         elif not override.is_delete():
             given.update(_leaves(key, value))
     defaults = OmegaConf.structured(schema.Recipe)
     at_default = {k for k in given if _value_at(cfg, k) == _value_at(defaults, k)}
     if at_default:
-        # Once more, with the choices of the command line and without its values.
+        # Compose again with the command line's choices but without its values.
         loader = GlobalHydra.instance().config_loader()
         words = [*job.overrides.hydra, *choices]
         before = loader.load_configuration(job.job.config_name, words, RunMode.RUN)
@@ -283,7 +282,7 @@ def _value_at(cfg: DictConfig, key: str) -> Any:
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:
-    """Yields the full keys below `key` that a value, perhaps a mapping, sets."""
+    """Yields the full keys that a value, possibly a mapping, sets below `key`."""
     if not isinstance(value, dict):
         yield key
         return
@@ -294,10 +293,10 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
 def split_recipe(
     argv: Iterable[str], default: str = DEFAULT_RECIPE
 ) -> tuple[Path | None, str, list[str]]:
-    """Takes recipe=... and --config-dir out of a command line.
+    """Extracts recipe=... and --config-dir from a command line.
 
     Returns:
-        (folder of a recipe from outside or None, its name, the other arguments).
+        (folder of an external recipe or None, the recipe's name, the other arguments).
 
     Raises:
         UserError: no such recipe, file or folder.
@@ -334,7 +333,7 @@ def split_recipe(
 
 
 def split_options(argv: Iterable[str]) -> tuple[list[str], list[str]]:
-    """(options with their values, all else): Hydra's parser wants overrides in one stretch."""
+    """Splits off options with their values; Hydra's parser wants the overrides in one stretch."""
     options: list[str] = []
     rest: list[str] = []
     for argument in argv:
@@ -344,7 +343,7 @@ def split_options(argv: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _allow_new_key(override: str) -> str:
-    """Rewards, benchmarks, renamed columns, schedules: setting one may add it."""
+    """Prefixes an override that may add a reward, benchmark, renamed column or schedule."""
     group, equals, choices = override.partition("=")
     if group == "benchmark" and equals and choices not in ("null", "{}"):  # in no recipe's defaults
         for name in choices.strip("[]").split(","):
@@ -358,7 +357,7 @@ def _allow_new_key(override: str) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Returns what a recipe's file holds; {} if there is no such file."""
+    """Parses a recipe's file; {} if there is no such file."""
     if not path.is_file():
         return {}
     try:
@@ -369,18 +368,18 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def is_stored(tree: Mapping[str, Any]) -> bool:
-    """Returns whether a run has stored this recipe; else a user wrote it."""
+    """Returns whether a run stored this recipe; otherwise a user wrote it."""
     return list(tree.get("defaults") or [])[:2] == ["schema", "_self_"]
 
 
 def not_yaml(what: str, error: yaml.YAMLError) -> UserError:
-    """Returns the message about a file that YAML's parser refuses, with the place."""
+    """Returns the error for a file that YAML's parser rejects, with the position."""
     place = str(getattr(error, "problem_mark", "")).strip()
     return UserError(f"{what}: is not YAML: {getattr(error, 'problem', error)} {place}")
 
 
 def error_message(error: BaseException) -> str:
-    """Returns Hydra's or OmegaConf's error as one message: key, value, the nearest known name."""
+    """Formats an error of Hydra or OmegaConf as one message: key, value, nearest known name."""
     plain = parsing.omegaconf_message(error)
     if plain is not None:
         return plain
@@ -388,7 +387,7 @@ def error_message(error: BaseException) -> str:
     given = f"{override}: " if override else ""
     text = " ".join(f"{given}{error} {error.__cause__ or ''}".split())
     unknown = re.search(r"(?:In .* full_key: |Could not override ')([^\s'=]+)(?:[\s']|$)", text)
-    if unknown and not _choices(unknown[1]):  # of a group Hydra says how to add it
+    if unknown and not _choices(unknown[1]):  # for a group, Hydra explains how to add it
         return parsing.no_such_key(unknown[1])
     if match := re.search(r"Could not (?:find|load) '([^'/]+)/([^']+)'", text):
         group, choice = match.groups()

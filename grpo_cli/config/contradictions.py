@@ -1,4 +1,4 @@
-"""Finds what contradicts itself in a recipe whose values are all of the right type."""
+"""Finds contradictions in a recipe whose values are all of the right type."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from grpo_cli.config.schema import ADAM, Benchmark, Eval, HeldOut, Recipe
 from grpo_cli.errors import listed, nearest
 from grpo_cli.rewards import WITH_AN_ANSWER, has_votes
 
-# bfloat16 keeps 8 bits, so that a weight of 0.05 does not change by less than 1e-4.
+# bfloat16 has 8 bits of precision: a weight of 0.05 cannot change by less than 1e-4.
 LOST_IN_BFLOAT16 = 1e-4
-# Arguments of from_pretrained that say where files are, for every file and for weights only.
+# from_pretrained's arguments for file locations, of all files and of weights only.
 OF_FILES = ("subfolder", "cache_dir", "local_files_only", "force_download")
 OF_WEIGHTS = ("variant", "use_safetensors")
-# Arguments of from_pretrained that cannot be given in model.args, and what to write instead.
+# Arguments of from_pretrained that model.args must not set, and the alternative for each.
 NOT_IN_ARGS = {
     "dtype": "write model.dtype",
     "torch_dtype": "write model.dtype",
@@ -37,7 +37,7 @@ NOT_IN_ARGS = {
 
 
 def contradictions(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
-    """Yields combinations that would be ignored or would fail much later.
+    """Yields messages about values that would be ignored or would fail much later.
 
     Args:
         given: full keys set on the command line.
@@ -58,7 +58,7 @@ def contradictions(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
 
 
 def contradictions_by_step(recipe: Recipe) -> Iterator[str]:
-    """Yields the first step at which scalars lose their order, also where a schedule moves them."""
+    """Yields a message for the first step at which scalars, perhaps scheduled, lose their order."""
     for step in steps_to_check(recipe):
         now, _ = at_step(recipe, step)
         at = f" at step {step}" if recipe.schedules else ""
@@ -78,7 +78,7 @@ def _of_objective(recipe: Recipe) -> Iterator[str]:
             f"loss.entropy_coef = {loss.entropy_coef}: must be <= 1, since loss.entropy_target "
             "moves it between 0 and 1."
         )
-    if recipe.model.dtype != "auto":  # which is checked once it is known
+    if recipe.model.dtype != "auto":  # "auto" is checked once it is resolved
         yield from of_dtype(recipe)
 
 
@@ -95,7 +95,7 @@ def _of_adapter(recipe: Recipe) -> Iterator[str]:
 
 
 def of_dtype(recipe: Recipe) -> Iterator[str]:
-    """Yields contradictions with the resolved data type of the weights."""
+    """Yields contradictions between a recipe and the resolved data type of the weights."""
     alpha, dtype = recipe.loss.reference_alpha, recipe.model.dtype
     if alpha < 1 and dtype != "float32":
         yield (
@@ -151,7 +151,7 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
             yield (
                 f"model.build.vision_hidden_size = {b.vision_hidden_size}: must be a multiple of 4."
             )
-        # max: a 0 is out of range, and is reported as that
+        # max: 0 is out of range and reported as such
         if b.hidden_size % max(1, b.num_heads) or b.num_heads % max(1, b.num_kv_heads):
             yield (
                 f"model.build: num_heads = {b.num_heads} must divide hidden_size = {b.hidden_size} "
@@ -243,7 +243,7 @@ def _of_training(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
         )
     if len(recipe.optimizer.betas) != 2:
         yield f"optimizer.betas = {recipe.optimizer.betas}: must be two numbers."
-    # A recipe's own values stay, so that it can be tried with another optimizer.
+    # The recipe's own values are allowed, so that it can be tried with another optimizer.
     if recipe.optimizer.algorithm not in ADAM:
         for key in sorted({"optimizer.betas", "optimizer.eps"} & {*given}):
             yield (
@@ -311,7 +311,7 @@ def _of_mixture(recipe: Recipe) -> Iterator[str]:
 
 
 def _of_length(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
-    """Yields what contradicts `epochs`. A recipe's own `steps` do not: each is there by default."""
+    """Yields contradictions with `epochs`; the recipe's own `steps` are not checked."""
     if recipe.epochs is None:
         return
     if {"steps", "epochs"} <= set(given):
@@ -441,12 +441,12 @@ def _of_benchmark(key: str, benchmark: Benchmark, modes: Iterable[str]) -> Itera
 
 
 def _no_votes(recipe: Recipe) -> Iterator[str]:
-    """Yields that votes were asked for where there is nothing to vote on."""
+    """Yields a message if votes are requested without answers to vote on."""
     config, rewards = recipe.eval, {name: b.reward for name, b in recipe.benchmark.items()}
     if not rewards and recipe.reward:
         name = config.accuracy or next(iter(recipe.reward))
         if name not in recipe.reward:
-            return  # that is the mistake
+            return  # reported elsewhere
         rewards = {"the held-out rows": recipe.reward[name].function}
     voteless = [name for name, reward in rewards.items() if not has_votes(reward)]
     if (
@@ -461,13 +461,13 @@ def _no_votes(recipe: Recipe) -> Iterator[str]:
 
 
 def _of_stopping(recipe: Recipe) -> Iterator[str]:
-    """Yields rules of `stop` that can never hold."""
+    """Yields messages about rules of `stop` that can never apply."""
     if recipe.stop.max_kl is not None and not recipe.needs_reference:
         yield "stop.max_kl: there is no KL without a reference; set loss.beta above 0."
 
 
 def _no_such_metric(recipe: Recipe) -> Iterator[str]:
-    """Yields that `eval.best` names a metric that no evaluation can give."""
+    """Yields a message if `eval.best` names a metric that no evaluation has."""
     config, name = recipe.eval, recipe.eval.best
     first, _, rest = name.rpartition("/")
     known = ["accuracy", "reward", "mean_length", "clipped_ratio", "no_answer", "completions"]
@@ -484,7 +484,7 @@ def _no_such_metric(recipe: Recipe) -> Iterator[str]:
 
 
 def notices(recipe: Recipe) -> Iterator[str]:
-    """Yields what is allowed and does less than it seems to."""
+    """Yields notices about settings that are allowed but have less effect than expected."""
     loss, g = recipe.loss, recipe.generation
     optimizer = recipe.optimizer
     if recipe.steps > 1 and optimizer.warmup_steps >= recipe.steps:
@@ -506,7 +506,7 @@ def notices(recipe: Recipe) -> Iterator[str]:
             f"{optimizer.learning_rate:g} are smaller than the weights' precision, and most are "
             "lost; use model.dtype=float32 with mixed_precision=bf16, or an adapter."
         )
-    differs = []  # why the sampler's probabilities are not the trainer's
+    differs = []  # reasons for the sampler's probabilities to differ from the trainer's
     if g.top_p < 1 or g.top_k or g.min_p:
         differs.append(
             "with top_p, top_k or min_p the sampler's probabilities are those of the tokens it "

@@ -1,9 +1,9 @@
-"""Keeps what a recipe takes from the environment out of everything that a run writes.
+"""Keeps environment values that a recipe reads out of all files that a run writes.
 
 `api_key: ${oc.env:NAME}` is stored and sent to trackers as this text, so that a resumed run reads
-the variable again. In messages and logs its value is shown as the text too, and so is the value of
-any variable whose name says that it is secret, such as HF_TOKEN or OPENAI_API_KEY. What is made to
-be published also leaves out a secret that a recipe holds as plain text.
+the variable again. Messages and logs also show the text instead of the value. They mask any
+variable whose name marks it as secret, such as HF_TOKEN or OPENAI_API_KEY. Published files also
+omit secrets that a recipe holds as plain text.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD)(_|$)")  # in the name of a variable
-SECRET_KNOB = re.compile(  # the last part of a key
+SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD)(_|$)")  # matches names of secret variables
+SECRET_KNOB = re.compile(  # matches the last part of a key
     r"(?i)(^|_)(api_?key|access_?key|secret|password|(api|auth|access|bearer|hf|hub)_?token)$"
 )
-SHORTEST = 6  # characters of a value that is hidden in messages; shorter ones are no secrets
+SHORTEST = 6  # characters; shorter values are not masked
 
-# Of the recipe that was parsed last: full key -> (value, interpolation).
+# Interpolations of the last parsed recipe: full key -> (value, interpolation).
 _texts: dict[str, tuple[Any, str]] = {}
-_shown: dict[str, str] = {}  # value -> what is shown in its place
+_shown: dict[str, str] = {}  # value -> its replacement in messages
 
 
 def note(cfg: Any) -> None:
-    """Remembers which knobs of a composed recipe are read from the environment."""
+    """Records which knobs of a composed recipe are read from the environment."""
     _texts.clear()
     written = [(k, v) for k, v in leaves(OmegaConf.to_container(cfg)) if _is_interpolation(v)]
     for _, text in written:
@@ -39,17 +39,17 @@ def note(cfg: Any) -> None:
     for key, text in written:
         try:
             value = OmegaConf.select(cfg, key)
-        except OmegaConfBaseException:  # the check of the recipe says what is wrong
+        except OmegaConfBaseException:  # reported by the check of the recipe
             continue
         if "oc.env" in text or any(secret in str(value) for secret in _shown):
             _texts[key] = value, text
 
 
 def as_text(tree: Any, prefix: str = "") -> Any:
-    """Returns a recipe's values, or a part of them, with the interpolations that they came from.
+    """Restores the interpolations in a recipe's values, or in a part of them.
 
     Args:
-        prefix: the full key of the part.
+        prefix: full key of the part.
     """
     if prefix in _texts and tree == _texts[prefix][0]:
         return _texts[prefix][1]
@@ -62,12 +62,12 @@ def as_text(tree: Any, prefix: str = "") -> Any:
 
 
 def masked(text: str) -> str:
-    """Returns a message without the values that must not be shown."""
+    """Masks the secret values in a message."""
     return masker()(text)
 
 
 def masker() -> Callable[[str], str]:
-    """Returns `masked` for many texts, with the environment as it is now."""
+    """Returns `masked` as a function for many strings, using the present environment."""
     secrets = {v: f"${n}" for n, v in os.environ.items() if SECRET.search(n) and len(v) >= SHORTEST}
     values = sorted((secrets | _shown).items(), key=lambda pair: -len(pair[0]))
 
@@ -80,15 +80,15 @@ def masker() -> Callable[[str], str]:
 
 
 def plain_secrets(tree: Any) -> list[str]:
-    """Returns the keys of the secrets that a recipe holds as plain text."""
+    """Returns the keys whose secrets a recipe holds as plain text."""
     return [key for key, value in leaves(tree) if _is_plain_secret(key, value)]
 
 
 def publishable(tree: Any, key: str = "") -> Any:
-    """Returns a recipe's values, or a part of them, without secrets and the user's home folder.
+    """Removes secrets and the user's home folder from a recipe's values, or a part of them.
 
     Args:
-        key: the full key of the part.
+        key: full key of the part.
     """
     if isinstance(tree, dict):
         return {name: publishable(value, f"{key}.{name}") for name, value in tree.items()}
@@ -100,7 +100,7 @@ def publishable(tree: Any, key: str = "") -> Any:
 
 
 def publishable_command(words: Iterable[str]) -> list[str]:
-    """Returns the words of a command line without secrets and the user's home folder."""
+    """Removes secrets and the user's home folder from the words of a command line."""
     out = []
     for word in words:
         key, is_assignment, value = word.partition("=")

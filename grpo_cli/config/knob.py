@@ -1,4 +1,4 @@
-"""Declares a knob: its default, its sentence and its range; and checks a value against them."""
+"""Declares a knob with its default, help sentence and range, and checks values against these."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 
 @dataclass(frozen=True)
 class Arg:
-    """An argument of one loss or rule, declared where it is read.
+    """Metadata of an argument of one loss or rule, declared in its signature.
 
     `slope: Annotated[float, Arg("Steepness of the gate.", gt=0)] = 2.0` is set by
     `loss.args.slope`.
@@ -30,7 +30,7 @@ class Arg:
     le: float | None = None
     lt: float | None = None
     choices: tuple[str, ...] | None = None
-    hint: str = ""  # follows the message about a value that is out of range
+    hint: str = ""  # appended to the message about an out-of-range value
 
 
 def knob(
@@ -41,14 +41,14 @@ def knob(
     schedulable: bool = False,
     **limits: Any,
 ) -> Any:
-    """Returns a dataclass field with its sentence and range: >= ge, > gt, <= le, < lt, choices.
+    """Returns a dataclass field with help sentence and range: >= ge, > gt, <= le, < lt, choices.
 
     Args:
-        read_if: (key, value, ...): the knob is read only if that other knob has one of the values,
-            or, without values, if it is set to something; if that other holds several, one will
-            do. Set without being read, it is an error.
-        schedulable: the knob may follow the step, since nothing is built from its first value.
-        limits: those of `Arg`.
+        read_if: (key, value, ...): the knob is read only if the knob `key` has one of the values (a
+            list must contain one) or, without values, if it is set. Setting an unread knob is an
+            error.
+        schedulable: the knob may be scheduled, since nothing is built from its first value.
+        limits: as in `Arg`.
     """
     metadata = {**vars(Arg(doc, **limits)), "read_if": read_if, "schedulable": schedulable}
     if isinstance(default, (dict, list)):
@@ -57,9 +57,9 @@ def knob(
 
 
 def read_if(*condition: Any) -> Callable[[type[T]], type[T]]:
-    """Gives the knobs that a dataclass declares this `read_if`, unless they have their own.
+    """Sets `read_if` on a dataclass's own knobs that have none.
 
-    The knob that the condition names is left out.
+    The knob named in the condition is skipped.
     """
 
     def apply(kind: type[T]) -> type[T]:
@@ -78,7 +78,7 @@ def section(kind: type, doc: str) -> Any:
 
 
 def allowed(meta: Mapping[str, Any]) -> str:
-    """Returns what a knob with this metadata accepts, in words; "" when its type says it all."""
+    """Describes the values that a knob's metadata allows; "" if its type suffices."""
     if meta.get("choices"):
         return "one of " + ", ".join(meta["choices"])
     bounds = [f"{sign} {meta[key]:.12g}" for key, sign in BOUNDS if meta.get(key) is not None]
@@ -86,7 +86,7 @@ def allowed(meta: Mapping[str, Any]) -> str:
 
 
 def violation(key: str, value: Any, meta: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the message for a value that lies outside a knob's range or choices, if it does."""
+    """Yields a message if a value lies outside a knob's range or choices."""
     if meta.get("choices"):
         if value not in meta["choices"]:
             hint = nearest(str(value), meta["choices"])
@@ -107,14 +107,14 @@ def violation(key: str, value: Any, meta: Mapping[str, Any]) -> Iterator[str]:
 
 
 def scheduled_violation(key: str, to: float, meta: Mapping[str, Any], kind: Any) -> Iterator[str]:
-    """Yields the messages for the value `to` at which a knob's schedule ends."""
+    """Yields messages about the final value `to` of a knob's schedule."""
     yield from violation(f"schedules.{key}.to", to, meta)
     if kind in ("int", int) and math.isfinite(to) and to % 1:
         yield f"schedules.{key}.to = {to}: must be a whole number."
 
 
 def as_written(value: Any) -> str:
-    """Returns a knob's value as YAML and the command line write it."""
+    """Formats a knob's value as in YAML and on the command line."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

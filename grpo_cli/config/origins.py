@@ -39,26 +39,26 @@ class Origin:
     """A place that sets a value."""
 
     place: str  # "default", "command line", or a file and its line
-    value: Any  # as it is written there
+    value: Any  # as written there
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A YAML file of the composition, or the defaults that a choice of a group begins from."""
+    """A YAML file of the composition, or the defaults of a group's choice."""
 
-    path: Path | None  # None: defaults
-    package: list[str]  # the keys below which its values are; [] for a recipe
+    path: Path | None  # None for defaults
+    package: list[str]  # keys under which the file's values are placed; [] for a recipe
     root: yaml.Node | None
 
     def find(self, key: list[str]) -> Origin | None:
-        """Returns the place in the file that sets a key; None if it does not."""
+        """Returns the place in the file that sets a key; None if the file does not set it."""
         depth = len(self.package)
         if key[:depth] != self.package:
             return None
         node, line, rest = self.root, 0, key[depth:]
         while rest:
             for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
-                parts = name.value.split(".")  # of schedules: several
+                parts = name.value.split(".")  # several parts in schedules
                 if rest[: len(parts)] == parts:
                     node, line, rest = value, name.start_mark.line + 1, rest[len(parts) :]
                     break
@@ -70,10 +70,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Composition:
-    """The files and the words that a recipe is composed of, in the order in which they count."""
+    """The files and words that compose a recipe, in order of increasing priority."""
 
     layers: list[Layer]
-    overrides: list[Any]  # of the command line, parsed by Hydra
+    overrides: list[Any]  # words of the command line, parsed by Hydra
 
     def origins(self, key: str) -> list[Origin]:
         """Returns the places that set a key; the last one counts."""
@@ -98,17 +98,17 @@ class Composition:
 
 
 def default_of(key: str) -> Any:
-    """Returns the default of a key; NOTHING if it has none, as an argument of a reward."""
+    """Returns the default of a key; NOTHING if it has none, such as a reward's argument."""
     if (entry := entry_field(key)) is not None:
         return NOTHING if entry[1] else entry[0].default
     return flat(dataclasses.asdict(Recipe())).get(key, NOTHING)
 
 
 def composition(file: Path | None = None) -> Composition:
-    """Returns the files and words of the recipe that Hydra composes at the moment.
+    """Returns the files and words of the recipe that Hydra is composing.
 
     Args:
-        file: of the recipe, if it lies outside of the package.
+        file: the recipe's file, if it lies outside the package.
     """
     job = HydraConfig.get()
     loader = GlobalHydra.instance().config_loader()
@@ -122,7 +122,7 @@ def composition(file: Path | None = None) -> Composition:
 
 
 def _layer(default: Any, file: Path | None) -> Layer | None:
-    """Returns a layer of Hydra's list of defaults; None for what sets nothing of its own."""
+    """Converts an entry of Hydra's defaults list to a layer; None if it sets no values."""
     name: str = default.config_path
     package = [part for part in (default.package or "").split(".") if part]
     if name.endswith("/_defaults"):
@@ -136,7 +136,7 @@ def _layer(default: Any, file: Path | None) -> Layer | None:
 
 
 def _file_of(name: str) -> Path | None:
-    """Returns the file of a config in Hydra's search path; None for one of Hydra's store."""
+    """Returns the file of a config in Hydra's search path; None for a config of Hydra's store."""
     for source in HydraConfig.get().runtime.config_sources:
         if source.schema == "file" or source.path == RECIPES:
             folder = SHIPPED if source.path == RECIPES else Path(source.path)
@@ -146,6 +146,6 @@ def _file_of(name: str) -> Path | None:
 
 
 def shown(path: Path) -> str:
-    """Returns a path for people: `recipes/...` for a shipped file, else from where they are."""
+    """Formats a path: `recipes/...` for shipped files, otherwise relative to the working folder."""
     is_shipped = path.is_relative_to(SHIPPED)
     return f"recipes/{path.relative_to(SHIPPED)}" if is_shipped else os.path.relpath(path)

@@ -1,4 +1,4 @@
-"""A composed config as a checked `Recipe`, and what is wrong with it in the user's words."""
+"""Turns a composed config into a checked `Recipe`, and reports its mistakes in the user's terms."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from grpo_cli.errors import UserError, listed, nearest
 
 E = TypeVar("E", Reward, Benchmark, Callback, HeldOut, MixturePart, Schedule)
 
-# Mappings whose names are in names of folders and metrics.
+# Mappings whose keys appear in names of folders and metrics.
 NAMED = ("benchmark", "dataset.mixture", "dataset.held_out", "callbacks")
 SCHEDULABLE = tuple(key for key, f in knobs() if f.metadata.get("schedulable"))
-LOSS_ARGS = "loss.args."  # may follow the step too; `algorithm/objective.py` checks them
+LOSS_ARGS = "loss.args."  # schedulable too; checked by `algorithm/objective.py`
 SCHEDULED_SECTIONS = {key.partition(".")[0] for key in SCHEDULABLE}
 
 
@@ -49,25 +49,24 @@ def parse(
     given: Collection[str] = (),
     checks: Sequence[Callable[[Recipe, Collection[str]], Iterable[str]]] = (),
 ) -> Recipe:
-    """Returns a composed config as a checked `Recipe`.
+    """Parses a composed config into a checked `Recipe`.
 
     Args:
-        given: full keys set on the command line: one that nothing reads is an error even with its
-            default value.
-        checks: what packages above this one find wrong with a recipe, as messages; called only
-            where its values are of the right type and in their range.
+        given: full keys set on the command line; an unread one is an error even at its default.
+        checks: checks by higher-level packages, which yield messages; called only if all values
+            have the right type and range.
 
     Raises:
         UserError: an unknown key, a value of another type, a value out of its range, a knob that
             nothing reads, or values that contradict one another. Every violation is named.
     """
     try:
-        # As plain values first: a config composed by Hydra lets a key added with `+` through.
+        # Plain values first: a config composed by Hydra would accept a key added with `+`.
         composed = OmegaConf.create(cfg)
         interpolation.note(composed)
         tree = OmegaConf.to_container(composed, resolve=True)
         if isinstance(tree, dict) and tree.get("mixed_precision") is False:
-            tree["mixed_precision"] = "no"  # which YAML reads as false
+            tree["mixed_precision"] = "no"  # YAML reads `no` as false
         if isinstance(tree, dict) and str(tree.get("probe")) in ("True", "False"):
             tree["probe"] = str(tree["probe"]).lower()  # YAML and Hydra read true as a bool
         if isinstance(tree, dict) and isinstance(tree.get("tracking"), dict):
@@ -113,16 +112,16 @@ def parse(
 
 
 def with_steps(recipe: Recipe, prompts: int) -> Recipe:
-    """Returns the recipe with the number of steps in which it takes `epochs` times all prompts.
+    """Sets a recipe's `steps` so that it takes all prompts `epochs` times.
 
-    The last step is a complete one; it may take the first prompts of another epoch.
+    The last step is complete, so that it may take the first prompts of another epoch.
 
     Raises:
         UserError: a schedule does not fit the number of steps.
     """
     if recipe.epochs is None:
         return recipe
-    # Of a whole number of steps, rounding in the product must not make one more.
+    # 1e-9: a rounding error must not add a step to a whole number of steps.
     steps = max(1, math.ceil(recipe.epochs * prompts / recipe.prompts_per_step - 1e-9))
     recipe = dataclasses.replace(recipe, steps=steps)
     if problems := [*_step_violations(recipe)]:
@@ -131,12 +130,12 @@ def with_steps(recipe: Recipe, prompts: int) -> Recipe:
 
 
 def _by_knob(tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns schedules by full key, from {loss: {beta: {to: 0}}} and {loss.beta: {to: 0}}.
+    """Flattens schedules to full keys, from {loss: {beta: {to: 0}}} or {loss.beta: {to: 0}}.
 
-    A file's dotted entry is found before what the command line adds by section, which overrides it.
+    The command line's entries by section override a file's dotted entries, which come first.
 
     Raises:
-        UserError: a key that cannot be scheduled, or one given a second time by its dotted name.
+        UserError: a key that cannot be scheduled, or a dotted key that is given twice.
     """
     out: dict[str, Any] = {}
     entries = ((name, e) for name in tree for e in _schedule_entries({name: tree[name]}))
@@ -161,7 +160,7 @@ def _schedule_entries(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[
         is_entry = key in SCHEDULABLE or not isinstance(value, dict)
         if not is_entry and not (value and value.keys() <= fields):
             yield from _schedule_entries(value, key + ".")
-        elif value is not None or key not in SCHEDULED_SECTIONS:  # loss=null: none of its knobs
+        elif value is not None or key not in SCHEDULED_SECTIONS:  # loss=null: no schedules
             yield key, value
 
 
@@ -172,7 +171,7 @@ _KINDS = {
 
 
 def _entry(kind: type[E], key: str, value: Any) -> E:
-    """Returns an entry of a mapping with names of the user's: a reward, benchmark or schedule."""
+    """Parses an entry that the user names: a reward, benchmark or schedule."""
     fields = [f.name for f in dataclasses.fields(kind)]
     if not isinstance(value, dict):
         raise UserError(f"{key} = {value!r}: must be a mapping of {listed(fields)}.")
@@ -220,7 +219,7 @@ def _schedule_violations(recipe: Recipe) -> Iterator[str]:
         first = value_at(recipe, key)
         if first is None and key in fields:
             yield f"schedules.{key}: {key} is null; give it the value to begin with."
-        if key in fields:  # `algorithm/objective.py` checks arguments of a loss
+        if key in fields:  # `algorithm/objective.py` checks a loss's arguments
             f = fields[key]
             yield from scheduled_violation(key, schedule.to, f.metadata, f.type)
         if first is not None and first == schedule.to:
@@ -250,13 +249,13 @@ def _step_violations(recipe: Recipe) -> Iterator[str]:
 
 
 def _unread(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
-    """Yields messages about knobs that nothing reads with the others as they are."""
+    """Yields messages about knobs that nothing reads, given the values of the others."""
     defaults, fields = Recipe(), dict(knobs())
     for key, f in fields.items():
         if not f.metadata.get("read_if") or key.startswith("model.build."):
             continue
         if key.startswith("model.chat_template") and recipe.benchmark:
-            continue  # a benchmark's prompt is a chat too
+            continue  # the benchmark's prompt is a chat too
         if key.startswith("generation.tools.") and recipe.runs_programs:
             continue
         other, *values = f.metadata["read_if"]
@@ -264,7 +263,7 @@ def _unread(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
         ways = [*found] if isinstance(found, list) else [found]
         choices = fields[other].metadata.get("choices")
         if choices and any(way not in choices for way in ways):
-            continue  # that is the mistake
+            continue  # reported elsewhere
         if other in recipe.schedules:
             ways.append(recipe.schedules[other].to)
         if any(v in values if values else v not in (None, False, 0, "none") for v in ways):
@@ -279,7 +278,7 @@ def _unread(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
 def unread(
     recipe: Recipe, key: str, default: Any, given: Collection[str], when: str
 ) -> Iterator[str]:
-    """Yields the message about a knob that nothing reads, if it is set, given or scheduled.
+    """Yields the message about an unread knob if it is set, given or scheduled.
 
     Args:
         when: "with KEY = VALUE; it is OTHER" or "when KEY is set".
@@ -295,7 +294,7 @@ def unread(
 
 
 def unread_of_episodes(recipe: Recipe, given: Collection[str], when: str) -> Iterator[str]:
-    """Yields messages about knobs of environments and episodes where nothing reads them.
+    """Yields messages about unread knobs of environments and episodes.
 
     Args:
         when: see `unread`.
@@ -307,7 +306,7 @@ def unread_of_episodes(recipe: Recipe, given: Collection[str], when: str) -> Ite
 
 
 def _unread_of_files(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
-    """Yields messages about knobs of hub data sets and folders that the command line sets."""
+    """Yields messages about hub and folder knobs that the command line sets for other sources."""
     train, held_out = recipe.dataset.train, recipe.dataset.eval
     sources = {
         "dataset.subset": [train, held_out],
@@ -315,7 +314,7 @@ def _unread_of_files(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
         "dataset.eval_split": [held_out],
     }
     for name, benchmark in recipe.benchmark.items():
-        if benchmark.data:  # else that is the mistake
+        if benchmark.data:  # otherwise reported elsewhere
             key = f"benchmark.{name}"
             sources |= {f"{key}.subset": [benchmark.data], f"{key}.split": [benchmark.data]}
     parts = {f"dataset.held_out.{name}": held for name, held in recipe.dataset.held_out.items()}
@@ -332,10 +331,10 @@ def _unread_of_files(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
 
 
 def omegaconf_message(error: BaseException, within: str = "") -> str | None:
-    """Returns OmegaConf's error as one message; None if the error is of another kind.
+    """Formats OmegaConf's error as one message; None for other errors.
 
     Args:
-        within: start of the full key, with its dot, where a part of a recipe was parsed.
+        within: prefix of the full key, with a trailing dot, if only a part of a recipe was parsed.
     """
     chain = [error]
     while (cause := chain[-1].__cause__) is not None:
@@ -352,7 +351,7 @@ def omegaconf_message(error: BaseException, within: str = "") -> str | None:
 
 
 def _wrong_type(key: str, reason: str) -> str:
-    """Returns the message for a value of another type than its knob's, from OmegaConf's reason."""
+    """Returns the message for a value of the wrong type, given OmegaConf's reason."""
     if "is not a ListConfig" in reason:
         return f"{key}: must be a list, in quotes for the shell: '{key}=[...]'."
     entry = entry_field(key)
@@ -371,18 +370,18 @@ def _wrong_type(key: str, reason: str) -> str:
 
 
 def no_such_key(key: str, where: str = "") -> str:
-    """Returns the message for an unknown key, with the nearest known one."""
+    """Returns the message for an unknown key, with the nearest known key."""
     return f"{key}: there is no such key{where}.{nearest_key(key)}"
 
 
 def nearest_key(key: str, known: Collection[str] = ()) -> str:
-    """Returns a sentence that offers the knob meant by a misspelt key; of `known`, or of all."""
+    """Suggests the knob meant by a misspelt key, among `known` or all knobs; "" without any."""
     known = known or [name for name, _ in knobs()]
     section, _, last = key.rpartition(".")
     if last in OTHER_NAMES:
         return f" It is called {OTHER_NAMES[last]} here."
     beside = [k for k in known if k.rpartition(".")[0] == section]
-    same = [k for k in known if k.rpartition(".")[2] == last]  # in another section
+    same = [k for k in known if k.rpartition(".")[2] == last]  # same name in another section
     short = [k for k in known if _initials(k.rpartition(".")[2]) == last]  # lr: learning_rate
     chosen = same or [k for k in short if k in beside] or short
     if chosen:
@@ -396,6 +395,6 @@ def _initials(name: str) -> str:
 
 def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    if lines[0].endswith(":") and len(lines) > 1:  # Hydra's, with the reason on a line of its own
+    if lines[0].endswith(":") and len(lines) > 1:  # Hydra's; line 2 has the reason
         lines[0] += f" {lines[1].strip()}"
     return lines[0].strip().rstrip(".")

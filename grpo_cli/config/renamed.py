@@ -1,6 +1,6 @@
-"""The names that other trainers give to our knobs."""
+"""Maps the names that other trainers use to our knobs."""
 
-# Names that other trainers give to a knob, by the last part of the key: TRL's GRPOConfig, verl's.
+# Names of TRL's GRPOConfig and of verl, by the last part of the key.
 OTHER_NAMES = {
     "model_name_or_path": "model.path=NAME with model.build=null",
     "dataset_name": "dataset.train",

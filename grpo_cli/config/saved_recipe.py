@@ -1,4 +1,4 @@
-"""A recipe as it is kept beside a run, and what has changed since."""
+"""Stores a recipe beside a run, and compares it with a later one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from grpo_cli.config.schema import Benchmark, Recipe, Reward
 
 
 def as_yaml(recipe: Recipe) -> str:
-    """Returns the recipe with every knob spelt out, as a file that `recipe=FILE` reads."""
-    # Groups come after the values, so that one chosen on the command line wins over what is stored.
+    """Formats a recipe with every knob as YAML that `recipe=FILE` reads."""
+    # Groups come after the values, so that a choice on the command line overrides stored values.
     defaults: list[Any] = ["schema", "_self_", *({group: None} for group in groups())]
     values = as_text(dataclasses.asdict(recipe))
-    # The stored run's folder is not the next one's.
+    # A new run must not inherit the stored run's folder.
     for own in ("output_dir", "overwrite", "resume", "resume_changed"):
         del values[own]
     values["schedules"] = _by_section(values["schedules"])
@@ -28,7 +28,7 @@ def as_yaml(recipe: Recipe) -> str:
 
 
 def _by_section(schedules: dict[str, Any]) -> dict[str, Any]:
-    """Returns {loss.beta: …} as {loss: {beta: …}}, which an override can reach."""
+    """Nests {loss.beta: …} as {loss: {beta: …}}, which an override can reach."""
     out: dict[str, Any] = {}
     for key, schedule in schedules.items():
         section, _, name = key.partition(".")
@@ -43,16 +43,16 @@ def groups() -> list[str]:
 
 
 def differences(stored: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Returns the knobs that differ between a stored recipe and this one, as `key: old -> new`."""
+    """Lists the knobs that differ between a stored recipe and this one, as `key: old -> new`."""
     changed = changes(stored, as_text(dataclasses.asdict(recipe)))
     return [f"{key}: {old} -> {new}" for key, (old, new) in changed.items()]
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns the knobs that differ between two recipes by their full keys, as (old, new).
+    """Returns the knobs that differ between two recipes: full key -> (old, new).
 
-    A knob that a recipe does not have is at its default. The run's folder, what it was started
-    with, and the description are left out.
+    A missing knob counts as its default. The run's folder, its start options and the description
+    are skipped.
     """
     defaults = flat(as_text(dataclasses.asdict(Recipe())))
     both = [defaults | flat(_completed(tree, other)) for tree, other in ((old, new), (new, old))]
@@ -62,7 +62,7 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, An
 
 
 def _completed(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Returns a recipe with all knobs of the rewards and benchmarks that it or another one has."""
+    """Adds the missing knobs to all rewards and benchmarks that either recipe has."""
     out = dict(tree)
     for section, kind in (("reward", Reward), ("benchmark", Benchmark)):
         entries = [one.get(section) or {} for one in (other, tree)]
@@ -73,7 +73,7 @@ def _completed(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns {"loss.beta": 0.0, …} of {"loss": {"beta": 0.0}, …}; empty mappings are left out."""
+    """Flattens {"loss": {"beta": 0.0}, …} to {"loss.beta": 0.0, …}; drops empty mappings."""
     out: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):

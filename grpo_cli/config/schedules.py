@@ -1,4 +1,4 @@
-"""Scalars as pure functions of the step, so that there is no scheduler state to save."""
+"""Computes scalars as pure functions of the step, so that no scheduler state is saved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grpo_cli.config.schema import Optimizer, Recipe, Schedule
 
 
 def learning_rate(config: Optimizer, step: int, steps: int) -> float:
-    """Returns a step's learning rate: a linear rise over the warm-up, then the schedule.
+    """Returns a step's learning rate: linear warm-up, then the schedule.
 
     Args:
         step: counted from 0. steps: the run's number of steps.
@@ -28,16 +28,16 @@ def learning_rate(config: Optimizer, step: int, steps: int) -> float:
 
 
 def between(first: float, last: float, done: float, shape: str) -> float:
-    """Returns the value at `done`, in [0, 1], between `first` and `last`: linear or cosine."""
+    """Interpolates between `first` and `last` at `done` in [0, 1], linearly or by a cosine."""
     left = 1 - done if shape == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return last + (first - last) * left
 
 
 def scheduled_value(first: float, schedule: Schedule, step: int, steps: int) -> float:
-    """Returns a scheduled knob's value at a step: `first` up to `begin`, `to` from `end` on.
+    """Returns a scheduled knob's value at a step: `first` until `begin`, `to` from `end`.
 
     Args:
-        first: the knob's own value. step: counted from 0. steps: the run's number of steps.
+        first: the knob's unscheduled value. step: counted from 0. steps: the run's number of steps.
     """
     end = steps - 1 if schedule.end is None else schedule.end
     if step < schedule.begin:
@@ -49,7 +49,7 @@ def scheduled_value(first: float, schedule: Schedule, step: int, steps: int) -> 
 
 
 def at_step(recipe: Recipe, step: int) -> tuple[Recipe, dict[str, float]]:
-    """Returns the recipe with its scheduled knobs as they are at a step, counted from 0.
+    """Returns the recipe with the scheduled knobs' values at a step, counted from 0.
 
     Returns:
         (recipe, the scheduled values as metrics, `schedule/KEY`).
@@ -59,7 +59,7 @@ def at_step(recipe: Recipe, step: int) -> tuple[Recipe, dict[str, float]]:
     for key, schedule in recipe.schedules.items():
         section, _, name = key.partition(".")
         config = getattr(recipe, section)
-        args, _, arg = name.rpartition(".")  # loss.args.slope: an entry of a mapping
+        args, _, arg = name.rpartition(".")  # loss.args.slope: an entry of the mapping `args`
         first = getattr(config, args)[arg] if args else getattr(config, name)
         value = scheduled_value(first, schedule, step, recipe.steps)
         if isinstance(first, int):
@@ -78,7 +78,7 @@ def at_step(recipe: Recipe, step: int) -> tuple[Recipe, dict[str, float]]:
 
 
 def steps_to_check(recipe: Recipe) -> list[int]:
-    """Returns the steps at which scheduled scalars are compared: about 500 of a long run."""
+    """Returns the steps at which scheduled scalars are checked: about 500 for a long run."""
     if not recipe.schedules:
         return [0]
     some = set(range(0, recipe.steps, max(1, recipe.steps // 500))) | {recipe.steps - 1}

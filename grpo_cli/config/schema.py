@@ -1,4 +1,4 @@
-"""Every knob of a recipe: its type, its default, what it does in one sentence, its range.
+"""Declares every knob of a recipe: type, default, one-sentence description and range.
 
 A composed YAML is turned into a `Recipe` once, by `parsing.parse`. After that, code passes these
 dataclasses (or plain values) and never a raw config.
@@ -17,7 +17,7 @@ ALARMS = (
     "no_reward", "equal_rewards", "reward_calls", "one_reward", "constant_reward", "length",
     "truncated", "mostly_truncated", "entropy", "clip_ratio", "mismatch", "grad_norm",
 )  # fmt: skip
-HALF_TYPES = {"bf16": "bfloat16", "fp16": "float16"}  # of mixed_precision, by their names in torch
+HALF_TYPES = {"bf16": "bfloat16", "fp16": "float16"}  # mixed_precision to torch's names
 
 
 @dataclass
@@ -787,14 +787,14 @@ class Generation:
 
     @property
     def changed_by(self) -> list[str]:
-        """The knobs by which it samples from something else than softmax(logits / temperature)."""
+        """The knobs that change the sampling distribution from softmax(logits / temperature)."""
         default = Generation()
         names = [n for n in CHANGING if getattr(self, n) != getattr(default, n)]
         structured = ("regex", "json_schema")
         return names + [f"vllm.{n}" for n in structured if getattr(self.vllm, n) is not None]
 
 
-# Knobs of generation, see `Generation.changed_by`.
+# Sampling knobs for `Generation.changed_by`.
 CHANGING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "allowed_token_ids", "min_completion_tokens",
@@ -1063,7 +1063,7 @@ class Schedule:
     )
 
 
-ADAM = ("adamw", "muon")  # read betas and eps
+ADAM = ("adamw", "muon")  # optimizers that read betas and eps
 
 
 @dataclass
@@ -1223,7 +1223,7 @@ class Eval:
 
     @property
     def drawn_at(self) -> float:
-        """The sampling temperature of evaluation, with the default resolved."""
+        """The sampling temperature of evaluation, with its default resolved."""
         if self.temperature is not None:
             return self.temperature
         return 0.0 if self.num_samples == 1 else 0.7
@@ -1507,12 +1507,12 @@ class Recipe:
 
     @property
     def arithmetic_dtype(self) -> str:
-        """The data type of the forward arithmetic, by its name in torch."""
+        """The data type of the forward computation, by its name in torch."""
         return HALF_TYPES.get(self.mixed_precision, self.model.dtype)
 
     @property
     def longest_completion(self) -> int:
-        """The length limit of the longest completion in tokens, in training and evaluation."""
+        """The longest completion limit in tokens, over training and evaluation."""
         own = self.eval.max_completion_tokens
         of_benchmarks = [own or b.max_completion_tokens or 0 for b in self.benchmark.values()]
         return max(self.generation.max_completion_tokens, own or 0, *of_benchmarks)
@@ -1532,7 +1532,7 @@ class Recipe:
 
     @property
     def has_environment(self) -> bool:
-        """Whether something answers the model's turns: tools or an environment."""
+        """Whether tools or an environment answer the model's turns."""
         of = self.environment
         return bool(self.tools or of.path or of.by_name or of.mcp)
 
@@ -1543,13 +1543,13 @@ class Recipe:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether there is, or will be, a KL to a reference."""
+        """Whether the run has, or a schedule will add, a KL to a reference."""
         schedule = self.schedules.get("loss.beta")
         return self.loss.beta > 0 or (schedule is not None and schedule.to > 0)
 
 
 def knobs(node: Any = Recipe, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """Yields (full key, field) of every knob below a dataclass, sections before their knobs."""
+    """Yields (full key, field) of every knob of a dataclass, sections before their knobs."""
     for f in dataclasses.fields(node):
         yield prefix + f.name, f
         kind = _SECTIONS.get(str(f.type).removesuffix(" | None"))
@@ -1557,7 +1557,7 @@ def knobs(node: Any = Recipe, prefix: str = "") -> Iterator[tuple[str, dataclass
             yield from knobs(kind, f"{prefix}{f.name}.")
 
 
-# Mappings whose entries have names of the user's own, and what an entry is.
+# Mappings whose keys the user chooses, and the class of their entries.
 ENTRIES: dict[str, type] = {
     "reward": Reward,
     "benchmark": Benchmark,
@@ -1569,10 +1569,10 @@ ENTRIES: dict[str, type] = {
 
 
 def entry_field(key: str) -> tuple[dataclasses.Field[Any], list[str]] | None:
-    """Finds the field that a key below an entry names, as `reward.NAME.weight` does.
+    """Finds the field of a key below an entry, such as `reward.NAME.weight`.
 
     Returns:
-        (the field, the parts of the key below it); None for other keys.
+        (the field, the key's parts below it), or None for other keys.
     """
     for mapping, kind in ENTRIES.items():
         _, is_below, rest = key.partition(f"{mapping}.")
@@ -1580,7 +1580,7 @@ def entry_field(key: str) -> tuple[dataclasses.Field[Any], list[str]] | None:
             continue
         fields = {f.name: f for f in dataclasses.fields(kind)}
         parts = rest.split(".")
-        start = len(parts) - 1 if kind is Schedule else 1  # schedules have names with dots
+        start = len(parts) - 1 if kind is Schedule else 1  # names of schedules contain dots
         if 0 < start < len(parts) and parts[start] in fields:
             return fields[parts[start]], parts[start + 1 :]
     return None

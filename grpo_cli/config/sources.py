@@ -1,4 +1,4 @@
-"""Tells local data (files, folders, patterns) among data sources from names of hub data sets."""
+"""Distinguishes local data (files, folders, patterns) from names of hub data sets."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import importlib.resources
 import os
 from pathlib import Path
 
-ADAPTER_CONFIG = "adapter_config.json"  # of peft, beside the adapter's weights
+ADAPTER_CONFIG = "adapter_config.json"  # written by peft beside the adapter's weights
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def local_path(source: str) -> Path | None:
     """Returns the file, folder or pattern that `source` names, or None for a hub name.
 
-    `pkg://a.b/c` is a package's file.
+    `pkg://a.b/c` is a file of a package.
 
     Raises:
         ModuleNotFoundError: there is no such package.
@@ -27,7 +27,7 @@ def local_path(source: str) -> Path | None:
 
 
 def template_file(template: str) -> Path | None:
-    """Returns the file of a chat template, `hermes` being the package's own; None if it is text."""
+    """Returns the file of a chat template (`hermes` is shipped); None if it is template text."""
     if "{" in template:
         return None
     if template == "hermes":
@@ -36,7 +36,7 @@ def template_file(template: str) -> Path | None:
 
 
 def is_pattern(path: Path) -> bool:
-    """Returns whether a path stands for all files that match it, as data/*.parquet does."""
+    """Returns whether a path is a pattern such as data/*.parquet."""
     return not path.exists() and any(sign in str(path) for sign in "*?[")
 
 
@@ -54,13 +54,13 @@ def has_splits(source: str) -> bool:
 
 
 def short_name(source: str) -> str:
-    """Returns a short name of data: the last part of its path that is no pattern."""
+    """Returns a short name of data: the last part of its path that is not a pattern."""
     parts = [part for part in source.split("/") if part and not is_pattern(Path(part))]
     return parts[-1].split(".")[0] if parts else ""
 
 
 def absolute(source: str) -> str:
-    """Returns a source with an absolute path if it is local; a package's stays as it is."""
+    """Makes a local source's path absolute; sources in packages stay unchanged."""
     path = None if source.startswith("pkg://") or "{" in source else local_path(source)
     if path is None or not (path.exists() or is_pattern(path)):
         return source
@@ -68,11 +68,11 @@ def absolute(source: str) -> str:
 
 
 def file_format(path: Path) -> str | None:
-    """Returns the `datasets` builder for a file name; None if the name is of no known kind."""
+    """Returns the `datasets` builder for a file name; None if the type is unknown."""
     suffixes = [s for s in path.suffixes if s != ".gz"]
     return FORMATS.get(suffixes[-1].lower()) if suffixes else None
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a folder holds a low-rank adapter as peft writes it, and no model of its own."""
+    """Returns whether a folder holds a low-rank adapter written by peft, and no model."""
     return (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()

@@ -1,4 +1,4 @@
-"""Imports functions of the user's own, which a recipe names as `my_module:my_function`."""
+"""Imports a user's functions, which a recipe names as `my_module:my_function`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from grpo_cli.errors import UserError, nearest
 
 
 def import_module(name: str, where: str) -> Any:
-    """Returns a module, which may lie in the working directory.
+    """Imports a module, which may lie in the working directory.
 
     Args:
-        where: the key and the value that name it, for messages.
+        where: key and value that name the module, for error messages.
 
     Raises:
         UserError: the module cannot be imported.
     """
-    # The console script does not put the working directory there; grpo's own modules need it not.
+    # The console script does not add the working directory; grpo's own modules do not need it.
     if name.partition(".")[0] != "grpo_cli" and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # the user's module may raise anything on import
+    except (Exception, SystemExit) as error:  # a user's module may raise anything on import
         raise UserError(
             f"{where}: cannot import {name}: {type(error).__name__}: {error}"
         ) from error
@@ -37,9 +37,9 @@ def import_module(name: str, where: str) -> Any:
 
 @contextmanager
 def off_import_path(is_off: bool = True) -> Iterator[None]:
-    """Takes the working directory off the import path inside, and what was added to it after."""
+    """Removes the working directory from the import path in the block; restores the path after."""
     before, here = sys.path[:], Path.cwd()
-    own = {Path(folder).parent for folder in grpo_cli.__path__}  # where grpo itself lies
+    own = {Path(folder).parent for folder in grpo_cli.__path__}  # folder of grpo itself
     if is_off and here not in own:
         sys.path[:] = [p for p in before if Path(p or ".").resolve() != here.resolve()]
     try:
@@ -50,7 +50,7 @@ def off_import_path(is_off: bool = True) -> Iterator[None]:
 
 
 def import_function(path: str, where: str) -> Callable[..., Any]:
-    """Returns the function of `module:function`.
+    """Imports the function that `module:function` names.
 
     Raises:
         UserError: there is no such module or function.
@@ -67,8 +67,8 @@ def import_function(path: str, where: str) -> Callable[..., Any]:
 
 
 def is_coroutine_function(function: Any) -> bool:
-    """Returns whether a call gives a coroutine: of a function, or of an object's `__call__`."""
-    if inspect.isclass(function):  # a call gives an object
+    """Returns whether a function, or an object's `__call__`, returns a coroutine."""
+    if inspect.isclass(function):  # calling it returns an object
         return False
     call = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)

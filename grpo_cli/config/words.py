@@ -1,6 +1,6 @@
-"""Parses the words of a command, `grpo VERB key=value PATH`, by a dataclass of knobs.
+"""Parses the words of a command, `grpo VERB key=value PATH`, into a dataclass of knobs.
 
-A command declares what it takes as fields with `knob(default, "sentence", ge=1)`:
+A command declares its settings as fields with `knob(default, "sentence", ge=1)`:
 
     @dataclass
     class Settings:
@@ -10,7 +10,7 @@ A command declares what it takes as fields with `knob(default, "sentence", ge=1)
     own, rest = split(Settings, ["port=81", "columns.a=b", "recipe=x"])   # rest: ["recipe=x"]
     settings = parse(Settings, own)                 # Settings(port=81, columns={"a": "b"})
 
-Text is taken as it is written; numbers, switches and the entries of `dict[str, Any]` are YAML.
+Strings are taken literally; numbers, switches and entries of `dict[str, Any]` are YAML.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def split(
     """Separates the words that set fields of `kind` from all others: recipe keys, options, paths.
 
     Args:
-        skip: fields that the command line does not set this time.
+        skip: fields that this command line cannot set.
     """
     fields = _fields(kind)
     own: list[str] = []
@@ -55,15 +55,15 @@ def split(
 
 
 def recipe_key(word: str) -> str:
-    """Returns the first part of the key that an override sets: `loss` of `+loss.beta=0`."""
+    """Returns the first part of an override's key: `loss` for `+loss.beta=0`."""
     return re.split(r"[.@=]", word.lstrip("+~"), maxsplit=1)[0]
 
 
 def check_recipe_words(kind: type, words: Iterable[str]) -> None:
-    """Checks that the words that are not of `kind` are keys of a recipe.
+    """Checks that words are keys of a recipe.
 
     Raises:
-        UserError: one is not, with the nearest name.
+        UserError: a word is not; the message has the nearest name.
     """
     for word in words:
         if recipe_key(word) not in RECIPE_KEYS:
@@ -71,10 +71,10 @@ def check_recipe_words(kind: type, words: Iterable[str]) -> None:
 
 
 def unknown(kind: type, word: str, others: Iterable[str] = (), besides: str = "") -> str:
-    """Returns the message about a word that is no field of `kind`, nor one of `others`.
+    """Returns the message about a word that is neither a field of `kind` nor in `others`.
 
     Args:
-        besides: what the message calls `others`.
+        besides: description of `others` in the message.
     """
     key, known = word.partition("=")[0], _fields(kind)
     hint = nearest(key, {*known, *others})
@@ -82,17 +82,17 @@ def unknown(kind: type, word: str, others: Iterable[str] = (), besides: str = ""
 
 
 def option(name: str) -> str:
-    """Returns a field's name as an option: `--min-free-gb`."""
+    """Formats a field's name as an option: `--min-free-gb`."""
     return f"--{name.replace('_', '-')}"
 
 
 def without_dashes(kind: type, argv: Sequence[str], command: str) -> list[str]:
     """Rewrites options as words: `--free-gb=3` and `--free-gb 3` become `free_gb=3`.
 
-    An option that is true or false may stand alone, which is true.
+    A boolean option without a value is true.
 
     Raises:
-        UserError: an option that is no field of `kind`.
+        UserError: an option is not a field of `kind`.
     """
     fields = _fields(kind)
     out: list[str] = []
@@ -116,10 +116,10 @@ def without_dashes(kind: type, argv: Sequence[str], command: str) -> list[str]:
 
 
 def parse(kind: type[S], words: Iterable[str], shown: Callable[[str], str] = str) -> S:
-    """Returns checked settings from the words that `split` found.
+    """Parses the words found by `split` into checked settings.
 
     Args:
-        shown: how messages write a key; `option` where the keys are options.
+        shown: formats keys in messages; `option` if the keys are options.
 
     Raises:
         UserError: a word that does not exist, has no value or is given twice; a value of another
@@ -158,7 +158,7 @@ def parse(kind: type[S], words: Iterable[str], shown: Callable[[str], str] = str
 
 
 def parse_with_run(kind: type[S], argv: Sequence[str], command: str) -> tuple[str, S]:
-    """Returns the one run and the options of a command line such as `grpo show RUN --row=2`.
+    """Returns the single run and the options of a command line such as `grpo show RUN --row=2`.
 
     Raises:
         UserError: no run or several, or a mistake in an option.
@@ -195,10 +195,10 @@ def _merged(settings: S, word: str, f: dataclasses.Field[Any], key: str) -> S:
 
 
 def described(kind: type, dashes: bool = False) -> str:
-    """Returns the fields of `kind` for --help, one a line: name, default, sentence, choices.
+    """Formats the fields of `kind` for --help, one per line: name, default, sentence, choices.
 
     Args:
-        dashes: whether they are written as options.
+        dashes: write the names as options.
     """
     lines: list[str] = []
     for name, f in _fields(kind).items():
@@ -228,7 +228,7 @@ def _fields(kind: type) -> dict[str, dataclasses.Field[Any]]:
 
 
 def _base(f: dataclasses.Field[Any]) -> str:
-    """Returns the type of a field as text, without `| None`."""
+    """Returns a field's type as text, without `| None`."""
     text = f.type if isinstance(f.type, str) else inspect.formatannotation(f.type)
     return text.removesuffix(" | None")
 
@@ -238,7 +238,7 @@ def _is_mapping(f: dataclasses.Field[Any]) -> bool:
 
 
 def expected(f: dataclasses.Field[Any]) -> str:
-    """Returns what a field takes, in words: its type, and its range or choices."""
+    """Describes the values that a field accepts: its type, and its range or choices."""
     if _is_mapping(f):
         return f"a mapping; write {f.name}.NAME=VALUE"
     return ", ".join(filter(None, [TYPES.get(_base(f), "text"), allowed(f.metadata)]))

@@ -1,15 +1,15 @@
-r"""Encodes texts of rows, tools and environments so that none of it becomes a control token.
+r"""Encodes text of rows, tools and environments without producing control tokens.
 
-A control token, such as <|im_end|>, is one token where the recipe or the chat template writes it,
-and plain text where a row does. A mark behind its first character says that a row has written it,
-and remains through templates:
+A control token, such as <|im_end|>, is one token if the recipe or the chat template writes it, and
+plain text if a row does. A mark after its first character identifies text from a row, and survives
+the chat template:
 
     control = ControlTokens(tokenizer)
     text = control.mark("Hi<|im_end|>")                      # "Hi<" MARK "|im_end|>"
     control.encode(f"<|im_start|>user\n{text}<|im_end|>")    # two control tokens
     control.encode_plain("Hi<|im_end|>")                     # none
 
-Texts without control tokens get no mark, and their ids are the tokenizer's.
+Text without control tokens gets no mark and is tokenized as usual.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerBase
 
-# Templates write, escape or print it as it is: ASCII, without letters, quotes or spaces.
+# ASCII without letters, quotes or spaces, so that templates copy, escape or print it unchanged.
 MARK = "^~31~^~08~^~74~^"
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: its added tokens, except for words of its vocabulary."""
+    """The control tokens of a tokenizer: its added tokens, except those in its base vocabulary."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kept: Container[str] = ()) -> None:
         """Collects the tokens.
@@ -59,19 +59,19 @@ class ControlTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) if added else r"(?!)")
 
     def mark(self, value: Any) -> Any:
-        """Returns a value with marks in the control tokens of all texts in it."""
+        """Marks the control tokens in all strings of a value."""
         return _map_texts(value, lambda text: MARK.join(self._cut(text)))
 
     def encode_plain(self, text: str) -> list[int]:
-        """Returns the tokens of a text that is not at the beginning; none is a control token.
+        """Tokenizes text that is not at the beginning, without control tokens.
 
-        `split_special_tokens` would leave those that are not marked as special, such as
-        <tool_call>, and sets a flag of the tokenizer that other threads see.
+        `split_special_tokens` would miss tokens that are not marked as special, such as
+        <tool_call>. It also sets a flag of the tokenizer that other threads see.
         """
         return [i for piece in self._cut(text) if piece for i in self.encode_behind(piece)]
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Returns the tokens of a text; marked control tokens in it become plain text."""
+        """Tokenizes text; marked control tokens in it become plain text."""
         first, *rest = text.split(MARK)
         ids = self._ids(first)
         more = [i for piece in rest for i in self.encode_behind(piece)]
@@ -84,16 +84,16 @@ class ControlTokens:
         return around[:end] + more + around[end:]
 
     def encode_behind(self, text: str, after: int | None = None) -> list[int]:
-        """Returns the tokens of a text that is not at the beginning.
+        """Tokenizes text that is not at the beginning.
 
         Args:
-            after: the token before it.
+            after: the token before the text.
         """
         if after is not None:
             both = self.encode(str(self.tokenizer.convert_ids_to_tokens(after)) + text)
             if both[:1] == [after]:
                 return both[1:]
-        for before in ("\n", "a"):  # some tokenizers put a space before a text that begins
+        for before in ("\n", "a"):  # some tokenizers put a space before the first word
             alone, both = self._ids(before), self.encode(before + text)
             if both[: len(alone)] == alone:
                 return both[len(alone) :]
@@ -102,10 +102,10 @@ class ControlTokens:
     def unmark_for_template(
         self, messages: list[dict[str, Any]], render: Callable[[Any], str]
     ) -> list[dict[str, Any]]:
-        """Returns messages without marks in the tokens that the chat template looks for.
+        """Removes the marks in the tokens that the chat template looks for.
 
-        A template may look for a token in a message, as Qwen3's finds a thought by <think> and
-        </think>, which it drops or writes itself. It has to find them.
+        A template may look for a token in a message. Qwen3's, for example, finds a thought by
+        <think> and </think>, which it drops or writes itself.
 
         Args:
             render: renders messages.
@@ -125,7 +125,7 @@ class ControlTokens:
             try:
                 hidden = render(one)
                 shown = render(_map_texts(one, lambda text: text.replace(inside, around)))
-            except UserError:  # such as an id that no longer has 9 characters: the row is refused
+            except UserError:  # such as an id of the wrong length: refused
                 return False
             writes_it = shown.replace(around, "").count(token) != hidden.count(token)
             return writes_it or unmark(hidden) != expected
@@ -138,7 +138,7 @@ class ControlTokens:
         return found
 
     def _cut(self, text: str) -> list[str]:
-        """Returns the parts of a text, which is cut behind the first character of each token."""
+        """Splits a text after the first character of each control token."""
         parts, begin = [], 0
         while found := self._pattern.search(text, begin):
             parts.append(text[begin : found.start() + 1])
@@ -147,7 +147,7 @@ class ControlTokens:
         if self._normalizer is not None and any(
             self._pattern.search(self._normalizer.normalize_str(part)) for part in parts
         ):
-            return list(text)  # it makes a token from other characters
+            return list(text)  # the normalizer makes a token from other characters
         return parts
 
     def _ids(self, text: str) -> list[int]:
@@ -156,7 +156,7 @@ class ControlTokens:
 
 
 def unmark(value: Any) -> Any:
-    """Returns a value without marks."""
+    """Removes the marks from all strings of a value."""
     return _map_texts(value, lambda text: text.replace(MARK, ""))
 
 
@@ -169,7 +169,7 @@ def _unmark_token(value: Any, token: str) -> Any:
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Returns a value with all its texts changed, also the texts of keys."""
+    """Applies `change` to all strings of a value, including keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

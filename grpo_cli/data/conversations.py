@@ -1,7 +1,7 @@
-"""Checks prompts that are conversations and renders them with a tokenizer's chat template.
+"""Checks prompts that are conversations, and renders them with a tokenizer's chat template.
 
-A conversation is a list of messages as chat APIs have them: [{"role": "user", "content": "1+1="}].
-Nothing here imports torch or transformers.
+A conversation is a list of messages as in chat APIs: [{"role": "user", "content": "1+1="}]. Nothing
+here imports torch or transformers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 Conversation = list[dict[str, Any]]
 Schemas = Sequence[Mapping[str, Any]]  # JSON schemas of tools
-TEMPLATE_KWARGS = "chat_template_kwargs"  # the column with arguments of one row
+TEMPLATE_KWARGS = "chat_template_kwargs"  # column that holds the row's own template arguments
 
-IMAGE = "<image>"  # as which an image is shown in a text
+IMAGE = "<image>"  # stands for an image in text
 IMAGE_TYPES = ("image", "image_url")
 PICTURES = ("image", "path", "bytes")  # keys of an image block that hold its picture
 BLOCKS = 'a list of blocks {"type": "text", "text": ...} and {"type": "image"}'
@@ -28,21 +28,21 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def is_conversation(value: object) -> bool:
-    """Whether a cell holds a list of messages."""
+    """Returns whether a cell holds a list of messages."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def normalized(messages: Any, where: str, column: str | None = None) -> Conversation:
-    """Returns messages with a role and a text as content each, in new dicts.
+    """Normalizes messages to new dicts with a role and text content.
 
-    ShareGPT's form is converted, text parts of a content are joined, and keys without a value,
-    which a table fills in where other rows have them, are left out. A content with images stays a
-    list of blocks, {"type": "text", "text": ...} and {"type": "image"}; a block that holds a
-    picture has "keys" in its place, the way to the picture in the row.
+    ShareGPT's form is converted and the text parts of a content are joined. Keys without a value,
+    which a table adds if other rows have them, are dropped. A content with images stays a list of
+    blocks, {"type": "text", "text": ...} and {"type": "image"}. A block that held a picture has
+    "keys" instead: the path to the picture in the row.
 
     Args:
-        column: that holds the messages; None: they must not have images.
-        where: the place of the conversation, for messages: "rows.jsonl, row 3".
+        column: the column of the messages; None: images are not allowed.
+        where: location of the conversation for error messages: "rows.jsonl, row 3".
 
     Raises:
         UserError: a message without a role or content, or with content of another kind.
@@ -81,7 +81,7 @@ def _message(message: Any, where: str, column: str | None, number: int) -> dict[
 
 
 def _other_part(content: Sequence[Any]) -> str:
-    """Returns what a content holds that is neither a block of text nor of an image."""
+    """Describes the first part of a content that is neither text nor an image; "" without any."""
     part = next((part for part in content if not _is_part(part)), None)
     if not isinstance(part, Mapping):
         return "" if part is None else f"the block {part!r:.80}"
@@ -100,7 +100,7 @@ def _is_part(part: Any) -> bool:
 
 
 def _block(part: Mapping[str, Any], where: str, way: tuple[str | int, ...]) -> dict[str, Any]:
-    """Returns a block of a content with images; `way` leads to it in the row."""
+    """Normalizes a block of a content with images; `way` is its key path in the row."""
     if part["type"] == "text":
         return {"type": "text", "text": part["text"]}
     if part["type"] == "image_url" or part.get("url"):
@@ -121,7 +121,7 @@ def text_of(content: Any) -> str:
 
 
 def prefill_of(messages: Conversation) -> str:
-    """Returns the text of the assistant with which a conversation ends, or ""."""
+    """Returns the assistant's text that ends a conversation, or ""."""
     return str(messages[-1]["content"]) if messages[-1]["role"] == "assistant" else ""
 
 
@@ -132,11 +132,11 @@ def render(
     where: str,
     tools: Schemas = (),
 ) -> str:
-    """Returns the text that the model completes: a new answer, or the prefill at the end.
+    """Renders the text that the model completes: up to a new answer, or through the final prefill.
 
     Args:
         kwargs: arguments of the template, such as enable_thinking.
-        where: the place of the conversation, for messages.
+        where: location of the conversation for error messages.
         tools: JSON schemas of the tools that the model may call.
 
     Raises:
@@ -149,7 +149,7 @@ def render(
         return str(
             tokenizer.apply_chat_template(
                 messages,
-                # Some templates write an introduction for an empty list.
+                # Some templates write an introduction even for an empty list.
                 tools=[dict(tool) for tool in tools] or None,  # type: ignore[arg-type]
                 tokenize=False,
                 add_generation_prompt=not continues,
@@ -172,10 +172,9 @@ def template_kwargs(
     row: Mapping[str, Any],
     mark: Callable[[Any], Any] = lambda value: value,
 ) -> dict[str, Any]:
-    """Returns the arguments of the chat template: the row's, and the model's where it has none.
+    """Merges the chat template's arguments: the row's override the model's.
 
-    Args:
-        mark: applied to the row's values.
+    Args: mark: applied to the row's values.
     """
     of_row = row.get(TEMPLATE_KWARGS) or {}
     return {**of_model, **{key: mark(value) for key, value in of_row.items() if value is not None}}

@@ -1,7 +1,7 @@
 """Reads local data: a file, a folder of shards, a pattern of file names, a folder of save_to_disk.
 
-JSON and CSV are read here, each row as it stands: `datasets` gives a column one type, which makes
-dates of texts and fills in the keys that other rows' objects have.
+JSON and CSV are read here, each row unchanged. `datasets` gives each column one type, which turns
+strings into dates and adds the keys of other rows' objects.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any
 from grpo_cli.config.sources import FORMATS, file_format, is_pattern
 from grpo_cli.errors import UserError, listed, nearest
 
-# A file may begin with a byte order mark, as Excel and Windows write it, which is no part of it.
+# Skips the byte order mark that Excel and Windows write.
 ENCODING = "utf-8-sig"
 NESTED, TEXT, SCALAR = "a list or an object", "text", "a number or a boolean"
 
 
 class Table(Sequence[dict[str, Any]]):
-    """Rows as their files have them, with those methods of `datasets.Dataset` that are called."""
+    """Rows as in their files, with the methods of `datasets.Dataset` that this package calls."""
 
-    features: Mapping[str, Any] = MappingProxyType({})  # no column has a type
+    features: Mapping[str, Any] = MappingProxyType({})  # columns have no types
 
     def __init__(self, rows: Sequence[dict[str, Any]], column_names: Sequence[str]) -> None:
         self._rows, self.column_names = rows, list(column_names)
@@ -38,22 +38,22 @@ class Table(Sequence[dict[str, Any]]):
         return len(self._rows)
 
     def __getitem__(self, key: Any) -> Any:
-        """Returns a row by its number, as a new dict, or the values of a column by its name."""
+        """Returns a row by number, as a new dict, or a column's values by name."""
         if isinstance(key, str):
             return [row.get(key) for row in self._rows]
         row = self._rows[key]
         return {name: row.get(name) for name in self.column_names}
 
     def select(self, rows: Iterable[int]) -> Table:
-        """Returns a table of these rows."""
+        """Returns a table of the given rows."""
         return Table([self._rows[row] for row in rows], self.column_names)
 
     def select_columns(self, names: Sequence[str]) -> Table:
-        """Returns a table of these columns, in their order."""
+        """Returns a table of the given columns, in the given order."""
         return Table(self._rows, names)
 
     def remove_columns(self, names: str | Sequence[str]) -> Table:
-        """Returns a table without a column or several."""
+        """Returns a table without one or several columns."""
         removed = [names] if isinstance(names, str) else names
         return self.select_columns([name for name in self.column_names if name not in removed])
 
@@ -70,17 +70,17 @@ class Table(Sequence[dict[str, Any]]):
 
 
 def load_local(path: Path, subset: str | None, split: str, key: str) -> Any:
-    """Returns the rows of a file, of a folder or of all files of a pattern.
+    """Loads the rows of a file, a folder, or all files of a pattern.
 
     JSON and CSV are a `Table`, Parquet and folders of save_to_disk a `datasets.Dataset`.
 
     Args:
-        subset: a configuration of a folder whose README.md names several.
-        split: of a folder that has splits; a file or a pattern is one.
-        key: what messages call the path by.
+        subset: configuration, for a folder whose README.md names several.
+        split: split of a folder; a file or a pattern is a single split.
+        key: name of the path in error messages.
 
     Raises:
-        UserError: nothing is there, no such split, a malformed line, files that do not go together.
+        UserError: no such path or split, a malformed line, files of different columns or formats.
     """
     if is_saved_to_disk(path):
         return _saved_to_disk(path, split, key)
@@ -91,7 +91,7 @@ def find_files(path: Path, subset: str | None, split: str, key: str) -> list[Pat
     """Returns the file, or all files of a pattern or of a split in a folder, in their order.
 
     Raises:
-        UserError: there is none.
+        UserError: no file matches.
     """
     if is_pattern(path):
         base = next(parent for parent in path.parents if parent.exists())  # may have brackets
@@ -109,7 +109,7 @@ def find_files(path: Path, subset: str | None, split: str, key: str) -> list[Pat
 
 
 def is_saved_to_disk(path: Path) -> bool:
-    """Returns whether `save_to_disk` of `datasets` has written a folder."""
+    """Returns whether a folder was written by `save_to_disk` of `datasets`."""
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 
@@ -118,7 +118,7 @@ def _saved_to_disk(path: Path, split: str, key: str) -> Any:
 
     try:
         found = datasets.load_from_disk(str(path))
-    except Exception as error:  # torn files: each format has its own errors
+    except Exception as error:  # damaged files: each format raises its own errors
         raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
     if not isinstance(found, datasets.DatasetDict):
         return found
@@ -127,7 +127,7 @@ def _saved_to_disk(path: Path, split: str, key: str) -> Any:
 
 
 def _shards(path: Path, subset: str | None, split: str, key: str) -> list[Path]:
-    """Returns the files of a split in a folder, found by `datasets`: by their names or README.md.
+    """Finds the files of a split in a folder with `datasets`: by file names or README.md.
 
     data/train-00000-of-00002.parquet and test.jsonl belong to the splits `train` and `test`; files
     without such a name are `train`.
@@ -163,28 +163,28 @@ def _check_split(split: str, there: Sequence[str], path: Path, key: str) -> None
 
 
 def load_file(path: Path, key: str) -> Any:
-    """Returns the rows of a file, as `load_local` does.
+    """Loads the rows of a file, as `load_local` does.
 
     Args:
-        key: what messages call the file by.
+        key: name of the file in error messages.
 
     Raises:
         UserError: a missing file, a malformed line, no rows.
     """
     if path.is_dir():
-        return load_files([path], key, path)  # which says what it must be
+        return load_files([path], key, path)  # raises the error
     return load_files(find_files(path, None, "", key), key, path)
 
 
 def stream_files(
     paths: Sequence[Path], key: str, source: Path, start: int
 ) -> Iterator[dict[str, Any]]:
-    """Yields the rows of files from row `start` on, without holding them in memory.
+    """Yields the rows of files, starting at row `start`, without holding them in memory.
 
-    Text stays text; JSON's other values stay what they are in their row.
+    Strings stay strings, and JSON's other values keep their types.
 
     Args:
-        source: what the files were found by, for messages about all of them.
+        source: path or pattern of the files, for error messages about all of them.
     """
     from pyarrow import parquet
 
@@ -217,10 +217,10 @@ def _parquet_rows(file: Any, path: Path, key: str) -> Iterator[dict[str, Any]]:
 
 
 def load_files(paths: Sequence[Path], key: str, source: Path) -> Any:
-    """Returns the rows of files of one kind with the same columns, one file after the other.
+    """Concatenates the rows of files with the same format and columns.
 
     Args:
-        source: what the files were found by, for messages about all of them.
+        source: path or pattern of the files, for error messages about all of them.
     """
     kind = _kind_of(paths, key, source)
     if kind == "parquet":
@@ -282,7 +282,7 @@ def _check_columns(columns: Mapping[Path, Sequence[str]], key: str, source: Path
 
 
 def _check_parquet(paths: Sequence[Path], key: str, source: Path) -> None:
-    """Refuses files whose columns have other types: `datasets` would cast the text "007" to 7."""
+    """Refuses files whose column types differ: `datasets` would cast the text "007" to 7."""
     import datasets
     from pyarrow import parquet
 
@@ -306,7 +306,7 @@ def _check_parquet(paths: Sequence[Path], key: str, source: Path) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Returns why a file cannot be read, also where the error has no words."""
+    """Describes why a file cannot be read, even if the error has no message."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, MemoryError):
@@ -316,7 +316,7 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _without_loader_errors() -> Iterator[None]:
-    """Keeps the loaders of `datasets` from logging an error that they then raise as well."""
+    """Suppresses the log of an error that the loaders of `datasets` also raise."""
     logger = logging.getLogger("datasets.packaged_modules")
     before = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -329,12 +329,12 @@ def _without_loader_errors() -> Iterator[None]:
 def _keep_text(
     name: str, tables: Mapping[Path, Sequence[dict[str, Any]]], key: str, source: Path
 ) -> None:
-    """Writes the numbers and booleans of a column as JSON text if other rows of it have text.
+    """Converts a column's numbers and booleans to JSON text if its other rows hold text.
 
     Raises:
-        UserError: other rows have lists or objects.
+        UserError: its other rows hold lists or objects.
     """
-    places: dict[str, str] = {}  # by kind of value, the first row
+    places: dict[str, str] = {}  # first row of each kind of value
     for path, rows in tables.items():
         for number, row in enumerate(rows):
             if (cell := row.get(name)) is not None:
@@ -355,7 +355,7 @@ def _keep_text(
 
 
 def json_rows(path: Path, key: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a JSON file, an array or one object a line."""
+    """Yields the rows of a JSON file: an array, or one object per line."""
     opener = gzip.open if path.suffix == ".gz" else open
     number, start = 0, ""
     with opener(path, "rt", encoding=ENCODING) as file:
@@ -382,17 +382,17 @@ def json_rows(path: Path, key: str) -> Iterator[dict[str, Any]]:
             raise UserError(f"{key} = {path}, line {at}: malformed JSON ({error.msg}).") from error
         except UnicodeDecodeError as error:
             raise _no_utf_8(path, key, error) from error
-        except ValueError as error:  # of `_parse`
+        except ValueError as error:  # raised by `_parse`
             place = f" (line {number})" if number else ""
             raise UserError(f"{key} = {path}: cannot be read: {reason(error)}{place}.") from error
-        except (OSError, EOFError, MemoryError, RecursionError) as error:  # gzip cut, depth
+        except (OSError, EOFError, MemoryError, RecursionError) as error:  # cut gzip, deep nesting
             raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
 
 
 def _no_utf_8(path: Path, key: str, error: UnicodeDecodeError) -> UserError:
-    """Returns the error of a file that is not UTF-8 text, with its first such line.
+    """Returns the error for a file that is not UTF-8, with the first invalid line.
 
-    A file is decoded in blocks, and the error only knows its place in a block.
+    Files are decoded in blocks, and the decoder's error holds only the position in a block.
     """
     lines = 0
     opener = gzip.open if path.suffix == ".gz" else open
@@ -404,11 +404,11 @@ def _no_utf_8(path: Path, key: str, error: UnicodeDecodeError) -> UserError:
 
 
 def _parse(text: str) -> Any:
-    """Returns the value of a JSON text.
+    """Parses a JSON text.
 
     Raises:
-        ValueError: it is malformed, repeats a key, has a number that no float holds or of more than
-            4,300 digits, or half of a surrogate pair, which no tokenizer takes.
+        ValueError: malformed JSON, a repeated key, a number beyond float range or with more than
+            4,300 digits, or half of a surrogate pair, which tokenizers reject.
     """
     value = json.loads(text, object_pairs_hook=_object, parse_float=_real)
     if "\\u" in text:
@@ -436,7 +436,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def csv_rows(path: Path, key: str) -> Iterator[dict[str, str]]:
-    """Yields rows as text: a cell such as 007 or NA may be an answer."""
+    """Yields rows with cells as strings: 007 or NA may be an answer."""
     csv.field_size_limit(2**31 - 1)
     opener = gzip.open if path.suffix == ".gz" else open
     number = -1
@@ -465,11 +465,11 @@ def csv_rows(path: Path, key: str) -> Iterator[dict[str, str]]:
 
 
 def undecoded(table: Any) -> Any:
-    """Returns a table of `datasets` whose images stay encoded: they are decoded when needed."""
+    """Returns a `datasets` table whose images stay encoded until they are needed."""
     import datasets
 
     for name, feature in (getattr(table, "features", None) or {}).items():  # a stream may have none
-        inner = getattr(feature, "feature", None)  # of a list
+        inner = getattr(feature, "feature", None)  # element type of a list feature
         if isinstance(feature, datasets.Image):
             table = table.cast_column(name, datasets.Image(decode=False))
         elif isinstance(inner, datasets.Image):

@@ -1,4 +1,4 @@
-"""Images of rows: found in columns and messages, and put into the messages of their prompts.
+"""Finds images in the columns and messages of rows, and inserts them into the prompts.
 
 A row {"question": "How many?", "image": <picture>} becomes a prompt with the messages
 
@@ -25,26 +25,26 @@ from grpo_cli.data.rows import Rows
 from grpo_cli.errors import UserError, listed
 from grpo_cli.images import Cell, StoredImage
 
-COLUMNS = ("images", "image")  # of which a row has one
+COLUMNS = ("images", "image")  # a row has one of them
 PLACEHOLDER = {"type": "image"}
 
 
 @dataclass(frozen=True)
 class ImageRow:
-    """A row's messages with a placeholder for each image, and the images in their order."""
+    """A row's messages with a placeholder for each image, and the images in order."""
 
     messages: list[dict[str, Any]]
     images: tuple[StoredImage, ...]
-    columns: dict[str, Any]  # the columns that hold images, with stored images in them
+    columns: dict[str, Any]  # the image columns, with stored images as values
 
 
 def column_of(row: Mapping[str, Any]) -> str | None:
-    """Returns the name of the column that holds a row's images; None if it has none."""
+    """Returns the name of a row's image column; None if it has none."""
     return next((name for name in COLUMNS if row.get(name) not in (None, [])), None)
 
 
 def has_images(row: Mapping[str, Any], text: object) -> bool:
-    """Whether a row has images, in a column or in its messages."""
+    """Returns whether a row has images, in a column or in its messages."""
     return column_of(row) is not None or _has_blocks(text)
 
 
@@ -57,17 +57,17 @@ def of_row(
 ) -> ImageRow:
     """Returns a row's messages with placeholders, and its images.
 
-    Placeholders that hold no picture take those of the column, in their order: blocks of type
-    image, or <image> in the text of a user's message. Without any, the images stand before the text
-    of the user's first message.
+    Placeholders without a picture take the column's images in order. They are blocks of type image,
+    or <image> in the text of a user message. Without any, the images come before the text of the
+    first user message.
 
     Args:
-        number: of the row in `rows`.
+        number: index of the row in `rows`.
         text: the row's messages.
-        max_pixels: of an image; a larger one is resized. None: none is.
+        max_pixels: larger images are resized to it; None: never.
 
     Raises:
-        UserError: more or fewer placeholders than images, or the prompt is no chat.
+        UserError: placeholders and images differ in number, or the prompt is not a chat.
     """
     place = f"{rows.source}, row {rows.line(number)}"
     if not isinstance(text, list):
@@ -90,7 +90,7 @@ def of_row(
         )
     left = iter(given)
     images: list[StoredImage] = []
-    of_messages: dict[tuple[str | int, ...], StoredImage] = {}  # by their place in the row
+    of_messages: dict[tuple[str | int, ...], StoredImage] = {}  # by key path in the row
     messages = []
     for message in text:
         blocks = []
@@ -116,7 +116,7 @@ def _with_stored(
     images: Mapping[tuple[str | int, ...], StoredImage],
     place: tuple[str | int, ...],
 ) -> Any:
-    """Returns a value with stored images in place of the pictures that lie in it."""
+    """Replaces the pictures in a value by stored images."""
     if place in images:
         return images[place]
     if isinstance(value, dict):
@@ -129,14 +129,14 @@ def _with_stored(
 def of_columns(
     rows: Rows, number: int, row: Mapping[str, Any], max_pixels: int | None
 ) -> dict[str, Any]:
-    """Returns the column of a row's images with stored images in it; {} if the row has none.
+    """Returns a row's image column with stored images as values; {} without images.
 
     Args:
-        number: of the row in `rows`.
-        max_pixels: of an image; a larger one is resized. None: none is.
+        number: index of the row in `rows`.
+        max_pixels: larger images are resized to it; None: never.
 
     Raises:
-        UserError: it has images in both columns.
+        UserError: both columns hold images.
     """
     name = column_of(row)
     if name is None:
@@ -152,7 +152,7 @@ def of_columns(
 
 
 def in_columns(columns: Mapping[str, Any]) -> list[StoredImage]:
-    """Returns the stored images in the columns of images, in their order."""
+    """Returns the stored images of the image columns, in order."""
     found = [image for name in COLUMNS for image in _listed(columns.get(name))]
     return [image for image in found if isinstance(image, StoredImage)]
 
@@ -169,7 +169,7 @@ def _stored(
 
 
 def _with_blocks(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message of the user with blocks in place of each <image> in its text."""
+    """Replaces each <image> in the text of a user message by a block."""
     parts = message["content"].split(IMAGE)
     if message["role"] != "user" or len(parts) == 1:
         return message
@@ -189,7 +189,7 @@ def _is_unfilled(block: Mapping[str, Any]) -> bool:
 
 
 def _with_placeholders(messages: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Returns messages with placeholders before the text of the user's first message."""
+    """Inserts placeholders before the text of the first user message."""
     number = next((i for i, m in enumerate(messages) if m["role"] == "user"), 0)
     content = messages[number]["content"]
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
@@ -199,15 +199,15 @@ def _with_placeholders(messages: Sequence[dict[str, Any]], count: int) -> list[d
 
 @functools.cache
 def _folders_of(source: str) -> str | tuple[str, ...]:
-    """Returns the folder that relative paths of images begin at, or several, the outer one first.
+    """Returns the base folder of relative image paths, or several, the outermost first.
 
-    A path of a file's row begins at the file's folder. A folder and a pattern may stand for files
-    in several folders.
+    Paths in a file are relative to the file's folder. A folder or a pattern may match files in
+    several folders.
     """
     path = local_path(source)
     if path is None:
         return ""
-    path = path.absolute()  # a user's function may change the working folder
+    path = path.absolute()  # user functions may change the working folder
     if path.is_file():
         return str(path.parent)
     parts = [*itertools.takewhile(lambda part: not set(part) & {*"*?["}, path.parts)]
@@ -219,7 +219,7 @@ def _folders_of(source: str) -> str | tuple[str, ...]:
 
 
 def with_text_only(messages: Any) -> Any:
-    """Returns messages with plain texts where their contents are blocks without images."""
+    """Joins the blocks of each message content without images into plain text."""
     if not isinstance(messages, list):
         return messages
     return [

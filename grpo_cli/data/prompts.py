@@ -1,4 +1,4 @@
-"""Turns rows into prompts, and prompts into an order that can be recomputed.
+"""Turns rows into prompts, and orders prompts reproducibly.
 
 Nothing here imports torch or transformers: a mistake in the data is reported before they load.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from grpo_cli.models.vision import VisionProcessor
     from grpo_cli.records import Prompt
 
-MOST_BROKEN = 1000  # prompts in a row with images that cannot be read, before a run gives up
+MOST_BROKEN = 1000  # consecutive prompts with unreadable images after which a run fails
 
 OnBadImage = Callable[[str], None]
 ToolsOf = Callable[[Mapping[str, Any]], conversations.Schemas]
@@ -34,7 +34,7 @@ Mark = Callable[[Any], Any]
 
 
 def unchanged(value: Any) -> Any:
-    """Returns the value."""
+    """Returns the value unchanged."""
     return value
 
 
@@ -50,22 +50,22 @@ def make_prompts(
     vision: VisionProcessor | None = None,
     on_bad_image: OnBadImage | None = None,
 ) -> tuple[list[Prompt], int]:
-    """Returns the prompts of all rows, and how many rows were dropped as over-long.
+    """Returns the prompts of all rows and the number of rows dropped as too long.
 
     Args:
         template_kwargs: arguments of the chat template.
-        held_out: the rows are for evaluation and none is dropped, since an accuracy over short
-            rows only would not be the accuracy over the data.
+        held_out: the rows are for evaluation and none is dropped. Accuracy over only the short rows
+            would not be the accuracy over the data.
         may_be_empty: whether all rows may be too long.
         tools: returns the JSON schemas of the tools that the model may call in a row; None: there
             are no tools.
-        vision: the model's processor; None: it reads text only.
-        on_bad_image: called for each row that is dropped because an image cannot be read; None:
-            such a row is an error.
+        vision: the model's processor; None for a text-only model.
+        on_bad_image: called for each row dropped because an image cannot be read; None: a bad image
+            is an error.
 
     Raises:
         UserError: a row whose `prompt` is a list of messages without dataset.chat, messages that
-            are no conversation, a chat data set with a tokenizer that has no template, or no row
+            are not a conversation, a chat data set with a tokenizer that has no template, or no row
             short enough.
     """
     control = control_tokens(tokenizer, vision)
@@ -103,7 +103,7 @@ def make_prompts(
 def control_tokens(
     tokenizer: PreTrainedTokenizerBase, vision: VisionProcessor | None
 ) -> ControlTokens:
-    """Returns the tokens that a row must not write; it may write placeholders of images."""
+    """Returns the control tokens that a row must not write; image placeholders are allowed."""
     if vision is None:
         return ControlTokens(tokenizer)
     names = map(str, tokenizer.convert_ids_to_tokens(vision.token_ids))
@@ -123,14 +123,14 @@ def encode(
     vision: VisionProcessor | None = None,
     on_bad_image: OnBadImage | None = None,
 ) -> list[Prompt]:
-    """Returns the prompts of rows, whose texts are strings or (with `chat`) lists of messages.
+    """Encodes rows as prompts; their texts are strings or (with `chat`) lists of messages.
 
     Args:
-        texts: with marks where a row has written a control token.
-        images: the messages and images of each row that has some; (): no row has.
+        texts: text of each row, with marks in the control tokens that it wrote.
+        images: messages and images of each row, None without images; (): no row has images.
         vision, on_bad_image: see `make_prompts`.
-        key: the key that says `chat`.
-        template_kwargs: arguments of the chat template; a row's own go before them.
+        key: the key of `chat`, for error messages.
+        template_kwargs: arguments of the chat template; a row's own arguments override them.
         tools: returns the JSON schemas of a row's tools.
 
     Raises:
@@ -165,7 +165,7 @@ def encode(
         written = [render_row(number, row) for number, row in enumerate(rows.rows)]
     else:
         written = list(texts)
-    # A chat template writes its own special tokens; a plain prompt gets the tokenizer's.
+    # A chat template writes its own special tokens; the tokenizer adds them to a plain prompt.
     plain = [unmark(t) for t, own in zip(written, found, strict=True) if own is None]
     encoded = tokenizer(plain, add_special_tokens=not chat)["input_ids"] if plain else []
     ids_of_plain = iter(encoded)
@@ -220,7 +220,7 @@ def images_of(
     """Returns the messages and images of each row, None for a row without images.
 
     Raises:
-        UserError: rows with images, and a model that reads text only; see also `images.of_row`.
+        UserError: rows with images and a text-only model; see also `images.of_row`.
     """
     found: list[ImageRow | None] = []
     for number, (row, text) in enumerate(zip(rows.rows, texts, strict=True)):
@@ -241,18 +241,18 @@ def images_of(
 
 
 def other_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the columns of a row that reward functions receive beside its prompt."""
+    """Returns a row's columns, without its prompt, for reward functions."""
     return {k: v for k, v in row.items() if k not in ("prompt", "completion")}
 
 
 def fill(template: str, row: Mapping[str, Any], mark: Mark = unchanged) -> str:
-    """Returns a template with the columns of a row in its fields.
+    """Fills the fields of a template with a row's columns.
 
     Args:
-        mark: changes what comes from the row.
+        mark: applied to the text that comes from the row.
 
     Raises:
-        ValueError: bytes that are no UTF-8, or a field that cannot be written as its format says.
+        ValueError: bytes that are not UTF-8, or a field that does not fit its format specifier.
     """
     text, of_row, formatter = "", "", string.Formatter()
     for literal, name, spec, conversion in formatter.parse(template):
@@ -277,13 +277,13 @@ def prompt_text(row: dict[str, Any], config: Dataset, number: int, mark: Mark = 
     """Returns the prompt as a string, or as messages for a chat data set.
 
     Args:
-        number: of the row, for messages.
-        mark: changes what comes from the row, not what the recipe adds.
+        number: row number for error messages.
+        mark: applied to the text that comes from the row, not to the recipe's.
 
     Raises:
-        UserError: bytes that are no UTF-8, an empty text, messages without dataset.chat, messages
-            that are no conversation, or one that ends with the assistant where
-            dataset.final_assistant does not say what to do.
+        UserError: bytes that are not UTF-8, an empty text, messages without dataset.chat, messages
+            that are not a conversation, or a final assistant message without
+            dataset.final_assistant.
     """
     name = only_field(config.prompt)
     if name is not None and isinstance(row[name], list):
@@ -334,8 +334,8 @@ def _conversation(
 class PromptStream:
     """The endless sequence of prompts of a run, epoch after epoch.
 
-    Which prompt stands at a position is a pure function of (seed, position), so that resuming needs
-    no state, and so that any number of processes shares one order.
+    The prompt at a position is a pure function of (seed, position). Resuming therefore needs no
+    state, and any number of processes shares one order.
     """
 
     def __init__(
@@ -348,16 +348,16 @@ class PromptStream:
         """Orders prompts.
 
         Args:
-            is_sound: whether the images of a prompt can be read; None: they are not tried.
+            is_sound: checks whether a prompt's images can be read; None: no check.
         """
         self.prompts = prompts
         self.is_sound = is_sound
         self.seed = seed
         self.shuffle = shuffle
-        self._order: tuple[int, list[int]] = (-1, [])  # the epoch last asked for, and its order
+        self._order: tuple[int, list[int]] = (-1, [])  # last requested epoch, its order
 
     def take(self, start: int, count: int) -> Iterator[tuple[int, Prompt]]:
-        """Yields (position, prompt) for `count` positions from `start` on."""
+        """Yields (position, prompt) for `count` positions, starting at `start`."""
         for position in range(start, start + count):
             epoch, offset = divmod(position, len(self.prompts))
             if self._order[0] != epoch:
@@ -368,10 +368,10 @@ class PromptStream:
             yield position, self.prompts[self._order[1][offset]]
 
     def prompt_at(self, position: int) -> Prompt:
-        """Returns the prompt at a position, or the next whose images can be read.
+        """Returns the prompt at a position, or the next one whose images can be read.
 
         Raises:
-            TrainingError: there is none near by.
+            TrainingError: none of the next `MOST_BROKEN` prompts can be read.
         """
         for _, prompt in self.take(position, MOST_BROKEN):
             if self.is_sound is None or not prompt.images or self.is_sound(prompt):
@@ -379,22 +379,22 @@ class PromptStream:
         raise TrainingError(f"dataset.train: the images of {MOST_BROKEN} prompts cannot be read.")
 
     def epoch_at(self, position: int) -> float:
-        """Returns the passes over the prompts before a position."""
+        """Returns the number of passes over the prompts before a position."""
         return position / len(self.prompts)
 
     def state(self) -> Any:
-        """Returns what a resumed run needs in addition to the position."""
+        """Returns the state that resuming needs in addition to the position."""
         return None
 
     def restore(self, state: Any) -> None:
-        """Restores what `state` has returned."""
+        """Restores the result of `state`."""
 
 
 class MixtureStream(PromptStream):
     """The endless sequence of prompts of several data sets, interleaved by their weights.
 
-    Which data set stands at a position is drawn with its weight as probability; each data set has
-    its own epochs. All of it is a function of (seed, position).
+    The data set at a position is drawn in proportion to its weight. Each data set has its own
+    epochs. Both are functions of (seed, position).
 
     Attributes:
         name_of: the name of the data set that a row belongs to.
@@ -417,11 +417,11 @@ class MixtureStream(PromptStream):
         self.name_of = {p.row: name for name, of_part in parts.items() for p in of_part}
         self._weights = [weights[name] for name in parts]
         self._random = random.Random(f"mixture/{seed}")
-        self._drawn: list[tuple[str, int]] = []  # by position: the data set, and the place in it
-        self._taken = dict.fromkeys(parts, 0)  # positions drawn, by data set
+        self._drawn: list[tuple[str, int]] = []  # (data set, index within it) of each position
+        self._taken = dict.fromkeys(parts, 0)  # number of positions drawn from each data set
 
     def take(self, start: int, count: int) -> Iterator[tuple[int, Prompt]]:
-        """Yields (position, prompt) for `count` positions from `start` on."""
+        """Yields (position, prompt) for `count` positions, starting at `start`."""
         names = list(self.parts)
         while len(self._drawn) < start + count:
             (name,) = self._random.choices(names, self._weights)
@@ -433,16 +433,16 @@ class MixtureStream(PromptStream):
 
 
 def mixed(parts: Mapping[str, tuple[Rows, Sequence[Prompt]]]) -> dict[str, list[Prompt]]:
-    """Returns the prompts of several data sets, with the same columns everywhere.
+    """Returns the prompts of several data sets, all with the same columns.
 
-    A column that a data set lacks is None in its rows, and the column `dataset` holds its name.
-    Rows are numbered through over all data sets.
+    A column that a data set lacks is None in its rows. The column `dataset` holds the data set's
+    name. Rows are numbered consecutively over all data sets.
     """
     every = other_columns(
         dict.fromkeys(name for rows, _ in parts.values() for name in rows.columns)
     )
     out: dict[str, list[Prompt]] = {}
-    before = 0  # rows of the data sets before
+    before = 0  # number of rows in the preceding data sets
     for name, (rows, prompts) in parts.items():
         out[name] = [
             dataclasses.replace(
@@ -465,11 +465,10 @@ def epoch_order(seed: int | str, epoch: int, size: int, shuffle: bool) -> list[i
 def solution_pairs(rows: Rows, config: Dataset) -> Iterator[tuple[Any, Any]]:
     """Yields (prompt text, worked solution) of each row, for the warm-up of a built model.
 
-    A solution is a text, or the messages of an episode where dataset.solution names a column that
-    holds messages.
+    A solution is a string, or an episode's messages if dataset.solution names such a column.
 
     Raises:
-        UserError: messages that are no conversation of a chat data set, or do not end with the
+        UserError: messages that are not a conversation of a chat data set, or do not end with the
             assistant.
     """
     assert config.solution is not None, "checked when the recipe was parsed"

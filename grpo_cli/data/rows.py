@@ -19,24 +19,24 @@ from grpo_cli.data import files
 from grpo_cli.data.files import Table, load_local
 from grpo_cli.errors import UserError, listed, nearest
 
-DATASET = "dataset"  # the column that names the data set of a mixture
+DATASET = "dataset"  # column with the data set's name in a mixture
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one split, and where they are from (for messages)."""
+    """The rows of one split, and their source for error messages."""
 
     source: str
     columns: list[str]
     rows: Sequence[dict[str, Any]]
-    lines: Sequence[int] | None = None  # of the source, where these are only some of its rows
+    lines: Sequence[int] | None = None  # line numbers, if only some rows of the source
 
     def line(self, row: int) -> int:
-        """Returns the line of the source, counted from 0, that a row is."""
+        """Returns a row's line number in the source, counted from 0."""
         return row if self.lines is None else self.lines[row]
 
     def column(self, name: str) -> Sequence[Any]:
-        """Returns the values of a column without reading the others; None where it is missing."""
+        """Returns a column's values without reading other columns; None where it is missing."""
         if isinstance(self.rows, list):
             return [row.get(name) for row in self.rows]
         if name not in self.columns:
@@ -70,11 +70,11 @@ def load_rows(config: Dataset, split: str) -> Rows:
 
 
 def load_named(part: NamedRows, whole: Dataset, key: str) -> tuple[Rows, Dataset]:
-    """Returns one of several data sets: (its rows, how they become prompts).
+    """Loads one of several data sets: (its rows, its own dataset settings).
 
     Args:
-        whole: what the data set does not set itself.
-        key: of the data set, for messages.
+        whole: settings that the data set inherits unless it sets them.
+        key: the data set's key, for error messages.
 
     Raises:
         UserError: as `load_rows`.
@@ -102,10 +102,10 @@ def load_named(part: NamedRows, whole: Dataset, key: str) -> tuple[Rows, Dataset
 
 
 def hold_out(rows: Rows, config: Dataset) -> tuple[Rows, Rows]:
-    """Returns (rows to train on, held-out rows): `dataset.test_split_size` of them, at random.
+    """Splits rows at random into (training rows, held-out rows) by `dataset.test_split_size`.
 
     Raises:
-        UserError: no row would be left to train on.
+        UserError: no training row would remain.
     """
     size, total = config.test_split_size, len(rows.rows)
     assert size is not None, "the recipe holds rows out"
@@ -122,7 +122,7 @@ def hold_out(rows: Rows, config: Dataset) -> tuple[Rows, Rows]:
 
 
 def select_rows(rows: Rows, numbers: Sequence[int]) -> Rows:
-    """Returns some of the rows, by their numbers."""
+    """Returns the rows with the given numbers."""
     if isinstance(rows.rows, list):
         some: Sequence[dict[str, Any]] = [rows.rows[number] for number in numbers]
     else:
@@ -131,14 +131,14 @@ def select_rows(rows: Rows, numbers: Sequence[int]) -> Rows:
 
 
 def load_table(source: str, subset: str | None, split: str, key: str) -> Any:
-    """Returns local data, or one split of a hub data set: a `Table` or a `datasets.Dataset`.
+    """Loads local data, or one split of a hub data set, as a `Table` or a `datasets.Dataset`.
 
     Args:
-        split: of a hub data set or of a folder.
-        key: what messages call the source by.
+        split: split of a hub data set or of a folder.
+        key: name of the source in error messages.
 
     Raises:
-        UserError: it cannot be loaded.
+        UserError: the data cannot be loaded.
     """
     try:
         path = local_path(source)
@@ -150,10 +150,10 @@ def load_table(source: str, subset: str | None, split: str, key: str) -> Any:
 
 
 def first_rows(table: Any, limits: Sequence[int | None], source: str, key: str) -> Any:
-    """Returns the rows of a table within all limits.
+    """Truncates a table to the smallest of the limits.
 
     Raises:
-        UserError: there are none.
+        UserError: the table is empty.
     """
     count = min([len(table), *(limit for limit in limits if limit is not None)])
     if count == 0:
@@ -162,13 +162,13 @@ def first_rows(table: Any, limits: Sequence[int | None], source: str, key: str) 
 
 
 def check_templates(templates: Mapping[str, str], table: Any, source: str, key: str) -> None:
-    """Checks templates, given by their keys, against a table that is not empty.
+    """Checks templates, given by key, against a nonempty table.
 
     Args:
-        key: what messages call the source by.
+        key: name of the source in error messages.
 
     Raises:
-        UserError: what is no template, a column that is not there, or that is null in some row.
+        UserError: an invalid template, a missing column, or a column with a null in some row.
     """
     for template_key, template in templates.items():
         _check_template(template_key, template, table[0], source)
@@ -176,7 +176,7 @@ def check_templates(templates: Mapping[str, str], table: Any, source: str, key: 
             if name not in table.column_names:
                 continue
             if not isinstance(table, Table) and not table.data.column(name).null_count:
-                continue  # a column of messages may hold pictures
+                continue  # columns of messages may hold pictures, so they are not read
             if None in (cells := table[name][:]):
                 raise UserError(
                     f"{key} = {source}, row {cells.index(None)}: the column {name!r}, which "
@@ -185,10 +185,10 @@ def check_templates(templates: Mapping[str, str], table: Any, source: str, key: 
 
 
 def rename_columns(table: Any, names: Mapping[str, str], source: str, key: str) -> Any:
-    """Returns a table with columns renamed, given as new name -> old name.
+    """Renames columns, given as new name -> old name.
 
     Raises:
-        UserError: a column that is not there, or that is to have two names.
+        UserError: a column is missing, or would get two names.
     """
     for new, old in names.items():
         if old not in table.column_names:
@@ -200,7 +200,7 @@ def rename_columns(table: Any, names: Mapping[str, str], source: str, key: str) 
     twice = [old for old in names.values() if [*names.values()].count(old) > 1]
     if twice:
         raise UserError(f"{key}: {twice[0]!r} cannot be renamed to two names.")
-    # All at once, so that columns may change places.
+    # Renamed together, so that columns may swap names.
     replaced = names.keys() - set(names.values())
     table = table.remove_columns([name for name in table.column_names if name in replaced])
     return table.rename_columns({old: new for new, old in names.items()})
@@ -209,7 +209,7 @@ def rename_columns(table: Any, names: Mapping[str, str], source: str, key: str) 
 def load_hub(
     source: str, subset: str | None, split: str, key: str, *, streaming: bool = False
 ) -> Any:
-    """Returns one split of a hub data set."""
+    """Loads one split of a hub data set."""
     import datasets
 
     try:
@@ -222,7 +222,7 @@ def load_hub(
 
 
 def only_field(template: str) -> str | None:
-    """Returns the column of a template that is one column and nothing else, such as {prompt}."""
+    """Returns the column of a template that consists of one field only, such as {prompt}."""
     found = re.fullmatch(r"\{(\w+)\}", template)
     return found and found[1]
 

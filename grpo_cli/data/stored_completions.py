@@ -1,9 +1,9 @@
-"""Reads completions that are stored in a file: one loader for `grpo score` and `grpo eval`.
+"""Reads stored completions from a file, for `grpo score` and `grpo eval`.
 
-A file has a column `completion`, and beside it what rewards read. Files that a run or `grpo eval`
-has written keep the data set's columns in a column `columns` of their own, as JSON, and the images
-of the prompt in a column `images`. The JSON has {"image": 0} where the data set has the first of
-them, and {"image": null} if the file does not hold it (`log.images`).
+A file has a column `completion` and the columns that rewards read. Files written by a run or by
+`grpo eval` store the data set's columns as JSON in a column `columns`, and the prompt's images in a
+column `images`. The JSON refers to the first image as {"image": 0}, and to an image that the file
+does not store (`log.images`) as {"image": null}.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from grpo_cli.images import require as require_pillow
 if TYPE_CHECKING:
     from grpo_cli.records import Completion, Prompt, Rollout
 
-IMAGES = "images"  # the column with the images of a prompt
-WRITTEN = ("completions.parquet", "completions.jsonl")  # in the folder of an evaluation
+IMAGES = "images"  # column with the prompt's images
+WRITTEN = ("completions.parquet", "completions.jsonl")  # file names in the folder of an evaluation
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion as reward functions see it."""
+    """A completion as passed to reward functions."""
 
-    row: int  # of the data set; of stored completions: line of their file, counted from 0
-    prompt: Any  # a string, or messages where the data set is a chat; "" where a file has none
+    row: int  # row of the data set; for stored completions the line of their file, from 0
+    prompt: Any  # a string, or messages of a chat; "" if the file has no prompts
     text: str
-    ids: Sequence[int] | None  # tokens as sampled; None where a file has none
-    columns: Mapping[str, Any]  # every other column
-    prefill: str = ""  # of a chat: text of the assistant before the completion
-    episode: Mapping[str, Any] | None = None  # `episode_of` its completion
-    environment_failed: bool = False  # no reward applies
-    images: tuple[StoredImage, ...] = ()  # of the prompt, in their order
+    ids: Sequence[int] | None  # sampled tokens; None if the file has none
+    columns: Mapping[str, Any]  # all other columns
+    prefill: str = ""  # assistant text before the completion, in a chat
+    episode: Mapping[str, Any] | None = None  # result of `episode_of`
+    environment_failed: bool = False  # if set, no reward applies
+    images: tuple[StoredImage, ...] = ()  # the prompt's images, in order
 
     @classmethod
     def of(cls, rollout: Rollout) -> Sample:
@@ -64,7 +64,7 @@ class Sample:
 
 
 def episode_of(completion: Completion) -> dict[str, Any] | None:
-    """Returns an episode as reward functions see it; None for another completion."""
+    """Returns an episode as passed to reward functions; None for other completions."""
     if not completion.is_episode:
         return None
     return {
@@ -76,7 +76,7 @@ def episode_of(completion: Completion) -> dict[str, Any] | None:
     }
 
 
-# Columns of a stored episode, and what `episode_of` calls them.
+# Columns of a stored episode, and their keys in `episode_of`.
 EPISODE_COLUMNS = {
     "messages": "messages",
     "turns": "turns",
@@ -87,7 +87,7 @@ EPISODE_COLUMNS = {
 
 
 def episode_cells(completion: Completion) -> dict[str, Any]:
-    """Returns the cells of an episode in a table: JSON text, and the mask of sampled tokens."""
+    """Returns an episode's table cells: JSON texts, and the mask of sampled tokens."""
     episode, cells = episode_of(completion), dict[str, Any]()
     if completion.is_sampled is not None:
         cells["sampled"] = completion.is_sampled
@@ -101,13 +101,13 @@ def episode_cells(completion: Completion) -> dict[str, Any]:
 
 
 def find(path: Path, key: str) -> Path:
-    """Returns a file of completions: `path` itself, or that of a run, checkpoint or evaluation.
+    """Finds the file of completions: `path` itself, or in a run, checkpoint or evaluation.
 
     Args:
-        key: what messages call the path by.
+        key: name of the path in error messages.
 
     Raises:
-        UserError: a folder without any.
+        UserError: the folder holds no file of completions.
     """
     if not path.is_dir():
         return path
@@ -127,7 +127,7 @@ def find(path: Path, key: str) -> Path:
 
 
 def steps_stored(run: Path) -> list[int]:
-    """Returns the steps whose completions a run has stored, in order."""
+    """Returns the steps with stored completions of a run, in order."""
     return sorted(_step(path) for path in run.glob("completions/step-*.parquet"))
 
 
@@ -137,12 +137,12 @@ def _step(path: Path) -> int:
 
 
 def load(path: Path, columns: Mapping[str, str], key: str) -> list[Sample]:
-    """Returns the completions of a file, one at least, in the order of its lines.
+    """Loads the completions of a file, at least one, in line order.
 
     Args:
         path: .jsonl, .json, .csv or .parquet, perhaps .gz.
-        columns: to rename, as new name: old name.
-        key: what messages call the file by.
+        columns: columns to rename, as new name: old name.
+        key: name of the file in error messages.
 
     Raises:
         UserError: a missing file or column, a malformed line, a completion that is not text.
@@ -164,7 +164,7 @@ def load(path: Path, columns: Mapping[str, str], key: str) -> list[Sample]:
         cells = {**line, **of_data, **of_images}
         cells.pop("prompt", None)
         text = cells.pop("completion")
-        if isinstance(text, list) and text and isinstance(text[-1], dict):  # a chat's messages
+        if isinstance(text, list) and text and isinstance(text[-1], dict):  # messages of a chat
             text = text[-1].get("content")
         if not isinstance(text, str):
             raise UserError(f"{where}: the completion is {text!r}; it must be text.")
@@ -178,11 +178,11 @@ def load(path: Path, columns: Mapping[str, str], key: str) -> list[Sample]:
 
 
 def sample_of(cells: Mapping[str, Any], number: int, where: str) -> Sample:
-    """Returns a completion from the cells of a line that a run has written, without its images.
+    """Builds a sample, without images, from the cells of a line that a run wrote.
 
     Args:
-        number: of the line.
-        where: its place, for messages.
+        number: line number.
+        where: location of the line for error messages.
     """
     of_data = _data_columns(cells.get("columns"))
     prompt, prefill = _prompt(cells.get("prompt") or "", where)
@@ -196,14 +196,14 @@ def sample_of(cells: Mapping[str, Any], number: int, where: str) -> Sample:
 def _images(
     rows: Rows, number: int, line: dict[str, Any], prompt: Any, of_data: Mapping[str, Any]
 ) -> tuple[Any, tuple[StoredImage, ...], dict[str, Any]]:
-    """Returns (prompt with placeholders, its images in their order, columns that hold images).
+    """Returns (prompt with placeholders, its images in order, image columns).
 
     Args:
-        line: of which the column that `images_cell` has written is removed.
-        of_data: the columns of the data set, where the file has them apart.
+        line: the line's cells; the column written by `images_cell` is removed from it.
+        of_data: columns of the data set, if the file stores them separately.
 
     Raises:
-        UserError: more or fewer placeholders in the prompt than images.
+        UserError: placeholders and images of the prompt differ in number.
     """
     is_written = IMAGES in line and isinstance(line.get("columns"), str)
     names = of_data if is_written else images_of_rows.COLUMNS
@@ -216,7 +216,7 @@ def _images(
         found = images_of_rows.of_row(rows, number, line, prompt, None)
         prompt, images, columns = found.messages, found.images, found.columns
     if is_written:
-        # A run stores the images themselves; a path would name any file of this machine.
+        # A run stores image bytes; a path in the file could name any file of this machine.
         images = tuple(
             image if cell and cell.get("bytes") else StoredImage(None, image.place)
             for image, cell in zip(images, line[IMAGES], strict=True)
@@ -249,7 +249,7 @@ def _holds_mark(cell: Any) -> bool:
 
 
 def _unmarked(cell: Any, images: Sequence[StoredImage], source: str) -> Any:
-    """Returns stored images in place of {"image": 0}, also inside of lists and dicts."""
+    """Replaces {"image": 0} by stored images, also inside lists and dicts."""
     if _is_mark(cell):
         number = cell["image"]
         return images[number] if number is not None else StoredImage(None, source)
@@ -261,13 +261,13 @@ def _unmarked(cell: Any, images: Sequence[StoredImage], source: str) -> Any:
 
 
 def check_images(columns: Iterable[Mapping[str, Any]], key: str = "") -> None:
-    """Checks that all images in these columns can be read, before rewards need them.
+    """Checks that all images in columns can be read, before rewards need them.
 
     Args:
-        key: what messages call the file by; "": nothing.
+        key: name of the file in error messages; "" for none.
 
     Raises:
-        UserError: one cannot be read, or the file does not hold it.
+        UserError: an image cannot be read or is not stored.
     """
     said = f"{key} = " if key else ""
     sound: set[bytes] = set()  # completions of a prompt have the same images
@@ -287,9 +287,9 @@ def check_images(columns: Iterable[Mapping[str, Any]], key: str = "") -> None:
 
 
 def _stored_episode(cells: dict[str, Any]) -> dict[str, Any] | None:
-    """Takes what `episode_cells` has written out of a line's cells; None for other completions."""
+    """Decodes the episode that `episode_cells` wrote; None for other completions."""
     written = [column for column in EPISODE_COLUMNS if cells.get(column) is not None]
-    if len(written) < len(EPISODE_COLUMNS):  # such as a user's own column of messages
+    if len(written) < len(EPISODE_COLUMNS):  # for example, a user's own column of messages
         return None
     try:
         values = {
@@ -313,7 +313,7 @@ def _has_failed(episode: Mapping[str, Any]) -> bool:
 
 
 def prompt_cell(prompt: Prompt) -> str:
-    """Returns a prompt as stored: its text; of a chat, the messages with the prefill as JSON."""
+    """Returns a prompt as stored: its text, or JSON of a chat's messages with the prefill."""
     conversation = prompt.conversation
     if isinstance(conversation, str):
         return conversation
@@ -321,19 +321,19 @@ def prompt_cell(prompt: Prompt) -> str:
 
 
 def images_cell(prompt: Prompt) -> list[dict[str, Any] | None]:
-    """Returns the images of a prompt as a cell of `IMAGES`; None for one that cannot be read."""
+    """Returns a prompt's images as a cell of `IMAGES`; None for an unreadable image."""
     return [_encoded(image) for image in prompt.images]
 
 
 def _encoded(image: StoredImage) -> dict[str, Any] | None:
     try:
         return image.encoded()
-    except ImageError:  # a file that is gone ends no run
+    except ImageError:  # a deleted file must not end the run
         return None
 
 
 def columns_cell(prompt: Prompt, holds_images: bool) -> str:
-    """Returns the data set's columns of a prompt as JSON.
+    """Returns a prompt's data set columns as JSON.
 
     Args:
         holds_images: whether the row also stores the images, by `images_cell`.
@@ -351,7 +351,7 @@ def columns_cell(prompt: Prompt, holds_images: bool) -> str:
 
 
 def _prompt(cell: Any, where: str) -> tuple[Any, str]:
-    """Returns (prompt, prefill) of a cell: a text, messages, or what `prompt_cell` writes."""
+    """Returns (prompt, prefill) of a cell: text, messages, or the result of `prompt_cell`."""
     messages = cell
     if isinstance(cell, str) and cell.startswith('[{"role": '):
         try:
@@ -366,7 +366,7 @@ def _prompt(cell: Any, where: str) -> tuple[Any, str]:
 
 
 def _data_columns(cell: Any) -> dict[str, Any]:
-    """Returns what the column `columns` holds, perhaps as JSON text; {} for a user's own text."""
+    """Returns the dict in the column `columns`, perhaps JSON; {} for a user's own text."""
     columns = cell
     if isinstance(cell, str) and cell.startswith("{"):
         try:

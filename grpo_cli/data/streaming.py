@@ -1,7 +1,7 @@
-"""Rows that are read while a run trains on them, for data that does not fit into memory.
+"""Streams rows while a run trains on them, for data that does not fit into memory.
 
-The rows are read in blocks of `dataset.shuffle_buffer`, and each block is shuffled by (seed, epoch,
-its first row). A run is resumed exactly from the list of blocks, which says where each begins.
+Rows are read in blocks of `dataset.shuffle_buffer`, and each block is shuffled by (seed, epoch, its
+first row). The list of blocks and their first rows allows exact resuming.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from grpo_cli.errors import TrainingError, UserError
 if TYPE_CHECKING:
     from grpo_cli.records import Prompt
 
-KEPT = 4  # blocks in memory: a step may take prompts of the one before
+KEPT = 4  # blocks in memory: a step may need prompts of the previous block
 
 
 @dataclass(frozen=True)
 class RowStream:
-    """The rows of `dataset.train` in their order, from any row on."""
+    """The rows of `dataset.train` in order, readable from any row."""
 
     source: str
-    columns: list[str]  # after renaming; read from the first block
+    columns: list[str]  # renamed columns, read from the first block
     first: Rows  # the first block, for checks
     config: Dataset
 
     def read(self, start: int) -> Iterator[dict[str, Any]]:
-        """Yields the rows from `start` on, with the same columns each."""
+        """Yields the rows starting at `start`, all with the same columns."""
         names = self.config.columns
         left = itertools.islice(_rows(self.config, start), _left(self.config, start))
         for row in left:
@@ -50,7 +50,7 @@ def open_stream(config: Dataset) -> RowStream:
     """Opens `dataset.train` as a stream and checks its first rows against the templates.
 
     Raises:
-        UserError: the data is not there, or its first rows do not fit.
+        UserError: the data is missing, or its first rows do not fit the templates.
     """
     source = config.train
     if source is None:
@@ -106,11 +106,11 @@ def _hub_rows(config: Dataset, start: int) -> Iterator[dict[str, Any]]:
 
 
 class Block(NamedTuple):
-    """A part of a stream that is shuffled by itself."""
+    """A part of a stream that is shuffled on its own."""
 
-    position: int  # of its first prompt
+    position: int  # position of its first prompt
     epoch: int
-    row: int  # its first
+    row: int  # index of its first row
     rows: int
 
 
@@ -125,20 +125,20 @@ class StreamedPrompts(PromptStream):
         shuffle: bool,
         buffer: int,
     ) -> None:
-        """Makes the first block.
+        """Reads the first block.
 
         Args:
-            make_prompts: returns the prompts of rows, without those to be dropped; given also
-                whether there may be none.
-            buffer: rows of a block.
+            make_prompts: returns the prompts of rows without dropped ones; its second argument
+                allows an empty result.
+            buffer: number of rows of a block.
 
         Raises:
             UserError: no row of the first block is short enough.
         """
         super().__init__([], seed, shuffle)
         self.rows, self.make_prompts, self.buffer = rows, make_prompts, buffer
-        self.blocks: list[Block] = []  # all so far
-        self._prompts: OrderedDict[int, list[Prompt]] = OrderedDict()  # of some blocks
+        self.blocks: list[Block] = []  # all blocks so far
+        self._prompts: OrderedDict[int, list[Prompt]] = OrderedDict()  # by block number
         self._next = (0, 0)  # epoch and row of the next block
         self._open: tuple[tuple[int, int], Iterator[dict[str, Any]]] | None = None
         self._end = 0  # position after the last block
@@ -146,7 +146,7 @@ class StreamedPrompts(PromptStream):
         self.prompts = list(self._prompts[0])  # only the first block
 
     def take(self, start: int, count: int) -> Iterator[tuple[int, Prompt]]:
-        """Yields (position, prompt) for `count` positions from `start` on."""
+        """Yields (position, prompt) for `count` positions, starting at `start`."""
         for position in range(start, start + count):
             while position >= self._end:
                 self._append()
@@ -154,7 +154,7 @@ class StreamedPrompts(PromptStream):
             yield position, self._block(number)[position - self.blocks[number].position]
 
     def epoch_at(self, position: int) -> float:
-        """Returns the complete passes over the data; how long a pass is nobody knows."""
+        """Returns the number of complete passes; the length of a pass is unknown."""
         number = bisect.bisect_right(self.blocks, position, key=lambda b: b.position) - 1
         return float(self.blocks[number].epoch)
 
@@ -163,7 +163,7 @@ class StreamedPrompts(PromptStream):
         return [list(block) for block in self.blocks]
 
     def restore(self, state: Any) -> None:
-        """Continues after the blocks of another process's `state`."""
+        """Continues after the blocks of a saved `state`."""
         if not state:
             return
         self.blocks = [Block(*values) for values in state]
@@ -173,7 +173,7 @@ class StreamedPrompts(PromptStream):
         self._end = last.position + len(self._block(len(self.blocks) - 1))
 
     def _append(self) -> None:
-        """Reads the next block that has a prompt; after the last row, the first of a new epoch."""
+        """Appends the next block with a prompt; starts a new epoch after the last row."""
         began_again = False
         while True:
             epoch, row = self._next
@@ -196,7 +196,7 @@ class StreamedPrompts(PromptStream):
         self._keep(len(self.blocks) - 1, prompts)
 
     def _block(self, number: int) -> list[Prompt]:
-        """Returns the prompts of a block, read again if they are no longer in memory."""
+        """Returns the prompts of a block; reads it again if it is no longer in memory."""
         if number not in self._prompts:
             block = self.blocks[number]
             prompts = self._made(block, self._read(block.epoch, block.row, block.rows))
@@ -209,16 +209,16 @@ class StreamedPrompts(PromptStream):
             self._prompts.popitem(last=False)
 
     def _read(self, epoch: int, row: int, count: int) -> list[dict[str, Any]]:
-        """Returns rows of an epoch; goes on where it has stopped if that is there."""
-        opened, self._open = self._open, None  # one that raises has no further rows
+        """Reads rows of an epoch, continuing the open iterator if it is at that row."""
+        opened, self._open = self._open, None  # an iterator that raised has no further rows
         if opened is not None and opened[0] == (epoch, row):
             left = opened[1]
         else:
             left = self.rows.read(row)
         try:
-            with heartbeat.calling():  # the hub may be asked again for minutes
+            with heartbeat.calling():  # retries against the hub may take minutes
                 rows = list(itertools.islice(left, count))
-        except UserError as error:  # a malformed line far behind, or no network any more
+        except UserError as error:  # a malformed later line, or a lost network
             if local_path(self.rows.source) is not None:
                 raise TrainingError(str(error)) from error
             reason = str(error).rstrip(".")
@@ -239,7 +239,7 @@ class StreamedPrompts(PromptStream):
         except UserError as error:
             if not self.blocks:
                 raise
-            raise TrainingError(str(error)) from error  # while the run trains
+            raise TrainingError(str(error)) from error  # raised during training
         if self.shuffle:
             random.Random(f"{self.seed}/{block.epoch}/{block.row}").shuffle(prompts)
         return prompts

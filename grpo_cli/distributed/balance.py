@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def split_balanced(sizes: Sequence[float], parts: int) -> list[list[int]]:
-    """Returns the indices of `sizes` for each part, so that the sums of the parts are about equal.
+    """Returns each part's indices into `sizes`, with about equal sums over the parts.
 
-    The largest goes first, each to the part with the smallest sum (Graham 1969: at most 4/3 of the
-    best division), among equals to the part with the fewest members, then to the first one.
+    Sizes are assigned in descending order, each to the part with the smallest sum (Graham 1969: at
+    most 4/3 of the best division). Ties go to the part with the fewest members, then to the first.
     `split_balanced([3, 4, 5, 6, 7], 2)` is `[[0, 1, 4], [2, 3]]`.
     """
     members: list[list[int]] = [[] for _ in range(parts)]

@@ -1,8 +1,8 @@
 """Shards a model's weights, gradients and optimizer state over the processes with FSDP2.
 
-Each decoder layer is gathered for its forward and its backward, and freed in between. The gradients
-are summed over the processes. Passes are collective: every process makes the same number of
-forwards and backwards (`Workers.runs_in_lockstep`), even if it has less to compute.
+Each decoder layer is gathered for its forward and its backward, and freed in between. Gradients are
+summed over the processes. Passes are collective: every process runs the same number of forwards and
+backwards (`Workers.runs_in_lockstep`), even if it has less to compute.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from transformers import PreTrainedModel
 
 T = TypeVar("T")
 
-WITHIN = "_grpo_within"  # a method of sharded models
+WITHIN = "_grpo_within"  # name of a method that sharded models get
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether the model's parameters are divided over the processes."""
+    """Returns whether the model's parameters are sharded over the processes."""
     return isinstance(model, FSDPModule)
 
 
@@ -46,14 +46,14 @@ def shard(
     reshard_after_forward: bool,
     on_host: bool = False,
 ) -> PreTrainedModel:
-    """Shards a model over all processes, with the main process's weights. Collective.
+    """Shards a model with the main process's weights over all processes. Collective.
 
-    It goes layer by layer, so that no process except the main one ever holds more than a layer and
-    the embeddings; the others may pass a `loading.skeleton`.
+    Works layer by layer: only the main process ever holds more than a layer and the embeddings. The
+    others may pass a `loading.skeleton`.
 
     Args:
-        half_type: dtype to gather and compute in; the shards keep the model's. None: the model's.
-        reshard_after_forward: free a layer after its forward (ZeRO-3); otherwise it stays gathered
+        half_type: dtype to gather and compute in; None: the model's dtype, which shards keep.
+        reshard_after_forward: free a layer after its forward (ZeRO-3); otherwise keep it gathered
             until its backward (ZeRO-2).
         on_host: keep shards and their gradients in the host's memory; a layer is copied to the
             device before it is gathered.
@@ -76,7 +76,7 @@ def shard(
             offload_policy=policy,
         )
     materialize(model, device)
-    # Embeddings and head are used first and last: they stay gathered in between.
+    # Embeddings and head are used first and last, so they stay gathered in between.
     fully_shard(
         model, mesh=mesh, mp_policy=types, reshard_after_forward=False, offload_policy=policy
     )
@@ -84,7 +84,7 @@ def shard(
     type(model)._can_set_attn_implementation_cached_value = settable
     for part in model.modules():
         if isinstance(part, FSDPModule):
-            # Gradients are summed: losses are divided by the global count already.
+            # Sum gradients: losses are already divided by the global count.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
     setattr(model, WITHIN, MethodType(_call, model))
@@ -93,10 +93,10 @@ def shard(
 
 
 def placement(parameter: nn.Parameter) -> Shard | None:
-    """Returns the dimension along which a parameter is sharded; None: its rows.
+    """Returns the placement of a parameter's shards; None for the default, its rows.
 
-    The experts of a layer are one tensor with a row for each expert. With more processes than
-    experts most would hold padding and send it with each gather.
+    The experts of a layer are one tensor with a row per expert. With more processes than experts,
+    most processes would hold padding and send it in each gather.
     """
     size = dist.get_world_size()
     uneven = parameter.ndim == 3 and parameter.shape[0] % size != 0
@@ -107,7 +107,7 @@ def layers(model: PreTrainedModel) -> list[nn.Module]:
     """Returns the model's decoder layers, which are gathered one at a time."""
     names = set(model._no_split_modules or ())
     decoder_layers: list[nn.Module] = []
-    inside: set[nn.Module] = set()  # parts of these layers: Mamba names its mixers too
+    inside: set[nn.Module] = set()  # submodules of these layers, since Mamba also lists its mixers
     for part in model.modules():
         if part not in inside and type(part).__name__.removeprefix("FSDP") in names:
             decoder_layers.append(part)
@@ -116,8 +116,8 @@ def layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
-    """Puts a module's unsharded tensors on the device with the main process's values."""
-    placed: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight once
+    """Moves a module's unsharded tensors to the device, with the main process's values."""
+    placed: dict[nn.Parameter, nn.Parameter] = {}  # maps a tied weight only once
     for part in module.modules():
         for name, p in part._parameters.items():
             if p is None or isinstance(p, DTensor):
@@ -131,7 +131,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 
 
 def _broadcast(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns the main process's values; of the others' tensors only shape and dtype count."""
+    """Returns the main process's values; other processes supply only shape and dtype."""
     if tensor.is_meta:
         value = torch.empty_like(tensor, device=device)
     else:
@@ -141,9 +141,9 @@ def _broadcast(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def within(model: nn.Module, compute: Callable[[], T]) -> T:
-    """Calls `compute`, which uses the model's parts one by one, and returns its result.
+    """Calls `compute`, which uses submodules of the model directly, and returns its result.
 
-    The parts of a sharded model can only be used inside a forward of its root.
+    Submodules of a sharded model can only be used inside a forward of its root.
     """
     if not is_sharded(model):
         return compute()
@@ -157,7 +157,7 @@ def _call(model: nn.Module, compute: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def inputs_kept(model: nn.Module) -> Iterator[None]:
-    """Leaves the inputs of sharded layers in their dtype, which FSDP would cast to its own."""
+    """Keeps FSDP from casting the inputs of sharded layers to its own dtype."""
     states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
     policies = [state._mp_policy for state in states]
     for state in states:
@@ -170,18 +170,18 @@ def inputs_kept(model: nn.Module) -> Iterator[None]:
 
 
 def offload(model: nn.Module) -> None:
-    """Frees the layers that a forward without a backward has left gathered."""
+    """Frees the layers that a forward without a backward left gathered."""
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
 
 
 def fill(skeleton: PreTrainedModel, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Fills a model without tensors with the complete weights of a sharded one. Collective.
+    """Fills a skeleton with the full weights of a sharded model. Collective.
 
     Args:
-        skeleton: of `loading.skeleton`.
-        dtype: of floating-point weights, which are cast before they are gathered.
+        skeleton: the result of `loading.skeleton`.
+        dtype: floating-point weights are cast to it before they are gathered.
     """
     filled: dict[nn.Parameter, nn.Parameter] = {}
     names = dict(skeleton.named_parameters(remove_duplicate=False))
@@ -213,10 +213,9 @@ def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Returns a tensor with all its elements, as DTensor.full_tensor does; others unchanged.
+    """Gathers a DTensor's elements like DTensor.full_tensor; returns other tensors unchanged.
 
-    A collective for a sharded tensor: every process calls it. A shard on the host is gathered on
-    the device.
+    Collective for a sharded tensor. Shards on the host are gathered on the device.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -227,7 +226,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Returns the device that a model computes on; its shards may be kept on the host."""
+    """Returns the device that a model computes on, even if its shards are kept on the host."""
     first: Tensor = next(model.parameters())
     if isinstance(first, DTensor) and first.device_mesh.device_type != first.device.type:
         return torch.device(first.device_mesh.device_type, torch.cuda.current_device())
@@ -235,14 +234,14 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def zero_gradients(model: nn.Module) -> None:
-    """Gives every trained weight that has no gradient a gradient of 0."""
+    """Sets the gradient of every trained weight without one to 0."""
     for p in model.parameters():
         if p.requires_grad and p.grad is None:
             p.grad = torch.zeros_like(p)
 
 
 def norm_of(parameters: Iterable[nn.Parameter], largest: float | None) -> float:
-    """Scales gradients down to a norm of at most `largest`; returns the norm before that."""
+    """Clips the gradients to a norm of at most `largest`; returns the norm before clipping."""
     parameters = list(parameters)
     if largest is None:
         gradients = [p.grad for p in parameters if p.grad is not None]

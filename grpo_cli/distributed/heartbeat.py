@@ -1,7 +1,7 @@
-"""Records what this process is doing and when it last made progress. Imports nothing heavy.
+"""Records this process's activity and its last progress. Imports nothing slow.
 
-The main thread enters stages and beats while it makes progress; the supervisor reads this from its
-own thread and publishes it to the other processes.
+The main thread enters stages and beats while it makes progress. The supervisor's thread reads this
+state and publishes it to the other processes.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ _now = time.monotonic
 
 
 class State(NamedTuple):
-    """The activity of a process; seconds count back from now."""
+    """The activity of a process, with durations up to now."""
 
     stage: str
-    step: int | None  # None before the first
+    step: int | None  # None before the first step
     quiet: float  # seconds since the last beat
-    waiting: bool  # for other processes
-    inside: float  # seconds in this stage
+    waiting: bool  # whether it waits for other processes
+    inside: float  # seconds in the present stage
 
 
 START = "start"  # the stage before the first evaluation or step
-START_TIMES = 4.0  # factor of the stall limit in that stage: it loads, builds, downloads
+START_TIMES = 4.0  # factor of the stall limit during START, which loads, builds and downloads
 
 _stage = START
-_detail = ""  # of the stage, such as 12/64
+_detail = ""  # progress within the stage, such as 12/64
 _step: int | None = None
 _entered = _beaten = _now()
 _spent: dict[str, float] = {}  # seconds in each stage that the main thread has left
 _waits = 0  # open `waiting` blocks
 on_stage: Callable[[], None] | None = None  # called when a stage begins
-leave: Callable[[], bool] | None = None  # whether to interrupt now; set while that is possible
+leave: Callable[[], bool] | None = None  # whether to interrupt now, if possible
 _calls = 0  # open `calling` blocks
 
 
 class Interrupt(BaseException):
-    """Raised to interrupt the present work, because the run has to end now."""
+    """Raised to interrupt the present work because the run must end."""
 
 
 def at(stage: str, step: int | None = None) -> None:
-    """Enters a stage, which is a beat. Without `step` the step stays the same."""
+    """Enters a stage, and beats. Without `step` the step is unchanged."""
     global _stage, _detail, _step, _entered, _beaten
     _detail = ""
     if step is not None:
@@ -60,27 +60,27 @@ def at(stage: str, step: int | None = None) -> None:
 
 
 def detail(text: str) -> None:
-    """Notes what is done within the stage, or how much of it, until the next stage."""
+    """Records the progress within the stage, until the next stage."""
     global _detail
     _detail = text
 
 
 def activity() -> str:
-    """Returns what this process does at the moment, such as `generate 12/64`."""
+    """Returns this process's present activity, such as `generate 12/64`."""
     return f"{_stage} {_detail}".strip()
 
 
 def touch() -> None:
-    """Records a beat and never raises: for threads, and where an interrupt is not possible."""
+    """Records a beat without ever raising, for threads and uninterruptible code."""
     global _beaten
     _beaten = _now()
 
 
 def beat() -> None:
-    """Records progress. Only the main thread calls it, which the stall detector watches.
+    """Records progress of the main thread, which the stall detector watches.
 
     Raises:
-        Interrupt: the run has to end, and the present work may be interrupted.
+        Interrupt: the run must end, and the present work may be interrupted.
     """
     touch()
     if leave is not None and leave():
@@ -88,14 +88,14 @@ def beat() -> None:
 
 
 def beat_of_main() -> None:
-    """Records progress in the main thread and does nothing in another, for code that both run."""
+    """Beats if called in the main thread, for code that other threads also run."""
     if threading.current_thread() is threading.main_thread():
         beat()
 
 
 @contextlib.contextmanager
 def inside(stage: str) -> Iterator[None]:
-    """Enters a stage within another, which continues afterwards. An error keeps the inner stage."""
+    """Enters a nested stage; the outer one continues afterwards. An error keeps the inner stage."""
     outer = _stage
     at(stage)
     yield
@@ -104,9 +104,9 @@ def inside(stage: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Marks a block that waits for other processes, and so cannot be the cause of a stall.
+    """Marks a block that waits for other processes and so cannot cause a stall.
 
-    It is not interrupted: the others wait for this process as well.
+    The block is not interrupted, since the others also wait for this process.
     """
     global _waits
     touch()
@@ -120,9 +120,9 @@ def waiting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def calling() -> Iterator[None]:
-    """Marks a call of a user's function in the main thread, which may never return or beat.
+    """Marks a main-thread call of a user's function, which may never return or beat.
 
-    `interrupt_call` raises Interrupt in it, as Ctrl-C raises KeyboardInterrupt.
+    `interrupt_call` raises Interrupt inside the call, as Ctrl-C raises KeyboardInterrupt.
     """
     global _calls
     _calls += 1
@@ -133,15 +133,15 @@ def calling() -> Iterator[None]:
 
 
 def is_calling() -> bool:
-    """Whether the main thread is in a call of a user's function."""
+    """Returns whether the main thread is in a user's function."""
     return _calls > 0
 
 
 def interrupt_call(*_: object) -> None:
-    """Raises Interrupt if the main thread is in a user's function; a signal handler.
+    """Signal handler that raises Interrupt if the main thread is in a user's function.
 
     Raises:
-        Interrupt: the run has to end.
+        Interrupt: the run must end.
     """
     if is_calling() and leave is not None and leave():
         raise Interrupt
@@ -154,8 +154,8 @@ def state() -> State:
 
 
 def seconds() -> dict[str, float]:
-    """Returns the seconds that this process has spent in each stage, from its start until now."""
-    spent = dict(_spent)  # at once: another thread may ask
+    """Returns the seconds that this process has spent in each stage since its start."""
+    spent = dict(_spent)  # copied, since the main thread may change it
     spent[_stage] = spent.get(_stage, 0.0) + _now() - _entered
     return spent
 

@@ -1,4 +1,4 @@
-"""Decides whether the present work has to be interrupted, for all processes together."""
+"""Decides for all processes together whether to interrupt the present work."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from grpo_cli.distributed.workers import Workers
 
 
 class Interrupts:
-    """Weighs the time that is left against the time that the step and its checkpoint still take.
+    """Compares the time left with the time that the step and its checkpoint still need.
 
-    A run that has to end (`stop_signal.py`) finishes its step if there is time for it. Otherwise
-    every process breaks off its present work, and all of them raise Interrupted.
+    A run that must end (`stop_signal.py`) finishes its step if time allows. Otherwise every process
+    interrupts its present work, and all raise Interrupted.
     """
 
     def __init__(
@@ -28,23 +28,23 @@ class Interrupts:
         seconds_to_write: Callable[[float], float],
         save_seconds: float,
     ) -> None:
-        """Begins before the first step.
+        """Initializes the timing before the first step.
 
         Args:
-            seconds_to_write: returns the expected seconds until the checkpoint that is being
-                written is complete, given the seconds that one takes; 0 if there is none.
+            seconds_to_write: returns the expected seconds until the checkpoint being written is
+                complete, given the usual duration; 0 if there is none.
             save_seconds: expected seconds of the first checkpoint.
         """
         self.workers = workers
         self.stop = stop
         self.seconds_to_write = seconds_to_write
-        self.save_seconds = save_seconds  # of the newest checkpoint
-        self.signal: int | None = None  # that ended the run early, once all processes know it
+        self.save_seconds = save_seconds  # duration of the newest checkpoint
+        self.signal: int | None = None  # signal that ended the run, known to all processes
         self._step_began = math.inf
-        self._step_seconds: deque[float] = deque(maxlen=3)  # of the last steps
+        self._step_seconds: deque[float] = deque(maxlen=3)  # durations of the last steps
 
     def begin_step(self) -> None:
-        """Records that a step begins, and so how long the one before took."""
+        """Starts timing a step, and records the duration of the previous one."""
         now = time.monotonic()
         if self._step_began < now:
             self._step_seconds.append(now - self._step_began)
@@ -52,12 +52,12 @@ class Interrupts:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Marks work that each process does by itself and can break off.
+        """Marks work that each process does on its own and can interrupt.
 
-        Every process enters it; if one breaks off, all do.
+        Every process enters the block; if one interrupts its work, all do.
 
         Raises:
-            Interrupted: the run has to end, and the work is incomplete.
+            Interrupted: the run must end, and the work is incomplete.
         """
         is_interrupted = False
         heartbeat.leave = self.is_due
@@ -70,22 +70,22 @@ class Interrupts:
         self.interrupt_together(is_interrupted)
 
     def interrupt_together(self, is_interrupted: bool = False) -> None:
-        """Raises Interrupted on every process if one of them is interrupted or has to be."""
+        """Raises Interrupted on every process if any process is, or must be, interrupted."""
         if self.workers.max(float(is_interrupted or self.is_due())):
             raise Interrupted
 
     def is_due(self) -> bool:
-        """Whether the run has to end before the present step could be finished and saved."""
+        """Returns whether the run must end before the present step could be finished and saved."""
         if not self.stop.is_requested:
             return False
         usual = max(self._step_seconds, default=math.inf)
         left = max(usual - (time.monotonic() - self._step_began), 0.0)
-        # The next save begins once the one before is written, which happens during the step.
+        # The next save starts after the previous one is written, which happens during the step.
         left = max(left, self.seconds_to_write(self.save_seconds))
         return self.stop.is_too_late(left, self.save_seconds)
 
     def find_signal(self) -> int | None:
-        """Returns the signal that any process has received, the same on every process."""
+        """Returns the signal that any process received, the same on every process."""
         number = self.stop.signal if self.stop.is_requested else None
         self.signal = int(self.workers.max(float(number or 0))) or None
         return self.signal

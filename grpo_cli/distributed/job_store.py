@@ -1,4 +1,4 @@
-"""Holds what the processes of a job publish for one another, in torch's key-value store."""
+"""Shares the states, failures and stop signals of a job's processes in torch's key-value store."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from grpo_cli.distributed import heartbeat, stall_diagnosis
 from grpo_cli.distributed.stall_diagnosis import Seen
 
-TIMEOUT = timedelta(seconds=30)  # for one answer of the store
+TIMEOUT = timedelta(seconds=30)  # for one response of the store
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure that ends a job: an error, a process that is gone, or a stall."""
+    """The failure that ends a job: an error, a lost process, or a stall."""
 
-    rank: int  # of the process that failed
+    rank: int  # rank of the process that failed
     text: str
     time: float  # unix seconds
-    reporter: int  # rank of the process that noticed
+    reporter: int  # rank of the process that noticed the failure
     is_stall: bool = False
-    frozen: list[dict[str, Any]] = field(default_factory=list)  # processes to end, each "by" a rank
+    frozen: list[dict[str, Any]] = field(default_factory=list)  # to be killed, each "by" a rank
 
 
 class JobStore:
     """The identities and states of all processes, the first failure and the first stop signal.
 
-    Every method raises a RuntimeError when the store does not answer.
+    Every method raises a RuntimeError if the store does not respond.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -44,7 +44,7 @@ class JobStore:
         job = os.environ.get("TORCHELASTIC_RUN_ID", "-")
         self._job = f"grpo/{job}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._messages = 0
-        self.seen: dict[int, Seen] = {}  # the last state of each process that `survey` has found
+        self.seen: dict[int, Seen] = {}  # last state of each process, as found by `survey`
         self._store = self._connect()
 
     def _connect(self) -> Any:
@@ -52,7 +52,7 @@ class JobStore:
         return PrefixStore(self._job, store)
 
     def reconnect(self) -> None:
-        """Connects to a store that did not answer."""
+        """Reconnects to a store that did not respond."""
         try:  # TCPStore itself would print a page of C++ if nobody listens
             socket.create_connection(self.address, timeout=2).close()
         except OSError as error:
@@ -70,15 +70,15 @@ class JobStore:
         self._store.set(f"who/{self.rank}", json.dumps(who))
 
     def who(self, rank: int) -> dict[str, Any]:
-        """Returns a process's identity, with the node "?" if it has published none."""
+        """Returns a process's identity; its node is "?" if it has published none."""
         return self._read(f"who/{rank}") or {"node": "?"}
 
     def name(self, rank: int) -> str:
-        """Returns `process 1 on n2`."""
+        """Returns the name of a process, such as `process 1 on n2`."""
         return f"process {rank} on {self.who(rank)['node']}"
 
     def publish(self, *, done: bool = False) -> None:
-        """Publishes what this process does."""
+        """Publishes this process's state."""
         self._messages += 1
         message = stall_diagnosis.status_message(self._messages, heartbeat.state(), done=done)
         self._store.set(f"state/{self.rank}", message)
@@ -86,7 +86,7 @@ class JobStore:
     def survey(self) -> dict[int, Seen]:
         """Returns the states of all processes that have published one."""
         keys = [f"state/{rank}" for rank in range(self.size)]
-        if not self._store.check(keys):  # not all have started; a `get` would wait for them
+        if not self._store.check(keys):  # some have not started; a `get` would wait for them
             keys = [key for key in keys if self._store.check([key])]
         for key, raw in zip(keys, self._store.multi_get(keys), strict=True):
             rank = int(key.rpartition("/")[2])
@@ -95,7 +95,7 @@ class JobStore:
         return dict(self.seen)
 
     def post_failure(self, failure: Failure) -> Failure:
-        """Publishes a failure, if it is the first one. Returns the first one."""
+        """Publishes a failure unless there is one already; returns the job's first failure."""
         return Failure(**self._post("failure", asdict(failure)))
 
     def failure(self) -> Failure | None:
@@ -104,7 +104,7 @@ class JobStore:
         return Failure(**found) if found else None
 
     def post_stop(self, number: int) -> None:
-        """Publishes a stop signal, if it is the first one."""
+        """Publishes a stop signal unless there is one already."""
         self._post("stop", {"rank": self.rank, "signal": number})
 
     def stop(self) -> dict[str, int] | None:

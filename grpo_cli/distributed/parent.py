@@ -1,8 +1,8 @@
-"""Ends a process that torchrun has started together with a torchrun that is killed.
+"""Ends a process that torchrun started when torchrun is killed.
 
-torchrun's processes would live on, wait for its store, and join the next torchrun that listens at
-the same port. Once a run of several processes has met, its supervisor watches the store instead and
-ends the run in good order.
+The processes would otherwise survive, wait for torchrun's store, and join the next torchrun at the
+same port. Once the processes of a run have connected, the supervisor watches the store instead and
+ends the run cleanly.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_torchrun() -> None:
-    """Makes the kernel kill this process when the torchrun that has started it ends.
+    """Makes the kernel kill this process when the torchrun that started it ends.
 
     Raises:
-        SystemExit: torchrun has ended already.
+        SystemExit: torchrun has already ended.
     """
     if sys.platform != "linux" or not is_under_torchrun():
         return
@@ -32,15 +32,15 @@ def die_with_torchrun() -> None:
 
 
 def watched_by_supervisor() -> None:
-    """Takes `die_with_torchrun` back, because the supervisor notices the end of torchrun."""
+    """Undoes `die_with_torchrun`, because the supervisor detects the end of torchrun."""
     if sys.platform == "linux" and is_under_torchrun():
         _on_death_of_parent(0)
 
 
 def is_orphan() -> bool:
-    """Returns whether init has adopted this process of torchrun.
+    """Returns whether init has adopted this process after torchrun ended.
 
-    torchrun may be process 1 itself, in a container. If another program lies between torchrun and
+    In a container torchrun may itself be process 1. If another program runs between torchrun and
     this process, this process is in that program's session.
     """
     if os.getppid() != 1 or os.getsid(0) != os.getpid():

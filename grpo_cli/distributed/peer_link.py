@@ -11,14 +11,14 @@ from typing import Any
 
 
 class PeerLink:
-    """This process's connection to the next process, and the connections of others to this one.
+    """This process's connection to the next process, and connections from others to it.
 
-    Nothing is sent. The kernel closes a connection when a process ends for any reason, and not when
-    a process is frozen.
+    Nothing is sent. The kernel closes a connection when a process ends for any reason, but not when
+    the process is frozen.
     """
 
     def __init__(self, selector: selectors.BaseSelector, store: tuple[str, int]) -> None:
-        """Listens at the address with which this machine reaches the store.
+        """Listens on the local address from which this machine reaches the store.
 
         Args:
             selector: waits for the sockets; pass the ready ones to `is_lost`.
@@ -39,20 +39,20 @@ class PeerLink:
         os.register_at_fork(after_in_child=self._close_sockets)
 
     def connect(self, address: Sequence[Any]) -> None:
-        """Connects to the next process; without a route to it only heartbeats remain."""
+        """Connects to the next process; without a route only heartbeats can detect its end."""
         self.is_tried = True
         with contextlib.suppress(OSError):
             link = socket.create_connection((address[0], address[1]), timeout=2)
             link.setblocking(False)
             link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
-                if hasattr(socket, option):  # a machine that loses its power is gone after 25 s
+                if hasattr(socket, option):  # a machine that loses power is detected after 25 s
                     link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
             self._next = link
             self._selector.register(link, selectors.EVENT_READ)
 
     def is_lost(self, ready: object) -> bool:
-        """Reads from a socket that is ready. Returns True if the next process has ended."""
+        """Handles a socket that is ready; returns True if the next process has ended."""
         if ready is self._listener:
             with contextlib.suppress(OSError):
                 self.accepted.append(self._listener.accept()[0])
@@ -72,7 +72,7 @@ class PeerLink:
         self._close_sockets()
 
     def _close_sockets(self) -> None:
-        """Closes all sockets, also in a forked child, which would keep its parent's links open."""
+        """Closes all sockets; a forked child calls it so as not to keep its parent's links open."""
         for link in (self._listener, self._next, *self.accepted):
             if link is not None:
                 link.close()

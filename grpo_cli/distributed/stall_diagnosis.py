@@ -1,7 +1,7 @@
-"""Finds the process that holds up a job, from the states that all processes publish.
+"""Finds the process that stalls a job, from the states that all processes publish.
 
-Pure functions for supervisor.py. Times are `time.monotonic` of the process that judges: a state
-counts from the moment at which it was read, so that clocks need not agree.
+Pure functions for supervisor.py. Times are `time.monotonic` of the observing process, from the
+moment at which a state was read, so that clocks need not agree.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Seen:
 
     raw: bytes
     at: float
-    done: bool  # whether the process has ended in good order
+    done: bool  # whether the process has ended cleanly
     state: heartbeat.State
 
     @classmethod
@@ -45,27 +45,27 @@ def status_message(number: int, state: heartbeat.State, *, done: bool) -> str:
 
 
 def limit(states: Iterable[heartbeat.State], stall: float) -> float:
-    """Returns the seconds without a heartbeat that are a stall; longer while a process starts."""
+    """Returns the seconds without a heartbeat that count as a stall; longer during the start."""
     starts = any(state.stage == heartbeat.START for state in states)
     return stall * (heartbeat.START_TIMES if starts else 1.0)
 
 
 def silent(running: Mapping[int, Seen], now: float, seconds: float) -> list[int]:
-    """Returns the ranks without a new message for `seconds`: their threads do not run."""
+    """Returns the ranks without a new message for `seconds`, whose threads are blocked."""
     return [rank for rank, seen in running.items() if now - seen.at > seconds]
 
 
 def quiet(running: Mapping[int, Seen], mute: Collection[int], now: float) -> float:
-    """Returns the seconds since the last heartbeat of any process that is not silent."""
+    """Returns the seconds since the last heartbeat of any process that is not in `mute`."""
     return now - max(seen.beaten for rank, seen in running.items() if rank not in mute)
 
 
 def slowest(running: Mapping[int, Seen], mute: Collection[int], now: float) -> tuple[int, str]:
-    """Finds the process that holds up a stalled job.
+    """Finds the process that stalls a job.
 
     Args:
         running: the processes that have not ended, by rank; at least one.
-        mute: the ranks of the silent ones.
+        mute: the ranks returned by `silent`.
 
     Returns:
         (its rank, the message's text after its name).
@@ -89,7 +89,7 @@ def slowest(running: Mapping[int, Seen], mute: Collection[int], now: float) -> t
 
 
 def doing(state: heartbeat.State) -> str:
-    """Returns `reward of step 3`, or only the stage before the first step."""
+    """Returns stage and step, as `reward of step 3`; only the stage before the first step."""
     return state.stage if state.step is None else f"{state.stage} of step {state.step}"
 
 

@@ -1,11 +1,11 @@
-"""Decides when a run has to end before its last step, and whether it can finish its present step.
+"""Decides whether a run must end early, and whether it can finish its present step.
 
-Ctrl-C (SIGINT) gives it all the time it needs. SIGTERM, SIGHUP of a terminal that is closed, and
-SIGUSR1, which SLURM sends before a time limit or a preemption, give it `checkpoint.grace` seconds.
-A job with a known end ($GRPO_END_TIME, $SLURM_JOB_END_TIME) acts as if it got a signal
-`checkpoint.grace` seconds before its end.
+Ctrl-C (SIGINT) sets no time limit. SIGTERM, SIGHUP of a closed terminal, and SIGUSR1, which SLURM
+sends before a time limit or a preemption, allow `checkpoint.grace` seconds. A job with a known end
+($GRPO_END_TIME, $SLURM_JOB_END_TIME) acts as if it received a signal `checkpoint.grace` seconds
+before its end.
 
-Under torchrun a Ctrl-C also gives `checkpoint.grace` seconds: torchrun passes the signal on, and
+Under torchrun Ctrl-C also allows only `checkpoint.grace` seconds: torchrun forwards the signal, and
 kills its processes after its --shutdown-timeout.
 """
 
@@ -23,10 +23,10 @@ from types import FrameType
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import UserError
 
-SAFETY_FACTOR = 1.5  # a step, and saving, are expected to take at most this many times the last
+SAFETY_FACTOR = 1.5  # bound on the next duration of a step or save, relative to the last one
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
-WAKE = signal.SIGUSR2  # the supervisor's, to a main thread that is in a user's function
-AGAIN_SECONDS = 2.0  # a second SIGTERM after them is a wish of its own, not a copy of the first
+WAKE = signal.SIGUSR2  # the supervisor's signal to a main thread in a user's function
+AGAIN_SECONDS = 2.0  # a second SIGTERM later than this is intended, not a copy of the first
 TORCHRUN_SECONDS = 30.0  # torchrun's default --shutdown-timeout
 
 
@@ -35,7 +35,7 @@ class Interrupted(Exception):  # noqa: N818 - not an error
 
 
 class StoppedWhileStarting(BaseException):
-    """Raised when a run gets a signal before its first step."""
+    """Raised when a run receives a signal before its first step."""
 
     def __init__(self, number: int) -> None:
         super().__init__("stopped before the first step; there is nothing new to save")
@@ -43,7 +43,7 @@ class StoppedWhileStarting(BaseException):
 
 
 def end_of_job() -> float | None:
-    """Returns the unix time at which the batch system ends the job, or None if it is not known."""
+    """Returns the unix time at which the batch system ends the job, or None if unknown."""
     for name in ("GRPO_END_TIME", "SLURM_JOB_END_TIME"):
         value = os.environ.get(name, "")
         if value.isdecimal():
@@ -52,23 +52,23 @@ def end_of_job() -> float | None:
 
 
 def is_under_torchrun() -> bool:
-    """Whether torchrun has started this process."""
+    """Returns whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def is_started_again() -> bool:
-    """Whether torchrun restarts all processes if one ends with an exit code other than 0."""
+    """Returns whether torchrun restarts all processes if one ends with a nonzero exit code."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
 
 
 def is_passed_on(number: int) -> bool:
-    """Whether torchrun passes this signal on, and kills its processes a little later."""
+    """Returns whether torchrun forwards this signal, and kills its processes a little later."""
     handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")
     return is_under_torchrun() and signal.Signals(number).name in handled
 
 
 def given_grace(usual: float) -> float:
-    """Returns the seconds between a signal and the end: $GRPO_GRACE, or `usual`, the recipe's.
+    """Returns the seconds between a signal and the end: $GRPO_GRACE, or the recipe's `usual`.
 
     Raises:
         UserError: $GRPO_GRACE is not a number of seconds.
@@ -86,7 +86,7 @@ def given_grace(usual: float) -> float:
 
 
 def leave_closed_terminal(descriptors: Sequence[int] = (1, 2)) -> None:
-    """Discards what is printed to a terminal that is gone, where printing would raise."""
+    """Redirects output of a closed terminal to /dev/null, where printing would raise."""
     for descriptor in descriptors:
         try:
             os.get_terminal_size(descriptor)
@@ -108,15 +108,15 @@ class StopSignal:
         received: Callable[[], int | None] = lambda: None,
         is_aftermath: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Installs signal handlers; until `started` is set a signal raises StoppedWhileStarting.
+        """Installs signal handlers. A signal raises StoppedWhileStarting until `started` is set.
 
         Args:
             say: prints a line.
             grace: seconds between a signal and the end.
             end: unix time of the job's end, if known.
             send: sends a signal's number to the other processes; called in a signal handler.
-            received: returns the number of a signal that another process got, if any.
-            is_aftermath: whether a SIGTERM only comes from torchrun after another process failed.
+            received: returns the number of a signal that another process received, if any.
+            is_aftermath: returns whether a SIGTERM follows from the failure of another process.
 
         Raises:
             UserError: $GRPO_GRACE is not a number of seconds.
@@ -124,8 +124,8 @@ class StopSignal:
         self.say, self.end, self.send, self.received = say, end, send, received
         self.is_aftermath = is_aftermath
         self.grace = given_grace(grace)
-        self.signal: int | None = None  # the signal that ends it; SIGALRM: the job's time is up
-        self.ends_at: float | None = None  # unix time by which it has to have ended
+        self.signal: int | None = None  # signal that ends the run; SIGALRM: the job's time is up
+        self.ends_at: float | None = None  # unix time by which the run must have ended
         self.started = False
         self._process = os.getpid()
         self._received_at = 0.0  # unix time of the first signal
@@ -157,13 +157,13 @@ class StopSignal:
             self._set_end()
 
     def _is_insisting(self, number: int) -> bool:
-        """Whether this is a second SIGTERM of a user; batch systems send several by themselves."""
+        """Returns whether this is a user's second SIGTERM; batch systems send several."""
         is_of_system = is_under_torchrun() or "SLURM_JOB_ID" in os.environ
         is_second = number == self.signal == signal.SIGTERM and not is_of_system
         return is_second and time.time() - self._received_at > AGAIN_SECONDS
 
     def record(self, number: int) -> None:
-        """Records a signal that this or another process got; only the first one counts."""
+        """Records a signal that this or another process received; only the first one counts."""
         if self.signal is not None:
             return
         self.signal, self.ends_at, self._received_at = number, self.end, time.time()
@@ -173,7 +173,7 @@ class StopSignal:
             self.say(f"stopping: {self._what_next(number)}")
 
     def _set_end(self) -> None:
-        """Limits the run to `grace` more seconds, or to an earlier end."""
+        """Limits the run to `grace` more seconds, or to an earlier known end."""
         ends = (time.time() + self.grace, self.end, self.ends_at)
         self.ends_at = min(end for end in ends if end is not None)
 
@@ -193,7 +193,7 @@ class StopSignal:
 
     @property
     def is_requested(self) -> bool:
-        """Whether the run has to end after the present step."""
+        """Whether the run must end after the present step."""
         if self.signal is None:
             elsewhere = self.received()
             if elsewhere is not None:
@@ -203,11 +203,11 @@ class StopSignal:
         return self.signal is not None
 
     def is_too_late(self, step_seconds: float, save_seconds: float) -> bool:
-        """Whether the run has to end and cannot finish its step first.
+        """Returns whether the run must end and cannot finish its step first.
 
         Args:
-            step_seconds: expected time of the rest of the step.
-            save_seconds: expected time of saving.
+            step_seconds: expected seconds for the rest of the step.
+            save_seconds: expected seconds for saving.
         """
         if not self.is_requested or self.ends_at is None:
             return False

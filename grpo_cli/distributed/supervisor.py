@@ -1,16 +1,15 @@
 """Ends all processes of a job when one fails, and names the one that failed.
 
-Without it, a failed process leaves the others in a collective that it never enters: they wait for
-half an hour, then each prints a timeout, and none knows the cause. So each process has a thread
-that
+Without it, a failed process leaves the others in a collective that it never enters. They wait for
+half an hour, then each prints a timeout without the cause. So each process has a thread that
 
-    publishes  what the process does (`heartbeat`), in the job's key-value store (`job_store`)
-    reads      the job's first failure there, and a stop signal that one process got
-    holds      a link to the next process (`peer_link`), which the kernel closes at its end
+    publishes  the process's activity (`heartbeat`) in the job's key-value store (`job_store`)
+    reads      the job's first failure and the first stop signal from the store
+    holds      a link to the next process (`peer_link`), which the kernel closes when that ends
     judges     (in the first living process) whether any process still makes progress
 
-Only the first failure is reported; its consequences (a connection that the others lose) are not. A
-process that hangs in C++ is ended by its thread.
+Only the first failure is reported, not its consequences, such as lost connections in the other
+processes. A process that hangs in C++ is ended by its supervisor thread.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ from grpo_cli.distributed.stop_signal import WAKE
 from grpo_cli.errors import TrainingError, UserError
 
 POLL_SECONDS = 1.0  # between two reads of the store
-ROOT_CAUSE_TIMEOUT = 5.0  # seconds for the cause of a lost connection to be published
-OTHERS_SECONDS = 3.0  # that the other processes stay, so that the failed one ends first
+ROOT_CAUSE_TIMEOUT = 5.0  # seconds to wait for the published cause of a lost connection
+OTHERS_SECONDS = 3.0  # seconds that the other processes stay, so that the failed one ends first
 GRACE_SECONDS = 8.0  # for a process to end by itself after another has failed
 CLEANUP_SECONDS = 15.0  # for the failed process to end by itself
-SAVING_SECONDS = 20.0  # for either, while a checkpoint is written that can still be completed
-CLOSING_SECONDS = 5.0  # of these, for what follows the checkpoint
-STOP_SECONDS = 0.5  # between a signal and its news, in which a failure may be published
-STORE_SECONDS = 6.0  # for a store that does not answer to come back
+SAVING_SECONDS = 20.0  # for either, while a checkpoint is being written that can still be completed
+CLOSING_SECONDS = 5.0  # part of SAVING_SECONDS, for the work after the checkpoint
+STOP_SECONDS = 0.5  # delay of a published signal, in which its cause may be published
+STORE_SECONDS = 6.0  # for an unresponsive store to come back
 
-# Messages of errors that may mean that another process has ended or not started.
+# Matches errors that may mean that another process has ended or not started.
 _LOST = re.compile(
     r"gloo|nccl|closed by peer|reset by peer|broken pipe|timed out|timeout|communicator|watchdog",
     re.IGNORECASE,
@@ -65,11 +64,11 @@ class Supervisor:
     """Publishes the state of this process and watches the others."""
 
     def __init__(self, rank: int, size: int, folder: Path, stall_minutes: float | None) -> None:
-        """Starts the thread, which joins the job's store if there are several processes.
+        """Starts the thread, which joins the job's store if the job has several processes.
 
         Args:
-            rank, size: of this process, and the number of processes.
-            folder: of the run; the processes' logs lie in logs/ there.
+            rank, size: rank of this process, and number of processes.
+            folder: the run's folder; logs are written to its subfolder logs/.
             stall_minutes: minutes without a heartbeat of any process after which the run ends;
                 None: never. Before the first step `heartbeat.START_TIMES` times as long.
         """
@@ -83,29 +82,29 @@ class Supervisor:
         self.is_saving: Callable[[], bool] = lambda: False  # whether a checkpoint is being written
         self.is_starting: Callable[[], bool] = lambda: False  # whether a signal ends it immediately
         self.ends_at: Callable[[], float | None] = lambda: None  # unix time of the end, if known
-        self.on_failure: Callable[[str], None] = lambda text: None  # before it ends this process
-        self._error: BaseException | None = None  # the error of this process
-        self._reports = False  # whether this process has reported it
+        self.on_failure: Callable[[str], None] = lambda text: None  # before this process ends
+        self._error: BaseException | None = None  # error of this process
+        self._reports = False  # whether this process has reported the failure
         self._code = 1
         self._leave_at: float | None = None
-        self._failed_at = 0.0  # when the failure was published or became known
-        self._stopped_at: float | None = None  # when another got a signal while this one starts
-        self._unsent: tuple[int, float] | None = None  # a signal to publish, and its time
+        self._failed_at = 0.0  # time at which the failure was published or became known
+        self._stopped_at: float | None = None  # time of another process's signal during the start
+        self._unsent: tuple[int, float] | None = None  # signal to publish, and its time
         self._closing = False
         self._logged: set[str] = set()  # errors of the supervisor itself
 
         self.poll = POLL_SECONDS if self.stall is None else min(POLL_SECONDS, self.stall / 10)
-        # A process whose thread does not run for this long counts as frozen.
+        # A process whose thread has not run for this long counts as frozen.
         self.silent = max(4 * self.poll, min(5.0, (self.stall or 60.0) / 2))
         self._polled_at = time.monotonic()
 
         self._stacks = open(self.log_path("stacks.txt"), "a", encoding="utf-8")  # noqa: SIM115
-        # Writes the stacks at a segmentation fault, and at SIGABRT even while the GIL is held.
+        # Dumps the stacks on a segmentation fault, and on SIGABRT even while the GIL is held.
         faulthandler.enable(self._stacks, all_threads=True)
 
         self._lock = threading.RLock()
-        self._lost_at: float | None = None  # when the store stopped to answer
-        self._store: JobStore | None = None  # None with one process, and at the end
+        self._lost_at: float | None = None  # time at which the store stopped responding
+        self._store: JobStore | None = None  # None with one process, and after closing
         self._link: PeerLink | None = None
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -117,18 +116,18 @@ class Supervisor:
             self._link = PeerLink(self._selector, self._store.address)
             self._store.introduce(self._link.address)
             self._store.publish()
-        heartbeat.on_stage = self._wake  # published immediately, for a process that is killed
+        heartbeat.on_stage = self._wake  # publishes immediately, in case the process is killed
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
         if size > 1:
             parent.watched_by_supervisor()
 
     def log_path(self, kind: str = "log") -> Path:
-        """Returns the path of this process's log, or of another file of it."""
+        """Returns the path of this process's log, or of its file of another kind."""
         return self.logs / f"rank-{self.rank}.{kind}"
 
     def log_to_file(self) -> None:
-        """Redirects output to the log, except on the first process; `screen` stays the terminal."""
+        """Redirects output to the log, except on rank 0; `screen` remains the terminal."""
         if self.rank == 0:
             return
         for stream in (sys.stdout, sys.stderr):
@@ -144,17 +143,17 @@ class Supervisor:
         now = datetime.now().isoformat(sep=" ", timespec="seconds")
         print(f"--- {now} process {self.rank} on {heartbeat.node()}, pid {os.getpid()}")
 
-    # Called by the main thread when it fails or gets a signal.
+    # Called by the main thread when it fails or receives a signal.
 
     def report(self, error: BaseException, code: int = 1) -> None:
-        """Publishes and prints the error that ends this process, unless another is its cause.
+        """Publishes and prints the error that ends this process, unless another error caused it.
 
-        The traceback goes to the log, and to the screen if the error is unexpected. From now on the
-        process has CLEANUP_SECONDS to end. If the error may be a consequence, this waits
-        ROOT_CAUSE_TIMEOUT for the others. A second call does nothing.
+        The traceback goes to the log, and to the screen if the error is unexpected. The process
+        then has CLEANUP_SECONDS to end. If the error may be a consequence, waits ROOT_CAUSE_TIMEOUT
+        for the cause. A second call does nothing.
 
         Args:
-            code: this process's exit code if its thread has to end it.
+            code: exit code if the supervisor thread must end this process.
         """
         if self._error is not None:
             return
@@ -173,10 +172,10 @@ class Supervisor:
             self._print(f"{'' if is_expected else trace}grpo: {text}")
 
     def leave(self, code: int) -> NoReturn:
-        """Ends a failed process, whatever its threads do.
+        """Ends a failed process, regardless of its other threads.
 
-        The process that reported stays until the others have read it, in case the store ends with
-        it; the others stay until it has ended, so that torchrun names it first.
+        The reporting process stays until the others have read the failure, in case the store ends
+        with it. The others stay until it has ended, so that torchrun names it first.
         """
         if self.size > 1:
             stay = self.poll + 0.5 if self._reports else OTHERS_SECONDS
@@ -185,14 +184,14 @@ class Supervisor:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a process of the job has failed, by the store's present contents."""
+        """Whether a process of the job has failed, according to the store."""
         if not self._closing:
             with contextlib.suppress(RuntimeError):
                 self._read_store()
         return self.failure is not None
 
     def send_stop(self, number: int) -> None:
-        """Publishes a stop signal, which becomes `stop_signal`; called in a signal handler.
+        """Publishes a stop signal, and sets `stop_signal`; called in a signal handler.
 
         If a failure is published within STOP_SECONDS, the signal came from torchrun tearing the job
         down and is ignored.
@@ -203,10 +202,10 @@ class Supervisor:
         self._wake()
 
     def send_stop_now(self, number: int) -> bool:
-        """Publishes a stop signal before a process ends, so that the others do not miss it.
+        """Publishes a stop signal before this process ends, so that its end is not a failure.
 
         Returns:
-            False if a failure is published within STOP_SECONDS, which is then the signal's cause.
+            False if a failure is published within STOP_SECONDS, since it caused the signal.
         """
         until = time.monotonic() + STOP_SECONDS
         while self._store is not None and not self.has_failed and time.monotonic() < until:
@@ -219,7 +218,7 @@ class Supervisor:
         return True
 
     def close(self) -> None:
-        """Ends the supervisor in good order: the others do not miss this process from now on."""
+        """Ends the supervisor cleanly: the others no longer expect this process."""
         if self._closing:
             return
         self._closing = True
@@ -238,13 +237,13 @@ class Supervisor:
         self._stacks.close()
         self._discard_empty()
 
-    # The store.
+    # The key-value store.
 
     def _post(self, failure: Failure) -> bool:
-        """Publishes a failure. Returns whether it is the first one."""
+        """Publishes a failure; returns whether it is the first one."""
         with self._lock:
             if self.failure is None:
-                self.failure = failure  # without a store the order is unknown: report it
+                self.failure = failure  # without a store the order is unknown, so report it
                 with contextlib.suppress(RuntimeError):
                     if self._store is not None:
                         self.failure = self._store.post_failure(failure)
@@ -258,7 +257,7 @@ class Supervisor:
             self.stop_signal = number
 
     def _read_store(self) -> None:
-        """Reads whether a process has failed or was asked to stop."""
+        """Reads the job's failure and stop signal."""
         with self._lock:
             if self._store is None:
                 return
@@ -272,7 +271,7 @@ class Supervisor:
                     self._stopped_at = time.monotonic()
 
     def _survey(self) -> dict[int, Seen]:
-        """Returns the states of all processes that have not ended in good order."""
+        """Returns the states of all processes that have not ended cleanly."""
         if self._store is None:
             return {self.rank: Seen(b"", time.monotonic(), False, heartbeat.state())}
         with self._lock:
@@ -282,14 +281,14 @@ class Supervisor:
     def _name(self, rank: int) -> str:
         return self._store.name(rank) if self._store else f"process {rank} on {heartbeat.node()}"
 
-    # The thread.
+    # The supervisor thread.
 
     def _run(self) -> None:
         while not self._closing:
             try:
                 self._poll()
                 self._lost_at = None
-            except RuntimeError as error:  # DistError of every kind
+            except RuntimeError as error:  # any kind of DistError
                 self._handle_lost_store(error)
             except Exception as error:  # a bug here must not end the supervision
                 if repr(error) not in self._logged:
@@ -306,12 +305,12 @@ class Supervisor:
                         self._report_lost_peer((self.rank + 1) % self.size)
 
     def _poll(self) -> None:
-        """Publishes, reads the store and looks for a stall, once."""
+        """Publishes this process's state, reads the store and checks for a stall, once."""
         now = time.monotonic()
         slept = now - self._polled_at
         self._polled_at = now
         if self.stall is not None and slept > max(self.silent, self.stall / 2):
-            heartbeat.touch()  # the process, or the complete job, was suspended: not a stall
+            heartbeat.touch()  # the process, or the entire job, was suspended: not a stall
             if self._store is not None:
                 self._store.seen.clear()
         if self._store is not None:
@@ -334,13 +333,13 @@ class Supervisor:
             self._look_for_stall(now, self.stall)
 
     def _end_if_due(self) -> None:
-        """Ends this process if its time is up."""
+        """Ends this process if its time has expired."""
         if self.failure is not None and self.failure.is_stall:
             self._end_stalled(self.failure)
         now = time.monotonic()
         if self._stopped_at is not None and now > self._stopped_at + GRACE_SECONDS:
             self._stopped_at = None
-            if self.is_starting():  # it waits in C++ for the other process, which has ended
+            if self.is_starting():  # it waits in C++ for another process that has ended
                 self._exit(128 + (self.stop_signal or signal.SIGTERM))
         if heartbeat.is_calling():
             self._end_call()
@@ -351,9 +350,9 @@ class Supervisor:
             self._exit(self._code)
 
     def _end_call(self) -> None:
-        """Interrupts a user's function that runs longer than the run may; later ends the process.
+        """Interrupts a user's function that outlasts the run; later ends the process.
 
-        A function can catch the interrupt, and does not see it while it is in C.
+        A function can catch the interrupt, and does not receive it while in C code.
         """
         leave, ends_at = heartbeat.leave, self.ends_at()
         if leave is not None and leave():
@@ -366,7 +365,7 @@ class Supervisor:
             self._exit(128 + (self.stop_signal or signal.SIGTERM))
 
     def _report_lost_peer(self, rank: int) -> None:
-        """Reports a process whose link is closed, unless it ended in good order."""
+        """Reports a process whose link has closed, unless it ended cleanly."""
         self._read_store()
         running = self._survey()
         if self._store is None or self.failure is not None or rank not in running:
@@ -378,7 +377,7 @@ class Supervisor:
         self._report_other(Failure(rank, text, time.time(), self.rank))
 
     def _handle_lost_store(self, error: RuntimeError) -> None:
-        """Handles a store that does not answer: torchrun on the first node, or the node, ended."""
+        """Handles an unresponsive store: torchrun on the first node, or that node, has ended."""
         now = time.monotonic()
         self._lost_at = self._lost_at or now
         if self.failure is None and now - self._lost_at > STORE_SECONDS:
@@ -400,14 +399,14 @@ class Supervisor:
             self._print(f"grpo: {failure.text}")
 
     def _print(self, text: str) -> None:
-        # In one write: others write to the same terminal.
+        # A single write, since other processes write to the same terminal.
         _within(2.0, lambda: print(text + "\n", end="", file=self.screen, flush=True))
 
     # Stalls.
 
     def _look_for_stall(self, now: float, stall: float) -> None:
-        """Reports a stall: no process had a heartbeat for too long, and this is the first one."""
-        if heartbeat.state().quiet < stall / 2:  # the states are read only when that may be
+        """Reports a stall, on the first process, if no process had a heartbeat for too long."""
+        if heartbeat.state().quiet < stall / 2:  # read the states only if a stall is possible
             return
         running = self._survey()
         silent = stall_diagnosis.silent(running, now, self.silent)
@@ -431,7 +430,7 @@ class Supervisor:
         )
 
     def _frozen(self, running: dict[int, Seen], silent: list[int]) -> list[dict[str, Any]]:
-        """Returns the silent processes, each with the rank on its machine that has to end it."""
+        """Returns the silent processes, each with the rank on its machine that must kill it."""
         if self._store is None or not silent:
             return []
         whos = {rank: self._store.who(rank) for rank in running}
@@ -442,7 +441,7 @@ class Supervisor:
         return frozen
 
     def _end_stalled(self, stall: Failure) -> NoReturn:
-        """Writes the stacks of this process, ends silent ones on its machine, and exits."""
+        """Dumps the stacks of this process, kills silent ones on its machine, and exits."""
         with contextlib.suppress(OSError):  # a full disk may be the cause
             self._stacks.write(f"--- {stall.text}\n")
             self._stacks.flush()
@@ -453,26 +452,26 @@ class Supervisor:
         time.sleep(1.0)
         for process in frozen:
             _send(process, signal.SIGKILL)
-        # The process that reported ends last, so that its message is the last on the screen.
+        # The reporting process ends last, so that its message is the last on the screen.
         time.sleep(1.0 if stall.reporter == self.rank else 0.0)
         self._exit(1)
 
-    # Ends.
+    # Ending.
 
     def _wait_for_cause(self) -> None:
-        """Waits for another process's failure, which may be the cause of an error of this one."""
+        """Waits for another process's failure, which may have caused this process's error."""
         until = time.monotonic() + ROOT_CAUSE_TIMEOUT
         while self.failure is None and time.monotonic() < until:
             with contextlib.suppress(RuntimeError):
                 self._read_store()
-            if self._lost_at is not None:  # no store either, which the thread will report
+            if self._lost_at is not None:  # the store is lost too, which the thread will report
                 until = max(until, self._lost_at + STORE_SECONDS + 2 * self.poll)
             time.sleep(0.1)
 
     def _exit(self, code: int) -> NoReturn:
-        """Ends the process now, whatever its threads do."""
+        """Ends the process now, regardless of its other threads."""
         if self.failure is not None and not self._reports:
-            # A second later than the cause: torchrun calls the earliest one the root.
+            # One second after the cause: torchrun treats the earliest error as the root.
             self._write_error_file(f"ended after this: {self.failure.text}", self.failure.time + 1)
         if (failure := self.failure) is not None:
             _within(1.0, lambda: self.on_failure(failure.text))
@@ -494,13 +493,13 @@ class Supervisor:
         """Writes a traceback to the log."""
         now = datetime.now().isoformat(sep=" ", timespec="seconds")
         with (
-            contextlib.suppress(OSError),  # a full disk may be what the error is about
+            contextlib.suppress(OSError),  # a full disk may be the error's cause
             open(self.log_path(), "a", encoding="utf-8", errors="backslashreplace") as log,
         ):
             log.write(f"--- {now} {heartbeat.where()}\n{text}")
 
     def _write_error_file(self, text: str, when: float) -> None:
-        """Writes the file from which torchrun reports this process's error, if it started it."""
+        """Writes the file from which torchrun, if it started this process, reports its error."""
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if not path or os.path.exists(path):
             return
@@ -510,7 +509,7 @@ class Supervisor:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Whether an error may mean that another process has ended or not started."""
+    """Returns whether an error may mean that another process has ended or not started."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, dist.DistError):
@@ -522,7 +521,7 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def _message(error: BaseException) -> str:
-    """Returns an error's text without C++'s stack."""
+    """Returns an error's message without the C++ stack."""
     text = str(error).partition("\nException raised from")[0].strip()
     if isinstance(error, UserError | TrainingError):
         return text
@@ -532,16 +531,16 @@ def _message(error: BaseException) -> str:
 
 
 def _abort(process: dict[str, Any]) -> None:
-    """Ends a frozen process, which first writes its stacks: faulthandler needs no GIL."""
+    """Kills a frozen process, which first dumps its stacks: faulthandler needs no GIL."""
     if hasattr(resource, "prlimit"):
         with contextlib.suppress(OSError, ValueError):
             resource.prlimit(process["pid"], resource.RLIMIT_CORE, (0, 0))  # no core dump
     _send(process, signal.SIGABRT)
-    _send(process, signal.SIGCONT)  # a stopped process takes its signals when it continues
+    _send(process, signal.SIGCONT)  # a stopped process receives signals only when it continues
 
 
 def _send(process: dict[str, Any], number: int) -> None:
-    """Sends a signal to a process of this job on this machine, unless its pid is another's now."""
+    """Sends a signal to a local process of this job, unless its pid has been reused."""
     with contextlib.suppress(psutil.Error, OSError):
         current = psutil.Process(process["pid"])
         if abs(current.create_time() - process["started"]) < 2:  # seconds; the clock may be set
@@ -549,7 +548,7 @@ def _send(process: dict[str, Any], number: int) -> None:
 
 
 def _within(seconds: float, action: Callable[[], object]) -> None:
-    """Runs what may hang, such as writing to a stream that nobody reads, for at most `seconds`."""
+    """Runs an action that may hang, such as a write to an unread stream, for at most `seconds`."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     thread.join(seconds)

@@ -1,11 +1,11 @@
 """The run's processes and devices: rank, sums and gathers over processes. Wraps accelerate.
 
-Groups of gloo get one thread each: with two, PyTorch corrupts their memory. Each thread of a group
-writes the name of its last collective into one string of the group without a lock
-(`ProcessGroupGloo::runLoop`, lastCompletedWorkName; seen in torch 2.13). Names of more than 15
-letters, such as ALLGATHER_COALESCED of a DTensor, lie on the heap and are then freed twice:
-"malloc(): unaligned tcache chunk detected", a segmentation fault or a hang, once in some hundred
-runs, and within seconds where many collectives run concurrently. A second thread has no other use.
+Gloo groups get one thread each: with two, PyTorch corrupts their memory. Each thread writes the
+name of its last collective into the group's string without a lock (`ProcessGroupGloo::runLoop`,
+lastCompletedWorkName; seen in torch 2.13). Names of more than 15 letters, such as
+ALLGATHER_COALESCED of a DTensor, are on the heap and can be freed twice. This causes "malloc():
+unaligned tcache chunk detected", a segmentation fault or a hang, once in some hundred runs, or
+within seconds with many concurrent collectives. A second thread has no other use.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from grpo_cli.distributed import fsdp, heartbeat
 from grpo_cli.distributed.heartbeat import Interrupt, waiting
 from grpo_cli.errors import TrainingError, UserError
 
-CHUNK = 2**24  # weights whose gradients are summed in one call
+CHUNK = 2**24  # elements whose gradients are summed in one call
 GLOO_THREADS = 1
 
 T = TypeVar("T")
 
-# Kept to the end of the process. Freeing the last reference to a group joins gloo's threads with
-# the GIL held, and sometimes one of them waits for the GIL: a hang at exit, seen with DDP's
-# reducer.
+# Kept until the process ends. Freeing the last reference to a group joins gloo's threads with the
+# GIL held. If one of them waits for the GIL, the exit hangs (seen with DDP's reducer).
 _groups: list[Any] = []
 
 
@@ -51,12 +50,12 @@ class Workers:
         mixed_precision: str = "no",
         config: Distributed | None = None,
     ) -> None:
-        """Joins the processes that torchrun started, if it did.
+        """Joins the processes that torchrun started, if any.
 
         Args:
             device: auto, cpu, cuda or mps.
             mixed_precision: no, bf16 or fp16.
-            config: how the work is divided; None: every process has the complete model.
+            config: division of the work; None: every process holds the complete model.
 
         Raises:
             UserError: this machine lacks the device, or distributed=single has several processes.
@@ -65,19 +64,19 @@ class Workers:
         cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
         if (device == "cuda" and not cuda) or (device == "mps" and not mps):
             raise UserError(f"device = {device}: this machine has none; use device=auto.")
-        # accelerate ignores torchrun's processes on a machine without GPU unless `cpu` is passed.
+        # On a machine without GPU, accelerate ignores torchrun's processes unless `cpu` is passed.
         cpu = device == "cpu" or (device == "auto" and not cuda and not mps)
-        # The supervisor ends a stalled run and names the process; this timeout is longer.
+        # Above the stall limit, so that the supervisor ends a stalled run and names the process.
         stall = heartbeat.START_TIMES * self.config.stall_minutes
         minutes = stall + 5 if stall else 7 * 24 * 60
         timeout = timedelta(minutes=minutes)
         use_single_threaded_gloo()
-        # Norms and sums of gradients on the host are reduced there.
+        # With offloading, gradient norms and sums are reduced on the host.
         backend = "nccl" if self.config.offload != "all" or cpu else "cuda:nccl,cpu:gloo"
         rejoin_after_restart("gloo" if cpu else backend, timeout)
         self.accelerator = Accelerator(
             cpu=cpu,
-            # It refuses fp16 on a CPU, and has a loss scaler that checkpoints here do not store.
+            # accelerate refuses fp16 on a CPU, and our checkpoints do not store its loss scaler.
             mixed_precision="no" if mixed_precision == "fp16" else mixed_precision,
             kwargs_handlers=[InitProcessGroupKwargs(backend, timeout=timeout)],
         )
@@ -96,11 +95,11 @@ class Workers:
                 "distributed.offload = all: nothing is sharded in one process, so that FSDP2 "
                 "offloads nothing; start several with torchrun, or use distributed.offload=none."
             )
-        # Whether forward and backward passes are collective: equally many on every process.
+        # Whether forward and backward passes are collective, with equal counts on every process.
         self.runs_in_lockstep = self.size > 1 and self.config.strategy == "fsdp2"
         half = HALF_TYPES.get(mixed_precision)
         self.half_type: torch.dtype | None = None if half is None else getattr(torch, half)
-        self.control: Any = None  # the group for values in host memory
+        self.control: Any = None  # process group for values in host memory
         if dist.is_initialized():
             _groups.append(dist.group.WORLD)
             if self.device.type == "cuda":
@@ -109,13 +108,13 @@ class Workers:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process of rank 0, which prints and writes."""
+        """Whether this is rank 0, which prints and writes."""
         return bool(self.rank == 0)
 
     def place(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Puts the model, or this process's share, on its device with the main process's weights.
+        """Moves the model, or its local shard, to the device with the main process's weights.
 
-        Every process calls it.
+        Collective.
         """
         if self.runs_in_lockstep:
             return fsdp.shard(
@@ -132,31 +131,31 @@ class Workers:
         return model
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context with the run's mixed precision."""
+        """Returns the autocast context of the run's mixed precision."""
         if self.half_type == torch.float16:
             return torch.autocast(self.device.type, torch.float16)
         context: contextlib.AbstractContextManager[Any] = self.accelerator.autocast()
         return context
 
     def grad_scaler(self) -> torch.amp.GradScaler:
-        """Returns the scaler of the loss, which does nothing unless the arithmetic is float16."""
+        """Returns the loss scaler, which is disabled unless the computation is in float16."""
         is_needed = self.half_type == torch.float16
         scaler = torch.amp.GradScaler(self.device.type, enabled=is_needed)
-        # Makes its tensors: a process may have to step before it has had a loss to scale.
+        # Creates its tensors, since a process may step before it has scaled a loss.
         scaler.scale(torch.zeros((), device=self.device))
         return scaler
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Adds a loss's gradient to this process's gradients."""
+        """Accumulates a loss's gradient in this process's gradients."""
         self.accelerator.backward(loss)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sums the gradients over processes, after the last micro-batch of each.
+        """Sums the gradients over processes, after each process's last micro-batch.
 
-        DistributedDataParallel does this during the last backward: then a process could not repeat
+        DistributedDataParallel does this during the last backward. A process could then not repeat
         a micro-batch, and a process without one would have to compute a dummy.
         """
-        if self.size == 1 or self.runs_in_lockstep:  # in lockstep the backward passes sum them
+        if self.size == 1 or self.runs_in_lockstep:  # in lockstep the backward passes sum gradients
             return
         weights = [p for p in parameters if p.requires_grad]
         has_gradient = torch.tensor([float(p.grad is not None) for p in weights])
@@ -166,7 +165,7 @@ class Workers:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             if p.numel() > CHUNK and p.grad.dtype == torch.float32 and p.grad.is_contiguous():
-                dist.all_reduce(p.grad)  # no copy of an embedding at the peak of memory
+                dist.all_reduce(p.grad)  # in place, without a copy of an embedding at peak memory
                 continue
             if chunk and sum(q.numel() for q in chunk) + p.numel() > CHUNK:
                 _sum_together(chunk)
@@ -176,18 +175,18 @@ class Workers:
             _sum_together(chunk)
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
-        """Sums values by key over processes; every process passes the same keys."""
+        """Sums values by key over processes; every process must pass the same keys."""
         if self.size == 1:
             return dict(values)
         total = torch.tensor(list(values.values()), dtype=torch.float64)
         return dict(zip(values, self._reduce(total, dist.ReduceOp.SUM).tolist(), strict=True))
 
     def max(self, value: float) -> float:
-        """Returns the largest of the processes' values."""
+        """Returns the maximum of a value over processes."""
         return self.maxima({"value": value})["value"]
 
     def maxima(self, values: dict[str, float]) -> dict[str, float]:
-        """Returns the largest value by key over processes; every process passes the same keys."""
+        """Returns the maximum of each key over processes; every process must pass the same keys."""
         if self.size == 1 or not values:
             return dict(values)
         largest = torch.tensor(list(values.values()), dtype=torch.float64)
@@ -197,7 +196,7 @@ class Workers:
         """Concatenates the processes' one-dimensional CPU tensors, which may differ in length.
 
         Returns:
-            (the concatenation [N] on the CPU, the place of this process's tensor in it).
+            (the concatenation [N] on the CPU, the slice of this process's tensor).
         """
         if self.size == 1:
             return local, slice(0, len(local))
@@ -211,7 +210,7 @@ class Workers:
         return tensor
 
     def gather(self, value: T) -> list[T]:
-        """Returns all processes' picklable values in the order of ranks, on every process."""
+        """Returns the picklable values of all processes in rank order, on every process."""
         if self.size == 1:
             return [value]
         out: list[Any] = [None] * self.size
@@ -220,7 +219,7 @@ class Workers:
         return out
 
     def gather_on_main(self, value: T) -> list[T]:
-        """Returns all processes' values on the main process, and [] on the others."""
+        """Returns the values of all processes on the main process, and [] on the others."""
         if self.size == 1:
             return [value]
         out: list[Any] | None = [None] * self.size if self.is_main else None
@@ -229,12 +228,12 @@ class Workers:
         return out or []
 
     def first(self, value: T | None) -> T | None:
-        """Returns the value of the first process that has one, or None; collective."""
+        """Returns the first value that is not None in rank order, or None; collective."""
         return next((v for v in self.gather(value) if v is not None), None)
 
     @contextlib.contextmanager
     def raise_together(self) -> Iterator[None]:
-        """Makes all processes raise if the block fails on one, so that none waits for it."""
+        """Raises on all processes if the block fails on one, so that none waits for it."""
         error: Exception | None = None
         interrupt: Interrupt | None = None
         try:
@@ -282,11 +281,11 @@ class Workers:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Ends the process; one that has joined others skips the finalization of the interpreter.
+    """Exits; a process that has joined a group skips the interpreter's finalization.
 
-    A thread of gloo may hold tensors of the last collectives for a moment longer than the main
-    thread, more so on a busy machine. If it releases them while the interpreter is finalized, C++
-    ends the process with SIGABRT, and a complete run has failed (pytorch issue 38228, PR 179291).
+    A gloo thread may hold tensors of the last collectives slightly longer than the main thread. If
+    it releases them during finalization, C++ aborts the process with SIGABRT, and a complete run
+    appears to have failed (pytorch issue 38228, PR 179291).
     """
     if not _groups:
         sys.exit(code)
@@ -298,7 +297,7 @@ def exit_process(code: int) -> NoReturn:
 
 
 class _GlooType(type):
-    """Makes isinstance(group, _SingleThreadedGloo) true for every group of gloo."""
+    """Makes isinstance(group, _SingleThreadedGloo) true for every gloo group."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, dist.ProcessGroupGloo)
@@ -312,7 +311,7 @@ class _SingleThreadedGloo(metaclass=_GlooType):
         options = gloo._Options()
         options._threads = GLOO_THREADS
         options._timeout = timeout
-        # PyTorch's own choice of devices, which it makes only without options.
+        # PyTorch's own choice of devices, which it makes only if no options are passed.
         names = os.environ.get("GLOO_SOCKET_IFNAME", "")
         if names:
             options._devices = [gloo.create_device(interface=name) for name in names.split(",")]
@@ -322,16 +321,16 @@ class _SingleThreadedGloo(metaclass=_GlooType):
 
 
 def use_single_threaded_gloo() -> None:
-    """Gives every group of gloo that this process makes from now on a single thread."""
+    """Restricts every gloo group that this process creates from now on to a single thread."""
     if dist.is_available() and dist.is_gloo_available():
         distributed_c10d.ProcessGroupGloo = _SingleThreadedGloo  # type: ignore[assignment,misc]
 
 
 def rejoin_after_restart(backend: str, timeout: timedelta) -> None:
-    """Joins the other processes where torchrun has started them again after a failure.
+    """Joins the other processes if torchrun has restarted them after a failure.
 
-    torchrun's store still holds the addresses of the processes before, and a process that reads one
-    of these waits for it for ever (pytorch issues 135712, 167288).
+    torchrun's store still holds the addresses of the previous processes. A process that reads one
+    of these waits forever (pytorch issues 135712, 167288).
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -344,7 +343,7 @@ def rejoin_after_restart(backend: str, timeout: timedelta) -> None:
 
 
 def _sum_together(weights: Sequence[nn.Parameter]) -> None:
-    """Sums gradients over processes in float32 or better, in one call."""
+    """Sums gradients over processes in one call, in float32 or better."""
     grads = [p.grad for p in weights if p.grad is not None]
     wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
     flat = torch.cat([g.flatten().to(wide) for g in grads])

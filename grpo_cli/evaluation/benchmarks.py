@@ -1,8 +1,8 @@
-"""Loads and checks the rows of benchmarks, and makes prompts of them.
+"""Loads and checks the rows of benchmarks, and makes prompts from them.
 
-Columns have the same names in every benchmark: `question` and `answer`, or others that its prompts
-and its reward read (`tests`, `entry_point` and `test_setup_code` where programs are tested).
-`benchmark.NAME.columns` renames those of the source.
+Columns have the same names in every benchmark: `question` and `answer`, or other columns that its
+prompts and its reward read (`tests`, `entry_point` and `test_setup_code` where programs are
+tested). `benchmark.NAME.columns` renames those of the source.
 
 Nothing here imports torch or transformers: a mistake in the data is reported before they load.
 """
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from grpo_cli.records import Prompt
     from grpo_cli.scoring.scorer import Scorer
 
-EVERY = "all"  # as subset: all configurations of the hub data set, concatenated
-INEXACT = 2.0**53  # from here on, different whole numbers may be the same float
+EVERY = "all"  # value of `subset`: concatenates all configurations of the hub data set
+INEXACT = 2.0**53  # from here on, two integers may round to the same float
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ def load(name: str, config: Benchmark, limit: int | None = None) -> data.Rows:
     """Returns the rows of a benchmark, checked against its prompts and its reward.
 
     Args:
-        name: of the benchmark, in messages and as a recipe.
+        name: the benchmark's name, as in recipes and messages.
         limit: largest number of rows, in addition to `benchmark.NAME.limit`.
 
     Raises:
         UserError: data that cannot be loaded, a prompt or a reward that needs a missing column, a
-            prompt that names no column, a row without a gold answer, or with one that is a number
-            too large to be exact.
+            prompt that names no column, a row without a gold answer, or whose gold answer is a
+            number too large to be exact.
     """
     key, source = f"benchmark.{name}", config.data
     table = _load_table(config, f"{key}.data")
@@ -114,12 +114,12 @@ def _load_table(config: Benchmark, key: str) -> Any:
 def rename_columns(table: Any, name: str, config: Benchmark, source: str) -> Any:
     """Returns a table with its columns renamed by `benchmark.NAME.columns`.
 
-    A shipped benchmark renames the hub's columns. A file in the hub's place may have the new names
-    already: then an old name may be missing, and a column with the new name stays. A column that
-    the user renames replaces it.
+    A shipped benchmark renames the hub's columns. A file that replaces the hub data may use the new
+    names already. Then an old name may be missing, and a column with the new name stays. A column
+    that the user renames replaces it.
 
     Raises:
-        UserError: a column that would have two names.
+        UserError: a column would get two names.
     """
     there, shipped = table.column_names, shipped_entry(name).get("columns", {})
     names = {
@@ -135,11 +135,11 @@ def check_breakdown(
 ) -> None:
     """Checks that the data has the columns by which the user breaks the accuracy down.
 
-    A file in the place of a shipped benchmark's data may lack those of the shipped breakdown.
+    A file that replaces a shipped benchmark's data may lack the columns of the shipped breakdown.
 
     Args:
         there: the data's columns.
-        renaming: the key that renames them; "": that of the benchmark.
+        renaming: the key that renames columns; "": the benchmark's `columns`.
 
     Raises:
         UserError: a column is missing.
@@ -152,7 +152,7 @@ def check_breakdown(
 
 
 def shipped_entry(name: str) -> dict[str, Any]:
-    """Returns a shipped benchmark as its file has it; {} if none has that name."""
+    """Returns a shipped benchmark's YAML entry; {} if no shipped benchmark has that name."""
     file = resources.files("grpo_cli.recipes").joinpath("benchmark", f"{name}.yaml")
     if not file.is_file():
         return {}
@@ -191,18 +191,18 @@ def answers_as_text(
     source: str,
     rows: Sequence[int] | None = None,
 ) -> list[str | None] | None:
-    """Returns gold answers as text, where they are numbers that were read as floats.
+    """Converts gold answers that were read as floats to text.
 
-    A column of numbers has one type: 3 beside 2.5 is read as 3.0, which is not the text "3". Whole
-    values become the text of the whole number, others their shortest text.
+    A column of numbers has one type: 3 beside 2.5 is read as 3.0, which is not the text "3".
+    Integral values are written without a fraction, others as their shortest text.
 
     Args:
-        source: what messages begin with.
-        rows: number of each cell's row; None: 0, 1, 2, ...
+        source: prefix of error messages.
+        rows: row number of each cell; None: 0, 1, 2, ...
 
     Returns:
-        None where the column stays as it is: it has no floats or not only numbers, or the reward
-        does not compare final answers and may compute with the numbers.
+        The texts, or None if the column is kept as it is: it has no floats, it has other values
+            than numbers, or the reward may compute with numbers, as it compares no final answers.
 
     Raises:
         UserError: a number too large to be exact, or NaN.
@@ -223,7 +223,7 @@ def answers_as_text(
 
 
 def named_by(templates: Iterable[str]) -> list[str]:
-    """Returns the columns that templates name; an invalid template names none."""
+    """Returns the column names in templates; an invalid template contributes none."""
     names: list[str] = []
     for template in templates:
         try:
@@ -252,7 +252,7 @@ def _check_column(
 
 
 def fingerprint(rows: data.Rows) -> str:
-    """Returns 16 hexadecimal digits that stand for the content and order of rows."""
+    """Returns a 16-digit hexadecimal hash of the content and order of rows."""
     digest = hashlib.sha256()
     for row in rows.rows:
         pictures = {name: _picture(row[name]) for name in images.COLUMNS if name in row}
@@ -262,7 +262,7 @@ def fingerprint(rows: data.Rows) -> str:
 
 
 def _picture(cell: Any) -> Any:
-    """Returns what stands for the images in a cell: their bytes, wherever they are stored."""
+    """Replaces the images in a cell by their bytes, wherever they are stored."""
     if isinstance(cell, list):
         return [_picture(one) for one in cell]
     if isinstance(cell, StoredImage):
@@ -280,11 +280,11 @@ def problem_text(
 ) -> str | list[dict[str, str]]:
     """Returns the prompt of a row: worked examples, if any, and then its problem.
 
-    With `config.chat` it is a list of messages in which each example is a turn; otherwise a text in
-    which blank lines separate the examples.
+    With `config.chat` it is a list of messages in which each example is a turn. Otherwise it is a
+    string in which blank lines separate the examples.
 
     Args:
-        mark: changes what comes from the row.
+        mark: applied to the values that come from the row.
     """
     template = config.prompts[mode]
     shown = examples_of(config, mode)
@@ -299,9 +299,9 @@ def problem_text(
 
 
 def asking(config: Benchmark) -> tuple[str, ...]:
-    """Returns the stop texts that a prompt has behind its problem.
+    """Returns the stop strings that also follow the problem in a prompt template.
 
-    A base model that writes one has just invented a problem of its own.
+    A base model that writes one has just made up another problem.
     """
     templates = [t.replace("{{", "{").replace("}}", "}") for t in config.prompts.values()]
     return tuple(s for s in config.stop if any(s in t[t.find("}") :] for t in templates))
@@ -313,10 +313,10 @@ def examples_of(config: Benchmark, mode: str) -> list[dict[str, Any]]:
 
 
 def check_examples(name: str, config: Benchmark, mode: str) -> None:
-    """Checks that `shots` examples have a solution in a mode and the columns that it needs.
+    """Checks that `shots` examples have a solution in a mode and the columns of its prompt.
 
     Raises:
-        UserError: there are fewer, or one lacks a column that the prompt names.
+        UserError: too few examples, or an example lacks a column that the prompt names.
     """
     shown = examples_of(config, mode)
     if len(shown) < config.shots:
@@ -344,16 +344,16 @@ def make_prompts(
     vision: VisionProcessor | None = None,
     max_pixels: int | None = None,
 ) -> list[Prompt]:
-    """Returns the prompts of all rows in a mode; none is dropped, however long.
+    """Returns the prompts of all rows in a mode; long prompts are not dropped.
 
     Args:
         template_kwargs: arguments of the chat template.
-        vision: the model's processor; None: it reads text only.
-        max_pixels: of an image; a larger one is resized.
+        vision: the model's processor; None for a text-only model.
+        max_pixels: largest number of pixels of an image; larger images are resized.
 
     Raises:
-        UserError: a row that does not fit it, too few examples, a chat with
-            a tokenizer that has no template, a system prompt without a chat.
+        UserError: a row that does not fit the prompt, too few examples, a chat whose tokenizer has
+            no template, a system prompt without a chat.
     """
     check_examples(name, config, mode)
     chat = bool(tokenizer.chat_template) if config.chat is None else config.chat
@@ -388,12 +388,12 @@ def make_prompts(
 
 
 def refuse_bad_image(message: str) -> None:
-    """Raises a UserError for a row whose image cannot be read: no row of a benchmark is dropped."""
+    """Raises a UserError for a row whose image cannot be read; benchmarks never drop a row."""
     raise UserError(f"{message}. A benchmark is evaluated on all its rows; repair the image.")
 
 
 def rewards(config: Benchmark) -> dict[str, Reward]:
-    """Returns the one reward of a benchmark, under its function's short name."""
+    """Returns the benchmark's only reward, under its function's short name."""
     return {short_name(config): Reward(function=config.reward, args=dict(config.args))}
 
 

@@ -1,7 +1,7 @@
 """Compares two evaluations of the same rows, row by row: `grpo eval compare`.
 
-Pairing removes the difficulty of the rows from the comparison, so that it shows a difference that
-two separate intervals would hide (`paired.py` has the statistics).
+Pairing removes the difficulty of the rows from the comparison. It shows differences that two
+separate intervals would hide (`paired.py` has the statistics).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ half in B, and L rows the other way round; exactly half, in either, is no flip.
 """
 
 QUESTION = "question"
-LISTED = 10  # flipped rows each way, on the terminal
+LISTED = 10  # flipped rows shown in each direction
 SAMPLING = {  # settings of eval.json that are compared
     "eval": ("num_samples", "temperature", "top_p", "max_completion_tokens", "sampling"),
     "generation": ("max_completion_tokens",),
@@ -53,7 +53,7 @@ class Settings:
     output: str | None = knob(None, "File to write everything to as JSON, with each flipped row.")
 
 
-# Right and all judged completions of a row, by (benchmark, mode) and row.
+# (right completions, judged completions) of each row, by (benchmark, mode) and row.
 Counts = dict[tuple[str, str], dict[int, tuple[int, int]]]
 
 
@@ -63,11 +63,11 @@ class Stored:
 
     path: Path
     report: Mapping[str, Any]  # eval.json
-    benchmarks: Mapping[str, Mapping[str, Any]]  # of eval.json
+    benchmarks: Mapping[str, Mapping[str, Any]]  # section "benchmarks" of eval.json
     counts: Counts
 
     def section(self, key: str) -> Mapping[str, Any]:
-        """Returns a section of eval.json; {} where it has none of that name."""
+        """Returns a section of eval.json; {} if it is missing."""
         found = self.report.get(key)
         return found if isinstance(found, dict) else {}
 
@@ -76,7 +76,7 @@ def main(words: Sequence[str]) -> None:
     """Runs `grpo eval compare` with the words that follow it.
 
     Raises:
-        UserError: the words are not two files and output=FILE, or see `compare`.
+        UserError: the words are not two files and output=FILE; also as in `compare`.
     """
     if {"-h", "--help"} & {*words}:
         print(USAGE + described(Settings), end="")
@@ -106,8 +106,8 @@ def compare(first: Path, second: Path, console: Console) -> dict[str, Any]:
         "unpaired", the rows that only one of the two has}}}.
 
     Raises:
-        UserError: a file is not of `grpo eval`, or its completions are missing; nothing is in both;
-            the problems of a benchmark differ, or how they are judged.
+        UserError: a file was not written by `grpo eval`, or its completions are missing; the
+            evaluations have no benchmark in common; a benchmark's problems or judges differ.
     """
     one, other = read(first), read(second)
     first, second = one.path, other.path
@@ -122,7 +122,7 @@ def compare(first: Path, second: Path, console: Console) -> dict[str, Any]:
     check_same_judge(one, other, in_both)
     lines = []
     benchmarks: dict[str, dict[str, Any]] = {}
-    # A long name takes several lines: cut off, it would stand for several benchmarks.
+    # Fold long names: truncated, one could stand for several benchmarks.
     name_column = Column("benchmark", overflow="fold")
     table = Table(name_column, "mode", "rows", "A", "B", "B - A", "95% interval", "p", "flipped")
     if differing := differing_settings(one, other):
@@ -167,21 +167,21 @@ def compare(first: Path, second: Path, console: Console) -> dict[str, Any]:
 
 
 def _label(name: str, mode: str | None) -> str:
-    """Returns how messages call a benchmark in a mode; held-out rows have no mode."""
+    """Formats a benchmark and mode for messages; held-out rows have no mode."""
     return name if mode is None else f"{name} ({mode})"
 
 
 def check_same_problems(one: Stored, other: Stored, in_both: Collection[tuple[str, str]]) -> None:
-    """Checks that rows of one number are the same problem in both evaluations.
+    """Checks that a row number means the same problem in both evaluations.
 
-    They are if the fingerprints of the data are equal. Otherwise the questions must be equal, or,
-    in files without questions, every column that both have.
+    Equal fingerprints of the data suffice. Otherwise the questions must be equal, or, in files
+    without questions, all columns that both files have.
 
     Args:
         in_both: the (benchmark, mode) pairs that are compared.
 
     Raises:
-        UserError: a row is of different problems.
+        UserError: a row holds different problems.
     """
     rows: dict[str, set[int]] = {}
     for key in in_both:
@@ -229,7 +229,7 @@ def check_same_judge(one: Stored, other: Stored, in_both: Collection[tuple[str, 
     for name in dict.fromkeys(name for name, _ in in_both):
         judges = [_judge(s, name) for s in (one, other)]
         if None in judges:
-            continue  # an eval.json that does not say
+            continue  # eval.json does not record its judge
         rewards, args = zip(*filter(None, judges), strict=True)
         for key, (a, b), same in (
             ("reward", rewards, len({*map(registry.full_name, rewards)}) == 1),
@@ -243,17 +243,17 @@ def check_same_judge(one: Stored, other: Stored, in_both: Collection[tuple[str, 
 
 
 def _judge(stored: Stored, name: str) -> tuple[str, Any] | None:
-    """Returns (reward, its arguments) that decides what is right; None if it is not known."""
+    """Returns the reward that judges completions and its arguments; None if not recorded."""
     if (settings := stored.section("benchmark").get(name)) is not None:
         default = Benchmark()  # eval.json leaves out settings at their defaults
         return settings.get("reward", default.reward), settings.get("args", default.args)
-    rewards = stored.section("reward")  # of the recipe, for its held-out rows
+    rewards = stored.section("reward")  # the recipe's rewards, which judge its held-out rows
     found = rewards.get(stored.section("eval").get("accuracy") or next(iter(rewards), ""))
     return (found["function"], found["args"]) if isinstance(found, dict) else None
 
 
 def differing_settings(one: Stored, other: Stored) -> list[str]:
-    """Returns the differing settings of sampling: `eval.num_samples 1 and 8`."""
+    """Lists the sampling settings that differ: `eval.num_samples 1 and 8`."""
     found = []
     for section, keys in SAMPLING.items():
         a, b = one.section(section), other.section(section)
@@ -273,10 +273,10 @@ def differing_settings(one: Stored, other: Stored) -> list[str]:
 
 
 def read(path: Path) -> Stored:
-    """Reads an eval.json, or that of a folder, and the completions beside it.
+    """Reads an eval.json, given as a file or its folder, and the completions beside it.
 
     Raises:
-        UserError: one of them is missing, or is not what `grpo eval` writes.
+        UserError: a file is missing or was not written by `grpo eval`.
     """
     if path.is_dir():
         if not (path / "eval.json").is_file():
@@ -295,10 +295,10 @@ def read(path: Path) -> Stored:
 
 
 def read_counts(path: Path) -> Counts:
-    """Counts the right completions of each row; completions not judged (null) do not count.
+    """Counts the right and the judged completions of each row, skipping unjudged (null) ones.
 
     Raises:
-        UserError: the file is missing, or is not what `grpo eval` writes.
+        UserError: the file is missing or was not written by `grpo eval`.
     """
     if not path.is_file():
         raise UserError(f"{path}: is missing; grpo eval compare needs it beside eval.json.")
@@ -319,16 +319,16 @@ def read_counts(path: Path) -> Counts:
 def read_columns(path: Path, names: Collection[str]) -> dict[str, dict[int, dict[str, Any]]]:
     """Returns the data columns of each row of some benchmarks, from its first completion.
 
-    They are empty for a file without the column `columns`.
+    The dictionaries are empty for a file without the column `columns`.
 
     Raises:
-        UserError: the file is not what `grpo eval` writes.
+        UserError: the file was not written by `grpo eval`.
     """
     found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in names}
     with opened(path) as file:
         if "columns" not in file.schema_arrow.names:
             return found
-        # In parts: a row's text, of some thousand characters, is there once for each completion.
+        # In batches: the text of a row, some thousand characters, is repeated in each completion.
         for batch in file.iter_batches(BATCH, columns=["benchmark", "row", "columns"]):
             keys = zip(batch["benchmark"].to_pylist(), batch["row"].to_pylist(), strict=True)
             for i, (name, row) in enumerate(keys):

@@ -1,7 +1,7 @@
 """Estimates pass@k, maj@k, quantiles, and the interval of a mean over problems. Pure.
 
-A value of a problem is a number in [0, 1]: the share of its completions that are right, its
-pass@k, its maj@k. The estimate for the benchmark is their mean over problems.
+The value of a problem is a number in [0, 1]: the share of its right completions, its pass@k or its
+maj@k. A benchmark's estimate is the mean of these values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Z_95 = NormalDist().inv_cdf(0.975)  # 1.959964
-# Added to the squared deviations of the values and to those that they could have, see `estimate`.
+# Pseudo-count added to both variances of the design effect, see `estimate`.
 PRIOR = 0.05
 
 
@@ -35,22 +35,21 @@ def pass_at_k(right: int, n: int, k: int) -> float:
 def maj_at_k(votes: Sequence[int], right: Collection[int], abstained: int, k: int) -> float:
     """Returns the probability that the majority of k of n completions is right (no replacement).
 
-    By counting, not by sampling; good to about 12 digits. A class i wins with t votes where it has
-    t of the k, s others have t as well and none has more; of those s + 1 the lot decides, so that
-    each wins with probability 1 / (s + 1). For a right class i and each t, the draws of the others
-    are counted by a polynomial in x (completions drawn) and y (ties):
+    Counted, not sampled; accurate to about 12 digits. A class i can win with t votes if s other
+    classes also have t and none has more. Ties are broken at random, so that each of the s + 1 wins
+    with probability 1 / (s + 1). For a right class i and each t, the draws of the others are
+    counted by a polynomial in x (completions drawn) and y (ties):
 
         (1 + x)^rest  Π_j (Σ_{u<t} C(c_j, u) x^u + y C(c_j, t) x^t),  j: other classes, c_j >= t,
 
     where `rest` are the completions of smaller classes, which cannot tie, and those without a vote.
-    C(c, u) is replaced by C(c, u) p^u (1 - p)^(c - u), p = k / n: the same up to a factor, which is
-    divided out at the end, and no number is too large for a float. All terms are positive, so that
-    nothing cancels.
+    To avoid overflow, C(c, u) is replaced by C(c, u) p^u (1 - p)^(c - u), p = k / n. The common
+    factor is divided out at the end. All terms are positive, so that nothing cancels.
 
     Args:
-        votes: how many of the completions have the answer of each class. right: the classes whose
-            answer is right. abstained: completions without an answer, which cast no vote; where
-            none of the k does, the majority is wrong.
+        votes: number of completions of each class. right: the classes whose answer is right.
+            abstained: number of completions without an answer, which cast no vote. If none of the k
+            completions votes, the majority is wrong.
     """
     n = sum(votes) + abstained
     assert 1 <= k <= n, f"draws {k} of {n} completions"
@@ -64,14 +63,14 @@ def maj_at_k(votes: Sequence[int], right: Collection[int], abstained: int, k: in
         return sum(i in right for i in most) / len(most)
     log_p, log_q = math.log(k / n), math.log1p(-k / n)
     total = 0.0
-    # Right classes of one size win alike.
+    # Right classes of equal size have equal probabilities.
     for own, alike in Counter(votes[i] for i in set(right)).items():
         others = Counter(votes)
         others[own] -= 1
         for t in range(1, min(own, k) + 1):
             rivals = [size for size, many in others.items() for _ in range(many) if size >= t]
             rest = n - own - sum(rivals)
-            drawn = k - t  # of all but class i
+            drawn = k - t  # completions of all other classes
             ties = min(len(rivals), drawn // t)
             ways = np.zeros((ties + 1, drawn + 1))  # [s, x]
             ways[0] = _drawn(rest, drawn, log_p, log_q)
@@ -109,9 +108,9 @@ class Estimate:
 def estimate(values: Sequence[float], completions: int, z: float = Z_95) -> Estimate:
     """Returns the mean of the problems' values with a 95% interval, clustered by problem.
 
-    Problems are taken for a sample of all such problems; completions of one problem hang together.
-    The interval is Wilson's (1927, JASA 22:209) with an effective sample size in the place of n,
-    as for cluster samples (Kish 1965, Survey Sampling, sec. 8.2; Korn and Graubard 1998):
+    Problems are a sample of all such problems; completions of one problem are correlated.
+    The interval is Wilson's (1927, JASA 22:209) with an effective sample size in place of n, as for
+    cluster samples (Kish 1965, Survey Sampling, sec. 8.2; Korn and Graubard 1998):
 
         n_eff = n / D,   D = (Σ (x_i - p)² + PRIOR) / (n p (1 - p) + PRIOR),
 
@@ -119,21 +118,21 @@ def estimate(values: Sequence[float], completions: int, z: float = Z_95) -> Esti
     that are all 0 or 1. With one completion a problem D is 1, and at p = 0 and p = 1 too, so that
     this is Wilson's interval over problems.
 
-    PRIOR draws D to 1 where few problems decide it: 29 problems of value 1 and one of 0.98 say
-    little of how far the others of their kind lie apart. In simulations (Beta-distributed problems
-    in its tests) the interval holds the truth in 93 to 97% of evaluations; without
-    PRIOR in as few as 55 to 90% near 0 and 1, by pass@4 of 30 to 250 problems. With it coverage
-    exceeds 97% where all problems together miss (or reach) less than about one whole problem. The
-    normal quantile is enough for the 30 problems or more of a benchmark; that of Student's t would
-    be wrong with one completion a problem.
+    PRIOR shrinks D towards 1 where few problems determine it: 29 problems of value 1 and one of
+    0.98 say little about the spread of such problems. In simulations (Beta-distributed problems in
+    the tests) the interval covers the truth in 93 to 97% of evaluations. Without PRIOR coverage
+    falls to 55 to 90% near 0 and 1 (pass@4 of 30 to 250 problems). With it coverage exceeds 97%
+    where all problems together miss (or reach) less than about one whole problem. The normal
+    quantile suffices for the 30 problems or more of a benchmark; Student's t would be wrong with
+    one completion a problem.
 
     Args:
-        values: one for each problem, in [0, 1].
-        completions: number over all problems.
+        values: the value of each problem, in [0, 1].
+        completions: number of completions of all problems.
         z: half the width of the interval, in standard errors of the mean.
 
     Returns:
-        NaN with (0, 1) for no problems.
+        The estimate; NaN with the interval (0, 1) if there are no problems.
     """
     n = len(values)
     if n == 0:
@@ -141,7 +140,7 @@ def estimate(values: Sequence[float], completions: int, z: float = Z_95) -> Esti
     array = np.asarray(values, dtype=np.float64)  # [n]
     assert 0 <= array.min() <= array.max() <= 1, "values are in [0, 1]"
     assert completions >= n, f"{completions} completions of {n} problems"
-    p = math.fsum(values) / n  # rounded once, whatever the order of the problems
+    p = math.fsum(values) / n  # fsum rounds once, so the order of problems does not matter
     squares = math.fsum(((array - p) ** 2).tolist())
     design_effect = (squares + PRIOR) / (n * p * (1 - p) + PRIOR)
     return Estimate(p, *wilson(p, min(max(n / design_effect, n), completions), z))
@@ -153,10 +152,10 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def student_95(degrees: float) -> float:
-    """Returns the 97.5% quantile of Student's t, good to 0.5% from 4 degrees of freedom on.
+    """Returns the 97.5% quantile of Student's t, accurate to 0.5% from 4 degrees of freedom.
 
-    The first terms of its expansion at the normal quantile (Fisher and Cornish 1960, Technometrics
-    2:209).
+    Uses the first terms of its expansion at the normal quantile (Fisher and Cornish 1960,
+    Technometrics 2:209).
     """
     assert degrees >= 1, "a variance is estimated from two values or more"
     z = Z_95
@@ -170,9 +169,9 @@ def student_95(degrees: float) -> float:
 
 
 def wilson(p: float, n: float, z: float = Z_95) -> tuple[float, float]:
-    """Returns Wilson's interval of a share p of n; at 95% unless `z` is another quantile."""
+    """Returns Wilson's interval of a share p of n, at the quantile `z` (default 95%)."""
     centre = (p + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z / (1 + z**2 / n) * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
-    # At 0 and 1 the ends are 0 and 1, except for rounding.
+    # At p = 0 and p = 1 the ends are exactly 0 and 1; rounding could miss them.
     low = 0.0 if p == 0 else max(0.0, centre - half)
     return low, 1.0 if p == 1 else min(1.0, centre + half)

@@ -1,4 +1,4 @@
-"""Completes and scores every problem of every task."""
+"""Samples and scores completions for every problem of every task."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from grpo_cli.records import Group, Prompt, Rollout
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import ScoringSession, metrics_of
 
-LONGEST_TOKEN = 32  # characters, as good as always
+LONGEST_TOKEN = 32  # characters; longer than almost every token
 ANSWER = re.compile(r"\\boxed|answer is|####|答案", re.IGNORECASE)
-CHUNK = 64  # problems between two lines of scores in the journal
+CHUNK = 64  # problems scored between two lines of the journal
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Evaluator:
 
     config: Eval
     workers: Workers
-    tokenizer: PreTrainedTokenizerBase | None  # None: nothing is sampled
+    tokenizer: PreTrainedTokenizerBase | None  # None if nothing is sampled
     generator: Generator | None
     tasks: Sequence[Task]
-    episodes: EpisodeLoop | TrlRollouts | None = None  # for held-out rows
+    episodes: EpisodeLoop | TrlRollouts | None = None  # used for held-out rows
 
     @property
     def problems(self) -> int:
@@ -61,14 +61,14 @@ class Evaluator:
         """Completes and scores every problem, divided over the processes.
 
         Args:
-            progress: called with (problems done, what was done to them).
+            progress: called with (number of problems done, name of the phase).
             state: the training run's state, for reward functions that take it.
-            interruptible: entered around the parts that may be interrupted.
-            journal: stores completions and scores, and holds those of an earlier start.
+            interruptible: entered around the interruptible parts.
+            journal: stores completions and scores, and returns those stored before a restart.
             keep_groups: whether the main process's results hold all completions.
 
         Raises:
-            TrainingError: a reward function failed, or the sandbox of a tool did.
+            TrainingError: a reward function or the sandbox of a tool failed.
         """
         results: list[TaskResult] = []
         for task in self.tasks:
@@ -93,7 +93,7 @@ class Evaluator:
         interruptible: Callable[[], AbstractContextManager[None]],
         journal: Journal | None,
     ) -> tuple[dict[str, float], list[Group], dict[str, list[float]]]:
-        """Returns (the metrics of a task, this process's groups, values of each problem)."""
+        """Returns a task's metrics, this process's groups, and the values by problem."""
         workers = self.workers
         known, prompts = [*(task.stored or ())], []
         for prompt in task.prompts if task.stored is None else ():
@@ -103,11 +103,11 @@ class Evaluator:
             else:
                 known.append(group)
         groups = known[workers.rank :: workers.size]
-        # The seed of a problem is its row, so that other problems do not change its completions.
+        # Seeded by row, so that a problem's completions do not depend on the other problems.
         own = [(p.row, p) for p in prompts[workers.rank :: workers.size]]
         done = len(known)
         session = task.scorer.begin(state)
-        if journal is not None and workers.is_main:  # by any process, before a restart
+        if journal is not None and workers.is_main:  # measured by any process before a restart
             for measured in journal.measured.get(task.label, ()):
                 session.measure(measured)
         unscored = [g for g in groups if journal is None or not journal.is_scored(task.label, g)]
@@ -126,7 +126,7 @@ class Evaluator:
             progress(min(done, len(task.prompts)), "rows completed")
             session.add(rollouts)
 
-        # Episodes go on in rounds of all processes.
+        # Episodes run in rounds that all processes join.
         in_rounds = workers.runs_in_lockstep and self._episodes_of(task) is not None
         with nullcontext() if in_rounds else interruptible():
             fresh = self._sampled(task, own, arrived) if task.stored is None else []
@@ -150,7 +150,7 @@ class Evaluator:
         return found, groups, by_problem([f for _, f in sorted(numbered, key=itemgetter(0))])
 
     def _check_environments(self, task: Task, failed: int, groups: Sequence[Group]) -> None:
-        """Raises a TrainingError if too many environments failed, whose episodes count as wrong."""
+        """Raises a TrainingError if too many environments failed; their episodes count as wrong."""
         episodes, total = self._episodes_of(task), len(task.prompts) * task.num_samples
         if not isinstance(episodes, EpisodeLoop) or failed <= episodes.max_failed_share * total:
             return
@@ -174,19 +174,19 @@ class Evaluator:
         return rollouter.rollouts(prompts, task.num_samples, task.sampling, task.seed, arrived)
 
     def _episodes_of(self, task: Task) -> EpisodeLoop | TrlRollouts | None:
-        """Returns what makes a task's episodes; a copy, since training reads how long it waited."""
+        """Returns a copy of a task's episode loop, since training reads the loop's waiting time."""
         if task.tools is not None:
             assert self.tokenizer is not None, "programs are run where something is sampled"
             return program_loop(self.tokenizer, task.tools)
         if self.episodes is None or task.benchmark is not None:
             return None
-        return dataclasses.replace(self.episodes, max_prompt_tokens=None)  # none is too long here
+        return dataclasses.replace(self.episodes, max_prompt_tokens=None)  # keep long prompts
 
     def _score(
         self, task: Task, session: ScoringSession, groups: Sequence[Group], journal: Journal | None
     ) -> Iterator[int]:
         """Scores completions; yields the number of problems done."""
-        # Functions without a timeout get all in one call where nothing is shown in between.
+        # Without progress in between, functions without a timeout get all completions in one call.
         size = CHUNK if journal is not None or task.stored is not None else max(len(groups), 1)
         for start in range(0, len(groups), size):
             chunk = groups[start : start + size]
@@ -223,11 +223,11 @@ class Evaluator:
 
 
 def judged_text(rollout: Rollout, stops: Sequence[str], asks: Sequence[str] = ()) -> str:
-    """Returns a completion's text without the stop text that its last token has completed.
+    """Returns a completion's text without the stop string that ended it.
 
     Args:
-        asks: stop texts that follow the problem in a prompt. The text between the last blank line
-            and one of them is a problem that the model has invented; it is removed too, unless it
+        asks: stop strings that follow the problem in a prompt. The text between the last blank line
+            and such a string is a problem that the model made up. It is removed too, unless it
             holds an answer.
     """
     text = rollout.text

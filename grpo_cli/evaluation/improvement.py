@@ -1,4 +1,4 @@
-"""Judges by its interval whether an evaluation is better than an earlier one. Pure."""
+"""Decides by a 95 % interval whether an evaluation improves on an earlier one. Pure."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from grpo_cli.evaluation.tasks import TaskResult
 
 @dataclass(frozen=True)
 class Measured:
-    """The metric `eval.best` of one evaluation."""
+    """The value of the metric `eval.best` in one evaluation."""
 
     value: float
-    low: float | None = None  # the ends of its 95 % interval
+    low: float | None = None  # lower end of the 95 % interval
     high: float | None = None
-    by_problem: list[float] | None = None  # its mean is `value`; None: not known
+    by_problem: list[float] | None = None  # values whose mean is `value`; None if unknown
 
     @classmethod
     def of(
         cls, name: str, metrics: Mapping[str, float], results: Sequence[TaskResult]
     ) -> Measured | None:
-        """Reads the metric `name` off an evaluation; None if it has no interval."""
+        """Reads the metric `name` of an evaluation; None if it has no interval."""
         key, _, metric = name.rpartition("/")
         of_task = [r for r in results if r.task.key == key and (key or len(results) == 1)]
         by_problem = of_task[0].by_problem.get(metric) if of_task else None
@@ -37,16 +37,16 @@ class Measured:
 
 
 def has_improved(new: Measured, old: Measured) -> bool:
-    """Whether the 95 % interval of new - old lies above 0."""
+    """Returns whether the 95 % interval of new - old lies above 0."""
     return improvement_interval(new, old)[0] > 0
 
 
 def improvement_interval(new: Measured, old: Measured) -> tuple[float, float]:
     """Returns the 95 % interval of new - old.
 
-    Over the same problems it is that of paired differences: Bonett and Price's for shares of right
-    completions (`paired.py`), Wald's for other values. Otherwise it is combined from the intervals
-    of the two (MOVER: Zou and Donner 2008, Stat. Med. 27:1693). Without either it is infinite.
+    For the same problems it is the interval of paired differences: Bonett and Price's for shares of
+    right completions (`paired.py`), Wald's for other values. Otherwise the two intervals are
+    combined (MOVER: Zou and Donner 2008, Stat. Med. 27:1693). Without intervals it is infinite.
     """
     if new.by_problem and old.by_problem and len(new.by_problem) == len(old.by_problem):
         differences = np.subtract(new.by_problem, old.by_problem)

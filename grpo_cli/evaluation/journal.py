@@ -1,8 +1,8 @@
 """Stores the completions and scores of an evaluation as they arrive, so that it can be resumed.
 
 Each process has a file, `partial/rank-N.jsonl` in the evaluation's folder. The first line is a key
-of everything that completions depend on; each other line holds the completions of one problem or
-the scores of several. A line that was cut off when its writer ended is ignored.
+that identifies all inputs of the completions. Each other line holds the completions of one problem
+or the scores of several. A truncated last line is ignored.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ class Journal:
     """The stored completions and scores of an evaluation."""
 
     def __init__(self, folder: Path, rank: int, key: str) -> None:
-        """Reads what an earlier start has stored. Nothing is written before `begin`.
+        """Reads the entries stored before a restart. Nothing is written before `begin`.
 
         Args:
-            folder: the evaluation's.
-            key: stands for everything that completions depend on; files of another key are not
-                read.
+            folder: the evaluation's folder.
+            key: identifies all inputs of the completions; files with another key are not read.
         """
         self.folder, self.rank, self.key = folder / FOLDER, rank, key
         self.completions: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -46,7 +45,7 @@ class Journal:
                     self.scores |= {(task, row): entries for row, entries in line["scores"]}
 
     def agree(self, workers: Workers) -> None:
-        """Gives every process the main one's journal, so that all divide the same problems."""
+        """Copies the main process's journal to all processes, which divide the same problems."""
         mine = (self.completions, self.scores, self.measured) if workers.is_main else None
         found = workers.first(mine)
         assert found is not None, "the main process has read it"
@@ -54,24 +53,24 @@ class Journal:
 
     @property
     def found(self) -> int:
-        """Number of problems whose completions are stored already."""
+        """Number of problems whose completions are already stored."""
         return len(self.completions)
 
     def begin(self) -> None:
-        """Opens this process's file; every process must have read all files before."""
+        """Opens this process's file; call it only after every process has read all files."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"rank-{self.rank}.jsonl"
         own = list(_lines(path, self.key)) if path.exists() else []
-        # Rewritten, since its last line may be half of one, or the file another evaluation's.
+        # Rewritten, since it may end with half a line, or belong to another evaluation.
         partial = path.with_suffix(".tmp")
         self.file = partial.open("w", encoding="utf-8")
         self._write({"key": self.key})
         for line in own:
             self._write(line)
-        partial.replace(path)  # and is written on
+        partial.replace(path)  # `partial` stays open for writing
 
     def group(self, task: str, prompt: Prompt) -> Group | None:
-        """Returns the stored completions of a problem, with their scores if these are stored."""
+        """Returns the stored completions of a problem, with scores if stored; None without any."""
         known = self.completions.get((task, prompt.row))
         if known is None:
             return None
@@ -92,10 +91,10 @@ class Journal:
         self._write({"task": task, "row": rollouts[0].prompt.row, "completions": entries})
 
     def scored(self, task: str, groups: Sequence[Group], measured: dict[str, Any]) -> None:
-        """Stores the scores of several problems in one line, so that all are kept or none.
+        """Stores the scores of several problems in one line, so that none is stored alone.
 
         Args:
-            measured: counts and metrics that were logged while they were scored.
+            measured: counts and metrics logged during scoring.
         """
         scores = []
         for group in groups:
@@ -112,19 +111,19 @@ class Journal:
             raise TrainingError(f"{self.folder}: cannot be written: {error.strerror}.") from error
 
     def close(self) -> None:
-        """Closes the file, which stays for the next start."""
+        """Closes the file, which stays for a restart."""
         if self.file is not None:
             self.file.close()
             self.file = None
 
 
 def _lines(path: Path, key: str) -> Iterator[dict[str, Any]]:
-    """Yields the complete lines of a file written under `key`, without its first."""
+    """Yields the complete lines of a file written with `key`, without the first line."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, text in enumerate(file):
             try:
                 line = json.loads(text)
-            except json.JSONDecodeError:  # the writer ended here
+            except json.JSONDecodeError:  # a line truncated when its writer ended
                 return
             if number == 0:
                 if line.get("key") != key:

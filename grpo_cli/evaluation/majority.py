@@ -1,7 +1,7 @@
 r"""Sorts the completions of a problem into classes of equal answers, among which maj@k votes.
 
-Answers are compared by mathematics, not by their text, so that 1/2, 0.5 and \frac12 are one class.
-Nothing heavy is imported here: worker processes call `compare` and `read`.
+Answers are compared mathematically, not as strings, so that 1/2, 0.5 and \frac12 are one class.
+This module imports nothing slow, since worker processes call `compare` and `read`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from grpo_cli.scoring.pool import Call, CallResult
 if TYPE_CHECKING:
     from grpo_cli.scoring.calls import RewardExecutor
 
-PROBLEM_SECONDS = 10.0  # for all comparisons of one problem
-CHUNK = 32  # texts that one call reads
-CHUNK_SECONDS, TEXT_SECONDS = 5.0, 2.0  # for a chunk, and for a text of one that ran out of time
+PROBLEM_SECONDS = 10.0  # limit for all comparisons of one problem
+CHUNK = 32  # texts per call
+CHUNK_SECONDS, TEXT_SECONDS = 5.0, 2.0  # per chunk; per text once its chunk timed out
 
 
 @dataclass(frozen=True)
 class Ballot:
-    """The completions of one problem by answer."""
+    """The completions of one problem, grouped by answer."""
 
-    answers: list[str]  # [classes]: the first one of each, in the order of first appearance
-    votes: list[list[int]]  # [classes]: which completions give it
-    right: set[int]  # the classes that are right: one at most
-    abstained: list[int]  # completions without an answer
+    answers: list[str]  # [classes]: first answer of each class, in order of appearance
+    votes: list[list[int]]  # [classes]: indices of the completions with that answer
+    right: set[int]  # indices of the right classes: at most one
+    abstained: list[int]  # indices of completions without an answer
 
 
 def count(
@@ -38,17 +38,17 @@ def count(
 ) -> Ballot:
     """Sorts completions into classes of equal answers.
 
-    The reward decides what is right: all answers that it judges right are one class, and no wrong
-    answer is in it. Wrong answers that are written differently are compared by `same` with the
-    first of each class. A right completion without a known answer votes for the right class.
+    All answers that the reward judges right form one class, which holds no wrong answer. Wrong
+    answers that are written differently are compared by `same` with the first answer of each class.
+    A right completion without a known answer votes for the right class.
 
     Args:
-        answers: the answer of each completion; None: it has none.
+        answers: the answer of each completion; None without one.
         right: whether the reward judges each completion right.
         same: returns whether two answers are equal.
     """
     ballot = Ballot([], [], set(), [])
-    known: dict[str, int] = {}  # classes of wrong answers, by each of their spellings
+    known: dict[str, int] = {}  # index of a class of wrong answers, by each spelling
     for completion, (answer, is_right) in enumerate(zip(answers, right, strict=True)):
         if is_right:
             its = next(iter(ballot.right), None)
@@ -81,12 +81,11 @@ def count_in_pool(
 ) -> list[Ballot]:
     """Counts the answers of many problems by `same_answer` of the reward math, in worker processes.
 
-    Where the comparisons of a problem take longer than `PROBLEM_SECONDS`, its answers are compared
-    as text.
+    If the comparisons of a problem exceed `PROBLEM_SECONDS`, its answers are compared as strings.
 
     Args:
-        problems: (answers, whether each is right) of the completions of each problem.
-        how: the reward's arguments `forms`, `units` and `percent`, where they are set.
+        problems: (answers, whether each is right) for the completions of each problem.
+        how: the reward's arguments `forms`, `units` and `percent`, if they are set.
     """
     under_way: dict[int, Future[CallResult]] = {}
     for i, (answers, right) in enumerate(problems):
@@ -109,10 +108,10 @@ def answers_in_pool(
 ) -> list[str | None]:
     """Extracts the final answer of each text, as the reward math does, in worker processes.
 
-    A text that takes longer than `TEXT_SECONDS` has none.
+    A text that exceeds `TEXT_SECONDS` gets None.
 
     Args:
-        reading: the reward's arguments `final` and `unclosed_think`, where they are set.
+        reading: the reward's arguments `final` and `unclosed_think`, if they are set.
     """
 
     def start(texts: Sequence[str], seconds: float) -> Future[CallResult]:
@@ -148,7 +147,7 @@ def read(texts: Sequence[str], **reading: Any) -> list[str | None]:
 def _start(
     executor: RewardExecutor, function: str, arguments: dict[str, object], seconds: float
 ) -> Future[CallResult]:
-    # Imported before the first call's clock starts, where no worker is there yet.
+    # Preloaded before the first call's timeout starts, if no worker is running yet.
     executor.preload |= {"grpo_cli.evaluation.majority", "grpo_cli.rewards.math", "math_verify"}
     return executor.pool.submit(
         Call(f"grpo_cli.evaluation.majority:{function}", arguments, seconds)
@@ -156,7 +155,7 @@ def _start(
 
 
 def _awaited(future: Future[CallResult]) -> CallResult:
-    """Waits for a call, with a heartbeat every second."""
+    """Waits for a call, sending a heartbeat every second."""
     while True:
         try:
             return future.result(timeout=1.0)

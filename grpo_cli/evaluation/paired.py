@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from grpo_cli.evaluation.estimates import Z_95
 
-MOST_EXACT = 16  # differing problems up to which all combinations of signs are tried
-DRAWS = 100_000  # random signs beyond that
+MOST_EXACT = 16  # number of differing problems up to which all sign combinations are tried
+DRAWS = 100_000  # random sign vectors beyond that
 DRAWS_AT_ONCE = 2_000
 SEED = 0
 
@@ -30,7 +30,7 @@ def paired(
     wrong to right or from right to wrong.
 
     Args:
-        first, second: (right completions, completions) of the same rows, one at least.
+        first, second: (right completions, completions) of the same rows, at least one.
     """
     rows = list(first)
     a = np.array([first[row][0] / first[row][1] for row in rows])
@@ -59,16 +59,15 @@ def difference_interval(differences: Sequence[float]) -> tuple[float, float]:
     """Returns the 95% interval of the mean difference over problems.
 
     The adjusted Wald interval of paired shares (Bonett and Price 2012, J. Educ. Behav. Stat.
-    37(4):479): Wald's after two more problems, one with the difference +1 and one with -1. It holds
-    with few differing problems and with none, where Wald's is a point. With several completions a
-    problem differences are smaller than 1, and so are those of the two: ±s, s² the mean square of
-    those that are not 0 (1 without any), which with one completion is Bonett and Price's.
+    37(4):479) adds two problems, with the differences +1 and -1. It stays valid with few or no
+    differing problems, where Wald's collapses to a point. With several completions a problem, the
+    added differences are ±s: s² is the mean square of the nonzero differences (1 without any).
 
-    In simulations (its tests have them) it holds the true difference in 93 to 97% of evaluations
-    where some 7 problems differ or more, and in more where fewer do.
+    In simulations (see the tests) it covers the true difference in 93 to 97% of evaluations if
+    about 7 problems or more differ, and in more if fewer do.
 
     Args:
-        differences: of each problem's share of right completions, in [-1, 1]; one at least.
+        differences: each problem's difference in its share of right completions, in [-1, 1].
     """
     n = len(differences)
     squares = math.fsum(d * d for d in differences)
@@ -93,13 +92,13 @@ def mcnemar(to_right: int, to_wrong: int) -> float:
 def sign_flip(differences: Sequence[float]) -> float:
     """Returns the two-sided p-value of the mean difference under random signs.
 
-    Fisher's permutation test of pairs (Fisher 1935, The Design of Experiments, sec. 21); over all
-    signs where no more than `MOST_EXACT` problems differ, else over `DRAWS` seeded draws, with
-    (b + 1) / (m + 1) for b of m draws (Phipson and Smyth 2010, arXiv 1603.05766), which is never 0.
+    Fisher's permutation test of pairs (Fisher 1935, The Design of Experiments, sec. 21): over all
+    signs if at most `MOST_EXACT` problems differ, else over `DRAWS` seeded draws. b of m draws give
+    (b + 1) / (m + 1), never 0 (Phipson and Smyth 2010, arXiv 1603.05766).
     """
     differing = np.array([d for d in differences if d != 0])  # [D]
     count = len(differing)
-    # Sums of the same differences in another order are equal except for rounding.
+    # Sums of the same differences in another order differ by rounding only.
     least = abs(math.fsum(differing)) - 1e-9
     if count <= MOST_EXACT:
         numbers = np.arange(2**count, dtype=np.uint32)
@@ -117,7 +116,7 @@ def sign_flip(differences: Sequence[float]) -> float:
 def _at_least(
     bits: NDArray[Any], differing: NDArray[np.float64], least: float
 ) -> NDArray[np.bool_]:
-    """Returns which rows of `bits` [M, D], 1 for a minus sign, give a sum of at least `least`."""
+    """Marks the rows of `bits` [M, D] (1: minus sign) whose absolute sum is at least `least`."""
     sums = (1.0 - 2.0 * bits) @ differing
     found: NDArray[np.bool_] = np.abs(sums) >= least
     return found

@@ -1,7 +1,7 @@
-"""Says which knobs an evaluation reads: others are refused, and eval.json records these.
+"""Lists the knobs that an evaluation reads: others are refused, and eval.json records these.
 
-The knobs of a recipe that only training reads are reset to their defaults before the recipe is
-checked, so that mistakes in them do not stop an evaluation.
+Knobs that only training reads are reset to their defaults before the recipe is checked, so that
+mistakes in them do not stop an evaluation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpo_cli.config.parsing import value_at
 from grpo_cli.config.schema import Benchmark, Eval, Recipe, Tools, knobs
 from grpo_cli.errors import UserError, listed
 
-# Keys, groups, and sections, which end with a dot. The numbers of any evaluation depend on:
+# Keys, groups and sections (with a final dot) on which the numbers of any evaluation depend.
 SAMPLING = (  # knobs of generation that evaluation reads as training does
     "stop", "stop_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "allowed_token_ids",
@@ -35,31 +35,31 @@ BEARING = (
     "generation.vllm.regex", "generation.vllm.json_schema", "generation.vllm.dtype",
     "generation.tools.", "model.chat_template_kwargs.", "model.args.", "dataset.max_pixels",
 )  # fmt: skip
-# Those of the recipe's held-out rows depend also on:
+# Additional settings for the recipe's held-out rows:
 BEARING_OF_ROWS = (
     "dataset.eval", "dataset.subset", "dataset.eval_split", "dataset.columns", "dataset.prompt",
     "dataset.system", "dataset.chat", "dataset.eval_limit", "dataset.final_assistant", "reward.",
     "eval.accuracy", "dataset.bad_images",
 )  # fmt: skip
-# Episodes of held-out rows depend also on:
+# Additional settings for episodes of held-out rows:
 BEARING_OF_EPISODES = (
     "rollout", "tools", "tools.", "environment.path", "environment.args", "environment.args.",
     "environment.by_name", "environment.by_name.", "environment.mcp",
     "episode.max_turns", "episode.turn_tokens", "episode.reply_tokens",
     "model.response_template",
 )  # fmt: skip
-# Rows that were taken off the training rows depend also on:
+# Additional settings for rows that were split off the training rows:
 BEARING_OF_SPLIT = (
     "dataset.test_split_size", "dataset.train", "dataset.train_split",
     "dataset.train_limit",
 )  # fmt: skip
-# Several held-out sets depend also on:
+# Additional settings for several held-out sets:
 BEARING_OF_SETS = ("dataset.held_out",)
-# Completions that are sampled as in training depend also on:
+# Additional settings for completions that are sampled as in training:
 BEARING_OF_SAMPLING = (
     "generation.temperature", "generation.top_p", "generation.top_k", "generation.min_p",
 )  # fmt: skip
-# Also read:
+# Settings that evaluation also reads:
 READ_OF_ROWS = (
     *BEARING_OF_ROWS, *BEARING_OF_SPLIT, *BEARING_OF_EPISODES, "dataset.held_out.", "dataset",
     "environment.", "episode.",
@@ -69,11 +69,11 @@ READ = (
     "scoring.", "distributed.", "benchmark.", "generation", "generation.max_num_seqs",
     "generation.cuda_graphs", "generation.vllm.", "log.images", "hydra.",
 )  # fmt: skip
-ALWAYS = ("resume=auto",)  # accepted, since an evaluation does so in any case
+ALWAYS = ("resume=auto",)  # accepted, since an evaluation always resumes
 NOT_READ = (
     "generation.vllm.prefetch_steps", "generation.vllm.in_flight", "distributed.offload",
 )  # fmt: skip
-# Read when stored completions are scored.
+# Settings that are read when stored completions are scored.
 READ_OF_COMPLETIONS = (
     "benchmark.", "scoring.workers", "scoring.worker_memory_gb",
     "eval.metric", "eval.mode", "eval.k", "eval.limit", "output_dir", "overwrite", "log.images",
@@ -82,7 +82,7 @@ READ_OF_COMPLETIONS = (
 READ_OF_THEIR_BENCHMARK = (
     "data", "subset", "split", "columns", "limit", "modes", "reward", "args", "breakdown",
 )  # fmt: skip
-MEANT = {  # keys of training, and those that evaluation reads in their place
+MEANT = {  # keys of training -> the keys that evaluation reads instead
     "generation.temperature": "eval.temperature",
     "generation.top_p": "eval.top_p",
     "generation.num_generations": "eval.num_samples",
@@ -100,7 +100,7 @@ def check_read(overrides: Sequence[str]) -> None:
     """Refuses keys on the command line that only training reads.
 
     Raises:
-        UserError: there is one.
+        UserError: the command line sets such a key.
     """
     as_in_training = "eval.sampling=training" in overrides
     for word in overrides:
@@ -116,10 +116,10 @@ def check_read(overrides: Sequence[str]) -> None:
 
 
 def check_rows(overrides: Sequence[str], recipe: Recipe) -> None:
-    """Refuses keys of the held-out rows where benchmarks are evaluated in their place.
+    """Refuses keys of the held-out rows if benchmarks are evaluated instead.
 
     Raises:
-        UserError: the command line sets one.
+        UserError: the command line sets such a key.
     """
     for word in overrides:
         key = key_set_by(word)
@@ -133,10 +133,10 @@ def check_rows(overrides: Sequence[str], recipe: Recipe) -> None:
 
 
 def check_read_of_completions(overrides: Sequence[str]) -> None:
-    """Refuses keys that nothing reads when stored completions are scored.
+    """Refuses keys that are not read when stored completions are scored.
 
     Raises:
-        UserError: the command line sets one.
+        UserError: the command line sets such a key.
     """
     for word in overrides:
         key = key_set_by(word)
@@ -150,7 +150,7 @@ def check_read_of_completions(overrides: Sequence[str]) -> None:
 
 
 def is_among(key: str, known: Sequence[str]) -> bool:
-    """Returns whether a key is among `known`, or in one of the sections there."""
+    """Returns whether a key is in `known`, or in one of its sections."""
     sections = tuple(k for k in known if k.endswith("."))
     return key in known or f"{key}.".startswith(sections)
 
@@ -163,17 +163,17 @@ def key_set_by(word: str) -> str:
 def without_training(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Resets the knobs of a composed recipe that only training reads to their defaults.
 
-    generation.tools is reset too if no program is run, since a stored recipe may have run some.
+    generation.tools is also reset if no program is run, since a stored recipe may have run some.
 
     Args:
-        overrides: of the command line; the knobs that they set stay, where evaluation reads them.
+        overrides: the command line's overrides; knobs that they set and evaluation reads are kept.
     """
     defaults = Recipe()
     with open_dict(cfg):
         images = OmegaConf.select(cfg, "log.images", default=defaults.log.images)
         for name in OF_TRAINING:
             cfg[name] = OmegaConf.structured(getattr(defaults, name))
-        cfg.log.images = images  # decides what files of completions hold
+        cfg.log.images = images  # decides the contents of completion files
         cfg.schedules = {}
         for name in OF_TRAINING_IN_EVAL:
             cfg.eval[name] = getattr(Eval(), name)
@@ -181,7 +181,7 @@ def without_training(cfg: DictConfig, overrides: Sequence[str]) -> None:
             OmegaConf.update(cfg, key, value_at(defaults, key))
         given = [key_set_by(word) for word in overrides]
         if not any(is_among(key, ["model.args."]) for key in given):
-            cfg.model.args = {}  # of the model that training began with
+            cfg.model.args = {}  # arguments of training's initial model
         if "overwrite" not in given:
             cfg.overwrite = False
         tools_given = any(is_among(key, ["generation.tools."]) for key in given)
@@ -190,10 +190,10 @@ def without_training(cfg: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def without_unread_data(cfg: DictConfig) -> DictConfig:
-    """Returns a copy of a composed recipe without the data and rewards that nothing reads."""
+    """Returns a copy of a composed recipe without unread data and rewards."""
     out = cfg.copy()
     with open_dict(out):
-        if out.benchmark:  # evaluated in place of the recipe's own rows
+        if out.benchmark:  # evaluated instead of the recipe's own rows
             out.reward, out.dataset.eval, out.dataset.held_out = {}, None, {}
         if out.benchmark or out.dataset.test_split_size is None:
             out.dataset.train = None
@@ -203,7 +203,7 @@ def without_unread_data(cfg: DictConfig) -> DictConfig:
 
 
 def _runs_programs(cfg: DictConfig) -> bool:
-    """Returns whether a composed recipe, not yet checked, evaluates in a mode with tools."""
+    """Returns whether a composed, unchecked recipe evaluates in a mode with tools."""
     known = {name: mode.tools for name, mode in Benchmark().modes.items()}
     return any(
         OmegaConf.select(entry, f"modes.{mode}.tools", default=known.get(mode, False))
@@ -269,7 +269,7 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def bearing_of(benchmark: Benchmark) -> dict[str, Any]:
-    """Returns the settings of a benchmark that its numbers depend on; titles and figures do not."""
+    """Returns a benchmark's settings that its numbers depend on, without titles and figures."""
     values = dataclasses.asdict(benchmark)
     del values["title"], values["column"]
     modes = {
@@ -281,6 +281,6 @@ def bearing_of(benchmark: Benchmark) -> dict[str, Any]:
 
 
 def hash_of(values: Any) -> str:
-    """Returns 16 hexadecimal digits that stand for values."""
+    """Returns a 16-digit hexadecimal hash of values."""
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""Matches stored completions to the problems of a benchmark, as if a model had just sampled them.
+"""Matches stored completions to a benchmark's problems, as if they had just been sampled.
 
 `data/stored_completions.py` reads the file. The columns that the benchmark's reward needs come from
-the file or, by the completion's `row` or `id`, from the benchmark's data.
+the file. Otherwise they come from the benchmark's data, by the completion's `row` or `id`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from grpo_cli.scoring import registry
 if TYPE_CHECKING:
     from grpo_cli.records import Group, Prompt, Rollout
 
-# Columns of stored completions that are not columns of the data.
+# Columns of stored completions that are not data columns.
 OWN = (
     "advantage", "benchmark", "columns", "correct", "env_error", "finish_reason", "mode",
     "prompt_ids", "reward", "row", "sample", "sampled", "sampling_logprobs", "step",
@@ -42,7 +42,7 @@ OWN_PREFIXES = ("rewards/", "extras/")
 class Problem:
     """A problem with all its completions."""
 
-    row: int  # line of the benchmark's data; where that is not known, in order of appearance
+    row: int  # line of the benchmark's data; if unknown, in order of appearance
     columns: dict[str, Any]
     samples: list[Sample]
 
@@ -52,9 +52,9 @@ class StoredGroups:
     """The completions of a file, grouped by problem."""
 
     groups: list[Group]  # in the order of the benchmark's rows
-    rows: int | None  # of the benchmark's data, within the limit; None where it was not needed
+    rows: int | None  # number of rows of the benchmark's data, within the limit; None if not needed
     data: str  # benchmarks.fingerprint of the problems
-    ends_known: bool  # the file says of every completion whether it was cut off
+    ends_known: bool  # whether the file has a finish reason for every completion
     is_benchmark: bool  # the problems are the benchmark's own rows, or `grpo eval` wrote the file
 
 
@@ -67,21 +67,21 @@ def load(
     mode: str | None = None,
     max_pixels: int | None = None,
 ) -> StoredGroups:
-    """Returns the completions of a file by problem, in the order of the benchmark's rows.
+    """Loads the completions of a file by problem, in the order of the benchmark's rows.
 
-    Completions belong to one problem if they have the same `row`; in a file without that column,
-    the same `id`, `question` or prompt; otherwise each is a problem of its own. They are ordered by
-    `sample` if there is such a column. Columns that the reward needs come from the file, or else
-    from the benchmark's data: by `row` (its line, from 0), by `id`, or in order if there are as
-    many problems as rows. Rows may lack completions; `StoredGroups.rows` is the number of rows.
+    Completions belong to one problem if they have the same `row`, or without that column the same
+    `id`, `question` or prompt. Otherwise each is a problem of its own. They are ordered by `sample`
+    if there is such a column. Columns that the reward needs come from the file, or else from the
+    benchmark's data: by `row` (line, from 0), by `id`, or in order if there are as many problems as
+    rows. Rows may lack completions; `StoredGroups.rows` is the number of rows.
 
     Args:
         path: .jsonl, .json, .csv or .parquet, perhaps .gz; or a folder that holds completions.
-        columns: to rename in it, as new name: old name.
-        name: of the benchmark.
+        columns: columns to rename in the file, as new name: old name.
+        name: the benchmark's name.
         limit: largest number of problems, in addition to `benchmark.NAME.limit`.
-        mode: use only completions of this mode, where the file records it.
-        max_pixels: of an image in the benchmark's data; a larger one is resized.
+        mode: use only completions of this mode, if the file records modes.
+        max_pixels: larger images in the benchmark's data are resized to it.
 
     Raises:
         UserError: a missing file or column, a completion that is not text, a gold answer that is a
@@ -133,7 +133,7 @@ def load(
 def _of_task(
     samples: Sequence[Sample], path: Path, name: str, mode: str | None
 ) -> Sequence[Sample]:
-    """Returns the completions of one benchmark and mode, where the file records them."""
+    """Selects the completions of one benchmark and mode, if the file records them."""
     if "benchmark" in samples[0].columns and "mode" in samples[0].columns:
         there = {s.columns["benchmark"] for s in samples}
         samples = [s for s in samples if s.columns["benchmark"] == name]
@@ -154,9 +154,9 @@ def _of_task(
 
 
 def _with_canonical_names(samples: Sequence[Sample], config: Benchmark) -> Sequence[Sample]:
-    """Renames columns that have the source's names, unless the new names are taken.
+    """Renames columns with the source's names, unless the new names are taken.
 
-    The columns that the user renames in this file have been renamed already.
+    Columns that the user renames in this file have already been renamed.
     """
     there = samples[0].columns
     new_names = {
@@ -185,7 +185,7 @@ def _check_ids(samples: Sequence[Sample], path: Path, name: str, config: Benchma
 def _with_answers_as_text(
     samples: Sequence[Sample], path: Path, name: str, config: Benchmark
 ) -> Sequence[Sample]:
-    """Returns completions with gold answers as they are in the benchmark's data."""
+    """Converts the completions' gold answers to the form in the benchmark's data."""
     for column in benchmarks.gold_columns(name, config):
         cells = [s.columns.get(column) for s in samples]
         numbers = [s.row for s in samples]
@@ -229,7 +229,7 @@ def _has(sample: Sample, column: str) -> bool:
 
 
 def _cell(sample: Sample, column: str, path: Path) -> Any:
-    """Returns a cell that must not be null; `row` and `sample` as a whole number."""
+    """Returns a cell that must not be null; `row` and `sample` become integers."""
     value = sample.columns[column]
     if column in ("row", "sample"):
         try:
@@ -250,10 +250,10 @@ def _cell(sample: Sample, column: str, path: Path) -> Any:
 def _as_the_file_has_it(
     number: int, group: list[Sample], path: Path, name: str, config: Benchmark
 ) -> Problem:
-    """Returns a problem whose gold answer is in the file of completions.
+    """Builds a problem whose gold answer is in the file of completions.
 
     Args:
-        number: of the problem, in order of appearance.
+        number: the problem's number, in order of appearance.
     """
     first = group[0]
     gold = benchmarks.gold_columns(name, config)
@@ -275,7 +275,7 @@ def _as_the_file_has_it(
 
 
 def _of_the_data(sample: Sample) -> dict[str, Any]:
-    """Returns the columns of the data set that a completion carries."""
+    """Returns a completion's columns that belong to the data set."""
     return {
         name: cell
         for name, cell in sample.columns.items()
@@ -291,7 +291,7 @@ def _joined(
     config: Benchmark,
     limit: int | None,
 ) -> list[Problem]:
-    """Returns problems whose gold answers are in the benchmark's data, `rows`.
+    """Builds problems whose gold answers are in the benchmark's data, `rows`.
 
     Raises:
         UserError: the row of a completion cannot be determined.
@@ -337,10 +337,10 @@ def _joined(
 
 
 def _rows_by_id(rows: data.Rows, path: Path) -> dict[str, int]:
-    """Returns row numbers by id (as text), of the rows that have one.
+    """Returns id (as text) -> row number of the rows that have an id.
 
     Raises:
-        UserError: an id that two rows have.
+        UserError: two rows have the same id.
     """
     by_id: dict[str, int] = {}
     for number, row in enumerate(rows.rows):
@@ -359,10 +359,10 @@ def _rows_by_id(rows: data.Rows, path: Path) -> dict[str, int]:
 def _problem_text(
     columns: Mapping[str, Any], path: Path, name: str, config: Benchmark, mode: str | None
 ) -> str:
-    """Returns the prompt that a file without prompts implies; "" if its columns are missing.
+    """Rebuilds the prompt for a file without prompts; "" if its columns are missing.
 
     Raises:
-        UserError: they are missing and the reward needs the prompt.
+        UserError: the columns are missing and the reward needs the prompt.
     """
     for one, template in config.prompts.items():
         if mode not in (None, one):
@@ -379,7 +379,7 @@ def _problem_text(
 
 
 def _count(cell: Any) -> int:
-    """Returns a count of programs; 0 where the user's column of that name is no number."""
+    """Converts a cell to a count of programs; 0 if a user's column of that name is not a number."""
     return int(cell) if isinstance(cell, (int, float)) and math.isfinite(cell) else 0
 
 
@@ -405,7 +405,7 @@ def _rollout(prompt: Prompt, sample: Sample) -> Rollout:
 
 
 def _fields_of_episode(episode: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the fields of a completion that is the stored episode."""
+    """Converts a stored episode to the fields of its completion."""
     from grpo_cli.records import Turn
 
     if episode is None:
@@ -420,7 +420,7 @@ def _fields_of_episode(episode: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _numbers(cell: Iterable[Any] | str | None) -> list[Any]:
-    """Returns a list of numbers, which a CSV file holds as text; [] where there is none."""
+    """Parses a list of numbers, which CSV files hold as text; [] without any."""
     if isinstance(cell, str):
         try:
             cell = json.loads(cell)

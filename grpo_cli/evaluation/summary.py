@@ -1,4 +1,4 @@
-"""Turns the scored completions of a task into its numbers, and these into a run's metrics. Pure."""
+"""Computes a task's numbers from its scored completions, and a run's metrics from these. Pure."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from grpo_cli.evaluation.tasks import TaskResult
 from grpo_cli.records import Group
 from grpo_cli.reporting.rollout_metrics import mean
 
-METRICS = ["mean", "pass", "maj"]  # of several completions a problem, unless eval.metric says
+METRICS = ["mean", "pass", "maj"]  # defaults for several completions per problem
 
 
 @dataclass(frozen=True)
 class ProblemStats:
-    """The facts of one problem with n completions, few enough to gather."""
+    """The facts of one problem with n completions, small enough to gather."""
 
     right: list[bool]  # [n]
-    graded: list[bool]  # [n] the reward of which 1 counts as right is neither 0 nor 1
+    graded: list[bool]  # [n] whether the reward whose value 1 counts as right is neither 0 nor 1
     rewards: list[float]  # [n], NaN where no function applies
     parts: dict[str, list[float | None]]  # by reward function, [n]
-    lengths: list[int]  # tokens of the completions whose tokens are known
-    truncated: list[bool]  # [n], or empty where finish reasons are not known
-    answered: list[bool] | None  # [n]; None where the reward judges no final answers
-    votes: list[int] | None  # completions of each class of equal answers; None: not counted
-    right_votes: list[int]  # the classes that are right
+    lengths: list[int]  # token counts of the completions with known tokens
+    truncated: list[bool]  # [n], or empty if finish reasons are unknown
+    answered: list[bool] | None  # [n]; None if the reward judges no final answers
+    votes: list[int] | None  # completions of each class of equal answers; None if not counted
+    right_votes: list[int]  # indices of the right classes
     breakdown: dict[str, str]  # the problem's value in each breakdown column
-    calls: list[int]  # programs run, [n]
+    calls: list[int]  # [n] number of programs run
     failed_calls: list[int]
-    late_calls: list[int]  # of the failed ones, those that ran out of time
-    turns: list[int]  # of the model, in each completion that is an episode
-    unscored: int  # episodes whose environment failed; they count as wrong
+    late_calls: list[int]  # [n] number of failed programs that timed out
+    turns: list[int]  # number of the model's turns, per completion that is an episode
+    unscored: int  # number of episodes whose environment failed; they count as wrong
 
     @classmethod
     def of(
@@ -48,13 +48,13 @@ class ProblemStats:
         *,
         ends_known: bool = True,
     ) -> ProblemStats:
-        """Reads the numbers off a scored group.
+        """Extracts the facts of a scored group.
 
         Args:
-            right: the reward of which 1 counts as right.
+            right: name of the reward whose value 1 counts as right.
             breakdown: columns by which the accuracy is broken down.
-            answers: the completions' final answers, where the reward judges final answers.
-            ballot: these answers, counted.
+            answers: the completions' final answers, if the reward judges these.
+            ballot: the counted answers.
             ends_known: whether the finish reasons are known.
         """
         rollouts, columns = group.rollouts, group.prompt.columns
@@ -98,12 +98,12 @@ class ProblemStats:
 
 
 def rights_of(group: Group, name: str) -> list[bool]:
-    """Returns whether each completion is right: its reward `name` is 1."""
+    """Returns for each completion whether it is right: its reward `name` is 1."""
     return [r.reward_parts[name] == 1 for r in group.rollouts]
 
 
 def ks_of(config: Eval, n: int) -> list[int]:
-    """Returns the k of pass@k and maj@k for n completions a problem."""
+    """Returns the k of pass@k and maj@k for n completions per problem."""
     if config.k:
         return sorted(config.k)
     powers = [2**i for i in range(n.bit_length()) if 2**i <= n]
@@ -114,8 +114,8 @@ def summarize(problems: Sequence[ProblemStats], config: Eval, n: int) -> dict[st
     """Returns a task's numbers; NAME_low and NAME_high are the ends of NAME's 95 % interval.
 
     Args:
-        problems: all of the task, from every process.
-        n: completions of each problem.
+        problems: all problems of the task, from every process.
+        n: number of completions per problem.
     """
     metrics: dict[str, float] = {"n": float(len(problems))}
     completions = sum(len(p.right) for p in problems)
@@ -166,7 +166,7 @@ def summarize(problems: Sequence[ProblemStats], config: Eval, n: int) -> dict[st
 
 
 def by_problem(problems: Sequence[ProblemStats]) -> dict[str, list[float]]:
-    """Returns the values of each problem whose means over problems are compared; NaN for none."""
+    """Returns each problem's values whose means are compared; NaN without rewards."""
     return {
         "accuracy": [p.accuracy for p in problems],
         "reward": [mean([v for v in p.rewards if not math.isnan(v)]) for p in problems],
@@ -181,10 +181,9 @@ def with_interval(name: str, found: Estimate) -> dict[str, float]:
 def as_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
     """Returns the metrics `eval/...` that training logs.
 
-    For benchmarks and several held-out sets these include the mean accuracy, in which each counts
-    alike. Its interval is
-    combined from theirs by the squares of their arms, each side by itself (MOVER: Zou and Donner
-    2008, Stat. Med. 27:1693); the interval for one benchmark is that benchmark's.
+    For benchmarks and several held-out sets these include the mean accuracy, with equal weights.
+    Its interval combines the squared arms of theirs, each side separately (MOVER: Zou and Donner
+    2008, Stat. Med. 27:1693). For one benchmark it is that benchmark's interval.
     """
     if len(results) == 1 and not results[0].task.key:
         metrics = {f"eval/{key}": value for key, value in results[0].metrics.items()}

@@ -1,4 +1,4 @@
-"""Writes and shows an evaluation: eval.json, completions.parquet, and a table as in the paper."""
+"""Writes and prints an evaluation: eval.json, completions.parquet, and the paper's table."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ WRITTEN = ("eval.json", "completions.parquet", "table.md")
 
 
 def set_aside(folder: Path, settings: Mapping[str, Any]) -> Path | None:
-    """Moves an evaluation of another model or other settings aside; returns its new folder.
+    """Renames the folder of an evaluation of another model or other settings; returns its path.
 
     Args:
-        settings: with `checkpoint_hash` and `settings_hash` of the evaluation to be written.
+        settings: has `checkpoint_hash` and `settings_hash` of the evaluation to be written.
     """
     try:
         report = json.loads((folder / "eval.json").read_text(encoding="utf-8"))
@@ -61,14 +61,14 @@ def write(
     *,
     images: bool = True,
 ) -> dict[str, Any]:
-    """Writes an evaluation into its folder; returns what eval.json holds.
+    """Writes an evaluation into its folder; returns the content of eval.json.
 
     Args:
         images: whether the file of completions holds the images of prompts.
         subject: the checkpoint or the file of completions that was evaluated.
-        settings: of the evaluation, for eval.json.
+        settings: the evaluation's settings, for eval.json.
     """
-    for name in WRITTEN:  # of the same evaluation, or of one to be overwritten
+    for name in WRITTEN:  # files of the same evaluation, or of one to be overwritten
         (folder / name).unlink(missing_ok=True)
     report = {"checkpoint": subject, "benchmarks": entries(results), **settings}
     stored = images and any(group.prompt.images for result in results for group in result.groups)
@@ -76,13 +76,13 @@ def write(
     write_parquet(folder / "completions.parquet", rows)
     if results[0].task.mode is not None:
         write_text(folder / "table.md", markdown(subject, results))
-    # Last: where it lies, the evaluation is complete.
+    # Written last: if it exists, the evaluation is complete.
     write_text(folder / "eval.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
     return report
 
 
 def entries(results: Sequence[TaskResult]) -> dict[str, Any]:
-    """Returns the numbers by benchmark: those of the first mode, and of each under `by_mode`."""
+    """Returns the numbers by benchmark: the first mode's, and each mode's under `by_mode`."""
     out: dict[str, Any] = {}
     for result in results:
         task, numbers = result.task, nested(result.metrics)
@@ -145,13 +145,13 @@ SHOWN = (
 
 
 def show(console: Console, subject: str, results: Sequence[TaskResult]) -> None:
-    """Prints the numbers: one task's from top to bottom, several tasks' in a row each."""
+    """Prints the numbers: vertically for one task, one row per task for several."""
     console.print(escape(subject), soft_wrap=True)
     if len(results) == 1:
         console.print(_of_one(results[0]))
         return
     found = {r.task.label: nested(r.metrics) for r in results}
-    # The reward of a benchmark is its accuracy.
+    # A benchmark's reward is its accuracy.
     shown = SHOWN if any(r.task.mode is None for r in results) else SHOWN[1:]
     heads = [key for key in shown if any(key in n for n in found.values())]
     table = Table()
@@ -208,24 +208,24 @@ class Cell:
     """A number of the table, in percent."""
 
     value: float
-    ends: tuple[float, float] | None = None  # of its 95 % interval; None: not known
-    kind: str = ""  # mean@8, maj@64 ...; "" of a single completion
+    ends: tuple[float, float] | None = None  # ends of the 95 % interval; None if unknown
+    kind: str = ""  # mean@8, maj@64 ...; "" for a single completion
 
 
 @dataclass(frozen=True)
 class Line:
-    """A row of the paper's table: a model, and a cell for each benchmark."""
+    """A row of the paper's table: a model, and a cell per benchmark."""
 
     model: str
     cells: list[Cell | None]
-    kind: str = ""  # of its cells, except those that name their own
+    kind: str = ""  # default kind of the cells
 
 
 def lines(subject: str, results: Sequence[TaskResult]) -> dict[str, list[Line]]:
-    """Returns the published rows and ours by the title of the mode.
+    """Returns the published rows and ours, by title of the mode.
 
-    Ours holds mean accuracies, or maj@k or pass@k of the largest k if eval.metric asks for only one
-    of these. A benchmark without that metric has its mean accuracy.
+    Ours holds mean accuracies, or maj@k or pass@k of the largest k if eval.metric requests only one
+    of these. A benchmark without that metric shows its mean accuracy.
     """
     names = columns(results)
     known = benchmarks_of(results)
@@ -263,13 +263,13 @@ def _wanted(results: Sequence[Mapping[str, float]]) -> str:
 
 
 def _ks(metrics: Mapping[str, float], kind: str) -> list[int]:
-    """Returns the k for which there is a pass@k, or another kind of number."""
+    """Returns the k of all metrics of a kind, such as pass@k."""
     names = (key.partition("@") for key in metrics)
     return [int(k) for name, _, k in names if name == kind and k.isdecimal()]
 
 
 def _cell(metrics: Mapping[str, float], wanted: str) -> Cell:
-    """Returns a benchmark's number of the wanted kind, or else its mean accuracy."""
+    """Returns a benchmark's cell of the wanted kind, or else its mean accuracy."""
     key, kind = "accuracy", ""
     if wanted != "mean" and (ks := _ks(metrics, wanted)):
         key = kind = f"{wanted}@{max(ks)}"
@@ -280,7 +280,7 @@ def _cell(metrics: Mapping[str, float], wanted: str) -> Cell:
 
 
 def short_name(subject: str) -> str:
-    """Returns the name of a model in tables: RUN/step-N for a run's checkpoint."""
+    """Returns a model's name in tables: RUN/step-N for a run's checkpoint."""
     path = Path(subject)
     if path.parent.name == "checkpoints":
         return f"{path.parent.parent.name}/{path.name}"
@@ -288,13 +288,13 @@ def short_name(subject: str) -> str:
 
 
 def columns(results: Sequence[TaskResult]) -> list[str]:
-    """Returns the benchmarks of a table in the order of their columns."""
+    """Returns the benchmarks of a table in column order."""
     known = benchmarks_of(results)
     return sorted(known, key=lambda name: (known[name].column is None, known[name].column or 0))
 
 
 def markdown(subject: str, results: Sequence[TaskResult]) -> str:
-    """Returns our accuracies with 95 % intervals, below the published ones, as Markdown."""
+    """Formats our accuracies with 95 % intervals, below the published ones, as Markdown."""
     known = benchmarks_of(results)
     names = [known[name].title or name for name in columns(results)]
     head = "| Model | " + " | ".join(_in_markdown(n) for n in names) + " |"
@@ -309,7 +309,7 @@ def markdown(subject: str, results: Sequence[TaskResult]) -> str:
 
 
 def _shown(cell: Cell, line: Line) -> str:
-    """Returns `50.0% [46.0, 54.0]`, with the cell's kind if it differs from the line's."""
+    """Formats `50.0% [46.0, 54.0]`, with the cell's kind if it differs from the line's."""
     text = f"{cell.value:.1f}%"
     if cell.ends is not None:
         text += f" [{cell.ends[0]:.1f}, {cell.ends[1]:.1f}]"
@@ -321,5 +321,5 @@ def _in_brackets(kind: str) -> str:
 
 
 def _in_markdown(text: str) -> str:
-    """Escapes what Markdown takes for emphasis, links, HTML, formulas or a cell's end."""
+    """Escapes characters that Markdown reads as emphasis, links, HTML, formulas or a cell's end."""
     return re.sub(r"([\\`*_|\[\]<>~$&])", r"\\\1", text)

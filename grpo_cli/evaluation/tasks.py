@@ -1,4 +1,4 @@
-"""The tasks of an evaluation: problems with a prompt, a scorer and sampling settings."""
+"""Defines the tasks of an evaluation: problems with a prompt, a scorer and sampling settings."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ from grpo_cli.records import Group, Prompt
 from grpo_cli.rewards import has_votes
 from grpo_cli.scoring.scorer import Scorer
 
-STREAM = -1  # of random numbers; training's are numbered from 0 by prompt index
+STREAM = -1  # random stream of evaluation; training's are numbered from 0 by prompt index
 
 
 @dataclass(frozen=True)
 class Task:
-    """Problems, how they are put to the model, and what counts as right."""
+    """Problems, with the form of their prompts and the criterion for right answers."""
 
-    name: str  # of the data, short
-    mode: str | None  # of benchmark.NAME.modes; None: held-out rows of the recipe
+    name: str  # short name of the data
+    mode: str | None  # key of benchmark.NAME.modes; None: held-out rows of the recipe
     prompts: Sequence[Prompt]
     scorer: Scorer
-    right: str  # the reward of which 1 counts as right
+    right: str  # name of the reward whose value 1 counts as right
     sampling: Sampling
     num_samples: int
     seed: int
-    key: str = ""  # in the names of metrics
+    key: str = ""  # part of the metrics' names
     tools: Tools | None = None
-    stored: Sequence[Group] | None = None  # stored completions, which are scored; None: sample
+    stored: Sequence[Group] | None = None  # stored completions to score; None: sample
     ends_known: bool = True  # whether finish reasons are known
-    data: str = ""  # fingerprint of the rows, by which evaluations are compared
+    data: str = ""  # fingerprint of the rows, for comparing evaluations
     benchmark: Benchmark | None = None  # None: held-out rows of the recipe
 
     @property
     def label(self) -> str:
-        """Returns the benchmark and the mode, as messages name the task."""
+        """Returns the task's name in messages: benchmark and mode."""
         return f"{self.name} {self.mode}" if self.mode else self.name
 
     @property
     def has_votes(self) -> bool:
-        """Whether final answers are read, so that equal ones can be counted."""
+        """Whether final answers are extracted, so that equal ones can be counted."""
         is_read = self.benchmark is not None or self.num_samples > 1
         return is_read and has_votes(self.scorer.rewards[self.right].path)
 
     @property
     def descriptions(self) -> list[str]:
-        """Returns lines that say how completions are judged and programs are run."""
+        """The lines that describe how completions are judged and programs are run."""
         own = list(self.scorer.descriptions)
         return own if self.tools is None else [*own, f"tools: {describe(self.tools)}"]
 
@@ -67,9 +67,9 @@ class TaskResult:
     task: Task
     # accuracy, accuracy_low, accuracy_high, mean@8, level/3/accuracy ...: the same on every process
     metrics: dict[str, float]
-    groups: list[Group]  # all, in the order of the data; on the main process, where requested
+    groups: list[Group]  # all groups in data order; on the main process, if requested
     by_problem: dict[str, list[float]] = field(default_factory=dict)
-    # ^ accuracy and reward of each problem, in the order of the data
+    # ^ accuracy and reward of each problem, in data order
 
     @property
     def problems(self) -> int:
@@ -80,9 +80,9 @@ def sampling_of(recipe: Recipe, limit: int | None, stop: Sequence[str]) -> Sampl
     """Returns the sampling settings of an evaluation.
 
     Args:
-        limit: longest completion in tokens, unless eval.max_completion_tokens is set; None: that
-            of generation.
-        stop: texts that end a completion, in addition to generation.stop.
+        limit: longest completion in tokens, unless eval.max_completion_tokens is set; None:
+            generation's limit.
+        stop: strings that end a completion, in addition to generation.stop.
     """
     config, generation = recipe.eval, recipe.generation
     as_in_training = config.sampling == "training"
@@ -107,12 +107,12 @@ def held_out(
     *,
     is_one_of_several: bool = False,
 ) -> Task:
-    """Returns the task of held-out rows, judged by the recipe's own rewards.
+    """Builds the task of held-out rows, judged by the recipe's own rewards.
 
     Args:
-        scorer: of all or some of the recipe's rewards.
-        accuracy: the reward of which 1 counts as right; None: eval.accuracy, or the first.
-        is_one_of_several: the set's name is in the names of its metrics.
+        scorer: scorer of all or some of the recipe's rewards.
+        accuracy: the reward whose value 1 counts as right; None: eval.accuracy, or the first.
+        is_one_of_several: puts the set's name into the names of its metrics.
     """
     wanted = (accuracy, recipe.eval.accuracy, *scorer.rewards)
     right = next(reward for reward in wanted if reward in scorer.rewards)
@@ -136,7 +136,7 @@ def of_benchmarks(
     tokenizer: PreTrainedTokenizerBase,
     vision: VisionProcessor | None = None,
 ) -> list[Task]:
-    """Returns a task for each benchmark of the recipe in each mode.
+    """Builds a task for each benchmark of the recipe in each mode.
 
     Raises:
         UserError: a chat without a template.
@@ -176,9 +176,9 @@ def of_benchmarks(
 def of_stored(
     name: str, recipe: Recipe, stored: StoredGroups, scorer: Scorer, num_samples: int
 ) -> Task:
-    """Returns the task of scoring stored completions on a benchmark of the recipe."""
+    """Builds the task of scoring stored completions on a benchmark of the recipe."""
     benchmark = recipe.benchmark[name]
-    if not stored.is_benchmark:  # published results are of other problems
+    if not stored.is_benchmark:  # published results are for other problems
         modes = {m: dataclasses.replace(how, published={}) for m, how in benchmark.modes.items()}
         benchmark = dataclasses.replace(benchmark, modes=modes)
     return Task(
@@ -198,5 +198,5 @@ def of_stored(
 
 
 def _number(text: str) -> int:
-    """Returns a number that stands for a text in seeds."""
+    """Returns a number that identifies a text in seeds."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little")

@@ -1,7 +1,7 @@
-"""Runs untrusted programs: in processes of their own, within limits, behind namespaces.
+"""Runs untrusted programs in separate processes, with resource limits and namespaces.
 
 Start with `api.run`, then `isolation.find_level` (the guards that work here) and `process.Sandbox`
-(one program's process). Imports the standard library only, so that a reward function may use it.
+(one program's process). Imports only the standard library, so that reward functions can use it.
 """
 
 from grpo_cli.sandbox.api import SandboxResult, grade, prepare, run

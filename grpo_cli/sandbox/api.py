@@ -1,12 +1,12 @@
-"""Runs untrusted Python programs, and grades them by tests.
+"""Runs untrusted Python programs, and grades them with tests.
 
     finished = run("print(input()[::-1])", stdin="abc")
     result = grade("def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 4"])
 
 isolation.py finds the level of guards that works on this machine, process.py runs one sandbox, and
-runner.py is the program inside it. Tests are run by judge.py, in another process than the program;
-messages.py is what the two say to each other. docs/sandbox.md says what each level stops. Importing
-this is cheap: the standard library only.
+runner.py is the program inside it. judge.py runs tests in another process than the program;
+messages.py connects the two. docs/sandbox.md lists what each level prevents. Importing this module
+is cheap: it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EVALUATING = {"eval", "exec", "compile", "__import__"}
 EVALUATING_MODULES = {"pickle", "marshal", "shelve", "runpy", "code", "timeit", "subprocess"}
 EVALUATING_MODULES |= {"importlib", "dill", "joblib", "cloudpickle", "doctest", "builtins", "sympy"}
 EVALUATING_WORDS = {"read_pickle", "allow_pickle", "get_type_hints", "UnsafeLoader", "unsafe_load"}
-NUMBERS = {"isclose", "pi", "e", "inf", "nan", "tau"}  # of math, always the tests' own
+NUMBERS = {"isclose", "pi", "e", "inf", "nan", "tau"}  # of math; always the tests' own
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class SandboxResult:
     share: float  # passed / total
     passed: int
     total: int
-    reason: str  # the first failure, one line
-    seconds: float  # wall time of all tests that were tried
+    reason: str  # the first failure, in one line
+    seconds: float  # wall time of all attempted tests
 
 
 def run(
@@ -59,13 +59,13 @@ def run(
 
     Args:
         source: Python source.
-        stdin: text that it reads from stdin.
+        stdin: the program's standard input.
         limits: see `Limits`.
-        guards: "auto" or "namespaces" for that level, "limits" for the one with fewer guards.
-        site_packages: whether it may import the packages of this interpreter.
+        guards: "auto" or "namespaces" for the level "namespaces"; "limits" for fewer guards.
+        site_packages: whether the program may import this interpreter's packages.
 
     Raises:
-        SandboxError: fewer guards work here than `guards` asks for, or the sandbox failed.
+        SandboxError: fewer guards work here than `guards` requests, or the sandbox failed.
     """
     level = find_level(guards, site_packages)
     with Sandbox(level, limits or Limits(), source, [stdin]) as sandbox:
@@ -84,23 +84,23 @@ def grade(
     total_seconds: float | None = None,
     stop_at_failure: bool = False,
 ) -> SandboxResult:
-    """Tries a program on its tests, each in a fresh process that runs the program first.
+    """Grades a program on tests, each in a new process that runs the program first.
 
     Args:
         code: Python source.
-        tests: a snippet or a list of them, each passed when it runs to its end, with the test
-            functions and classes that it defines; or a list of {"input": ..., "output": ...}, each
-            passed when the program, run as a script with that input, exits with 0 and prints that
-            output. Spaces at the ends of lines and empty lines at the end do not count.
-        setup: a snippet that runs before each snippet, in the process of the test.
+        tests: a snippet or a list of snippets, or a list of {"input": ..., "output": ...}. A
+            snippet passes if it runs to its end, with the test functions and classes that it
+            defines. An input passes if the program, run as a script, exits with 0 and prints the
+            output. Trailing spaces and empty lines are ignored.
+        setup: code that runs before each snippet, in the test's process.
         entry_point: a snippet's `check` is called with the program's object of this name.
-        limits: of each test, see `Limits`.
+        limits: limits of each test, see `Limits`.
         guards, site_packages: as for `run`.
-        total_seconds: wall time of all tests; a test not begun by then counts as failed.
+        total_seconds: wall time of all tests; tests that have not begun by then count as failed.
         stop_at_failure: skip the tests after the first failed one, and count them as failed.
 
     Raises:
-        SandboxError: fewer guards work here than `guards` asks for, or the sandbox failed.
+        SandboxError: fewer guards work here than `guards` requests, or the sandbox failed.
         ValueError: see `prepare`.
     """
     prepared = prepare(tests, setup, entry_point, site_packages)
@@ -134,11 +134,11 @@ def _failure(test: Test | Mapping[str, str], finished: Finished) -> str | None:
 def prepare(
     tests: Tests, setup: str = "", entry_point: str | None = None, site_packages: bool = False
 ) -> list[Test | Mapping[str, str]]:
-    """Returns the tests of a row, snippets with what the judge has to know. See `grade`.
+    """Returns a row's tests; snippets become the judge's `Test`. See `grade`.
 
     Raises:
-        ValueError: `tests` is empty or of another form, or a snippet would test nothing, or could
-            run what the program returns.
+        ValueError: `tests` is empty or malformed, or a snippet would test nothing or could execute
+            the program's return values.
     """
     given = [tests] if isinstance(tests, str) else list(tests)
     if not given:
@@ -159,7 +159,7 @@ def prepare(
 def _judged(
     snippets: tuple[str, ...], setup: str, entry_point: str | None, site_packages: bool
 ) -> list[Test]:
-    """Prepares the snippets of a row for the judge, with sources that `grade` compiles."""
+    """Prepares a row's snippets for the judge, as sources that `grade` compiles."""
     nodes = [*ast.walk(_parse(setup, snippets[0]))]
     (used, defined), undefined, collected = _used_and_defined(setup), set(), []
     for snippet in snippets:
@@ -186,7 +186,7 @@ def _parse(source: str, snippet: str) -> ast.Module:
 
 
 class _Types(ast.NodeTransformer):
-    """Has a test ask the program for the type of what is the program's."""
+    """Makes a test ask the program for the types of the program's objects."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -212,7 +212,7 @@ def _code(source: str) -> Any:
     try:
         with warnings.catch_warnings(action="ignore"):
             return compile(tree, "<test>", "exec", dont_inherit=True)
-    except (SyntaxError, RecursionError) as error:  # such as a `return` outside of a function
+    except (SyntaxError, RecursionError) as error:  # such as a `return` outside a function
         raise ValueError(f"the test {_short(source)} is no Python: {error}.") from None
 
 
@@ -221,15 +221,15 @@ def _names_of_the_program(
 ) -> set[str]:
     """Returns the names that the tests of a row look up in the program.
 
-    They follow from the row alone: what is imported from `solution`, the entry point, and what is
-    not defined, unless it is a name of Python's. One of Python's is the program's if a row has no
-    other: `gcd`, or in `abs(sum(1, 2) - 3) < 1e-9` the one that no other is called in, `sum`.
+    They depend only on the row: names imported from `solution`, the entry point, and undefined
+    names that are not Python's own. Without any of these, one of Python's names is the program's:
+    `gcd`, or in `abs(sum(1, 2) - 3) < 1e-9` the innermost called one, `sum`.
 
     Raises:
-        ValueError: there is no such name, or the tests could run what the program returns.
+        ValueError: there is no such name, or the tests could execute the program's return values.
     """
     imports = _imports(nodes)
-    # Of attributes, keywords and imports; as attributes, `compile` and `eval` are others.
+    # Of attributes, keywords and imports; an attribute `compile` or `eval` is no builtin.
     words = {getattr(n, key, "") for n in nodes for key in ("attr", "arg", "name")}
     used_words = EVALUATING_WORDS & words
     if evaluating := EVALUATING & undefined | EVALUATING_MODULES & imports | used_words:
@@ -263,10 +263,10 @@ def _names_of_the_program(
 
 
 def _used_and_defined(source: str) -> tuple[set[str], set[str]]:
-    """Returns the names of a module that its code uses, and those that it defines."""
+    """Returns the names that a module's code uses, and the names that it defines."""
     top = symtable.symtable(source, "<test>", "exec")
     tables, used, defined = [top], set(), set()
-    for table in tables:  # which grows
+    for table in tables:  # grows during the loop
         tables += table.get_children()
         for symbol in table.get_symbols():
             is_bound = symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
@@ -283,7 +283,7 @@ def _packages(
     """Returns the packages that the judge imports before a test.
 
     Raises:
-        ValueError: one is not there.
+        ValueError: a package is missing.
     """
     imports = _imports(nodes)
     found = {MODULES[name] for name in undefined & MODULES.keys()}
@@ -297,19 +297,19 @@ def _packages(
 
 
 def _imports(nodes: Iterable[ast.AST]) -> set[str]:
-    """Returns the modules that have to be there, packages for those in them."""
+    """Returns the top-level modules that the code imports."""
     names = [alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names]
     names += [n.module or "." for n in nodes if isinstance(n, ast.ImportFrom)]
     return {name.partition(".")[0] for name in names}
 
 
 def _collect(snippet: str, tree: ast.Module, has_entry_point: bool) -> list[str]:
-    """Returns the names of the tests that a snippet defines and does not call itself.
+    """Returns the names of the tests that a snippet defines but does not call.
 
     Raises:
         ValueError: the snippet would test nothing.
     """
-    # `if __name__ == "__main__"` begins what is for scripts.
+    # Code under `if __name__ == "__main__"` is for scripts.
     scripts = [n for n in tree.body if isinstance(n, ast.If) and _uses(n.test, "__name__")]
     body = [node for node in tree.body if node not in scripts]
     defined = {node.name: node for node in body if isinstance(node, _DEFINITIONS)}
@@ -334,7 +334,7 @@ def _collect(snippet: str, tree: ast.Module, has_entry_point: bool) -> list[str]
 
 
 def _problem(node: ast.stmt) -> str | None:
-    """Returns why a test cannot be run, "" if it can; None: it is no test."""
+    """Returns the reason why a test cannot be run, "" if it can; None if it is not a test."""
     if isinstance(node, ast.ClassDef):
         bases = ast.unparse(node.bases)  # type: ignore[arg-type]
         is_async = any(isinstance(method, ast.AsyncFunctionDef) for method in node.body)

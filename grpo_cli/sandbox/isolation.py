@@ -1,9 +1,9 @@
-"""Finds out what this kernel, container and user allow: the levels of guards that work here.
+"""Finds the levels of guards that this kernel, container and user allow.
 
 "limits" works everywhere on Linux: a separate process in its own session, with resource limits, a
-clean environment, no inherited file descriptors, a temporary folder of its own, another user where
-this process is root, and everything that it starts killed at the end. "namespaces" puts bubblewrap
-around the same: no network, no files except Python's and the system's, no processes except its own.
+clean environment, no inherited file descriptors and its own temporary folder. It gets another user
+if this process is root, and all its descendants are killed at the end. "namespaces" adds
+bubblewrap: no network, no files except Python's and the system's, no processes except its own.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ GUARDS = ("auto", "namespaces", "limits")
 
 
 def describe(guards: str = "auto", site_packages: bool = False) -> str:
-    """Returns a line for the log: the guards that are on, and what the level cannot keep out.
+    """Describes in one line the active guards, and what the level does not prevent.
 
     Raises:
-        SandboxError: fewer guards work here than `guards` asks for.
+        SandboxError: fewer guards work here than `guards` requests.
     """
     level = find_level(guards, site_packages)
     on = [f"{guard.name} ({guard.detail})" for guard in level.guards if guard.on]
@@ -46,8 +46,8 @@ def find_level(guards: str = "auto", site_packages: bool = False) -> Level:
     """Returns the level for `guards`, after trying it once in this process.
 
     Raises:
-        SandboxError: it does not work here.
-        ValueError: `guards` is none of GUARDS.
+        SandboxError: the level does not work here.
+        ValueError: `guards` is not in GUARDS.
     """
     if guards not in GUARDS:
         raise ValueError(f"guards is {guards!r}; it must be one of {', '.join(GUARDS)}.")
@@ -75,7 +75,7 @@ def _may_change_user() -> bool:
 
 @functools.cache
 def _namespaces(path: str, site_packages: bool) -> tuple[Level | None, str]:
-    """Returns (the level, or None; why it does not work here)."""
+    """Returns (the level or None, the reason why it does not work here)."""
     bwrap = _which("bwrap", path)
     if bwrap is None:
         return None, "bubblewrap is not on PATH (on Debian and Ubuntu: apt install bubblewrap)"
@@ -102,7 +102,7 @@ def _namespaces(path: str, site_packages: bool) -> tuple[Level | None, str]:
 def _limits(site_packages: bool) -> Level:
     try:
         return _limits_with(site_packages, call_filter() is not None)
-    except SandboxError:  # a kernel without filters
+    except SandboxError:  # the kernel lacks filters
         return _limits_with(site_packages, False)
 
 
@@ -151,7 +151,7 @@ _BASIC = (
     Guard("clean environment", True, "no variables, no file descriptors"),
 )
 
-# Features that a kernel, a container or an older bubblewrap may lack, the fewest left out first.
+# Features that a kernel, a container or an older bubblewrap may lack; fewest omissions first.
 _LEFT_OUT = tuple(
     (*calls, *option, *nested)
     for calls in ((), ("calls",))
@@ -165,9 +165,9 @@ def _bubblewrapped(
 ) -> Level:
     sys_path = _site_folders() if site_packages else ()
     command = [bwrap, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-    # As the first process of its namespace the runner cannot be signalled from inside, inherits all
-    # orphans, and is waited for by bubblewrap itself: a trainer that is a container's first process
-    # does not collect the dead of others.
+    # As its namespace's first process, the runner cannot be signalled from inside and inherits all
+    # orphans. bubblewrap itself waits for it: a trainer that is a container's first process does
+    # not reap other processes.
     command += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--as-pid-1"]
     if becomes == "inside":
         command += ["--cap-drop", "ALL"]
@@ -187,7 +187,7 @@ def _bubblewrapped(
     for path in (process.python()[1], *sys_path):
         if not path.startswith("/usr/") and not _is_hidden(path):
             command += _bind(path)
-    # A folder below one that is in memory inside is shown in another place.
+    # Folders below one that is in memory inside are mounted elsewhere.
     moved = {path: f"/site/{n}" for n, path in enumerate(sys_path) if _is_hidden(path)}
     for path, target in moved.items():
         command += ["--dir", "/site", "--ro-bind", path, target]
@@ -224,7 +224,7 @@ def _is_hidden(path: str) -> bool:
 
 
 def _bind(path: str) -> list[str]:
-    # Parents are made first, or they would be as closed as this user's home may be.
+    # Create the parents first, or they would be as inaccessible as this user's home may be.
     above = [word for folder in _above(path) for word in ("--dir", folder)]
     return [*above, "--ro-bind", path, path]
 

@@ -1,7 +1,7 @@
-"""The judge's process of a test: runs the tests, which come from the data set, on the program.
+"""Runs a data set's tests on the program, in the judge's process.
 
-It holds the tests and the channel of the verdict. The program is in another process, see
-messages.py. Which names of a test are looked up there is decided by api.py, from the row alone.
+This process holds the tests and the channel of the verdict. The program runs in another process,
+see messages.py. From the row alone, api.py decides which names a test looks up there.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from typing import Any
 
 MODULE = "tests"
-TYPE_OF = "type of"  # what a test's type(x) and x.__class__ call
+TYPE_OF = "type of"  # name of the function that a test's type(x) and x.__class__ call
 MODULES = {"np": "numpy", "pd": "pandas", "plt": "matplotlib.pyplot"}
 PASSED = "+"
 FAILED = "-"
-OWN = (MODULE, "_io")  # objects of these modules' classes have attributes that a program may use
+OWN = (MODULE, "_io")  # modules whose objects have attributes that a program may use
 ITERATING = ("iter", "next", "advance")
 USABLE = {"str", "repr", "len", "getitem", "setitem", "delitem", "contains"}
 USABLE |= {"plain", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", *ITERATING}
 ANY = ("bool", "hash", "eq", "ne", "isinstance", "issubclass")
 NAMES = ("__name__", "__qualname__", "__doc__", "__module__", "__annotations__")  # of functions
-# Of the standard library, exceptions that arrive as what they are if the judge has their module.
+# Standard-library exceptions that keep their class if the judge has imported their module.
 EXCEPTIONS = {"json.decoder.JSONDecodeError", "decimal.InvalidOperation", "decimal.DivisionByZero"}
 EXCEPTIONS |= {"dataclasses.FrozenInstanceError", "subprocess.CalledProcessError", "re.error"}
 EXCEPTIONS |= {"queue.Full", "queue.Empty", "_queue.Empty", "statistics.StatisticsError"}
@@ -37,21 +37,21 @@ EXCEPTIONS |= {"sqlite3.IntegrityError", "sqlite3.OperationalError"}
 
 
 def judge(source: int, sink: int, test: tuple[Any, ...]) -> str:
-    """Runs one test; returns PASSED, or FAILED with the reason, empty if the program is gone."""
+    """Runs one test; returns PASSED, or FAILED and the reason ("" if the program is gone)."""
     *rest, names, packages = test
     program = Program(source, sink, names)
     try:
-        for package in packages:  # before the program may write a file that one of them reads
+        for package in packages:  # before the program can write a file that an import reads
             __import__(package)
         os.write(sink, b"\n")
-        program.outcome([])  # of the program itself, as it is imported
+        program.outcome([])  # the outcome of importing the program
         _run(program, *rest)
         program.forget()
         reason = None if program.was_asked else "the test asked the program for nothing"
     except BaseException as error:
         text = error.msg if isinstance(error, SyntaxError) else str(error)
         reason = f"{type(error).__name__}: {text}".removesuffix(": ")
-    if program.broken is not None:  # whatever the test has caught
+    if program.broken is not None:  # regardless of what the test caught
         reason = program.broken
     return PASSED if reason is None else FAILED + reason
 
@@ -59,9 +59,9 @@ def judge(source: int, sink: int, test: tuple[Any, ...]) -> str:
 def _run(program: Program, codes: Any, entry_point: str | None, collected: list[str]) -> None:
     module = sys.modules[MODULE] = type(sys)(MODULE)
     solution = sys.modules["solution"] = type(sys)("solution")
-    # Without names: those that a test uses are looked up as others are.
+    # Empty, so that a test's names are looked up one by one.
     solution.__dict__.update(__all__=[], __getattr__=program.attribute)
-    for runner in {"unittest", "pytest"} & sys.modules.keys():  # its tests are run below
+    for runner in {"unittest", "pytest"} & sys.modules.keys():  # the collected tests are run below
         sys.modules[runner].main = lambda *_, **__: None  # type: ignore[attr-defined]
     _guard_comparisons()
     _keep_path()
@@ -78,7 +78,7 @@ def _run(program: Program, codes: Any, entry_point: str | None, collected: list[
 
 
 def _keep_path() -> None:
-    """Has modules imported from where they are found now: a test may add its own folder."""
+    """Restricts imports to the present folders, since a test may add its own."""
     known = tuple(os.path.realpath(folder) for folder in sys.path if folder)
     find_in = sys.path_hooks[-1]
 
@@ -91,7 +91,7 @@ def _keep_path() -> None:
 
 
 def _is_case(value: Any) -> bool:
-    """Returns whether it is a unittest class with tests; a runner's verdict may go unread."""
+    """Returns whether a value is a unittest class with tests; its runner may hide failures."""
     unittest: Any = sys.modules.get("unittest")
     if not unittest or not isinstance(value, type) or not issubclass(value, unittest.TestCase):
         return False
@@ -112,12 +112,12 @@ def _run_collected(test: Any, program: Program) -> None:
         return
     for function in _methods(test) if isinstance(test, type) else [test]:
         outcome = function()
-        if hasattr(outcome, "cr_await"):  # of an async test
+        if hasattr(outcome, "cr_await"):  # the coroutine of an async test
             __import__("asyncio").run(outcome)
 
 
 def _methods(test: type) -> Iterator[Any]:
-    """Yields the tests of a pytest class, each of an object that is set up for it."""
+    """Yields the tests of a pytest class, each bound to a new object after setup."""
     getattr(test, "setup_class", lambda: None)()
     for name in dir(test):
         if name.startswith("test"):
@@ -128,13 +128,13 @@ def _methods(test: type) -> Iterator[Any]:
 
 
 class Program(Peer):
-    """The program under test, as the judge reaches it."""
+    """The judge's connection to the program under test."""
 
     is_strict = True
 
     def __init__(self, source: int, sink: int, names: list[str]) -> None:
         super().__init__(source, sink, {})
-        self.names = frozenset(names)  # that are the program's
+        self.names = frozenset(names)  # names that belong to the program
         self.was_asked = False
 
     def ask(self, name: str, *arguments: Any) -> Any:
@@ -142,13 +142,13 @@ class Program(Peer):
         return super().ask(name, *arguments)
 
     def value(self, name: str) -> Any:
-        """Looks a name up in the program."""
+        """Looks up a name in the program."""
         value = self.ask("name", name)
         self.was_asked = self.was_asked or not isinstance(value, Opaque)
         return value
 
     def attribute(self, name: str) -> Any:
-        """Looks a name up in the program, for tests that import from `solution`."""
+        """Looks up a name in the program, for tests that import from `solution`."""
         try:
             if not name.startswith("__"):
                 return self.value(name)
@@ -157,7 +157,7 @@ class Program(Peer):
         raise AttributeError(name)
 
     def perform(self, name: str, arguments: tuple[Any, ...]) -> Any:
-        """Does what the program asks for to an object of the test that it was given."""
+        """Performs the program's request on an object of the test that it was given."""
         target = arguments[0]
         kind = type(target)
         is_own = kind.__module__ in OWN
@@ -165,7 +165,7 @@ class Program(Peer):
         is_open = is_open or (name in ITERATING and hasattr(kind, "__next__"))
         if name in ("get", "setattr", "delattr") and type(arguments[1]) is str:
             field = arguments[1]
-            # A method of its class is the test's own.
+            # Methods of its class belong to the test.
             is_open = name == "get" or not callable(getattr(kind, field, None))
             is_open = is_open and is_own and not field.startswith("_")
             is_open = is_open or (name == "get" and field in NAMES and callable(target))
@@ -193,7 +193,7 @@ class Program(Peer):
 
 
 class _Builtins(dict):  # type: ignore[type-arg]
-    """Looks up the names that a test does not define: Python's own, and the program's."""
+    """Looks up names that a test does not define: Python's builtins, and the program's names."""
 
     def __init__(self, program: Program) -> None:
         own = {name: value for name, value in vars(builtins).items() if name not in program.names}
@@ -223,9 +223,9 @@ def _type_of(program: Program, value: Any) -> Any:
 
 
 def _guard_comparisons(made: list[Any] = []) -> Any:  # noqa: B006 - done once
-    """Makes comparisons of numpy and pytest fail where exactly one side is empty.
+    """Makes comparisons of numpy and pytest fail if exactly one side is empty.
 
-    Returns the class of all arrays, if numpy is there.
+    Returns the class of all arrays, if numpy is imported.
     """
     numpy: Any = sys.modules.get("numpy")
     if made or numpy is None:

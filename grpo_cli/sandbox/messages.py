@@ -1,13 +1,13 @@
-"""Messages between the process of a test and the process of the program under test.
+"""Exchanges messages between a test's process and the process of the program under test.
 
     judge    ask("call", sort, ([3, 1, 2],), {})
     program  sort([3, 1, 2]), then: the result is None, the first list is now [1, 2, 3]
 
 A value whose type is on a closed list arrives as a copy, which the receiver rebuilds from JSON with
-the list's own classes. Every other object stays where it is and arrives as an `Opaque`: whatever is
-done to it is a message to the process that has it, answered with values or opaque objects.
+the list's own classes. Every other object stays in its process and arrives as an `Opaque`. Each
+operation on it is a message to that process, which answers with values or opaque objects.
 
-runner.py and judge.py use this module inside the sandbox, where their code is run in one namespace.
+runner.py and judge.py use this module inside the sandbox, where their code shares a namespace.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from typing import Any
 
 MAX_MESSAGE = 16 << 20  # bytes
-MAX_PRINTED = 1 << 20  # characters that a call prints
-MAX_COMPARED = 10_000  # items of an iteration that other answers of its object are held to
-LARGE = 1 << 62  # a whole number beyond it is sent in base 16
+MAX_PRINTED = 1 << 20  # characters that a call may print
+MAX_COMPARED = 10_000  # items of an iteration that are checked against the object's other answers
+LARGE = 1 << 62  # larger integers are sent in base 16
 
 _SIMPLE: tuple[Any, ...] = (int, float, str, tuple)
-PLAIN = {f"builtins.{kind.__name__}" for kind in _SIMPLE}  # of these, only subclasses are rebuilt
+PLAIN = {f"builtins.{kind.__name__}" for kind in _SIMPLE}  # only subclasses of these are rebuilt
 _TIMES = ("date", "time", "datetime")
 _TEXTS = ["decimal.Decimal", "uuid.UUID"]
 _TEXTS += [f"pathlib.{n}" for n in ("PosixPath", "PurePosixPath", "PureWindowsPath")]
 _TEXTS += [f"ipaddress.IPv{n}{k}" for n in "46" for k in ("Address", "Network", "Interface")]
-# The closed list. None, bool, int, float and str are JSON's own; a tuple is its items. Of the other
-# values that cannot change: the arguments that rebuild one, and the method that takes them.
+# The closed list. None, bool, int, float and str are JSON's own; a tuple is sent as its items.
+# Other immutable values have the arguments that rebuild them, and the method's name.
 _as_text, _as_span = (lambda v: (str(v),)), (lambda v: (v.start, v.stop, v.step))
 FIXED: dict[str, tuple[Callable[[Any], tuple[Any, ...]], str]] = {
     **{f"builtins.{kind.__name__}": (kind.__getnewargs__, "") for kind in (*_SIMPLE, complex)},
@@ -51,12 +51,12 @@ FIXED: dict[str, tuple[Callable[[Any], tuple[Any, ...]], str]] = {
     **{f"datetime.{n}": (lambda v: (v.isoformat(),), "fromisoformat") for n in _TIMES},
     **dict.fromkeys(_TEXTS, (_as_text, "")),
 }
-# Values that can change are numbered: a list that is there twice stays one list, what a call does
-# to its arguments is sent back, and a list may hold itself.
+# Mutable values are numbered. A list that occurs twice stays one list, changes by a call to its
+# arguments are sent back, and a list may contain itself.
 MUTABLE = [f"builtins.{n}" for n in ("list", "dict", "set", "bytearray")]
 MUTABLE += [f"collections.{n}" for n in ("deque", "Counter", "OrderedDict", "defaultdict")]
 DTYPES = {f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)}
-DTYPES |= {"b1", "f2", "f4", "f8", "c8", "c16"}  # and texts
+DTYPES |= {"b1", "f2", "f4", "f8", "c8", "c16"}  # and strings
 
 COMPARE, COMPUTE, UNARY, BUILTIN, ENDING, CHANGING, READABLE = map(
     str.split,
@@ -67,14 +67,14 @@ COMPARE, COMPUTE, UNARY, BUILTIN, ENDING, CHANGING, READABLE = map(
         "str repr bool hash format dir next setattr delattr aiter",
         "next advance anext send",  # may raise StopIteration
         "call run anext next send setattr delattr setitem delitem enter exit",
-        # Names with two underscores. Libraries look for others, and trust what they find.
+        # Dunder names. Libraries look up other ones and trust the results.
         "name qualname module doc dict bases mro wrapped cause context notes members",
     ),
 )
 IN_PLACE = [f"i{name}" for name in COMPUTE]
 SEEN = ("len", "iter", "getitem", "contains")
 TELLING = ("sub", "mod", "xor", "and", "floordiv")  # f(3) - 10 is 0 if 10 is right
-COUNTED = {*COMPUTE} - {"lshift", "rshift", "or"}  # f(3) + -10, too
+COUNTED = {*COMPUTE} - {"lshift", "rshift", "or"}  # also f(3) + -10
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **{n: getattr(_operator, n + "_" * (n in ("and", "or"))) for n in (*COMPARE, *COMPUTE, *UNARY)},
     **{n: getattr(_operator, n) for n in (*IN_PLACE, *SEEN[2:], "setitem", "delitem")},
@@ -97,16 +97,16 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class BrokenError(BaseException):
-    """The other side is gone or sent what is no message, or the test has failed for good.
+    """The other side is gone or sent an invalid message, or the test has failed for good.
 
-    No Exception: a test that expects one must not take this for it.
+    Not an Exception, so that a test that expects one cannot catch it.
     """
 
 
 class Opaque:
-    # An object of the other side, and so is its __doc__. It equals no value, and is no number.
+    # A proxy of an object on the other side, as is its __doc__. It equals no value and no number.
     __slots__ = ("__weakref__", "_kind_", "_number_", "_peer_")
-    __array_ufunc__ = None  # numpy leaves operators to it
+    __array_ufunc__ = None  # makes numpy leave operators to this class
     __doc__ = property(lambda self: self.__getattr__("__doc__"))  # type: ignore[assignment]
     __module__ = property(lambda self: self.__getattr__("__module__"))  # type: ignore[assignment]
     __class__ = property(lambda self: self._kind_)  # type: ignore[assignment]
@@ -157,7 +157,7 @@ class Opaque:
 
 
 class Stream(Opaque):
-    # One of Python's own iterators: it is consumed item by item, and stays at its end.
+    # One of Python's own iterators: consumed item by item, and exhausted for good.
     __slots__ = ("_items_",)
     __iter__ = lambda self: self  # noqa: E731
     __len__ = __getitem__ = None  # type: ignore[assignment]
@@ -177,7 +177,7 @@ GENERATOR = type(_ for _ in ())
 
 
 class Held(Opaque):
-    # An object of a subclass of list, dict and so on: what its base holds is a value.
+    # An object of a subclass of list, dict and so on: the base's contents are a value.
     __slots__ = ()
     PURE = ("count", "index", "keys", "values", "items", "issubset", "issuperset", "isdisjoint")
 
@@ -187,12 +187,12 @@ class Held(Opaque):
     def __getitem__(self, key: Any) -> Any:
         try:
             return _plain(self)[key]
-        except (KeyError, TypeError):  # its own __missing__ or __getitem__ may know
+        except (KeyError, TypeError):  # its own __missing__ or __getitem__ may handle the key
             return self._peer_.ask("getitem", self, key)
 
 
 class Extended:
-    """A value of a subclass of str, tuple and so on, or an exception: the rest is elsewhere."""
+    """A value of a subclass of str, tuple and so on, or an exception; the rest stays remote."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(opaque_of(self), name)
@@ -208,13 +208,13 @@ class Extended:
 def opaque_of(value: Any) -> Any:
     if not issubclass(type(value), Extended):
         return value
-    if "opaque" not in vars(value):  # an exception that the test has made
+    if "opaque" not in vars(value):  # an exception raised by the test itself
         vars(value)["opaque"] = type(value).opaque(*value.args, **vars(value)["named"])
     return vars(value)["opaque"]
 
 
 def _plain(value: Any) -> Any:
-    """Returns the value that an object of a subclass holds, and any other as it is."""
+    """Returns the value held by an object of a subclass; returns others unchanged."""
     if not isinstance(value, Held):
         return value
     peer, number = value._peer_, value._number_
@@ -230,7 +230,7 @@ def _items_of(ask: Callable[..., Any], name: str, source: Any) -> Generator[Any,
     try:
         while True:
             yield ask(name, source)
-    except StopIteration as error:  # and no further item, whatever there is
+    except StopIteration as error:  # ends here, even if the object has more
         return error.value
 
 
@@ -239,7 +239,7 @@ async def _result_of(name: str, target: Opaque) -> Any:
 
 
 def _method(name: str, on_plain: bool = False, is_reflected: bool = False) -> Callable[..., Any]:
-    """Makes the method of an operator, for `Held` on the plain value."""
+    """Creates the method of an operator; for `Held` it uses the plain value."""
 
     def perform(self: Any, *others: Any) -> Any:
         operands = (*others, self) if is_reflected else (self, *others)
@@ -248,7 +248,7 @@ def _method(name: str, on_plain: bool = False, is_reflected: bool = False) -> Ca
         if name not in COMPARE:
             return self._peer_.computed(name, operands)
         if isinstance(others[0], Held) or not isinstance(others[0], Opaque):
-            return NotImplemented  # the program is never told what a result is compared with
+            return NotImplemented  # the program must not learn the expected value
         return self._peer_.checked(self._peer_.ask(name, *operands), bool, Opaque)
 
     return perform
@@ -277,15 +277,15 @@ for _name in COMPUTE:
 
 
 class Seen:
-    """The answers of an object to len, [], in and iteration, until the test changes an object.
+    """Caches an object's answers to len, [], in and iteration, until the test changes an object.
 
-    They come from one state of it: what was answered is answered again, and a test to which an
-    object contradicts itself has failed.
+    All answers belong to one state of the object, so they are repeated. A test fails if an object
+    contradicts itself.
     """
 
     def __init__(self, target: Opaque) -> None:
         self.target, self.ask = target, target._peer_.ask
-        self.answers: dict[str, tuple[Any, ...]] = {}  # (question, answer, key) by question and key
+        self.answers: dict[str, tuple[Any, ...]] = {}  # (question, answer, key) by question, key
 
     def answer(self, name: str, *key: Any) -> Any:
         if name == "getitem" and type(key[0]) is int and key[0] < 0 and "len" in self.answers:
@@ -293,14 +293,14 @@ class Seen:
         text = name + "".join(map(self.text, key))
         if text not in self.answers:
             answer = self.ask(name, self.target, *key)
-            if name == "iter":  # is kept with its items, and each iteration is a copy
+            if name == "iter":  # stored with its items; each iteration is a copy
                 (answer,) = itertools.tee(_items_of(self.ask, "advance", answer), 1)
             self.answers[text] = name, answer, *key
         answer = self.answers[text][1]
         return answer.__copy__() if name == "iter" else answer
 
     def contradicts(self) -> bool:
-        """Returns whether the items of the iteration deny another answer."""
+        """Returns whether the iterated items contradict another answer."""
         if "iter" not in self.answers or len(self.answers) == 1:
             return False
         size = self.answers["len"][1] if "len" in self.answers else MAX_COMPARED
@@ -320,7 +320,7 @@ class Seen:
             return key not in items and not has_more
         try:
             item = items[key]
-        except TypeError:  # no position
+        except TypeError:  # not a position
             return False
         except IndexError:
             return not has_more
@@ -332,9 +332,9 @@ class Seen:
 
 
 class Peer:
-    """One side of the exchange: sends requests, and serves those of the other side meanwhile."""
+    """One side of the exchange: sends requests, and meanwhile serves those of the other side."""
 
-    is_strict = False  # whether the other side is not to be trusted
+    is_strict = False  # whether the other side is untrusted
 
     def __init__(self, source: int, sink: int, operations: dict[str, Callable[..., Any]]) -> None:
         self.source: Any = open(source, "rb", closefd=False)  # noqa: SIM115
@@ -342,28 +342,28 @@ class Peer:
         self.operations = {**OPERATIONS, **operations}
         self.lock = _thread.RLock()
         self.exported: list[Any] = []
-        self.numbers: dict[int, int] = {}  # id of an exported object: its place in the list
-        self.received: dict[tuple[str, int], Any] = {}  # by kind, and the other side's number
-        self.passed: list[int] = []  # the other side's own objects in a message
-        self.seen: dict[int, Any] = {}  # a `Seen`, or what a `Held` holds
+        self.numbers: dict[int, int] = {}  # id of an exported object -> its index in the list
+        self.received: dict[tuple[str, int], Any] = {}  # by kind and the other side's number
+        self.passed: list[int] = []  # the other side's own objects in the present message
+        self.seen: dict[int, Any] = {}  # a `Seen`, or the plain value of a `Held`
         self.sums: set[int] = set()  # objects computed with a value that may be the expected one
-        self.differences: set[int] = set()  # ids of those objects that may only be compared
-        self.broken: str | None = None  # why there is nothing more to say
+        self.differences: set[int] = set()  # numbers of those objects that may only be compared
+        self.broken: str | None = None  # reason why the exchange has ended
 
-    # What a side does with the other's objects; judge.py is stricter.
+    # Operations on the other side's behalf; judge.py is stricter.
 
     def perform(self, name: str, arguments: tuple[Any, ...]) -> Any:
         return self.operations[name](*arguments)
 
     def export(self, value: Any) -> int:
-        """Returns the number under which the other side may ask for an object."""
+        """Returns the number by which the other side can refer to an object."""
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.exported)
             self.exported.append(value)
         return self.numbers[id(value)]
 
     def exception_tree(self, kind: type[BaseException]) -> list[Any]:
-        if issubclass(kind, Extended):  # the other side's
+        if issubclass(kind, Extended):  # belongs to the other side
             return ["y", vars(kind)["number"]]
         base = next(base for base in kind.__bases__ if issubclass(base, BaseException))
         is_own = vars(builtins).get(base.__name__) is base
@@ -371,7 +371,7 @@ class Peer:
         return ["e", self.export(kind), kind.__name__, kind.__module__, of]
 
     def exception(self, number: int, name: str, module: str, base: Any) -> Any:
-        """Returns the class to raise in place of an exception class of the other side."""
+        """Creates the class to raise instead of an exception class of the other side."""
         base = vars(builtins)[base] if isinstance(base, str) else base
         if not issubclass(base, BaseException):
             raise ValueError
@@ -385,7 +385,7 @@ class Peer:
         return value
 
     def computed(self, name: str, operands: tuple[Any, ...]) -> Any:
-        """Has the other side compute; its answer must be no value, or the judge would compute."""
+        """Lets the other side compute; the result must be opaque, or the judge would compute."""
         answer = self.ask(name, *operands)
         if not self.is_strict or (isinstance(answer, Held) and answer is operands[0]):
             return answer
@@ -399,7 +399,7 @@ class Peer:
         return answer
 
     def swallowed(self, answer: Any, error: Any) -> Any:
-        """Calls `__exit__`, which may suppress an error that the test itself raises."""
+        """Checks `__exit__`'s result: it may only suppress errors that the test raises."""
         if error is None or not answer or not self.is_strict:
             return answer
         trace = error.__traceback__
@@ -417,14 +417,14 @@ class Peer:
         return answer
 
     def fail(self, why: str) -> BrokenError:
-        """Makes the exception that fails the test, whatever the test catches."""
+        """Creates the exception that fails the test, even if the test catches it."""
         self.broken = why if self.broken is None else self.broken
         return BrokenError(why)
 
     # Requests and replies
 
     def ask(self, name: str, *arguments: Any) -> Any:
-        """Has the other side perform an operation; returns its result, or raises what it raised."""
+        """Makes the other side perform an operation; returns its result or raises its error."""
         with self.lock:
             heap: list[Any] = []
             passed = self.passed = []
@@ -432,7 +432,7 @@ class Peer:
             barred = self.sums if name == "bool" else self.differences
             if name not in (*COMPARE, *COMPUTE) and barred.intersection(passed):
                 raise self.fail("what is left of f(3) - 10 was asked for more than a comparison")
-            if name in CHANGING:  # of whatever object: the others may be views of it
+            if name in CHANGING:  # on any object, since others may be views of it
                 self.forget()
             self._send("?", message)
             try:
@@ -446,17 +446,17 @@ class Peer:
         return self.seen.setdefault(target._number_, Seen(target))
 
     def forget(self) -> None:
-        """Ends what was seen so far of the other side's objects."""
+        """Clears the cached answers about the other side's objects, after checking them."""
         seen, self.seen = self.seen, {}
         try:
             is_denied = any(type(s) is Seen and s.contradicts() for s in seen.values())
-        except BaseException:  # such as an error of an iteration, which the test may expect
+        except BaseException:  # such as an iteration error, which the test may expect
             is_denied = True
         if is_denied and self.is_strict:
             raise self.fail("an object of the program contradicts itself")
 
     def outcome(self, heap: list[Any]) -> Any:
-        """Waits for a reply, and serves the other side's requests until it comes."""
+        """Serves the other side's requests until its reply arrives, and returns the reply."""
         while True:
             kind, tree = self._receive()
             if kind == "?":
@@ -474,7 +474,7 @@ class Peer:
             raise self._raised(*outcome)
 
     def reply(self, run: Callable[[], Any], heap: list[Any], known: dict[int, str]) -> bool:
-        """Sends the outcome of a function; returns whether it raised nothing."""
+        """Sends the outcome of a function; returns whether it succeeded."""
         stdout, sys.stdout = sys.stdout, io.StringIO()
         size, kind = len(heap), "="
         try:
@@ -519,7 +519,7 @@ class Peer:
         error.__cause__ = None if cause is None else self._raised(*cause)
         return error
 
-    # The pipes: a line for each message
+    # The pipes: one line per message
 
     def _send(self, kind: str, text: str) -> None:
         try:
@@ -545,11 +545,11 @@ class Peer:
     # ([3, 1, 2], {}) is sent as [[[0, 0, 3, 1, 2], [1, 1]], ["t", ["@", 0, 0], ["@", 1, 1]]]
 
     def message(self, root: Any, heap: list[Any], known: dict[int, str]) -> str:
-        """Returns the text of a value and of the containers in it that are not as in `known`."""
+        """Encodes a value, and those of its containers that differ from `known`."""
         numbers = {id(value): number for number, value in enumerate(heap)}
         tree = self._tree(root, numbers, heap)
         entries = []
-        for number, value in enumerate(heap):  # which grows
+        for number, value in enumerate(heap):  # grows during the loop
             items = [self._tree(item, numbers, heap) for item in _items(value)]
             entry = [number, MUTABLE.index(_listed(type(value))), *items]
             if number not in known or known[number] != _text(entry):
@@ -599,7 +599,7 @@ class Peer:
         return ["w" if kind.__name__ == "coroutine" else "o", number]
 
     def _read(self, tree: Any, heap: list[Any]) -> tuple[Any, dict[int, str]]:
-        """Returns the value of a message, and the text of its containers; fills `heap`."""
+        """Decodes a message; returns its value and the text of its containers, and fills `heap`."""
         try:
             entries, root = tree
             boxes = dict(enumerate(heap))
@@ -658,17 +658,17 @@ class Peer:
         raise ValueError
 
     def _foreign(self, tag: str, number: int, make: Callable[..., Any], *parts: Any) -> Any:
-        """Returns the proxy of an object of the other side, the same one each time."""
+        """Returns the proxy of an object of the other side, always the same one."""
         if (tag, number) not in self.received:
             self.received[tag, number] = make(self, number, *parts)
         return self.received[tag, number]
 
 
-# What both sides know of the list
+# Knowledge of the closed list that both sides share
 
 
 def _listed(kind: type) -> str:
-    """Returns the name of the first of a class and its bases that is on the closed list, or ""."""
+    """Returns the first class on the closed list among a class and its bases, or ""."""
     names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
     return next((name for name in names if name in FIXED or name in MUTABLE), "")
 
@@ -680,7 +680,7 @@ def _class(name: str) -> Any:
 
 def _is_plain_class(value: Any) -> bool:
     if not isinstance(value, type) or issubclass(AssertionError, value):
-        return value is object  # a test that expects one of the others would be content with all
+        return value is object  # a test that expects one of the others would accept all
     names = {*FIXED, *MUTABLE, "builtins.bool"}
     return f"builtins.{value.__name__}" in names or issubclass(value, BaseException)
 
@@ -694,7 +694,7 @@ def _make(name: str, kind: Any, *parts: Any) -> Any:
 
 
 def _plain_value(value: Any, name: str) -> Any:
-    """Converts an object to a value of its base class of that name."""
+    """Converts an object to a value of its base class `name`."""
     if name in MUTABLE:
         return _fill(_class(name)(), _items(value))
     return _make(name, _class(name), *FIXED[name][0](value))
@@ -709,7 +709,7 @@ def _extended(peer: Peer, number: int, plain: Any) -> Any:
 
 
 def _items(value: Any) -> list[Any]:
-    """Returns the parts of a container, read by the methods of its base."""
+    """Returns the items of a container, read by its base's methods."""
     kind = _class(_listed(type(value)))
     if not issubclass(kind, dict):
         return [*kind.__iter__(value)]

@@ -1,8 +1,8 @@
-"""One sandbox: the process of a program and its runs, from its start until nothing of it is left.
+"""Manages one sandbox: a program's process and its runs, from start to cleanup.
 
-A sandbox is one bare interpreter that serves all tests of a program: its trusted half, runner.py,
-forks a child for each and reports over a pipe that no child has. A sandbox dies with the process
-that started it.
+A sandbox is one bare interpreter that serves all tests of a program. Its trusted half, runner.py,
+forks a child per test and reports over its own pipe. A sandbox dies with the process that started
+it.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from grpo_cli.sandbox import judge, messages, runner
 from grpo_cli.sandbox.system_calls import call_filter
 
 PREFIX = "grpo-sandbox-"
-TMP_VARIABLE = "GRPO_SANDBOX_TMP"  # the folder in which sandboxes make their own folders
-MARK = "GRPO_SANDBOX"  # in the environment of what runs in a sandbox: its folder or its starter
+TMP_VARIABLE = "GRPO_SANDBOX_TMP"  # folder in which sandboxes create their own folders
+MARK = "GRPO_SANDBOX"  # variable in sandboxed processes: the sandbox's folder or its starter
 NOBODY = 65534
-SPARE_UIDS = 0x7000_0000  # one user for each thread that may run a program: this plus its id
+SPARE_UIDS = 0x7000_0000  # user id of a thread's program: this plus the thread's id
 START_SECONDS = 15.0  # for an interpreter to start
-GRACE_SECONDS = 8.0  # for a sandbox to end a program that is over its limits, and to report it
+GRACE_SECONDS = 8.0  # for a sandbox to end a program that exceeds its limits, and to report it
 MIB = 1 << 20
-IN_MEMORY = ("/tmp", "/dev/shm")  # a program's writable folders where it has namespaces
+IN_MEMORY = ("/tmp", "/dev/shm")  # a program's writable folders in namespaces
 
 
 class SandboxError(RuntimeError):
-    """Raised when the sandbox itself fails, whatever the program does."""
+    """Raised when the sandbox itself fails, regardless of the program."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The resources of one run. A run is the program with one test, or with one input."""
+    """The limits of one run: the program with one test or one input."""
 
     seconds: float = 6.0  # wall time
-    cpu_seconds: int | None = None  # CPU time of each process; None: `seconds`, rounded up
-    memory_mb: int = 1024  # MiB of address space of each process, and resident in all of them
-    processes: int = 16  # at a time, threads counted
-    file_mb: int = 16  # MiB of each file, and of all of them
-    open_files: int = 64  # of each process
-    output_kb: int = 1024  # KiB on stdout, and as much on stderr
+    cpu_seconds: int | None = None  # CPU time per process; None: `seconds`, rounded up
+    memory_mb: int = 1024  # MiB of address space per process, and resident in all of them
+    processes: int = 16  # simultaneous processes, including threads
+    file_mb: int = 16  # MiB per file, and over all files
+    open_files: int = 64  # per process
+    output_kb: int = 1024  # KiB on stdout, and also on stderr
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -69,16 +69,16 @@ class Finished:
     """The outcome of a run."""
 
     status: str  # "ok", "error", "killed", "timeout", "memory", "disk", "output", "skipped", "lost"
-    returncode: int  # minus the signal's number where a signal ended it
+    returncode: int  # minus the signal's number if a signal ended it
     stdout: str
     stderr: str
     seconds: float  # wall time
     reason: str  # one line
-    test_passed: bool = False  # whether its test, if it has one, ran to its end
+    test_passed: bool = False  # whether the run's test, if any, ran to its end
 
 
-# The code of setup and snippet, what `check` gets, the names of the tests that are to be called,
-# the names that are the program's, and the packages that the tests import.
+# Code of setup and snippet, argument of `check`, names of the tests to call, the program's names,
+# and packages that the tests import.
 Test = tuple[list[Any], str | None, list[str], list[str], list[str]]
 
 
@@ -93,11 +93,11 @@ class Guard:
 
 @dataclass(frozen=True)
 class Level:
-    """A way to start programs that has been tried here and works."""
+    """A tested way to start programs on this machine."""
 
     name: str  # "namespaces" or "limits"
     guards: tuple[Guard, ...]
-    command: tuple[str, ...] = ()  # what goes around the interpreter
+    command: tuple[str, ...] = ()  # words before the interpreter
     becomes: str | None = None  # where it changes its user: "inside", "outside"; None: nowhere
     sys_path: tuple[str, ...] = ()  # added to the interpreter's own
     filters_calls: bool = True  # whether some system calls are refused, see system_calls.py
@@ -108,7 +108,7 @@ class Level:
 
     @property
     def may_reach_its_runner(self) -> bool:
-        """Whether a program has the runner's user, and so may limit it."""
+        """Whether a program runs as the runner's user, and so may limit it."""
         return self.becomes is None
 
 
@@ -121,13 +121,13 @@ _BOOTSTRAP = (
     "for name, _ in codes:\n"
     "    del sys.modules[name]\n"
     "module.main(settings)\n"
-    "module.os._exit(0)\n"  # skips an interpreter's shutdown, which takes time
+    "module.os._exit(0)\n"  # skips the slow shutdown of the interpreter
 )
 
 
 @functools.cache
 def _codes() -> list[tuple[str, Any]]:
-    """Returns the names and the code of the modules that run inside, the later ones import."""
+    """Returns (name, code) of the modules that run inside; later ones import earlier ones."""
     codes: list[tuple[str, Any]] = [(name, "") for name in ("grpo_cli", "grpo_cli.sandbox")]
     for module in (messages, judge, runner):
         loader: Any = module.__loader__
@@ -136,9 +136,9 @@ def _codes() -> list[tuple[str, Any]]:
 
 
 class Sandbox:
-    """A program and its runs; a context manager that kills and removes everything at its end.
+    """A program and its runs; as a context manager it finally kills and removes everything.
 
-    All runs are passed at the start; `next_result` returns their outcomes in order.
+    All runs are passed to the constructor; `next_result` returns their outcomes in order.
     """
 
     def __init__(
@@ -189,12 +189,12 @@ class Sandbox:
 
     def _rlimits(self) -> list[tuple[str, int]]:
         limits = self.limits
-        # The judge has the program's user and counts too; so has the runner if it keeps its user.
+        # The judge runs as the program's user and counts too, as does a runner that keeps its user.
         processes = limits.processes + (1 if self.level.becomes == "inside" else 2)
         if self.uid == NOBODY or not (
             self.uid or (self.level.has_own_pids and _counts_by_namespace())
         ):
-            # The kernel also counts what else this user runs.
+            # The kernel also counts the user's other processes.
             processes += _count_tasks(self.uid or os.geteuid())
         cpu_seconds = limits.cpu_seconds or math.ceil(limits.seconds)
         return [
@@ -215,9 +215,9 @@ class Sandbox:
         options: dict[str, Any] = {}
         if self.level.becomes == "outside":
             options = {"user": self.uid, "group": self.uid, "extra_groups": []}
-        # -P, -s and -S: nothing is imported from where this process stands or from site-packages.
+        # -P, -s and -S: import nothing from the working folder or site-packages.
         command += [python()[0], "-P", "-s", "-S", "-X", "utf8", "-c", _BOOTSTRAP]
-        # No pipe: a program of this user could open it again, by /proc, and write its own results.
+        # Not a pipe: a program of this user could reopen it in /proc and write its own results.
         self.results, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -233,7 +233,7 @@ class Sandbox:
                 **options,
             )
         assert self.process.stdin
-        with contextlib.suppress(BrokenPipeError):  # then it says why on stderr
+        with contextlib.suppress(BrokenPipeError):  # it reports the reason on stderr
             view = memoryview(payload)
             while view:
                 view = view[self.process.stdin.write(view) :]
@@ -242,7 +242,7 @@ class Sandbox:
         variables = {
             "PATH": "/usr/local/bin:/usr/bin:/bin",
             "LANG": "C.UTF-8",
-            "PYTHONHASHSEED": "0",  # the same program, the same order of its sets, the same verdict
+            "PYTHONHASHSEED": "0",  # same order of sets, same verdict in every run
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
             MARK: self.folder.path if self.folder else str(os.getpid()),
@@ -269,22 +269,22 @@ class Sandbox:
         self.close()
 
     def next_result(self) -> Finished:
-        """Returns the next run's outcome; "lost" when the program destroyed or blocked its sandbox.
+        """Returns the next run's outcome; "lost" if the program destroyed or blocked its sandbox.
 
         Raises:
-            SandboxError: the sandbox failed, and not because of the program.
+            SandboxError: the sandbox failed for a reason other than the program.
         """
-        # A program of the same user as its runner may have blocked it, or spoiled the next run.
+        # A program with its runner's user may have blocked the runner, or spoiled the next run.
         is_to_blame = self.level.may_reach_its_runner
         try:
             message = self._receive(self.limits.seconds + GRACE_SECONDS)
-        except EOFError:  # ended by the program, or with it by a kernel short of memory
+        except EOFError:  # ended by the program, or along with it by a kernel short of memory
             message = _Message("lost")
         except TimeoutError as error:
             if not is_to_blame:
                 raise SandboxError(str(error)) from None
             message = _Message("lost")
-        if message.status == "failed":  # before a program has run
+        if message.status == "failed":  # before any program has run
             raise SandboxError(message.out)
         return Finished(
             "timeout" if message.status == "cpu" else message.status,
@@ -320,7 +320,7 @@ class Sandbox:
         self.buffer += data
 
     def close(self) -> str:
-        """Ends the process and waits until nothing is left; returns what it wrote to stderr."""
+        """Ends the process and waits for its cleanup; returns its stderr."""
         process = self.process
         stdin, stderr = process.stdin, process.stderr
         assert stdin is not None
@@ -340,7 +340,7 @@ class Sandbox:
     def _remove_folder(self) -> None:
         if self.folder is not None:
             if self.folder.is_there():
-                # A program may take the mark off; a user of its own it keeps.
+                # A program can remove the mark, but not its own user.
                 has_own = self.uid not in (None, NOBODY)
                 _kill_marked(self.folder.path, self.uid if has_own else None)
             self.folder.remove()
@@ -359,7 +359,7 @@ class _Message:
 
 
 def _ends(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Waits for a process; `Popen.wait` with a timeout sleeps in steps, mostly for too long."""
+    """Waits for a process; `Popen.wait` with a timeout polls in sleeps that are mostly too long."""
     handle = os.pidfd_open(process.pid)
     try:
         return _is_readable(handle, seconds)
@@ -399,13 +399,13 @@ def _reason(message: _Message, limits: Limits) -> str:
 
 @functools.cache
 def python() -> tuple[str, str]:
-    """Returns the interpreter, not a virtual environment's, and the folder of its installation."""
+    """Returns the base interpreter, not a virtual environment's, and its installation folder."""
     executable = getattr(sys, "_base_executable", "") or sys.executable
     return os.path.realpath(executable), os.path.realpath(sys.base_prefix)
 
 
 def spare_uid() -> int | None:
-    """Returns a user id for a program of this thread, shared with no other if that is allowed."""
+    """Returns a user id for this thread's program, unshared if this process may use such an id."""
     ranges = _uid_ranges()
     for uid in (SPARE_UIDS + threading.get_native_id(), NOBODY):
         if any(start <= uid < start + count for start, count in ranges):
@@ -414,7 +414,7 @@ def spare_uid() -> int | None:
 
 
 def _file_of(data: bytes) -> int:
-    """Returns an open file in memory."""
+    """Creates an open in-memory file with the given data."""
     fd = os.memfd_create("given")
     with open(fd, "wb", closefd=False) as file:
         file.write(data)
@@ -428,7 +428,7 @@ def has_own_uid() -> bool:
 
 @functools.cache
 def _uid_ranges() -> list[tuple[int, int]]:
-    """Returns (first id, count) of the users in this process's user namespace."""
+    """Returns (first id, count) of the user ids in this process's user namespace."""
     with open("/proc/self/uid_map") as file:
         rows = [line.split() for line in file]
     return [(int(start), int(count)) for start, _, count in rows]
@@ -447,12 +447,12 @@ def _count_tasks(uid: int) -> int:
 
 @functools.cache
 def _counts_by_namespace() -> bool:
-    """Whether RLIMIT_NPROC counts a user's processes in each user namespace by itself."""
+    """Returns whether RLIMIT_NPROC counts a user's processes per user namespace."""
     return tuple(int(n) for n in os.uname().release.split("-")[0].split(".")[:2]) >= (5, 14)
 
 
 class _Folder:
-    """A folder on disk, locked as long as its sandbox or the process that started it lives."""
+    """A folder on disk, locked while its sandbox or the process that started it lives."""
 
     def __init__(self) -> None:
         while True:
@@ -460,7 +460,7 @@ class _Folder:
             os.mkdir(self.path, 0o711)
             try:
                 self.lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            except FileNotFoundError:  # a sweep took it in this moment
+            except FileNotFoundError:  # a sweep just removed it
                 continue
             if _lock(self.lock):
                 return
@@ -494,11 +494,11 @@ def _tmp_parent() -> str:
 def sweep(parent: str | None = None) -> int:
     """Removes the folders of sandboxes that died with the process that started them.
 
-    A sandbox removes its folder also when that process is killed. Folders remain, with processes
-    that still run in them, only if the sandbox itself was killed.
+    A sandbox removes its folder even if that process is killed. Folders and processes remain only
+    if the sandbox itself was killed.
 
     Args:
-        parent: the folder that holds them; by default the one in which this process makes its own.
+        parent: the folder that holds them; by default the one that this process uses.
 
     Returns:
         The number of folders removed.
@@ -543,7 +543,7 @@ def _kill_marked(folder: str, uid: int | None = None) -> None:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        # One that forked and ended while /proc was read left a child that was not yet in the list.
+        # A process that forked and ended during the read left a child that was not yet listed.
         unseen = 0 if found else unseen + 1
         time.sleep(0.01)
 

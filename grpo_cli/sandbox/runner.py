@@ -1,16 +1,15 @@
-"""The trusted half of the sandbox: watches over untrusted programs from inside it.
+"""Supervises untrusted programs from inside the sandbox, as its trusted half.
 
-`process.py` sends this module's compiled code, and what to run, to a bare interpreter (no site, no
-environment), after that of messages.py and judge.py. For each run it forks a child that takes on
-the limits, gives up its user where it can, and executes the program. The parent collects the
-output, enforces the limits that no rlimit covers, and ends the run by killing everything that it
-started.
+`process.py` sends the compiled code of messages.py, judge.py and this module, and the runs, to a
+bare interpreter (no site, no environment). For each run it forks a child that applies the limits,
+changes its user if possible, and executes the program. The parent collects the output and enforces
+the limits that no rlimit covers. It ends the run by killing all processes that the run started.
 
-Where a run is a test, a second child is the judge, with limits and a user of its own: it reads the
-test from a file that neither this process nor the program's reads, and reports the verdict.
+If a run is a test, a second child is the judge, with its own limits and user. It reads the test
+from a file that neither this process nor the program's reads, and reports the verdict.
 
-It imports next to nothing, because each program waits for its imports: `signal`, `typing` and
-`contextlib` would cost more than all of it.
+It imports almost nothing, because each program waits for the imports. `signal`, `typing` and
+`contextlib` would take longer than everything else.
 """
 
 # ruff: noqa: SIM105
@@ -34,36 +33,36 @@ if TYPE_CHECKING:
 SIGINT = 2
 SIGKILL = 9
 SIGXCPU = 24
-LIFELINE = 0  # stdin: it closes when the process that asked for the run is gone
+LIFELINE = 0  # stdin: closes when the process that requested the run is gone
 RESULTS = 1
-LOOK_SECONDS = 0.1  # between two looks at memory and files
+LOOK_SECONDS = 0.1  # between two checks of memory and files
 KILL_SECONDS = 5.0
-MAX_FILES = 1000  # in the temporary folder: on some disks it takes 4 ms to remove one
-PROGRAM_GONE = 99  # how a judge ends that has nobody to ask
-MAX_PATH = 1000  # characters; to look at deeper folders takes too long
+MAX_FILES = 1000  # in the temporary folder: removing a file takes up to 4 ms on some disks
+PROGRAM_GONE = 99  # exit status of a judge whose program is gone
+MAX_PATH = 1000  # characters; checking deeper folders takes too long
 PAGE = resource.getpagesize()
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 
 
 class Settings:
-    """Holds the settings of a sandbox; process.py fills them in by name."""
+    """The settings of a sandbox, which process.py sets by name."""
 
     source: str
-    runs: list[str | None]  # the text on stdin of a script; None: a test
-    tests: int  # the file with (setup and snippet, entry point, collected) of each test
+    runs: list[str | None]  # stdin of a script; None: a test
+    tests: int  # file with (setup and snippet, entry point, collected) of each test
     seconds: float  # wall time of one run
-    total_seconds: float  # of all of them
+    total_seconds: float  # wall time of all runs
     memory: int  # bytes
     files: int  # bytes in each writable folder
     output: int  # bytes on stdout, and on stderr
     rlimits: list[tuple[str, int]]
-    uid: int | None  # the user that a child becomes; None: it stays what it is
+    uid: int | None  # user id of the children; None: unchanged
     has_own_uid: bool  # no other process has that uid
-    has_own_pids: bool  # every process that can be seen belongs to this sandbox
-    on_disk: str | None  # holds a working folder for each run, and is removed at the end
-    call_filter: bytes | None  # of system calls; None: there is none, or it is already on
-    in_memory: list[str]  # writable folders where there is no such; the first is worked in
+    has_own_pids: bool  # all visible processes belong to this sandbox
+    on_disk: str | None  # holds a working folder per run, and is removed at the end
+    call_filter: bytes | None  # filter of system calls; None: no filter, or already active
+    in_memory: list[str]  # writable folders if on_disk is None; the first is the working folder
     sys_path: list[str]  # added to the interpreter's own
     has_run = False  # whether a child has been started
 
@@ -72,11 +71,11 @@ class Settings:
 
 
 class CallerGoneError(Exception):
-    """Nobody waits for results any more."""
+    """Raised when no process waits for the results any more."""
 
 
 class CannotStartError(Exception):
-    """A child could not take on its limits."""
+    """Raised when a child could not apply its limits."""
 
 
 def main(values: dict[str, Any]) -> None:
@@ -95,8 +94,8 @@ def main(values: dict[str, Any]) -> None:
     except (CallerGoneError, BrokenPipeError):
         pass
     except Exception as error:
-        # Once a program has run, it may be the reason: a program of the same user may limit this
-        # process, for one. The first cannot start by no fault of its own.
+        # Once a program has run, it may be the cause: a program of the same user may, for example,
+        # limit this process. The first run cannot fail to start because of a program.
         is_own = number == 0 and (isinstance(error, CannotStartError) or not settings.has_run)
         said = f"{type(error).__name__}: {error}".encode(errors="replace")
         _send("failed" if is_own else "lost", out=said)
@@ -117,22 +116,22 @@ def _prepare(settings: Settings) -> None:
 
 
 def _go_first(process: int | str) -> None:
-    """Makes the kernel, short of memory, end a process of the sandbox before the trainer."""
+    """Makes a kernel short of memory end a sandbox's process before the trainer."""
     try:
         with open(f"/proc/{process}/oom_score_adj", "w") as file:
             file.write("1000")
     except OSError:
-        pass  # no /proc in here, or the process has ended
+        pass  # no /proc in the sandbox, or the process has ended
 
 
 def _protect() -> None:
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans come here, so none is lost sight of
-    _prctl(PR_SET_NO_NEW_PRIVS, 1)  # sudo and the like give nothing
-    _prctl(PR_SET_DUMPABLE, 0)  # a process of the same user cannot look into this one
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # adopts orphans, so that none is lost
+    _prctl(PR_SET_NO_NEW_PRIVS, 1)  # disables setuid programs such as sudo
+    _prctl(PR_SET_DUMPABLE, 0)  # hides this process's memory from processes of the same user
 
 
 def _filter_calls(call_filter: bytes) -> None:
-    """Applies a filter of system calls to this process and to all that it starts."""
+    """Applies a filter of system calls to this process and its descendants."""
     import ctypes
 
     rules = ctypes.create_string_buffer(call_filter)
@@ -141,7 +140,7 @@ def _filter_calls(call_filter: bytes) -> None:
 
 
 def _prctl(option: int, value: int, address: int = 0) -> None:
-    import ctypes  # 6 ms: only where it is needed
+    import ctypes  # takes 6 ms, so only if needed
 
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, ctypes.c_void_p(address), 0, 0) != 0:
@@ -162,7 +161,7 @@ def _send(
         message = message[os.write(RESULTS, message) :]
 
 
-# One run, as the parent sees it
+# One run, seen from the parent
 
 
 def _working_folder(settings: Settings, number: int) -> str:
@@ -171,7 +170,7 @@ def _working_folder(settings: Settings, number: int) -> str:
     folder = f"{settings.on_disk}/{number}"
     os.mkdir(folder, 0o700)
     if settings.uid is not None:
-        # Not the folder that holds it: the program could put a link in the place of its own.
+        # Not the parent folder: the program could replace its own folder by a link.
         os.chown(folder, settings.uid, settings.uid)
     return folder
 
@@ -224,7 +223,7 @@ def _run(settings: Settings, number: int, seconds: float, folder: str) -> None:
 
 
 def _raise_problem(fd: int) -> None:
-    """Waits until the child is ready to run the program."""
+    """Waits until the child is ready to run the program; raises its problem, if any."""
     problem = os.read(fd, 1000)
     if problem:
         raise CannotStartError(problem.decode(errors="replace"))
@@ -240,14 +239,14 @@ def _how_it_ended(returncode: int) -> str:
 
 def _end(child: int) -> int:
     try:
-        os.kill(child, SIGKILL)  # one that has ended keeps its status
+        os.kill(child, SIGKILL)  # a process that has ended keeps its status
     except ProcessLookupError:
         pass
     return os.waitpid(child, 0)[1]
 
 
 class _Monitor:
-    """Collects the output of a child until it ends or has to be ended."""
+    """Collects the output of a child until it ends or must be ended."""
 
     def __init__(
         self, settings: Settings, child: int, folder: str, texts: dict[int, bytearray]
@@ -262,12 +261,12 @@ class _Monitor:
         for fd in texts:
             os.set_blocking(fd, False)
             self.poll.register(fd, select.POLLIN)
-        self.poll.register(LIFELINE, 0)  # tells of POLLHUP unasked
+        self.poll.register(LIFELINE, 0)  # reports POLLHUP without being requested
         self.ended = os.pidfd_open(child)
         self.poll.register(self.ended, select.POLLIN)
 
     def until(self, deadline: float) -> str:
-        """Returns why the child has to be ended, or "" when it has ended by itself."""
+        """Returns the reason why the child must be ended, or "" once it has ended by itself."""
         look = time.monotonic() + LOOK_SECONDS / 2
         try:
             while True:
@@ -312,7 +311,7 @@ class _Monitor:
             self.open.discard(fd)
 
     def drain(self) -> None:
-        """Reads the rest. All writers are dead or dying."""
+        """Reads the remaining output. All writers are dead or dying."""
         self.poll.unregister(LIFELINE)
         end = time.monotonic() + 1
         while self.open and not self.is_over_full and time.monotonic() < end:
@@ -320,7 +319,7 @@ class _Monitor:
                 self._read(fd)
 
 
-# Limits that no rlimit covers: the sum over processes, the sum over files
+# Limits that no rlimit covers: total memory and total file size
 
 
 def _overuse(settings: Settings, folders: list[str]) -> str:
@@ -328,14 +327,14 @@ def _overuse(settings: Settings, folders: list[str]) -> str:
     if _memory(processes) > settings.memory:
         return "memory"
     for process in () if settings.has_own_pids else processes:
-        _go_first(process)  # it may have changed that; in a namespace all end with this process
+        _go_first(process)  # it may have undone that; in a namespace all end with this process
     if any(_is_over_full(folder, settings.files) for folder in folders):
         return "disk"
     return ""
 
 
 def _memory(processes: list[int]) -> int:
-    """Resident bytes of all of them; a page that two share counts twice."""
+    """Returns the resident bytes of all processes; shared pages count repeatedly."""
     pages = 0
     for process in processes:
         try:
@@ -360,7 +359,7 @@ def _is_over_full(folder: str, limit: int) -> bool:
                         folders.append(entry.path)
                     else:
                         size += entry.stat(follow_symlinks=False).st_blocks * 512
-        except OSError:  # gone by now, or closed to this user
+        except OSError:  # gone by now, or not readable by this user
             pass
     return size > limit
 
@@ -369,7 +368,7 @@ def _is_over_full(folder: str, limit: int) -> bool:
 
 
 def _processes(settings: Settings) -> list[int]:
-    """Every process of the programs."""
+    """Returns every process of the programs."""
     if not settings.has_own_pids:
         return _descendants(os.getpid())
     try:
@@ -396,7 +395,7 @@ def _children(pid: int) -> list[int]:
             with open(f"/proc/{pid}/task/{thread}/children") as file:
                 children += map(int, file.read().split())
     except OSError:
-        if pid == os.getpid():  # a kernel without these lists
+        if pid == os.getpid():  # the kernel lacks these lists
             return _children_by_search(pid)
     return children
 
@@ -417,7 +416,7 @@ def _children_by_search(parent: int) -> list[int]:
 def _kill_all(settings: Settings) -> None:
     if settings.has_own_pids:
         try:
-            os.kill(-1, SIGKILL)  # everything in here but this process and the first
+            os.kill(-1, SIGKILL)  # everything in the namespace but this process and the first
         except ProcessLookupError:
             pass
     else:
@@ -429,7 +428,7 @@ def _kill_all(settings: Settings) -> None:
 
 
 def _reap(settings: Settings) -> None:
-    """Kills and waits until there is no child left; orphans have become children."""
+    """Kills and reaps until no child is left; orphans have become children."""
     end = time.monotonic() + KILL_SECONDS
     while time.monotonic() < end:
         _kill_all(settings)
@@ -447,7 +446,7 @@ def _reap(settings: Settings) -> None:
 def _clean_up(settings: Settings, folder: str) -> None:
     remove(folder)
     if settings.uid is not None and settings.has_own_uid:
-        for shared in ("/tmp", "/var/tmp", "/dev/shm", "/run/lock"):  # where any user may write
+        for shared in ("/tmp", "/var/tmp", "/dev/shm", "/run/lock"):  # writable for any user
             _remove_those_of(settings.uid, shared)
 
 
@@ -478,7 +477,7 @@ def remove(folder: str) -> None:
 
 
 def open_up(folder: str) -> None:
-    """Makes a folder writable; not one that a link put in its place leads to."""
+    """Makes a folder writable, but not the target of a link that replaced it."""
     try:
         fd = os.open(folder, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY)
     except NotADirectoryError:
@@ -486,15 +485,15 @@ def open_up(folder: str) -> None:
     try:
         os.chmod(f"/proc/self/fd/{fd}" if os.path.isdir("/proc/self") else folder, 0o700)
     except PermissionError:
-        pass  # another's, then, and open
+        pass  # owned by another user, and so already open
     finally:
         os.close(fd)
 
 
 def empty(folder: str) -> None:
-    """Removes everything in a folder, however deep it lies and whatever its permissions.
+    """Removes all contents of a folder, regardless of depth and permissions.
 
-    What lies deeper moves up until nothing does: its path may be too long to name, and a recursion
+    Moves nested folders up until none is left, since paths may be too long to name and a recursion
     too deep. Nothing may write there any more.
     """
     open_up(folder)
@@ -506,12 +505,12 @@ def empty(folder: str) -> None:
             open_up(entry.path)
             for inner in list(os.scandir(entry.path)):
                 if inner.is_dir(follow_symlinks=False):
-                    open_up(inner.path)  # a folder that moves needs to be writable
+                    open_up(inner.path)  # moving a folder requires it to be writable
                 os.rename(inner.path, f"{folder}/{os.urandom(16).hex()}")
             os.rmdir(entry.path)
 
 
-# The child: from here on until it ends
+# The child, until it ends
 
 
 def _be_the_program(
@@ -562,14 +561,14 @@ def _become(
     kept: tuple[int, ...],
     is_judge: bool = False,
 ) -> None:
-    """Takes on the limits and the user of a child, and closes everything else."""
+    """Applies a child's limits and user, and closes all other file descriptors."""
     try:
         for number, fd in enumerate(standard):
             os.dup2(fd, number)
         sys.path += settings.sys_path
         uid = settings.uid
         libraries = _open_libraries() if settings.on_disk and uid is not None else {}
-        os.chdir(folder)  # it may lie where the other user cannot go by itself
+        os.chdir(folder)  # the folder may be inaccessible to the other user
         _close_all(but=(problem, *kept, *libraries.values()))
         os.setsid()
         for name, limit in settings.rlimits:
@@ -587,9 +586,9 @@ def _become(
                 _prctl(PR_SET_DUMPABLE, 0)
         else:
             if not settings.has_own_pids:
-                _prctl(PR_SET_DUMPABLE, 1)  # its mark has to be readable, see `sandbox.sweep`
+                _prctl(PR_SET_DUMPABLE, 1)  # its mark must be readable, see `sandbox.sweep`
             for other in settings.in_memory:
-                empty(other)  # of what the run before left there
+                empty(other)  # files that the previous run left there
         os.environ["HOME"] = os.environ["TMPDIR"] = folder
     except BaseException as error:
         os.write(problem, f"{type(error).__name__}: {error}".encode(errors="replace"))
@@ -610,7 +609,7 @@ def _set_rlimit(kind: int, limit: int) -> None:
         limit = min(limit, hard)
     if kind != resource.RLIMIT_CPU:
         resource.setrlimit(kind, (limit, limit))
-    elif hard != limit:  # a process over its CPU time gets SIGXCPU, and a second later SIGKILL
+    elif hard != limit:  # a process over its CPU time gets SIGXCPU, and SIGKILL a second later
         resource.setrlimit(kind, (limit, limit + 1))
 
 
@@ -621,7 +620,7 @@ def _open_libraries() -> dict[str, int]:
 
 
 def _reach_libraries(libraries: dict[str, int]) -> None:
-    """Python may lie in a home that the new user may not enter: its open folders stay usable."""
+    """Keeps Python's folders open, in case they lie in a home that the new user may not enter."""
     for path, fd in libraries.items():
         if os.access(path, os.R_OK | os.X_OK):
             os.close(fd)
@@ -647,8 +646,8 @@ def _run_script(source: str) -> NoReturn:
 
 
 def _serve(source: str, questions: int, answers: int) -> NoReturn:
-    """Runs the program, and then what the judge asks of it."""
-    # Not "__main__": as for an imported module, what is under `if __name__ == ...` does not run.
+    """Runs the program, and then serves the judge's requests."""
+    # Not "__main__": as in an imported module, code under `if __name__ == ...` does not run.
     os.read(questions, 1)
     names = _new_module("solution")
     process, error = os.getpid(), None
@@ -656,12 +655,12 @@ def _serve(source: str, questions: int, answers: int) -> NoReturn:
         exec(_compiled(source), names)
     except BaseException as raised:
         error = raised
-    if os.getpid() != process:  # a child that the program has forked
+    if os.getpid() != process:  # a child that the program forked
         os._exit(0)
     peer = Peer(questions, answers, {"name": lambda name: _value(names, name)})
     try:
         if peer.reply(lambda: _raise(error), [], {}):
-            peer.outcome([])  # none comes: it serves until the judge is gone
+            peer.outcome([])  # never returns: serves until the judge is gone
     except BrokenError:  # the judge is gone
         pass
     os._exit(1)
@@ -680,7 +679,7 @@ def _value(names: dict[str, Any], name: str) -> Any:
 
 def _new_module(name: str) -> dict[str, Any]:
     import builtins
-    from _sitebuiltins import Quitter  # `exit` and `quit`, which only `site` would bring
+    from _sitebuiltins import Quitter  # `exit` and `quit`, which only `site` would import
 
     for quitter in ("exit", "quit"):
         setattr(builtins, quitter, Quitter(quitter, "Ctrl-D"))
@@ -693,12 +692,12 @@ def _new_module(name: str) -> dict[str, Any]:
 
 def _compiled(source: str) -> Any:
     with open("main.py", "w", encoding="utf-8", errors="surrogatepass") as file:
-        file.write(source)  # for tracebacks and `inspect`; the tests are not for reading
+        file.write(source)  # for tracebacks and `inspect`; tests are not readable
     return compile(source, "main.py", "exec", dont_inherit=True)
 
 
 def _report(error: BaseException) -> int:
-    """Prints what ended a program as Python does, and returns its exit code."""
+    """Prints the error that ended a program as Python does, and returns its exit code."""
     code = 1
     try:
         if isinstance(error, SystemExit):
@@ -712,12 +711,12 @@ def _report(error: BaseException) -> int:
             sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.stderr.flush()
     except BaseException:
-        pass  # its own stderr or hook
+        pass  # an error of its own stderr or hook
     return code
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends as an interpreter does: threads, exit functions, buffers."""
+    """Ends like an interpreter: joins threads, runs exit functions, flushes buffers."""
     import atexit
 
     try:
@@ -727,6 +726,6 @@ def _leave(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:
-        code = code or 120  # Python's own for this
+        code = code or 120  # Python's own code for this
     finally:
         os._exit(code & 0xFF)

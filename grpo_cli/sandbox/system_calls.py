@@ -1,9 +1,9 @@
-"""The system calls that a program in a sandbox may not make, as a filter for the kernel.
+"""Builds the kernel filter that refuses system calls of sandboxed programs.
 
-Users, namespaces and resource limits leave some doors open: keyrings, System V memory and messages
-are shared by all processes of a user, a process may slow or limit others of its user, and in a user
-namespace of its own a program has all rights. A filter (seccomp, mode 2) closes them at every
-level. Each rule costs two or four instructions of the kernel's filter machine (BPF).
+Users, namespaces and resource limits leave gaps. All processes of a user share keyrings, System V
+memory and messages, and may slow or limit one another. In its own user namespace a program has all
+rights. A filter (seccomp, mode 2) closes these gaps at every level. Each rule costs two or four
+instructions of the kernel's filter machine (BPF).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import struct
 
 EPERM, ENOSYS = 1, 38
 CLONE_NEWUSER = 0x1000_0000
-AF_VSOCK = 40  # reaches the host of a virtual machine past all namespaces
+AF_VSOCK = 40  # reaches a virtual machine's host past all namespaces
 
-# Numbers of (x86_64, aarch64).
+# Call numbers on (x86_64, aarch64).
 NEVER = {
     "add_key": (248, 217),
     "request_key": (249, 218),
@@ -38,7 +38,7 @@ NEVER = {
     "io_uring_setup": (425, 425),
     "open_by_handle_at": (304, 265),
 }
-ONLY_ITSELF = {  # their first argument is a process, 0 for the caller
+ONLY_ITSELF = {  # the first argument is a process, 0 for the caller
     "prlimit64": (302, 261),
     "sched_setaffinity": (203, 122),
     "sched_setscheduler": (144, 119),
@@ -49,21 +49,21 @@ CLONE, CLONE3, SOCKET = (56, 220), (435, 435), (41, 198)
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, kernel's name
 
 LOAD, IS, IS_AT_LEAST, HAS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-NUMBER, ARCHITECTURE, ARGUMENT = 0, 4, 16  # offsets in what the filter is shown
+NUMBER, ARCHITECTURE, ARGUMENT = 0, 4, 16  # offsets in the filter's input
 ALLOW, REFUSE = 0x7FFF_0000, 0x0005_0000  # plus the error that the caller sees
 
 
 def call_filter(machine: str | None = None) -> bytes | None:
-    """Returns the filter for a machine, None if its numbers are not known here."""
+    """Returns the filter for a machine; None if its call numbers are unknown."""
     if (machine or os.uname().machine) not in MACHINES:
         return None
     column, architecture = MACHINES[machine or os.uname().machine]
     rules = [
         _rule(LOAD, ARCHITECTURE),
-        _rule(IS, architecture, no=3),  # a 32-bit program's calls have other numbers
+        _rule(IS, architecture, no=3),  # calls of 32-bit programs have other numbers
         _rule(LOAD, NUMBER),
-        _rule(IS_AT_LEAST, 0x4000_0000, yes=1),  # and so have those of x32
-        _rule(IS, CLONE3[column], no=1),  # its flags cannot be seen: libraries fall back to clone
+        _rule(IS_AT_LEAST, 0x4000_0000, yes=1),  # as have those of x32
+        _rule(IS, CLONE3[column], no=1),  # its flags are not visible: libraries fall back to clone
         _rule(RETURN, REFUSE + ENOSYS),
     ]
     for numbers in NEVER.values():
@@ -86,5 +86,5 @@ def _unless(number: int, argument_is_fine: bytes) -> list[bytes]:
 
 
 def _rule(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
-    """An instruction, and how many to skip where its condition holds and where it does not."""
+    """Encodes an instruction, with the number to skip if its condition holds and if it does not."""
     return struct.pack("<HBBI", code, yes, no, value)

@@ -1,8 +1,8 @@
-"""Calls reward functions: with a complete batch, in a killable worker, or on an event loop.
+"""Calls reward functions on a complete batch, in a killable worker, or on an event loop.
 
-A function with a timeout, and every async function, gets one completion at a time and starts as
-soon as the completion arrives. Any other function gets all completions of a step in one call, in
-this process.
+A function with a timeout, and every async function, is called with one completion at a time, as
+soon as it arrives. Any other function is called once per step, with all completions, in this
+process.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from grpo_cli.scoring.pool_worker import answer, blame, recorders
 from grpo_cli.scoring.processes import overrun
 from grpo_cli.scoring.registry import STANDARD, RewardFunction, Signature, TrainerState
 
-CACHE_SIZE = 100_000  # results kept for completions that come again
+CACHE_SIZE = 100_000  # results kept for repeated completions
 
 
 @dataclass(frozen=True)
 class BoundReward:
-    """One reward of a recipe, ready to be called."""
+    """A recipe's reward, ready to be called."""
 
     name: str
     path: str  # module:function
@@ -46,23 +46,23 @@ class BoundReward:
     weight: float
     positions: str  # unit of step positions: "tokens" or "characters"
     is_async: bool
-    timeout: float | None  # seconds for one completion; None: called with a batch, in this process
+    timeout: float | None  # seconds per completion; None: called in this process with a batch
     timeout_value: float | None
     on_error: str
     cache: bool
-    concurrency: int  # completions at once, of an async function
+    concurrency: int  # concurrent calls of an async function
     preload: tuple[str, ...] = ()
-    datasets: tuple[str, ...] = ()  # names in the column `dataset` to which it applies; (): all
+    datasets: tuple[str, ...] = ()  # values of the column `dataset` to which it applies; (): all
 
     def applies_to(self, sample: Sample) -> bool:
-        """Whether the function applies to a sample: to its row, and its environment worked."""
+        """Returns whether the sample's data set matches and its environment worked."""
         if sample.environment_failed:
             return False
         return not self.datasets or sample.columns.get(DATASET) in (None, *self.datasets)
 
     def takes(self, name: str) -> bool:
-        """Whether the function is called with this argument of STANDARD."""
-        # A cached call must not depend on the step, nor on an argument that nothing asked for.
+        """Returns whether the function is called with this argument of STANDARD."""
+        # A cached call must depend neither on the step nor on an unnamed argument.
         named = self.signature.standard if self.cache else STANDARD
         return name in named and self.signature.takes_standard(name)
 
@@ -87,13 +87,13 @@ class BoundReward:
         return {**arguments, **self.args}
 
     def call(self, samples: Sequence[Sample], state: TrainerState) -> CallResult:
-        """Calls the function in this process and waits for it."""
+        """Calls the function in this process and waits for the result."""
         with no_exit():
             return answer(self.function, self.arguments(samples, state))
 
 
 def _completion(sample: Sample, chat: bool) -> str | list[dict[str, Any]]:
-    """Returns a completion in TRL's form: text, a message, or all messages of an episode."""
+    """Converts a completion to TRL's form: text, a message, or all messages of an episode."""
     if sample.episode is not None and sample.episode["messages"]:
         return list(sample.episode["messages"])
     text = sample.prefill + sample.text
@@ -102,13 +102,13 @@ def _completion(sample: Sample, chat: bool) -> str | list[dict[str, Any]]:
 
 @dataclass
 class RewardExecutor:
-    """The worker processes, the event loop and the cache that a run's rewards share."""
+    """The worker processes, the event loop and the cache shared by a run's rewards."""
 
     config: Scoring
     preload: set[str] = field(default_factory=set)
     _pool: Pool | None = None
     _loop: Loop | None = None
-    # Calls under way, and results: a future for each result would fill the memory.
+    # Pending calls and results; keeping a future per result would take too much memory.
     _known: collections.OrderedDict[bytes, Future[CallResult] | CallResult] = field(
         default_factory=collections.OrderedDict
     )
@@ -120,7 +120,7 @@ class RewardExecutor:
         """Starts a function's call with one completion.
 
         Returns:
-            (a future that always ends, with a `CallResult`; whether it was in the cache).
+            (a future that always completes with a `CallResult`; whether it was cached).
         """
         assert reward.timeout is not None
         arguments = reward.arguments([sample], state)
@@ -154,13 +154,13 @@ class RewardExecutor:
                 self._known[key] = done
 
     def forget(self) -> None:
-        """Empties the cache."""
+        """Clears the cache."""
         with self._lock:
             self._known.clear()
 
     @property
     def pool(self) -> Pool:
-        """The worker processes, started when first needed."""
+        """The worker processes, started on first use."""
         if self._pool is None:
             self._pool = Pool(self.workers, self.config.worker_memory_gb, sorted(self.preload))
         return self._pool
@@ -171,7 +171,7 @@ class RewardExecutor:
         return self.config.workers or own_cores()
 
     def close(self) -> None:
-        """Ends the workers and the event loop."""
+        """Stops the workers and the event loop."""
         if self._pool is not None:
             self._pool.close()
         if self._loop is not None:
@@ -186,10 +186,10 @@ def _done(done: CallResult) -> Future[CallResult]:
 
 
 def digest(path: str, arguments: Mapping[str, Any]) -> bytes | None:
-    """Returns the key of a call in the cache; None for arguments that cannot be pickled."""
+    """Returns the cache key of a call; None for arguments that cannot be pickled."""
     try:
         return hashlib.blake2b(pickle.dumps((path, arguments)), digest_size=16).digest()
-    except Exception:  # whatever a value's own pickling raises
+    except Exception:  # pickling a value may raise anything
         return None
 
 
@@ -201,7 +201,7 @@ def own_cores() -> int:
 
 
 class Loop:
-    """An event loop in its own thread, on which all async functions run."""
+    """An event loop in its own thread, which runs all async functions."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -212,13 +212,13 @@ class Loop:
 
     def _run(self) -> None:
         while not self._closing:
-            # A user's own task may raise these.
+            # A user's own task may raise these exceptions.
             with contextlib.suppress(SystemExit, KeyboardInterrupt), no_exit():
                 self._loop.run_forever()
         self._loop.close()
 
     def start(self, reward: BoundReward, arguments: dict[str, Any]) -> Future[CallResult]:
-        """Starts a call; its future always ends, with a `CallResult`."""
+        """Starts a call; its future always completes with a `CallResult`."""
         return asyncio.run_coroutine_threadsafe(self._call(reward, arguments), self._loop)
 
     async def _call(self, reward: BoundReward, arguments: dict[str, Any]) -> CallResult:
@@ -232,7 +232,7 @@ class Loop:
                 task = asyncio.ensure_future(_staying(coroutine))
                 ended, _ = await asyncio.wait({task}, timeout=reward.timeout)
                 if not ended:
-                    task.cancel()  # and not waited for: it may ignore the cancellation
+                    task.cancel()  # not awaited, since it may ignore the cancellation
                     assert reward.timeout is not None
                     late = time.perf_counter() - start
                     return CallResult(timed_out=True, seconds=late, error=overrun(reward.timeout))
@@ -240,13 +240,13 @@ class Loop:
             except asyncio.CancelledError:
                 if self._closing:
                     raise
-                values, error = None, "CancelledError"  # something that it awaited was cancelled
+                values, error = None, "CancelledError"  # a coroutine that it awaited was cancelled
             except Exception as raised:
                 values, error = None, blame(raised)
         return CallResult(values, metrics, extras, time.perf_counter() - start, error)
 
     def close(self) -> None:
-        """Cancels the calls under way and ends the thread."""
+        """Cancels the pending calls and ends the thread."""
         self._closing = True
 
         async def cancel() -> None:
@@ -264,7 +264,7 @@ class Loop:
 
 
 async def _staying(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Awaits the coroutine; turns a SystemExit, which would end the loop, into a RuntimeError."""
+    """Awaits the coroutine; converts a SystemExit, which would end the loop, to a RuntimeError."""
     try:
         with no_second_run():
             return await coroutine

@@ -1,6 +1,6 @@
-"""Guards the run against functions of the user that fork it, end it, or close its files.
+"""Guards the run against user functions that fork it, end it, or close its files.
 
-A worker process imports this module, so it imports almost nothing.
+Worker processes import this module, so it imports almost nothing.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import os
 import threading
 from collections.abc import Iterator
 
-_guarded = threading.local()  # .pid: of the process, while this thread calls a user's function
+_guarded = threading.local()  # .pid: process id, while this thread calls a user's function
 _exit = os._exit
 
 
 def _exit_if_allowed(status: int) -> None:
-    if getattr(_guarded, "pid", None) == os.getpid():  # its forked children may exit
+    if getattr(_guarded, "pid", None) == os.getpid():  # forked children may exit
         raise SystemExit(f"os._exit({status}), which would have ended the run")
     _exit(status)
 
 
 @contextlib.contextmanager
 def no_exit() -> Iterator[None]:
-    """Makes os._exit raise a SystemExit in this thread: it would end the run without a word."""
+    """Makes os._exit, which would end the run silently, raise a SystemExit in this thread."""
     os._exit = _exit_if_allowed  # type: ignore[assignment]
     before, _guarded.pid = getattr(_guarded, "pid", None), os.getpid()
     try:
@@ -33,7 +33,7 @@ def no_exit() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_second_run() -> Iterator[None]:
-    """Ends a child that a user's function has forked and that returns as its parent does."""
+    """Ends a forked child of a user's function that would continue like its parent."""
     own = os.getpid()
     try:
         yield
@@ -44,10 +44,10 @@ def no_second_run() -> Iterator[None]:
 
 @contextlib.contextmanager
 def keeps_files_open(name: str) -> Iterator[None]:
-    """Ends this process with a sentence if a reward function closes its file descriptors.
+    """Ends this process with a message if a reward function closes its file descriptors.
 
-    It looks at the outputs, and at a descriptor of its own, which stands for the others. Without
-    them nothing can be closed in good order.
+    It checks the outputs, and a descriptor of its own as a sample of the others. Without them the
+    process cannot shut down cleanly.
     """
     outputs = [fd for fd in (1, 2) if _is_open(fd)]
     own = os.open(os.devnull, os.O_RDONLY)

@@ -1,9 +1,9 @@
-"""Runs reward functions that may never return in worker processes, with a hard deadline per call.
+"""Runs reward functions that may never return in workers, with a hard deadline per call.
 
-A call past its deadline is ended by killing its worker with everything that it has started; the
-worker is replaced, and no other call waits for it. Python's own pools cannot kill a worker, and
-pools with one queue lock break when a worker dies while holding it: here each worker has its own
-socket, and one thread serves them all.
+A call past its deadline is ended by killing its worker with all descendants. The worker is
+replaced, and no other call waits. Python's own pools cannot kill a worker, and pools with one queue
+lock break when a worker dies while holding it. Here each worker has its own socket, and one thread
+serves them all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from grpo_cli.scoring.processes import (
     overrun,
 )
 
-MESSAGE_SECONDS = 10  # for one message between a worker and the pool, once it has begun
+MESSAGE_SECONDS = 10  # time limit of one message between worker and pool, once it has begun
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Call:
 
     path: str  # module:function
     arguments: Mapping[str, Any]
-    seconds: float  # deadline, from the moment at which a worker takes the call
+    seconds: float  # deadline, counted from when a worker takes the call
 
 
 @dataclass(frozen=True)
 class CallResult:
     """The result of a call. Failures are not raised: `error` describes them."""
 
-    values: Any = None  # what the function returned
+    values: Any = None  # return value of the function
     metrics: Sequence[tuple[str, float]] = ()  # calls of log_metric
     extras: Sequence[tuple[str, list[Any]]] = ()  # calls of log_extra
     seconds: float = 0.0
@@ -62,24 +62,24 @@ class CallResult:
 class _Worker:
     process: subprocess.Popen[bytes]
     pipe: Connection
-    deadline: float  # for being ready, then for its present call
+    deadline: float  # for being ready, then for the present call
     ready: bool = False
-    job: tuple[int, Call, Future[CallResult]] | None = None  # with the number of the call
-    log_history: list[dict[str, Any]] = field(default_factory=list)  # the lines that it has
+    job: tuple[int, Call, Future[CallResult]] | None = None  # (number of the call, call, future)
+    log_history: list[dict[str, Any]] = field(default_factory=list)  # log lines that it has
 
     @property
     def is_busy(self) -> bool:
-        """Whether it is starting or has a call, and so has a deadline."""
+        """Whether the worker is starting or has a call, and so has a deadline."""
         return self.job is not None or not self.ready
 
 
 @dataclass
 class Pool:
-    """`size` workers that call functions by dotted path, one call at a time each.
+    """`size` workers that call functions by dotted path, each one call at a time.
 
     Args:
         size: number of worker processes.
-        memory_gb: address space of each; a call that needs more gets a MemoryError. None: no limit.
+        memory_gb: address space per worker; exceeding it is a MemoryError. None: no limit.
         preload: modules to import before the first call, outside its deadline.
     """
 
@@ -90,7 +90,7 @@ class Pool:
         default_factory=collections.deque
     )
     _workers: list[_Worker] = field(default_factory=list)
-    _failed_starts: int = 0  # in a row
+    _failed_starts: int = 0  # consecutive failures
 
     def __post_init__(self) -> None:
         self._numbers = itertools.count()
@@ -98,7 +98,7 @@ class Pool:
         self._watch.start()
 
     def submit(self, call: Call) -> Future[CallResult]:
-        """Queues a call. Its future always ends, with a `CallResult`."""
+        """Queues a call. Its future always completes with a `CallResult`."""
         future: Future[CallResult] = Future()
         with self._watch.lock:
             if self._watch.ended is None:
@@ -109,7 +109,7 @@ class Pool:
         return future
 
     def close(self) -> None:
-        """Kills the workers; calls under way end with an error."""
+        """Kills the workers; pending calls end with an error."""
         self._watch.end("the pool was closed")
         self._watch.join(10)
 
@@ -130,11 +130,11 @@ class Pool:
             future.set_result(CallResult(error=self._watch.ended))
 
     def _start_workers(self) -> None:
-        """Starts as many workers as there are calls, up to `size`."""
+        """Starts one worker per call, up to `size`."""
         while len(self._workers) < self._wanted():
             try:
                 self._workers.append(self._start_worker())
-            except OSError as error:  # no more processes, no such interpreter
+            except OSError as error:  # no more processes, or no such interpreter
                 if self._workers:
                     return  # the existing workers suffice
                 self._could_not_start(str(error))
@@ -145,11 +145,11 @@ class Pool:
 
     def _start_worker(self) -> _Worker:
         process, ours = processes.start("grpo_cli.scoring.pool_worker")
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # it may stop within a message
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # may stop within a message
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", MESSAGE_SECONDS, 0))
         pipe = Connection(ours.detach())
         settings = (os.getpid(), self.memory_gb, list(map(str, sys.path)), list(self.preload))
-        with contextlib.suppress(OSError):  # it died at once: its end of file is read next
+        with contextlib.suppress(OSError):  # it died at once; its end of file is read next
             pipe.send(settings)
         return _Worker(process, pipe, time.monotonic() + START_SECONDS)
 
@@ -171,11 +171,11 @@ class Pool:
                 worker.log_history = log_history
             except OSError:  # it died in between, and its end of file is read next; or its deadline
                 pass
-            except Exception as error:  # an argument that cannot be pickled
+            except Exception as error:  # an argument cannot be pickled
                 self._answer(worker, CallResult(error=f"{type(error).__name__}: {error}"))
 
     def _wait(self) -> None:
-        """Waits until a worker sends a message or ends, a call comes, or a deadline passes."""
+        """Waits until a worker sends a message or ends, a call arrives, or a deadline passes."""
         deadlines = [w.deadline for w in self._workers if w.is_busy]
         patience = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
         pipes: dict[Any, _Worker] = {w.pipe: w for w in self._workers}
@@ -191,7 +191,7 @@ class Pool:
         except (EOFError, OSError):
             self._dismiss(worker)
             return
-        except Exception as error:  # what it sent cannot be unpickled here
+        except Exception as error:  # the result cannot be unpickled here
             self._answer(worker, CallResult(error=f"{type(error).__name__}: {error}"))
             return
         if message == "ready":
@@ -217,15 +217,15 @@ class Pool:
             self._dismiss(worker, f"its worker process was not ready after {START_SECONDS:g} s")
 
     def _dismiss(self, worker: _Worker, reason: str | None = None) -> None:
-        """Ends a worker and its process group; its call ends with an error.
+        """Kills a worker and its process group; its call ends with an error.
 
         Args:
-            reason: the error; by default, how the process ended.
+            reason: the error; by default, the process's exit status.
         """
         self._workers.remove(worker)
         worker.pipe.close()
         if reason is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # reports its own end, if it can
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may still exit by itself
                 worker.process.wait(0 if worker.ready and worker.job is None else 0.5)
         kill_tree(worker.process.pid)
         status = worker.process.wait()
@@ -235,7 +235,7 @@ class Pool:
             self._could_not_start(reason)
 
     def _could_not_start(self, reason: str) -> None:
-        """Fails the queued calls after MAX_FAILED_STARTS, instead of trying for ever."""
+        """Fails the queued calls after MAX_FAILED_STARTS, instead of retrying forever."""
         self._failed_starts += 1
         if self._failed_starts < MAX_FAILED_STARTS:
             return
@@ -249,12 +249,12 @@ class Pool:
 def without_log(
     arguments: Mapping[str, Any], known: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns the arguments of a call without the run's log, and the log.
+    """Splits the run's log off a call's arguments; returns (arguments, log).
 
-    The log grows with the run: a worker keeps it, and is sent only the lines that it lacks.
+    The log grows with the run, so a worker keeps it and receives only the missing lines.
 
     Args:
-        known: the lines that the worker has, returned where the call reads no log.
+        known: the lines that the worker has; returned if the call reads no log.
     """
     if (state := arguments.get("trainer_state")) is None:
         return dict(arguments), known
@@ -262,5 +262,5 @@ def without_log(
 
 
 def common_length(lines: list[dict[str, Any]], known: list[dict[str, Any]]) -> int:
-    """Returns the number of known lines if these are the first of `lines`, else 0."""
+    """Returns the number of known lines if `lines` begins with them, else 0."""
     return len(known) if lines[: len(known)] == known else 0

@@ -28,7 +28,7 @@ def main() -> None:
     processes.settle(parent, memory_gb)
     sys.path[:] = path
     for module in preload:
-        with contextlib.suppress(Exception, SystemExit):  # the first call says what is wrong
+        with contextlib.suppress(Exception, SystemExit):  # reported by the first call
             importlib.import_module(module)
     pipe.send("ready")
     log_history: list[dict[str, Any]] = []
@@ -45,12 +45,12 @@ def main() -> None:
             pipe.send((number, done))
         except (BrokenPipeError, ConnectionResetError):
             return
-        except Exception as error:  # a value that cannot be pickled
+        except Exception as error:  # the value cannot be pickled
             pipe.send((number, CallResult(error=f"it returned what cannot be sent: {error}")))
 
 
 def find(path: str) -> Callable[..., Any]:
-    """Returns the function of `module:function`; if that fails, one that raises the reason."""
+    """Imports the function of `module:function`; on failure returns one that raises the reason."""
     module, _, name = path.partition(":")
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
@@ -65,15 +65,15 @@ def find(path: str) -> Callable[..., Any]:
 
 
 def answer(function: Callable[..., Any], arguments: dict[str, Any]) -> CallResult:
-    """Calls a function with keyword arguments; an exception becomes `CallResult.error`."""
+    """Calls a function with keyword arguments; exceptions become `CallResult.error`."""
     metrics, extras = recorders(arguments)
     start = time.perf_counter()
     try:
-        # Images are sent as they are stored, and decoded where a function takes them.
+        # Images are sent encoded, and decoded only for functions that take them.
         decoded = {name: opened(value) for name, value in arguments.items()}
         with no_second_run():
             values, error = function(**decoded), None
-    except (Exception, SystemExit, GeneratorExit) as raised:  # a user's function may raise anything
+    except (Exception, SystemExit, GeneratorExit) as raised:  # user functions may raise anything
         values, error = None, blame(raised)
     return CallResult(values, metrics, extras, time.perf_counter() - start, error)
 
@@ -81,7 +81,7 @@ def answer(function: Callable[..., Any], arguments: dict[str, Any]) -> CallResul
 def recorders(
     arguments: dict[str, Any],
 ) -> tuple[list[tuple[str, float]], list[tuple[str, list[Any]]]]:
-    """Fills in the arguments log_metric and log_extra; returns the lists that they write to."""
+    """Sets the arguments log_metric and log_extra; returns the lists that they append to."""
     metrics: list[tuple[str, float]] = []
     extras: list[tuple[str, list[Any]]] = []
     if "log_metric" in arguments:
@@ -94,9 +94,9 @@ def recorders(
 
 
 def to_builtin(value: Any) -> Any:
-    """Converts a value to JSON's types; tensors and arrays to lists, other objects to their text.
+    """Converts a value to JSON types: tensors and arrays to lists, other objects to str.
 
-    Objects are not stored or sent: one may hold a GPU's memory or fail to pickle.
+    Objects are not stored or sent, since they may hold GPU memory or fail to pickle.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -110,7 +110,7 @@ def to_builtin(value: Any) -> Any:
 
 
 def blame(error: BaseException) -> str:
-    """Returns `ValueError: message at file.py:12`, with the place where it was raised."""
+    """Formats an exception with its origin: `ValueError: message at file.py:12`."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     try:

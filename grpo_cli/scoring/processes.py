@@ -1,7 +1,7 @@
-"""Worker processes that can be killed: how they start, what holds them, and how they end.
+"""Starts, limits and kills worker processes.
 
-`pool.Pool` and `environments.sessions` start their workers with it. A worker process imports this
-module, so it imports almost nothing.
+`pool.Pool` and `environments.sessions` use it. Worker processes import this module, so it imports
+almost nothing.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from pathlib import Path
 
 from grpo_cli import IMPORT_ROOT
 
-START_SECONDS = 120.0  # for a worker to import its functions, on a busy machine or a slow disk
-MAX_FAILED_STARTS = 3  # in a row
-RETRY_SECONDS = 0.5  # before another start
+START_SECONDS = 120.0  # for a worker to import its functions, even on a busy machine or a slow disk
+MAX_FAILED_STARTS = 3  # consecutive failures
+RETRY_SECONDS = 0.5  # delay before another start
 KILL_ROUNDS = 20  # searches for a worker's children, which may start others meanwhile
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Watch:
-    """A thread that starts workers and looks after them: the kernel kills them with it.
+    """A thread that starts and serves workers, which the kernel kills when the thread ends.
 
     Args:
-        name: of the thread.
-        turn: called until the end: takes calls, waits for `bell` and replies, ends late workers.
-        leave: called at the end, whatever happened; waiting callers must get an answer.
-        broken: begins the reason of the end if `turn` raises, which is a bug.
+        name: name of the thread.
+        turn: called repeatedly: takes calls, waits for `bell` and replies, kills late workers.
+        leave: called at the end, also after errors; must answer waiting callers.
+        broken: prefix of the reason if `turn` raises, which is a bug.
     """
 
     def __init__(
         self, name: str, turn: Callable[[], None], leave: Callable[[], None], broken: str
     ) -> None:
-        self.lock = threading.Lock()  # of `ended`, and of what callers hand over
-        self.ended: str | None = None  # why
+        self.lock = threading.Lock()  # guards `ended`, and the data that callers hand over
+        self.ended: str | None = None  # reason of the end
         self.bell, self._ring = socket.socketpair()
         self.bell.setblocking(False)
         self._ring.setblocking(False)
@@ -55,23 +55,23 @@ class Watch:
         self._thread.start()
 
     def wake(self) -> None:
-        """Rings the bell, for which a turn waits. Safe in every thread."""
+        """Rings the bell, which ends a turn's wait. Thread-safe."""
         with contextlib.suppress(OSError):  # full: the thread wakes anyway; closed: it has ended
             self._ring.send(b".")
 
     def quiet(self) -> None:
-        """Ends the ringing of the bell."""
+        """Clears the bell."""
         with contextlib.suppress(BlockingIOError):
             self.bell.recv(4096)
 
     def end(self, reason: str) -> None:
-        """Lets the turn under way be the last one."""
+        """Makes the present turn the last one."""
         with self.lock:
             self.ended = self.ended or reason
         self.wake()
 
     def join(self, seconds: float) -> None:
-        """Waits for the end of the thread."""
+        """Waits until the thread ends."""
         self._thread.join(timeout=seconds)
 
     def _run(self) -> None:
@@ -89,29 +89,29 @@ class Watch:
 def start(
     module: str, pass_fds: Sequence[int] = ()
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Starts `python -m module FD ...`, with a socket to this process as its first argument.
+    """Starts `python -m module FD ...`, whose first argument is a socket to this process.
 
-    What it prints goes to this process's stderr. The kernel kills it when the thread that has
-    started it ends, if it calls `die_with`.
+    Its output goes to this process's stderr. If it calls `die_with`, the kernel kills it when the
+    thread that started it ends.
 
     Args:
-        pass_fds: more file descriptors, which become its further arguments.
+        pass_fds: additional file descriptors, passed as further arguments.
 
     Returns:
         (the process, this process's end of the socket).
 
     Raises:
-        OSError: there are no more processes or descriptors.
+        OSError: no process or file descriptor is available.
     """
     ours, theirs = socket.socketpair()
     fds = [theirs.fileno(), *pass_fds]
     with theirs, contextlib.ExitStack() as if_it_fails:
         if_it_fails.callback(ours.close)
         process = subprocess.Popen(
-            # -P: a random.py in the working folder is not Python's own.
+            # -P: a random.py in the working folder must not shadow Python's own.
             [sys.executable, "-P", "-m", module, *map(str, fds)],
             stdin=subprocess.DEVNULL,
-            stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,  # stdout is the run's
+            stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,  # stdout belongs to the run
             pass_fds=fds,
             start_new_session=True,  # Ctrl-C is for the run, and a kill is for all of it
             env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(IMPORT_ROOT)},
@@ -121,7 +121,7 @@ def start(
 
 
 def settle(parent: int, memory_gb: float | None) -> None:
-    """Binds the process that calls it, a worker, to its parent and its memory limit.
+    """Binds the calling worker process to its parent, and limits its memory.
 
     Args:
         memory_gb: limit of its address space; None: no limit.
@@ -146,15 +146,15 @@ def die_with(parent: int) -> None:
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None).prctl
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        prctl(PR_SET_CHILD_SUBREAPER, 1)  # all that it starts remains its descendant
-    if os.getppid() != parent:  # it ended before the line above
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # its descendants remain its own
+    if os.getppid() != parent:  # the parent ended before the line above
         os._exit(1)
 
 
 def kill_tree(pid: int) -> None:
-    """Kills a process and all of its descendants, also those in other sessions."""
+    """Kills a process and all of its descendants, including those in other sessions."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGSTOP)  # it starts nothing more, and its orphans stay its children
+        os.kill(pid, signal.SIGSTOP)  # it starts nothing more, and orphans remain its children
     for _ in range(KILL_ROUNDS):
         below = descendants(pid)
         for child in below:
@@ -167,7 +167,7 @@ def kill_tree(pid: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Returns the living descendants of a process from /proc; [] where there is no /proc."""
+    """Returns the living descendants of a process from /proc; [] without /proc."""
     children: dict[int, list[int]] = collections.defaultdict(list)
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
@@ -182,10 +182,10 @@ def descendants(pid: int) -> list[int]:
 
 
 def overrun(seconds: float) -> str:
-    """Returns the error of a call that was stopped at its deadline."""
+    """Returns the error message of a call that exceeded its deadline."""
     return f"took more than {seconds:g} s and was stopped"
 
 
 def ending(status: int) -> str:
-    """Returns how a process ended: `signal 9`, `exit code 0`."""
+    """Describes how a process ended: `signal 9`, `exit code 0`."""
     return f"signal {-status}" if status < 0 else f"exit code {status}"

@@ -1,4 +1,4 @@
-"""Finds reward functions by name or dotted path, and reads what arguments each takes."""
+"""Finds reward functions by name or dotted path, and inspects their arguments."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import grpo_cli.rewards
 from grpo_cli.config.user_code import import_function, import_module
 from grpo_cli.errors import UserError, listed, nearest
 
-# A value for each completion: a number, None where it does not apply, or its steps' rewards.
+# A value per completion: a number, None where the function does not apply, or step rewards.
 RewardFunction = Callable[..., Sequence[float | list[tuple[int, float]] | None]]
 
-# The arguments of every function in addition to the columns (TRL's calling convention).
+# Arguments that any function may take besides the columns (TRL's calling convention).
 STANDARD = (
     "prompts", "completions", "completion_ids", "episodes", "trainer_state", "log_metric",
     "log_extra",
@@ -24,19 +24,19 @@ STANDARD = (
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The run's progress as reward functions see it (transformers' names)."""
+    """The run's progress, as passed to reward functions (with transformers' names)."""
 
-    global_step: int = 0  # steps done
-    max_steps: int = 0  # of the whole run
-    epoch: float = 0.0  # passes over the data, in parts
+    global_step: int = 0  # completed steps
+    max_steps: int = 0  # steps of the complete run
+    epoch: float = 0.0  # passes over the data, with fractions
     num_input_tokens_seen: int = 0  # prompt and completion tokens so far, over all processes
-    best_metric: float | None = None  # the best value of `eval.best`; None before an evaluation
-    best_global_step: int | None = None  # its step
+    best_metric: float | None = None  # best value of `eval.best`; None before an evaluation
+    best_global_step: int | None = None  # step of the best metric
     log_history: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl
 
 
 def shipped() -> dict[str, str]:
-    """Returns short name -> dotted path of each reward that comes with the tool."""
+    """Returns short name -> dotted path of each shipped reward."""
     return {
         module.name: f"grpo_cli.rewards.{module.name}:{module.name}"
         for module in pkgutil.iter_modules(grpo_cli.rewards.__path__)
@@ -45,15 +45,15 @@ def shipped() -> dict[str, str]:
 
 
 def known() -> dict[str, str]:
-    """Returns short name -> dotted path of the shipped rewards and those named by `@reward`."""
+    """Returns short name -> dotted path of the shipped and the `@reward` functions."""
     return {**grpo_cli.rewards.REGISTERED, **shipped()}
 
 
 def import_modules(names: Iterable[str], key: str) -> None:
-    """Imports the user's modules, so that their `@reward` functions have short names.
+    """Imports the user's modules, which registers the short names of their `@reward` functions.
 
     Raises:
-        UserError: a module cannot be imported, or its function has a shipped reward's name.
+        UserError: a module cannot be imported, or a function has the name of a shipped reward.
     """
     for name in names:
         import_module(name, f"{key}: {name}")
@@ -66,7 +66,7 @@ def import_modules(names: Iterable[str], key: str) -> None:
 
 
 def resolve(name: str, key: str = "reward") -> RewardFunction:
-    """Returns the function of a short name or of `package.module:function`.
+    """Imports the function of a short name or of `package.module:function`.
 
     Raises:
         UserError: there is no such name, module or function.
@@ -75,12 +75,12 @@ def resolve(name: str, key: str = "reward") -> RewardFunction:
 
 
 def full_name(name: str) -> str:
-    """Returns `module:function` of a short name; any other string as it is."""
+    """Expands a short name to `module:function`; returns other strings unchanged."""
     return known().get(name, name)
 
 
 def path_of(name: str, key: str = "reward") -> str:
-    """Returns `module:function` of a short name or of a dotted path.
+    """Expands a short name or a dotted path to `module:function`.
 
     Raises:
         UserError: there is no such name.
@@ -98,17 +98,17 @@ def path_of(name: str, key: str = "reward") -> str:
 class Signature:
     """The parameters of a reward function.
 
-    Positional parameters are columns of the data set, required unless they have a default;
-    keyword-only parameters (after a `*`) are set by the recipe, and never filled from a column.
+    Positional parameters are columns of the data set, required unless they have a default.
+    Keyword-only parameters (after a `*`) are set by the recipe, never from a column.
     """
 
-    standard: tuple[str, ...]  # parameters that are in STANDARD
-    needed_standard: tuple[str, ...]  # of these, the ones without a default
+    standard: tuple[str, ...]  # parameters in STANDARD
+    needed_standard: tuple[str, ...]  # parameters in STANDARD without a default
     required: tuple[str, ...]  # columns without a default
     optional: tuple[str, ...]  # columns with a default
-    needed: tuple[str, ...]  # arguments without a default
+    needed: tuple[str, ...]  # keyword-only parameters without a default
     arguments: tuple[str, ...]  # keyword-only parameters
-    open_ended: bool  # has **kwargs, which takes every other column; **_ takes none
+    open_ended: bool  # has **kwargs, which receives every other column; **_ receives none
 
     @classmethod
     def of(cls, function: RewardFunction) -> Signature:
@@ -132,11 +132,11 @@ class Signature:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The names that a recipe may set: not those that only **kwargs would take."""
+        """The names that a recipe may set, without those that only **kwargs would accept."""
         return self.required + self.optional + self.arguments
 
     def takes(self, name: str) -> bool:
-        """Returns whether a column of this name is passed."""
+        """Returns whether a column of this name is passed to the function."""
         is_column = name in self.required + self.optional
         return is_column or (self.open_ended and name not in self.arguments)
 

@@ -1,4 +1,4 @@
-"""Looks up and checks a recipe's rewards, calls them on completions and adds up their values."""
+"""Resolves and checks a recipe's rewards, calls them on completions and sums their values."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ if TYPE_CHECKING:
     from grpo_cli.distributed.workers import Workers
     from grpo_cli.records import Rollout
 
-ASYNC_TIMEOUT = 60.0  # seconds for one completion, unless the function or the recipe sets another
-ASYNC_CONCURRENCY = 16  # calls of an async function at a time, unless the recipe sets another
+ASYNC_TIMEOUT = 60.0  # default seconds per completion, if neither function nor recipe sets it
+ASYNC_CONCURRENCY = 16  # default number of concurrent calls of an async function
 GRACE = 60.0  # seconds past all deadlines after which an event loop counts as blocked
-LARGEST = 1e100  # of a reward: the squares of larger ones, in a standard deviation, overflow
+LARGEST = 1e100  # largest reward: squares of larger ones overflow in a standard deviation
 TOO_LARGE = f"which is beyond ±{LARGEST:g}; scale the reward down"
-OWN_METRICS = ("mean", "std", "timeouts", "errors")  # rewards/NAME/... that a run logs itself
+OWN_METRICS = ("mean", "std", "timeouts", "errors")  # rewards/NAME/... logged by the run
 
 
 @dataclass(frozen=True)
 class RewardResult:
     """The result of one reward function for one completion."""
 
-    value: float | None = None  # for step rewards, their sum; None: does not apply
+    value: float | None = None  # the sum of step rewards; None: does not apply
     steps: list[tuple[int, float]] | None = None  # (position, value) of each step
-    extras: dict[str, Any] = field(default_factory=dict)  # its log_extra
+    extras: dict[str, Any] = field(default_factory=dict)  # the function's log_extra
     seconds: float = 0.0
     error: str | None = None
-    where: str | None = None  # what the error is about, if not this completion
+    where: str | None = None  # subject of the error, if not this completion
     timed_out: bool = False
 
     def __post_init__(self) -> None:
-        if self.error is not None:  # a server may repeat the key that it refuses
+        if self.error is not None:  # a server may repeat the key that it rejects
             object.__setattr__(self, "error", masked(self.error))
 
 
 class Scorer:
-    """The recipe's rewards, checked and ready to be called."""
+    """A recipe's rewards, checked and ready to be called."""
 
     def __init__(
         self,
@@ -74,15 +74,15 @@ class Scorer:
         Args:
             rewards: the recipe's rewards by name.
             columns: the data set's columns.
-            source: the data set's name in messages.
+            source: the data set's name in error messages.
             executor: the processes that call the functions.
-            run: values of the run (max_completion_tokens, device), passed to functions with a
-                keyword-only argument of that name unless the recipe sets it.
+            run: values of the run (max_completion_tokens, device). They fill keyword-only arguments
+                of that name that the recipe does not set.
             renaming: the key that renames a column, for messages.
 
         Raises:
-            UserError: a function is unknown, gets an argument it does not take, needs a column that
-                the data lacks, has a setting that it does not read, or cannot run here.
+            UserError: a function is unknown, gets an argument it does not take, needs a missing
+                column, has a setting that it does not read, or cannot run here.
         """
         self.executor = executor or RewardExecutor(Scoring())
         self.rewards = {
@@ -91,10 +91,10 @@ class Scorer:
         }
         pooled = [t for t in self.rewards.values() if t.timeout is not None and not t.is_async]
         self.executor.preload.update(module for reward in pooled for module in reward.preload)
-        self.descriptions = [*self._described()]  # a sentence from each function that has one
+        self.descriptions = [*self._described()]  # one sentence per function that has a description
 
     def takes(self, name: str) -> bool:
-        """Whether a function is called with this argument of `registry.STANDARD`."""
+        """Returns whether any function is called with this argument of `registry.STANDARD`."""
         return any(reward.takes(name) for reward in self.rewards.values())
 
     def begin(self, state: TrainerState | None = None) -> ScoringSession:
@@ -104,17 +104,17 @@ class Scorer:
     def score(
         self, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase | None = None
     ) -> ScoringSession:
-        """Scores rollouts that are complete; see `ScoringSession.finish`."""
+        """Scores complete rollouts; see `ScoringSession.finish`."""
         session = self.begin()
         session.add(rollouts)
         session.finish(rollouts, tokenizer)
         return session
 
     def try_out(self, sample: Sample) -> None:
-        """Calls every function once, before anything expensive is loaded.
+        """Calls every function once on a sample, before anything expensive is loaded.
 
         Raises:
-            UserError: a function raised, ran out of time, or did not return a list of one number.
+            UserError: a function raised, timed out, or did not return a list of one number.
         """
         session = self.begin()
         session.start([sample])
@@ -131,7 +131,7 @@ class Scorer:
                 )
 
     def refused(self, rows: Rows) -> dict[int, str]:
-        """Returns why no completion of a row can be scored, by the number of the row."""
+        """Returns the reason why a row's completions cannot be scored, by row number."""
         found: dict[int, str] = {}
         for name, reward in self.rewards.items():
             refuse = traits_of(reward.function).refuse
@@ -142,13 +142,13 @@ class Scorer:
         return found
 
     def check_images(self, columns: Sequence[Mapping[str, Any]], key: str = "") -> None:
-        """Checks that all images in the columns of completions can be read, if a function does.
+        """Checks that all images in the completions' columns that a function takes can be read.
 
         Args:
-            key: what messages call the file of the completions by; "": nothing.
+            key: name of the completions' file in error messages; "" for none.
 
         Raises:
-            UserError: one cannot be read, or the file does not hold it.
+            UserError: an image cannot be read or is not stored.
         """
         signatures = [reward.signature for reward in self.rewards.values()]
         taken = [name for name in images.COLUMNS if any(s.takes(name) for s in signatures)]
@@ -162,7 +162,7 @@ class Scorer:
                 continue
             try:
                 yield f"reward {name}: {describe(**reward.args)}"
-            except Exception as error:  # such as a sandbox that does not work here
+            except Exception as error:  # for example, a sandbox that does not work here
                 raise UserError(f"reward.{name}: {error}") from error
 
 
@@ -174,7 +174,7 @@ def bind_reward(
     run: Mapping[str, Any],
     renaming: str,
 ) -> BoundReward:
-    """Binds a recipe's entry to the function it names.
+    """Binds a recipe's entry to its function.
 
     Raises:
         UserError: see `Scorer`.
@@ -191,7 +191,7 @@ def bind_reward(
             f"{source} lacks; it has {listed(columns)}. Rename one with "
             f"{renaming}.{missing[0]}=NAME."
         )
-    # Of a function, or of an object whose __call__ is one.
+    # An async function, or an object with an async __call__.
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
     timeout = _timeout(name, spec, traits.timeout, is_async)
     if spec.concurrency is not None and not is_async:
@@ -199,7 +199,7 @@ def bind_reward(
             f"reward.{name}.concurrency: is only read for async functions; "
             "scoring.workers says how many worker processes there are."
         )
-    # Values that change with the step are not kept.
+    # Values that change with the step are not cached.
     cache = timeout is not None and traits.cache and "trainer_state" not in signature.standard
     path = path_of(spec.function)
     return BoundReward(
@@ -225,7 +225,7 @@ def _check_arguments(
     name: str, spec: Reward, signature: Signature, arguments: Mapping[str, Any]
 ) -> None:
     for argument in spec.args:
-        # **kwargs is for columns; an argument that only **kwargs would take is a typo.
+        # **kwargs is for columns; an argument that only **kwargs would accept is a typo.
         if argument not in signature.named:
             raise UserError(
                 f"reward.{name}.args.{argument}: {spec.function} takes no such argument; "
@@ -240,7 +240,7 @@ def _check_arguments(
 
 
 def _timeout(name: str, spec: Reward, default: float | None, is_async: bool) -> float | None:
-    """Returns the seconds that a call may take; None: the function is called in this process."""
+    """Returns the time limit of a call in seconds; None: the function is called in this process."""
     timeout = default if spec.timeout is None else spec.timeout or None
     if is_async:
         if spec.timeout == 0:
@@ -250,25 +250,25 @@ def _timeout(name: str, spec: Reward, default: float | None, is_async: bool) -> 
 
 
 class ScoringSession:
-    """The scores of one step's completions, filled in as the completions arrive."""
+    """The scores of one step's completions, computed as the completions arrive."""
 
     def __init__(self, scorer: Scorer, state: TrainerState) -> None:
         self.rewards, self.executor, self.state = scorer.rewards, scorer.executor, state
-        # By function and sample: the future result, and whether it was in the cache.
+        # By function and sample: the future result, and whether it was cached.
         self._under_way: dict[tuple[str, int], tuple[Future[CallResult], bool]] = {}
-        self._samples: dict[int, Sample] = {}  # by rollout
+        self._samples: dict[int, Sample] = {}  # by id of the rollout
         self.counts: Counter[str] = Counter()  # metrics that are summed
-        # Metrics that are averaged: values, each with the completions that its call saw.
+        # Metrics that are averaged: (value, number of completions in its call).
         self.logged: dict[str, list[tuple[float, int]]] = defaultdict(list)
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
-        """Starts the functions that take one completion at a time. Does not wait for them."""
+        """Starts the functions that take single completions, without waiting for them."""
         samples = [Sample.of(r) for r in rollouts]
         self._samples |= {id(r): s for r, s in zip(rollouts, samples, strict=True)}
         self.start(samples)
 
     def start(self, samples: Sequence[Sample]) -> None:
-        """Starts the functions that take one completion at a time on samples."""
+        """Starts the functions that take single completions on samples."""
         for reward in self.rewards.values():
             if reward.timeout is not None:
                 for sample in filter(reward.applies_to, samples):
@@ -276,7 +276,7 @@ class ScoringSession:
                     self._under_way[reward.name, id(sample)] = started
 
     def measured(self, since: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Returns the counts and the log so far, or since `since`, as built-in types."""
+        """Returns the counts and logged values, in total or since `since`, as built-in types."""
         counts, logged = dict(self.counts), {k: list(v) for k, v in self.logged.items()}
         if since is not None:
             counts = {k: v - since["counts"].get(k, 0) for k, v in counts.items()}
@@ -284,7 +284,7 @@ class ScoringSession:
         return {"counts": counts, "logged": logged}
 
     def measure(self, measured: Mapping[str, Any]) -> None:
-        """Adds what another session has `measured`."""
+        """Adds the result of another session's `measured`."""
         self.counts.update(measured["counts"])
         for name, values in measured["logged"].items():
             self.logged[name] += [(value, count) for value, count in values]
@@ -295,20 +295,20 @@ class ScoringSession:
         """Waits for all functions and sets each rollout's reward_parts, step_rewards and reward.
 
         Args:
-            rollouts: all that were added, in the order in which functions see them.
-            tokenizer: finds the token of a character, where a function rewards steps by characters.
+            rollouts: all added rollouts, in the order in which functions receive them.
+            tokenizer: converts characters to tokens for functions that reward steps by character.
 
         Raises:
             TrainingError: a function raised, or did not return a list of numbers or steps, and
-                `on_error` is stop; names the function, the row and the completion.
-            Interrupt: the run has to end.
+                `on_error` is stop. Names the function, the row and the completion.
+            Interrupt: the run must end.
         """
         if not rollouts:
             return
         samples = [self._samples[id(r)] for r in rollouts]
         for rollout in rollouts:
             rollout.extras = {}
-        # First the functions that are called in this process: the others run meanwhile.
+        # Functions in this process come first, since the others run meanwhile.
         for reward in sorted(self.rewards.values(), key=lambda reward: reward.timeout is not None):
             heartbeat.beat()  # a call in this process cannot be interrupted
             results = self.results(reward, samples)
@@ -340,7 +340,7 @@ class ScoringSession:
             assert tokenizer is not None or reward.positions == "tokens", "finds characters"
             size, before = len(rollout.text), 0
             if reward.positions == "characters":
-                before = len(rollout.prompt.prefill)  # which the function sees as well
+                before = len(rollout.prompt.prefill)  # which the function also receives
             rollout.step_rewards[name] = [
                 (
                     ending_token(max(0, at - before), size, reward.positions, ids, tokenizer),  # type: ignore[arg-type]
@@ -357,7 +357,7 @@ class ScoringSession:
         rollout.extras |= result.extras
 
     def results(self, reward: BoundReward, samples: Sequence[Sample]) -> list[RewardResult]:
-        """Returns a function's result for each sample; a failure is a result with an error."""
+        """Returns a function's result for each sample; failures become results with an error."""
         theirs = [s for s in samples if reward.applies_to(s)]
         results = iter(self._results(reward, theirs) if theirs else ())
         return [next(results) if reward.applies_to(s) else RewardResult() for s in samples]
@@ -379,7 +379,7 @@ class ScoringSession:
 
     def _awaited(self, reward: BoundReward, sample: Sample, end: float) -> RewardResult:
         future, was_known = self._under_way.pop((reward.name, id(sample)))
-        # Workers enforce their own deadlines. Nothing can stop a coroutine that never awaits.
+        # Workers enforce their own deadlines. A coroutine that never awaits cannot be stopped.
         patience = max(0.0, end - time.monotonic()) if reward.is_async else None
         try:
             done = _awaited_result(future, patience)
@@ -394,7 +394,7 @@ class ScoringSession:
     def _called_here(self, reward: BoundReward, samples: Sequence[Sample]) -> list[RewardResult]:
         done = reward.call(samples, self.state)
         if done.error is not None and len(samples) > 1:
-            # One by one, to find the samples at which it raises; the others form a batch again.
+            # One by one, to find the samples that raise; the others form a batch again.
             alone = [reward.call([s], self.state) for s in samples]
             good = [s for s, one in zip(samples, alone, strict=True) if one.error is None]
             if len(good) == len(samples):
@@ -412,7 +412,7 @@ class ScoringSession:
     def _to_results(
         self, reward: BoundReward, done: CallResult, samples: Sequence[Sample]
     ) -> list[RewardResult]:
-        """Turns one call's result into a result for each of its samples."""
+        """Converts the result of one call to a result per sample."""
         if done.timed_out:
             value, seconds = reward.timeout_value, done.seconds
             return [RewardResult(value, error=done.error, seconds=seconds, timed_out=True)]
@@ -486,8 +486,8 @@ class ScoringSession:
 def metrics_of(sessions: Sequence[ScoringSession], workers: Workers) -> dict[str, float]:
     """Reduces counts and logged metrics over all sessions and processes; collective.
 
-    A value is weighted by the completions that its call saw, so that the mean does not depend on
-    the division of completions over calls and processes.
+    A value is weighted by the number of completions in its call. The mean then does not depend on
+    the division of completions into calls and processes.
     """
     counts: Counter[str] = Counter()
     logged: dict[str, list[tuple[float, int]]] = defaultdict(list)
@@ -507,7 +507,7 @@ def number(value: Any) -> float | None:
     """Converts a function's value for a completion to a float; None stays None.
 
     Raises:
-        ValueError: it is neither a finite number within ±1e100 nor None.
+        ValueError: the value is neither a finite number within ±1e100 nor None.
     """
     if value is None:
         return None
@@ -515,7 +515,7 @@ def number(value: Any) -> float | None:
         converted = float(value)
     except (TypeError, ValueError):
         converted = math.nan
-    except OverflowError:  # a whole number such as 10**400, which may have too many digits to show
+    except OverflowError:  # such as 10**400, which may have too many digits to show
         raise ValueError(f"{Decimal(int(value)):.1e}, {TOO_LARGE}") from None
     if isinstance(value, (str, bytes)) or not math.isfinite(converted):
         raise ValueError(
@@ -530,7 +530,7 @@ def _awaited_result(future: Future[CallResult], patience: float | None) -> CallR
     """Waits for a call's result, with a heartbeat every second.
 
     Raises:
-        TimeoutError: the call has not ended within `patience` seconds.
+        TimeoutError: the call did not end within `patience` seconds.
     """
     end = math.inf if patience is None else time.monotonic() + patience
     while True:

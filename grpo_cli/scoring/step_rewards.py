@@ -1,4 +1,4 @@
-"""Converts the positions of step rewards, as a function returns them, to tokens."""
+"""Converts the positions of step rewards to tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def check_steps(steps: Sequence[Any], size: int, unit: str) -> list[tuple[int, Any]]:
-    """Checks the steps that a function has returned for a completion.
+    """Checks the steps that a function returned for a completion.
 
     Args:
-        size: characters or tokens of the completion, as `unit` says.
+        size: length of the completion in `unit` (characters or tokens).
 
     Raises:
         ValueError: an entry is not a pair, or its position lies outside the completion.
@@ -40,10 +40,10 @@ def check_steps(steps: Sequence[Any], size: int, unit: str) -> list[tuple[int, A
 def ending_token(
     position: int, size: int, unit: str, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
 ) -> int:
-    """Returns the index of the token at which a step ends; `position` is counted in `unit`."""
+    """Returns the index of the token at which a step ends; `position` is in `unit`."""
     if unit == "tokens":
         return position
-    # A step that ends with the text ends with the completion: eos is a part of the last step.
+    # A step that ends with the text ends with the completion: eos is part of the last step.
     return len(ids) - 1 if position == size - 1 else token_of_character(ids, position, tokenizer)
 
 

@@ -25,8 +25,8 @@ from grpo_cli.evaluation.probe.signal import (
 from grpo_cli.records import Completion, Group, Rollout
 
 LENGTHS = (0.1, 0.5, 0.9, 0.99)  # quantiles
-EXAMPLES = 3  # completions that a verdict shows
-SHOWN = 200  # characters of a text that is shown
+EXAMPLES = 3  # completions shown in a verdict
+SHOWN = 200  # longest text shown, in characters
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class RewardStats:
 
     weight: float
     mean: float | None
-    applied: int  # completions with a value
-    none: int  # without one, failures included
+    applied: int  # number of completions with a value
+    none: int  # number of completions without a value, failures included
     errors: int
     timeouts: int
-    error: str | None  # the first one
-    on_error: str  # of the recipe
-    constant: float | None  # the value, if all are the same
-    seconds_p99: float  # of a call's completion
+    error: str | None  # message of the first error
+    on_error: str  # the recipe's `on_error`
+    constant: float | None  # the common value, if all completions have the same
+    seconds_p99: float  # 99th percentile of the seconds per completion
 
     @property
     def stops_the_run(self) -> bool:
@@ -57,12 +57,12 @@ class Mismatch:
     mean: float
     max: float
     tokens: int
-    rounding: float = 0.0  # mean error of the trainer's own in 16 bit
+    rounding: float = 0.0  # mean 16-bit rounding error of the trainer's log-probabilities
 
 
 @dataclass(frozen=True)
 class Example:
-    """A completion that a verdict shows, and its rewards."""
+    """A completion shown in a verdict, and its rewards."""
 
     row: int
     prompt: str
@@ -77,28 +77,28 @@ class Measured:
     prompts: int
     samples: int
     completions: int
-    num_generations: int  # of the recipe
-    right: str  # the reward of which 1 counts as right
+    num_generations: int  # group size of the recipe
+    right: str  # name of the reward whose value 1 counts as right
     is_graded: bool  # whether that reward has values other than 0 and 1
     pass_rate: Estimate | None  # None for a graded reward
     reward_mean: float | None
-    rates: list[tuple[int, float]]  # (row, pass rate; of a graded reward: mean of the reward)
-    signal: list[SignalShare]  # by group size
-    own_signal: SignalShare  # of the recipe's group size
-    differing: int  # prompts whose completions, all together, have a signal
+    rates: list[tuple[int, float]]  # (row, pass rate); the mean reward if the reward is graded
+    signal: list[SignalShare]  # one entry per group size
+    own_signal: SignalShare  # at the recipe's group size
+    differing: int  # number of prompts whose samples have differing rewards
     is_constant: bool  # whether all completions of all prompts have one reward
-    identical: float  # share of prompts whose completions are all the same tokens
-    excluded: float  # share of completions that loss.mask_truncated leaves out
+    identical: float  # share of prompts whose completions have identical tokens
+    excluded: float  # share of completions excluded by loss.mask_truncated
     truncated: float
     eos: float
-    stop_reasons: dict[str, float]  # of episodes: shares
+    stop_reasons: dict[str, float]  # share of episodes by stop reason
     failed_environments: float
     environment_error: str | None
     lengths: dict[str, float]
     rewards: dict[str, RewardStats]
     mismatch: Mismatch | None
     sampling_seconds: float
-    scoring_seconds: float  # that scoring took after everything was sampled
+    scoring_seconds: float  # scoring time after sampling has ended
     examples: list[Example]
 
 
@@ -108,10 +108,10 @@ def measure(
     size: Size,
     eos_ids: Collection[int],
 ) -> Measured:
-    """Returns the numbers of a probe.
+    """Computes the numbers of a probe.
 
     Args:
-        eos_ids: tokens that the model ends a completion with.
+        eos_ids: tokens that end a completion.
     """
     recipe = at_step(recipe, 0)[0]
     group_size = recipe.generation.num_generations
@@ -164,10 +164,10 @@ def measure(
 
 
 def signal_key(recipe: Recipe, rollout: Rollout) -> Hashable | None:
-    """Returns what has to differ between the rollouts of a group for an advantage.
+    """Returns the reward key of a rollout; a group whose keys are equal has zero advantages.
 
-    The reward; the reward of each function, for rules that normalise them apart; the rewarded
-    steps. None where no reward function applied.
+    The key holds the reward (or each function's reward, for rules that normalise them separately)
+    and the rewarded steps. It is None if no reward function applied.
     """
     if not rollout.is_scored:
         return None
@@ -180,7 +180,7 @@ def signal_key(recipe: Recipe, rollout: Rollout) -> Hashable | None:
 
 
 def end_of(completion: Completion, eos_ids: Collection[int]) -> str:
-    """Returns how a completion ended: `length`, `eos` or `other`."""
+    """Returns the way a completion ended: `length`, `eos` or `other`."""
     if completion.finish_reason == "length":
         return "length"
     own = [i for i, s in zip(completion.ids, completion.sampled_mask.tolist(), strict=True) if s]
@@ -195,7 +195,7 @@ def _rights(groups: Sequence[Group], right: str) -> list[list[bool]]:
 
 
 def _rate(group: Group, right: str, is_graded: bool) -> float:
-    """Returns the pass rate of a prompt, or the mean of its rewards; NaN without any."""
+    """Returns a prompt's pass rate, or its mean reward if graded; NaN without rewards."""
     if is_graded:
         values = [r.reward for r in group.rollouts if r.is_scored]
     else:
@@ -207,7 +207,7 @@ def _stats(recipe: Recipe, scored: Scored, name: str) -> RewardStats:
     results, config = scored.results[name], recipe.reward[name]
     values = [v.value for v in results if v.value is not None]
     failures = [v for v in results if v.error is not None and not v.timed_out]
-    seconds = sorted(v.seconds for v in results if v.seconds > 0) or [0.0]  # 0: from the cache
+    seconds = sorted(v.seconds for v in results if v.seconds > 0) or [0.0]  # 0: cached
     return RewardStats(
         weight=config.weight,
         mean=math.fsum(values) / len(values) if values else None,
@@ -229,7 +229,7 @@ def _mismatch(gaps: Sequence[float], rounding: float) -> Mismatch | None:
 
 
 def _worth_showing(groups: Sequence[Group]) -> list[Rollout]:
-    """Returns the first completion of some groups that lie far apart."""
+    """Returns the first completion of `EXAMPLES` evenly spaced groups."""
     step = max(1, len(groups) // EXAMPLES)
     return [g.rollouts[0] for g in groups[::step][:EXAMPLES]]
 
@@ -246,7 +246,7 @@ def _example(rollout: Rollout) -> Example:
 
 
 def shortened(text: str, *, from_end: bool = False) -> str:
-    """Returns the beginning or the end of a text."""
+    """Truncates a text to `SHOWN` characters, at its end or at its beginning."""
     if len(text) <= SHOWN:
         return text
     return "…" + text[-SHOWN + 1 :] if from_end else text[: SHOWN - 1] + "…"
@@ -264,7 +264,7 @@ def _shares(names: Iterable[str]) -> dict[str, float]:
 
 
 def as_data(measured: Measured) -> dict[str, Any]:
-    """Returns the numbers as JSON has them: NaN and infinity are null."""
+    """Converts the numbers to JSON values; NaN and infinity become null."""
     return _plain(dataclasses.asdict(measured))  # type: ignore[no-any-return]
 
 

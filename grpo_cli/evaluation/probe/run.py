@@ -1,4 +1,4 @@
-"""Runs a probe from its prompts to its verdict; the result as JSON."""
+"""Runs a probe from its prompts to its verdict, and writes the result as JSON."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from grpo_cli.reporting.reporter import write_text
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The numbers of a probe and what follows from them; the same on every process."""
+    """The numbers of a probe and its verdict; the same on every process."""
 
     measured: Measured
     verdict: Verdict
     groups: list[Group]
 
     def as_data(self) -> dict[str, Any]:
-        """Returns the result as probe.json has it."""
+        """Returns the content of probe.json."""
         verdict = self.verdict
         return {
             "can_learn": verdict.can_learn,
@@ -37,7 +37,7 @@ class ProbeResult:
         }
 
     def as_json(self, indent: int | None = None) -> str:
-        """Returns the text of probe.json, without secrets: a reward's arguments may hold some."""
+        """Returns the text of probe.json; secrets, as in a reward's arguments, are masked."""
         return masked(json.dumps(self.as_data(), indent=indent, ensure_ascii=False))
 
     def write(self, path: Path) -> None:
@@ -52,7 +52,7 @@ def run_probe(
     progress: Callable[[int, str], None] = lambda done, text: None,
     interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> ProbeResult:
-    """Samples, scores, measures and judges; collective.
+    """Samples and scores completions, measures them and returns the verdict; collective.
 
     Args:
         progress, interruptible: see `sample_and_score`.

@@ -37,24 +37,24 @@ from grpo_cli.scoring.calls import BoundReward
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.scoring.scorer import RewardResult, Scorer, ScoringSession
 
-STREAM = "probe"  # of random numbers; training's are numbered from 0 by prompt index
-MOST_SAMPLES = 64  # of a prompt, unless more are asked for
-COMPARED = 32  # completions whose log-probabilities the trainer computes as well
+STREAM = "probe"  # random stream of the probe; training's are numbered by prompt index
+MOST_SAMPLES = 64  # completions per prompt, unless more are requested
+COMPARED = 32  # completions whose log-probabilities the trainer recomputes
 
 
 @dataclass(frozen=True)
 class Size:
-    """The number of prompts and of completions of each."""
+    """The number of prompts, and of completions of each."""
 
     prompts: int
     samples: int
 
     @classmethod
     def of(cls, recipe: Recipe, prompts: int, samples: int | None, least: int) -> Size:
-        """Returns the size with a default for `samples`: as many as a group has.
+        """Returns the size; `samples` defaults to the group size.
 
         Args:
-            least: samples at least, unless they are given.
+            least: lower bound of that default.
         """
         group = at_step(recipe, 0)[0].generation.num_generations
         return cls(prompts, samples or max(least, min(group, MOST_SAMPLES)))
@@ -67,7 +67,7 @@ class Policy:
     recipe: Recipe
     workers: Workers
     tokenizer: PreTrainedTokenizerBase
-    logprobs: PolicyLogprobs  # of the probe: nothing that it finds out stays in the run's own
+    logprobs: PolicyLogprobs  # the probe's own, so that the run's state is not changed
     generator: Generator
     stream: PromptStream
     scorer: Scorer
@@ -77,13 +77,13 @@ class Policy:
 
 @dataclass(frozen=True)
 class Scored:
-    """The groups of a probe and the results of their rewards; on every process, all of them."""
+    """The groups of a probe and the results of their rewards, gathered on every process."""
 
     groups: list[Group]
     results: dict[str, list[RewardResult]]  # by reward, in the order of the rollouts
     gaps: list[float]  # |trainer's - sampler's log-probability| of some sampled tokens
-    rounding: float  # mean error of the trainer's own in 16 bit, in nats
-    sampling_seconds: float  # of the slowest process
+    rounding: float  # mean 16-bit rounding error of the trainer's log-probabilities, in nats
+    sampling_seconds: float  # maximum over processes
     scoring_seconds: float  # after everything was sampled
 
     @property
@@ -93,20 +93,20 @@ class Scored:
 
 
 class RecordingSession(ScoringSession):
-    """A session that keeps the result of each reward, with its seconds and its error."""
+    """A scoring session that keeps the result of each reward, with its seconds and its error."""
 
     def __init__(self, scorer: Scorer, state: TrainerState) -> None:
         super().__init__(scorer, state)
         self.kept: dict[str, list[RewardResult]] = {}
 
     def results(self, reward: BoundReward, samples: Sequence[Sample]) -> list[RewardResult]:
-        """Returns and keeps a function's result for each sample."""
+        """Computes a function's result for each sample, and keeps the results."""
         self.kept[reward.name] = super().results(reward, samples)
         return self.kept[reward.name]
 
 
 def tolerant(scorer: Scorer) -> Scorer:
-    """Returns a scorer of the same rewards that counts a function's failures."""
+    """Returns a copy of a scorer that counts failures of reward functions instead of raising."""
     other = copy.copy(scorer)
     other.rewards = {
         name: dataclasses.replace(reward, on_error="count")
@@ -116,9 +116,9 @@ def tolerant(scorer: Scorer) -> Scorer:
 
 
 def choose_prompts(recipe: Recipe, stream: PromptStream, number: int) -> list[tuple[int, Prompt]]:
-    """Returns (position, prompt) of some prompts that the run trains on, chosen at random.
+    """Chooses training prompts at random; returns (position, prompt) pairs.
 
-    A prompt comes once. With streaming they are the first, since no other rows have been read.
+    Each prompt occurs once. With streaming these are the first prompts, the only ones read.
     """
     if recipe.dataset.streaming:
         positions = list(range(min(number, len(stream.prompts))))
@@ -139,11 +139,11 @@ def sample_and_score(
     progress: Callable[[int, str], None] = lambda done, text: None,
     interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Scored:
-    """Samples and scores `size` completions, and leaves every random stream as it was.
+    """Samples and scores `size` completions; restores the state of every random stream.
 
     Args:
-        progress: called with (prompts done, what was done to them).
-        interruptible: entered around the parts that may be interrupted.
+        progress: called with (number of prompts done, name of the phase).
+        interruptible: entered around the interruptible parts.
 
     Raises:
         TrainingError: the engine, a sandbox or the event loop of a reward failed.
@@ -154,7 +154,7 @@ def sample_and_score(
         with heartbeat.inside("probe"):
             return _sample_and_score(policy, size, progress, interruptible)
     finally:
-        policy.scorer.executor.forget()  # what is scored in training is scored anew
+        policy.scorer.executor.forget()  # training must not reuse the probe's cached rewards
         set_rng_state(random_numbers)
 
 
@@ -178,10 +178,10 @@ def _sample_and_score(
         progress(done, "prompts completed")
         session.add(rollouts)
 
-    # A copy, since training reads how long its episodes waited.
+    # A copy, since training reads the waiting times of its own episodes.
     episodes = None if policy.episodes is None else dataclasses.replace(policy.episodes)
     rollouter = Rollouter(policy.generator, policy.tokenizer, episodes)
-    # Episodes go on in rounds of all processes.
+    # Episodes run in rounds that all processes join.
     in_rounds = workers.runs_in_lockstep and episodes is not None
     began = time.monotonic()
     with nullcontext() if in_rounds else interruptible():
@@ -202,7 +202,7 @@ def _sample_and_score(
         r.excluded = recipe.loss.mask_truncated and r.completion.finish_reason == "length"
     gathered = workers.gather((groups, session.kept))
     every = sorted(chain.from_iterable(part[0] for part in gathered), key=_position)
-    # One process's, so that all come to the same verdict.
+    # Taken from one process, so that all reach the same verdict.
     gaps = workers.gather(sampler_gaps(policy, recipe, spread(every, COMPARED)))[0]
     return Scored(
         every,
@@ -235,13 +235,13 @@ def _in_order(
 
 
 def spread(groups: Sequence[Group], number: int) -> list[Rollout]:
-    """Returns some rollouts of as many groups as possible: the first of each, then the second."""
+    """Returns rollouts spread over the groups: the first of each, then the second of each."""
     by_sample = zip(*(g.rollouts for g in groups), strict=True)
     return list(islice(chain.from_iterable(by_sample), number))
 
 
 def sampler_gaps(policy: Policy, recipe: Recipe, rollouts: Sequence[Rollout]) -> list[float]:
-    """Returns |trainer's - sampler's log-probability| of the sampled tokens of rollouts.
+    """Returns |trainer's - sampler's log-probability| of each sampled token of rollouts.
 
     Every process computes the same rollouts, so that sharded models run in lockstep.
     """
@@ -272,5 +272,5 @@ def sampler_gaps(policy: Policy, recipe: Recipe, rollouts: Sequence[Rollout]) ->
         while True:
             try:
                 return budget.with_oom_retry(compute, lengths, lambda: None)
-            except UnsupportedModelError as error:  # longer than what was checked
+            except UnsupportedModelError as error:  # longer than the checked lengths
                 logprobs.fall_back(str(error))

@@ -1,8 +1,8 @@
 """Estimates the share of groups whose rewards differ, for group sizes up to the samples. Pure.
 
-A group of G completions trains only if its rewards are not all equal. From n completions of each of
-some prompts the share of such groups is estimated without bias: by the share of all draws of G of
-the n completions whose rewards differ.
+A group of G completions trains only if its rewards are not all equal. Its share is estimated
+without bias from n completions of each prompt: as the share of all draws of G of the n completions
+whose rewards differ.
 
 Two prompts with n = 4 completions, rewards 1 0 0 0 and 0 0 0 0: of the 6 pairs of the first prompt
 3 differ, and none of the second, so that the share for G = 2 is (3/6 + 0) / 2 = 0.25.
@@ -18,20 +18,20 @@ from dataclasses import dataclass
 from grpo_cli.evaluation.estimates import Estimate, estimate, student_95
 
 SIZES = (2, 4, 8, 16, 32, 64)
-LEAST_DEGREES = 4.0  # of freedom: the quantile is at most 2.78
+LEAST_DEGREES = 4.0  # degrees of freedom; the quantile is then at most 2.78
 
 
 @dataclass(frozen=True)
 class RewardCounts:
     """The completions of one prompt, counted by their reward."""
 
-    trained: tuple[int, ...]  # by reward: completions that train
-    excluded: tuple[int, ...] = ()  # by reward, too: those that loss.mask_truncated leaves out
-    none: int = 0  # to which no reward function applied
+    trained: tuple[int, ...]  # completions that train, per distinct reward
+    excluded: tuple[int, ...] = ()  # likewise, excluded by loss.mask_truncated
+    none: int = 0  # completions to which no reward function applied
 
     @classmethod
     def of(cls, rewards: Sequence[Hashable | None], excluded: Sequence[bool] = ()) -> RewardCounts:
-        """Counts rewards, of which None is one that is not there."""
+        """Counts rewards; None is a missing reward."""
         left_out = excluded or [False] * len(rewards)
         pairs = [p for p in zip(rewards, left_out, strict=True) if p[0] is not None]
         trains = Counter(reward for reward, is_out in pairs if not is_out)
@@ -51,12 +51,12 @@ class RewardCounts:
     def without_signal(self, size: int) -> float:
         """Returns the probability that `size` completions, drawn without replacement, do not train.
 
-        Their rewards are all equal (those that are there), or all of them are excluded:
+        All existing rewards are equal, or all completions are excluded:
 
             P(equal) + P(excluded) - P(equal and excluded),   P(equal) = Σ_v C(c_v, G) / C(n, G)
 
-        for counts c_v of the distinct rewards; m completions without a reward may join any value,
-        hence C(c_v + m, G) - C(m, G), and C(m, G) once. In whole numbers up to the one division.
+        for counts c_v of the distinct rewards. The m completions without a reward may join any
+        value, hence C(c_v + m, G) - C(m, G), and C(m, G) once. In integers up to the one division.
         """
         assert 1 <= size <= self.completions, f"draws {size} of {self.completions} completions"
         left_out = self.excluded or (0,) * len(self.trained)
@@ -67,7 +67,7 @@ class RewardCounts:
 
 
 def _equal(counts: Sequence[int], none: int, size: int) -> int:
-    """Returns the draws of `size` completions whose rewards, if there are any, are equal."""
+    """Returns the number of draws of `size` completions whose rewards are equal or missing."""
     joined = math.comb(none, size)
     return sum(math.comb(c + none, size) - joined for c in counts) + joined
 
@@ -83,10 +83,10 @@ class SignalShare:
 
 
 def signal_share(prompts: Sequence[RewardCounts], size: int) -> SignalShare:
-    """Returns the share of groups of `size` completions whose rewards differ, without bias.
+    """Estimates the share of groups of `size` completions whose rewards differ, without bias.
 
     Args:
-        prompts: with at least `size` completions each.
+        prompts: counts of at least `size` completions each.
     """
     values = [1 - counts.without_signal(size) for counts in prompts]
     found = over_prompts(values, sum(counts.completions for counts in prompts))
@@ -99,9 +99,9 @@ def pass_rate(rights: Sequence[Sequence[bool]]) -> Estimate:
 
 
 def over_prompts(values: Sequence[float], completions: int) -> Estimate:
-    """Returns the mean of the prompts' values with a 95% interval, for as few prompts as a probe's.
+    """Returns the mean of the prompts' values with a 95% interval that suits few prompts.
 
-    Their spread is known from few of them, hence the quantile of Student's t.
+    The variance is estimated from few values, hence the quantile of Student's t.
     """
     return estimate(values, completions, student_95(degrees_of_freedom(values)))
 
@@ -111,7 +111,7 @@ def degrees_of_freedom(values: Sequence[float]) -> float:
 
     The variance of n values with kurtosis κ has the relative error (κ - 1) / n, that of a χ² with
     2n / (κ - 1) degrees of freedom (Satterthwaite 1946, Biometrics Bulletin 2:110). Normal values
-    have κ = 3; where a few prompts decide, κ is larger: one 1 among 32 values has κ = 30.
+    have κ = 3. If a few prompts dominate, κ is larger: one 1 among 32 values has κ = 30.
     """
     n = len(values)
     mean = math.fsum(values) / n

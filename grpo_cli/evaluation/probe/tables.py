@@ -13,7 +13,7 @@ from grpo_cli.evaluation.probe.verdict import Finding, Verdict
 
 
 def show(console: Console, title: str, measured: Measured, verdict: Verdict) -> None:
-    """Prints everything that a probe has measured, and its verdict."""
+    """Prints all numbers of a probe and its verdict."""
     m = measured
     console.print(f"{title}: {m.prompts} prompts x {m.samples} completions", markup=False)
     console.print(signal_table(m))
@@ -33,7 +33,7 @@ def show(console: Console, title: str, measured: Measured, verdict: Verdict) -> 
 
 
 def signal_table(m: Measured) -> Table:
-    """Returns the share of groups whose rewards differ, by group size."""
+    """Builds a table of the share of groups whose rewards differ, by group size."""
     table = Table(title="share of groups whose rewards differ")
     for head in ("group size", "share", "95 % interval"):
         table.add_column(head, justify="right")
@@ -46,7 +46,7 @@ def signal_table(m: Measured) -> Table:
 
 
 def lines(m: Measured) -> Iterator[str]:
-    """Yields the numbers that are no table."""
+    """Yields lines for the numbers that are not in a table."""
     if m.pass_rate is not None:
         rate = m.pass_rate
         solved, hopeless = (sum(rate == end for _, rate in m.rates) for end in (1, 0))
@@ -80,7 +80,7 @@ def verdict_lines(m: Measured, verdict: Verdict) -> Iterator[str]:
     yield verdict.sentence
     first = True
     for finding in verdict.findings:
-        if not (first and finding.kind == "stops"):  # the sentence says it
+        if not (first and finding.kind == "stops"):  # the sentence already contains it
             yield f"- {said(finding)}"
         elif finding.settings:
             yield f"- change: {' '.join(finding.settings)}"
@@ -91,7 +91,7 @@ def verdict_lines(m: Measured, verdict: Verdict) -> Iterator[str]:
 
 
 def said(finding: Finding) -> str:
-    """Returns a finding with its settings as text."""
+    """Formats a finding with its settings as text."""
     prefix = "note: " if finding.kind == "note" else ""
     change = f" Change: {' '.join(finding.settings)}" if finding.settings else ""
     end = "" if finding.message.endswith((".", "!")) or not change else "."
@@ -99,7 +99,7 @@ def said(finding: Finding) -> str:
 
 
 def example_lines(example: Example) -> Iterator[str]:
-    """Yields a completion and its rewards."""
+    """Yields lines that show a completion and its rewards."""
     values = ", ".join(
         f"{name} {'none' if value is None else f'{value:.3g}'}"
         for name, value in example.rewards.items()

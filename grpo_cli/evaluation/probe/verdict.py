@@ -1,11 +1,11 @@
-"""Says in plain words whether a run can learn, and which settings to change.
+"""Judges whether a run can learn, and suggests settings to change.
 
 Each check returns findings of one of three kinds:
 
     stops    the run cannot learn as it stands: no group has anything to learn from, or an error
              ends it
     slows    it can learn, and would learn more or sooner with other settings
-    note     something that may be meant, or not
+    note     something that may be intended, or not
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from grpo_cli.evaluation.probe.measures import Measured
 from grpo_cli.evaluation.probe.signal import SignalShare
 from grpo_cli.models.self_check import TIMES
 
-LOW_SIGNAL = 0.5  # share of groups with a signal below which larger groups are looked at
-GAIN = 0.1  # that a larger group has to bring
+LOW_SIGNAL = 0.5  # share of groups with a signal below which larger groups are considered
+GAIN = 0.1  # least gain in that share for a larger group to be suggested
 MANY_TRUNCATED = 0.3
 ALL_TRUNCATED = 0.99
-BY_ACCIDENT = 0.05  # of completions that are all cut off: right ones
+BY_ACCIDENT = 0.05  # pass rate below which truncated completions are right by accident
 ALL_IDENTICAL = 0.9
-MISMATCH = 0.05  # nats a token, or in 16 bit `TIMES` the trainer's own rounding if that is more
+MISMATCH = 0.05  # nats a token; in 16 bit at least `TIMES` the trainer's own rounding
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a probe found, and the settings that change it."""
+    """A finding of a probe, and the settings that fix it."""
 
     kind: str  # stops, slows or note
     name: str
     message: str
-    settings: tuple[str, ...] = ()  # as words of the command line
+    settings: tuple[str, ...] = ()  # words of the command line
     shows_examples: bool = False
 
 
@@ -44,7 +44,7 @@ class Finding:
 class Verdict:
     """The conclusion of a probe."""
 
-    findings: list[Finding]  # those that stop the run first
+    findings: list[Finding]  # findings that stop the run come first
     sentence: str
 
     @property
@@ -59,7 +59,7 @@ class Verdict:
 
 
 def judge(recipe: Recipe, m: Measured) -> Verdict:
-    """Returns the conclusion from the numbers of a probe of `recipe`."""
+    """Judges the numbers of a probe of `recipe`."""
     recipe = at_step(recipe, 0)[0]
     found = [finding for check in CHECKS for finding in check(recipe, m)]
     found.sort(key=lambda f: ("stops", "slows", "note").index(f.kind))
@@ -82,7 +82,7 @@ def _a_step(recipe: Recipe, own: SignalShare) -> str:
 
 
 def share_in_words(found: SignalShare) -> str:
-    """Returns a share with its interval as text."""
+    """Formats a share with its interval as text."""
     return f"{found.share:.2f} [{found.low:.2f}, {found.high:.2f}]"
 
 
@@ -129,7 +129,7 @@ def errors(recipe: Recipe, m: Measured) -> Iterator[Finding]:
 
 
 def signal(recipe: Recipe, m: Measured) -> Iterator[Finding]:
-    """Finds out why groups have no signal, or which group size has more."""
+    """Finds the reason why groups have no signal, or a group size with more signal."""
     if not any(r.applied for r in m.rewards.values()):
         if not m.failed_environments and not any(r.errors for r in m.rewards.values()):
             yield Finding(
@@ -156,7 +156,7 @@ def signal(recipe: Recipe, m: Measured) -> Iterator[Finding]:
 
 
 def _without_signal(recipe: Recipe, m: Measured) -> Finding:
-    """Returns why no group has rewards that differ."""
+    """Returns the reason why no group has rewards that differ."""
     of, (key, limit) = recipe.generation, limit_of(recipe, m)
     rare = f" At most {m.own_signal.high:.2f} of the groups may differ (95 % limit)."
     every = f"{m.completions} completions of {m.prompts} prompts"
@@ -217,9 +217,9 @@ def _without_signal(recipe: Recipe, m: Measured) -> Finding:
 
 
 def _never_ends(recipe: Recipe, m: Measured) -> Iterator[Finding]:
-    """Finds runs whose completions are all cut off, where one is right by accident only.
+    """Finds runs whose completions are all truncated, and right only by accident.
 
-    Tasks whose answer is as long as the limit, such as a choice of one token, are right more often.
+    Tasks whose answer is as long as the limit, such as a choice of one token, pass more often.
     """
     if m.truncated < ALL_TRUNCATED or m.pass_rate is None or m.pass_rate.value >= BY_ACCIDENT:
         return
@@ -240,7 +240,7 @@ def _constant(m: Measured) -> str:
 
 
 def _group_size(recipe: Recipe, m: Measured) -> Iterator[Finding]:
-    """Finds a group size with more signal, or says that steps are filled up."""
+    """Suggests a larger group size or dynamic sampling where few groups have a signal."""
     own = m.own_signal
     if own.share >= LOW_SIGNAL:
         return
@@ -264,7 +264,7 @@ def _group_size(recipe: Recipe, m: Measured) -> Iterator[Finding]:
 
 
 def limit_of(recipe: Recipe, m: Measured) -> tuple[str, int]:
-    """Returns the key and the value of the limit that cuts completions off."""
+    """Returns the key and the value of the limit that truncates completions."""
     reasons, of_turns = m.stop_reasons, recipe.episode.turn_tokens
     if of_turns is not None and reasons.get("turn_tokens", 0) > reasons.get("max_tokens", 0):
         return "episode.turn_tokens", of_turns
@@ -272,7 +272,7 @@ def limit_of(recipe: Recipe, m: Measured) -> tuple[str, int]:
 
 
 def endings(recipe: Recipe, m: Measured) -> Iterator[Finding]:
-    """Finds completions that are cut off."""
+    """Finds truncated completions."""
     key, limit = limit_of(recipe, m)
     never_ends = any(True for _ in _never_ends(recipe, m)) or not m.differing
     if m.truncated > MANY_TRUNCATED and not (never_ends and m.truncated >= ALL_TRUNCATED):
@@ -285,7 +285,7 @@ def endings(recipe: Recipe, m: Measured) -> Iterator[Finding]:
 
 
 def rewards(recipe: Recipe, m: Measured) -> Iterator[Finding]:
-    """Finds rewards that say nothing, or that run out of time."""
+    """Finds rewards that are constant or exceed their timeout."""
     for name, reward in m.rewards.items():
         if len(m.rewards) > 1 and reward.constant is not None and reward.weight:
             yield Finding(
