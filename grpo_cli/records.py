@@ -163,7 +163,7 @@ class Rollout:
     excluded: bool = False  # does not train, though it has a reward (`loss.mask_truncated`)
     advantage: float = 0.0
     token_advantages: Tensor | None = None  # [C] if steps were rewarded; includes `advantage`
-    old_logprobs: Tensor | None = None  # [C] under the policy that sampled it
+    old_logprobs: Tensor | None = None  # [C] under the trained policy as it was at sampling
     ref_logprobs: Tensor | None = None  # [C] under the reference policy
     # Set with its optimizer batch:
     weight: float = 0.0  # factor of each token's loss (`normalization.py`)
