@@ -206,11 +206,6 @@ def test_a_crafted_pickle_is_refused(servers: Servers, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="ipc_handles_pickled"):
         worker.IpcUpdate(**update, handles=[{}], ipc_handles_pickled=crafted)
     assert factory.WeightTransferEngineFactory._registry["ipc"]() is worker.IpcEngine
-    init = {"address": "10.9.8.7", "port": 1, "size": 2, "timeout": 1e6, "bucket_bytes": 1}
-    path = f"{url}/init_weight_transfer_engine"
-    answer = httpx2.post(path, headers=key, json={"init_info": init})
-    assert answer.status_code == 403
-    assert "may only come from 127.0.0.1, and not from 10.9.8.7" in answer.text
     assert not (tmp_path / "pwned").exists()
     assert pickle.loads(base64.b64decode(crafted)) == [None]  # the pickle does what it should
     assert (tmp_path / "pwned").exists()
