@@ -28,6 +28,7 @@ COMPARED = (
     "loss", "reward", "rewards/", "frac_", "completions/", "num_tokens", "entropy", "kl", "grad_",
     "clip_ratio/", "sampling/", "learning_rate", "eval/", "tools/", "episode",
 )  # fmt: skip
+GONE = ("episode/stop/episode_seconds",)  # metrics that a commit has removed on purpose
 EVALUATED = (
     "accuracy",
     "interval",
@@ -113,7 +114,7 @@ def numbers(folder: Path) -> dict[str, Any]:
     }
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         step = json.loads(line)
-        compared = {key: value for key, value in step.items() if key.startswith(COMPARED)}
+        compared = {k: v for k, v in step.items() if k.startswith(COMPARED) and k not in GONE}
         found |= {f"step {step['step']}: {key}": value for key, value in compared.items()}
     for path in folder.glob("eval/**/eval.json"):
         found |= flat(json.loads(path.read_text(encoding="utf-8")))
@@ -138,8 +139,7 @@ def compare(name: str, base: Path, scratch: Path) -> bool:
         shutil.rmtree(folder)
     before, after = sides
     differing = [k for k in before.keys() | after.keys() if before.get(k) != after.get(k)]
-    state = "equal" if not differing else "NOT EQUAL"
-    print(f"{name:18} {state}: {len(before)} numbers", flush=True)
+    print(f"{name:18} {'NOT EQUAL' if differing else 'equal'}: {len(before)} numbers", flush=True)
     for key in sorted(differing)[:8]:
         print(f"    {key}: {before.get(key)} -> {after.get(key)}", flush=True)
     return not differing
