@@ -18,11 +18,10 @@ pytest.importorskip("vllm")
 
 
 def test_vllm_samples_from_a_real_model_as_it_is_trained(tmp_path: Path) -> None:
-    done = grpo_train(
+    grpo_train(
         "recipe=chat_sums", f"model.path={real_model.folder()}", "device=cpu",
         "generation=vllm_colocate", "steps=2", "prompts_per_step=2", "generation.num_generations=4",
         "generation.max_completion_tokens=16", "checkpoint.every=0", f"output_dir={tmp_path}",
     )  # fmt: skip
-    assert "note:" not in done.stdout, done.stdout
     for metrics in run_metrics(tmp_path):
         assert metrics["weights/check_difference"] < 1e-3
