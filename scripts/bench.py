@@ -16,7 +16,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import shutil
 import signal
 import statistics
@@ -29,10 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import half_products
 import real_model
+import torch
 from bench_setup import MODELS, OURS, WARM_UP, WORKLOADS, Job, Workload, make_folder, write_recipe
 
 from grpo_cli.cli import spin_count
+from grpo_cli.reporting.machine import processor
 
 SCRIPTS = Path(__file__).resolve().parent
 LABELS = {
@@ -281,35 +283,19 @@ def alone(workload: str, ours: Rounds) -> list[str]:
     ]
 
 
-def processor() -> str:
-    """Names the processor, and what it has for products of matrices."""
-    import torch
-
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    has = {
-        "AMX": torch.cpu._is_amx_tile_supported(),
-        "AVX512-BF16": torch.cpu._is_avx512_bf16_supported(),
-    }
-    found = [
-        torch.backends.cpu.get_cpu_capability(),
-        *(name for name, there in has.items() if there),
-    ]
-    return f"{(names or [platform.machine()])[0]} ({', '.join(found)})"
-
-
 def machine() -> str:
     """Describes the machine and the versions that the figures come from."""
     packages = ("torch", "transformers", "trl")
     present = [p for p in packages if importlib.util.find_spec(p) is not None]
     versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in present)
+    unit = torch.backends.cpu.get_cpu_capability()
+    unit += ", products in bfloat16" if half_products.are_quick() else ""
     commit = subprocess.run(
         ["git", "-C", str(SCRIPTS), "describe", "--always", "--dirty"],
         capture_output=True, text=True,
     )  # fmt: skip
     return (
-        f"{time.strftime('%Y-%m-%d %H:%M')}, {os.cpu_count()} cores, {processor()}, "
+        f"{time.strftime('%Y-%m-%d %H:%M')}, {os.cpu_count()} cores, {processor()} ({unit}), "
         f"{versions}, commit {commit.stdout.strip() or 'unknown'}, load {os.getloadavg()[0]:.1f}"
     )
 

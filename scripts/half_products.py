@@ -23,7 +23,7 @@ installed: list[torch.library.Library] = []  # an override ends with its library
 
 
 def are_quick() -> bool:
-    """Whether the processor has instructions for products in bfloat16."""
+    """Returns whether the processor has instructions for products in bfloat16."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 

@@ -29,6 +29,7 @@ COMPARED = (
     "clip_ratio/", "sampling/", "learning_rate", "eval/", "tools/", "episode",
 )  # fmt: skip
 GONE = ("episode/stop/episode_seconds",)  # metrics that a commit has removed on purpose
+MOST_SECONDS = 3600  # of one run
 EVALUATED = (
     "accuracy",
     "interval",
@@ -100,7 +101,9 @@ def train(tree: Path, name: str, words: Sequence[str], folder: Path) -> None:
         parts.append(["eval", str(folder), *PROBLEMS])
     for part in parts:
         command = [sys.executable, *program, *part]
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=MOST_SECONDS
+        )
         if done.returncode:
             raise SystemExit(f"{name}, {tree}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 

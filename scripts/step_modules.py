@@ -31,7 +31,7 @@ def note(frame: FrameType, event: str, argument: Any) -> None:
 
 
 def counted(*given: Any, **named: Any) -> Any:
-    """Takes a step, and knows its number."""
+    """Takes a step and counts it."""
     global steps_begun
     steps_begun += 1
     return take_step(*given, **named)
@@ -55,6 +55,8 @@ def main() -> None:
         with contextlib.suppress(SystemExit):
             cli.main()
     sys.setprofile(None)
+    if steps_begun <= STEP:
+        raise SystemExit(f"the run ended after {steps_begun} steps:\n{said.getvalue()[-2000:]}")
     modules = sorted(name for name in entered if name.startswith("grpo_cli"))
     if not only_count:
         for name in modules:

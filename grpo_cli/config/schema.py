@@ -974,8 +974,8 @@ class Loss:
     )
     top_entropy: float = knob(
         1.0,
-        "Share of the batch's tokens, those of the highest entropy, that the policy term "
-        "trains on.",
+        "Share of the batch's tokens that the policy term trains on: the ones with the highest "
+        "entropy.",
         gt=0,
         le=1,
         schedulable=True,

@@ -83,12 +83,12 @@ def _per_token(more: tuple[int, int], less: tuple[int, int]) -> float:
 @contextmanager
 def saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
     """Counts the bytes that forward passes in the context save for backward, without weights."""
-    weights = {own_part(p).untyped_storage().data_ptr() for p in model.parameters()}
+    weights = {own_part(p).untyped_storage()._cdata for p in model.parameters()}
     seen: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
+        if storage._cdata not in weights:
             seen[storage._cdata] = storage
         return tensor
 

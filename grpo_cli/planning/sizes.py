@@ -17,14 +17,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_cli.config.schema import HALF_TYPES, Adapter, Model, Recipe
 from grpo_cli.models import adapters, loading
-from grpo_cli.models.activation_bytes import without_checkpointing
+from grpo_cli.models.activation_bytes import saved_bytes, without_checkpointing
 from grpo_cli.models.flops import params_in_products
 from grpo_cli.models.memory import cache_numbers
 
@@ -172,20 +171,8 @@ def _bytes_per_token(model: PreTrainedModel, autocast: str | None) -> float:
 
 def _kept_bytes(model: PreTrainedModel, tokens: int, autocast: str | None) -> int:
     """Returns the bytes that a forward pass over one sequence keeps, without weights."""
-    weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            kept[storage._cdata] = storage
-        return tensor
-
     half = getattr(torch, autocast or "bfloat16")
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", half, enabled=autocast is not None),
-    ):
+    with saved_bytes(model) as kept, torch.autocast("cpu", half, enabled=autocast is not None):
         ids = torch.zeros(1, tokens, dtype=torch.long)
         model.base_model(input_ids=ids, use_cache=False)
-    return sum(storage.nbytes() for storage in kept.values())
+        return kept()

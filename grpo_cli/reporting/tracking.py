@@ -1,6 +1,6 @@
 """Sends metrics and completions to trackers in addition to the run's own files.
 
-The trackers are those of accelerate. The package of a tracker is imported only when it is chosen. A
+Accelerate provides the trackers. The package of a tracker is imported only when it is chosen. A
 tracker that fails never ends a run.
 """
 

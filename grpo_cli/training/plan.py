@@ -175,8 +175,9 @@ def left_out(plan: Plan) -> list[str]:
 class PlanRecord:
     """This process's measurements of a run's memory and time, with the plan beside them.
 
-    plan.json is {"predicted": ..., "measured": ...}, written with each checkpoint and at the end.
-    The prediction is for the lengths and the groups with a gradient that were measured.
+    plan.json is {"measured": ..., "predicted": ...}, written with each checkpoint and at the end.
+    The prediction is for the measured lengths and groups with a gradient. "unpredicted" replaces it
+    with the reason if the model cannot be planned.
     """
 
     path: Path
@@ -225,17 +226,20 @@ class PlanRecord:
             measured["signal"],
         )
         self.written = {"measured": measured}
-        with suppress(Exception):  # a model's own code may not build without storage
+        try:
             sizes = sizes_of(self.config, self.recipe)
             plan = predict(Job(self.recipe, sizes, self.device, self.processes, lengths))
-            self.written = {"predicted": plan.as_json(), "measured": measured}
+            self.written["predicted"] = plan.as_json()
+        except Exception as error:  # from a model's own code, which must not end the run
+            self.written["unpredicted"] = f"{type(error).__name__}: {error}"
         with suppress(OSError):
             write_text(self.path, json.dumps(self.written, indent=2) + "\n")
 
     def short(self) -> dict[str, Any]:
         """Returns prediction and measurement in short, for summary.json."""
         names = ("peak", "peak_stage", "step_seconds", "run_seconds")
-        return {side: {n: found[n] for n in names} for side, found in self.written.items()}
+        sides = {s: found for s, found in self.written.items() if s in ("predicted", "measured")}
+        return {side: {n: found[n] for n in names} for side, found in sides.items()}
 
     def _measured(self, micro_tokens: int | None) -> dict[str, Any]:
         steps = list(self.metrics)

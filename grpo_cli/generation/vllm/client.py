@@ -37,7 +37,8 @@ MORE_ABOUT_KEYS = (
 # Fields in which the configs of server and policy must agree; the weight check finds the rest.
 SHAPE = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "num_key_value_heads", "tie_word_embeddings",
+    "num_attention_heads", "num_key_value_heads", "tie_word_embeddings", "rms_norm_eps",
+    "rope_theta",
 )  # fmt: skip
 MAX_MISSES = 3  # consecutive probes without an answer after which a server counts as lost
 
@@ -170,9 +171,11 @@ class Server:
         self.max_model_len = int(state["max_model_len"])
         self.max_lora_rank, self.has_own_weights = state["max_lora_rank"], state["has_own_weights"]
         self.model, self.revision = state["model"], state.get("revision")
-        served = state["config"]
         for key in SHAPE:
-            own, other = architecture.get(key), served.get(key)
+            own, other = (
+                (config.get("rope_parameters") or {}).get(key, config.get(key))
+                for config in (architecture, state["config"])
+            )
             if None not in (own, other) and own != other:
                 raise UserError(
                     f"generation.vllm.servers: {self.url} serves another model than the policy, "

@@ -23,7 +23,7 @@ from grpo_cli.records import Completion, Prompt
 from tests.conftest import as_scored
 from tests.fake_vllm import GENERATE, FakeVllm, Refused, serving, toy_completions, toy_logprobs
 
-CONFIG: dict[str, Any] = {"hidden_size": 32, "vocab_size": 259, "tie_word_embeddings": True}
+CONFIG: dict[str, Any] = {"hidden_size": 32, "vocab_size": 259, "rope_theta": 1e4}
 PARAMS = sampling_params(Sampling(6), 3, [2], 5, None)
 
 
@@ -180,8 +180,8 @@ def test_a_server_that_was_left_in_the_middle_of_an_update_is_told_from_a_sound_
             "serves another model than the policy, some/model: hidden_size is 64 there and 32 here",
         ),
         (
-            {"config": CONFIG | {"vocab_size": 260, "tie_word_embeddings": False}},
-            "serves another model than the policy, some/model: vocab_size is 260 there and 259 ",
+            {"config": CONFIG | {"rope_parameters": {"rope_theta": 5e5}}},
+            "serves another model than the policy, some/model: rope_theta is 500000.0 there and ",
         ),
         (
             {"quantization": "fp8"},

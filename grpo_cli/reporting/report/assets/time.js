@@ -84,7 +84,7 @@ function binned(lines, most) {
 
 function planCard(run) {
   const title = report.two ? `Plan and measurement: ${run.label}` : 'Plan and measurement';
-  if (!run.plan || !run.plan.predicted) return card(title, missing('Not recorded: the run has no plan.json.'));
+  if (!run.plan || !run.plan.predicted) return card(title, missing(`Not recorded: ${run.plan?.unpredicted || 'the run has no plan.json'}.`));
   const { predicted } = run.plan;
   const measured = run.plan.measured || {};
   const rows = [];
