@@ -2,7 +2,8 @@
 
 BASE is checked out beside the work tree. Both train the same runs on this machine, each on one
 thread, with micro-batches and oneDNN's instruction set fixed. The weights (by their hash) and the
-metrics that `COMPARED` names have to be equal to the last digit.
+metrics that `COMPARED` names have to be equal to the last digit. BASE's own copy of this script,
+where it has one, says how a run is written there: a knob may have another name.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import hashlib
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -78,6 +80,12 @@ def runs() -> dict[str, list[str]]:
     return found
 
 
+def runs_of(tree: Path) -> dict[str, list[str]]:
+    """Returns the runs in the words of a tree."""
+    script = tree / "scripts" / "same_numbers.py"
+    return runpy.run_path(str(script))["runs"]() if script.exists() else runs()
+
+
 def train(tree: Path, name: str, words: Sequence[str], folder: Path) -> None:
     """Trains a run with the code of `tree`."""
     program = ["-m", "grpo_cli.cli"]
@@ -134,8 +142,9 @@ def flat(value: Any, key: str = "eval") -> dict[str, Any]:
 
 def compare(name: str, base: Path, scratch: Path) -> bool:
     """Trains a run with both trees and prints what differs."""
-    words, sides = runs()[name], []
+    sides = []
     for side, tree in (("base", base), ("here", ROOT)):
+        words = runs_of(tree)[name]
         folder = scratch / f"{name.replace(' ', '-')}-{side}"
         train(tree, name, words, folder)
         sides.append(numbers(folder))
