@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import dataclasses
 import logging
 import os
 import shutil
@@ -23,7 +24,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from grpo_cli.config.schema import Build
+from grpo_cli.config.schema import Build, Loss
 from grpo_cli.generation.vllm.weight_check import Scored
 from grpo_cli.models import tiny
 from grpo_cli.records import Completion, Group, Prompt, Rollout
@@ -131,6 +132,14 @@ def make_rollout(
         outcome_reward=reward,
         advantage=advantage,
     )
+
+
+def make_loss(args: dict[str, Any] | None = None, **settings: Any) -> Loss:
+    """A loss of these settings; those that are no fields of `Loss` are arguments of its own."""
+    fields = {f.name for f in dataclasses.fields(Loss)}
+    own = {name: value for name, value in settings.items() if name not in fields}
+    knobs = {name: value for name, value in settings.items() if name in fields}
+    return Loss(args=(args or {}) | own, **knobs)
 
 
 def as_prompts(rows: Sequence[Sequence[int]]) -> list[Prompt]:

@@ -35,7 +35,7 @@ from grpo_cli.records import Group, rollout_stats
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.training.step import Step
 from grpo_cli.training.step_progress import StepBatch
-from tests.conftest import BUILD, make_group, make_rollout
+from tests.conftest import BUILD, make_group, make_loss, make_rollout
 from tests.models.families import FOUR_EXPERTS, Family
 from tests.models.test_architectures import make
 from tests.partial_run import partial_run
@@ -107,7 +107,7 @@ def cases() -> dict[str, Loss]:
         if settings["policy"] in ("clip_cov", "kl_cov"):  # so that some of a few tokens are chosen
             settings |= {"cov_share": 0.5}
             settings |= {"cov_low": 0.0} if settings["policy"] == "clip_cov" else {}
-        out[path.stem] = Loss(**settings)
+        out[path.stem] = make_loss(**settings)
     return out | {name: Loss(**switch) for name, switch in SWITCHES.items()}
 
 

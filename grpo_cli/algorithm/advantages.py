@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from grpo_cli.algorithm.variants import RULES as RULES
 from grpo_cli.algorithm.variants import advantage_rule
+from grpo_cli.config.knob import Arg
 from grpo_cli.records import Group
 
 EPS = 1e-4  # keeps division by a standard deviation finite; TRL's value
@@ -70,12 +72,18 @@ def _groups_are_dropped(*, baseline: str, dynamic_sampling: bool) -> str | None:
         return None
     return (
         "generation.dynamic_sampling: drops groups of equal rewards, which do have a signal "
-        "with advantage.baseline=none; set one of the two."
+        "with advantage.args.baseline=none; set one of the two."
     )
 
 
+SUBTRACTED = "Subtract the group's mean before the normalisation (group), or not (none)."
+BASELINES = ("group", "none")
+
+
 @advantage_rule(check=_groups_are_dropped)
-def reinforce_pp(rewards: Tensor, *, baseline: str) -> Tensor:
+def reinforce_pp(
+    rewards: Tensor, *, baseline: Annotated[str, Arg(SUBTRACTED, choices=BASELINES)] = "group"
+) -> Tensor:
     """A_i = (r'_i − mean(r')) / (std(r') + 1e-4), mean and std over the whole step.
 
     REINFORCE++, arXiv 2501.03262, section 3.
@@ -84,7 +92,7 @@ def reinforce_pp(rewards: Tensor, *, baseline: str) -> Tensor:
         baseline: "group": r' = r − mean of its group (REINFORCE++-baseline); "none": r' = r, as for
             a single completion per prompt. Then a step is all zeros only if all rewards are equal.
     """
-    assert baseline in ("group", "none"), f"unknown baseline {baseline!r}"
+    assert baseline in BASELINES, f"unknown baseline {baseline!r}"
     shaped = rewards - group_mean(rewards) if baseline == "group" else rewards
     # Exact zeros first: rounding errors of equal rewards must not be scaled up.
     if baseline == "group":
@@ -113,13 +121,17 @@ def _one_subset_only(*, k: int, num_generations: int) -> str | None:
     if k < num_generations:
         return None
     return (
-        f"advantage.k = {k}: must be below generation.num_generations = {num_generations}{{at}}; "
-        "with all completions in one subset none is better than another."
+        f"advantage.args.k = {k}: must be below generation.num_generations = "
+        f"{num_generations}{{at}}; with all completions in one subset none is better than another."
     )
 
 
 @advantage_rule(check=_one_subset_only)
-def pass_at_k(rewards: Tensor, *, k: int) -> Tensor:
+def pass_at_k(
+    rewards: Tensor,
+    *,
+    k: Annotated[int, Arg("Size of the subsets, of which one has to be correct.", ge=1)] = 2,
+) -> Tensor:
     """A_i = (E[max of a k-subset with i] − E[max of a k-subset]) / std(max of a k-subset).
 
     All k-subsets of the group in closed form. For rewards 0 and 1 these are the analytical

@@ -25,6 +25,7 @@ own module: `loss.policy=my_module:my_loss`.
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from grpo_cli.algorithm.token_selection import clip_cov as select_clip_cov
 from grpo_cli.algorithm.token_selection import top_share
 from grpo_cli.algorithm.variants import POLICY as POLICY
 from grpo_cli.algorithm.variants import policy_loss
+from grpo_cli.config.knob import Arg
 
 # exp() of more overflows float32, and inf · 0 is NaN; ratios beyond e^80 are indistinguishable.
 LARGEST_LOG_RATIO = 80.0
@@ -162,8 +164,16 @@ def clipped(
     return -torch.minimum(bounded * advantages, ratio.clamp(1 - epsilon, 1 + high) * advantages)
 
 
+RatioCap = Annotated[float, Arg("Upper bound of a token's weight in CISPO.", gt=0)]
+
+
 def measure_cap(
-    metric_sums: MetricSums, ratio: Tensor, advantages: Tensor, mask: Tensor, *, ratio_cap: float
+    metric_sums: MetricSums,
+    ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    ratio_cap: RatioCap = 5.0,
 ) -> None:
     """Adds cispo_clip_ratio: the share of tokens that the cap cuts, or of rows with one ratio."""
     cut = ((ratio > ratio_cap) & (advantages > 0)).to(mask.dtype).expand_as(mask)
@@ -174,7 +184,9 @@ def measure_cap(
 
 
 @policy_loss(metrics=(measure_cap,))
-def cispo(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, ratio_cap: float) -> Tensor:
+def cispo(
+    ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, ratio_cap: RatioCap = 5.0
+) -> Tensor:
     """−sg[min(ρ, ε_max)]·A·logprobs: bounds each token's weight without removing its gradient.
 
     MiniMax-M1 (arXiv 2506.13585, eq. 4), in the form of ScaleRL (arXiv 2510.13786, section 3).
@@ -185,7 +197,11 @@ def cispo(ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, ratio_cap: flo
 
 @policy_loss()
 def sapo(
-    ratio: Tensor, advantages: Tensor, *, sapo_temperature_pos: float, sapo_temperature_neg: float
+    ratio: Tensor,
+    advantages: Tensor,
+    *,
+    sapo_temperature_pos: Annotated[float, Arg("Steepness of the gate for A > 0.", gt=0)] = 1.0,
+    sapo_temperature_neg: Annotated[float, Arg("Steepness of the gate for A <= 0.", gt=0)] = 1.05,
 ) -> Tensor:
     """−(4/τ)·sigmoid(τ(ρ − 1))·A, with different τ for A > 0 and A ≤ 0.
 
@@ -196,6 +212,10 @@ def sapo(
     return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
 
 
+VespoPower = Annotated[float, Arg("Power of the ratio in VESPO's weight.", ge=0)]
+VespoDecay = Annotated[float, Arg("Decay with the ratio in VESPO's weight.", gt=0)]
+
+
 def measure_phi(
     metric_sums: MetricSums,
     log_ratio: Tensor,
@@ -203,10 +223,10 @@ def measure_phi(
     mask: Tensor,
     log_correction: Tensor,
     *,
-    vespo_k_pos: float,
-    vespo_lambda_pos: float,
-    vespo_k_neg: float,
-    vespo_lambda_neg: float,
+    vespo_k_pos: VespoPower = 2.0,
+    vespo_lambda_pos: VespoDecay = 3.0,
+    vespo_k_neg: VespoPower = 3.0,
+    vespo_lambda_neg: VespoDecay = 2.0,
 ) -> None:
     """Adds vespo/phi_seq_mean: the mean of φ(w) over completions."""
     phi = vespo_weight(
@@ -237,10 +257,10 @@ def vespo(
     mask: Tensor,
     log_correction: Tensor,
     *,
-    vespo_k_pos: float,
-    vespo_lambda_pos: float,
-    vespo_k_neg: float,
-    vespo_lambda_neg: float,
+    vespo_k_pos: VespoPower = 2.0,
+    vespo_lambda_pos: VespoDecay = 3.0,
+    vespo_k_neg: VespoPower = 3.0,
+    vespo_lambda_neg: VespoDecay = 2.0,
 ) -> Tensor:
     """−sg[φ(w)]·A·logprobs with φ(w) = w^k·exp(λ(1 − w)) of the sequence's ratio w = Π_t ρ_t.
 
@@ -309,7 +329,9 @@ def gmpo(
 def _covariances_are_ordered(*, cov_low: float, cov_high: float) -> str | None:
     if cov_low < cov_high:
         return None
-    return f"loss.cov_low = {cov_low:g}: must be below loss.cov_high = {cov_high:g}{{at}}."
+    return (
+        f"loss.args.cov_low = {cov_low:g}: must be below loss.args.cov_high = {cov_high:g}{{at}}."
+    )
 
 
 @policy_loss(
@@ -349,7 +371,12 @@ def _kl_needs_updates(*, updates_per_step: int) -> str | None:
     notice=_kl_needs_updates,
 )
 def kl_cov(
-    ratio: Tensor, log_ratio: Tensor, advantages: Tensor, cov_selected: Tensor, *, cov_kl: float
+    ratio: Tensor,
+    log_ratio: Tensor,
+    advantages: Tensor,
+    cov_selected: Tensor,
+    *,
+    cov_kl: Annotated[float, Arg("Weight of the KL on the selected tokens.", ge=0)] = 1.0,
 ) -> Tensor:
     """−ρA, and on the tokens of the highest covariance also a KL penalty to the old policy.
 

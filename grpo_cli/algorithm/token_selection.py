@@ -7,9 +7,14 @@ selects by thresholds, so that each process can identify its own tokens.
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import torch
 from torch import Tensor
+
+from grpo_cli.config.knob import Arg
+
+CovShare = Annotated[float, Arg("Share of the batch's tokens that are selected.", gt=0, le=1)]
 
 
 def entropy_threshold(entropies: Tensor, share: float) -> float:
@@ -38,7 +43,12 @@ def covariance(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 
 def clip_cov(
-    cov: Tensor, noise: Tensor, *, cov_share: float, cov_low: float, cov_high: float
+    cov: Tensor,
+    noise: Tensor,
+    *,
+    cov_share: CovShare = 2e-4,
+    cov_low: Annotated[float, Arg("Lower bound of a selected token's covariance.")] = 1.0,
+    cov_high: Annotated[float, Arg("Upper bound of a selected token's covariance.")] = 5.0,
 ) -> Tensor:
     """Selects a random share of all tokens, among those with covariance in (low, high), [N] bool.
 
@@ -56,7 +66,7 @@ def clip_cov(
     return candidates & (noise <= bound)
 
 
-def top_share(cov: Tensor, noise: Tensor, *, cov_share: float) -> Tensor:
+def top_share(cov: Tensor, noise: Tensor, *, cov_share: CovShare = 2e-4) -> Tensor:
     """Selects the share of all tokens with the highest covariance, [N] bool (KL-Cov, eq. 11).
 
     Args:

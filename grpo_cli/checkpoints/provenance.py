@@ -218,10 +218,8 @@ ALLOWED: dict[str, Any] = {
     "episode": _these("max_turns turn_tokens reply_tokens order credit"),
     "loss": {
         **_these(
-            "ratio_level normalize epsilon epsilon_high delta ratio_cap sapo_temperature_pos "
-            "sapo_temperature_neg vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg "
-            "cov_share cov_low cov_high cov_kl mask_truncated beta kl_estimator kl_in "
-            "kl_bias_correction kl_target reference_every reference_alpha entropy_coef "
+            "ratio_level normalize epsilon epsilon_high delta mask_truncated beta kl_estimator "
+            "kl_in kl_bias_correction kl_target reference_every reference_alpha entropy_coef "
             "entropy_target "
             "router_aux_loss_coef top_entropy sampling_correction sampling_cap sampling_floor "
             "off_policy_mask"
@@ -229,7 +227,7 @@ ALLOWED: dict[str, Any] = {
         "policy": _word,
         "args": {"*": _number},
     },
-    "advantage": {**_these("scale baseline k"), "rule": _word, "args": {"*": _number}},
+    "advantage": {**_these("scale"), "rule": _word, "args": {"*": _number, "baseline": _word}},
     "optimizer": {
         **_these(
             "learning_rate betas eps weight_decay no_decay max_grad_norm schedule "

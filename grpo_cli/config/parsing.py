@@ -378,8 +378,8 @@ def nearest_key(key: str, known: Collection[str] = ()) -> str:
     """Suggests the knob meant by a misspelt key, among `known` or all knobs; "" without any."""
     known = known or [name for name, _ in knobs()]
     section, _, last = key.rpartition(".")
-    if last in OTHER_NAMES:
-        return f" It is called {OTHER_NAMES[last]} here."
+    if other := OTHER_NAMES.get(key, OTHER_NAMES.get(last)):
+        return f" It is called {other} here."
     beside = [k for k in known if k.rpartition(".")[0] == section]
     same = [k for k in known if k.rpartition(".")[2] == last]  # same name in another section
     short = [k for k in known if _initials(k.rpartition(".")[2]) == last]  # lr: learning_rate

@@ -1,6 +1,6 @@
 """Maps the names that other trainers use to our knobs."""
 
-# Names of TRL's GRPOConfig and of verl, by the last part of the key.
+# Names of TRL's GRPOConfig and of verl, by the last part of the key or the complete key.
 OTHER_NAMES = {
     "model_name_or_path": "model.path=NAME with model.build=null",
     "dataset_name": "dataset.train",
@@ -55,4 +55,18 @@ OTHER_NAMES = {
     "torch_compile": "model.compile=true",
     "torch_dtype": "model.dtype",
     "model_init_kwargs": "model.args",
+    # Arguments of one loss or rule.
+    "advantage.baseline": "advantage.args.baseline",
+    "advantage.k": "advantage.args.k",
+    "ratio_cap": "loss.args.ratio_cap",
+    "sapo_temperature_neg": "loss.args.sapo_temperature_neg",
+    "sapo_temperature_pos": "loss.args.sapo_temperature_pos",
+    "vespo_k_neg": "loss.args.vespo_k_neg",
+    "vespo_k_pos": "loss.args.vespo_k_pos",
+    "vespo_lambda_neg": "loss.args.vespo_lambda_neg",
+    "vespo_lambda_pos": "loss.args.vespo_lambda_pos",
+    "cov_share": "loss.args.cov_share",
+    "cov_low": "loss.args.cov_low",
+    "cov_high": "loss.args.cov_high",
+    "cov_kl": "loss.args.cov_kl",
 }

@@ -809,7 +809,9 @@ class Loss:
         "clipped",
         "Policy term: a function of algorithm/losses.py, or your own as my_module:my_loss.",
     )
-    args: dict[str, Any] = knob({}, "Arguments of the policy loss that are no knobs of `loss`.")
+    args: dict[str, Any] = knob(
+        {}, "Arguments that only this policy loss has, such as ratio_cap of cispo."
+    )
     ratio_level: str = knob(
         "token",
         "Importance ratio: per token, per completion (sequence, GSPO), or per completion with "
@@ -842,71 +844,6 @@ class Loss:
         None,
         "Upper bound of the ratio for negative advantages (two-sided clipping); null: none.",
         gt=1,
-        schedulable=True,
-    )
-    ratio_cap: float = knob(
-        5.0,
-        "Upper bound of a token's weight in CISPO.",
-        gt=0,
-        schedulable=True,
-    )
-    sapo_temperature_pos: float = knob(
-        1.0,
-        "Steepness of SAPO's gate for positive advantages.",
-        gt=0,
-        schedulable=True,
-    )
-    sapo_temperature_neg: float = knob(
-        1.05,
-        "Steepness of SAPO's gate for advantages <= 0.",
-        gt=0,
-        schedulable=True,
-    )
-    vespo_k_pos: float = knob(
-        2.0,
-        "Power of the ratio in VESPO's weight, for advantages >= 0.",
-        ge=0,
-        schedulable=True,
-    )
-    vespo_lambda_pos: float = knob(
-        3.0,
-        "Decay with the ratio in VESPO's weight, for advantages >= 0.",
-        gt=0,
-        schedulable=True,
-    )
-    vespo_k_neg: float = knob(
-        3.0,
-        "Power of the ratio in VESPO's weight, for negative advantages.",
-        ge=0,
-        schedulable=True,
-    )
-    vespo_lambda_neg: float = knob(
-        2.0,
-        "Decay with the ratio in VESPO's weight, for negative advantages.",
-        gt=0,
-        schedulable=True,
-    )
-    cov_share: float = knob(
-        2e-4,
-        "Share of the batch's tokens that are selected by covariance.",
-        gt=0,
-        le=1,
-        schedulable=True,
-    )
-    cov_low: float = knob(
-        1.0,
-        "Lower bound of the covariance of a selected token.",
-        schedulable=True,
-    )
-    cov_high: float = knob(
-        5.0,
-        "Upper bound of the covariance of a selected token.",
-        schedulable=True,
-    )
-    cov_kl: float = knob(
-        1.0,
-        "Weight of the KL on the tokens selected by covariance.",
-        ge=0,
         schedulable=True,
     )
     mask_truncated: bool = knob(
@@ -1026,22 +963,12 @@ class Advantage:
         "group",
         "Rule: a function of algorithm/advantages.py, or your own as my_module:my_rule.",
     )
-    args: dict[str, Any] = knob({}, "Arguments of the rule that are no knobs of `advantage`.")
+    args: dict[str, Any] = knob({}, "Arguments that only this rule has, such as k of pass_at_k.")
     scale: str = knob(
         "group",
         "Divide by the standard deviation of the group, of the complete step (batch), or not "
         "at all (none).",
         choices=("group", "batch", "none"),
-    )
-    baseline: str = knob(
-        "group",
-        "Subtract the group's mean before the normalisation over the step (group), or not (none).",
-        choices=("group", "none"),
-    )
-    k: int = knob(
-        2,
-        "Size k of the subsets in pass@k training, of which one completion has to be correct.",
-        ge=1,
     )
 
 

@@ -23,8 +23,10 @@ from grpo_cli.algorithm.controllers import applied_coef
 from grpo_cli.algorithm.loss import Coefficients, grpo_loss
 from grpo_cli.algorithm.normalization import token_weight
 from grpo_cli.algorithm.token_selection import entropy_threshold
+from grpo_cli.algorithm.variants import POLICY, own_arguments
 from grpo_cli.config.schema import Loss
 from grpo_cli.distributed.workers import Workers
+from tests.conftest import make_loss
 from tests.programs import ROOT
 
 FILE = Path(os.environ.get("GRPO_GOLDENS") or ROOT / "tests" / "goldens" / "policy_loss.json")
@@ -66,7 +68,7 @@ def config_of(settings: dict[str, Any]) -> Loss:
     ours |= {"epsilon": epsilon, "epsilon_high": settings.get("epsilon_high", epsilon)}
     ours["ratio_cap"] = ours["epsilon_high"]  # which TRL calls epsilon_high for cispo
     ours |= {KNOBS[key]: value for key, value in settings.items() if key in KNOBS}
-    return Loss(**ours)
+    return make_loss(**ours)
 
 
 def weights_of(config: Loss, mask: Tensor, longest: int) -> Tensor:
@@ -119,4 +121,5 @@ def test_loss_and_gradient_are_those_of_trl(case: dict[str, Any]) -> None:
 
 
 def test_every_knob_of_a_golden_is_one_of_ours() -> None:
-    assert set(KNOBS.values()) <= {f.name for f in dataclasses.fields(Loss)}
+    args = {name for loss in POLICY.values() for name in own_arguments(loss, Loss())}
+    assert set(KNOBS.values()) <= {f.name for f in dataclasses.fields(Loss)} | args

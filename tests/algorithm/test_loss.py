@@ -33,14 +33,14 @@ from grpo_cli.algorithm.loss import (
 )
 from grpo_cli.algorithm.normalization import token_weight
 from grpo_cli.algorithm.objective import loss_function, readers_of
-from grpo_cli.algorithm.variants import knobs_read
+from grpo_cli.algorithm.variants import knob_values, knobs_read, traits_of
 from grpo_cli.config.schema import Loss, Recipe
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import TrainingError
 from grpo_cli.models.token_logprobs import token_entropy, token_logprobs
 from grpo_cli.records import Completion, Prompt, Rollout
 from tests import reference_losses as reference
-from tests.conftest import CPU
+from tests.conftest import CPU, make_loss
 from tests.programs import ROOT
 
 FILES = sorted((ROOT / "recipes" / "loss").glob("*.yaml"))
@@ -59,7 +59,7 @@ def said_by(file: Path) -> dict[str, Any]:
 
 def config_of(file: Path, **overrides: Any) -> Loss:
     """What a YAML says, and what is set on top of it."""
-    return Loss(**{**said_by(file), **overrides})
+    return make_loss(**{**said_by(file), **overrides})
 
 
 # Inputs
@@ -232,7 +232,7 @@ Gradients = list[Tensor]  # of each completion, [C], by log-probabilities and by
 
 def literal(batch: Sequence[reference.Completion], config: Loss) -> tuple[Tensor, Gradients]:
     """Loss and gradient as the papers have it."""
-    loss = reference.total_loss(batch, dataclasses.asdict(config), LONGEST)
+    loss = reference.total_loss(batch, dataclasses.asdict(config) | config.args, LONGEST)
     leaves = [x for c in batch for x in (*c.logprobs, *c.entropies)]
     flat = gradients(loss, leaves)
     sizes = [len(c) for c in batch for _ in range(2)]
@@ -371,16 +371,9 @@ def select(rows: Sequence[Row], config: Loss) -> None:
             row.high_entropy = tokens.double()
     if config.policy in ("clip_cov", "kl_cov"):
         cov = token_selection.covariance(logprobs, advantages)
-        if config.policy == "kl_cov":
-            chosen = token_selection.top_share(cov, noise, cov_share=config.cov_share)
-        else:
-            chosen = token_selection.clip_cov(
-                cov,
-                noise,
-                cov_share=config.cov_share,
-                cov_low=config.cov_low,
-                cov_high=config.cov_high,
-            )
+        choose = traits_of(loss_function(config)).select_tokens
+        assert choose is not None
+        chosen = choose(cov, noise, **knob_values(choose, config))
         for row, tokens in zip(rows, torch.split(chosen, lengths), strict=True):
             row.cov_selected = tokens.double()
 
@@ -697,13 +690,13 @@ def test_clip_ratio_of_cispo() -> None:
         [[six, four, 0.0], [six, six, six]], [[1.0, 1.0, 1.0], [-1.0, 1.0, 1.0]],
         [[1, 1, 1], [1, 1, 0]],
     )  # fmt: skip
-    found = measured(Loss(policy="cispo", ratio_cap=5.0), terms)
+    found = measured(make_loss(policy="cispo", ratio_cap=5.0), terms)
     assert found["cispo_clip_ratio"] == pytest.approx(2 / 5)
-    rows = measured(Loss(policy="cispo", ratio_cap=5.0, ratio_level="sequence"), terms)
+    rows = measured(make_loss(policy="cispo", ratio_cap=5.0, ratio_level="sequence"), terms)
     # Ratios 24^(1/3) and 6; of the second row's tokens one has A > 0.
     assert rows["cispo_clip_ratio"] == pytest.approx((0 + 1 / 2) / 2)
     terms = terms_of([[six, six], [six, 0.0]], [[1.0, 1.0], [-1.0, 0.0]], [[1, 1], [1, 0]])
-    of_rows = measured(Loss(policy="cispo", ratio_cap=5.0, ratio_level="sequence"), terms)
+    of_rows = measured(make_loss(policy="cispo", ratio_cap=5.0, ratio_level="sequence"), terms)
     assert of_rows["cispo_clip_ratio"] == pytest.approx(1 / 2), "as TRL: a share of completions"
 
 

@@ -40,7 +40,7 @@ def test_parameters_by_name_and_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [Advantage(k=10, scale="none"), SimpleNamespace(k=10, scale="none")]
+    "settings", [Advantage(args={"k": 10}, scale="none"), SimpleNamespace(k=10, scale="none")]
 )
 def test_apply_passes_by_name(settings: Any) -> None:
     backwards = dict(reversed(TENSORS.items()))

@@ -1,7 +1,6 @@
 """A composed config is checked once: ranges, contradictions, schedules, and what nothing reads."""
 
 import dataclasses
-import inspect
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -220,9 +219,9 @@ def scheduled(key: str, **schedule: Any) -> dict[str, Any]:
     return {f"schedules.{key}": schedule}
 
 
-PASS_AT_4 = {"advantage.rule": "pass_at_k", "advantage.k": 4}
+PASS_AT_4 = {"advantage.rule": "pass_at_k", "advantage.args": {"k": 4}}
 UPWARDS = {"loss.sampling_correction": "token_mask", "loss.sampling_floor": 0.5}
-PLAIN_REINFORCE_PP = {"advantage.rule": "reinforce_pp", "advantage.baseline": "none"}
+PLAIN_REINFORCE_PP = {"advantage.rule": "reinforce_pp", "advantage.args": {"baseline": "none"}}
 
 
 @pytest.mark.parametrize(
@@ -286,12 +285,12 @@ PLAIN_REINFORCE_PP = {"advantage.rule": "reinforce_pp", "advantage.baseline": "n
         ),
         (
             {**PASS_AT_4, "generation.num_generations": 4},
-            "advantage.k = 4: must be below generation.num_generations = 4; "
+            "advantage.args.k = 4: must be below generation.num_generations = 4; "
             "with all completions in one subset none is better than another.",
         ),
         (
             {**PASS_AT_4, "steps": 5, **scheduled("generation.num_generations", to=4)},
-            "advantage.k = 4: must be below generation.num_generations = 4 at step 4; "
+            "advantage.args.k = 4: must be below generation.num_generations = 4 at step 4; "
             "with all completions in one subset none is better than another.",
         ),
         (
@@ -303,12 +302,12 @@ PLAIN_REINFORCE_PP = {"advantage.rule": "reinforce_pp", "advantage.baseline": "n
             "loss.sampling_floor = 4: must be <= loss.sampling_cap = 3 at step 3.",
         ),
         (
-            {"loss.policy": "clip_cov", "loss.cov_low": 5},
-            "loss.cov_low = 5: must be below loss.cov_high = 5.",
+            {"loss.policy": "clip_cov", "loss.args": {"cov_low": 5.0}},
+            "loss.args.cov_low = 5: must be below loss.args.cov_high = 5.",
         ),
         (
-            {"loss.policy": "clip_cov", **scheduled("loss.cov_high", to=0.5, end=8)},
-            "loss.cov_low = 1: must be below loss.cov_high = 0.5 at step 8.",
+            {"loss.policy": "clip_cov", **scheduled("loss.args.cov_high", to=0.5, end=8)},
+            "loss.args.cov_low = 1: must be below loss.args.cov_high = 0.5 at step 8.",
         ),
         (
             {"loss.delta": 1.25, "loss.epsilon_high": 0.3},
@@ -346,7 +345,7 @@ PLAIN_REINFORCE_PP = {"advantage.rule": "reinforce_pp", "advantage.baseline": "n
         (
             {**PLAIN_REINFORCE_PP, "generation.dynamic_sampling": True},
             "generation.dynamic_sampling: drops groups of equal rewards, which do have a signal "
-            "with advantage.baseline=none; set one of the two.",
+            "with advantage.args.baseline=none; set one of the two.",
         ),
         (
             {"generation.min_completion_tokens": 9, "generation.max_completion_tokens": 8},
@@ -435,7 +434,7 @@ def test_a_contradiction(changes: dict[str, Any], expected: str) -> None:
         # Both move, and stay in order all the way.
         {
             "loss.policy": "clip_cov",
-            "schedules.loss": {"cov_low": {"to": 5.5}, "cov_high": {"to": 6}},
+            "schedules.loss.args": {"cov_low": {"to": 5.5}, "cov_high": {"to": 6}},
         },
         {"loss.delta": 1.3, "loss.epsilon_high": 0.3},
         {"loss.entropy_target": 1, "loss.entropy_coef": 1},
@@ -481,9 +480,7 @@ WITH_PROGRAMS = {"benchmark": {"own": {"data": "b.jsonl", **TIR}}}
 
 # What must hold besides for a knob's new value to make sense.
 BESIDES: dict[str, dict[str, Any]] = {
-    "advantage.k": {"generation.num_generations": 16},
     "adapter.sync": {"adapter.method": "lora"},
-    "loss.cov_high": {"loss.cov_low": 0.25},
     **{k: SERVERS for k, (_, *v) in READ_IF.items() if v == ["vllm_server"]},
     "eval.patience": {"dataset.eval": "a.jsonl"},
     "stop.plateau": {"dataset.eval": "a.jsonl"},
@@ -671,22 +668,6 @@ def test_hub_data_sets_have_them(key: str) -> None:
     parse(recipe(**hub, **{key: "main"}), given=[key])
     # One of two is enough for the subset, which both read.
     parse(recipe(**{"dataset.eval": "owner/name", "dataset.subset": "main"}), ["dataset.subset"])
-
-
-MADE_BEFORE = {
-    "loss.ratio_level": "ratio",
-    "loss.cov_share": "cov_selected",
-    "loss.cov_low": "cov_selected",
-    "loss.cov_high": "cov_selected",
-}
-
-
-def test_functions_take_only_knobs_that_there_are() -> None:
-    for section, table in (("loss", POLICY), ("advantage", RULES)):
-        for function in table.values():
-            for name, p in inspect.signature(function).parameters.items():
-                if p.kind is p.KEYWORD_ONLY:
-                    assert f"{section}.{name}" in KNOBS
 
 
 # Schedules.

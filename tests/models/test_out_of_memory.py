@@ -156,7 +156,7 @@ def test_a_failure_leaves_the_step_as_it_is(
 def test_passes_without_gradient_are_done_again_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changes = {"loss__beta": 0.1, "loss__policy": "kl_cov", "loss__cov_share": 0.5}
+    changes = {"loss__beta": 0.1, "loss__policy": "kl_cov", "loss__args": {"cov_share": 0.5}}
     expected = one_update(doubled(tmp_path, **changes))
     live = doubled(tmp_path, **changes, update__tokens_per_micro_batch=80)
     assert live.reference is not None

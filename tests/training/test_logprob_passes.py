@@ -16,7 +16,7 @@ from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Group
 from grpo_cli.training import logprob_passes
 from grpo_cli.training.run import Run
-from tests.conftest import make_group, make_rollout
+from tests.conftest import make_group, make_loss, make_rollout
 from tests.partial_run import partial_run
 
 
@@ -61,7 +61,7 @@ def test_the_tokens_of_highest_covariance_are_sampled_ones(
     model: PreTrainedModel, policy: str
 ) -> None:
     # Log-probabilities of 0.0 and the reply's advantages would move both means.
-    run, groups = run_of(model, Loss(policy=policy, cov_share=0.5, cov_low=0.0)), episodes()
+    run, groups = run_of(model, make_loss(policy=policy, cov_share=0.5, cov_low=0.0)), episodes()
     logprob_passes.select_tokens(run, run.recipe, groups, 0, 22.0)
     rollouts = groups[0].rollouts
     masks = [r.completion.sampled_mask for r in rollouts]

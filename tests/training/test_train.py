@@ -651,8 +651,8 @@ def first_two(completion_ids: list[list[int]], **_: Any) -> list[list[tuple[int,
     "changes",
     [
         {"loss__top_entropy": 0.3},
-        {"loss__policy": "clip_cov", "loss__cov_low": 0.0, "loss__cov_share": 0.2},
-        {"loss__policy": "kl_cov", "loss__cov_share": 0.2, "update__minibatches": 2},
+        {"loss__policy": "clip_cov", "loss__args": {"cov_low": 0.0, "cov_share": 0.2}},
+        {"loss__policy": "kl_cov", "loss__args": {"cov_share": 0.2}, "update__minibatches": 2},
     ],
 )
 def test_token_selection_takes_the_share_asked_for(tmp_path: Path, changes: dict[str, Any]) -> None:

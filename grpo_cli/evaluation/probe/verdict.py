@@ -139,7 +139,8 @@ def signal(recipe: Recipe, m: Measured) -> Iterator[Finding]:
                 shows_examples=True,
             )
         return
-    is_over_step = recipe.advantage.rule == "reinforce_pp" and recipe.advantage.baseline == "none"
+    rule, args = recipe.advantage.rule, recipe.advantage.args
+    is_over_step = rule == "reinforce_pp" and args.get("baseline") == "none"
     if m.differing:
         yield from _never_ends(recipe, m)
         yield from _group_size(recipe, m)
@@ -149,7 +150,7 @@ def signal(recipe: Recipe, m: Measured) -> Iterator[Finding]:
             "note",
             "between_prompts",
             "the rewards of a prompt's completions are all equal, and only differ between prompts; "
-            "with advantage.baseline = none the run trains on that.",
+            "with advantage.args.baseline = none the run trains on that.",
         )
         return
     yield _without_signal(recipe, m)

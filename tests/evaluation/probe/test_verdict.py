@@ -156,7 +156,7 @@ def test_completions_that_never_end() -> None:
 
 
 def test_a_rule_that_trains_on_differences_between_prompts() -> None:
-    own = replace(RECIPE, advantage=Advantage(rule="reinforce_pp", baseline="none"))
+    own = replace(RECIPE, advantage=Advantage(rule="reinforce_pp", args={"baseline": "none"}))
     assert judged(NO_SIGNAL, own).can_learn
     assert not judged(NO_SIGNAL | {"is_constant": True}, own).can_learn
     assert not judged(NO_SIGNAL).can_learn
