@@ -282,7 +282,6 @@ def split_by_gradient(
         has_reference=run.reference is not None,
         entropy_coef=coefficients.entropy,
         router_coef=coefficients.router,
-        skip_zero_advantage=step.recipe.update.skip_zero_advantage,
     )
     with_gradient = [r for r in rollouts if every or r.advantages.any()]
     entropy_only = [r for r in rollouts if not (every or r.advantages.any())]

@@ -55,7 +55,6 @@ MODELS: dict[str, dict[str, int]] = {
 # Differences of a side from `grpo train` with its defaults.
 OURS: dict[str, dict[str, Any]] = {
     "ours": {},
-    "all": {"update.skip_zero_advantage": False},
     "vllm": {"generation.engine": "vllm_colocate"},
 }
 

@@ -148,18 +148,17 @@ def every_rollout_has_gradient(
     *,
     has_reference: bool,
     entropy_coef: float,
-    skip_zero_advantage: bool,
     router_coef: float = 0.0,
 ) -> bool:
     """Returns whether zero-advantage rollouts also get a forward and backward pass.
 
     Their gradient can come from the KL, the entropy, the load of experts, or a loss that needs no
-    advantage. Otherwise they get a pass only if the recipe does not skip them.
+    advantage.
     """
     kl = has_reference and config.kl_in == "loss"
     without_advantage = traits_of(loss_function(config)).trains_without_advantage
     bonus = entropy_coef > 0 or router_coef > 0
-    return kl or bonus or without_advantage or not skip_zero_advantage
+    return kl or bonus or without_advantage
 
 
 def grpo_loss(

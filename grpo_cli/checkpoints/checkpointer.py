@@ -107,7 +107,9 @@ class _Job:
 class Checkpointer:
     """Writes a run's checkpoints, one at a time. Its methods are collective."""
 
-    def __init__(self, workers: Workers, say: Callable[[str], None], background: bool) -> None:
+    def __init__(
+        self, workers: Workers, say: Callable[[str], None], background: bool = True
+    ) -> None:
         """Creates a process group for saving, so that its collectives never mix with training's.
 
         Args:

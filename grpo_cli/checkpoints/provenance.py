@@ -231,14 +231,13 @@ ALLOWED: dict[str, Any] = {
     "optimizer": {
         **_these(
             "learning_rate betas eps weight_decay no_decay max_grad_norm schedule "
-            "warmup_steps decay_ratio min_learning_rate"
+            "warmup_steps min_learning_rate"
         ),
         "algorithm": _optimizer,
         "args": {"*": _number},
     },
     "update": _these(
-        "num_iterations minibatches tokens_per_micro_batch packing attention_kernel "
-        "old_logprobs skip_zero_advantage"
+        "num_iterations minibatches tokens_per_micro_batch"
     ),
     "schedules": {"*": {**SCHEDULE, "*": SCHEDULE}},  # stored by section, parsed by full key
     "distributed": _these("strategy reshard_after_forward offload stall_minutes"),

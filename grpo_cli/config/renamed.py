@@ -24,7 +24,7 @@ OTHER_NAMES = {
     "loss_agg_mode": "loss.normalize",
     "clip_ratio_c": "loss.delta",
     "lr_scheduler_type": "optimizer.schedule",
-    "lr_scheduler_kwargs": "optimizer.min_learning_rate, optimizer.decay_ratio",
+    "lr_scheduler_kwargs": "optimizer.min_learning_rate",
     "warmup_ratio": "optimizer.warmup_steps, a number of steps",
     "min_learning_rate_ratio": "optimizer.min_learning_rate, a learning rate",
     "optim": "optimizer=NAME, such as optimizer=adamw_8bit",

@@ -8,6 +8,8 @@ from typing import Any
 
 from grpo_cli.config.schema import Optimizer, Recipe, Schedule
 
+DECAY_SHARE = 0.1  # of a run's steps, at its end, in wsd (MiniCPM, arXiv 2404.06395, section 4)
+
 
 def learning_rate(config: Optimizer, step: int, steps: int) -> float:
     """Returns a step's learning rate: linear warm-up, then the schedule.
@@ -19,7 +21,7 @@ def learning_rate(config: Optimizer, step: int, steps: int) -> float:
     if step < begin:
         return config.learning_rate * (step + 1) / begin
     if config.schedule == "wsd":
-        begin = max(begin, steps - math.ceil(config.decay_ratio * steps))
+        begin = max(begin, steps - math.ceil(DECAY_SHARE * steps))
     if config.schedule == "constant" or step < begin:
         return config.learning_rate
     done = (step - begin) / max(1, steps - begin)  # in [0, 1)

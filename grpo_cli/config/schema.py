@@ -1028,18 +1028,11 @@ class Optimizer:
     schedule: str = knob(
         "constant",
         "Learning rate after the warm-up, over the remaining steps; wsd: constant, and a linear "
-        "decay at the end.",
+        "decay in the last tenth of the run.",
         choices=("constant", "linear", "cosine", "wsd"),
     )
     warmup_steps: int = knob(
         0, "Steps over which the learning rate rises from 0 to its peak.", ge=0
-    )
-    decay_ratio: float = knob(
-        0.1,
-        "Share of the run's steps, at its end, over which wsd lowers the learning rate.",
-        gt=0,
-        le=1,
-        read_if=("optimizer.schedule", "wsd"),
     )
     min_learning_rate: float = knob(
         0.0,
@@ -1060,28 +1053,6 @@ class Update:
         "Tokens in one backward; null: by free memory. Halved when memory runs out; changes "
         "memory use, never the gradient.",
         ge=1,
-    )
-    packing: bool = knob(
-        True,
-        "Compute each prompt once for all its completions, without padding; false: padded rows.",
-    )
-    attention_kernel: str = knob(
-        "auto",
-        "Kernel of the attention of packed rows. auto: the first of varlen, flex and plain that "
-        "fits the device, the precision and the heads, and passes a comparison with float64. "
-        "varlen: torch's flash attention. flex: FlexAttention, compiled. plain: PyTorch's other "
-        "operations, on any device; the only one on CPUs.",
-        choices=("auto", "varlen", "flex", "plain"),
-        read_if=("update.packing", True),
-    )
-    old_logprobs: str = knob(
-        "auto",
-        "Source of the log-probabilities before a step's first update; auto: the sampler's, "
-        "if it samples in float32 from the trainer's distribution, else computed.",
-        choices=("auto", "computed"),
-    )
-    skip_zero_advantage: bool = knob(
-        True, "Skip completions without a gradient: no advantage, no KL and no entropy bonus."
     )
 
 
@@ -1202,18 +1173,6 @@ class Stop:
         "ends; null: no limit.",
         gt=0,
     )
-    gpu_hours: float | None = knob(
-        None,
-        "Hours times the number of training processes after which the run ends; GPUs of vLLM "
-        "servers do not count; null: no limit.",
-        gt=0,
-    )
-    tokens: int | None = knob(
-        None,
-        "Prompt and completion tokens, as num_tokens counts them, after which the run ends; null: "
-        "no limit.",
-        ge=1,
-    )
     plateau: int = knob(
         0,
         "Evaluations in a row without an improvement of eval.best beyond its 95 % interval, after "
@@ -1240,9 +1199,6 @@ class Checkpoint:
     every: int = knob(100, "Save a checkpoint every N steps; 0: only when the run ends.", ge=0)
     keep_last: int = knob(
         2, "Number of newest checkpoints to keep; the best one is also kept.", ge=1
-    )
-    background: bool = knob(
-        True, "Write checkpoints in the background while training continues; false: training waits."
     )
     model: str = knob(
         "auto",

@@ -79,7 +79,6 @@ class PolicyLogprobs:
         *,
         packed: bool = True,
         chunked: bool = True,
-        attention_kernel: str = "auto",
         compile_backend: str | None = None,
         autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         say: Callable[[str], None] = print,
@@ -89,7 +88,6 @@ class PolicyLogprobs:
 
         Args:
             packed, chunked: whether to use these modes if the model supports them.
-            attention_kernel: `update.attention_kernel`, for packed rows.
             compile_backend: torch.compile backend for the decoder layers; None: no compilation.
             autocast: makes the context for every forward pass.
             say: receives a line for each fallback.
@@ -109,7 +107,6 @@ class PolicyLogprobs:
         elif packed and not attention.install(model):
             packed = False
             say(f"note: rows are padded: the model's attention is {attention.name_of(model)}")
-        self.attention_kernel = attention_kernel
         self.kernel: Kernel | None = None  # kernel of packed rows; None: not chosen yet
         self.compile_backend = compile_backend
         self.modes = [
@@ -209,7 +206,6 @@ class PolicyLogprobs:
         if self.modes[0].packed and self.kernel is None:
             self.kernel = choice.choose(
                 Needs.of(self.model, fsdp.device_of(self.model)),
-                self.attention_kernel,
                 say=self.say,
                 agree_on=self.agree_on,
             )

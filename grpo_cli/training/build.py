@@ -157,7 +157,7 @@ def assemble(
         if recipe.overwrite:
             paths.discard_run(folder)
         record_command(folder, recipe, command)
-    checkpointer = Checkpointer(workers, reporter.say, recipe.checkpoint.background)
+    checkpointer = Checkpointer(workers, reporter.say)
     interrupts = Interrupts(
         workers,
         stop or StopSignal(reporter.say, recipe.checkpoint.grace, end_of_job()),
@@ -361,8 +361,6 @@ def logprobs_of(
     """Returns the `PolicyLogprobs` of a placed model."""
     return PolicyLogprobs(
         model,
-        packed=recipe.update.packing,
-        attention_kernel=recipe.update.attention_kernel,
         compile_backend=COMPILE_BACKEND if recipe.model.compile else None,
         autocast=autocast,
         say=reporter.say,

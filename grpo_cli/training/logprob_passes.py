@@ -78,8 +78,7 @@ def fill_old_logprobs(run: Run, recipe: Recipe, rollouts: Sequence[Rollout]) -> 
 def samples_as_trained(run: Run, recipe: Recipe) -> bool:
     """Returns whether the sampler's log-probabilities are the policy's own, except for rounding."""
     return (
-        recipe.update.old_logprobs == "auto"
-        and run.generator.samples_from_policy
+        run.generator.samples_from_policy
         and Sampling.of(recipe.generation).is_unfiltered
         and recipe.mixed_precision == "no"
         and run.policy.dtype in (torch.float32, torch.float64)

@@ -114,7 +114,6 @@ def for_training(recipe: Recipe) -> Prepared:
         UserError: the folder holds another run; the data, a reward or the model is missing.
     """
     from grpo_cli.models import optimizers  # late: it imports torch
-    from grpo_cli.models.kernels import table as attention_kernels
     from grpo_cli.training import callback_loading
     from grpo_cli.training.rollouts.episode_credit import check_episode_credit
 
@@ -127,7 +126,6 @@ def for_training(recipe: Recipe) -> Prepared:
     recipe = with_stored_dtype(recipe)
     check_dtype(recipe)
     optimizers.check(recipe)
-    attention_kernels.check(recipe)
     tracking.require(recipe.tracking.backend)
     check_model_path(recipe)
     check_adapter(recipe)

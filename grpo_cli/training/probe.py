@@ -63,11 +63,9 @@ def probe(run: Run) -> None:
 
 def own_logprobs(run: Run) -> PolicyLogprobs:
     """Builds a separate, uncompiled `PolicyLogprobs`; the probe does not change the run's."""
-    update, workers = run.recipe.update, run.workers
+    workers = run.workers
     return PolicyLogprobs(
         run.policy,
-        packed=update.packing,
-        attention_kernel=update.attention_kernel,
         autocast=workers.autocast,
         say=lambda text: None,
         agree_on=workers.first if workers.runs_in_lockstep else lambda mismatch: mismatch,

@@ -36,7 +36,6 @@ class StopRules:
         self.rules = {watch.name: watch for watch in rules_of(config)}
         self.watches = Watches()
         self.sentences: dict[str, str] = {}  # by name of the rule that has ended the run
-        self.seconds = self.process_seconds = 0.0  # up to the last step; times processes
         self.reference: Measured | None = None  # the evaluation that others have to improve on
         self.not_better = 0  # evaluations in a row since then
 
@@ -54,14 +53,9 @@ class StopRules:
         Args:
             seconds: time of the run so far, on this process.
         """
-        self.process_seconds += (seconds - self.seconds) * workers.size
-        self.seconds = seconds
-        spent = {}
         if self.config.hours is not None:
-            spent["hours"] = workers.max(seconds) / HOUR
-        if self.config.gpu_hours is not None:
-            spent["gpu_hours"] = workers.max(self.process_seconds) / HOUR
-        self._follow({**metrics, **spent})
+            metrics = {**metrics, "hours": workers.max(seconds) / HOUR}
+        self._follow(metrics)
 
     def follow_evaluation(self, found: Measured) -> None:
         """Counts evaluations in a row that do not improve on the reference evaluation."""
@@ -83,8 +77,6 @@ class StopRules:
         return {
             "watches": self.watches.to_state(),
             "sentences": self.sentences,
-            "seconds": self.seconds,
-            "process_seconds": self.process_seconds,
             "reference": None if self.reference is None else asdict(self.reference),
             "not_better": self.not_better,
         }
@@ -93,7 +85,6 @@ class StopRules:
         """Restores a state that `to_state` returned."""
         self.watches.restore(saved["watches"], self.rules.values())
         self.sentences = dict(saved["sentences"])
-        self.seconds, self.process_seconds = saved["seconds"], saved["process_seconds"]
         reference = saved["reference"]
         self.reference = None if reference is None else Measured(**reference)
         self.not_better = saved["not_better"]
@@ -102,12 +93,9 @@ class StopRules:
 SENTENCES = {
     "zero_gradient": "no completion had an advantage in the last {steps} steps",
     "hours": "{value:.3g} hours are spent",
-    "gpu_hours": "{value:.3g} hours times processes are spent",
-    "tokens": "{value:,.0f} tokens of prompts and completions",
     "plateau": "no improvement beyond its interval in the last {value:.0f} evaluations",
     "max_kl": "the KL to the reference is {value:.3g} nats a token, the last of {steps} above",
 }
-BUDGETS = {"hours": "hours", "gpu_hours": "gpu_hours", "tokens": "num_tokens"}
 KL_STEPS = 5  # measurements in a row above max_kl: the KL of one batch is noisy
 
 
@@ -116,9 +104,8 @@ def rules_of(config: Stop) -> Iterator[Watch]:
     if config.zero_gradient:
         rule = Level(above=1.0, steps=config.zero_gradient)
         yield Watch("zero_gradient", rule, measured(ZERO_ADVANTAGE))
-    for name, key in BUDGETS.items():
-        if (limit := getattr(config, name)) is not None:
-            yield Watch(name, Level(above=limit), measured(key))
+    if config.hours is not None:
+        yield Watch("hours", Level(above=config.hours), measured("hours"))
     if config.plateau:
         yield Watch("plateau", Level(above=config.plateau), measured("not_better"))
     if config.max_kl is not None:

@@ -50,18 +50,6 @@ def test_order(whole: Found) -> None:
     assert_same(all_gradients(Workers("cpu"), groups[3:] + groups[:3][::-1], 40), whole)
 
 
-def test_what_is_not_computed_has_no_gradient(whole: Found) -> None:
-    whole = dict(whole)
-    every = all_gradients(Workers("cpu"), make_groups(), 40, skip_zero_advantage=False)
-    # What is measured of tokens leaves out those that were not computed; but for the entropy, which
-    # every step of this test asks for.
-    of_all = ("loss", "policy_loss", "aux_loss", "grad_norm", "entropy", "learning_rate")
-    for found in (every, whole):
-        for name, (gradient, metrics) in found.items():
-            found[name] = gradient, {k: v for k, v in metrics.items() if k in of_all}
-    assert_same(every, whole)
-
-
 @pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.runs), 40])
 def test_padded_rows(whole: Found, tokens: int) -> None:
     assert_same(all_gradients(Workers("cpu"), make_groups(), tokens, packed=False), whole)

@@ -826,14 +826,10 @@ def test_whether_a_rollout_without_advantage_has_a_gradient(
     knobs: dict[str, Any], has_reference: bool, entropy_coef: float, expected: bool
 ) -> None:
     config = dataclasses.replace(Recipe().loss, **knobs)
-    for skips in (True, False):
-        found = every_rollout_has_gradient(
-            config,
-            has_reference=has_reference,
-            entropy_coef=entropy_coef,
-            skip_zero_advantage=skips,
-        )
-        assert found == (expected or not skips)
+    found = every_rollout_has_gradient(
+        config, has_reference=has_reference, entropy_coef=entropy_coef
+    )
+    assert found == expected
 
 
 def test_rollouts_without_gradient_add_only_their_entropy() -> None:

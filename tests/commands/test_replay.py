@@ -67,7 +67,7 @@ RECIPES: dict[str, list[str]] = {
     "dropout": [*SUMS, "model.dropout=0.1", "update.tokens_per_micro_batch=60", "loss.beta=0.02"],
     "dropout-lora": [*LORA, "adapter.dropout=0.2", "update.minibatches=2",
                      "update.tokens_per_micro_batch=60"],
-    "padded-dr-grpo": [*SUMS, "loss=dr_grpo", "update.packing=false", "advantage.scale=none",
+    "dr-grpo": [*SUMS, "loss=dr_grpo", "advantage.scale=none",
                        "update.tokens_per_micro_batch=60"],
     "bfloat16": [*SUMS, "mixed_precision=bf16", "update.minibatches=2"],
     "bfloat16-weights": [*SUMS, "model.dtype=bfloat16", "update.minibatches=2"],

@@ -135,7 +135,7 @@ def test_hooks_are_called_in_order_and_change_nothing(tmp_path: Path) -> None:
 def test_a_callback_ends_a_run(
     hook: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changes = {"steps": 50, "eval__every": 2, "checkpoint__background": False}
+    changes = {"steps": 50, "eval__every": 2}
     live = trained(tmp_path, callbacks={"mine": of(Stopper, at=2, hook=hook)}, **changes)
     last = live.state.step
     assert last == (3 if hook == "on_checkpoint" else 2)

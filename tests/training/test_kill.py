@@ -245,8 +245,6 @@ def state(path: Path) -> dict[str, Any]:
     run = found.pop("run")
     for measured in ("seconds", "cache_tokens"):
         del run[measured]
-    for measured in ("seconds", "process_seconds"):
-        del found["stop"][measured]
     return found | {f"run.{name}": value for name, value in run.items()}
 
 

@@ -49,17 +49,6 @@ SILENT, HEARD = repeated(3, frac_zero_advantage=1.0), repeated(1, frac_zero_adva
         ({"hours": 0.25}, [{}] * 9, (3, "0.3 hours are spent (stop.hours = 0.25)")),
         ({"hours": 1.0}, [{}] * 9, None),
         (
-            {"gpu_hours": 0.5},
-            [{}] * 9,
-            (5, "0.5 hours times processes are spent (stop.gpu_hours = 0.5)"),
-        ),
-        (
-            {"tokens": 1000},
-            [{"num_tokens": 400.0 * n} for n in range(9)],
-            (4, "1,200 tokens of prompts and completions (stop.tokens = 1000)"),
-        ),
-        ({"tokens": 1000}, [{"num_tokens": 999.0}], None),
-        (
             {"max_kl": 0.1},
             [{"kl": 0.2}, {"kl": 0.05}, *repeated(4, kl=0.1), {}, {"kl": 0.3}],
             (8, "the KL to the reference is 0.3 nats a token, the last of 5 above "
@@ -102,19 +91,14 @@ def test_a_plateau(accuracies: list[float], expected: int | None) -> None:
 
 
 def test_the_longest_time_of_all_processes_counts() -> None:
-    """Two processes: of this one's hour, the other's two; the GPU hours of both."""
     slower: Any = SimpleNamespace(size=2, max=lambda value: 2 * value)
-    rules = StopRules(Stop(hours=1.5, gpu_hours=5.0))
+    rules = StopRules(Stop(hours=1.5))
     rules.follow_step({}, 3600.0, slower)
     assert rules.reason == ("stop.hours", "2 hours are spent (stop.hours = 1.5)")
-    rules.follow_step({}, 5400.0, slower)
-    assert rules.sentences["gpu_hours"] == (
-        "6 hours times processes are spent (stop.gpu_hours = 5)"
-    )
 
 
 def test_a_stored_state_goes_on_as_if_nothing_had_happened() -> None:
-    config = Stop(zero_gradient=4, plateau=2, gpu_hours=1.0)
+    config = Stop(zero_gradient=4, plateau=2, hours=1.0)
     for stop_after in range(7):
         rules, draw = StopRules(config), random.Random(1)
         found = []
@@ -130,7 +114,6 @@ def test_a_stored_state_goes_on_as_if_nothing_had_happened() -> None:
             "", "", "stop.plateau", "stop.plateau", "stop.plateau",
             "stop.zero_gradient", "stop.zero_gradient",
         ]  # fmt: skip
-        assert rules.process_seconds == 420.0
 
 
 # Runs

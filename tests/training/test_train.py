@@ -278,7 +278,6 @@ def test_the_checkpoint_is_a_model_with_the_generators_logprobs(tmp_path: Path) 
             "optimizer__weight_decay": 0.1,
             "optimizer__max_grad_norm": None,
             "optimizer__schedule": "wsd",
-            "optimizer__decay_ratio": 0.5,
         },
         {"optimizer__algorithm": "bitsandbytes.optim:AdamW8bit", "optimizer__warmup_steps": 2},
         {"model__dtype": "bfloat16", "model__head_dtype": "float32", "update__minibatches": 2},

@@ -13,12 +13,11 @@ from functools import partial
 from grpo_cli.models.attention import mismatch
 from grpo_cli.models.kernels import self_check
 from grpo_cli.models.kernels.base import Kernel
-from grpo_cli.models.kernels.table import TABLE, Needs, Row, refusal, unfit
+from grpo_cli.models.kernels.table import TABLE, Needs, Row
 
 
 def choose(
     needs: Needs,
-    wanted: str = "auto",
     *,
     say: Callable[[str], None],
     agree_on: Callable[[str | None], str | None] = lambda reason: reason,
@@ -27,28 +26,17 @@ def choose(
     """Returns the first kernel of the table that fits and passes the check.
 
     Args:
-        wanted: value of `update.attention_kernel`.
         say: receives a line for each kernel that fails.
         agree_on: reduces a reason over all processes to one, so that all use the same kernel.
-
-    Raises:
-        UserError: the wanted kernel does not fit or fails.
     """
-    rows = [r for r in table if r.fits(needs) and wanted in (r.name, "auto")]
-    if wanted == "auto":
-        rows = [r for r in rows if r.is_automatic(needs)]
-    reason = unfit([r for r in table if r.name == wanted], needs)
-    for row in rows:
-        if row.name == "plain":  # needs no check
-            return row.make()
+    *checked, last = [row for row in table if row.fits(needs)]
+    for row in checked:
         made: list[Kernel] = []
         failure = agree_on(mismatch(partial(_attempt, row, needs, made)))
         if failure is None:
             return made[0]
-        reason = f"its check fails: {failure}"
-        if wanted == "auto":
-            say(f"note: attention kernel {row.name} is not used ({failure})")
-    raise refusal(wanted, reason)
+        say(f"note: attention kernel {row.name} is not used ({failure})")
+    return last.make()  # plain, which needs no check
 
 
 def _attempt(row: Row, needs: Needs, made: list[Kernel]) -> None:

@@ -90,7 +90,6 @@ def _work(run: Run, recipe: Recipe, group: Sequence[RolloutStats]) -> float:
         has_reference=run.reference is not None,
         entropy_coef=run.entropy_bonus.value(recipe.loss),
         router_coef=run.router_coef,
-        skip_zero_advantage=recipe.update.skip_zero_advantage,
     )
     same = len({(o.outcome_reward, *map(tuple, o.steps.values())) for o in group}) == 1
     return 0.0 if same and not speaks else tokens
