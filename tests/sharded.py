@@ -629,7 +629,7 @@ def every_weight_passes_whole_on_every_process(workers: Workers) -> None:
 def with_adapter(plain: PreTrainedModel) -> PreTrainedModel:
     """The model with a LoRA adapter that changes it."""
     # Rank 1: fewer rows than processes. The last norm stays gathered after a forward.
-    adapter = Adapter(method="lora", rank=1, modules_to_save=["norm"])
+    adapter = Adapter(method="lora", rank=1, args={"modules_to_save": ["norm"]})
     adapters.attach(plain, adapters.config_of(adapter, "base", None), 3)
     random = torch.Generator().manual_seed(4)
     for p in adapters.tensors_of(plain).values():

@@ -156,10 +156,8 @@ ALLOWED: dict[str, Any] = {
         ),
     },
     "adapter": {
-        **_these(
-            "method rank alpha dropout target_modules target_parameters modules_to_save sync"
-        ),
-        "init": _word,
+        **_these("method rank alpha dropout target_modules sync"),
+        "args": {**_these("target_parameters modules_to_save"), "init_lora_weights": _word},
         "path": _model,
     },
     "dataset": {

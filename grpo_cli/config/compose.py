@@ -50,7 +50,7 @@ QUIET_HYDRA = (
 OPEN_KEYS = (
     "reward.", "benchmark.", "generation.vllm.engine_args.", "dataset.columns.", "dataset.columns=",
     "dataset.held_out.", "dataset.held_out=", "dataset.mixture.", "dataset.mixture=",
-    "schedules.", "schedules=", "loss.args.", "advantage.args.", "optimizer.args.",
+    "schedules.", "schedules=", "adapter.args.", "loss.args.", "advantage.args.", "optimizer.args.",
     "model.chat_template_kwargs.", "model.args.", "model.args=",
     "generation.logit_bias.", "generation.logit_bias=", "tools.", "tools=",
     "environment.args.", "environment.args=", "environment.by_name.", "environment.by_name=",

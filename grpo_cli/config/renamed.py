@@ -55,6 +55,9 @@ OTHER_NAMES = {
     "torch_compile": "model.compile=true",
     "torch_dtype": "model.dtype",
     "model_init_kwargs": "model.args",
+    "adapter.init": "adapter.args.init_lora_weights",
+    "adapter.modules_to_save": "adapter.args.modules_to_save",
+    "adapter.target_parameters": "adapter.args.target_parameters",
     # Arguments of one loss or rule.
     "advantage.baseline": "advantage.args.baseline",
     "advantage.k": "advantage.args.k",

@@ -163,26 +163,15 @@ class Adapter:
         "Modules that get an adapter: all-linear (every linear layer except the output head), a "
         "list of names such as [q_proj,v_proj], or a regular expression of full names.",
     )
-    target_parameters: list[str] = knob(
-        [],
-        "Parameters that get an adapter though they are no linear layer, such as the experts "
-        "mlp.experts.gate_up_proj.",
-    )
-    modules_to_save: list[str] = knob(
-        [], "Modules that are trained and saved as a whole beside the adapter, such as norms."
-    )
-    init: str = knob(
-        "true",
-        "Initial weights of the adapter: true (the model unchanged), or what peft's "
-        "init_lora_weights takes: gaussian, orthogonal, pissa, olora, ...",
-    )
     path: str | None = knob(
         None,
         "Folder of a trained adapter to continue training from; its own settings replace rank, "
         "alpha, and what else decides its form. The reference policy is this adapter.",
     )
     args: dict[str, Any] = knob(
-        {}, "Further fields of peft's LoraConfig, such as rank_pattern or layers_to_transform."
+        {},
+        "Further fields of peft's LoraConfig, such as target_parameters, modules_to_save, "
+        "init_lora_weights or rank_pattern.",
     )
     sync: str = knob(
         "merge",

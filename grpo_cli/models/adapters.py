@@ -81,9 +81,6 @@ def config_of(adapter: Adapter, base: str, revision: str | None) -> LoraConfig:
         "lora_alpha": adapter.alpha,
         "lora_dropout": adapter.dropout,
         "target_modules": targets if isinstance(targets, str) else [*targets],
-        "target_parameters": [*adapter.target_parameters] or None,
-        "modules_to_save": [*adapter.modules_to_save] or None,
-        "init_lora_weights": {"true": True, "false": False}.get(adapter.init.lower(), adapter.init),
         **KINDS[adapter.method],
     }
     if own := sorted(fields.keys() & adapter.args.keys()):
@@ -122,7 +119,8 @@ def check_init(config: LoraConfig, where: str) -> None:
     if config.init_lora_weights not in INIT_WITHOUT_BASE:
         raise UserError(
             f"{where}: is made from the weights of the model under the adapter, which are "
-            "quantized; use adapter.init=true or gaussian, or model.quantization=none."
+            "quantized; use adapter.args.init_lora_weights=gaussian or true, or "
+            "model.quantization=none."
         )
 
 
@@ -187,14 +185,14 @@ def check_modules(model: PreTrainedModel, config: LoraConfig) -> None:
         for name in wanted:
             if any(f".{name}." in f".{weight}." for weight in quantized):
                 raise UserError(
-                    f"adapter.{key}: {name} is quantized, which only adapter.target_modules can "
-                    "name; leave it out, or set model.quantization=none."
+                    f"adapter.args.{key}: {name} is quantized, which only adapter.target_modules "
+                    "can name; leave it out, or set model.quantization=none."
                 )
     tied = model.config.get_text_config(decoder=True).tie_word_embeddings
     if tied and (wrong := sorted(saved & embeddings)):
         raise UserError(
-            f"adapter.modules_to_save: {wrong[0]} is tied to the other of embedding and output "
-            "head; a copy of one would untie them."
+            f"adapter.args.modules_to_save: {wrong[0]} is tied to the other of embedding and "
+            "output head; a copy of one would untie them."
         )
 
 

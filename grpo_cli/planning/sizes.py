@@ -145,7 +145,8 @@ def _traced_layers(
     loading.prepare_for_training(model, settings)
     trained = 0
     if adapter.method != "none":
-        plain = replace(adapter, path=None, init="true")
+        args = {key: v for key, v in adapter.args.items() if key != "init_lora_weights"}
+        plain = replace(adapter, path=None, args=args)
         with torch.device("meta"):
             adapters.attach(model, adapters.config_of(plain, "plan", None), 0)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

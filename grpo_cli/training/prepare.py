@@ -645,7 +645,7 @@ def check_adapter(recipe: Recipe) -> None:
     adapters.require()
     config = adapter_config(recipe)
     if quantization != "none":
-        where = f"adapter.init = {adapter.init}"
+        where = f"adapter.args.init_lora_weights = {config.init_lora_weights}"
         if adapter.path is not None:
             where = f"{adapter.path}: init {config.init_lora_weights}"
         adapters.check_init(config, where)

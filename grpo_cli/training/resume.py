@@ -309,7 +309,7 @@ def check_optimizer(recipe: Recipe, path: Path) -> None:
 def check_adapter(recipe: Recipe, stored: Mapping[str, Any], path: Path) -> None:
     """Checks the adapter of a resumed run and its base model; dropout and sync may be changed.
 
-    With another method, alpha or init, tensors of the same shapes can mean another model.
+    With another method or alpha, tensors of the same shapes can mean another model.
 
     Args:
         stored: the recipe of the checkpoint `path`.
@@ -325,7 +325,6 @@ def check_adapter(recipe: Recipe, stored: Mapping[str, Any], path: Path) -> None
             "which is another model under the adapter; give another output_dir to begin a run."
         )
     before, now = dict(stored["adapter"]), asdict(recipe.adapter)
-    before["init"], now["init"] = str(before["init"]).lower(), now["init"].lower()  # True: true
     for knob in (knob for knob in now if knob not in ("dropout", "path", "sync")):
         if before[knob] != now[knob]:
             raise UserError(

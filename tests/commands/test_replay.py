@@ -57,7 +57,7 @@ RECIPES: dict[str, list[str]] = {
     "dynamic-sampling": [*SUMS, "generation.dynamic_sampling=true", *SEVERAL],
     "lora": [*LORA, "loss.beta=0.05"],
     "dora": [*LORA, "adapter=dora", "loss.beta=0.05", "update.num_iterations=2"],
-    "pissa": [*LORA, "adapter.init=pissa", "loss.beta=0.05"],
+    "pissa": [*LORA, "adapter.args.init_lora_weights=pissa", "loss.beta=0.05"],
     "gspo": [*SUMS, "loss=gspo", "update.minibatches=3"],
     "cispo": [*SUMS, "loss=cispo", "update.num_iterations=3"],
     "clip-cov": [*SUMS, "loss=clip_cov", "update.num_iterations=2"],

@@ -36,9 +36,11 @@ KINDS = {
     "dora": Adapter(method="dora", rank=4),
     "rslora": Adapter(method="rslora", rank=4),
     "biases": Adapter(method="lora", rank=2, args={"bias": "lora_only"}),
-    "norms": Adapter(method="lora", rank=2, modules_to_save=["input_layernorm", "norm"]),
-    "pissa": Adapter(method="lora", rank=2, init="pissa"),
-    "experts": Adapter(method="lora", rank=2, target_modules=QKV, target_parameters=EXPERTS),
+    "norms": Adapter(method="lora", rank=2, args={"modules_to_save": ["input_layernorm", "norm"]}),
+    "pissa": Adapter(method="lora", rank=2, args={"init_lora_weights": "pissa"}),
+    "experts": Adapter(
+        method="lora", rank=2, target_modules=QKV, args={"target_parameters": EXPERTS}
+    ),
 }
 EACH = pytest.mark.parametrize("kind", KINDS)
 
@@ -213,9 +215,9 @@ def test_which_fresh_adapters_begin_as_the_model_without_them() -> None:
         return adapters.begins_as_base(adapters.config_of(adapter, "base", None))
 
     assert begins()
-    assert begins(init="gaussian")
-    assert not begins(init="pissa")
-    assert not begins(init="false")
+    assert begins(args={"init_lora_weights": "gaussian"})
+    assert not begins(args={"init_lora_weights": "pissa"})
+    assert not begins(args={"init_lora_weights": False})
     assert not begins(args={"bias": "all"})
 
 
@@ -301,7 +303,7 @@ def test_an_adapter_that_does_not_fit(name: str) -> None:
 
 def test_a_copy_of_a_tied_weight_is_refused() -> None:
     base = make(Family("qwen2", {"tie_word_embeddings": True}))
-    adapter = Adapter(method="lora", modules_to_save=["lm_head"])
+    adapter = Adapter(method="lora", args={"modules_to_save": ["lm_head"]})
     with pytest.raises(UserError, match="lm_head is tied"):
         adapters.attach(base, adapters.config_of(adapter, "base", None), 0)
 

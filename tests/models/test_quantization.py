@@ -193,7 +193,7 @@ def test_experts_keep_their_dtype(tmp_path: Path, tokenizer: PreTrainedTokenizer
         method="lora",
         rank=2,
         target_modules=["q_proj", "v_proj"],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        args={"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
     )
     adapters.attach(model, adapters.config_of(adapter, "base", None), 0)
     move(model)
@@ -204,12 +204,12 @@ def test_experts_keep_their_dtype(tmp_path: Path, tokenizer: PreTrainedTokenizer
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "whole": (
-        {"modules_to_save": ["o_proj"]},
-        "adapter.modules_to_save: model.layers.0.self_attn.o_proj is quantized",
+        {"args": {"modules_to_save": ["o_proj"]}},
+        "adapter.args.modules_to_save: model.layers.0.self_attn.o_proj is quantized",
     ),
     "parameter": (
-        {"target_parameters": ["q_proj.weight"]},
-        "adapter.target_parameters: q_proj.weight is quantized",
+        {"args": {"target_parameters": ["q_proj.weight"]}},
+        "adapter.args.target_parameters: q_proj.weight is quantized",
     ),
 }
 
@@ -224,12 +224,16 @@ def test_what_a_quantized_weight_cannot_be(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal"])
 def test_initial_weights_that_are_made_from_the_models(init: str) -> None:
-    config = adapters.config_of(Adapter(method="lora", init=init), "base", None)
-    with pytest.raises(UserError, match=f"adapter.init = {init}: is made from the weights"):
-        adapters.check_init(config, f"adapter.init = {init}")
-    for fine in ("true", "gaussian"):
-        config = adapters.config_of(Adapter(method="lora", init=fine), "base", None)
-        adapters.check_init(config, "adapter.init")
+    config = adapters.config_of(
+        Adapter(method="lora", args={"init_lora_weights": init}), "base", None
+    )
+    with pytest.raises(UserError, match=f"init_lora_weights = {init}: is made from the weights"):
+        adapters.check_init(config, f"adapter.args.init_lora_weights = {init}")
+    for fine in (True, "gaussian"):
+        config = adapters.config_of(
+            Adapter(method="lora", args={"init_lora_weights": fine}), "base", None
+        )
+        adapters.check_init(config, "adapter.args.init_lora_weights")
 
 
 def test_a_weight_that_is_not_finite(folder: Path) -> None:

@@ -167,8 +167,9 @@ def test_quantized_weights_are_not_trained_or_sharded() -> None:
         check_adapter(Recipe(model=quantized))
     lora = Adapter(method="lora")
     check_adapter(Recipe(model=quantized, adapter=lora))
-    with pytest.raises(UserError, match=r"adapter.init = pissa: is made from the weights"):
-        check_adapter(Recipe(model=quantized, adapter=dataclasses.replace(lora, init="pissa")))
+    pissa = Adapter(method="lora", args={"init_lora_weights": "pissa"})
+    with pytest.raises(UserError, match=r"init_lora_weights = pissa: is made from the weights"):
+        check_adapter(Recipe(model=quantized, adapter=pissa))
     for strategy, refused in (("ddp", False), ("fsdp2", True)):
         recipe = Recipe(model=quantized, adapter=lora, distributed=Distributed(strategy=strategy))
         found = [text for text in contradictions(recipe, ()) if "cannot be sharded" in text]
@@ -183,7 +184,7 @@ def test_a_model_to_quantize_needs_the_package(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_adapter_that_vllm_cannot_apply(tmp_path: Path) -> None:
-    recipe = Recipe(adapter=Adapter(method="lora", init="pissa"))
+    recipe = Recipe(adapter=Adapter(method="lora", args={"init_lora_weights": "pissa"}))
     check_adapter(recipe)
     recipe.adapter.sync = "adapter"
     with pytest.raises(UserError, match=r"not take the init pissa, .* use adapter\.sync=merge"):

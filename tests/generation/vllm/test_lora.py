@@ -20,8 +20,8 @@ def config_of(**fields: Any) -> Any:
     [
         {},
         {"method": "rslora", "rank": 512},
-        {"init": "gaussian"},
-        {"init": "false"},
+        {"args": {"init_lora_weights": "gaussian"}},
+        {"args": {"init_lora_weights": False}},
         {"args": {"rank_pattern": {"q_proj": 512}, "alpha_pattern": {"q_proj": 4}}},
         {"target_modules": ["q_proj"], "args": {"layers_to_transform": [0]}},
     ],
@@ -35,12 +35,13 @@ def test_what_vllm_applies(fields: dict[str, Any]) -> None:
     ("fields", "reason"),
     [
         ({"method": "dora"}, "vLLM does not apply DoRA"),
-        ({"modules_to_save": ["norm", "mlp"]},
+        ({"args": {"modules_to_save": ["norm", "mlp"]}},
          "vLLM does not take modules that are trained as a whole (modules_to_save: mlp, norm)"),
         ({"args": {"bias": "lora_only"}}, "vLLM does not take trained biases (bias = lora_only)"),
-        ({"target_parameters": ["mlp.experts.down_proj"]},
+        ({"args": {"target_parameters": ["mlp.experts.down_proj"]}},
          "vLLM gets adapters of linear layers only (target_parameters: mlp.experts.down_proj)"),
-        *(({"init": init}, f"vLLM does not take the init {init}, since such an init can change "
+        *(({"args": {"init_lora_weights": init}},
+           f"vLLM does not take the init {init}, since such an init can change "
            "the weights under the adapter") for init in ("pissa", "olora")),
         ({"rank": 513}, "rank 513 is above vLLM's largest, 512"),
         ({"args": {"rank_pattern": {"q_proj": 600}}}, "rank 600 is above vLLM's largest, 512"),
