@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from grpo_cli.config.schema import Callback
-from grpo_cli.config.user_code import import_function, is_coroutine_function
+from grpo_cli.config.user_code import import_function
 from grpo_cli.errors import UserError, listed, nearest
 from grpo_cli.training.callbacks import HOOKS, Loaded
 
@@ -40,66 +39,22 @@ def load_one(name: str, config: Callback) -> Loaded:
     if not inspect.isclass(found):
         raise UserError(f"{where}: is no class; give one with the methods that are called.")
     hooks = tuple(hook for hook in HOOKS if callable(getattr(found, hook, None)))
-    check_methods(found, hooks, where)
-    has_state = hasattr(found, "state_dict")
-    if has_state != hasattr(found, "load_state_dict"):
-        raise UserError(f"{where}: of state_dict and load_state_dict it has one; it needs both.")
-    is_called = getattr(found, "every_process", False) or os.environ.get("RANK", "0") == "0"
-    target = make(name, config, found) if is_called else None
-    return Loaded(name, config, hooks, has_state, target)
-
-
-def check_methods(found: type, hooks: tuple[str, ...], where: str) -> None:
-    """Checks the methods of a callback's class.
-
-    Raises:
-        UserError: it has no hook, one that does not exist, or one that does not take an event.
-    """
     for method in (m for m in dir(found) if m.startswith("on_") and m not in HOOKS):
         meant = OTHER_NAMES.get(method)
         hint = f" It is called {meant} here." if meant else nearest(method, HOOKS)
         raise UserError(f"{where}: {method} is never called; there are {listed(HOOKS)}.{hint}")
     if not hooks:
         raise UserError(f"{where}: has nothing to call; it needs one or more of {listed(HOOKS)}.")
-    for hook in hooks:
-        function = getattr(found, hook)
-        if is_coroutine_function(function):
-            raise UserError(f"{where}: {hook} is async; it must be an ordinary method.")
-        is_static = isinstance(inspect.getattr_static(found, hook), (staticmethod, classmethod))
-        arguments = [None] if is_static else [None, None]
+    has_state = hasattr(found, "state_dict")
+    if has_state != hasattr(found, "load_state_dict"):
+        raise UserError(f"{where}: of state_dict and load_state_dict it has one; it needs both.")
+    target = None
+    if getattr(found, "every_process", False) or os.environ.get("RANK", "0") == "0":
         try:
-            inspect.signature(function).bind(*arguments)
-        except TypeError as error:
+            target = found(**config.args)
+        except (Exception, SystemExit) as error:
             raise UserError(
-                f"{where}: {hook} must take one argument, the event ({error})."
+                f"callbacks.{name}.args: {config.path} cannot be made with them: "
+                f"{type(error).__name__}: {error}"
             ) from error
-
-
-def make(name: str, config: Callback, found: type) -> Any:
-    """Returns an object of a callback's class.
-
-    Raises:
-        UserError: the class does not take the arguments, or raises.
-    """
-    key = f"callbacks.{name}.args"
-    parameters = inspect.signature(found).parameters.values()
-    own = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    unknown = [argument for argument in config.args if argument not in own and not takes_any]
-    if unknown:
-        raise UserError(
-            f"{key}.{unknown[0]}: {config.path} takes no such argument; it takes {listed(own)}."
-            f"{nearest(unknown[0], own)}"
-        )
-    missing = [
-        p.name for p in parameters if p.default is p.empty and p.name in own
-        and p.name not in config.args
-    ]  # fmt: skip
-    if missing:
-        raise UserError(f"{key}.{missing[0]}: is missing; {config.path} has no default for it.")
-    try:
-        return found(**config.args)
-    except (Exception, SystemExit) as error:
-        raise UserError(
-            f"{key}: {config.path} cannot be made with them: {type(error).__name__}: {error}"
-        ) from error
+    return Loaded(name, config, hooks, has_state, target)
