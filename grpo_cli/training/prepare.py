@@ -122,7 +122,7 @@ def for_training(recipe: Recipe) -> Prepared:
         raise UserError(f"reward: at least one is needed to train, such as reward=[{named}].")
     check_episode_credit(recipe)
     here, folder = Path.cwd(), Path(recipe.output_dir).expanduser().absolute()
-    check_same_model(recipe, find_resume(recipe, folder))
+    find_resume(recipe, folder)  # early: the run builds its model before it resumes
     recipe = with_stored_dtype(recipe)
     check_dtype(recipe)
     optimizers.check(recipe)
@@ -214,22 +214,19 @@ def for_evaluation(recipe: Recipe) -> Prepared:
     folder = Path(recipe.output_dir).expanduser().absolute()
     executor = RewardExecutor(recipe.scoring)
     check_writable(folder)
-    if recipe.benchmark:
-        benches = benches_of(recipe, executor)
-        check_engine(recipe)
-        scorer = next(iter(benches.values())).scorer
-        with contextlib.chdir(here):  # a user's module may have changed it
-            recipe = with_absolute_paths(recipe)
-        return Prepared(recipe, folder, {}, scorer, benchmarks=benches)
-    rows = train_rows_of(recipe)[1] if splits else None
-    rows = data.load_rows(dataset, "eval") if dataset.eval else rows
+    benches = benches_of(recipe, executor)
+    rows = None
+    if dataset.eval and not benches:
+        rows = data.load_rows(dataset, "eval")
+    elif splits and not benches:
+        _, rows = train_rows_of(recipe)
     held_out = held_out_of(recipe, rows, executor)
     check_engine(recipe)
-    scorer = next(iter(held_out.values())).scorer
-    sessions = environments.open_sessions(recipe, parts_of({}, held_out))
+    scorer = next(iter([*benches.values(), *held_out.values()])).scorer
+    sessions = environments.open_sessions(recipe, parts_of({}, held_out)) if held_out else None
     with contextlib.chdir(here):  # a user's module may have changed it
         recipe = with_absolute_paths(recipe)
-    return Prepared(recipe, folder, {}, scorer, held_out, sessions=sessions)
+    return Prepared(recipe, folder, {}, scorer, held_out, benches, sessions=sessions)
 
 
 def held_out_of(
@@ -474,30 +471,6 @@ def find_resume(recipe: Recipe, folder: Path) -> list[Path]:
             "resume=auto, discard it with overwrite=true, or choose another output_dir."
         )
     return []
-
-
-def check_same_model(recipe: Recipe, resume_from: Sequence[Path]) -> None:
-    """Raises a UserError if the run to resume has a model of other dimensions.
-
-    Checked early, since building the model takes a warm-up before a checkpoint is loaded into it.
-    """
-    for path in resume_from[:1]:
-        try:
-            stored = yaml.safe_load((path / paths.TRAINING / "recipe.yaml").read_text("utf-8"))
-        except (OSError, yaml.YAMLError):
-            return
-        if recipe.model.build is None or not (stored.get("model") or {}).get("build"):
-            return
-        changes = [
-            change
-            for change in saved_recipe.differences(stored, recipe)
-            if change.startswith("model.build.") and not change.startswith("model.build.warmup")
-        ]
-        if changes:
-            raise UserError(
-                f"resume: {path} has another model ({', '.join(changes[:3])}); choose another "
-                "output_dir, or start again with overwrite=true."
-            )
 
 
 def with_stored_dtype(recipe: Recipe) -> Recipe:

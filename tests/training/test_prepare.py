@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from grpo_cli import data
 from grpo_cli.checkpoints import manifest, paths
@@ -39,7 +38,6 @@ from grpo_cli.training.prepare import (
     check_adapter,
     check_dtype,
     check_model_path,
-    check_same_model,
     find_resume,
     with_stored_dtype,
 )
@@ -55,34 +53,6 @@ def stored_run(folder: Path, build: Build) -> list[Path]:
         (training / "recipe.yaml").write_text(saved_recipe.as_yaml(recipe), encoding="utf-8")
         (training / "manifest.json").write_text("{}", encoding="utf-8")
     return paths.resumable(folder)
-
-
-@pytest.mark.parametrize(
-    ("changes", "refused"),
-    [
-        ({}, None),
-        ({"warmup_steps": 3}, None),  # its weights are replaced
-        ({"hidden_size": 64}, r"step-4 has another model \(model\.build\.hidden_size: 32 -> 64\)"),
-    ],
-)
-def test_another_model_is_refused_before_it_is_built(
-    tmp_path: Path, changes: dict[str, int], refused: str | None
-) -> None:
-    resume_from = stored_run(tmp_path, Build(hidden_size=32))
-    recipe = Recipe(model=Model(build=Build(**{"hidden_size": 32} | changes)))
-    if refused is None:
-        check_same_model(recipe, resume_from)
-        return
-    with pytest.raises(UserError, match=refused):
-        check_same_model(recipe, resume_from)
-
-
-def test_a_checkpoint_without_a_recipe_is_left_to_what_loads_it(tmp_path: Path) -> None:
-    (newest, _) = stored_run(tmp_path, Build(hidden_size=32))
-    (newest / paths.TRAINING / "recipe.yaml").write_text(yaml.safe_dump({"model": None}))
-    check_same_model(Recipe(model=Model(build=Build(hidden_size=64))), [newest])
-    (newest / paths.TRAINING / "recipe.yaml").unlink()
-    check_same_model(Recipe(model=Model(build=Build(hidden_size=64))), [newest])
 
 
 def test_resume_takes_the_folder_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
