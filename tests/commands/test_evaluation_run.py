@@ -266,10 +266,6 @@ def wrong(*words: str) -> str:
             ["some/model", "benchmark=gsm8k", "generation.tools.max_calls=2"],
             "is only read with eval.mode = tir; it is cot",
         ),
-        (
-            ["some/model", "benchmark=a.jsonl", "benchmark.a.split=train"],
-            "benchmark.a.split = train: is only read for a hub data set",
-        ),
         (["some/model", "benchmark=gsm8k", "loss=dapo"], "loss=dapo: is only read in training"),
         (["some/model", "benchmark=x/a.jsonl,y/a.csv"], "two files are called a"),
         (["some/model", "benchmark=gsm8k", "num_samples=4", "k=8"], "eval.k = 8: must be <="),
