@@ -6,11 +6,11 @@ An engine of your own needs no line here: `generation.engine=my_module:MyEngine`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_cli.config.schema import Generation, Recipe
+from grpo_cli.config.schema import Recipe
 from grpo_cli.config.user_code import import_module
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import UserError, listed, nearest
@@ -23,8 +23,6 @@ ENGINES = {
     "vllm_colocate": "grpo_cli.generation.vllm.colocate:ColocatedGenerator",
     "vllm_server": "grpo_cli.generation.vllm.server:ServerGenerator",
 }
-
-TOKEN_SETTINGS = ("stop_token_ids", "allowed_token_ids", "logit_bias")  # by token id
 
 
 def engine_class(name: str) -> type[Generator]:
@@ -55,37 +53,6 @@ def check_settings(recipe: Recipe) -> None:
     problems = list(engine_class(recipe.generation.engine).contradictions(recipe))
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
-
-
-def names_tokens(generation: Generation) -> bool:
-    """Returns whether a setting names token ids, which `check_tokens` then checks."""
-    return any(getattr(generation, name) for name in TOKEN_SETTINGS)
-
-
-def check_tokens(generation: Generation, size: int, eos_ids: Collection[int]) -> None:
-    """Checks the settings that name tokens.
-
-    Args:
-        size: the number of tokens in the model's vocabulary.
-        eos_ids: the tokens that end a completion.
-
-    Raises:
-        UserError: the vocabulary lacks a token, or no token is left to begin a completion with.
-    """
-    for name in TOKEN_SETTINGS:
-        for token in getattr(generation, name):
-            if not 0 <= token < size:
-                raise UserError(
-                    f"generation.{name}: {token} is no token of the model, whose ids are 0 to "
-                    f"{size - 1}."
-                )
-    sampled = set(generation.allowed_token_ids or range(size))
-    if generation.min_completion_tokens and not sampled - {*eos_ids}:
-        raise UserError(
-            f"generation.min_completion_tokens = {generation.min_completion_tokens}: every token "
-            "of generation.allowed_token_ids ends the completion, which is shorter then; use 0, or "
-            "allow others."
-        )
 
 
 def make_generator(

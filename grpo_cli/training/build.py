@@ -559,7 +559,6 @@ def load_policy(
     path = recipe.model.path
     if recipe.model.build is None:
         assert path is not None, "checked when the recipe was parsed"
-        check_tokens(recipe, path)
     else:
         with workers.main_first():  # the others find the main process's model
             path = str(build_model(recipe, prepared.train, prepared.sessions, reporter.console))
@@ -629,21 +628,6 @@ def add_adapter(
     adapters.attach(model, config, derive_seed(recipe.seed, "adapter") % 2**32)
 
 
-def check_tokens(recipe: Recipe, path: str) -> None:
-    """Checks the settings of `generation` that name tokens, before the model in `path` is loaded.
-
-    Raises:
-        UserError: see `factory.check_tokens`.
-    """
-    generation = recipe.generation
-    if factory.names_tokens(generation):
-        config, tokenizer = loading.load_config(recipe.model, path)
-        defaults = loading.generation_config(recipe.model, path, config)
-        eos_ids = [*loading.eos_ids(defaults, tokenizer), *generation.stop_token_ids]
-        size = config.get_text_config().vocab_size
-        factory.check_tokens(generation, size, eos_ids)
-
-
 def build_model(
     recipe: Recipe, train: Mapping[str, TrainRows], sessions: Sessions | None, console: Console
 ) -> Path:
@@ -652,11 +636,8 @@ def build_model(
     Args:
         train: data sets whose solutions the model is warmed up with.
         sessions: the sessions of the recipe's environments, whose tools the prompts list.
-
-    Raises:
-        UserError: see `factory.check_tokens`.
     """
-    build, generation = recipe.model.build, recipe.generation
+    build = recipe.model.build
     assert build is not None
     pairs: list[tuple[Any, Any]] = []
     images: list[Sequence[StoredImage]] = []
@@ -669,10 +650,6 @@ def build_model(
             (prompt if row is None else row.messages, solution)
             for (prompt, solution), row in zip(own, rows, strict=True)
         ]
-    if factory.names_tokens(generation):
-        tokenizer = tiny.tokenizer_of(build, pairs)
-        eos_ids = [tokenizer.eos_token_id, *generation.stop_token_ids]
-        factory.check_tokens(generation, len(tokenizer), eos_ids)
     bar = Bar(console, "warm-up", build.warmup_steps)
     path = tiny.build(
         build,

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
-from typing import Any
 
 import pytest
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from grpo_cli.config.schema import Generation, Recipe
+from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.generation.base import Generator
-from grpo_cli.generation.factory import ENGINES, check_settings, check_tokens, engine_class
-from grpo_cli.training import build, prepare
+from grpo_cli.generation.factory import ENGINES, check_settings, engine_class
 from tests.training.test_train import metrics, recipe, trained
 
 ENGINE = '''
@@ -96,56 +92,3 @@ def test_an_engine_that_is_not_there(name: str, sentence: str) -> None:
 
 def test_a_recipe_may_name_any_engine(tmp_path: Path) -> None:
     assert recipe(tmp_path, generation__engine="my_engine:Counts").generation.num_generations == 4
-
-
-@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
-def test_a_token_that_the_model_lacks_is_refused(name: str) -> None:
-    tokens: Any = {9: 1.0} if name == "logit_bias" else [0, 9]
-    check_tokens(Generation(**{name: tokens}), 10, [2])
-    with pytest.raises(UserError, match=rf"generation\.{name}: 9 is no token .* 0 to 8\."):
-        check_tokens(Generation(**{name: tokens}), 9, [2])
-
-
-@pytest.mark.parametrize(
-    ("allowed", "at_least", "message"),
-    [
-        ([], 3, None),
-        ([3, 4], 0, None),
-        ([2, 3], 3, None),
-        ([2], 1, "min_completion_tokens = 1: every token of generation.allowed_token_ids ends"),
-    ],
-)
-def test_settings_that_leave_no_token_are_refused(
-    allowed: list[int], at_least: int, message: str | None
-) -> None:
-    config = Generation(allowed_token_ids=allowed, min_completion_tokens=at_least)
-    with pytest.raises(UserError) if message else contextlib.nullcontext() as error:
-        check_tokens(config, 10, [2])
-    if message:
-        assert str(error.value).startswith(f"generation.{message}")
-
-
-@pytest.mark.parametrize("is_built", [True, False])
-def test_such_settings_are_refused_before_the_model_is_there(
-    tmp_path: Path,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-    is_built: bool,
-) -> None:
-    def too_late(*_: Any, **__: Any) -> None:
-        raise AssertionError("the model is loaded or warmed up by now")
-
-    changes: dict[str, Any] = {}
-    if not is_built:
-        model.save_pretrained(tmp_path / "model")
-        tokenizer.save_pretrained(tmp_path / "model")
-        changes["model"] = {"path": str(tmp_path / "model")}
-    monkeypatch.setattr("grpo_cli.models.tiny.build", too_late)
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", too_late)
-    made = recipe(tmp_path, generation__allowed_token_ids=[259], **changes)
-    with pytest.raises(UserError, match=r"allowed_token_ids: 259 is no token .* 0 to 258\."):
-        build.build(prepare.for_training(made), ["grpo", "train"])
-    made.generation.allowed_token_ids = [258]  # which is in the model's vocabulary
-    with pytest.raises(AssertionError, match="by now"):
-        build.build(prepare.for_training(made), ["grpo", "train"])
