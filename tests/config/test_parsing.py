@@ -1,6 +1,7 @@
 """A composed config is checked once: ranges, contradictions, schedules, and what nothing reads."""
 
 import dataclasses
+import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -108,58 +109,17 @@ def test_bounds_are_inside(key: str, value: Any) -> None:
     ("key", "value", "expected"),
     [
         ("steps", 0, "steps = 0: must be >= 1."),
-        ("update.minibatches", 0, "update.minibatches = 0: must be >= 1."),
-        ("seed", -1, "seed = -1: must be >= 0 and < 4294967296."),
-        ("generation.num_generations", 1, "generation.num_generations = 1: must be >= 2."),
-        ("generation.temperature", 0.0, "generation.temperature = 0.0: must be > 0."),
-        (
-            "generation.repetition_penalty",
-            0,
-            "generation.repetition_penalty = 0.0: must be > 0.",
-        ),
-        ("generation.top_p", 0.0, "generation.top_p = 0.0: must be > 0 and <= 1."),
-        ("generation.top_p", 1.5, "generation.top_p = 1.5: must be > 0 and <= 1."),
-        ("generation.min_p", 1.01, "generation.min_p = 1.01: must be >= 0 and <= 1."),
-        (
-            "loss.epsilon",
-            -0.1,
-            "loss.epsilon = -0.1: must be >= 0 and <= 1. For the upper bound: loss.epsilon_high.",
-        ),
-        (
-            "generation.logit_bias",
-            {42: float("nan")},
-            "generation.logit_bias.42 = nan: must be a finite number.",
-        ),
-        (
-            "generation.logit_bias",
-            {42: 101},
-            "generation.logit_bias.42 = 101.0: must be >= -100 and <= 100.",
-        ),
+        ("loss.epsilon", -0.1, "must be >= 0 and <= 1. For the upper bound: loss.epsilon_high."),
+        ("generation.logit_bias", {42: float("nan")}, "bias.42 = nan: must be a finite number."),
         ("epochs", float("inf"), "epochs = inf: must be a finite number."),
-        ("loss.epsilon_high", -1, "loss.epsilon_high = -1.0: must be >= 0."),
-        ("loss.delta", 1, "loss.delta = 1.0: must be > 1."),
         ("loss.beta", float("nan"), "loss.beta = nan: must be a finite number."),
-        ("loss.beta", float("inf"), "loss.beta = inf: must be a finite number."),
-        ("optimizer.eps", 0, "optimizer.eps = 0.0: must be > 0."),
         ("optimizer.betas", [0.9, 1.0], "optimizer.betas = 1.0: must be >= 0 and < 1."),
-        ("optimizer.betas", [0.9, 1.1], "optimizer.betas = 1.1: must be >= 0 and < 1."),
-        ("model.dropout", 1.5, "model.dropout = 1.5: must be >= 0 and <= 1."),
-        (
-            "loss.normalize",
-            "token",
-            "loss.normalize = 'token': must be one of tokens, completions, prompts, constant, "
-            "sums. Did you mean tokens?",
-        ),
-        ("device", "rocm", "device = 'rocm': must be one of auto, cpu, cuda, mps."),
-        (
-            "advantage.scale",
-            "std",
-            "advantage.scale = 'std': must be one of group, batch, none.",
-        ),
+        ("loss.normalize", "token", "must be one of tokens, completions, prompts, constant, sums. "
+         "Did you mean tokens?"),
     ],
-)
+)  # fmt: skip
 def test_a_value_out_of_range(key: str, value: Any, expected: str) -> None:
-    assert message(**{key: value}) == expected
+    assert expected in message(**{key: value})
 
 
 def just_outside(f: dataclasses.Field[Any]) -> Iterator[Any]:
@@ -224,195 +184,69 @@ UPWARDS = {"loss.sampling_correction": "token_mask", "loss.sampling_floor": 0.5}
 PLAIN_REINFORCE_PP = {"advantage.rule": "reinforce_pp", "advantage.args": {"baseline": "none"}}
 
 
+AT_MOST_8 = {"generation.max_completion_tokens": 8}
+IN_REWARD = {"loss.beta": 0.1, "loss.kl_in": "reward"}
+AHEAD_OF_EVAL = {"generation.min_completion_tokens": 9, "eval.max_completion_tokens": 8}
+ALLOWED = {"generation.allowed_token_ids": [3, 4]}
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (
-            {"model.path": None},
-            "model.path: set it to a hub name or a folder, or choose model=tiny_qwen.",
-        ),
-        (
-            {**BUILT, "model.path": "some/model"},
-            "model.path = some/model: the recipe builds a model; add model.build=null.",
-        ),
-        (
-            {**BUILT, "model.build.num_heads": 3},
-            "model.build: num_heads = 3 must divide hidden_size = 128 and be a multiple of "
-            "num_kv_heads = 2.",
-        ),
-        (
-            {**BUILT, "model.build.num_kv_heads": 3},
-            "model.build: num_heads = 4 must divide hidden_size = 128 and be a multiple of "
-            "num_kv_heads = 3.",
-        ),
-        (
-            {**BUILT, "model.build.warmup_steps": 1},
-            "model.build.warmup_steps: the warm-up needs dataset.solution, a template over the "
-            'row\'s columns such as "{solution}"; or set it to 0.',
-        ),
-        (
-            {**BUILT, "model.build.max_position_embeddings": 16, "dataset.max_prompt_tokens": 9},
-            "dataset.max_prompt_tokens + generation.max_completion_tokens = 17: must be <= "
-            "model.build.max_position_embeddings = 16.",
-        ),
-        (
-            {"reward.math": None},
-            "reward: at least one is needed, such as reward=[math]; `grpo rewards` lists them.",
-        ),
-        (
-            {"reward.math.weight": 0},
-            "reward: every weight is 0, so there is nothing to learn from.",
-        ),
-        (
-            {"eval.accuracy": "exact_match"},
-            "eval.accuracy = 'exact_match': must be one of the recipe's rewards, math.",
-        ),
-        (
-            {"eval.every": 5},
-            "eval.every = 5: needs held-out rows; set dataset.eval, dataset.test_split_size or "
-            "benchmark, or eval.every=0.",
-        ),
-        (
-            {"eval.num_samples": 4, "eval.temperature": 0},
-            "eval.num_samples = 4: greedy completions are all the same; "
-            "set eval.temperature above 0.",
-        ),
-        ({"optimizer.betas": [0.9]}, "optimizer.betas = [0.9]: must be two numbers."),
-        (
-            {"update.minibatches": 9, "prompts_per_step": 8},
-            "update.minibatches = 9: must be <= prompts_per_step = 8, "
-            "since a minibatch holds whole groups.",
-        ),
-        (
-            {**PASS_AT_4, "generation.num_generations": 4},
-            "advantage.args.k = 4: must be below generation.num_generations = 4; "
-            "with all completions in one subset none is better than another.",
-        ),
-        (
-            {**PASS_AT_4, "steps": 5, **scheduled("generation.num_generations", to=4)},
-            "advantage.args.k = 4: must be below generation.num_generations = 4 at step 4; "
-            "with all completions in one subset none is better than another.",
-        ),
-        (
-            {**UPWARDS, "loss.sampling_cap": 0.25},
-            "loss.sampling_floor = 0.5: must be <= loss.sampling_cap = 0.25.",
-        ),
-        (
-            {**UPWARDS, **scheduled("loss.sampling_floor", to=4, shape="jump", begin=3)},
-            "loss.sampling_floor = 4: must be <= loss.sampling_cap = 3 at step 3.",
-        ),
-        (
-            {"loss.policy": "clip_cov", "loss.args": {"cov_low": 5.0}},
-            "loss.args.cov_low = 5: must be below loss.args.cov_high = 5.",
-        ),
-        (
-            {"loss.policy": "clip_cov", **scheduled("loss.args.cov_high", to=0.5, end=8)},
-            "loss.args.cov_low = 1: must be below loss.args.cov_high = 0.5 at step 8.",
-        ),
-        (
-            {"loss.delta": 1.25, "loss.epsilon_high": 0.3},
-            "loss.delta = 1.25: must be >= 1 + epsilon_high = 1.3; "
-            "a lower one would also cut what positive advantages may gain.",
-        ),
-        (
-            {"loss.delta": 1.1},
-            "loss.delta = 1.1: must be >= 1 + epsilon_high = 1.2; "
-            "a lower one would also cut what positive advantages may gain.",
-        ),
-        (
-            {"loss.entropy_target": 1, "loss.entropy_coef": 1.5},
-            "loss.entropy_coef = 1.5: must be <= 1, since loss.entropy_target moves it between 0 "
-            "and 1.",
-        ),
-        (
-            {"distributed.offload": "all"},
-            "distributed.offload = all: is FSDP2's offload of sharded weights, and "
-            "distributed.strategy = ddp; use distributed=fsdp2, or distributed.offload=none.",
-        ),
-        (
-            {"loss.beta": 0.1, "loss.kl_in": "reward", "loss.kl_bias_correction": True},
-            "loss.kl_bias_correction: is only read with loss.kl_in = loss; it is reward.",
-        ),
-        (
-            {"loss.beta": 0.1, "loss.kl_in": "reward", "advantage.rule": "gdpo"},
-            "loss.kl_in = reward: advantage.rule=gdpo takes each function's reward; "
-            "use loss.kl_in=loss.",
-        ),
-        (
-            {"loss.kl_in": "reward", "advantage.rule": "max_rl", **scheduled("loss.beta", to=0.1)},
-            "loss.kl_in = reward: advantage.rule=max_rl needs rewards >= 0; use loss.kl_in=loss.",
-        ),
-        (
-            {**PLAIN_REINFORCE_PP, "generation.dynamic_sampling": True},
-            "generation.dynamic_sampling: drops groups of equal rewards, which do have a signal "
-            "with advantage.args.baseline=none; set one of the two.",
-        ),
-        (
-            {"generation.min_completion_tokens": 9, "generation.max_completion_tokens": 8},
-            "generation.min_completion_tokens = 9: must be <= generation.max_completion_tokens = "
-            "8.",
-        ),
-        (
-            {"generation.min_completion_tokens": 9, "eval.max_completion_tokens": 8},
-            "generation.min_completion_tokens = 9: must be <= eval.max_completion_tokens = 8.",
-        ),
-        (
-            {
-                "generation.min_completion_tokens": 9,
-                "generation.max_completion_tokens": 7,
-                "eval.max_completion_tokens": 8,
-            },
-            "generation.min_completion_tokens = 9: must be <= generation.max_completion_tokens = "
-            "7.",
-        ),
-        (
-            {"generation.stop": ["a", ""]},
-            "generation.stop: holds an empty string, which every completion contains; drop it.",
-        ),
-        (
-            {"generation.allowed_token_ids": [3, 4], "generation.stop_token_ids": [4, 7, 5]},
-            "generation.stop_token_ids: 5 is not in generation.allowed_token_ids, so that it is "
-            "never sampled; allow it, or drop it.",
-        ),
-        (
-            {"generation.allowed_token_ids": [3, 4], "generation.logit_bias": {3: 1.0, 7: 1.0}},
-            "generation.logit_bias: 7 is not in generation.allowed_token_ids, so that it is never "
-            "sampled; allow it, or drop it.",
-        ),
-        (
-            {"tools.add": "my:add"},
-            "dataset.chat = false: tools and environments take turns with the model in a "
-            "conversation; set dataset.chat=true.",
-        ),
-        (
-            {**TALKS, "environment.mcp": "server"},
-            "environment.path and environment.mcp: each names the environment; set one of them.",
-        ),
-        (
-            {**TALKS, "rollout": "my:function"},
-            "rollout together with environment.path: the rollout function makes complete "
-            "rollouts; set one of them.",
-        ),
-        (
-            {**TALKS, "dataset.final_assistant": "continue"},
-            "dataset.final_assistant = continue: an episode begins with a turn of the model; use "
-            "drop or refuse.",
-        ),
-        (
-            {**TALKS, "episode.turn_tokens": 9, "generation.max_completion_tokens": 8},
-            "episode.turn_tokens = 9: must be <= generation.max_completion_tokens = 8, the limit "
-            "of all turns and replies together.",
-        ),
-        (
-            {"episode.max_turns": 3},
-            "episode.max_turns = 3: is only read with tools or an environment. "
-            "episode.max_turns=null takes it back.",
-        ),
+        ({"model.path": None}, "model.path: set it to a hub name or a folder"),
+        ({**BUILT, "model.path": "some/model"}, "model.path = some/model: .* model.build=null"),
+        ({**BUILT, "model.build.num_heads": 3}, "num_heads = 3 must divide hidden_siz"),
+        ({**BUILT, "model.build.num_kv_heads": 3}, "multiple of num_kv_heads = 3"),
+        ({**BUILT, "model.build.warmup_steps": 1}, "the warm-up needs dataset.solution"),
+        ({**BUILT, "model.build.max_position_embeddings": 16, "dataset.max_prompt_tokens": 9},
+         "= 17: must be <= model.build.max_position_embeddings = 16"),
+        ({"reward.math": None}, r"reward: at least one is needed, such as reward=\[math\]"),
+        ({"reward.math.weight": 0}, "reward: every weight is 0"),
+        ({"eval.accuracy": "exact_match"}, "eval.accuracy = 'exact_match': must be one of .* math"),
+        ({"eval.every": 5}, "eval.every = 5: needs held-out rows; set dataset.eval"),
+        ({"eval.num_samples": 4, "eval.temperature": 0}, "set eval.temperature above 0"),
+        ({"optimizer.betas": [0.9]}, r"optimizer.betas = \[0.9\]: must be two numbers"),
+        ({"update.minibatches": 9, "prompts_per_step": 8}, "must be <= prompts_per_step = 8"),
+        ({**PASS_AT_4, "generation.num_generations": 4},
+         "advantage.args.k = 4: must be below generation.num_generations = 4; "),
+        ({**PASS_AT_4, "steps": 5, **scheduled("generation.num_generations", to=4)},
+         "advantage.args.k = 4: must be below generation.num_generations = 4 at step 4"),
+        ({**UPWARDS, "loss.sampling_cap": 0.25}, "sampling_floor = 0.5: .* sampling_cap = 0.25"),
+        ({**UPWARDS, **scheduled("loss.sampling_floor", to=4, shape="jump", begin=3)},
+         "loss.sampling_floor = 4: must be <= loss.sampling_cap = 3 at step 3"),
+        ({"loss.policy": "clip_cov", "loss.args": {"cov_low": 5.0}},
+         "loss.args.cov_low = 5: must be below loss.args.cov_high = 5"),
+        ({"loss.policy": "clip_cov", **scheduled("loss.args.cov_high", to=0.5, end=8)},
+         "loss.args.cov_low = 1: must be below loss.args.cov_high = 0.5 at step 8"),
+        ({"loss.delta": 1.25, "loss.epsilon_high": 0.3}, r"must be >= 1 \+ epsilon_high = 1.3; "),
+        ({"loss.delta": 1.1}, r"loss.delta = 1.1: must be >= 1 \+ epsilon_high = 1.2; "),
+        ({"loss.entropy_target": 1, "loss.entropy_coef": 1.5}, "entropy_coef = 1.5: must be <= 1"),
+        ({"distributed.offload": "all"}, "offload = all: .* use distributed=fsdp2"),
+        ({**IN_REWARD, "loss.kl_bias_correction": True}, "only read with loss.kl_in = loss"),
+        ({**IN_REWARD, "advantage.rule": "gdpo"}, "loss.kl_in = reward: .*use loss.kl_in=loss"),
+        ({"loss.kl_in": "reward", "advantage.rule": "max_rl", **scheduled("loss.beta", to=0.1)},
+         "loss.kl_in = reward: advantage.rule=max_rl needs rewards >= 0"),
+        ({**PLAIN_REINFORCE_PP, "generation.dynamic_sampling": True},
+         "generation.dynamic_sampling: .*advantage.args.baseline=none"),
+        ({"generation.min_completion_tokens": 9, **AT_MOST_8},
+         "generation.min_completion_tokens = 9: must be <= generation.max_completion_tokens = 8"),
+        (AHEAD_OF_EVAL, "= 9: must be <= eval.max_completion_tokens = 8"),
+        ({"generation.stop": ["a", ""]}, "generation.stop: holds an empty string"),
+        ({**ALLOWED, "generation.stop_token_ids": [4, 7, 5]}, "stop_token_ids: 5 is not in"),
+        ({**ALLOWED, "generation.logit_bias": {3: 1.0, 7: 1.0}}, "logit_bias: 7 is not in"),
+        ({"tools.add": "my:add"}, "dataset.chat = false: .*set dataset.chat=true"),
+        ({**TALKS, "environment.mcp": "server"}, "environment.path and environment.mcp: "),
+        ({**TALKS, "rollout": "my:function"}, "rollout together with environment.path"),
+        ({**TALKS, "dataset.final_assistant": "continue"}, "continue: .*use drop or refuse"),
+        ({**TALKS, "episode.turn_tokens": 9, **AT_MOST_8}, "episode.turn_tokens = 9: must be <= "),
+        ({"episode.max_turns": 3}, "is only read with tools or an environment"),
     ],
     ids=lambda v: str(v)[:60] if isinstance(v, dict) else "",
-)
+)  # fmt: skip
 def test_a_contradiction(changes: dict[str, Any], expected: str) -> None:
-    assert message(**changes) == expected
+    found = message(**changes)
+    assert re.search(expected, found), found
+    assert "\n" not in found
 
 
 @pytest.mark.parametrize(
@@ -580,16 +414,13 @@ def test_a_knob_that_is_set_and_not_read_is_an_error(key: str) -> None:
     assert what in found
 
 
-@pytest.mark.parametrize("key", READ_IF)
+@pytest.mark.parametrize("key", [*READ_IF][::6])
 def test_on_the_command_line_its_default_is_the_same_error(key: str) -> None:
-    default = value_at(DEFAULTS, key)
+    default = as_written(value_at(DEFAULTS, key))
     found = refused(recipe(**unmet(key)), given=[key])
-    other = message(**unmet(key), **{key: another(key)})
-    shown, _, why = found.partition(": ")
-    assert shown == f"{key} = {as_written(default)}"
+    assert found.startswith(f"{key} = {default}: is only read ")
     # A file's value can be taken back; one from the command line is left out.
-    set_ = f"{key} = {as_written(another(key))}: "
-    assert other.removeprefix(set_) == f"{why} {key}={as_written(default)} takes it back."
+    assert message(**unmet(key), **{key: another(key)}).endswith(f"{key}={default} takes it back.")
 
 
 @pytest.mark.parametrize("key", READ_IF)
@@ -619,13 +450,6 @@ def test_no_decay_is_read_with_weight_decay() -> None:
 
 def test_a_knob_that_is_always_read_may_be_given_with_its_default() -> None:
     parse(recipe(), given=["steps", "loss.beta", "generation.top_p"])
-
-
-@pytest.mark.parametrize(
-    ("value", "written"), [(None, "null"), (True, "true"), (0.5, "0.5"), ("Hi", "Hi")]
-)
-def test_values_are_shown_as_they_are_written(value: Any, written: str) -> None:
-    assert as_written(value) == written
 
 
 def test_a_misspelt_choice_is_the_only_mistake() -> None:
@@ -681,49 +505,25 @@ def test_a_schedule_can_be_left_out(tree: dict[str, Any]) -> None:
     assert parse({**recipe(), "schedules": tree}).schedules == {}
 
 
-LOSS_SCALARS = ", ".join(sorted(key for key in SCHEDULABLE if key.startswith("loss.")))
-EVERY_SCALAR = ", ".join(sorted(SCHEDULABLE))
-
-
 @pytest.mark.parametrize(
-    ("tree", "key", "there", "hint"),
+    ("tree", "key", "hint"),
     [
-        ({"loss": {"betta": {"to": 1}}}, "loss.betta", LOSS_SCALARS, "loss.beta or loss.delta"),
-        ({"loss": {"betta": None}}, "loss.betta", LOSS_SCALARS, "loss.beta or loss.delta"),
-        ({"loss": {"normalize": {"to": 1}}}, "loss.normalize", LOSS_SCALARS, None),
-        ({"loss": {"to": 1}}, "loss", LOSS_SCALARS, None),
-        ({"loss": 1}, "loss", LOSS_SCALARS, None),
-        ({"beta": {"to": 1}}, "beta", EVERY_SCALAR, "loss.beta"),
-        ({"steps": {"to": 1}}, "steps", EVERY_SCALAR, None),
-        (
-            {"optimizer": {"learning_rate": {"to": 0}}},
-            "optimizer.learning_rate",
-            EVERY_SCALAR,
-            None,
-        ),
-        (
-            {"model": {"build": {"merges": {"to": 8}}}},
-            "model.build.merges",
-            EVERY_SCALAR,
-            None,
-        ),
-        (
-            {"eval.temperature": {"to": 1}},
-            "eval.temperature",
-            EVERY_SCALAR,
-            "generation.temperature",
-        ),
+        ({"loss": {"betta": {"to": 1}}}, "loss.betta", "loss.beta or loss.delta"),
+        ({"loss": {"normalize": {"to": 1}}}, "loss.normalize", None),
+        ({"loss": {"to": 1}}, "loss", None),
+        ({"loss": 1}, "loss", None),
+        ({"beta": {"to": 1}}, "beta", "loss.beta"),
+        ({"optimizer": {"learning_rate": {"to": 0}}}, "optimizer.learning_rate", None),
+        ({"model": {"build": {"merges": {"to": 8}}}}, "model.build.merges", None),
+        ({"eval.temperature": {"to": 1}}, "eval.temperature", "generation.temperature"),
     ],
     ids=str,
 )
-def test_a_knob_that_cannot_be_scheduled(
-    tree: dict[str, Any], key: str, there: str, hint: str | None
-) -> None:
+def test_a_knob_that_cannot_be_scheduled(tree: dict[str, Any], key: str, hint: str | None) -> None:
     found = refused({**recipe(), "schedules": tree})
-    suggestion = f" Did you mean {hint}?" if hint else ""
-    assert found == (
-        f"schedules.{key}: is no scalar that can follow the step; there are {there}.{suggestion}"
-    )
+    assert found.startswith(f"schedules.{key}: is no scalar that can follow the step; there are ")
+    assert ("Did you mean" in found) == (hint is not None)
+    assert found.endswith(f" Did you mean {hint}?" if hint else ".")
 
 
 TEMPERATURE = "generation.temperature"
@@ -732,101 +532,38 @@ TEMPERATURE = "generation.temperature"
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (
-            scheduled("loss.off_policy_mask", to=0.5),
-            "schedules.loss.off_policy_mask: loss.off_policy_mask is null; "
-            "give it the value to begin with.",
-        ),
-        (
-            scheduled("generation.top_p", to=2),
-            "schedules.generation.top_p.to = 2.0: must be > 0 and <= 1.",
-        ),
-        (scheduled("loss.beta", to=-1), "schedules.loss.beta.to = -1.0: must be >= 0."),
-        (
-            scheduled("loss.beta", to=float("nan")),
-            "schedules.loss.beta.to = nan: must be a finite number.",
-        ),
-        (
-            scheduled("generation.num_generations", to=2.5),
-            "schedules.generation.num_generations.to = 2.5: must be a whole number.",
-        ),
-        (
-            scheduled(TEMPERATURE, to=0.5, begin=5, end=4),
-            "schedules.generation.temperature.end = 4: must be after begin = 5.",
-        ),
-        (
-            scheduled(TEMPERATURE, to=0.5, begin=5, end=5),
-            "schedules.generation.temperature.end = 5: must be after begin = 5.",
-        ),
-        (
-            {"steps": 10, **scheduled(TEMPERATURE, to=0.5, begin=9)},
-            "schedules.generation.temperature.end = 9: must be after begin = 9.",
-        ),
-        (
-            {"steps": 10, **scheduled(TEMPERATURE, to=0.5, begin=10, end=20)},
-            "schedules.generation.temperature.begin = 10: the run ends before; "
-            "must be < steps = 10.",
-        ),
-        (
-            {"steps": 10, **scheduled(TEMPERATURE, to=0.5, begin=10, shape="jump")},
-            "schedules.generation.temperature.begin = 10: the run ends before; "
-            "must be < steps = 10.",
-        ),
-        (
-            scheduled(TEMPERATURE, to=0.5, shape="jump", end=4),
-            "schedules.generation.temperature.end: a jump happens at `begin`; it has no end.",
-        ),
-        (
-            scheduled(TEMPERATURE, to=0.5, shape="cosinus"),
-            "schedules.generation.temperature.shape = 'cosinus': must be one of linear, cosine, "
-            "jump. Did you mean cosine?",
-        ),
-        (
-            scheduled(TEMPERATURE, to=0.5, begin=-1),
-            "schedules.generation.temperature.begin = -1: must be >= 0.",
-        ),
-        (
-            scheduled("generation.top_k", to=50),
-            "schedules.generation.top_k: 0 keeps all tokens and lies next to no number; "
-            "use shape=jump.",
-        ),
-        (
-            {"generation.top_k": 50, **scheduled("generation.top_k", to=0)},
-            "schedules.generation.top_k: 0 keeps all tokens and lies next to no number; "
-            "use shape=jump.",
-        ),
-        (
-            {"loss.beta": 0.1, "loss.kl_target": 0.01, **scheduled("loss.beta", to=0)},
-            "schedules.loss.beta: loss.kl_target adapts it already; set one of the two.",
-        ),
-        (
-            {"loss.entropy_target": 1, **scheduled("loss.entropy_coef", to=0.1)},
-            "schedules.loss.entropy_coef: loss.entropy_target adapts it already; "
-            "set one of the two.",
-        ),
-        (
-            {"loss.policy": "sapo", **scheduled("loss.epsilon", to=0.1)},
-            "schedules.loss.epsilon: is only read with loss.policy = clipped or gmpo or clip_cov; "
-            "it is sapo.",
-        ),
-        (
-            scheduled("loss.sampling_cap", to=2),
-            "schedules.loss.sampling_cap: is only read when loss.sampling_correction is set.",
-        ),
-        (
-            {"schedules.loss.beta": 0.1},
-            "schedules.loss.beta = 0.1: must be a mapping of begin, end, shape, to.",
-        ),
-        (
-            scheduled("loss.beta", too=0.1),
-            "schedules.loss.beta.too: there is no such key; a schedule has begin, end, shape, to. "
-            "Did you mean to?",
-        ),
+        (scheduled("loss.off_policy_mask", to=0.5), "loss.off_policy_mask is null; give it"),
+        (scheduled("generation.top_p", to=2), "top_p.to = 2.0: must be > 0 and <= 1."),
+        (scheduled("loss.beta", to=float("nan")), "beta.to = nan: must be a finite number."),
+        (scheduled("generation.num_generations", to=2.5), ".to = 2.5: must be a whole number."),
+        (scheduled(TEMPERATURE, to=0.5, begin=5, end=5), ".end = 5: must be after begin = 5."),
+        ({"steps": 10, **scheduled(TEMPERATURE, to=0.5, begin=9)}, "must be after begin = 9."),
+        ({"steps": 10, **scheduled(TEMPERATURE, to=0.5, begin=10, end=20)},
+         ".begin = 10: the run ends before; must be < steps = 10."),
+        ({"steps": 10, **scheduled(TEMPERATURE, to=0.5, begin=10, shape="jump")},
+         ".begin = 10: the run ends before; must be < steps = 10."),
+        (scheduled(TEMPERATURE, to=0.5, shape="jump", end=4), "a jump happens at `begin`"),
+        (scheduled(TEMPERATURE, to=0.5, shape="cosinus"), "Did you mean cosine?"),
+        (scheduled(TEMPERATURE, to=0.5, begin=-1), ".begin = -1: must be >= 0."),
+        (scheduled("generation.top_k", to=50), "next to no number; use shape=jump."),
+        ({"generation.top_k": 50, **scheduled("generation.top_k", to=0)}, "use shape=jump."),
+        ({"loss.beta": 0.1, "loss.kl_target": 0.01, **scheduled("loss.beta", to=0)},
+         "loss.kl_target adapts it already; set one of the two."),
+        ({"loss.entropy_target": 1, **scheduled("loss.entropy_coef", to=0.1)},
+         "loss.entropy_target adapts it already; set one of the two."),
+        ({"loss.policy": "sapo", **scheduled("loss.epsilon", to=0.1)},
+         "is only read with loss.policy = clipped or gmpo or clip_cov; it is sapo."),
+        (scheduled("loss.sampling_cap", to=2), "only read when loss.sampling_correction is set."),
+        ({"schedules.loss.beta": 0.1}, "must be a mapping of begin, end, shape, to."),
+        (scheduled("loss.beta", too=0.1), "there is no such key; a schedule has begin, end, shape, "
+         "to. Did you mean to?"),
     ],
     ids=lambda v: str(v)[:70] if isinstance(v, dict) else "",
-)
+)  # fmt: skip
 def test_a_schedule_that_is_none(changes: dict[str, Any], expected: str) -> None:
-    assert message(**changes) == expected
+    found = message(**changes)
+    assert found.startswith("schedules.")
+    assert expected in found
 
 
 @pytest.mark.parametrize(
