@@ -71,7 +71,7 @@ def test_steps_of_different_functions_are_compared_with_one_another() -> None:
 def test_a_signal_is_what_the_rule_sees() -> None:
     easy = [outcome(r) for r in (1.0, 1.0, 1.0, 1.0, 1.0, 0.0)]
     assert signal(easy)
-    assert not signal(easy, rule="pass_at_k", k=2), "every pair holds a right one"
+    assert not signal(easy, rule="pass_at_k", args={"k": 2}), "every pair holds a right one"
     same_sums = [outcome(2.0, a=2.0, b=0.0), outcome(2.0, a=0.0, b=2.0)]
     assert not signal(same_sums)
     unlike = [outcome(2.0, a=2.0, b=0.0), outcome(2.0, a=1.0, b=1.0), outcome(2.0, a=1.0, b=1.0)]
