@@ -1,24 +1,24 @@
 """Ends a run before its last step by the rules of `stop`; docs/alarms.md defines them.
 
-Like alarms, the rules are built from `watches.py`. Every process has the same metrics and rules, so
-that all end together. Each measures the time by itself, and the longest time counts. A checkpoint
-stores the states of the rules. A rule whose limit is changed starts over.
+Every process has the same metrics and rules, so that all end together. Each measures the time by
+itself, and the longest time counts. A checkpoint stores the counts, and not what they led to: a
+resumed run judges them by its own limits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from grpo_cli.config.schema import Stop
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.evaluation.improvement import Measured, has_improved
-from grpo_cli.reporting.watches import Level, Metrics, Watch, Watches, measured
 from grpo_cli.training.rollouts.credit import ZERO_ADVANTAGE
 
 HOUR = 3600.0
+KL_STEPS = 5  # measurements in a row above max_kl: the KL of one batch is noisy
 
 
 class Reason(NamedTuple):
@@ -28,34 +28,54 @@ class Reason(NamedTuple):
     sentence: str
 
 
+@dataclass
 class StopRules:
-    """The rules of a run and their states; the same on every process."""
+    """The rules of a run with their counts; the same on every process."""
 
-    def __init__(self, config: Stop) -> None:
-        self.config = config
-        self.rules = {watch.name: watch for watch in rules_of(config)}
-        self.watches = Watches()
-        self.sentences: dict[str, str] = {}  # by name of the rule that has ended the run
-        self.reference: Measured | None = None  # the evaluation that others have to improve on
-        self.not_better = 0  # evaluations in a row since then
+    config: Stop
+    no_gradient: int = 0  # steps in a row in which no completion had an advantage
+    hours: float = 0.0  # up to the last step
+    not_better: int = 0  # evaluations in a row that do not improve on the reference evaluation
+    reference: Measured | None = None
+    high_kl: int = 0  # measurements in a row at or above max_kl
+    kl: float = math.nan  # the last measurement
 
     @property
     def reason(self) -> Reason | None:
         """The rule that has ended the run, if one has."""
-        for name, watch in self.rules.items():
-            if self.watches.state_of(watch).holds:
-                return Reason(f"stop.{name}", self.sentences[name])
+        config = self.config
+        if 0 < config.zero_gradient <= self.no_gradient:
+            why = f"no completion had an advantage in the last {config.zero_gradient} steps"
+            return Reason(
+                "stop.zero_gradient", f"{why} (stop.zero_gradient = {config.zero_gradient})"
+            )
+        if config.hours is not None and self.hours >= config.hours:
+            why = f"{self.hours:.3g} hours are spent (stop.hours = {config.hours:g})"
+            return Reason("stop.hours", why)
+        if 0 < config.plateau <= self.not_better:
+            why = f"no improvement beyond its interval in the last {self.not_better} evaluations"
+            return Reason("stop.plateau", f"{why} (stop.plateau = {config.plateau})")
+        if config.max_kl is not None and self.high_kl >= KL_STEPS:
+            why = f"the KL to the reference is {self.kl:.3g} nats a token"
+            return Reason(
+                "stop.max_kl",
+                f"{why}, the last of {KL_STEPS} above (stop.max_kl = {config.max_kl:g})",
+            )
         return None
 
-    def follow_step(self, metrics: Metrics, seconds: float, workers: Workers) -> None:
-        """Updates the rules with the metrics of a complete step, before its evaluation.
+    def follow_step(self, metrics: Mapping[str, float], seconds: float, workers: Workers) -> None:
+        """Updates the counts with the metrics of a complete step, before its evaluation.
 
         Args:
             seconds: time of the run so far, on this process.
         """
         if self.config.hours is not None:
-            metrics = {**metrics, "hours": workers.max(seconds) / HOUR}
-        self._follow(metrics)
+            self.hours = workers.max(seconds) / HOUR
+        if ZERO_ADVANTAGE in metrics:
+            self.no_gradient = self.no_gradient + 1 if metrics[ZERO_ADVANTAGE] == 1 else 0
+        kl, limit = metrics.get("kl", math.nan), self.config.max_kl
+        if limit is not None and not math.isnan(kl):
+            self.kl, self.high_kl = kl, self.high_kl + 1 if kl >= limit else 0
 
     def follow_evaluation(self, found: Measured) -> None:
         """Counts evaluations in a row that do not improve on the reference evaluation."""
@@ -64,49 +84,14 @@ class StopRules:
             self.reference, self.not_better = found, 0
         else:
             self.not_better += 1
-        self._follow({"not_better": float(self.not_better)})
-
-    def _follow(self, metrics: Metrics) -> None:
-        for watch, judged in self.watches.follow(list(self.rules.values()), metrics):
-            limit = getattr(self.config, watch.name)
-            text = SENTENCES[watch.name].format(value=judged.value, steps=watch.rule.steps)
-            self.sentences[watch.name] = f"{text} (stop.{watch.name} = {limit:g})"
 
     def to_state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint, as plain values."""
-        return {
-            "watches": self.watches.to_state(),
-            "sentences": self.sentences,
-            "reference": None if self.reference is None else asdict(self.reference),
-            "not_better": self.not_better,
-        }
+        """Returns the counts for a checkpoint, as plain values."""
+        return {name: value for name, value in asdict(self).items() if name != "config"}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restores a state that `to_state` returned."""
-        self.watches.restore(saved["watches"], self.rules.values())
-        self.sentences = dict(saved["sentences"])
-        reference = saved["reference"]
-        self.reference = None if reference is None else Measured(**reference)
-        self.not_better = saved["not_better"]
-
-
-SENTENCES = {
-    "zero_gradient": "no completion had an advantage in the last {steps} steps",
-    "hours": "{value:.3g} hours are spent",
-    "plateau": "no improvement beyond its interval in the last {value:.0f} evaluations",
-    "max_kl": "the KL to the reference is {value:.3g} nats a token, the last of {steps} above",
-}
-KL_STEPS = 5  # measurements in a row above max_kl: the KL of one batch is noisy
-
-
-def rules_of(config: Stop) -> Iterator[Watch]:
-    """Yields the rules that a recipe has set."""
-    if config.zero_gradient:
-        rule = Level(above=1.0, steps=config.zero_gradient)
-        yield Watch("zero_gradient", rule, measured(ZERO_ADVANTAGE))
-    if config.hours is not None:
-        yield Watch("hours", Level(above=config.hours), measured("hours"))
-    if config.plateau:
-        yield Watch("plateau", Level(above=config.plateau), measured("not_better"))
-    if config.max_kl is not None:
-        yield Watch("max_kl", Level(above=config.max_kl, steps=KL_STEPS), measured("kl"))
+        """Restores the counts that `to_state` returned."""
+        for name, value in saved.items():
+            setattr(self, name, value)
+        if self.reference is not None:
+            self.reference = Measured(**saved["reference"])
