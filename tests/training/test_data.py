@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from grpo_cli import train
-from grpo_cli.cli import run_command
 from grpo_cli.errors import UserError
 from grpo_cli.training import build, prepare
 from grpo_cli.training.run import Run
@@ -48,26 +47,6 @@ def test_epochs_are_the_steps_that_they_take(
     )
     more = trained(tmp_path, output_dir=folders[1], epochs=1.5, resume="auto")
     assert more.state.step == 7
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["steps=4", "epochs=1"], "steps = 4 and epochs = 1: set only one of them."),
-        (["steps=100", "epochs=1"], "steps = 100 and epochs = 1: set only one of them."),
-        (["steps=4", "epochs=null"], None),
-        (["epochs=1"], None),
-    ],
-)
-def test_steps_and_epochs_on_the_command_line(
-    words: list[str], expected: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # A mistake that both have, so that none of them trains.
-    assert run_command(["train", "recipe=arithmetic_tiny", "eval.k=[3]", *words]) == 2
-    err = capsys.readouterr().err
-    assert "eval.k = [3]: is only read" in err
-    assert expected is None or expected in err
-    assert expected is not None or "epochs" not in err
 
 
 def test_dropped_rows_do_not_count_in_an_epoch(tmp_path: Path) -> None:
@@ -168,15 +147,9 @@ def test_a_mixture_of_data_sets_with_their_own_rewards(tmp_path: Path) -> None:
     ("changes", "expected"),
     [
         ({"dataset__train": "x.jsonl"}, "dataset.train: is not read with dataset.mixture, whose"),
-        (
-            {"dataset__test_split_size": 0.5},
-            "test_split_size: is not read with dataset.mix",
-        ),
         ({"reward__tested__datasets": ["c"]}, "'c' is no data set of dataset.mixture; there are a"),
         ({"reward__tested__datasets": []}, "needs the column 'tests', which"),
-        ({"dataset__mixture__b__weight": 0}, "dataset.mixture.b.weight = 0.0: must be > 0."),
         ({"dataset__mixture__b__data": ""}, "dataset.mixture.b.data: is missing"),
-        ({"dataset__mixture__b__wait": 1}, "a data set of a mixture has columns, data, limit"),
         (
             {"dataset__mixture__b__columns": {"dataset": "tests"}},
             "has a column 'dataset', which",
@@ -184,10 +157,6 @@ def test_a_mixture_of_data_sets_with_their_own_rewards(tmp_path: Path) -> None:
         (
             {"dataset__mixture__b__solution": "{tset}"},
             "dataset.mixture.b.solution: the template",
-        ),
-        (
-            {"dataset__mixture__b__prompt": None},
-            "dataset.prompt: the template names a col",
         ),
     ],
 )
@@ -220,9 +189,6 @@ def test_a_streamed_run_is_resumed_exactly(tmp_path: Path) -> None:
     [
         ({"epochs": 1.0}, "epochs = 1: nobody knows the length of a stream before its end; set"),
         ({}, "model.build.warmup_steps: needs all rows at the start"),
-        ({"dataset__shuffle_buffer": 0}, "dataset.shuffle_buffer = 0: must be >= 1"),
-        ({"dataset__test_split_size": 0.5}, "dataset.test_split_size: needs all rows at the start"),
-        ({"dataset__streaming": False, "dataset__shuffle_buffer": 5}, "only read when dataset.str"),
     ],
 )
 def test_mistakes_about_a_stream(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:

@@ -17,7 +17,7 @@ from grpo_cli.training import probe
 from grpo_cli.training.run import Run
 from tests.fake_vllm import serving
 from tests.training.rollouts.test_prefetch import SamplingVllm, serve
-from tests.training.test_train import built, metrics, recipe, trained, weights
+from tests.training.test_train import built, metrics, trained, weights
 
 pytestmark = pytest.mark.runs
 
@@ -188,9 +188,3 @@ def test_a_resumed_run_is_not_probed_again(tmp_path: Path) -> None:
     fresh = built(tmp_path / "other", probe=True)
     assert probe.is_due(fresh)
     fresh.close()
-
-
-def test_the_knob(tmp_path: Path) -> None:
-    assert recipe(tmp_path).probe == "false"
-    assert recipe(tmp_path, probe=True).probe == "true"
-    assert recipe(tmp_path, probe="stop").probe == "stop"

@@ -168,25 +168,6 @@ def test_the_order_of_the_groups_is_kept() -> None:
     assert list(found.collected.sampled) == [6, 2, 4, 5]
 
 
-def test_a_step_without_groups_or_updates_comes_back_too() -> None:
-    work = StepProgress(StepBatch([], dict(rollout_stats(make_groups(make_stream(), 4))), {}))
-    found = found_again(work, make_stream())
-    assert same(found, work)
-    assert (found.totals, found.norms, found.updates) == ([], [], 0)
-
-
-def test_what_comes_back_is_ones_own_to_change() -> None:
-    work = make_work(make_stream())
-    shared, own = work.shared(), work.own(HOW)  # as a process goes on that has just saved
-    found = from_state(shared, own, make_stream(), HOW)
-    assert found is not None
-    found.norms.append(1.0)
-    found.totals.append(found.totals[0])
-    found.totals[0].metrics.sums["loss"] = 9.0
-    assert (work.norms, len(work.totals)) == ([0.75, 1 / 3], 2)
-    assert work.totals[0].metrics.sums["loss"] == 0.5
-
-
 def test_an_outcome_with_a_kl_taken_off_is_kept_without() -> None:
     """`loss.kl_in = reward` is taken off again by the step that goes on."""
     work = make_work(make_stream())

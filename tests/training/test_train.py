@@ -19,15 +19,13 @@ from grpo_cli.algorithm.loss import Coefficients, grpo_loss
 from grpo_cli.checkpoints import paths
 from grpo_cli.config import parsing, schema
 from grpo_cli.distributed.stop_signal import Interrupted
-from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.reporting.stage_clock import Clock
-from grpo_cli.rewards import reward as as_reward
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.training import build, prepare, run
-from grpo_cli.training.logprob_passes import fill_old_logprobs, fill_ref_logprobs, select_tokens
+from grpo_cli.training.logprob_passes import fill_ref_logprobs
 from grpo_cli.training.rollouts import collect as collecting
 from grpo_cli.training.rollouts.collect import collect
 from grpo_cli.training.rollouts.credit import set_token_weights
@@ -465,16 +463,6 @@ def never_applies(completions: list[str], **_: Any) -> list[None]:
     return [None] * len(completions)
 
 
-def test_unscored_rollouts_do_not_train(tmp_path: Path) -> None:
-    live = built(tmp_path)
-    groups = Rollouter(live.generator, live.tokenizer).rollouts(
-        live.queue.take_prompts(5), 4, GREEDY, 0, print
-    )
-    batch = collate([r for g in groups for r in g.rollouts], CPU)
-    live.close()
-    assert batch.loss_mask.sum() == 0, "unscored rollouts have a NaN reward"
-
-
 def test_truncated_completions_can_be_masked(tmp_path: Path) -> None:
     live = built(tmp_path, loss__mask_truncated=True)
     rollouts = [r for g in collect(live, live.recipe, Clock(CPU)).groups for r in g.rollouts]
@@ -564,26 +552,6 @@ def test_the_reference_is_refreshed(tmp_path: Path, alpha: float) -> None:
     assert not torch.equal(weights(live), first)
 
 
-def test_kl_in_the_reward_lowers_what_the_rule_sees_and_not_the_reward(tmp_path: Path) -> None:
-    live = built(tmp_path, loss__beta=0.5, loss__kl_in="reward", loss__kl_estimator="k1")
-    with torch.no_grad():
-        for p in live.policy.parameters():
-            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
-    step = collect(live, live.recipe, Clock(CPU))
-    rollouts = [r for g in step.groups for r in g.rollouts]
-    fill_old_logprobs(live, live.recipe, rollouts)
-    fill_ref_logprobs(live, live.recipe, rollouts)
-    live.close()
-    raw = [r.reward for r in rollouts]
-    train.subtract_kl_from_rewards(rollouts, "k1", 0.5)
-    for r, reward in zip(rollouts, raw, strict=True):
-        assert r.old_logprobs is not None
-        assert r.ref_logprobs is not None
-        kl = (r.old_logprobs - r.ref_logprobs).sum().item()
-        assert r.reward == reward
-        assert r.outcome_reward == pytest.approx(reward - 0.5 * kl, abs=1e-6)
-
-
 def test_beta_follows_its_target(tmp_path: Path) -> None:
     changes = {"loss__beta": 0.1, "loss__kl_target": 1e-9, "optimizer__learning_rate": 5e-3}
     betas = [m["beta"] for m in metrics(trained(tmp_path, **changes))]
@@ -612,61 +580,6 @@ def test_a_schedule_changes_the_step_and_is_logged(tmp_path: Path) -> None:
     assert [m["schedule/generation.num_generations"] for m in lines] == [4, 3, 3, 2]
     tokens = [m["num_tokens"] for m in lines]
     assert tokens[0] > tokens[-1] - tokens[-2]
-
-
-def test_steps_rewards_reach_the_tokens_before_their_end(tmp_path: Path) -> None:
-    live = built(
-        tmp_path,
-        reward={"steps": {"function": "tests.training.test_train:first_two"}},
-    )
-    step = collect(live, live.recipe, Clock(CPU))
-    train.assign_advantages(live.recipe, step.groups, step.step_stats, 0)
-    live.close()
-    seen = 0
-    for g in step.groups:
-        for r in g.rollouts:
-            if len(r.completion.ids) < 2:
-                continue
-            first, second = r.completion.ids[0] % 2, r.completion.ids[1] % 2
-            got = r.advantages
-            assert (got[2:] == 0).all(), "no step ends after the second token"
-            # the first token's is the sum of both steps', so the difference is the first step's
-            own = {first: float(got[0] - got[1]), second: float(got[1])}
-            if first == second:
-                assert got[0] - got[1] == pytest.approx(float(got[1]), abs=1e-5)
-            else:
-                assert own[1] > own[0]
-                seen += 1
-    assert seen > 0
-
-
-@as_reward(positions="tokens")
-def first_two(completion_ids: list[list[int]], **_: Any) -> list[list[tuple[int, float]]]:
-    """A reward of 1 for each of the first two tokens that is odd."""
-    return [[(t, float(i % 2)) for t, i in enumerate(ids[:2])] for ids in completion_ids]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"loss__top_entropy": 0.3},
-        {"loss__policy": "clip_cov", "loss__args": {"cov_low": 0.0, "cov_share": 0.2}},
-        {"loss__policy": "kl_cov", "loss__args": {"cov_share": 0.2}, "update__minibatches": 2},
-    ],
-)
-def test_token_selection_takes_the_share_asked_for(tmp_path: Path, changes: dict[str, Any]) -> None:
-    live = built(tmp_path, **changes)
-    step = collect(live, live.recipe, Clock(CPU))
-    train.assign_advantages(live.recipe, step.groups, step.step_stats, 0)
-    select_tokens(live, live.recipe, step.groups, 0, 0.0)
-    live.close()
-    rollouts = [r for g in step.groups for r in g.rollouts]
-    by_entropy = "loss__top_entropy" in changes
-    marks = [r.high_entropy if by_entropy else r.cov_selected for r in rollouts]
-    chosen = torch.cat([m for m in marks if m is not None])
-    share = 0.3 if by_entropy else 0.2
-    assert len(chosen) == sum(r.loss_tokens for r in rollouts)
-    assert chosen.mean().item() == pytest.approx(share, abs=2 / len(chosen))
 
 
 def test_a_coefficient_without_a_target_is_the_recipes_own(tmp_path: Path) -> None:
