@@ -293,7 +293,6 @@ MISTAKES = {
     ),
     "too few betas": (["optimizer.betas=[0.9]"], ["optimizer.betas = [0.9]: must be two numbers"]),
     "patience without evaluations": (["eval.patience=3", "eval.every=0"], ["eval.patience"]),
-    "best of nothing": (["eval.best=foo", "eval.every=1"], ["eval.best"]),
     "nothing kept": (["checkpoint.keep_last=0"], ["checkpoint.keep_last = 0: must be >= 1"]),
     "one completion": (["generation.num_generations=1"], ["generation.num_generations = 1"]),
     "greedy sampling": (["generation.temperature=0"], ["generation.temperature = 0"]),

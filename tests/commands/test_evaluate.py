@@ -142,7 +142,6 @@ def composed(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"eval.best": "own/maj@8"},
         {"eval.patience": 3},
         {"loss.reference_alpha": 0.5, "model.dtype": "bfloat16"},
         {"update.minibatches": 64},
