@@ -10,15 +10,12 @@ from typing import Any
 import httpx2
 import pytest
 import torch
-from PIL import Image
 
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.vllm import client, server_log
 from grpo_cli.generation.vllm.client import Server, ServerLost, wait_for
 from grpo_cli.generation.vllm.requests import sampling_params
-from grpo_cli.generation.vllm.weight_check import Scored
-from grpo_cli.images import StoredImage
 from grpo_cli.records import Completion, Prompt
 from tests.conftest import as_scored
 from tests.fake_vllm import GENERATE, FakeVllm, Refused, serving, toy_completions, toy_logprobs
@@ -67,25 +64,14 @@ def test_a_call_without_a_body_gets_and_one_with_a_body_posts(fake: FakeVllm) ->
     assert fake.calls[-1] == "grpo_begin_update"
 
 
-def test_workers_methods_are_given_their_arguments_and_may_answer_nothing(fake: FakeVllm) -> None:
-    said: list[str] = []
-    fake.grpo_load = lambda *folders: said.extend(folders)  # type: ignore[assignment]
-    fake.faults["grpo_end_update"] = lambda: {"results": []}
-    assert to(fake).rpc("grpo_load", "/some/folder") is None
-    assert to(fake).rpc("grpo_end_update") == []
-    assert said == ["/some/folder"]
-
-
 @pytest.mark.parametrize(
     ("happens", "timeout", "why"),
     [
         (lambda fake: fake.fail, 30, "answered 500: EngineCore encountered an issue."),
-        (lambda fake: answers(404, "no such\n  route"), 30, "answered 404: no such route."),
-        (lambda fake: answers(500, "x" * 500), 30, f"answered 500: {'x' * 400}."),
         (lambda fake: fake.hang, 0.2, "no answer within 0.2 s."),
         (lambda fake: fake.die, 30, "the connection broke ("),
     ],
-    ids=["500", "404", "long", "hangs", "dies"],
+    ids=["500", "hangs", "dies"],
 )
 def test_a_failure_names_server_call_and_reason(
     fake: FakeVllm, happens: Any, timeout: float, why: str
@@ -94,21 +80,6 @@ def test_a_failure_names_server_call_and_reason(
     with pytest.raises(ServerLost) as error:
         to(fake).call("/health", timeout=timeout)
     assert str(error.value).startswith(f"server {fake.url}: /health failed: {why}")
-
-
-def test_an_answer_that_is_no_json() -> None:
-    """Of some other server at that address."""
-    with pytest.raises(ServerLost, match="/x failed: answered something else than JSON"):
-        Server("http://a")._good("/x", httpx2.Response(200, text="<html>"))
-
-
-def test_a_server_that_is_not_there(fake: FakeVllm) -> None:
-    fake.end()
-    with pytest.raises(ServerLost) as error:
-        to(fake).rpc("grpo_state")
-    assert str(error.value) == (
-        f"server {fake.url}: /collective_rpc failed: nothing listens there."
-    )
 
 
 def test_what_a_server_refuses_is_no_failure_of_it(fake: FakeVllm) -> None:
@@ -162,14 +133,6 @@ def test_a_server_is_greeted() -> None:
         assert server.worker_ids == [f"{fake.worker_id}-0", f"{fake.worker_id}-1"]
         assert (server.world_size, server.max_model_len) == (2, 77)
         assert (server.dtype, server.transfer) == ("bfloat16", "nccl")
-
-
-def test_a_server_that_was_left_in_the_middle_of_an_update_is_told_from_a_sound_one(
-    fake: FakeVllm,
-) -> None:
-    assert to(fake).greet(CONFIG)
-    fake.updating = True
-    assert not to(fake).greet(CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -240,13 +203,6 @@ def test_a_server_refuses_another_key(
     assert fake.key not in repr(server)
 
 
-def test_a_server_without_a_transfer_of_its_own(fake: FakeVllm) -> None:
-    fake.state["transfer"] = None
-    server = to(fake)
-    server.greet(CONFIG)
-    assert server.transfer == ""
-
-
 # Completions.
 
 
@@ -292,26 +248,18 @@ def test_a_group_that_is_not_whole(fake: FakeVllm, drawn: Any, why: str) -> None
         generated(fake)
 
 
-def test_a_completion_without_log_probabilities_stops_the_run(fake: FakeVllm) -> None:
-    fake.complete = lambda ids, params: [([5], [-9999.0], "stop")] * 3
-    with pytest.raises(TrainingError, match="without its log-probability"):
-        generated(fake)
-
-
 @pytest.mark.parametrize(
     ("happens", "kind", "why"),
     [
-        (lambda fake: fake.hang, ServerLost, "no answer within 5 s"),
-        (lambda fake: fake.die, ServerLost, "the connection broke"),
-        (lambda fake: fake.fail, ServerLost, "answered 500: EngineCore"),
+        (lambda fake: fake.hang, ServerLost, "no answer within 2 s"),
         (lambda fake: answers(400, "too long"), TrainingError, "refused: too long"),
     ],
-    ids=["hangs", "dies", "500", "400"],
+    ids=["hangs", "400"],
 )
 def test_generation_that_fails(
     fake: FakeVllm, monkeypatch: pytest.MonkeyPatch, happens: Any, kind: type, why: str
 ) -> None:
-    monkeypatch.setattr(client, "REQUEST_SECONDS", 5.0)
+    monkeypatch.setattr(client, "REQUEST_SECONDS", 2.0)
     fake.faults[GENERATE] = happens(fake)
     with pytest.raises(kind, match=f"server {fake.url}: {GENERATE} .*{why}"):
         generated(fake)
@@ -322,24 +270,6 @@ def test_scores_are_those_of_each_rows_own_tokens(fake: FakeVllm) -> None:
     found = to(fake).score(as_scored(rows))
     assert found == [toy_logprobs({"w": torch.tensor([1.0])}, row) for row in rows]
     assert found[0] == pytest.approx([-1.04, -1.05])
-
-
-def test_a_server_that_makes_other_tokens_of_an_image_is_told_as_such(fake: FakeVllm) -> None:
-    """Already when the weights are checked, which is before the first completion."""
-    logprobs = [None, *[{str(i): {"logprob": -1.0}} for i in (5, 5, 6)]]
-    fake.faults[GENERATE] = lambda: {
-        "prompt_token_ids": [1, 5, 5, 6], "prompt_logprobs": logprobs,
-    }  # fmt: skip
-    stored = StoredImage(Image.new("RGB", (4, 4)), "row 7")
-    prompt = Prompt(7, [1, 5, 5, 5, 6], "", {}, images=(stored,))
-    with pytest.raises(TrainingError, match=r"vLLM made 4 tokens of the prompt of row 7, .* 5, or"):
-        to(fake).score([Scored(prompt, 1)])
-
-
-def test_a_server_that_does_not_score(fake: FakeVllm) -> None:
-    fake.faults[GENERATE] = lambda: {"prompt_logprobs": None}
-    with pytest.raises(TrainingError, match="no log-probabilities of a prompt"):
-        to(fake).score(as_scored([[3, 4]]))
 
 
 # Whether it lives, and until it does.
@@ -361,18 +291,6 @@ def test_a_server_is_given_up_after_three_looks_in_a_row(
     fake.faults["/health"] = lambda: None if (s := next(looks)) is None else answers(s, "ill")()
     assert watched(fake) == (f"server {fake.url}: /health failed: answered 503, 3 times in a row.")
     assert next(looks, "none are left") == "none are left"
-
-
-def test_a_server_that_does_not_answer_is_given_up(
-    fake: FakeVllm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client, "PROBE", 0.001)
-    monkeypatch.setattr(client, "QUICK", 0.1)
-    fake.faults["/health"] = fake.hang
-    assert "/health failed: no answer within 0.1 s, 3 times in a row" in watched(fake)
-    monkeypatch.setattr(client, "QUICK", 30.0)
-    fake.end()
-    assert "/health failed: nothing listens there, 3 times in a row" in watched(fake)
 
 
 @pytest.fixture
@@ -422,12 +340,4 @@ def test_a_server_in_the_middle_of_an_update_is_not_waited_for(
         f"generation.vllm.servers: {fake.url} was left in the middle of a weight update, by a run "
         "that ended; start it again."
     )
-    assert clock.now == 1000
-
-
-def test_a_server_of_another_model_is_not_waited_for(
-    fake: FakeVllm, clock: SimpleNamespace
-) -> None:
-    with pytest.raises(UserError, match="serves another model"):
-        wait_for([to(fake)], CONFIG | {"vocab_size": 7}, 7, print)
     assert clock.now == 1000

@@ -15,8 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from grpo_cli.config.schema import Tools, Vllm
-from grpo_cli.environments.programs import program_loop
+from grpo_cli.config.schema import Vllm
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.sampling import Sampling
 from tests.vllm_engines import (
@@ -42,7 +41,6 @@ pytest.importorskip("vllm")
 
 from grpo_cli.generation.vllm import colocate, worker  # noqa: E402
 from grpo_cli.generation.vllm.colocate import ColocatedGenerator  # noqa: E402
-from grpo_cli.records import Completion  # noqa: E402
 from tests.conftest import as_prompts  # noqa: E402
 from tests.generation.test_sampling import log_distribution  # noqa: E402
 
@@ -252,36 +250,6 @@ def test_structured_outputs(
             assert json.loads(text) in ({"a": 1}, {"a": 2})
 
 
-def test_programs_are_run_between_two_calls_of_the_engine(
-    engine: ColocatedGenerator,
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each piece has to be the program, whatever the model would say; the tool writes the rest."""
-    written = "```python\nprint(6 * 7)\n```\n"
-    monkeypatch.setattr(engine, "structured", {"regex": re.escape(written)})
-    tools = Tools(max_calls=1, seconds=20.0)
-    loop, groups = program_loop(tokenizer, tools), dict[int, list[Completion]]()
-    loop.sample(
-        engine,
-        as_prompts(PROMPTS[:3]),
-        2,
-        Sampling(100),
-        SEEDS[:3],
-        lambda number, prompts, completions: groups.update({number: completions}),
-    )
-    assert sorted(groups) == [0, 1, 2]
-    shown = "```output\n42\n```\n"
-    for c in (c for g in groups.values() for c in g):
-        text = tokenizer.decode(c.ids, skip_special_tokens=True)
-        assert text == written + shown + written, "after the last call it goes on to its end"
-        assert (c.tool_calls, c.tool_errors, c.finish_reason) == (1, 0, "stop")
-        assert c.is_sampled is not None
-        of_tool = [i for i, is_sampled in zip(c.ids, c.is_sampled, strict=True) if not is_sampled]
-        assert tokenizer.decode(of_tool) == shown
-
-
 def test_more_prompt_tokens_than_fit_into_one_step(
     engine: ColocatedGenerator, policy: PreTrainedModel
 ) -> None:
@@ -314,23 +282,6 @@ def test_a_head_that_stays_behind_is_found(
     move(policy, 1)
     with pytest.raises(TrainingError, match=r"not compute with the weights of step 1: .* twice"):
         engine.update_weights(policy, 1)
-
-
-def test_a_first_try_that_failed_is_made_good(
-    engine: ColocatedGenerator, policy: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load, tries = engine.load, []
-
-    def late(step: int) -> None:
-        tries.append(step)
-        if len(tries) > 1:
-            load(step)
-
-    monkeypatch.setattr(engine, "load", late)
-    move(policy, 1)
-    engine.update_weights(policy, 1)
-    assert tries == [1, 1]
-    assert difference(policy, engine.generate(as_prompts(PROMPTS), 2, SAMPLING, SEEDS)) < 1e-3
 
 
 def test_weights_that_were_not_sent_are_found_by_their_version(
@@ -397,12 +348,6 @@ def test_a_model_that_is_none_is_one_sentence(
 ) -> None:
     recipe = recipe_for(tmp_path, "vllm_colocate")
     with pytest.raises(UserError, match="vLLM did not start with"):
-        ColocatedGenerator(setup_for(recipe, make_model(tokenizer, tied=True)), None)
-
-
-def test_sleep_is_for_gpus(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    recipe = recipe_for(tmp_path, "vllm_colocate", sleep=1)
-    with pytest.raises(UserError, match=r"generation\.vllm\.sleep = 1: vLLM sleeps on GPUs only"):
         ColocatedGenerator(setup_for(recipe, make_model(tokenizer, tied=True)), None)
 
 

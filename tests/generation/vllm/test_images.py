@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from PIL import Image
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.generation.vllm import images
-from grpo_cli.generation.vllm.colocate import ColocatedGenerator
 from grpo_cli.generation.vllm.requests import BANNED, sampling_params
 from grpo_cli.images import StoredImage
 from grpo_cli.records import Prompt
@@ -84,19 +82,3 @@ def test_tokens_of_images_are_banned() -> None:
     }  # fmt: skip
     some = Sampling(8, never=(7,), allowed_token_ids=(6, 7))
     assert sampling_params(some, 2, [2], None, None)["allowed_token_ids"] == [6]
-
-
-def test_more_images_than_vllm_takes_are_one_sentence(loaded: Loaded) -> None:
-    """A stream may have more images in a later prompt than the engine was started for."""
-
-    def render_cmpl(prompts: list[Any]) -> list[Any]:
-        assert len(prompts[0]["multi_modal_data"]["image"]) == 3
-        raise ValueError("At most 1 image(s) may be provided in one prompt.\nMore text.")
-
-    generator = object.__new__(ColocatedGenerator)
-    generator.llm = SimpleNamespace(renderer=SimpleNamespace(render_cmpl=render_cmpl))
-    with pytest.raises(TrainingError) as error:
-        generator._rendered([loaded.mixed()[2]])
-    assert str(error.value) == (
-        "vLLM refuses a prompt (rows 2): At most 1 image(s) may be provided in one prompt."
-    )

@@ -2,8 +2,6 @@
 
 import asyncio
 import copy
-import gc
-import logging
 import re
 import threading
 import time
@@ -27,13 +25,11 @@ from grpo_cli.generation.vllm import base, client, server
 from grpo_cli.generation.vllm.client import Server
 from grpo_cli.generation.vllm.requests import sampling_params
 from grpo_cli.generation.vllm.server import Load, ServerGenerator
-from grpo_cli.generation.vllm.weight_check import WeightCheck
-from grpo_cli.generation.vllm.weight_transfer import Link
 from grpo_cli.generation.vllm.weights import Weights
 from grpo_cli.images import StoredImage
 from grpo_cli.models import adapters
 from grpo_cli.records import Completion, Prompt
-from tests.conftest import as_prompts, as_scored
+from tests.conftest import as_prompts
 from tests.conversations import Conversations
 from tests.fake_vllm import (
     EOS,
@@ -46,7 +42,6 @@ from tests.fake_vllm import (
     recipe_for,
     serving,
     toy_completions,
-    toy_logprobs,
 )
 
 PROMPTS = [[5 + i, 6, 7] for i in range(12)]
@@ -143,7 +138,7 @@ def test_the_first_images_of_a_stream_are_refused_where_completions_go_on_over_n
     generator.close()
 
 
-@pytest.mark.parametrize(("max_rows", "at_a_time"), [(6, 2), (5, 1), (1, 1), (None, 6)])
+@pytest.mark.parametrize(("max_rows", "at_a_time"), [(6, 2), (1, 1), (None, 6)])
 def test_a_server_is_not_asked_for_more_than_max_rows_completions(
     fakes: list[FakeVllm], model: PreTrainedModel, max_rows: int | None, at_a_time: int
 ) -> None:
@@ -222,24 +217,6 @@ def test_conversations_stay_on_their_server_and_wait_for_no_other(
     generator.close()
 
 
-@pytest.mark.programs
-def test_conversations_of_a_server_that_is_lost_go_on_with_the_others(
-    fakes: list[FakeVllm], model: PreTrainedModel
-) -> None:
-    said: list[str] = []
-    generator, plain, feed = (
-        with_weights(fakes, model, said.append),
-        conversations(),
-        conversations(is_repeatable=False),
-    )
-    plain.run(generator)
-    fakes[0].faults[GENERATE] = fakes[0].after(20, fakes[0].die)
-    feed.run(generator)
-    assert feed.ids == plain.ids
-    assert [line.split(": ")[1] for line in said] == [f"server {fakes[0].url}"]
-    generator.close()
-
-
 @pytest.mark.parametrize(
     ("of_vllm", "sampling", "asked"),
     [
@@ -281,13 +258,12 @@ def test_what_does_not_fit_is_not_asked_for(fakes: list[FakeVllm], model: PreTra
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("good_calls", [0, 2])
 @pytest.mark.parametrize(
-    ("fault", "why"),
+    ("fault", "good_calls", "why"),
     [
-        ("die", "(the connection broke|nothing listens there)"),
-        ("fail", "answered 500: EngineCore encountered an issue."),
-        ("hang", "no answer within 1.5 s."),
+        ("die", 2, "(the connection broke|nothing listens there)"),
+        ("fail", 0, "answered 500: EngineCore encountered an issue."),
+        ("hang", 2, "no answer within 1.5 s."),
     ],
 )
 def test_prompts_of_a_server_that_is_lost_go_to_the_others(
@@ -295,8 +271,8 @@ def test_prompts_of_a_server_that_is_lost_go_to_the_others(
     model: PreTrainedModel,
     monkeypatch: pytest.MonkeyPatch,
     fault: str,
-    why: str,
     good_calls: int,
+    why: str,
 ) -> None:
     said: list[str] = []
     if fault == "hang":
@@ -376,82 +352,7 @@ def test_prompts_of_a_server_that_an_update_has_lost_go_to_the_others(
     generator.close()
 
 
-def test_the_error_names_every_server_that_was_lost(
-    fakes: list[FakeVllm], model: PreTrainedModel
-) -> None:
-    generator = generator_for(fakes, model)
-    generator.update_weights(model, 0)
-    fakes[0].faults[GENERATE] = fakes[0].fail
-    fakes[1].faults[GENERATE] = fakes[1].die
-    with pytest.raises(TrainingError) as error:
-        generated(generator)
-    said = str(error.value)
-    assert said.startswith("no server is left. server ")
-    assert f"server {fakes[0].url}: {GENERATE} failed: answered 500: EngineCore" in said
-    assert re.search(f"server {fakes[1].url}: {GENERATE} failed: (the conn|nothing listens)", said)
-    assert error.value.alone, "no other process is told"
-    generator.close()
-
-
-def test_what_a_server_refuses_stops_the_run_and_not_the_server(
-    fakes: list[FakeVllm], model: PreTrainedModel
-) -> None:
-    def refuse() -> None:
-        raise Refused(400, "token id 999 is out of vocabulary")
-
-    generator = generator_for(fakes, model)
-    generator.update_weights(model, 0)
-    for fake in fakes:
-        fake.faults[GENERATE] = refuse
-    with pytest.raises(TrainingError, match="was refused: token id 999 is out of vocabulary"):
-        generated(generator)
-    assert generator.live == {fake.url for fake in fakes}
-    generator.close()
-
-
-@pytest.mark.programs
-@pytest.mark.parametrize("status", [500, 400])
-def test_nothing_is_left_over_of_requests_that_failed_together(
-    fakes: list[FakeVllm], model: PreTrainedModel, caplog: pytest.LogCaptureFixture, status: int
-) -> None:
-    """Else asyncio prints a traceback for each of them."""
-    generator = generator_for(fakes, model)
-    generator.update_weights(model, 0)
-    together = threading.Barrier(6, timeout=30)  # this server's share
-
-    def fail() -> None:
-        together.wait()
-        raise Refused(status, "no")
-
-    fakes[0].faults[GENERATE] = fail
-    pauses = iter([0.2])  # at the first group of the other server, that all these may come in
-    gc.collect()
-    with caplog.at_level(logging.ERROR, "asyncio"):
-        try:
-            generator.generate(
-                as_prompts(PROMPTS), 3, SAMPLING, SEEDS, lambda *_: time.sleep(next(pauses, 0))
-            )
-        except TrainingError as error:
-            assert "was refused: no" in str(error)  # noqa: PT017
-        gc.collect()
-    # Tasks of earlier tests may be collected meanwhile: their servers gave other reasons.
-    assert [m for r in caplog.records if ": no" in (m := r.getMessage())] == []
-    generator.close()
-
-
 # Whose weights they are.
-
-
-def test_a_server_that_samples_with_weights_of_nobodys_is_lost(
-    fakes: list[FakeVllm], model: PreTrainedModel
-) -> None:
-    said: list[str] = []
-    generator = generator_for(fakes, model, say=said.append)
-    generator.update_weights(model, 0)
-    fakes[0].versions = lambda: ["default"]  # as after a start
-    assert generated(generator) == expected()
-    assert "it sampled with weights ['default'], which this run has not sent in time" in said[0]
-    generator.close()
 
 
 def test_a_server_that_samples_with_older_weights_is_lost(
@@ -559,35 +460,6 @@ def test_a_server_that_dies_in_an_update_drops_out(
     generator.close()
 
 
-@pytest.mark.programs
-@pytest.mark.parametrize(
-    ("fault", "call", "why"),
-    [
-        ("die", "/finish_weight_update", "the connection broke"),
-        ("fail", "/start_weight_update", "answered 500: EngineCore"),
-        ("hang", "/finish_weight_update", "no answer within 1.5 s"),
-    ],
-)
-def test_an_update_that_reaches_no_server_stops_the_run(
-    fakes: list[FakeVllm],
-    model: PreTrainedModel,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: str,
-    call: str,
-    why: str,
-) -> None:
-    if fault == "hang":
-        monkeypatch.setattr(Link, "timeout", 1.5)
-    generator = generator_for(fakes[:1], model)
-    generator.update_weights(model, 0)
-    fakes[0].faults[call] = getattr(fakes[0], fault)
-    with pytest.raises(TrainingError) as error:
-        updated(generator, model, 1)
-    said = f"no server is left. server {fakes[0].url}: {call} failed: {why}"
-    assert str(error.value).startswith(said)
-    generator.close()
-
-
 def test_a_server_that_comes_back_has_the_weights_with_the_next_update(
     fakes: list[FakeVllm], model: PreTrainedModel
 ) -> None:
@@ -608,36 +480,6 @@ def test_a_server_that_comes_back_has_the_weights_with_the_next_update(
         assert_has_weights(fake, model)
     assert generated(generator) == expected(step=2)
     assert len(back.asked) == 6
-    generator.close()
-
-
-def test_a_server_that_comes_back_too_short_is_left_out(
-    fakes: list[FakeVllm], model: PreTrainedModel
-) -> None:
-    said: list[str] = []
-    generator = generator_for(fakes, model, say=said.append)
-    generator.update_weights(model, 0)
-    fakes[0].end()
-    assert updated(generator, model, 1) == 1
-    fakes[0].state["max_model_len"] = 15
-    fakes[0].start()
-    assert updated(generator, model, 2) == 1
-    assert f"{fakes[0].url} was started with max_model_len = 15" in said[-1]
-    generator.close()
-
-
-def test_a_server_that_was_started_anew_between_two_updates_joins_with_the_one_after(
-    fakes: list[FakeVllm], model: PreTrainedModel
-) -> None:
-    generator = generator_for(fakes, model)
-    generator.update_weights(model, 0)
-    fakes[0].end()
-    fakes[0].start()
-    assert updated(generator, model, 1) == 1
-    fakes[0].end()  # for the update that it could not take was broken off
-    fakes[0].start()
-    assert updated(generator, model, 2) == 2
-    assert_has_weights(fakes[0], model)
     generator.close()
 
 
@@ -695,33 +537,6 @@ def test_closing_ends_the_transfer_of_servers_that_are_still_there(
 # At the start.
 
 
-@pytest.mark.parametrize(
-    ("state", "said"),
-    [
-        ({"hidden_size": 64}, "serves another model than the policy, some/model: hidden_size is"),
-        ({"vocab_size": 9}, "serves another model than the policy, some/model: vocab_size is 9"),
-    ],
-)
-def test_a_server_of_another_model(
-    fakes: list[FakeVllm], model: PreTrainedModel, state: dict[str, Any], said: str
-) -> None:
-    fakes[1].state["config"] = fakes[1].state["config"] | state
-    with pytest.raises(UserError, match=f"generation.vllm.servers: {fakes[1].url} {said}"):
-        generator_for(fakes, model)
-
-
-def test_a_server_that_another_run_left_in_the_middle_of_an_update(
-    fakes: list[FakeVllm], model: PreTrainedModel
-) -> None:
-    fakes[1].updating = True
-    with pytest.raises(UserError) as error:
-        generator_for(fakes, model)
-    assert str(error.value) == (
-        f"generation.vllm.servers: {fakes[1].url} was left in the middle of a weight update, by a "
-        "run that ended; start it again."
-    )
-
-
 @pytest.mark.parametrize(("of_eval", "needed"), [(None, 16), (5, 16), (9, 19)])
 def test_a_server_that_is_too_short(
     fakes: list[FakeVllm], model: PreTrainedModel, of_eval: int | None, needed: int
@@ -750,16 +565,6 @@ def test_a_server_of_another_dtype_is_noted(fakes: list[FakeVllm], model: PreTra
         "note: servers compute in bfloat16, the trainer in float32: their "
         "log-probabilities differ by more than they need"
     ]
-
-
-def test_servers_that_take_weights_another_way(
-    fakes: list[FakeVllm], model: PreTrainedModel
-) -> None:
-    fakes[0].state["transfer"] = "ipc"
-    generator = generator_for(fakes, model)
-    with pytest.raises(UserError, match="started with transfer=ipc, and the run has gloo"):
-        generator.update_weights(model, 0)
-    generator.close()
 
 
 def test_the_recipe_chooses_servers_and_their_weight_check(
@@ -823,18 +628,6 @@ def test_one_process_sends_and_every_process_samples(
     assert [len(fake.asked) for fake in fakes] == [1, 1], "each begins with another"
     main.close()
     other.close()
-
-
-def test_a_process_learns_from_the_first_which_servers_live(
-    fakes: list[FakeVllm], model: PreTrainedModel
-) -> None:
-    main, other = two_processes(fakes, model)
-    both([main, other], lambda g: g.update_weights(g.policy, 0))
-    fakes[1].end()
-    both([main, other], lambda g: g.update_weights(g.policy, 1))
-    assert main.live == other.live == {fakes[0].url}
-    assert generated(other) == expected(step=1)
-    main.close()
 
 
 def test_a_server_that_one_process_has_lost_is_looked_at_anew(
@@ -981,51 +774,6 @@ def test_a_server_that_comes_back_has_the_adapter_with_the_next_update(
     generator.close()
 
 
-def test_one_process_writes_the_adapter(
-    fakes: list[FakeVllm], adapted: PreTrainedModel, tmp_path: Path
-) -> None:
-    recipe = recipe_of_adapter(fakes, tmp_path)
-    main, other = both(
-        Process.several(2),
-        lambda process: generator_for(
-            fakes, copy.deepcopy(adapted), process=process, recipe=recipe
-        ),
-    )
-    both([main, other], lambda g: g.update_weights(g.policy, 0))
-    for fake in fakes:
-        assert fake.calls.count("/v1/load_lora_adapter") == 1
-        assert_has_adapter(fake, main.policy)
-    assert other.links == {}
-    assert generated(other) == generated(main) == expected()
-    main.close()
-    other.close()
-
-
-@pytest.mark.parametrize("deaf", [1, 2])
-def test_an_adapter_that_is_not_applied_is_found(
-    fakes: list[FakeVllm], adapted: PreTrainedModel, tmp_path: Path, deaf: int
-) -> None:
-    """An update that had no effect is repeated; after the second the run ends."""
-    fake, rows = fakes[0], [[5, 6, 7]]
-
-    def trainer() -> list[list[float]]:
-        tensors = adapters.file_tensors(adapted, adapters.tensors_of(adapted))
-        return [toy_logprobs(tensors, row) for row in rows]
-
-    check = WeightCheck(as_scored(rows), trainer, "float32")
-    recipe = recipe_of_adapter([fake], tmp_path)
-    generator = generator_for([fake], adapted, check, recipe=recipe)
-    generator.update_weights(adapted, 0)
-    move_adapter(adapted)
-    fake.deaf = deaf
-    if deaf == 1:
-        assert generator.update_weights(adapted, 1)["weights/check_difference"] < 1e-6
-    else:
-        with pytest.raises(TrainingError, match="does not compute with the weights of step 1"):
-            generator.update_weights(adapted, 1)
-    generator.close()
-
-
 @pytest.mark.parametrize(
     ("rank", "sentence"),
     [
@@ -1080,22 +828,6 @@ def test_a_server_whose_base_weights_were_replaced(
     pattern = rf"{fakes[1].url} has the weights of an earlier run, .* start it again, or use adapt"
     with pytest.raises(UserError, match=pattern):
         generator_for(fakes, adapted, recipe=recipe_of_adapter(fakes, tmp_path))
-
-
-def test_a_server_that_cannot_read_the_adapter(
-    fakes: list[FakeVllm], adapted: PreTrainedModel, tmp_path: Path
-) -> None:
-    fakes[1].reads = False
-    generator = generator_for(fakes, adapted, recipe=recipe_of_adapter(fakes, tmp_path))
-    sentence = (
-        rf"^server {fakes[1].url}: weight transfer failed: it cannot read "
-        rf"{tmp_path}/vllm_weights/server-1, where adapter\.sync=adapter writes the adapter; give "
-        r"an output_dir on a file system that the server's node shares, or use "
-        r"adapter\.sync=merge, which sends merged weights\.$"
-    )
-    with pytest.raises(UserError, match=sentence):
-        generator.update_weights(adapted, 0)
-    generator.close()
 
 
 def test_an_adapter_that_vllm_refuses(

@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx2
 import pytest
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.config.schema import Recipe
@@ -211,67 +210,6 @@ def test_a_crafted_pickle_is_refused(servers: Servers, tmp_path: Path) -> None:
     assert (tmp_path / "pwned").exists()
 
 
-def test_two_servers_share_the_prompts_and_change_nothing(
-    servers: Servers, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    policy = make_model(tokenizer, tied=True)
-    move(policy, 1)
-    both = [servers.tied, servers.tied_too]
-    found, handed = [], list[int]()
-    for servings in (both[:1], both):
-        generator = generator_of(servers.folders["tied"], policy, servings, [])
-        generator.update_weights(policy, 1)
-        groups = generator.generate(
-            as_prompts(PROMPTS), 4, SAMPLING, SEEDS, lambda number, _: handed.append(number)
-        )
-        found.append([[c.ids for c in group] for group in groups])
-        generator.close()
-    assert sorted(handed) == sorted([*range(len(PROMPTS))] * 2)
-    assert found[0] == found[1]
-
-
-def test_an_update_that_does_nothing_is_found(
-    servers: Servers, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = make_model(tokenizer, tied=True)
-    generator = generator_of(servers.folders["tied"], policy, [servers.tied], [])
-    generator.update_weights(policy, 0)
-    (link,) = generator.links.values()
-    put = link.put
-    old = {n: p.clone() for n, p in policy.named_parameters()}
-
-    def old_ones(flat: torch.Tensor, bucket: list[Any]) -> None:
-        put(torch.cat([old[info.name].detach().reshape(-1) for info in bucket]), bucket)
-
-    monkeypatch.setattr(link, "put", old_ones)
-    move(policy, 1)
-    pattern = r"does not compute with the weights of step 1: .* differ by [\d.]+ .* sent them twice"
-    with pytest.raises(TrainingError, match=pattern):
-        generator.update_weights(policy, 1)
-    monkeypatch.undo()
-    generator.update_weights(policy, 1)
-    generator.close()
-
-
-def test_another_model_and_too_little_room_are_one_sentence(
-    servers: Servers, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    tied = servers.folders["tied"]
-    with pytest.raises(UserError, match=r"another model .* hidden_size is 64 there and 32 here"):
-        generator_of(tied, make_model(tokenizer, tied=True, hidden=32), [servers.tied], [])
-    with pytest.raises(UserError, match=r"tie_word_embeddings is False there and True here"):
-        generator_of(tied, make_model(tokenizer, tied=True), [servers.untied], [])
-    policy = make_model(tokenizer, tied=True)
-    recipe = recipe_for(tied, "vllm_server", servers=[servers.tied.url])
-    with pytest.raises(UserError, match=r"max_model_len = 128; .* takes 144 tokens: start it"):
-        ServerGenerator(setup_for(recipe, policy, 120), None)
-    generator = generator_of(tied, policy, [servers.tied], [])
-    generator.update_weights(policy, 0)
-    with pytest.raises(TrainingError, match=r"120 tokens .* 24 does not fit into 128"):
-        generator.generate(as_prompts([[70] * 120]), 2, SAMPLING, [0])
-    generator.close()
-
-
 def test_two_processes_and_one_server(servers: Servers, tmp_path: Path) -> None:
     """Nothing trains, so ratios are 1 and one process must see the same as two."""
     found = []
@@ -370,22 +308,6 @@ def test_a_server_that_is_back_joins_again(
         generator.close()
     finally:
         again.end()
-
-
-def test_the_last_server_that_dies_in_the_middle_of_sampling(
-    servers: Servers, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    policy = make_model(tokenizer, tied=True)
-    generator = generator_of(servers.folders["tied"], policy, [servers.tied], [])
-    generator.update_weights(policy, 0)
-    begin = time.monotonic()
-    with pytest.raises(TrainingError) as caught:
-        generator.generate(
-            as_prompts(PROMPTS * 8), 4, SAMPLING, list(range(96)), lambda *_: servers.tied.kill()
-        )
-    print(f"killed while it sampled: {time.monotonic() - begin:.1f} s: {caught.value}")
-    assert re.search(rf"no server is left\. server {servers.tied.url}: /", str(caught.value))
-    assert "last lines of its log" in str(caught.value)
 
 
 def test_a_server_that_dies_in_the_middle_of_an_update(

@@ -202,12 +202,6 @@ def test_what_completions_must_match(tmp_path: Path) -> None:
         structured_outputs(Vllm(json_schema=str(file)))
 
 
-def test_a_schemas_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "any.json").write_text("{}", encoding="utf-8")
-    assert structured_outputs(Vllm(json_schema="~/any.json")) == {"json": {}}
-
-
 @pytest.mark.parametrize(
     ("model", "mixed", "engine", "expected"),
     [
