@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from grpo_cli.checkpoints import model_folder
 from grpo_cli.checkpoints.shards import Parts
 from grpo_cli.config.schema import Adapter, Model
-from grpo_cli.distributed import fsdp
 from grpo_cli.errors import UserError
 from grpo_cli.generation.vllm.weights import Weights
 from grpo_cli.models import adapters, loading
@@ -267,14 +266,6 @@ def test_a_checkpoint_holds_the_adapter_alone() -> None:
     moments = {n.rpartition(".")[0] for n in tensors if n.startswith("optimizer.")}
     assert moments == {f"optimizer.{name}" for name in own}
     assert torch.equal(tensors["reference.a"], torch.ones(2))
-
-
-def test_a_skeleton_has_the_adapter_too() -> None:
-    model, _ = adapted("lora")
-    empty = loading.skeleton(model)
-    assert all(p.is_meta for p in empty.parameters())
-    fsdp.fill(empty, model, torch.float32)
-    assert torch.equal(logprobs(empty), logprobs(model))
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

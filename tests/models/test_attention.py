@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_cli.models import attention
-from grpo_cli.models.attention import UnsupportedModelError, install, no_mask
-from tests.conftest import CPU
+from grpo_cli.models.attention import UnsupportedModelError, install
 from tests.models.kernels.layouts import GROUPS, make_layout
 
 
@@ -118,7 +117,3 @@ def test_not_every_model_can_be_installed(
     monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
     assert not install(model)
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_a_mask_that_is_left_as_it_is() -> None:
-    assert no_mask(CPU).ndim == 4  # what transformers takes for a finished mask

@@ -15,12 +15,11 @@ from transformers import PreTrainedModel
 from grpo_cli.distributed import fsdp
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.models.activation_bytes import bytes_per_token
-from grpo_cli.models.attention import UnsupportedModelError
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.training import build
 from tests.conftest import as_prompts
 from tests.generation.embedded.test_generator import SEEDS, Sampling
-from tests.sharded import gradients, make_model, make_rollouts, weighted
+from tests.sharded import gradients, make_rollouts, weighted
 from tests.training.test_train import test_stop_and_resume_is_the_same_run as stop_and_resume
 from tests.training.test_train import trained
 
@@ -100,22 +99,6 @@ def test_only_the_update_is_compiled(model: PreTrainedModel) -> None:
     assert len(calls) > before
 
 
-def test_a_deep_model_takes_no_longer_to_compile() -> None:
-    compiled_graphs = []
-    for layers in (2, 5):
-        graphs: list[Any] = []
-
-        def backend(graph: Any, example_inputs: Any, graphs: list[Any] = graphs) -> Any:
-            graphs.append(graph)
-            return graph.forward
-
-        torch.compiler.reset()
-        compiled, _ = notes_of(make_model(layers=layers), backend)
-        assert compiled.mode.compiled
-        compiled_graphs.append(len(graphs))
-    assert compiled_graphs[0] == compiled_graphs[1] < 20
-
-
 def test_a_backend_that_fails_is_noted_and_left(model: PreTrainedModel) -> None:
     def broken(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
         raise RuntimeError("no C++ compiler\nis installed")
@@ -131,37 +114,6 @@ def test_a_backend_that_fails_is_noted_and_left(model: PreTrainedModel) -> None:
     assert not any("forward" in vars(layer) for layer in fsdp.layers(model))
 
 
-def test_a_backend_that_fails_later_falls_back_too(model: PreTrainedModel) -> None:
-    """`MicroBatcher.map` falls back when it gets this error."""
-    broken = False
-
-    def backend(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        if broken:
-            raise RuntimeError("the disk is full")
-        return graph.forward
-
-    compiled, notes = notes_of(model, backend)
-    assert not notes
-    torch.compiler.reset()
-    broken = True
-    with pytest.raises(UnsupportedModelError, match=r"torch\.compile fails: the disk is full"):
-        compiled(make_rollouts(), 1.0)
-
-
-def test_wrong_numbers_are_noted(model: PreTrainedModel) -> None:
-    def wrong(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        def run(*inputs: Any) -> Any:
-            return tuple(
-                1.01 * t if isinstance(t, torch.Tensor) else t for t in graph.forward(*inputs)
-            )
-
-        return run
-
-    compiled, notes = notes_of(model, wrong)
-    assert not compiled.mode.compiled
-    assert "log-probabilities differ" in notes[0]
-
-
 def test_a_resumed_run_is_the_same_and_that_of_plain_layers(tmp_path: Path) -> None:
     # The reference is compiled too.
     stop_and_resume(tmp_path, {"model__compile": True, "loss__beta": 0.05})
@@ -173,10 +125,3 @@ def test_a_resumed_run_is_the_same_and_that_of_plain_layers(tmp_path: Path) -> N
     assert one.keys() == other.keys()
     assert all((one[name] - other[name]).abs().max() < 1e-5 for name in one)
     assert not plain.policy_logprobs.mode.compiled
-
-
-def test_compiling_is_tried_when_a_resumed_run_is_to_compile(tmp_path: Path) -> None:
-    stopped = trained(tmp_path, steps=1)
-    assert not stopped.policy_logprobs.mode.compiled
-    live = trained(tmp_path, steps=2, resume="auto", model__compile=True)
-    assert live.policy_logprobs.mode.compiled

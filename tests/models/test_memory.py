@@ -183,18 +183,6 @@ def test_each_failure_halves_and_begins_again() -> None:
     assert len(said) == len(undone) == 2
 
 
-def test_a_budget_above_all_there_is_comes_down_to_half_of_that() -> None:
-    tried: list[int] = []
-
-    def work(tokens: int) -> None:
-        tried.append(tokens)
-        if tokens > 40:
-            raise MemoryError("no")
-
-    MicroBatchBudget(2**20, str).with_oom_retry(work, [10] * 9, lambda: None)
-    assert tried == [2**20, 45, 22]
-
-
 @pytest.mark.parametrize(
     "error",
     [

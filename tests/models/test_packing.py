@@ -154,8 +154,3 @@ def test_padded_rows_of_like_length_go_together() -> None:
     unpadded = sum(map(length, rollouts))
     assert sum(map(padded_size, micros)) < 1.1 * unpadded
     assert padded_size(rollouts) > 1.8 * unpadded
-
-
-@BOTH
-def test_micro_batches_of_nothing(split: Split, size: Callable[[Sequence[Rollout]], int]) -> None:
-    assert list(split([], 100)) == []

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from grpo_cli.models import attention
 from grpo_cli.models.activation_bytes import bytes_per_token, saved_bytes
 from grpo_cli.models.attention import NOT_PASSED_ON, Layout, UnsupportedModelError
 from grpo_cli.models.flops import rollout_flops
@@ -340,29 +339,6 @@ def test_a_window_that_only_later_rollouts_outgrow(family: Family) -> None:
 
 
 @pytest.mark.parametrize(
-    ("packed", "chunked", "modes"),
-    [
-        (True, True, [QUICK, CHUNKED, PACKED, SIMPLEST]),
-        (True, False, [PACKED, SIMPLEST]),
-        (False, True, [CHUNKED, SIMPLEST]),
-        (False, False, [SIMPLEST]),
-    ],
-)
-def test_the_order_of_ways(
-    model: PreTrainedModel, packed: bool, chunked: bool, modes: list[ForwardMode]
-) -> None:
-    policy_logprobs = PolicyLogprobs(model, packed=packed, chunked=chunked)
-    assert policy_logprobs.modes == modes
-    assert policy_logprobs.checked == (modes == [SIMPLEST]), (
-        "there is nothing to check of the plain one"
-    )
-    model.set_attn_implementation("eager")
-    assert PolicyLogprobs(model, packed=packed, chunked=chunked).modes == [
-        mode for mode in modes if not mode.packed
-    ]
-
-
-@pytest.mark.parametrize(
     ("mode", "modes", "checked"),
     [
         (QUICK, [QUICK, CHUNKED, PACKED, SIMPLEST], False),
@@ -436,18 +412,6 @@ def test_memory_that_runs_out_in_the_check_is_no_fault_of_the_way(llama: PreTrai
     assert llama.training
 
 
-def test_any_other_error_is_a_reason(llama: PreTrainedModel) -> None:
-    def fail(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if "attending" in kwargs:
-            raise KeyError
-
-    llama.base_model.register_forward_pre_hook(fail, with_kwargs=True)
-    said: list[str] = []
-    policy_logprobs = PolicyLogprobs(llama, say=said.append)
-    policy_logprobs.check(make_rollouts(), 1.0)
-    assert said == [f"note: not {QUICK} (KeyError: ); instead {CHUNKED}"]
-
-
 def test_the_check_is_on_the_beginnings_of_few_rollouts_of_two_prompts() -> None:
     def lengths(shapes: list[tuple[int, list[int]]]) -> list[tuple[int, int, int]]:
         found = cut(make_rollouts(shapes))
@@ -511,18 +475,3 @@ def test_the_check_keeps_the_inputs_of_layers_alone(llama: PreTrainedModel) -> N
     llama.base_model.layers[0].dropout = 0.1  # applied by the layer itself: it would be drawn
     with recomputing(llama):
         assert [layer.training for layer in llama.base_model.layers] == [False, True]
-
-
-def test_layouts_reach_the_model_by_way_of_its_kwargs(llama: PreTrainedModel) -> None:
-    given: list[set[str]] = []
-    llama.base_model.register_forward_pre_hook(
-        lambda m, args, kwargs: given.append(set(kwargs)), with_kwargs=True
-    )
-    rollouts = make_rollouts()
-    for mode in (QUICK, CHUNKED):
-        policy_logprobs = by(llama, mode)
-        policy_logprobs.check(rollouts, 1.0)
-        given.clear()
-        policy_logprobs(rollouts, 1.0)
-        assert ("attending" in given[0]) == mode.packed
-        assert llama.config._attn_implementation == attention.NAME

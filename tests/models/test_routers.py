@@ -20,7 +20,7 @@ from grpo_cli.models.routers import (
 )
 from tests.models.families import FAMILIES, Family
 from tests.models.test_architectures import flat_gradient, make, make_rollouts
-from tests.training.test_train import built, metrics, trained, weights
+from tests.training.test_train import metrics, trained, weights
 
 BY_NAME = {str(f): f for f in FAMILIES}
 BALANCED = [str(f) for f in FAMILIES if f.balanced]
@@ -134,22 +134,3 @@ def test_a_run_balances_by_its_models_config_and_resumes(
     first = paths.checkpoint_path(straight.folder, 1)
     resumed = trained(tmp_path, resume=str(first), **changes)
     assert torch.equal(weights(resumed), weights(straight))
-
-
-@pytest.mark.runs
-def test_a_run_says_that_nothing_balances_its_experts(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, words in (
-        ("mixtral", "loss.router_aux_loss_coef is the weight of such a loss"),
-        ("glm4_moe", "transformers has no load-balancing loss: nothing keeps the load of its"),
-    ):
-        changes = changes_for(name, tokenizer, tmp_path)
-        live = built(tmp_path, overwrite=True, loss__router_aux_loss_coef=0.0, **changes)
-        live.close()
-        assert words in " ".join(capsys.readouterr().out.split())
-    changes = changes_for("llama", tokenizer, tmp_path)
-    built(tmp_path, overwrite=True, **changes).close()
-    assert "experts" not in capsys.readouterr().out
-    with pytest.raises(UserError, match="a llama model has no experts"):
-        built(tmp_path, overwrite=True, loss__router_aux_loss_coef=0.1, **changes)

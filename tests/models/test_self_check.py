@@ -157,19 +157,3 @@ def test_a_part_of_the_model_that_is_ignored_is_found(
     policy.check(make_rollouts([(20, [30, 20]), (9, [30, 20])]), 1.0)
     assert "log-probabilities differ" in " ".join(said)
     assert not (policy.mode.packed if part == "window" else policy.mode.chunked)
-
-
-def test_a_model_that_cannot_be_computed_in_float32_is_computed_in_the_simplest_mode() -> None:
-    model = make(Family("llama")).bfloat16()
-
-    def refuse(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_autocast_enabled("cpu") and isinstance(args[0], Tensor):
-            assert args[0].dtype == torch.bfloat16, "only in 16 bit"
-
-    model.model.layers[0].register_forward_pre_hook(refuse, with_kwargs=True)
-    said: list[str] = []
-    policy = PolicyLogprobs(model, say=said.append)
-    policy.check(make_rollouts(), 1.0)
-    assert len(said) == 3
-    assert "only in 16 bit" in said[0]
-    assert str(policy.mode) == "rows padded, logits whole"

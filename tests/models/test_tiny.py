@@ -58,14 +58,6 @@ def test_a_prompt_lists_the_tools_of_its_environment() -> None:
     assert "multiply(a, b, note)" in tokenizer.decode(with_tools)
 
 
-def test_a_text_is_written_as_it_was() -> None:
-    tokenizer = tiny.make_tokenizer(BUILD, [])
-    (row,) = tiny.examples(tokenizer, [("6x7=", "42")], None)
-    assert tokenizer.decode(row.prompt.ids) == "6x7="
-    assert tokenizer.decode(row.solution) == "42<|im_end|>"
-    assert row.is_trained == [True] * 3
-
-
 def test_foreign_tokens_do_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
     """The labels of the tool's tokens reach the loss as ignored, those of the turns do not."""
     seen: list[list[int]] = []
@@ -87,14 +79,6 @@ def test_foreign_tokens_do_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
     expected += [i if own else tiny.IGNORED for i, own in zip(ids, is_trained, strict=True)]
     assert seen == [expected]
     assert False in is_trained
-
-
-def test_merges_are_learnt_from_the_markup_of_episodes() -> None:
-    config = replace(BUILD, merges=200)
-    tokenizer = tiny.tokenizer_of(config, [(USER, EPISODE)] * 3)
-    call = tokenizer("<tool_call>" + '{"name": "multiply", "arguments": {"a": 12')["input_ids"]
-    assert len(call) == 7, tokenizer.convert_ids_to_tokens(call)  # digits never merge
-    assert len(tokenizer("<|im_start|>assistant\n")["input_ids"]) == 3
 
 
 def test_the_cache_tells_tools_apart_and_keeps_models_without(

@@ -13,16 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.smolvlm import processing_smolvlm
 
-from grpo_cli.config.schema import Benchmark, Dataset, Mode, Model
+from grpo_cli.config.schema import Dataset, Model
 from grpo_cli.data import Rows, make_prompts
 from grpo_cli.data.control_tokens import ControlTokens
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.environments.chat import Chat
 from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.errors import TrainingError, UserError
-from grpo_cli.evaluation import benchmarks
 from grpo_cli.generation.embedded.cached_decoding import CachedDecoder
 from grpo_cli.generation.embedded.engine import Engine
 from grpo_cli.generation.embedded.generator import TransformersGenerator
@@ -366,13 +364,6 @@ def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
         loading.load_vision(config, folder, tokenizer)
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where torchvision is missing, which only the processor's part for videos needs."""
-    monkeypatch.setattr(processing_smolvlm, "num2words", None)
-    with pytest.raises(UserError, match=r"num2words.*pip install 'grpo-cli\[vision\]'"):
-        load("smolvlm", tmp_path)
-
-
 def test_a_processor_that_does_not_load_is_kept_as_it_is(tmp_path: Path) -> None:
     folder = vision_models.make("smolvlm", tmp_path / "model")
     config = Model(path=str(folder), dtype="float32")
@@ -393,15 +384,6 @@ def test_parts_are_frozen_by_name(tmp_path: Path) -> None:
         loading.freeze(loaded.model, ["vision_towr"])
     with pytest.raises(UserError, match="leaves no weight to train"):
         loading.freeze(loaded.model, ["model", "lm_head"])
-
-
-def test_a_benchmark_is_evaluated_on_all_its_rows(tmp_path: Path) -> None:
-    loaded = load("idefics3", tmp_path)
-    config = Benchmark(data="x.parquet", reward="math", modes={"cot": Mode(prompt="{question}")})
-    row = {"question": "How many?", "image": b"no picture"}
-    rows = Rows("x.parquet", list(row), [row])
-    with pytest.raises(UserError, match=r"row 0, column 'image': .*\. A benchmark is evaluated on"):
-        benchmarks.make_prompts("x", config, "cot", rows, loaded.tokenizer, vision=loaded.vision)
 
 
 def test_memory_is_measured_again_with_the_first_images(
