@@ -224,8 +224,8 @@ def test_the_first_rollouts_do_not_have_to_fit_all_at_once(
 
 @pytest.mark.runs
 def test_a_completion_that_does_not_fit_alone_ends_the_run(tmp_path: Path) -> None:
-    live = built(tmp_path, update__num_iterations=2, update__old_logprobs="computed")
-    allocator = Allocator(live.policy, 3, ERRORS["cpu"], without_gradient=True)
+    live = built(tmp_path)
+    allocator = Allocator(live.policy, 3, ERRORS["cpu"])
     with pytest.raises(TrainingError, match=ONE_TOO_LONG):
         train.train(live)
     live.close()
