@@ -10,7 +10,7 @@ from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import UserError
 from grpo_cli.generation.base import Generator
 from grpo_cli.generation.factory import ENGINES, check_settings, engine_class
-from tests.training.test_train import metrics, recipe, trained
+from tests.training.test_train import metrics, trained
 
 ENGINE = '''
 from grpo_cli.generation.base import Generator
@@ -88,7 +88,3 @@ def test_an_engine_that_is_not_there(name: str, sentence: str) -> None:
     with pytest.raises(UserError, match=rf"^generation\.engine = {name}: |{sentence}") as error:
         engine_class(name)
     assert error.match(sentence)
-
-
-def test_a_recipe_may_name_any_engine(tmp_path: Path) -> None:
-    assert recipe(tmp_path, generation__engine="my_engine:Counts").generation.num_generations == 4

@@ -143,21 +143,6 @@ def test_where_decoding_strips_a_space_and_characters_fall_back_to_bytes(
     assert "".join(str(int(x)) for x in found) == expected
 
 
-def test_any_of_several() -> None:
-    ids = ids_of(BYTES, ["a", "st", ".", as_bytes("\n"), "op"])
-    assert answers(BYTES, ["stop", "\n", "aop"], ids) == [False, False, False, True, False]
-
-
-def test_without_stop_strings_or_tokens_nothing_ends() -> None:
-    assert answers(BYTES, [], ids_of(BYTES, ["stop"])) == [False]
-    assert not StopStrings(BYTES, ["stop"]).ends([])
-
-
-def test_an_empty_stop_string_is_a_mistake() -> None:
-    with pytest.raises(AssertionError, match="empty stop string"):
-        StopStrings(BYTES, ["a", ""])
-
-
 def test_tokens_without_a_text_may_lie_between() -> None:
     for tokenizer in TOKENIZERS.values():
         st, op, a = ids_of(tokenizer, ["st", "op", "a"])

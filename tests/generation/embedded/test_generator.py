@@ -11,7 +11,6 @@ from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import Generator, OnGroup, ignore
 from grpo_cli.generation.embedded import decode_batch
-from grpo_cli.generation.embedded.decoding_state import uniforms
 from grpo_cli.generation.embedded.engine import Step
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.sampling import Sampling
@@ -73,17 +72,6 @@ def test_greedy_is_that_of_transformers(model: PreTrainedModel) -> None:
     assert set(ends) == {"stop", "length"}
 
 
-def test_greedy_takes_a_batch_of_transformers_with_padding_too(model: PreTrainedModel) -> None:
-    width = max(map(len, PROMPTS))
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in PROMPTS])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS])
-    out = model.generate(
-        ids, attention_mask=mask, do_sample=False, max_new_tokens=8, eos_token_id=-1
-    )
-    found = generate(model, Sampling(8, temperature=0), num_generations=1, eos_ids=[])
-    assert [found[i][0].ids for i in range(5)] == out[:, width:].tolist()
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_trainer_reproduces_the_reported_logprobs(
     model: PreTrainedModel, temperature: float
@@ -99,15 +87,6 @@ def test_the_trainer_reproduces_the_reported_logprobs(
     assert (logprobs - sampled).abs().max() < 1e-4
     assert sampled.min() < -1
     assert logprobs.requires_grad
-
-
-def test_a_greedy_completions_logprobs_are_those_at_temperature_one(
-    model: PreTrainedModel,
-) -> None:
-    (c,) = generate(model, Sampling(5, temperature=0), order=[2], num_generations=1, eos_ids=[])[2]
-    logits = model(torch.tensor([PROMPTS[2] + c.ids])).logits[0, 2:-1]
-    expected = logits.log_softmax(-1).gather(-1, torch.tensor(c.ids)[:, None])[:, 0]
-    assert c.sampling_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 SAMPLING = Sampling(12, temperature=0.9, top_p=0.98, top_k=200, min_p=0.001)
@@ -167,22 +146,6 @@ def test_when_rows_stop_sharing_their_prompt_has_no_say(
     assert any(columns) == unshares
 
 
-def test_caches_of_rows_that_have_ended_are_given_back(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes: list[tuple[int, int]] = []
-    make_room = decode_batch.DecodeBatch.make_room
-
-    def noted(batch: decode_batch.DecodeBatch) -> None:
-        sizes.append((batch.keys.shape[1], len(batch)))
-        make_room(batch)
-
-    monkeypatch.setattr(decode_batch.DecodeBatch, "make_room", noted)
-    generate(model, Sampling(40), num_generations=4)
-    assert min(rows for _, rows in sizes) < max(rows for _, rows in sizes) / 4
-    assert all(room < 2 * rows for room, rows in sizes)
-
-
 @pytest.mark.parametrize(("tokens", "told"), [(9, 0), (10, 1)])
 def test_it_says_when_positions_depend_on_other_rows(tokens: int, told: int) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
@@ -209,12 +172,6 @@ def test_a_completion_is_drawn_from_its_prompts_seed_and_its_number(model: PreTr
     assert [c.ids for c in twice[0]] != [c.ids for c in twice[2]]
 
 
-def test_the_uniform_numbers_of_a_row_are_its_own() -> None:
-    assert torch.equal(uniforms(6, 7), uniforms(6, 7))
-    assert not torch.equal(uniforms(5, 7), uniforms(6, 7))
-    assert torch.equal(uniforms(5, 7)[:3], uniforms(5, 3))
-
-
 def cut_at_eos(c: Completion, eos_ids: Sequence[int]) -> Completion:
     ends = [t for t, token in enumerate(c.ids) if token in eos_ids]
     if not ends:
@@ -235,19 +192,6 @@ def test_the_first_eos_ends_a_completion_and_nothing_else_changes(model: PreTrai
     assert len(lasts & set(MANY_EOS)) > 5
 
 
-def test_every_eos_of_the_generation_config_ends_a_completion(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    (c,) = generate(model, Sampling(8), order=[0], num_generations=1, eos_ids=[])[0]
-    assert len(set(c.ids)) == 8
-    for t, token in enumerate(c.ids):
-        model.generation_config.eos_token_id = [258, token]
-        eos_ids = loading.eos_ids(model.generation_config, tokenizer)
-        assert eos_ids == sorted({2, 258, token})
-        (ended,) = generate(model, Sampling(8), order=[0], num_generations=1, eos_ids=eos_ids)[0]
-        assert (ended.ids, ended.finish_reason) == (c.ids[: t + 1], "stop")
-
-
 def test_eos_ids_of_a_model_with_one_or_none(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -255,15 +199,6 @@ def test_eos_ids_of_a_model_with_one_or_none(
     assert loading.eos_ids(model.generation_config, tokenizer) == [2, 7]
     model.generation_config.eos_token_id = None
     assert loading.eos_ids(model.generation_config, tokenizer) == [2]
-
-
-@pytest.mark.parametrize("max_tokens", [1, 2, 7])
-def test_max_tokens_is_the_longest_completion(model: PreTrainedModel, max_tokens: int) -> None:
-    found = generate(model, Sampling(max_tokens), num_generations=4)
-    for c in (c for g in found.values() for c in g):
-        assert len(c.ids) == len(c.sampling_logprobs) <= max_tokens
-        assert (c.finish_reason == "stop") == (c.ids[-1] in MANY_EOS)
-        assert c.finish_reason == "stop" or len(c.ids) == max_tokens
 
 
 def noted(model: PreTrainedModel) -> list[int]:
@@ -300,23 +235,6 @@ def test_waiting_prompts_come_in_when_half_of_the_rows_are_free(model: PreTraine
     assert joined == [3], "one that waited beside two that were at work"
     lengths = [len(c.ids) for g in found.values() for c in g]
     assert sum(steps) == sum(n - 1 for n in lengths), "a row was computed after it had ended"
-
-
-def test_a_model_that_the_engine_cannot_decode_is_decoded_plainly(
-    model: PreTrainedModel, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected = generate(model, SAMPLING)
-    assert capsys.readouterr().out == ""
-    other = loading.frozen_copy(model)
-    other.set_attn_implementation("eager")
-    sizes = noted(other)
-    found = generate(other, SAMPLING)
-    assert "note: decoding with transformers' own cache, not with the engine" in (
-        capsys.readouterr().out
-    )
-    assert sizes == []
-    for i, group in found.items():
-        assert all(same(a, b) for a, b in zip(group, expected[i], strict=True))
 
 
 def test_an_engine_that_is_wrong_is_not_used(
@@ -403,15 +321,6 @@ def test_penalties_and_bans(model: PreTrainedModel, decoder: str) -> None:
         assert all(len(set(ids)) == 20 for ids in completions(**{penalty: 1e6}))
     assert all(set(ids) <= {5, 6, 7} for ids in completions(allowed_token_ids=(5, 6, 7)))
     assert all(set(ids) == {11} for ids in completions(logit_bias=((11, 1e6),)))
-
-
-def test_one_token_of_top_k_is_greedy(model: PreTrainedModel) -> None:
-    greedy = generate(model, Sampling(6, temperature=0))
-    for settings in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}):
-        found = generate(model, Sampling(6, **settings))  # type: ignore[arg-type]
-        assert [[c.ids for c in g] for g in found.values()] == [
-            [c.ids for c in g] for g in greedy.values()
-        ]
 
 
 @pytest.mark.parametrize("training", [True, False])

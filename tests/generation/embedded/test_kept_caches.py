@@ -116,26 +116,6 @@ def test_conversations_that_have_no_room_are_computed_again(
     assert bool(steps) == (most > 1)
 
 
-def test_memory_that_ends_after_the_last_completion_ends_nothing(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, kept = conversations(), conversations()
-    plain.run(sampler(model))
-    failed: list[int] = []
-    cache_of = engine.DecodeBatch.cache_of
-
-    def failing(self: engine.DecodeBatch, i: int) -> KeptCache:
-        if len(self) == 1 and not failed:
-            failed.append(i)
-            raise MemoryError
-        return cache_of(self, i)
-
-    monkeypatch.setattr(engine.DecodeBatch, "cache_of", failing)
-    kept.run(sampler(model))
-    assert failed
-    assert same(plain, kept)
-
-
 def test_one_conversation_does_not_wait_for_another(model: PreTrainedModel) -> None:
     slow = conversations(is_repeatable=False, delay=lambda n: 0.5 * (n == 4))
     slow.run(sampler(model))

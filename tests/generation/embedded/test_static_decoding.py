@@ -128,26 +128,6 @@ def test_top_p_of_a_large_vocabulary_does_not_wait_for_the_device() -> None:
     assert torch.equal(found, torch.stack(pick(scores, sampling, uniforms)))
 
 
-class CompiledGraphs:
-    """Compiles steps for the CPU."""
-
-    def __init__(self) -> None:
-        self.compiled = 0
-
-    def capture(self, key: object, function: Callable[[], None]) -> Callable[[], None]:
-        torch._dynamo.reset()
-        self.compiled += 1
-        return torch.compile(function, fullgraph=True)
-
-
-@pytest.mark.slow
-def test_a_compiled_step_gives_the_same_tokens() -> None:
-    model, graphs = model_of(CONFIGS["qwen2"]), CompiledGraphs()
-    sampling = replace(LONG, max_tokens=12)  # and no eos, so that only one bucket is compiled
-    assert_same(sample(model, graphs, sampling, eos=99), sample(model, None, sampling, eos=99))
-    assert graphs.compiled == 1
-
-
 @table(
     "rows, bucket",
     [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (17, 24), (500, 504)],
@@ -240,39 +220,3 @@ def test_a_generator_refuses_graphs_whose_numbers_are_wrong(
     assert resumed.graphs.has_failed
     assert len(notes) == 1
     assert "without CUDA graphs (log-probabilities differ" in notes[0]
-
-
-COUNTER = torch.zeros(2)
-
-
-def item() -> None:
-    COUNTER.add_(COUNTER.sum().item())
-
-
-def by_mask() -> None:
-    COUNTER[COUNTER > 0] = 0
-
-
-def of_the_host() -> None:
-    COUNTER.add_(torch.tensor([1.0, 2.0]))
-
-
-@table("function", [item, by_mask, of_the_host])
-def test_the_fake_refuses_what_waits_for_the_device(function: Any) -> None:
-    with pytest.raises(RuntimeError, match="waits for the device"):
-        RecordingGraphs().capture("key", function)
-
-
-def test_the_fake_replays_what_was_captured_whatever_python_says() -> None:
-    total, steps = torch.zeros(3), [1.0]
-    held: list[Tensor] = [torch.ones(3)]
-
-    def function() -> None:
-        total.add_(held[0] * 2 + steps[-1])
-
-    replay = RecordingGraphs().capture("key", function)
-    assert total.tolist() == [0.0] * 3, "capturing does nothing"
-    held[0], steps[:] = torch.zeros(3), [50.0]
-    replay()
-    replay()
-    assert total.tolist() == [6.0] * 3
