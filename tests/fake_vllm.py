@@ -72,7 +72,7 @@ class FakeVllm:
         self.reads = True  # the trainer's files
         self.versions: Callable[[], list[str]] = lambda: [self.version]
         self.deaf = 0  # updates that it will take and not use
-        self.key = server_key.make_key(None)  # in the session's cache folder
+        self.key = server_key.make_key()  # in the session's cache folder
         self.port = 0
         self.start()
 
@@ -420,7 +420,6 @@ def recipe_for(servers: Sequence[FakeVllm], **of_vllm: Any) -> Recipe:
     recipe.generation.engine, recipe.generation.max_completion_tokens = "vllm_server", 6
     known = {
         "servers": [s.url for s in servers], "transfer": "gloo", "check_weights": False,
-        "start_timeout": 10.0,
     }  # fmt: skip
     for name, value in (known | of_vllm).items():
         setattr(recipe.generation.vllm, name, value)

@@ -35,6 +35,7 @@ from grpo_cli.models.policy_logprobs import PolicyLogprobs
 from grpo_cli.records import Completion, Prompt, Rollout
 from tests.conftest import as_prompts
 
+CACHE = {"kv_cache_memory_bytes": 2**26}
 START_SECONDS = 600  # of several servers together, on a machine that may be busy
 PROMPTS = [[70 + i, 80, 90 + i % 7, 66] for i in range(12)]
 LONG = [[70 + (i * j) % 60 for i in range(140)] for j in range(1, 5)]  # more than a cached block
@@ -77,7 +78,7 @@ def recipe_for(folder: Path, engine: str, **of_vllm: Any) -> Recipe:
     recipe.model.path = str(folder)
     recipe.generation.engine = engine
     recipe.generation.max_completion_tokens = SAMPLING.max_tokens
-    recipe.generation.vllm.kv_cache_gb = 0.0625
+    recipe.generation.vllm.engine_args = {**CACHE}
     for name, value in of_vllm.items():
         setattr(recipe.generation.vllm, name, value)
     return recipe
@@ -195,7 +196,8 @@ def serve(folder: Path | None, output: Path, *words: str) -> Serving:
     given = [w.partition("=")[2] for w in words if w.startswith("port=")]
     port = int(given[0]) if given else free_port()
     command = [sys.executable, "-m", "grpo_cli.cli", "serve", f"port={port}"]
-    command += ["kv_cache_gb=0.0625", *(w for w in words if not w.startswith("port="))]
+    command += [f"engine_args.{name}={value}" for name, value in CACHE.items()]
+    command += [w for w in words if not w.startswith("port=")]
     if folder is not None:
         command += [f"model={folder}", "max_model_len=128"]
     with output.open("wb") as out:
@@ -208,7 +210,7 @@ def wait_until_up(servings: Sequence[Serving]) -> None:
     for serving in servings:
         while True:
             try:
-                headers = server_key.headers(server_key.read_key(None))
+                headers = server_key.headers(server_key.read_key())
                 if httpx2.get(f"{serving.url}/health", headers=headers).status_code == 200:
                     break
             except (httpx2.HTTPError, FileNotFoundError):

@@ -203,8 +203,8 @@ ALLOWED: dict[str, Any] = {
         "engine": _word,
         "vllm": {
             **_these(
-                "regex seeded check_weights max_model_len tensor_parallel memory "
-                "kv_cache_gb sleep dtype eager prefetch_steps in_flight"
+                "regex check_weights max_model_len tensor_parallel memory "
+                "sleep dtype eager prefetch_steps in_flight"
             ),
             "json_schema": _json_text,
         },

@@ -46,7 +46,7 @@ from grpo_cli.generation.vllm.settings import REFUSED_ANYWHERE
 REFUSED = {
     **REFUSED_ANYWHERE,
     "enable_scale_out": "it is always set: the trainer sends and takes token ids",
-    "api_key": "every route asks for grpo's own key; write key_file=FILE",
+    "api_key": "every route asks for grpo's own key; set GRPO_SERVER_KEY",
     "middleware": "grpo puts the check of the key there",
     "uds": "the trainer speaks HTTP with a port",
     "root_path": "the trainer asks at the root",
@@ -56,7 +56,6 @@ REFUSED = {
     "tensor_parallel_size": "write tensor_parallel=N",
     "data_parallel_size": "write data_parallel=N",
     "gpu_memory_utilization": "write memory=SHARE",
-    "kv_cache_memory_bytes": "write kv_cache_gb=N",
     "enforce_eager": "write eager=true",
     "enable_lora": "write max_lora_rank=N",
     "max_lora_rank": "write max_lora_rank=N",
@@ -247,7 +246,7 @@ def serve(settings: ServerSettings, recipe: Recipe | None, words: Sequence[str])
         raise UserError("grpo serve: vLLM is not installed; pip install 'grpo-cli[vllm]'.")
     check_port(settings.host, settings.port)
     plan = make_plan(settings, recipe, count_gpus())
-    plan = dataclasses.replace(plan, key=server_key.make_key(settings.key_file))
+    plan = dataclasses.replace(plan, key=server_key.make_key())
     log = prepare_log(settings)
     if not plan.path:
         assert recipe is not None
@@ -255,7 +254,7 @@ def serve(settings: ServerSettings, recipe: Recipe | None, words: Sequence[str])
     begin = time.monotonic()
     with signals_noted() as noted, running(plan, log, noted) as server:
         say(f"starting vLLM with {plan.path} on port {settings.port}; its log: {log}")
-        say(f"trainers need the key of {server_key.source(settings.key_file)}")
+        say(f"trainers need the key of {server_key.source()}")
         if (warning := exposure(settings.host)) is not None:
             say(warning)
         wait_until_ready(server, plan, log, noted)
@@ -293,8 +292,5 @@ def training_words(plan: ServerPlan, recipe: Recipe | None, words: Sequence[str]
     on_cpu = not plan.gpus or (recipe is not None and recipe.device == "cpu")
     if plan.transfer != ("gloo" if on_cpu else "nccl"):  # the trainer's default
         needed.append(f"generation.vllm.transfer={plan.transfer}")
-    key_file = plan.settings.key_file
-    if key_file is not None:
-        needed.append(f"generation.vllm.key_file={key_file}")
     beginning = ["grpo", "train", *kept] if recipe is not None else ["grpo", "train", "..."]
     return " ".join(w if w == "..." else shlex.quote(w) for w in [*beginning, *needed])

@@ -99,7 +99,7 @@ SET_BY_SCRIPT = (
     "signal", "ntasks", "ntasks-per-node", "requeue", "no-requeue", "open-mode", "output", "array",
     "wait", "parsable", "nodelist", "kill-on-bad-exit", "chdir",
 )  # fmt: skip
-SET_FOR_SERVE = ("model", "host", "port", "log", "key_file")
+SET_FOR_SERVE = ("model", "host", "port", "log")
 
 
 USAGE = """\
@@ -216,10 +216,8 @@ def serving_words(words: Sequence[str]) -> list[str]:
         key, _, value = word.lstrip("+").partition("=")
         if key == "generation" and value != "vllm_server":
             raise UserError(f"{word}: with vllm_nodes the recipe samples with vllm_server.")
-        if key in ("generation.vllm.servers", "generation.vllm.key_file"):
+        if key == "generation.vllm.servers":
             raise UserError(f"{key}: with vllm_nodes the servers are the job's own.")
-    if not any(w.lstrip("+").startswith("generation.vllm.start_timeout=") for w in words):
-        added.append("generation.vllm.start_timeout=1200")  # a large model takes long to load
     return added
 
 

@@ -481,11 +481,6 @@ class _VllmServers:
     servers: list[str] = knob(
         [], "Addresses of running `grpo serve` processes, such as http://node1:8000."
     )
-    key_file: str | None = knob(
-        None,
-        "File of mode 600 with the key of the servers; null: $GRPO_SERVER_KEY, else the file that "
-        "`grpo serve` makes in grpo's cache folder.",
-    )
     transfer: str = knob(
         "auto",
         "Transport of weights to servers: nccl (GPUs), ipc (the trainer's own GPU), gloo "
@@ -493,12 +488,6 @@ class _VllmServers:
         "started.",
         choices=("auto", "nccl", "ipc", "gloo", "disk"),
     )
-    transfer_host: str | None = knob(
-        None,
-        "Address at which servers reach the trainer with transfer gloo; null: the address of the "
-        "interface towards them.",
-    )
-    start_timeout: float = knob(240.0, "Seconds to wait for the servers when a run starts.", gt=0)
     prefetch_steps: int = knob(
         0,
         "Steps whose completions are sampled in advance, while the policy is updated; also "
@@ -526,12 +515,6 @@ class _VllmColocated:
         1, "Training processes that share one engine; must divide their number.", ge=1
     )
     memory: float = knob(0.3, "Share of the GPU's memory that the engine may use.", gt=0, le=1)
-    kv_cache_gb: float | None = knob(
-        None,
-        "GiB for the key/value cache; null: what generation.vllm.memory leaves on a GPU, 0.5 "
-        "on the CPU.",
-        gt=0,
-    )
     sleep: int = knob(
         0,
         "Engine memory during an update: kept (0), cache freed and weights moved to the host "
@@ -559,12 +542,6 @@ class Vllm(_VllmColocated, _VllmServers):
     regex: str | None = knob(None, "Regular expression that every completion must match.")
     json_schema: str | None = knob(
         None, "JSON schema that every completion must match: JSON text, or a .json file."
-    )
-    seeded: bool = knob(
-        True,
-        "Sample each completion from a random stream of its own, a function of (seed, prompt, "
-        "number); false: from the engine's single stream, which is faster on a GPU with "
-        "thousands of completions.",
     )
     check_weights: bool = knob(
         True,

@@ -110,7 +110,6 @@ ASKS: dict[str, tuple[dict[str, Any], str]] = {
     "model's files": ({"model__args": {"cache_dir": "/x"}}, "model.args.cache_dir = /x"),
     "engine": ({"generation__engine": "timeit:timeit"}, "generation.engine = timeit:timeit"),
     "servers": ({"generation__vllm__servers": ["http://a:1"]}, "generation.vllm.servers = ['http"),
-    "key of servers": ({"generation__vllm__key_file": "~/.netrc"}, "generation.vllm.key_file = ~"),
     "schema's file": ({"generation__vllm__json_schema": "/x"}, "generation.vllm.json_schema = /x"),
     "engine arguments": (
         {"generation__vllm__engine_args": {"worker_cls": "a.B"}},

@@ -72,7 +72,7 @@ def test_what_only_training_reads_is_refused(word: str, message: str) -> None:
             "generation.stop=[x]",
         ),
         *("distributed=fsdp2", "distributed.stall_minutes=3", "generation=vllm_colocate"),
-        *("generation.vllm.kv_cache_gb=1", "generation.tools.max_calls=2", "eval.num_samples=3"),
+        *("generation.vllm.memory=0.5", "generation.tools.max_calls=2", "eval.num_samples=3"),
         *("eval.tempreture=1", "-m", "--cfg", "hydra.sweep.dir=x", "eval.max_completion_tokens=9"),
         *(
             "overwrite=true",

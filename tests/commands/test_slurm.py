@@ -405,7 +405,7 @@ def test_nodes_that_serve(make: Callable[..., Batch]) -> None:
     by_kind = {kind: words for kind, words, _ in job.calls()}
     assert by_kind["doctor"][7:10] == ["--gpus=2", "--port=n1:15001", "--port=n3:7001"]
     words = [
-        "recipe=math_qwen", "generation=vllm_server", "generation.vllm.start_timeout=1200",
+        "recipe=math_qwen", "generation=vllm_server",
         "generation.vllm.servers=[http://n3:7001]",
     ]  # fmt: skip
     assert by_kind["serve"][2:] == [

@@ -77,10 +77,10 @@ class VllmGenerator(Generator, ABC):
 
     def params(self, request: Request, seed: int) -> dict[str, Any]:
         """Returns the fields of vLLM's SamplingParams for a prompt with this seed."""
-        given = seed if self.config.seeded else None
         sampling = replace(request.sampling, never=image_tokens(self.policy.config))
-        how = sampling, request.num_generations
-        return sampling_params(*how, self.eos_ids, given, self.structured)
+        return sampling_params(
+            sampling, request.num_generations, self.eos_ids, seed, self.structured
+        )
 
     def weights(self) -> Weights:
         """Returns the weights that an update sends: the adapter's, or all."""

@@ -30,10 +30,8 @@ QUICK = 20.0  # timeout in seconds of a call that computes nothing
 REQUEST_SECONDS = 3600.0
 UPDATE_SECONDS = 300.0  # timeout of a bucket of weights, or of a call that handles all weights
 PROBE = 5.0  # seconds between two probes of a server
-MORE_ABOUT_KEYS = (
-    "copy the key of its `grpo serve` into a file of mode 600 and name the file with "
-    f"generation.vllm.key_file, or set ${server_key.KEY}"
-)
+MORE_ABOUT_KEYS = f"set ${server_key.KEY} to the key of its `grpo serve`"
+START_SECONDS = 1200.0  # timeout for the servers when a run starts: a large model takes long
 # Fields in which the configs of server and policy must agree; the weight check finds the rest.
 SHAPE = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -55,7 +53,6 @@ class Server:
     """Holds a server's address and the settings that it has reported."""
 
     url: str
-    key_file: str | None = None  # generation.vllm.key_file
     key: str = field(default="", repr=False)  # read by `greet`
     worker_ids: list[str] = field(default_factory=list)  # as of the last `greet`
     world_size: int = 0
@@ -141,9 +138,9 @@ class Server:
             ServerLost: the server is not up, or there is no key here yet. UserError: it serves
                 another model, was not started by `grpo serve`, or has another key.
         """
-        where, has_key = server_key.source(self.key_file), True
+        where, has_key = server_key.source(), True
         try:
-            self.key = server_key.read_key(self.key_file)
+            self.key = server_key.read_key()
         except FileNotFoundError:  # the server may not have made the file yet
             self.key, has_key = "", False
         try:
@@ -291,7 +288,6 @@ class Server:
 def wait_for(
     servers: Sequence[Server],
     architecture: dict[str, Any],
-    timeout: float,
     say: Callable[[str], None],
 ) -> None:
     """Waits until every server is up, and prints which ones it waits for.
@@ -299,7 +295,7 @@ def wait_for(
     Raises:
         UserError: a server is not up in time, or serves another model.
     """
-    deadline, told = time.monotonic() + timeout, time.monotonic()
+    deadline, told = time.monotonic() + START_SECONDS, time.monotonic()
     waiting = list(servers)
     while waiting:
         server = waiting[0]
@@ -314,8 +310,8 @@ def wait_for(
         except ServerLost as error:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"generation.vllm.servers: {server.url} is not up after {timeout:g} s "
-                    f"(generation.vllm.start_timeout). {error}"
+                    f"generation.vllm.servers: {server.url} is not up after "
+                    f"{START_SECONDS:g} s. {error}"
                 ) from error
         if time.monotonic() - told > PROBE:
             told = time.monotonic()

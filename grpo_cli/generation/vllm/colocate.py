@@ -38,8 +38,7 @@ from grpo_cli.models import memory
 from grpo_cli.random_streams import rng_state, set_rng_state
 from grpo_cli.records import Completion, Prompt
 
-GIB = 2**30
-CPU_KV_CACHE = GIB // 2  # default on CPUs, where vLLM would take nearly all memory
+CPU_KV_CACHE = 2**29  # default on CPUs, where vLLM would take nearly all memory
 
 
 def environment(workers: Workers) -> dict[str, str]:
@@ -87,11 +86,9 @@ def engine_args(
         args["distributed_executor_backend"] = "external_launcher"
     if not on_cpu:
         args["gpu_memory_utilization"] = vllm.memory
-    if vllm.kv_cache_gb is not None:
-        args["kv_cache_memory_bytes"] = int(vllm.kv_cache_gb * GIB)
-    elif on_cpu:
+    if on_cpu:
         args["kv_cache_memory_bytes"] = CPU_KV_CACHE
-    if on_cpu:  # after a prompt chunk vLLM rewinds seeded generators, which needs a GPU
+        # After a prompt chunk vLLM rewinds seeded generators, which needs a GPU.
         args["enable_chunked_prefill"] = False
     if recipe.generation.max_num_seqs is not None:
         args["max_num_seqs"] = recipe.generation.max_num_seqs

@@ -52,11 +52,6 @@ class ServerSettings:
     )
     host: str = knob("127.0.0.1", "Address to listen at; 0.0.0.0: all addresses of this machine.")
     port: int = knob(8000, "Port to listen at.", ge=1, le=65535)
-    key_file: str | None = knob(
-        None,
-        "File with the key that trainers must send; made, with mode 600, if it does not exist. "
-        "null: $GRPO_SERVER_KEY, else serve/key in grpo's cache folder.",
-    )
     tensor_parallel: int = knob(1, "Number of GPUs that share one copy of the model.", ge=1)
     data_parallel: int = knob(1, "Number of copies of the model.", ge=1)
     dtype: str | None = knob(
@@ -74,12 +69,6 @@ class ServerSettings:
     memory: float = knob(
         0.9, "Share of each GPU's memory that vLLM uses; only read on GPUs.", gt=0, le=1
     )
-    kv_cache_gb: float | None = knob(
-        None,
-        "Size of the cache of keys and values in GiB; null: what `memory` leaves on a GPU, 1 on a "
-        "CPU.",
-        gt=0,
-    )
     eager: bool | None = knob(
         None, "Whether to run without compilation and CUDA graphs; null: only on a CPU."
     )
@@ -96,7 +85,6 @@ class ServerSettings:
         "is cpu.",
         choices=("auto", "nccl", "ipc", "gloo", "disk"),
     )
-    start_timeout: float = knob(900.0, "Seconds within which the server must be ready.", gt=0)
     log: str | None = knob(None, "File for the server's log; null: a file in grpo's cache folder.")
     engine_args: dict[str, Any] = knob(
         {}, "Any other argument of vLLM's server, such as engine_args.max_num_seqs=512."
@@ -129,7 +117,6 @@ class ServerPlan:
     def command(self) -> list[str]:
         """Returns the server's command line."""
         s, on_cpu = self.settings, not self.gpus
-        gib = 1.0 if s.kv_cache_gb is None and on_cpu else s.kv_cache_gb
         flags = {
             "model": self.path,
             "host": s.host,
@@ -146,7 +133,7 @@ class ServerPlan:
             "tensor_parallel_size": s.tensor_parallel,
             "data_parallel_size": s.data_parallel,
             "gpu_memory_utilization": None if on_cpu else s.memory,
-            "kv_cache_memory_bytes": None if gib is None else int(gib * GIB),
+            "kv_cache_memory_bytes": GIB if on_cpu else None,
             "enable_chunked_prefill": False if on_cpu else None,  # see `colocate.engine_args`
             "enforce_eager": (on_cpu if s.eager is None else s.eager) or None,
             "revision": self.revision,
@@ -306,9 +293,6 @@ def wait_until_ready(
         if is_healthy(settings.host, settings.port, plan.key):
             return
         now = time.monotonic()
-        if now - begin > settings.start_timeout:
-            what = f"start_timeout = {settings.start_timeout:g}: the server is not ready"
-            raise TrainingError(failure(what, log))
         if now - spoken >= REPORT_SECONDS:
             spoken = now
             last = last_lines(text_of(log), 1).partition("] ")  # strips vLLM's [file:line]

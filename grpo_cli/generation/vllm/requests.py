@@ -17,7 +17,7 @@ def sampling_params(
     sampling: Sampling,
     num_generations: int,
     eos_ids: Sequence[int],
-    seed: int | None,
+    seed: int,
     structured: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Returns the fields of vLLM's SamplingParams, all that a server may have a default for.
@@ -29,6 +29,7 @@ def sampling_params(
     allowed = [token for token in sampling.allowed_token_ids if token not in never]
     params: dict[str, Any] = {
         "n": 1 if greedy else num_generations,  # greedy completions would be equal
+        "seed": seed,
         "max_tokens": sampling.max_tokens,
         # vLLM's count excludes the eos; it checks stop strings only after the minimum.
         "min_tokens": max(sampling.min_tokens - 1, 0),
@@ -48,8 +49,6 @@ def sampling_params(
         "detokenize": bool(sampling.stop),
         "skip_special_tokens": False,
     }
-    if seed is not None:
-        params["seed"] = seed
     if structured is not None:
         params["structured_outputs"] = structured
     return params

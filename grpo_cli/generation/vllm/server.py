@@ -115,15 +115,14 @@ class ServerGenerator(VllmGenerator):
         """
         super().__init__(setup, weight_check)
         self.in_flight = Load(setup.recipe.generation.max_num_seqs or IN_FLIGHT)
-        key_file = self.config.key_file
-        self.servers = [Server(url.rstrip("/"), key_file) for url in self.config.servers]
+        self.servers = [Server(url.rstrip("/")) for url in self.config.servers]
         self.base: tuple[str, str | None] | None = None  # adapter's base model; None: not known
         if self.lora_rank is not None and (path := setup.recipe.model.path) is not None:
             config, base = base_of(setup.recipe.model, path)
             self.base = base, config.revision
         self.architecture = setup.model.config.get_text_config().to_dict()
         with self.workers.raise_together():
-            wait_for(self.servers, self.architecture, self.config.start_timeout, self.say)
+            wait_for(self.servers, self.architecture, self.say)
             for server in self.servers:
                 self._check(server)
         dtypes, own = {server.dtype for server in self.servers}, dtype_of(setup.recipe)
@@ -408,7 +407,7 @@ class ServerGenerator(VllmGenerator):
                     stale.close()
                 self.links[server.url] = weight_transfer.connect(
                     server,
-                    self.config,
+                    self.config.transfer,
                     self.run,
                     self.folder / f"server-{number}",
                     None if self.lora_rank is None else self.policy,

@@ -32,21 +32,19 @@ def headers(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def source(key_file: str | None) -> str:
+def source() -> str:
     """Returns the source of the key, for messages: the variable's name, or the path of a file."""
-    if key_file is None and KEY in os.environ:
-        return f"${KEY}"
-    return str(Path(key_file).expanduser() if key_file else cache_dir() / "serve" / "key")
+    return f"${KEY}" if KEY in os.environ else str(cache_dir() / "serve" / "key")
 
 
-def read_key(key_file: str | None) -> str:
-    """Returns the key from `key_file`, from $GRPO_SERVER_KEY, or from grpo's cache folder.
+def read_key() -> str:
+    """Returns the key from $GRPO_SERVER_KEY, or from grpo's cache folder.
 
     Raises:
         FileNotFoundError: the file does not exist. UserError: other users may read the file, or
             it contains no key.
     """
-    where = source(key_file)
+    where = source()
     if where == f"${KEY}":
         key = os.environ[KEY].strip()
     else:
@@ -67,15 +65,15 @@ def read_key(key_file: str | None) -> str:
     return key
 
 
-def make_key(key_file: str | None) -> str:
+def make_key() -> str:
     """Returns the key as `read_key`; makes the file, with mode 600, if it does not exist.
 
     Raises:
         UserError: as `read_key`, or the file cannot be written.
     """
     with suppress(FileNotFoundError):
-        return read_key(key_file)
-    path = Path(source(key_file))
+        return read_key()
+    path = Path(source())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # mode 600
@@ -88,7 +86,7 @@ def make_key(key_file: str | None) -> str:
             os.unlink(part)
     except OSError as error:
         raise UserError(f"{path}: the server's key cannot be written: {error.strerror}.") from error
-    return read_key(key_file)
+    return read_key()
 
 
 class KeyMiddleware:

@@ -43,7 +43,6 @@ REFUSED = {
     "max_model_len": "write generation.vllm.max_model_len",
     "tensor_parallel_size": "write generation.vllm.tensor_parallel",
     "gpu_memory_utilization": "write generation.vllm.memory",
-    "kv_cache_memory_bytes": "write generation.vllm.kv_cache_gb",
     "enforce_eager": "write generation.vllm.eager",
     "enable_sleep_mode": "write generation.vllm.sleep",
     "max_num_seqs": "write generation.max_num_seqs",

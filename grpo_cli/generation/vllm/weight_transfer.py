@@ -32,7 +32,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from grpo_cli.config.schema import Vllm
 from grpo_cli.generation.vllm import gloo_wire, ipc_wire, lora
 from grpo_cli.generation.vllm.adapter_folder import AdapterFolder
 from grpo_cli.generation.vllm.client import REQUEST_SECONDS, UPDATE_SECONDS, Server, ServerLost
@@ -55,7 +54,7 @@ class Link:
     replaces = "weights"  # "weights": an update replaces all of them; or "adapter"
     timeout = UPDATE_SECONDS
 
-    def __init__(self, server: Server, config: Vllm, folder: Path) -> None:
+    def __init__(self, server: Server, folder: Path) -> None:
         """folder: for files that this server reads."""
         self.server = server
 
@@ -130,9 +129,9 @@ _groups: list[Any] = []
 class GlooLink(BroadcastLink):
     """Broadcasts from this process to the server's workers, with a deadline for each bucket."""
 
-    def __init__(self, server: Server, config: Vllm, folder: Path) -> None:
-        super().__init__(server, config, folder)
-        own = config.transfer_host or gloo_wire.local_address(*address_of(server.url))
+    def __init__(self, server: Server, folder: Path) -> None:
+        super().__init__(server, folder)
+        own = gloo_wire.local_address(*address_of(server.url))
         size, rendezvous = server.world_size + 1, RENDEZVOUS_SECONDS
         try:
             store, port = gloo_wire.listen(own, size, rendezvous)
@@ -178,11 +177,11 @@ class NcclLink(BroadcastLink):
     with a message (`deadline`).
     """
 
-    def __init__(self, server: Server, config: Vllm, folder: Path) -> None:
+    def __init__(self, server: Server, folder: Path) -> None:
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
         from vllm.distributed.weight_transfer import nccl_common
 
-        super().__init__(server, config, folder)
+        super().__init__(server, folder)
         size, rendezvous = server.world_size + 1, RENDEZVOUS_SECONDS
         # NCCL's id is sent in the request, which carries the key. With an address instead, the
         # workers would unpickle data from the store at that address.
@@ -212,8 +211,8 @@ class NcclLink(BroadcastLink):
 class IpcLink(Link):
     """Uses vLLM's CUDA IPC transfer: the server opens this process's memory."""
 
-    def __init__(self, server: Server, config: Vllm, folder: Path) -> None:
-        super().__init__(server, config, folder)
+    def __init__(self, server: Server, folder: Path) -> None:
+        super().__init__(server, folder)
         if server.world_size > 1:
             why = f"ipc reaches the trainer's own GPU alone, and it has {server.world_size}"
             raise server.lost("weight transfer", why)
@@ -238,8 +237,8 @@ class IpcLink(Link):
 class DiskLink(Link):
     """Writes all weights as safetensors files into a folder of the run; the server reads them."""
 
-    def __init__(self, server: Server, config: Vllm, folder: Path) -> None:
-        super().__init__(server, config, folder)
+    def __init__(self, server: Server, folder: Path) -> None:
+        super().__init__(server, folder)
         folder.mkdir(parents=True, exist_ok=True)
         check_shared(server, folder, "transfer=disk writes the weights")
         self.folder = folder
@@ -271,11 +270,9 @@ class AdapterLink(Link):
 
     replaces = "adapter"
 
-    def __init__(
-        self, server: Server, config: Vllm, folder: Path, name: str, policy: nn.Module
-    ) -> None:
+    def __init__(self, server: Server, folder: Path, name: str, policy: nn.Module) -> None:
         """name: unique name of the run."""
-        super().__init__(server, config, folder)
+        super().__init__(server, folder)
         self.name, self.folder, self.is_loaded = name, AdapterFolder(folder, policy), False
         what = "adapter.sync=adapter writes the adapter"
         check_shared(server, folder, what, f", or {lora.OTHER_WAY}")
@@ -321,7 +318,7 @@ KINDS: dict[str, type[Link]] = {
 
 def connect(
     server: Server,
-    config: Vllm,
+    kind: str,
     name: str,
     folder: Path,
     adapted: nn.Module | None = None,
@@ -329,6 +326,7 @@ def connect(
     """Returns a link to a server, of the kind that the recipe and the server agree on.
 
     Args:
+        kind: generation.vllm.transfer.
         name: unique name of the run.
         folder: for files that this server reads.
         adapted: the policy, if only its adapter is sent; None: all weights are sent.
@@ -338,10 +336,9 @@ def connect(
     """
     if adapted is not None:
         try:
-            return AdapterLink(server, config, folder, name, adapted)
+            return AdapterLink(server, folder, name, adapted)
         except OSError as error:
             raise server.lost("weight transfer", f"{type(error).__name__}: {error}") from error
-    kind = config.transfer
     if kind == "auto":
         kind = server.transfer
     if kind not in KINDS:
@@ -356,7 +353,7 @@ def connect(
             f"it was started with transfer={server.transfer}, and the run has {kind}",
         )
     try:
-        return KINDS[kind](server, config, folder)
+        return KINDS[kind](server, folder)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         raise server.lost("weight transfer", f"{type(error).__name__}: {error}") from error
 

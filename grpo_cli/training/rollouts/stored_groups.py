@@ -29,7 +29,7 @@ def sampling_fingerprint(recipe: Recipe, step: int) -> str:
     how = (generation.engine, generation.num_generations, recipe.seed, *sampling)
     others = recipe.tools, recipe.environment, recipe.episode, recipe.rollout
     episodes = others if recipe.has_episodes else ()
-    return repr((*how, vllm.regex, vllm.json_schema, vllm.seeded, *episodes))
+    return repr((*how, vllm.regex, vllm.json_schema, *episodes))
 
 
 def step_fingerprint(recipe: Recipe, step: int) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.sampling import Sampling
-from grpo_cli.generation.vllm import client, server_log
+from grpo_cli.generation.vllm import client, server_key, server_log
 from grpo_cli.generation.vllm.client import Server, ServerLost, wait_for
 from grpo_cli.generation.vllm.requests import sampling_params
 from grpo_cli.records import Completion, Prompt
@@ -187,18 +187,18 @@ def test_a_server_that_is_not_up_yet(fake: FakeVllm, call: str, happens: Any, wh
 def test_a_server_refuses_another_key(
     fake: FakeVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key_file = tmp_path / "key"
-    server = Server(fake.url, str(key_file))
-    with pytest.raises(ServerLost, match=f"asks for a key, and there is no {key_file}; copy"):
+    monkeypatch.setenv("GRPO_CACHE", str(tmp_path))
+    key_file = tmp_path / "serve" / "key"
+    server = Server(fake.url)
+    with pytest.raises(ServerLost, match=f"asks for a key, and there is no {key_file}; set"):
         server.greet(CONFIG)  # which is tried again: the key may be on its way
-    key_file.write_text("the-key-of-another-server")
-    key_file.chmod(0o600)
-    with pytest.raises(UserError, match=f"{fake.url} refuses the key of {key_file}; copy the key"):
+    server_key.make_key()
+    with pytest.raises(UserError, match=f"{fake.url} refuses the key of {key_file}; set"):
         server.greet(CONFIG)
     key_file.write_text(fake.key)
     assert server.greet(CONFIG)
     monkeypatch.setenv("GRPO_SERVER_KEY", "the-key-of-another-server")
-    with pytest.raises(UserError, match=r"refuses the key of \$GRPO_SERVER_KEY; copy"):
+    with pytest.raises(UserError, match=r"refuses the key of \$GRPO_SERVER_KEY; set"):
         to(fake).greet(CONFIG)
     assert fake.key not in repr(server)
 
@@ -302,6 +302,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         clock.now += seconds
         clock.slept()
 
+    monkeypatch.setattr(client, "START_SECONDS", 7.0)
     monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
     return clock
 
@@ -310,21 +311,21 @@ def test_servers_are_waited_for(fake: FakeVllm, clock: SimpleNamespace) -> None:
     late = FakeVllm(CONFIG)
     late.end()
     said: list[str] = []
-    clock.slept = lambda: late.start() if clock.now == 1012 else None
+    clock.slept = lambda: late.start() if clock.now == 1006 else None
     with serving(late):
         servers = [to(fake), to(late)]
-        wait_for(servers, CONFIG, 20, said.append)
+        wait_for(servers, CONFIG, said.append)
         assert [s.world_size for s in servers] == [1, 1]
-    assert clock.now == 1012
-    assert said == [f"waiting for {late.url}, {left} s more at most" for left in (14, 9)]
+    assert clock.now == 1006
+    assert said == [f"waiting for {late.url}, {left} s more at most" for left in (2,)]
 
 
 def test_a_server_that_is_not_up_in_time(fake: FakeVllm, clock: SimpleNamespace) -> None:
     fake.end()
     with pytest.raises(UserError) as error:
-        wait_for([to(fake)], CONFIG, 7, lambda text: None)
+        wait_for([to(fake)], CONFIG, lambda text: None)
     assert str(error.value) == (
-        f"generation.vllm.servers: {fake.url} is not up after 7 s (generation.vllm.start_timeout). "
+        f"generation.vllm.servers: {fake.url} is not up after 7 s. "
         f"server {fake.url}: /health failed: nothing listens there."
     )
     assert math.isclose(clock.now, 1007.5)
@@ -335,7 +336,7 @@ def test_a_server_in_the_middle_of_an_update_is_not_waited_for(
 ) -> None:
     fake.updating = True
     with pytest.raises(UserError) as error:
-        wait_for([to(fake)], CONFIG, 7, print)
+        wait_for([to(fake)], CONFIG, print)
     assert str(error.value) == (
         f"generation.vllm.servers: {fake.url} was left in the middle of a weight update, by a run "
         "that ended; start it again."

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -19,6 +17,7 @@ from grpo_cli.config.schema import Vllm
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.sampling import Sampling
 from tests.vllm_engines import (
+    CACHE,
     LONG,
     PROMPTS,
     SAMPLING,
@@ -53,7 +52,7 @@ def engine(
 ) -> Iterator[ColocatedGenerator]:
     folder = save_model(tmp_path_factory.mktemp("model"), tokenizer, tied=request.param)
     model = make_model(tokenizer, tied=request.param)
-    recipe = recipe_for(folder, "vllm_colocate", engine_args={"disable_log_stats": False})
+    recipe = recipe_for(folder, "vllm_colocate", engine_args={**CACHE, "disable_log_stats": False})
     generator = ColocatedGenerator.make(setup_for(recipe, model, 150))
     yield generator
     generator.close()
@@ -172,23 +171,6 @@ def test_a_groups_prompt_is_computed_once(
     groups = engine.generate(as_prompts(LONG[:2]), 4, SAMPLING, SEEDS[:2])
     assert hits() - before == 2 * (4 - 1) * shared > 0
     assert difference(policy, groups, prompts=LONG[:2]) < 1e-3
-
-
-def test_without_seeds_the_engine_draws_on_and_the_trainers_streams_stand_still(
-    engine: ColocatedGenerator, policy: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine.config, "seeded", False)
-    torch.manual_seed(3)
-    np.random.seed(3)
-    random.seed(3)
-    first = engine.generate(as_prompts(PROMPTS), 2, SAMPLING, SEEDS)
-    drawn = torch.rand(1), np.random.rand(), random.random()
-    second = engine.generate(as_prompts(PROMPTS), 2, SAMPLING, SEEDS)
-    assert [c.ids for g in first for c in g] != [c.ids for g in second for c in g]
-    torch.manual_seed(3)
-    np.random.seed(3)
-    random.seed(3)
-    assert drawn == (torch.rand(1), np.random.rand(), random.random())
 
 
 def test_eos_and_stop_strings_end_a_completion(

@@ -77,8 +77,8 @@ def test_other_tokens_than_the_trainers_are_one_sentence(loaded: Loaded) -> None
 
 def test_tokens_of_images_are_banned() -> None:
     sampling = Sampling(8, never=(7, 9), logit_bias=((7, 5.0), (3, 1.0)))
-    assert sampling_params(sampling, 2, [2], None, None)["logit_bias"] == {
+    assert sampling_params(sampling, 2, [2], 0, None)["logit_bias"] == {
         7: BANNED, 9: BANNED, 3: 1.0
     }  # fmt: skip
     some = Sampling(8, never=(7,), allowed_token_ids=(6, 7))
-    assert sampling_params(some, 2, [2], None, None)["allowed_token_ids"] == [6]
+    assert sampling_params(some, 2, [2], 0, None)["allowed_token_ids"] == [6]

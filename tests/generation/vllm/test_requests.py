@@ -35,15 +35,16 @@ PLAIN: dict[str, Any] = {
     "logprobs": 0,
     "detokenize": False,
     "skip_special_tokens": False,
+    "seed": 0,
 }
 
 
-def asked(sampling: Sampling, seed: int | None = None, structured: Any = None) -> dict[str, Any]:
+def asked(sampling: Sampling, seed: int = 0, structured: Any = None) -> dict[str, Any]:
     return sampling_params(sampling, 4, (2, 7), seed, structured)
 
 
 def test_a_plain_request_says_everything_that_a_server_could_have_a_default_for() -> None:
-    assert asked(Sampling(max_tokens=16)) == PLAIN, "no seed, no structured outputs"
+    assert asked(Sampling(max_tokens=16)) == PLAIN, "no structured outputs"
 
 
 def test_a_request_says_what_the_recipe_says() -> None:
@@ -73,10 +74,9 @@ def test_a_request_says_what_the_recipe_says() -> None:
         "allowed_token_ids": [3, 4],
         "stop": ["\n", "END"],
         "detokenize": True,
-        "seed": 0,
         "structured_outputs": {"regex": "a"},
     }
-    assert asked(sampling, seed=0, structured={"regex": "a"}) == PLAIN | expected
+    assert asked(sampling, structured={"regex": "a"}) == PLAIN | expected
 
 
 def test_a_greedy_request_is_for_one_completion_and_filters_nothing() -> None:

@@ -221,7 +221,6 @@ def test_conversations_stay_on_their_server_and_wait_for_no_other(
     ("of_vllm", "sampling", "asked"),
     [
         ({}, SAMPLING, {"seed": 100, "n": 3}),
-        ({"seeded": False}, SAMPLING, {"seed": None, "n": 3}),
         ({"regex": "a+"}, SAMPLING, {"structured_outputs": {"regex": "a+"}}),
         ({}, Sampling(max_tokens=6, temperature=0), {"n": 1, "temperature": 0}),
         ({}, SAMPLING, {"structured_outputs": None, "stop_token_ids": [EOS]}),

@@ -72,7 +72,7 @@ def engine(
 
 def server_recipe(loaded: Loaded, urls: list[str], **of_vllm: Any) -> Any:
     recipe = recipe_for(loaded.folder, "vllm_server", servers=urls, **of_vllm)
-    del recipe.generation.vllm.kv_cache_gb
+    recipe.generation.vllm.engine_args = {}
     return recipe
 
 

@@ -479,7 +479,7 @@ def test_what_another_recipe_has_begun_is_sampled_anew(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"generation__vllm__start_timeout": 77.0, "generation__max_num_seqs": 4},
+        {"generation__max_num_seqs": 4},
         {"optimizer__learning_rate": 1e-4, "reward": {"length": {}}},
     ],
     ids=str,
