@@ -29,7 +29,7 @@ from grpo_cli import IMPORT_ROOT
 from grpo_cli.config.knob import knob
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.vllm import lora, server_key
-from grpo_cli.generation.vllm.server_log import KILLED, failure, last_lines, log_path, text_of
+from grpo_cli.generation.vllm.server_log import failure, last_lines, log_path, text_of
 from grpo_cli.generation.vllm.settings import of_head
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -277,8 +277,7 @@ def keep() -> None:
             break
     else:
         if server.returncode < 0:
-            name = signal.Signals(-server.returncode).name
-            say(f"{KILLED}{name}")
+            say(f"killed by {signal.Signals(-server.returncode).name}")
     os.killpg(0, signal.SIGKILL)
 
 
