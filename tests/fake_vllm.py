@@ -60,7 +60,7 @@ class FakeVllm:
         **state: Any,
     ) -> None:
         self.state = {
-            "model": "some/model", "revision": None, "config": config, "dtype": "float32",
+            "model": "some/model", "config": config, "dtype": "float32",
             "max_model_len": 64, "quantization": None, "logprobs_mode": "processed_logprobs",
             "transfer": "gloo", "max_lora_rank": None, "has_own_weights": True,
         } | state  # fmt: skip

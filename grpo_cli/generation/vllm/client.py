@@ -61,8 +61,6 @@ class Server:
     transfer: str = ""
     max_lora_rank: int | None = None  # largest adapter rank; None: it applies no adapters
     has_own_weights: bool = True  # whether no run has sent it weights
-    model: str = ""  # folder or hub name that it was started with
-    revision: str | None = None
     adapter: str | None = None  # adapter to sample and score with; None: the model itself
 
     def __post_init__(self) -> None:
@@ -167,7 +165,6 @@ class Server:
         self.dtype, self.transfer = state["dtype"], state["transfer"] or ""
         self.max_model_len = int(state["max_model_len"])
         self.max_lora_rank, self.has_own_weights = state["max_lora_rank"], state["has_own_weights"]
-        self.model, self.revision = state["model"], state.get("revision")
         for key in SHAPE:
             own, other = (
                 (config.get("rope_parameters") or {}).get(key, config.get(key))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_cli.errors import UserError
@@ -24,21 +23,6 @@ def check(config: LoraConfig) -> None:
     """
     if reason := next(_reasons(config), None):
         raise UserError(f"adapter.sync = adapter: {reason}; {OTHER_WAY}.")
-
-
-def are_different(own: tuple[str, str | None], served: tuple[str, str | None]) -> bool:
-    """Returns whether two models, (folder or hub name, revision), are known to be different.
-
-    A folder may hold the same weights as a hub name or as a folder on another machine; only the
-    weight check can tell then.
-    """
-    local = [Path(name).is_dir() for name, _ in (own, served)]
-    if all(local):
-        return not Path(own[0]).samefile(served[0])
-    if any(local) or any(Path(name).is_absolute() for name, _ in (own, served)):
-        return False
-    (name, revision), (other, others) = own, served
-    return (name, revision or "main") != (other, others or "main")
 
 
 def _reasons(config: LoraConfig) -> Iterator[str]:

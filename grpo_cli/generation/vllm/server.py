@@ -30,7 +30,6 @@ from grpo_cli.generation.vllm.requests import check_lengths, repeated
 from grpo_cli.generation.vllm.settings import contradictions_of_servers, dtype_of
 from grpo_cli.generation.vllm.weight_check import WeightCheck
 from grpo_cli.generation.vllm.weight_transfer import Link
-from grpo_cli.models.loading import base_of
 from grpo_cli.records import Completion
 
 IN_FLIGHT = 2048  # default of generation.max_num_seqs: completions in flight per server
@@ -116,10 +115,6 @@ class ServerGenerator(VllmGenerator):
         super().__init__(setup, weight_check)
         self.in_flight = Load(setup.recipe.generation.max_num_seqs or IN_FLIGHT)
         self.servers = [Server(url.rstrip("/")) for url in self.config.servers]
-        self.base: tuple[str, str | None] | None = None  # adapter's base model; None: not known
-        if self.lora_rank is not None and (path := setup.recipe.model.path) is not None:
-            config, base = base_of(setup.recipe.model, path)
-            self.base = base, config.revision
         self.architecture = setup.model.config.get_text_config().to_dict()
         with self.workers.raise_together():
             wait_for(self.servers, self.architecture, self.say)
@@ -369,14 +364,6 @@ class ServerGenerator(VllmGenerator):
                 f"generation.vllm.servers: {server.url} applies {applies}, and "
                 f"adapter.sync = adapter needs rank {self.lora_rank}; start it with "
                 f"max_lora_rank={self.lora_rank}, or {lora.OTHER_WAY}."
-            )
-        served = server.model, server.revision
-        if self.base is not None and lora.are_different(self.base, served):
-            base, other = (f"{m}, revision {r}" if r else m for m, r in (self.base, served))
-            raise UserError(
-                f"generation.vllm.servers: {server.url} serves {other}, and adapter.sync = adapter "
-                f"needs the policy's base model, {base}; start it with that model, or "
-                f"{lora.OTHER_WAY}."
             )
         if self.lora_rank is not None and not server.has_own_weights:
             raise UserError(

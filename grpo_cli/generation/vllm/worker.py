@@ -160,7 +160,6 @@ class WorkerExtension:
             "worker_id": WORKER_ID,
             "updating": self.updating,
             "model": model.model,
-            "revision": model.revision,
             "config": json.loads(json.dumps(config, default=str)),
             "dtype": str(model.dtype).removeprefix("torch."),
             "max_model_len": model.max_model_len,

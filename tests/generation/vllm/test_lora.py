@@ -1,6 +1,5 @@
 """Which adapters vLLM can apply itself; every refusal names the other way."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,20 +65,3 @@ def test_the_room_for_a_rank(rank: int, allowed: int) -> None:
 def test_the_largest_rank() -> None:
     assert lora.largest_rank(config_of(rank=4)) == 4
     assert lora.largest_rank(config_of(rank=4, args={"rank_pattern": {"q_proj": 2, "v": 9}})) == 9
-
-
-def test_models_that_are_known_to_be_different(tmp_path: Path) -> None:
-    here, copy, link = (tmp_path / name for name in ("here", "copy", "link"))
-    here.mkdir()
-    copy.mkdir()
-    link.symlink_to(here)
-    different = lora.are_different
-    assert different(("a/b", None), ("a/c", None))
-    assert different(("a/b", "v1"), ("a/b", None))
-    assert not different(("a/b", None), ("a/b", "main"))
-    assert different((str(here), None), (str(copy), None))
-    assert not different((str(here), None), (str(link), None))
-    # A snapshot of the hub, and a folder of another machine.
-    assert not different(("a/b", None), (str(here), None))
-    assert not different((str(here), None), ("/nowhere/model", None))
-    assert not different(("a/b", None), ("/nowhere/model", None))

@@ -790,34 +790,6 @@ def test_a_server_without_room_for_the_adapter(
         generator_for(fakes, adapted, recipe=recipe)
 
 
-@pytest.mark.parametrize(
-    ("path", "revision", "own"),
-    [
-        ("other/model", None, "other/model"),
-        ("some/model", "v2", "some/model, revision v2"),
-    ],
-)
-def test_a_server_with_another_base_model(
-    fakes: list[FakeVllm],
-    adapted: PreTrainedModel,
-    tmp_path: Path,
-    path: str,
-    revision: str | None,
-    own: str,
-) -> None:
-    recipe = recipe_of_adapter(fakes, tmp_path)
-    recipe.model.path, recipe.model.revision = path, revision
-    said = (
-        rf"{fakes[0].url} serves some/model, and adapter\.sync = adapter needs the policy's base "
-    )
-    with pytest.raises(
-        UserError, match=rf"{said}model, {own}; start it with that model, or use ad"
-    ):
-        generator_for(fakes, adapted, recipe=recipe)
-    recipe.model.path, recipe.model.revision = "some/model", "main"
-    generator_for(fakes, adapted, recipe=recipe).close()
-
-
 def test_a_server_whose_base_weights_were_replaced(
     fakes: list[FakeVllm], adapted: PreTrainedModel, tmp_path: Path
 ) -> None:
