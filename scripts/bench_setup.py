@@ -249,8 +249,10 @@ def make_shapes(folder: Path, count: int) -> None:
     from PIL import Image
 
     from grpo_cli.config.schema import Build
-    from grpo_cli.models import tiny
+    from grpo_cli.models import tiny, tiny_vision
 
+    tiny.HEADS = 6
+    tiny_vision.HIDDEN_SIZE, tiny_vision.IMAGE_SIZE = 384, IMAGE_SIZE
     data = resources.files("grpo_cli") / "samples" / "shapes_train.parquet"
     rows: list[dict[str, Any]] = []
     for number, row in enumerate(datasets.Dataset.from_parquet(str(data)).select(range(count))):
@@ -262,8 +264,7 @@ def make_shapes(folder: Path, count: int) -> None:
         chat = [{"role": "user", "content": row["question"]}]
         rows.append({"prompt": chat, "image": str(path), "flat": False})
     build = Build(
-        hidden_size=384, intermediate_size=1024, num_layers=6, num_heads=6, num_kv_heads=2,
-        vision_layers=6, vision_hidden_size=384, image_size=IMAGE_SIZE, warmup_steps=0,
+        hidden_size=384, intermediate_size=1024, num_layers=6, vision_layers=6, warmup_steps=0,
     )  # fmt: skip
     texts = [(str(row["prompt"][0]["content"]), "0") for row in rows]
     made = tiny.build(build, texts, 0, lambda *_: None, images=[[]])

@@ -39,9 +39,6 @@ BUILD = Build(
     hidden_size=32,
     intermediate_size=64,
     num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    max_position_embeddings=128,
     warmup_steps=0,
 )
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from grpo_cli.config.interpolation import as_text, plain_secrets
 from grpo_cli.config.schedules import at_step, steps_to_check
-from grpo_cli.config.schema import ADAM, Benchmark, Eval, HeldOut, Recipe
+from grpo_cli.config.schema import ADAM, BUILT_CONTEXT, Benchmark, Eval, HeldOut, Recipe
 from grpo_cli.errors import listed, nearest
 from grpo_cli.rewards import WITH_AN_ANSWER, has_votes
 
@@ -141,25 +141,10 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
         )
     if model.build is not None:
         b = model.build
-        if b.vision_layers and b.image_size % (2 * b.patch_size):
+        if b.hidden_size % 8:
             yield (
-                f"model.build.image_size = {b.image_size}: must be a multiple of twice patch_size "
-                f"= {b.patch_size}."
-            )
-        if b.vision_layers and b.vision_hidden_size % 4:
-            yield (
-                f"model.build.vision_hidden_size = {b.vision_hidden_size}: must be a multiple of 4."
-            )
-        # max: 0 is out of range and reported as such
-        if b.hidden_size % max(1, b.num_heads) or b.num_heads % max(1, b.num_kv_heads):
-            yield (
-                f"model.build: num_heads = {b.num_heads} must divide hidden_size = {b.hidden_size} "
-                f"and be a multiple of num_kv_heads = {b.num_kv_heads}."
-            )
-        elif b.hidden_size // max(1, b.num_heads) % 2:
-            yield (
-                f"model.build.hidden_size = {b.hidden_size}: must be an even multiple of num_heads "
-                f"= {b.num_heads}, since rotary embeddings turn pairs."
+                f"model.build.hidden_size = {b.hidden_size}: must be a multiple of 8, since each "
+                "of the 4 attention heads turns pairs."
             )
         if b.warmup_steps and dataset.solution is None:
             yield (
@@ -167,10 +152,10 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
                 'row\'s columns such as "{solution}"; or set it to 0.'
             )
         longest = dataset.max_prompt_tokens + recipe.generation.max_completion_tokens
-        if longest > b.max_position_embeddings:
+        if longest > BUILT_CONTEXT:
             yield (
                 f"dataset.max_prompt_tokens + generation.max_completion_tokens = {longest}: must "
-                f"be <= model.build.max_position_embeddings = {b.max_position_embeddings}."
+                f"be <= {BUILT_CONTEXT}, the longest sequence of a model that is built."
             )
     for name in model.args:
         if name in NOT_IN_ARGS:

@@ -20,19 +20,16 @@ ALARMS = (
 HALF_TYPES = {"bf16": "bfloat16", "fp16": "float16"}  # mixed_precision to torch's names
 
 
+BUILT_CONTEXT = 2048  # longest sequence of a built model, in tokens
+
+
 @dataclass
 class Build:
     """A small Qwen2 built from scratch, with a byte-level tokenizer, warmed up by supervision."""
 
-    hidden_size: int = knob(128, "Width of the residual stream.", ge=8)
+    hidden_size: int = knob(128, "Width of the residual stream, a multiple of 8.", ge=8)
     intermediate_size: int = knob(512, "Width of the feed-forward layers.", ge=8)
     num_layers: int = knob(4, "Number of decoder layers.", ge=1)
-    num_heads: int = knob(4, "Number of attention heads; divides hidden_size.", ge=1)
-    num_kv_heads: int = knob(2, "Number of key/value heads; divides num_heads.", ge=1)
-    max_position_embeddings: int = knob(2048, "Longest sequence, in tokens.", ge=16)
-    initializer_range: float = knob(
-        0.06, "Standard deviation of the initial weights; 0.02 suits widths of thousands.", gt=0
-    )
     merges: int = knob(
         0,
         "Byte-pair merges learnt from the data set, added to the 256 bytes of the vocabulary.",
@@ -42,11 +39,6 @@ class Build:
         0,
         "Layers of a vision tower, with which the model reads images (Idefics 3); 0: text only.",
         ge=0,
-    )
-    vision_hidden_size: int = knob(64, "Width of the vision tower; 4 heads.", ge=8)
-    image_size: int = knob(32, "Sides of an image as the vision tower sees it, in pixels.", ge=8)
-    patch_size: int = knob(
-        4, "Sides of a patch of an image, in pixels; an image takes a token for 4 patches.", ge=1
     )
     warmup_steps: int = knob(
         300, "Largest number of supervised steps on the data set's solutions.", ge=0

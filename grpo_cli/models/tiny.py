@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 
 from grpo_cli.algorithm.batch import pad_right
 from grpo_cli.config.cache import cache_dir
-from grpo_cli.config.schema import Build
+from grpo_cli.config.schema import BUILT_CONTEXT, Build
 from grpo_cli.data import conversations
 from grpo_cli.images import StoredImage
 from grpo_cli.models import tiny_vision
@@ -34,6 +34,7 @@ from grpo_cli.models.vision import VisionProcessor, image_arguments
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Prompt
 
+HEADS, KV_HEADS = 4, 2
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # Lists tools by their names and arguments, and uses Qwen2.5's call format, to save tokens.
 CHAT_TEMPLATE = (
@@ -104,8 +105,6 @@ def build(
     }
     if config.vision_layers:
         facts["images"] = tiny_vision.digest(images)
-    else:
-        facts["build"] = {k: v for k, v in facts["build"].items() if k not in tiny_vision.SETTINGS}
     if episodes is not None and any(episodes.tools.values()):
         by_name = {name: list(tools) for name, tools in episodes.tools.items()}
         facts["tools"] = json.dumps([by_name, episodes.names] if episodes.names else by_name[""])
@@ -116,7 +115,7 @@ def build(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = tokenizer_of(config, pairs)
-        vision = tiny_vision.processor_of(config, tokenizer) if config.vision_layers else None
+        vision = tiny_vision.processor_of(tokenizer) if config.vision_layers else None
         model = make_model(config, tokenizer)
         if config.warmup_steps:
             rows = examples(tokenizer, pairs, episodes, vision, images)
@@ -191,11 +190,11 @@ def config_of(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        max_position_embeddings=config.max_position_embeddings,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=BUILT_CONTEXT,
         tie_word_embeddings=True,
-        initializer_range=config.initializer_range,
+        initializer_range=tiny_vision.INITIALIZER_RANGE,
         bos_token_id=None,
         eos_token_id=eos,
         pad_token_id=pad,
@@ -212,9 +211,7 @@ def warm_up(
     Ends early once the loss, averaged over the last `AVERAGED` steps, reaches the target. The steps
     that a small model needs vary by half between seeds, but its ability at a given loss does not.
     """
-    rows = [
-        r for r in every if len(r.prompt.ids) + len(r.solution) <= config.max_position_embeddings
-    ]
+    rows = [r for r in every if len(r.prompt.ids) + len(r.solution) <= BUILT_CONTEXT]
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=config.warmup_learning_rate,

@@ -17,8 +17,8 @@ from grpo_cli.config.schema import Build
 from grpo_cli.images import ImageError, StoredImage
 from grpo_cli.models.vision import VisionProcessor
 
-# Fields of `Build` that only a model with a vision tower reads.
-SETTINGS = ("vision_layers", "vision_hidden_size", "image_size", "patch_size")
+IMAGE_SIZE, PATCH_SIZE, HIDDEN_SIZE = 32, 4, 64  # pixels, pixels, width of the tower
+INITIALIZER_RANGE = 0.06  # 0.02 suits widths of thousands
 IMAGE = "<image>"
 TOKENS = [IMAGE, "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 # A message's content in the chat template: a string, or blocks, some of which are images.
@@ -42,16 +42,16 @@ def digest(images: Sequence[Sequence[StoredImage]]) -> str:
     return found.hexdigest()
 
 
-def processor_of(config: Build, tokenizer: PreTrainedTokenizerBase) -> VisionProcessor:
+def processor_of(tokenizer: PreTrainedTokenizerBase) -> VisionProcessor:
     """Makes the processor of a built model."""
-    size = {"longest_edge": config.image_size}
+    size = {"longest_edge": IMAGE_SIZE}
     image_processor = Idefics3ImageProcessorPil(
         size=size, max_image_size=size, do_image_splitting=False
     )
     processor = transformers.Idefics3Processor(
         image_processor,
         tokenizer,
-        image_seq_len=(config.image_size // config.patch_size // MERGED) ** 2,
+        image_seq_len=(IMAGE_SIZE // PATCH_SIZE // MERGED) ** 2,
         chat_template=tokenizer.chat_template,
     )
     return VisionProcessor(processor, "")
@@ -69,18 +69,18 @@ def make_model(
         # vLLM uses its Llama for the text model, where this field enables Qwen2's biases.
         text_config={**text.to_dict(), "qkv_bias": True},
         vision_config={
-            "hidden_size": config.vision_hidden_size,
-            "intermediate_size": 2 * config.vision_hidden_size,
+            "hidden_size": HIDDEN_SIZE,
+            "intermediate_size": 2 * HIDDEN_SIZE,
             "num_hidden_layers": config.vision_layers,
             "num_attention_heads": 4,
-            "image_size": config.image_size,
-            "patch_size": config.patch_size,
-            "initializer_range": config.initializer_range,
+            "image_size": IMAGE_SIZE,
+            "patch_size": PATCH_SIZE,
+            "initializer_range": INITIALIZER_RANGE,
         },
         scale_factor=MERGED,
         image_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
         pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=True,
-        initializer_range=config.initializer_range,
+        initializer_range=INITIALIZER_RANGE,
     )
     return transformers.Idefics3ForConditionalGeneration(idefics)

@@ -24,7 +24,7 @@ ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b 
 SMALL = (
     "recipe=arithmetic_tiny", "dataset.train=rows.jsonl", "dataset.eval=null", "steps=4",
     "prompts_per_step=4", "model.build.hidden_size=16", "model.build.intermediate_size=32",
-    "model.build.num_layers=1", "model.build.num_heads=2", "model.build.num_kv_heads=1",
+    "model.build.num_layers=1",
     "model.build.warmup_steps=3", "generation.max_completion_tokens=6", "reward=[length]",
     "reward.length.args.target=3", "tracking=tensorboard", "eval.every=0",
 )  # fmt: skip

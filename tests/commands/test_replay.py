@@ -32,7 +32,7 @@ Recomputed = Callable[[Path, int], dict[str, Any]]
 
 MODEL = [
     "model.build.hidden_size=32", "model.build.intermediate_size=64", "model.build.num_layers=2",
-    "model.build.num_heads=2", "model.build.num_kv_heads=1", "model.build.warmup_steps=5",
+    "model.build.warmup_steps=5",
 ]  # fmt: skip
 QUIET = [
     "device=cpu", "steps=3", "prompts_per_step=6", "generation.num_generations=4",

@@ -195,11 +195,9 @@ ALLOWED = {"generation.allowed_token_ids": [3, 4]}
     [
         ({"model.path": None}, "model.path: set it to a hub name or a folder"),
         ({**BUILT, "model.path": "some/model"}, "model.path = some/model: .* model.build=null"),
-        ({**BUILT, "model.build.num_heads": 3}, "num_heads = 3 must divide hidden_siz"),
-        ({**BUILT, "model.build.num_kv_heads": 3}, "multiple of num_kv_heads = 3"),
+        ({**BUILT, "model.build.hidden_size": 20}, "hidden_size = 20: must be a multiple of 8"),
         ({**BUILT, "model.build.warmup_steps": 1}, "the warm-up needs dataset.solution"),
-        ({**BUILT, "model.build.max_position_embeddings": 16, "dataset.max_prompt_tokens": 9},
-         "= 17: must be <= model.build.max_position_embeddings = 16"),
+        ({**BUILT, "dataset.max_prompt_tokens": 2041}, "= 2049: must be <= 2048, the longest"),
         ({"reward.math": None}, r"reward: at least one is needed, such as reward=\[math\]"),
         ({"reward.math.weight": 0}, "reward: every weight is 0"),
         ({"eval.accuracy": "exact_match"}, "eval.accuracy = 'exact_match': must be one of .* math"),
@@ -254,7 +252,7 @@ def test_a_contradiction(changes: dict[str, Any], expected: str) -> None:
     [
         BUILT,
         {**BUILT, "model.build.warmup_steps": 1, "dataset.solution": "{a}"},
-        {**BUILT, "model.build.max_position_embeddings": 16},
+        {**BUILT, "dataset.max_prompt_tokens": 2040},
         {"dataset.system": "S", "model.chat_template": "{{}}", "dataset.chat": True},
         {"eval.every": 5, "dataset.eval": "b.jsonl"},
         {"eval.num_samples": 4, "eval.temperature": 0.6},

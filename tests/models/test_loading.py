@@ -89,6 +89,7 @@ def test_an_unsound_model_is_refused(
 def test_prompts_and_completions_fit_into_the_context(
     model: PreTrainedModel, max_tokens: int, fits: bool
 ) -> None:
+    model.config.max_position_embeddings = 128
     prompts = [Prompt.from_ids([5] * n) for n in (3, 10)]
     if fits:
         loading.check_context(model, "m", prompts, max_tokens, "generation.max_completion_tokens")

@@ -68,7 +68,7 @@ def test_foreign_tokens_do_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
         return cross_entropy(logits, labels)
 
     monkeypatch.setattr(torch.nn.functional, "cross_entropy", spy)
-    config = replace(BUILD, warmup_steps=1, warmup_batch=1, max_position_embeddings=512)
+    config = replace(BUILD, warmup_steps=1, warmup_batch=1)
     tokenizer = tiny.make_tokenizer(config, [])
     pairs: list[Any] = [(USER, EPISODE)]
     model = tiny.make_model(config, tokenizer)

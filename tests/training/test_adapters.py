@@ -21,7 +21,7 @@ SMALL = [
     "recipe=arithmetic_tiny_lora", "reward=[length]", "reward.length.args.target=3",
     "device=cpu", "steps=3", "prompts_per_step=8",
     "model.build.hidden_size=32", "model.build.intermediate_size=64", "model.build.num_layers=2",
-    "model.build.num_heads=2", "model.build.num_kv_heads=1", "model.build.warmup_steps=2",
+    "model.build.warmup_steps=2",
     "dataset.eval_limit=8", "checkpoint.every=1", "log.report=false",
     "eval.at_start=false",
 ]  # fmt: skip

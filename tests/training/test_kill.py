@@ -43,8 +43,6 @@ TINY = [
     "model.build.hidden_size=32",
     "model.build.intermediate_size=64",
     "model.build.num_layers=2",
-    "model.build.num_heads=2",
-    "model.build.num_kv_heads=1",
     "model.build.warmup_steps=5",
     "dataset.solution='{answer}'",
     "dataset.eval_limit=8",
@@ -92,7 +90,6 @@ IMAGES = [
     "dataset.chat=true",
     "dataset.max_prompt_tokens=96",
     "model.build.vision_layers=1",
-    "model.build.vision_hidden_size=16",
     "update.tokens_per_micro_batch=null",  # measured, and again with the first images
 ]
 ADAPTED = [*HARD, "adapter=lora", "adapter.dropout=0.1"]

@@ -57,8 +57,6 @@ def recipe(folder: Path, **changes: Any) -> schema.Recipe:
                 "hidden_size": 32,
                 "intermediate_size": 64,
                 "num_layers": 2,
-                "num_heads": 2,
-                "num_kv_heads": 1,
                 "warmup_steps": 5,
             }
         },

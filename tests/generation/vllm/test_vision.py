@@ -41,8 +41,7 @@ SAMPLING = Sampling(max_tokens=16)
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    build = Build(hidden_size=64, num_heads=2, num_kv_heads=1, num_layers=2, warmup_steps=0)
-    build.vision_layers, build.vision_hidden_size = 2, 64
+    build = Build(num_layers=2, warmup_steps=0, vision_layers=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny, "cache_dir", lambda: tmp_path_factory.mktemp("cache"))
         folder = tiny.build(build, [("<image>How many?", "3")], 0, lambda *_: None, images=[[]])

@@ -92,7 +92,6 @@ def test_a_run_trains_on_turns_and_not_on_what_failed(tmp_path: Path) -> None:
         dataset__chat=True,
         dataset__eval=None,
         dataset__max_prompt_tokens=64,
-        model__build__max_position_embeddings=512,
         environment={
             "path": f"{__name__}:Flaky",
             "isolate": False,
