@@ -108,17 +108,6 @@ def test_packed_rows_and_their_gradients_are_those_of_padded_ones(kind: str) -> 
         assert (other - slope).norm() < 1e-5 * slope.norm()
 
 
-@EACH
-@pytest.mark.parametrize("moved", [False, True])
-def test_the_check_keeps_the_quick_way(kind: str, moved: bool) -> None:
-    """The gradient of a fresh adapter's first matrix is 0, and tells nothing."""
-    model, _ = adapted(kind, moved=moved)
-    said: list[str] = []
-    policy = PolicyLogprobs(model, say=said.append)
-    policy.check(make_rollouts(), 1.0)
-    assert (policy.mode, said) == (ForwardMode(True, True), [])
-
-
 def test_the_check_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = adapted("lora", moved=False)
     said: list[str] = []

@@ -11,16 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from grpo_cli.models.activation_bytes import bytes_per_token, saved_bytes
 from grpo_cli.models.attention import NOT_PASSED_ON, Layout, UnsupportedModelError
 from grpo_cli.models.flops import rollout_flops
-from grpo_cli.models.packing import length, unique_tokens
 from grpo_cli.models.policy_logprobs import (
     SIMPLEST,
     ForwardMode,
     PolicyLogprobs,
     cut,
-    recomputing,
 )
 from grpo_cli.models.token_logprobs import Head
 from grpo_cli.records import Completion, Prompt, Rollout, sampled_mask
@@ -426,52 +423,3 @@ def test_the_check_is_on_the_beginnings_of_few_rollouts_of_two_prompts() -> None
     (begun,) = cut([long])
     assert begun.prompt.ids == long.prompt.ids[-64:]
     assert begun.completion.ids == long.completion.ids[:64]
-
-
-@pytest.mark.parametrize("mode", [QUICK, SIMPLEST], ids=str)
-def test_bytes_of_a_token(llama: PreTrainedModel, mode: ForwardMode) -> None:
-    model = llama.float()
-    policy_logprobs = by(model, mode)
-    rollouts = make_rollouts([(40, [30] * 4), (40, [30] * 4)])
-    policy_logprobs.check(rollouts, 1.0)
-    found = bytes_per_token(policy_logprobs, rollouts, 1.0)
-    # All 8 together: twice the completions, on the same prompts.
-    seen: dict[int, int] = {}
-    weights = {p.data_ptr() for p in model.parameters()}
-
-    def note(t: Tensor) -> Tensor:
-        if t.untyped_storage().data_ptr() not in weights:
-            seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        kept = policy_logprobs(rollouts, 1.0)  # noqa: F841
-    tokens = unique_tokens(rollouts)[0] if mode.packed else sum(map(length, rollouts))
-    assert tokens == (2 * 40 + 8 * 29 if mode.packed else 8 * 70)
-    assert found == pytest.approx(sum(seen.values()) / tokens, rel=0.25)
-    assert all(p.grad is None for p in model.parameters())
-    with torch.no_grad():
-        assert bytes_per_token(policy_logprobs, rollouts, 1.0) == found, "whoever asks"
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    assert bytes_per_token(policy_logprobs, rollouts, 1.0) < found
-
-
-def test_the_check_keeps_the_inputs_of_layers_alone(llama: PreTrainedModel) -> None:
-    llama.eval()
-    policy_logprobs = by(llama, SIMPLEST)
-
-    def kept() -> int:
-        with saved_bytes(llama) as count, torch.enable_grad(), recomputing(llama):
-            logprobs, _ = policy_logprobs(make_rollouts(), 1.0)
-            assert llama.base_model.layers[0].self_attn.training is False
-            del logprobs
-        return count()
-
-    every = kept()
-    llama.gradient_checkpointing_enable({"use_reentrant": False})
-    assert kept() < every / 2
-    assert not any(module.training for module in llama.modules())
-    llama.base_model.layers[0].dropout = 0.1  # applied by the layer itself: it would be drawn
-    with recomputing(llama):
-        assert [layer.training for layer in llama.base_model.layers] == [False, True]

@@ -17,11 +17,9 @@ from grpo_cli.config.schema import Adapter, Model
 from grpo_cli.errors import UserError
 from grpo_cli.generation.vllm.weights import Weights
 from grpo_cli.models import adapters, flops, loading, quantization
-from grpo_cli.models.policy_logprobs import ForwardMode, PolicyLogprobs
 from tests.models.families import Family
 from tests.models.test_adapters import apart, logprobs, move
 from tests.models.test_architectures import make
-from tests.models.test_policy_logprobs import gradient, make_rollouts, weighted
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -74,22 +72,6 @@ def test_the_quantized_weights_are_counted(folder: Path) -> None:
     plain = load(folder, "none")
     assert quantization.summary(plain) is None
     assert flops.params_in_products(model) == flops.params_in_products(plain)
-
-
-@KINDS
-def test_packed_rows_and_their_gradients_are_those_of_padded_ones(folder: Path, kind: str) -> None:
-    model = adapted(folder, kind)
-    said: list[str] = []
-    policy = PolicyLogprobs(model, say=said.append)
-    policy.check(make_rollouts(), 1.0)
-    assert (policy.mode, said) == (ForwardMode(True, True), [])
-    expected = logprobs(model)
-    slope = gradient(model, weighted(list(expected)))
-    for mode in (ForwardMode(True, True), ForwardMode(True, False), ForwardMode(False, True)):
-        found = logprobs(model, mode)
-        assert apart(found, expected) < 1e-5
-        other = gradient(model, weighted(list(found)))
-        assert (other - slope).norm() < 1e-5 * slope.norm()
 
 
 @KINDS

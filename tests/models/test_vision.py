@@ -174,16 +174,6 @@ def test_the_first_images_are_checked_after_texts(tmp_path: Path, dtype: torch.d
     assert all("images are read in both directions" in line for line in said)
 
 
-def test_the_image_is_read(loaded: Loaded) -> None:
-    one, other = (StoredImage(picture(seed), f"picture {seed}") for seed in (0, 1))
-    rollouts, _ = sampled(loaded, [loaded.prompt(0, [one], "Hi")])
-    swapped = [replace(r, prompt=loaded.prompt(1, [other], "Hi")) for r in rollouts]
-    policy_logprobs = PolicyLogprobs(loaded.model, say=lambda line: None)
-    with torch.no_grad():
-        a, b = (policy_logprobs(some, 1.0)[0] for some in (rollouts, swapped))
-    assert (a - b).abs().max() > 1e-3
-
-
 def test_the_engine_reports_what_the_policy_computes(loaded: Loaded) -> None:
     """Except for tokens of images, which it never samples."""
     never = [*image_tokens(loaded.model.config)]
@@ -317,14 +307,6 @@ def test_the_prompt_is_what_the_processor_makes(loaded: Loaded) -> None:
         assert loaded.vision.type_ids(prompt.ids + [70] * 5) == made[name][0].tolist() + behind
     for name, value in loaded.vision.inputs(prompt.images).items():
         assert torch.equal(made[name], value), name
-
-
-def test_an_image_of_one_token_keeps_its_inputs(tmp_path: Path) -> None:
-    """Its size [1, 2] has the shape of its ids, [IMG] [IMG_END]."""
-    loaded = load("mistral3", tmp_path)
-    images = [StoredImage(picture(0, (16, 16)), "")]
-    assert len(loaded.vision.ids("[IMG]", images)) == 2
-    assert loaded.vision.inputs(images)["image_sizes"].tolist() == [[16, 16]]
 
 
 def test_a_prompt_that_moves_to_another_process_finds_its_processor(tmp_path: Path) -> None:

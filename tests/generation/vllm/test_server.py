@@ -1,6 +1,5 @@
 """Servers as the generator: nothing is lost when one is, and none samples with stale weights."""
 
-import asyncio
 import copy
 import re
 import threading
@@ -421,26 +420,6 @@ def test_completions_that_an_update_meets(
 # Updates.
 
 
-@pytest.mark.parametrize("transfer", ["gloo", "disk"])
-def test_every_server_has_every_weight_after_an_update(
-    fakes: list[FakeVllm], model: PreTrainedModel, tmp_path: Path, transfer: str
-) -> None:
-    recipe = recipe_for(fakes, transfer=transfer)
-    recipe.output_dir = str(tmp_path)
-    generator = generator_for(fakes, model, recipe=recipe)
-    metrics = generator.update_weights(model, 0)
-    assert metrics.keys() == {"weights/sync_seconds", "weights/servers"}
-    for step in (1, 2):
-        assert updated(generator, model, step) == 2
-        for fake in fakes:
-            assert_has_weights(fake, model)
-            assert fake.version.endswith(f":{step}")
-            assert "lm_head.weight" not in fake.held[0], "it is tied"
-    assert [fake.calls.count("grpo_state") for fake in fakes] == [2, 2], "greeted at the start"
-    generator.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("call", ["/pause", "/update_weights", "/finish_weight_update"])
 def test_a_server_that_dies_in_an_update_drops_out(
     fakes: list[FakeVllm], model: PreTrainedModel, call: str
@@ -520,17 +499,6 @@ def test_a_server_whose_update_was_broken_off_has_to_be_started_again(
     assert f"server {fakes[0].url}: {why}" in str(error.value)
     assert f"server {fakes[1].url}: /pause?mode=wait failed" in str(error.value)
     generator.close()
-
-
-def test_closing_ends_the_transfer_of_servers_that_are_still_there(
-    fakes: list[FakeVllm], model: PreTrainedModel
-) -> None:
-    generator = generator_for(fakes, model)
-    generator.update_weights(model, 0)
-    fakes[0].end()
-    generator.close()
-    assert fakes[1].calls[-1] == "/shutdown_weight_transfer_engine"
-    assert generator.links == {}
 
 
 # At the start.
@@ -659,16 +627,6 @@ def test_what_stops_the_first_process_stops_all(
         assert isinstance(error, TrainingError)
         assert f"no server is left. server {fakes[0].url}: /pause?mode=wait failed" in str(error)
     main.close()
-
-
-def test_a_thread_of_its_own_can_sample(fakes: list[FakeVllm], model: PreTrainedModel) -> None:
-    """As completions that are begun ahead, beside an evaluation."""
-    generator = generator_for(fakes, model)
-    generator.update_weights(model, 0)
-    assert both([0, 1], lambda _: generated(generator)) == [expected(), expected()]
-    with pytest.raises(RuntimeError):
-        asyncio.get_running_loop()
-    generator.close()
 
 
 def test_a_run_leaves_what_servers_are_sampling(
