@@ -7,7 +7,6 @@ its experts, needs changes only here.
 from __future__ import annotations
 
 from inspect import signature
-from math import inf
 from typing import Any
 
 from torch import nn
@@ -81,24 +80,6 @@ def window_of(module: nn.Module) -> int | None:
 def reads_both_directions(config: PretrainedConfig) -> bool:
     """Returns whether a model is an encoder such as BERT, which cannot generate."""
     return getattr(config, "is_decoder", True) is False and config.model_type not in DECODERS
-
-
-def fixed_rope_tokens(config: PretrainedConfig) -> float:
-    """Returns the length up to which rotary embeddings do not depend on other rows' lengths.
-
-    Infinity for most models. Dynamic NTK and LongRoPE (arXiv 2402.13753) use other frequencies for
-    all rows of a forward pass once one row is longer than this.
-    """
-    text: Any = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    tokens = inf
-    for one in [rope] if "rope_type" in rope else rope.values():  # one for each type of layer
-        if isinstance(one, dict) and one.get("rope_type") in DYNAMIC_ROPE:
-            original = one.get("original_max_position_embeddings")
-            if one["rope_type"] == "dynamic" or original is None:
-                original = text.max_position_embeddings
-            tokens = min(tokens, original)
-    return tokens
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:

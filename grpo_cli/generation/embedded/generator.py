@@ -34,7 +34,6 @@ from grpo_cli.models import attention, loading, memory, self_check
 from grpo_cli.models.families import (
     BIDIRECTIONAL,
     RECURRENT,
-    fixed_rope_tokens,
     has_bidirectional_images,
     image_tokens,
     is_recurrent,
@@ -128,7 +127,6 @@ class TransformersGenerator(Generator):
     direct: DirectForward | None = None  # kept for all rounds of a call
     decoder: Decoder | None = None  # chosen by the self-check with the first prompts
     checked_images: bool = False  # whether a self-check included images
-    has_noted_rope: bool = False
     graphs: FallbackGraphs | None = None  # None until CUDA graphs have been checked
 
     @classmethod
@@ -214,7 +212,6 @@ class TransformersGenerator(Generator):
             assert self.decoder is not None
             states = [work.state(self.eos_ids, self.tokenizer, never) for work in works]
             longest = max(s.longest for s in states)
-            self._note_changing_rope(longest)
             wanted = sum(s.num_rows for s in states)
             if caches is not None:  # other conversations may join, or wait for a reply
                 wanted = max(wanted, caches.num_conversations)
@@ -310,18 +307,6 @@ class TransformersGenerator(Generator):
         if "graphs" in stored:
             failed = stored["graphs"] == "off"
             self.graphs = FallbackGraphs(CudaGraphs(), self.say, has_failed=failed)
-
-    def _note_changing_rope(self, longest: int) -> None:
-        """Prints a note, once, if rotary embeddings depend on the longest row of a batch."""
-        fixed = fixed_rope_tokens(self.policy.config)
-        if longest > fixed and not self.has_noted_rope:
-            self.has_noted_rope = True
-            self.say(
-                f"note: a prompt and its completion may have {longest:,} tokens. Beyond {fixed:,} "
-                "tokens, this model's rotary embeddings depend on the longest row of a batch, and "
-                "so do the log-probabilities of the other rows; a smaller "
-                "dataset.max_prompt_tokens or generation.max_completion_tokens avoids it."
-            )
 
     def fall_back(self, why: str, decoder: Decoder = CachedDecoder) -> None:
         """Switches to another decoder, and prints the reason."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grpo_cli.algorithm.batch import pad_right
 from grpo_cli.environments.rollouter import Rollouter
@@ -144,23 +144,6 @@ def test_when_rows_stop_sharing_their_prompt_has_no_say(
     for i, group in generate(model, SAMPLING, num_generations=4).items():
         assert all(same(a, b) for a, b in zip(group, expected[i], strict=True)), i
     assert any(columns) == unshares
-
-
-@pytest.mark.parametrize(("tokens", "told"), [(9, 0), (10, 1)])
-def test_it_says_when_positions_depend_on_other_rows(tokens: int, told: int) -> None:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=12, rope_parameters=rope,
-    )  # fmt: skip
-    notes: list[str] = []
-    model = AutoModelForCausalLM.from_config(config)
-    generator = TransformersGenerator(model, [], say=notes.append)
-    for _ in range(2):
-        generator.generate(as_prompts([[1, 2, 3]]), 2, Sampling(tokens), [0])
-    assert [("may have 13 tokens" in note, "Beyond 12 tokens" in note) for note in notes] == [
-        (True, True)
-    ] * told
 
 
 def test_a_completion_is_drawn_from_its_prompts_seed_and_its_number(model: PreTrainedModel) -> None:
