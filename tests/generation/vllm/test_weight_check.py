@@ -331,38 +331,6 @@ def test_how_far_the_sampler_is_from_the_policy() -> None:
     assert not {"sampling/weight", "sampling/weight_squared"} & found.keys()
 
 
-@pytest.mark.parametrize(
-    ("mode", "cap", "floor", "share"),
-    [
-        ("token_truncate", 1.5, None, 3.0**2 / 3 / (1.5**2 + 0.25 + 1)),
-        ("token_truncate", 1.5, 1.0, 3.5**2 / 3 / (1.5**2 + 1 + 1)),
-        ("token_mask", 1.5, None, 1.5**2 / 3 / 1.25),  # weights 0, 1/2, 1
-        ("sequence_truncate", 3.0, None, 1.0),  # both rows' products are 1
-    ],
-)
-def test_effective_sample_size_is_of_the_factors_that_act(
-    mode: str, cap: float, floor: float | None, share: float
-) -> None:
-    config = Loss(sampling_correction=mode, sampling_cap=cap, sampling_floor=floor)
-    old = [[-1.0 + LN2, -1.0 - LN2], [-1.0, -3.0]]
-    found = measured(config, [[-1.5, -1.0], [-1.25, None]], old, [[-1.0, -1.0], [-1.0, -7.0]])
-    assert found["sampling/effective_sample_size"] == pytest.approx(share)
-
-
-def test_a_sampler_that_is_the_policy() -> None:
-    rows = [[-1.0, -2.0], [-0.25, None]]
-    found = measured(Loss(), rows, rows, rows)
-    assert found["sampling/kl"] == 0
-    assert found["sampling/effective_sample_size"] == 1
-    assert found["staleness/logp_difference"] == 0
-
-
-def test_tokens_whose_log_probability_the_sampler_does_not_know_differ_by_nothing() -> None:
-    rows = [[-1.0, -2.0]]
-    found = measured(Loss(), rows, rows, [[math.nan, -2.0]])
-    assert found["sampling/kl"] == found["sampling/sampling_logp_difference/max"] == 0
-
-
 def test_one_wild_token_does_not_overflow() -> None:
     found = measured(Loss(), [[-1.0, -1.0]], [[-1.0, -1.0]], [[-900.0, -1.0]], dtype=torch.float32)
     assert all(math.isfinite(value) for value in found.values())
