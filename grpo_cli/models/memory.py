@@ -209,19 +209,17 @@ def _limit_of_cgroup() -> float:
 
 
 def _free_in_cgroup() -> float:
-    """Returns the free bytes under the container's limit; infinity without a limit."""
-    limit = _limit_of_cgroup()
+    """Returns the bytes under the container's limit that are free or reclaimable page cache.
+
+    Infinity without a limit.
+    """
     try:
-        return limit if limit == math.inf else limit - _used_in_cgroup()
+        used = int((CGROUP / "memory.current").read_text())
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
     except (OSError, ValueError):
         return math.inf
-
-
-def _used_in_cgroup() -> int:
-    """Returns the container's used bytes, without reclaimable page cache."""
-    used = int((CGROUP / "memory.current").read_text())
-    stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-    return used - int(stat.get("inactive_file", 0))
+    stat = dict(line.split() for line in lines)
+    return _limit_of_cgroup() - used + int(stat.get("inactive_file", 0))
 
 
 def own_part(weight: Tensor) -> Tensor:

@@ -203,8 +203,12 @@ class DecodeBatch:
         self.rows = [self.rows[i] for i in order]
         if self.mask is not None:
             self.mask = self.mask[order]
-        if 0 < 2 * len(order) <= self.keys.shape[1]:
-            self._shrink(used)
+        if 0 < 2 * len(order) <= self.keys.shape[1]:  # frees the memory of ended rows
+
+            def copy(cache: Tensor, new: Tensor) -> None:
+                new[:, :, :, :used] = cache[:, :, :, :used]
+
+            self._move(self.keys.shape[3], copy)
         if self.prompt_columns or not order:
             return order
         left = {row // self.num_generations for row in self.rows}
@@ -221,14 +225,6 @@ class DecodeBatch:
         if not self.prompt_columns:
             self._arrange()
         return order
-
-    def _shrink(self, used: int) -> None:
-        """Frees the memory of ended rows; copies `used` columns of the others."""
-
-        def copy(cache: Tensor, new: Tensor) -> None:
-            new[:, :, :, :used] = cache[:, :, :, :used]
-
-        self._move(self.keys.shape[3], copy)
 
     def _arrange(self) -> None:
         """Sets `places`, the index of each row when all groups are padded to the same width."""

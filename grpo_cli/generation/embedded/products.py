@@ -96,15 +96,10 @@ def may_prepack(model: PreTrainedModel) -> bool:
         model.device.type == "cpu"
         and model.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
-        and is_faster_here()
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and platform.machine() in ARCHITECTURES
         and sum(w.nbytes for w in model.parameters()) <= SHARE * total_memory()
     )
-
-
-def is_faster_here() -> bool:
-    """Returns whether oneDNN is available and was measured to be faster on this CPU type."""
-    is_there: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return is_there and platform.machine() in ARCHITECTURES
 
 
 def prepack(

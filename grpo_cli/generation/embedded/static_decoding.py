@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -204,24 +203,11 @@ class StaticBatch:
             cache = first[group].cache
             self.prompt_keys[:, slot, :, :length] = cache.keys[:, :, :length]
             self.prompt_values[:, slot, :, :length] = cache.values[:, :, :length]
-        begin = 0
-        for batch, group_of in groupby(sources, key=lambda source: source.batch):
-            together = list(group_of)
-            places = range(begin, begin + len(together))
-            begin = places.stop
-            if begins_alike(batch, bucket.shared):
-                used = max(bucket.used(source.row) for source in together)
-                index = torch.tensor([s.place for s in together], device=self.keys.device)
-                for own, other in ((self.keys, batch.keys), (self.values, batch.values)):
-                    for layer in range(len(own)):  # one at a time to save memory
-                        some = other[layer, :, :, :used].index_select(0, index)
-                        own[layer, places.start : places.stop, :, :used] = some
-                continue
-            for place, source in zip(places, together, strict=True):
-                used, cache = bucket.used(source.row), source.cache
-                behind = source.row.prompt_length if bucket.shared else 0
-                self.keys[:, place, :, :used] = cache.keys[:, :, behind:]
-                self.values[:, place, :, :used] = cache.values[:, :, behind:]
+        for place, source in enumerate(sources):
+            used, cache = bucket.used(source.row), source.cache
+            behind = source.row.prompt_length if bucket.shared else 0
+            self.keys[:, place, :, :used] = cache.keys[:, :, behind:]
+            self.values[:, place, :, :used] = cache.values[:, :, behind:]
 
     def _arrange(self) -> None:
         """Sets `whose` and `back`: row indices when all groups are padded to the same width."""
@@ -300,13 +286,6 @@ class StaticBatch:
         for place, row in [*self.rows.items()]:
             if row.state.take(row.number, tokens[place], logprobs[place]):
                 del self.rows[place]
-
-
-def begins_alike(batch: StaticBatch | DecodeBatch, shared: bool) -> bool:
-    """Returns whether a batch's columns have the bucket's layout, with or without prompts."""
-    if isinstance(batch, StaticBatch):
-        return batch.shared == shared
-    return shared and not batch.prompt_columns
 
 
 def sources_of(batches: Sequence[StaticBatch | DecodeBatch]) -> Iterator[Source]:

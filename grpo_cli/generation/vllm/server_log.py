@@ -28,18 +28,12 @@ def tail_of(url: str, lines: int = 8) -> str | None:
     Args:
         url: the server's address, such as http://127.0.0.1:8000.
     """
-    parts = urlsplit(url)
-    if not _is_this_machine(parts.hostname or ""):
+    parts, own = urlsplit(url), socket.gethostname().lower()
+    here = ("127.0.0.1", "localhost", "0.0.0.0", "::1", "::", own, own.partition(".")[0])
+    if (parts.hostname or "").lower() not in here:
         return None
     log = log_path(parts.port or 80)
     return last_lines(text_of(log), lines) if log.is_file() else None
-
-
-def _is_this_machine(host: str) -> bool:
-    own = socket.gethostname().lower()
-    return host.lower() in {
-        "127.0.0.1", "localhost", "0.0.0.0", "::1", "::", own, own.partition(".")[0]
-    }  # fmt: skip
 
 
 def text_of(log: Path) -> str:
