@@ -10,13 +10,12 @@ from grpo_cli.config import parsing
 from grpo_cli.data.stored_completions import images_cell
 from grpo_cli.distributed.workers import Workers
 from grpo_cli.errors import CannotLearn
-from grpo_cli.evaluation.probe.run import ProbeResult, run_probe
-from grpo_cli.evaluation.probe.samples import Policy, Size
-from grpo_cli.evaluation.probe.tables import show
+from grpo_cli.evaluation.probe.run import Policy, ProbeResult, Size, run_probe
+from grpo_cli.evaluation.probe.verdict import show
 from grpo_cli.generation.factory import make_generator
 from grpo_cli.models.vision import has_images
 from grpo_cli.reporting.progress import Bar
-from grpo_cli.reporting.reporter import Reporter, completion_row, write_parquet
+from grpo_cli.reporting.reporter import Reporter, completion_row, write_parquet, write_text
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.training import build
 from grpo_cli.training.prepare import Prepared
@@ -96,7 +95,7 @@ def _probe(prepared: Prepared, size: Size, workers: Workers, reporter: Reporter)
 def write(prepared: Prepared, result: ProbeResult, console: Console, *, as_json: bool) -> None:
     """Writes probe.json and completions.parquet, and prints the result."""
     folder, recipe = prepared.folder, prepared.recipe
-    result.write(folder / FILE)
+    write_text(folder / FILE, result.as_json())
     with_images = recipe.log.images and has_images(g.prompt for g in result.groups)
     rows = []
     for g in result.groups:
@@ -104,7 +103,7 @@ def write(prepared: Prepared, result: ProbeResult, console: Console, *, as_json:
         rows += [completion_row(0, g, sample, images) for sample in range(len(g.rollouts))]
     write_parquet(folder / "completions.parquet", rows)
     if as_json:
-        print(result.as_json())
+        print(result.as_json(), end="")
         return
     show(console, recipe.recipe, result.measured, result.verdict)
     console.print(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from grpo_cli.checkpoints import paths
 from grpo_cli.errors import CannotLearn
-from grpo_cli.evaluation.probe.run import run_probe
-from grpo_cli.evaluation.probe.samples import Policy, Size
-from grpo_cli.evaluation.probe.tables import verdict_lines
+from grpo_cli.evaluation.probe.run import Policy, Size, run_probe
+from grpo_cli.evaluation.probe.verdict import verdict_lines
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
+from grpo_cli.reporting.reporter import write_text
 from grpo_cli.training.run import Run
 
 COMPLETIONS = 256
@@ -48,7 +48,7 @@ def probe(run: Run) -> None:
     result = run_probe(policy, size, interruptible=run.interrupts.interruptible)
     with run.workers.raise_together():
         if run.workers.is_main:
-            result.write(run.folder / FILE)
+            write_text(run.folder / FILE, result.as_json())
     m = result.measured
     say(f"probe of {m.prompts} prompts x {m.samples} completions:")
     for line in verdict_lines(m, result.verdict):

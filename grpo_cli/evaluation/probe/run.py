@@ -1,21 +1,90 @@
-"""Runs a probe from its prompts to its verdict, and writes the result as JSON."""
+"""Runs a probe: samples completions as training does, scores them, and computes its numbers."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
-from collections.abc import Callable
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from itertools import chain, islice
 
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from grpo_cli.algorithm.advantages import level_rewards
+from grpo_cli.algorithm.objective import rule_function
+from grpo_cli.algorithm.variants import parameters
 from grpo_cli.config.interpolation import masked
-from grpo_cli.evaluation.probe.measures import Measured, as_data, measure
-from grpo_cli.evaluation.probe.samples import Policy, Size, sample_and_score
-from grpo_cli.evaluation.probe.verdict import Verdict, judge
-from grpo_cli.models import loading
-from grpo_cli.records import Group
-from grpo_cli.reporting.reporter import write_text
+from grpo_cli.config.schedules import at_step
+from grpo_cli.config.schema import Recipe
+from grpo_cli.data import PromptStream
+from grpo_cli.data.stored_completions import Sample
+from grpo_cli.distributed import heartbeat
+from grpo_cli.distributed.workers import Workers
+from grpo_cli.environments.loop import EpisodeLoop
+from grpo_cli.environments.rollouter import Rollouter
+from grpo_cli.environments.trl_rollouts import TrlRollouts
+from grpo_cli.evaluation.estimates import quantile
+from grpo_cli.evaluation.probe.signal import SIZES, pass_rate, signal_share, without_signal
+from grpo_cli.evaluation.probe.verdict import (
+    Example,
+    Measured,
+    Mismatch,
+    RewardStats,
+    Verdict,
+    judge,
+)
+from grpo_cli.generation.base import Generator
+from grpo_cli.generation.sampling import Sampling
+from grpo_cli.models.attention import UnsupportedModelError
+from grpo_cli.models.loading import inference
+from grpo_cli.models.policy_logprobs import PolicyLogprobs
+from grpo_cli.random_streams import derive_seed, rng_state, set_rng_state
+from grpo_cli.records import Group, Prompt, Rollout
+from grpo_cli.scoring.calls import BoundReward
+from grpo_cli.scoring.registry import TrainerState
+from grpo_cli.scoring.scorer import RewardResult, Scorer, ScoringSession, metrics_of
+
+STREAM = "probe"  # random stream of the probe; training's are numbered by prompt index
+MOST_SAMPLES = 64  # completions per prompt, unless more are requested
+COMPARED = 32  # completions whose log-probabilities the trainer recomputes
+LENGTHS = (0.1, 0.5, 0.9, 0.99)  # quantiles
+EXAMPLES = 3  # completions shown in a verdict
+SHOWN = 200  # longest text shown, in characters
+
+
+@dataclass(frozen=True)
+class Size:
+    """The number of prompts, and of completions of each."""
+
+    prompts: int
+    samples: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, prompts: int, samples: int | None, least: int) -> Size:
+        """Returns the size; `samples` defaults to the group size, but to `least` or more."""
+        group = at_step(recipe, 0)[0].generation.num_generations
+        return cls(prompts, samples or max(least, min(group, MOST_SAMPLES)))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The objects of a run that a probe samples and scores with."""
+
+    recipe: Recipe
+    workers: Workers
+    tokenizer: PreTrainedTokenizerBase
+    logprobs: PolicyLogprobs  # the probe's own, so that the run's state is not changed
+    generator: Generator
+    stream: PromptStream
+    scorer: Scorer
+    episodes: EpisodeLoop | TrlRollouts | None = None
+    state: TrainerState = field(default_factory=TrainerState)
 
 
 @dataclass(frozen=True)
@@ -26,23 +95,16 @@ class ProbeResult:
     verdict: Verdict
     groups: list[Group]
 
-    def as_data(self) -> dict[str, Any]:
-        """Returns the content of probe.json."""
+    def as_json(self) -> str:
+        """Returns the content of probe.json; secrets, as in a reward's arguments, are masked."""
         verdict = self.verdict
-        return {
+        data = {
             "can_learn": verdict.can_learn,
             "verdict": verdict.sentence,
             "findings": [asdict(finding) for finding in verdict.findings],
-            **as_data(self.measured),
+            **asdict(self.measured),
         }
-
-    def as_json(self, indent: int | None = None) -> str:
-        """Returns the text of probe.json; secrets, as in a reward's arguments, are masked."""
-        return masked(json.dumps(self.as_data(), indent=indent, ensure_ascii=False))
-
-    def write(self, path: Path) -> None:
-        """Writes probe.json."""
-        write_text(path, self.as_json(indent=2) + "\n")
+        return masked(json.dumps(data, indent=2, ensure_ascii=False)) + "\n"
 
 
 def run_probe(
@@ -52,18 +114,269 @@ def run_probe(
     progress: Callable[[int, str], None] = lambda done, text: None,
     interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> ProbeResult:
-    """Samples and scores completions, measures them and returns the verdict; collective.
+    """Runs a probe of `size` completions; collective. Restores the state of every random stream.
 
     Args:
-        progress, interruptible: see `sample_and_score`.
+        progress: called with (number of prompts done, name of the phase).
+        interruptible: entered around the interruptible parts.
 
     Raises:
-        TrainingError, Interrupted: see `sample_and_score`.
+        TrainingError: the engine, a sandbox or the event loop of a reward failed.
+        Interrupted: the run has to end first.
     """
-    scored = sample_and_score(policy, size, progress, interruptible)
-    eos_ids = {
-        *loading.eos_ids(policy.logprobs.model.generation_config, policy.tokenizer),
-        *policy.recipe.generation.stop_token_ids,
-    }
-    measured = measure(policy.recipe, scored, size, eos_ids)
-    return ProbeResult(measured, judge(policy.recipe, measured), scored.groups)
+    random_numbers = rng_state()
+    try:
+        with heartbeat.inside("probe"):
+            return _run_probe(policy, size, progress, interruptible)
+    finally:
+        policy.scorer.executor.forget()  # training must not reuse the probe's cached rewards
+        set_rng_state(random_numbers)
+
+
+def _run_probe(
+    policy: Policy,
+    size: Size,
+    progress: Callable[[int, str], None],
+    interruptible: Callable[[], AbstractContextManager[None]],
+) -> ProbeResult:
+    workers = policy.workers
+    recipe = at_step(policy.recipe, 0)[0]
+    prompts = choose_prompts(recipe, policy.stream, size.prompts)
+    session = CountingSession(policy.scorer, policy.state)
+    done = 0
+
+    def arrived(rollouts: list[Rollout]) -> None:
+        nonlocal done
+        done = min(done + workers.size, len(prompts))
+        progress(done, "prompts completed")
+        session.add(rollouts)
+
+    # A copy, since training reads the waiting times of its own episodes.
+    episodes = None if policy.episodes is None else dataclasses.replace(policy.episodes)
+    rollouter = Rollouter(policy.generator, policy.tokenizer, episodes)
+    own = prompts[workers.rank :: workers.size]
+    sampling, seed = Sampling.of(recipe.generation), derive_seed(recipe.seed, STREAM)
+    # Episodes run in rounds that all processes join.
+    in_rounds = workers.runs_in_lockstep and episodes is not None
+    with nullcontext() if in_rounds else interruptible():
+        groups = rollouter.rollouts(own, size.samples, sampling, seed, arrived)
+    rollouts = [r for g in groups for r in g.rollouts]
+    with interruptible(), workers.raise_together():
+        session.finish(rollouts, policy.tokenizer)
+    level_rewards(groups, {name: reward.weight for name, reward in recipe.reward.items()})
+    for r in rollouts:
+        r.excluded = recipe.loss.mask_truncated and r.completion.finish_reason == "length"
+    gathered = workers.gather((groups, session.errors))
+    every = sorted(chain.from_iterable(part[0] for part in gathered), key=lambda g: g.prompt_index)
+    errors = {name: text for _, own in reversed(gathered) for name, text in own.items()}
+    # Taken from one process, so that all reach the same verdict.
+    gaps = workers.gather(sampler_gaps(policy, recipe, spread(every, COMPARED)))[0]
+    rounding, mismatch = workers.max(policy.logprobs.rounding), None
+    if gaps:
+        mismatch = Mismatch(math.fsum(gaps) / len(gaps), max(gaps), len(gaps), rounding)
+    measured = measure(
+        recipe,
+        every,
+        size,
+        counts=metrics_of([session], workers),
+        errors=errors,
+        mismatch=mismatch,
+    )
+    return ProbeResult(measured, judge(recipe, measured), every)
+
+
+class CountingSession(ScoringSession):
+    """A scoring session that counts failures of functions, and keeps each function's first error.
+
+    Attributes:
+        errors: the first error by reward.
+    """
+
+    def __init__(self, scorer: Scorer, state: TrainerState) -> None:
+        tolerant = copy.copy(scorer)
+        tolerant.rewards = {
+            name: dataclasses.replace(reward, on_error="count")
+            for name, reward in scorer.rewards.items()
+        }
+        super().__init__(tolerant, state)
+        self.errors: dict[str, str] = {}
+
+    def results(self, reward: BoundReward, samples: Sequence[Sample]) -> list[RewardResult]:
+        """Returns a function's result for each sample."""
+        found = super().results(reward, samples)
+        errors = (r.error for r in found if r.error is not None and not r.timed_out)
+        if (first := next(errors, None)) is not None:
+            self.errors[reward.name] = first
+        return found
+
+
+def choose_prompts(recipe: Recipe, stream: PromptStream, number: int) -> list[tuple[int, Prompt]]:
+    """Chooses training prompts at random; returns (position, prompt) pairs.
+
+    Each prompt occurs once. With streaming these are the first prompts, the only ones read.
+    """
+    if recipe.dataset.streaming:
+        positions = list(range(min(number, len(stream.prompts))))
+    else:
+        total = min(recipe.steps * recipe.prompts_per_step, len(stream.prompts))
+        chosen = random.Random(derive_seed(recipe.seed, STREAM))
+        positions = sorted(chosen.sample(range(total), min(number, total)))
+    found: dict[int, tuple[int, Prompt]] = {}
+    for position in positions:
+        prompt = stream.prompt_at(position)
+        found.setdefault(prompt.row, (position, prompt))
+    return list(found.values())
+
+
+def spread(groups: Sequence[Group], number: int) -> list[Rollout]:
+    """Returns rollouts spread over the groups: the first of each, then the second of each."""
+    by_sample = zip(*(g.rollouts for g in groups), strict=True)
+    return list(islice(chain.from_iterable(by_sample), number))
+
+
+def sampler_gaps(policy: Policy, recipe: Recipe, rollouts: Sequence[Rollout]) -> list[float]:
+    """Returns |trainer's - sampler's log-probability| of each sampled token of rollouts.
+
+    Every process computes the same rollouts, one at a time, so that sharded models run in lockstep.
+    """
+    reported = [r for r in rollouts if r.completion.ids]
+    logprobs, temperature = policy.logprobs, recipe.generation.temperature
+    gaps: list[float] = []
+    if not reported:
+        return gaps
+    logprobs.check(reported, temperature)
+    with inference(logprobs.model):
+        for r in reported:
+            try:
+                found = logprobs([r], temperature)[0][0].cpu()  # [C]
+            except UnsupportedModelError as error:  # longer than the checked lengths
+                logprobs.fall_back(str(error))
+                found = logprobs([r], temperature)[0][0].cpu()
+            gap = (found - torch.tensor(r.completion.sampling_logprobs)).abs()  # [C]
+            gap = gap[r.completion.sampled_mask]
+            gaps += gap[~gap.isnan()].tolist()
+    return gaps
+
+
+def measure(
+    recipe: Recipe,
+    groups: Sequence[Group],
+    size: Size,
+    *,
+    counts: Mapping[str, float],
+    errors: Mapping[str, str],
+    mismatch: Mismatch | None,
+) -> Measured:
+    """Computes the numbers of a probe from its scored groups.
+
+    Args:
+        counts: metrics of the scoring session, such as rewards/NAME/errors.
+        errors: the first error by reward.
+    """
+    right = next(n for n in (recipe.eval.accuracy, *recipe.reward) if n in recipe.reward)
+    rollouts = [r for g in groups for r in g.rollouts]
+    is_graded = not {*_values(rollouts, right)} <= {0.0, 1.0}
+    prompts = [
+        ([signal_key(recipe, r) for r in g.rollouts], [r.excluded for r in g.rollouts])
+        for g in groups
+    ]
+    total = [r.reward for r in rollouts if r.is_scored]
+    judged: list[tuple[int, list[float]]] = []  # (row, values that are 1 if right), or rewards
+    for g in groups:
+        own = [r.reward for r in g.rollouts if r.is_scored]
+        judged.append((g.prompt.row, own if is_graded else _values(g.rollouts, right)))
+    judged = [(row, own) for row, own in judged if own]
+    lengths = sorted(r.completion.sampled_tokens for r in rollouts)
+    failed = [r.completion for r in rollouts if r.completion.environment_failed]
+    step = max(1, len(groups) // EXAMPLES)
+    stops = Counter(r.completion.stop_reason for r in rollouts if r.completion.stop_reason)
+    return Measured(
+        prompts=len(groups),
+        samples=size.samples,
+        completions=len(rollouts),
+        num_generations=recipe.generation.num_generations,
+        right=right,
+        is_graded=is_graded,
+        pass_rate=pass_rate([own for _, own in judged]) if judged and not is_graded else None,
+        reward_mean=_mean(total),
+        rates=[(row, math.fsum(own) / len(own)) for row, own in judged],
+        signal=[signal_share(prompts, n) for n in SIZES if n <= size.samples],
+        own_signal=signal_share(prompts, min(recipe.generation.num_generations, size.samples)),
+        differing=sum(without_signal(*own, size.samples) < 1 for own in prompts),
+        is_constant=len({key for keys, _ in prompts for key in keys}) == 1,
+        identical=_share(len({tuple(r.completion.ids) for r in g.rollouts}) == 1 for g in groups),
+        excluded=_share(r.excluded for r in rollouts),
+        truncated=_share(r.completion.finish_reason == "length" for r in rollouts),
+        stop_reasons={name: n / stops.total() for name, n in stops.most_common()},
+        failed_environments=len(failed) / len(rollouts),
+        environment_error=(failed[-1].env_error or failed[-1].stop_reason) if failed else None,
+        lengths={f"p{100 * q:g}": float(quantile(lengths, q)) for q in LENGTHS}
+        | {"mean": sum(lengths) / len(lengths), "max": float(lengths[-1])},
+        rewards={
+            name: _stats(recipe, rollouts, name, counts, errors.get(name)) for name in recipe.reward
+        },
+        mismatch=mismatch,
+        examples=[_example(g.rollouts[0]) for g in groups[::step][:EXAMPLES]],
+    )
+
+
+def _values(rollouts: Iterable[Rollout], name: str) -> list[float]:
+    """Returns the values of a reward function where it applies."""
+    return [v for r in rollouts if (v := r.reward_parts[name]) is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _share(flags: Iterable[bool]) -> float:
+    found = [*flags]
+    return sum(found) / len(found)
+
+
+def _stats(
+    recipe: Recipe,
+    rollouts: Sequence[Rollout],
+    name: str,
+    counts: Mapping[str, float],
+    error: str | None,
+) -> RewardStats:
+    values = _values(rollouts, name)
+    return RewardStats(
+        weight=recipe.reward[name].weight,
+        mean=_mean(values),
+        none=len(rollouts) - len(values),
+        errors=int(counts.get(f"rewards/{name}/errors", 0)),
+        timeouts=int(counts.get(f"rewards/{name}/timeouts", 0)),
+        error=error,
+        on_error=recipe.reward[name].on_error,
+        constant=values[0] if len({*values}) == 1 else None,
+        seconds=counts.get(f"time/rewards/{name}", 0.0) / len(rollouts),
+    )
+
+
+def signal_key(recipe: Recipe, rollout: Rollout) -> Hashable | None:
+    """Returns the reward key of a rollout; a group whose keys are equal has zero advantages.
+
+    The key holds the reward (or each function's reward, for rules that normalise them separately)
+    and the rewarded steps. It is None if no reward function applied.
+    """
+    if not rollout.is_scored:
+        return None
+    steps = tuple(
+        (name, tuple(value for _, value in of)) for name, of in rollout.step_rewards.items()
+    )
+    if "parts" in parameters(rule_function(recipe.advantage))[0]:
+        return tuple(rollout.reward_parts.items()), steps
+    return rollout.outcome_reward, steps
+
+
+def _example(rollout: Rollout) -> Example:
+    prompt, text = rollout.prompt, rollout.text
+    asked = prompt.text if isinstance(prompt.text, str) else str(prompt.text[-1]["content"])
+    return Example(
+        row=prompt.row,
+        prompt=asked if len(asked) <= SHOWN else "…" + asked[-SHOWN + 1 :],
+        completion=text if len(text) <= SHOWN else text[: SHOWN - 1] + "…",
+        rewards=dict(rollout.reward_parts),
+    )

@@ -12,61 +12,43 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from grpo_cli.evaluation.estimates import Estimate, estimate, student_95
 
 SIZES = (2, 4, 8, 16, 32, 64)
+Completions = tuple[Sequence[Hashable | None], Sequence[bool]]  # (rewards, excluded) of a prompt
 LEAST_DEGREES = 4.0  # degrees of freedom; the quantile is then at most 2.78
 
 
-@dataclass(frozen=True)
-class RewardCounts:
-    """The completions of one prompt, counted by their reward."""
+def without_signal(
+    rewards: Sequence[Hashable | None], excluded: Sequence[bool], size: int
+) -> float:
+    """Returns the probability that `size` completions, drawn without replacement, do not train.
 
-    trained: tuple[int, ...]  # completions that train, per distinct reward
-    excluded: tuple[int, ...] = ()  # likewise, excluded by loss.mask_truncated
-    none: int = 0  # completions to which no reward function applied
+    All existing rewards are equal, or all completions are excluded:
 
-    @classmethod
-    def of(cls, rewards: Sequence[Hashable | None], excluded: Sequence[bool] = ()) -> RewardCounts:
-        """Counts rewards; None is a missing reward."""
-        left_out = excluded or [False] * len(rewards)
-        pairs = [p for p in zip(rewards, left_out, strict=True) if p[0] is not None]
-        trains = Counter(reward for reward, is_out in pairs if not is_out)
-        others = Counter(reward for reward, is_out in pairs if is_out)
-        values = [*(trains | others)]
-        return cls(
-            tuple(trains[v] for v in values),
-            tuple(others[v] for v in values),
-            len(rewards) - len(pairs),
-        )
+        P(equal) + P(excluded) - P(equal and excluded),   P(equal) = Σ_v C(c_v, G) / C(n, G)
 
-    @property
-    def completions(self) -> int:
-        """The number of completions."""
-        return sum(self.trained) + sum(self.excluded) + self.none
+    for counts c_v of the distinct rewards. The m completions without a reward may join any value,
+    hence C(c_v + m, G) - C(m, G), and C(m, G) once. In integers up to the one division.
 
-    def without_signal(self, size: int) -> float:
-        """Returns the probability that `size` completions, drawn without replacement, do not train.
-
-        All existing rewards are equal, or all completions are excluded:
-
-            P(equal) + P(excluded) - P(equal and excluded),   P(equal) = Σ_v C(c_v, G) / C(n, G)
-
-        for counts c_v of the distinct rewards. The m completions without a reward may join any
-        value, hence C(c_v + m, G) - C(m, G), and C(m, G) once. In integers up to the one division.
-        """
-        assert 1 <= size <= self.completions, f"draws {size} of {self.completions} completions"
-        left_out = self.excluded or (0,) * len(self.trained)
-        both = [a + b for a, b in zip(self.trained, left_out, strict=True)]
-        ways = _equal(both, self.none, size)
-        ways += math.comb(sum(left_out) + self.none, size) - _equal(left_out, self.none, size)
-        return ways / math.comb(self.completions, size)
+    Args:
+        rewards: the reward of each completion; None: no reward function applied.
+        excluded: whether loss.mask_truncated excludes it.
+    """
+    assert 1 <= size <= len(rewards), f"draws {size} of {len(rewards)} completions"
+    pairs = [p for p in zip(rewards, excluded, strict=True) if p[0] is not None]
+    none = len(rewards) - len(pairs)
+    every = Counter(reward for reward, _ in pairs)
+    out = Counter(reward for reward, is_out in pairs if is_out)
+    ways = _equal(every.values(), none, size)
+    ways += math.comb(out.total() + none, size) - _equal(out.values(), none, size)
+    return ways / math.comb(len(rewards), size)
 
 
-def _equal(counts: Sequence[int], none: int, size: int) -> int:
+def _equal(counts: Iterable[int], none: int, size: int) -> int:
     """Returns the number of draws of `size` completions whose rewards are equal or missing."""
     joined = math.comb(none, size)
     return sum(math.comb(c + none, size) - joined for c in counts) + joined
@@ -82,19 +64,19 @@ class SignalShare:
     high: float
 
 
-def signal_share(prompts: Sequence[RewardCounts], size: int) -> SignalShare:
+def signal_share(prompts: Sequence[Completions], size: int) -> SignalShare:
     """Estimates the share of groups of `size` completions whose rewards differ, without bias.
 
     Args:
-        prompts: counts of at least `size` completions each.
+        prompts: rewards and excluded completions of each prompt, as in `without_signal`.
     """
-    values = [1 - counts.without_signal(size) for counts in prompts]
-    found = over_prompts(values, sum(counts.completions for counts in prompts))
+    shares = [1 - without_signal(*completions, size) for completions in prompts]
+    found = over_prompts(shares, sum(len(rewards) for rewards, _ in prompts))
     return SignalShare(size, found.value, found.low, found.high)
 
 
-def pass_rate(rights: Sequence[Sequence[bool]]) -> Estimate:
-    """Returns the share of completions that are right, with an interval clustered by prompt."""
+def pass_rate(rights: Sequence[Sequence[float]]) -> Estimate:
+    """Returns the share of right (1) completions, with an interval clustered by prompt."""
     return over_prompts([sum(own) / len(own) for own in rights], sum(map(len, rights)))
 
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import pytest
 
 from grpo_cli.evaluation.probe.signal import (
-    RewardCounts,
     degrees_of_freedom,
     pass_rate,
     signal_share,
+    without_signal,
 )
 
 PROBES = 200
@@ -60,19 +60,24 @@ def test_few_prompts_that_decide_leave_few_degrees_of_freedom() -> None:
     assert degrees_of_freedom(([1.0] + [0.0] * 9) * 10) == pytest.approx(200 / (64 / 9))
 
 
+def share(rewards: list[float | None], size: int) -> float:
+    """`without_signal` where no completion is excluded."""
+    return without_signal(rewards, [False] * len(rewards), size)
+
+
 def test_by_hand() -> None:
-    one_right, none_right = RewardCounts.of([1, 0, 0, 0]), RewardCounts.of([0, 0, 0, 0])
-    assert one_right.without_signal(2) == 0.5  # 3 of the 6 pairs hold the right one
-    assert one_right.without_signal(4) == 0.0
-    assert none_right.without_signal(2) == 1.0
-    assert signal_share([one_right, none_right], 2).share == 0.25
+    assert share([1, 0, 0, 0], 2) == 0.5  # 3 of the 6 pairs hold the right one
+    assert share([1, 0, 0, 0], 4) == 0.0
+    assert share([0, 0, 0, 0], 2) == 1.0
+    none = [False] * 4
+    assert signal_share([([1, 0, 0, 0], none), ([0, 0, 0, 0], none)], 2).share == 0.25
     # Two of each of three values: of the 15 pairs 3 are equal.
-    assert RewardCounts.of([0, 0, 0.5, 0.5, 1, 1]).without_signal(2) == pytest.approx(3 / 15)
+    assert share([0, 0, 0.5, 0.5, 1, 1], 2) == pytest.approx(3 / 15)
     # Without a reward: of the pairs of (1, 0, none) only the first has a signal.
-    assert RewardCounts.of([1, 0, None]).without_signal(2) == pytest.approx(2 / 3)
+    assert share([1, 0, None], 2) == pytest.approx(2 / 3)
     # Truncated and left out: 1 0 | 0 0, of which the pair of excluded ones does not train.
-    out = RewardCounts.of([1, 0, 1, 0], [False, False, True, True])
-    assert out.without_signal(2) == pytest.approx((2 + 1) / 6)
+    out = without_signal([1, 0, 1, 0], [False, False, True, True], 2)
+    assert out == pytest.approx((2 + 1) / 6)
 
 
 def trains(rewards: list[int | None], excluded: list[bool]) -> bool:
@@ -87,17 +92,12 @@ def test_it_is_the_share_of_all_draws() -> None:
         n = rng.randint(2, 7)
         rewards: list[int | None] = [rng.choice([0, 0, 1, 2, None]) for _ in range(n)]
         excluded = [rng.random() < 0.3 for _ in range(n)]
-        counts = RewardCounts.of(rewards, excluded)
-        assert counts.completions == n
         for size in range(1, n + 1):
             draws = [*itertools.combinations(range(n), size)]
             silent = [not trains([rewards[i] for i in d], [excluded[i] for i in d]) for d in draws]
-            assert counts.without_signal(size) == pytest.approx(sum(silent) / len(draws))
-
-
-def test_no_draw_is_larger_than_what_was_sampled() -> None:
-    with pytest.raises(AssertionError, match="draws 3 of 2"):
-        RewardCounts.of([0, 1]).without_signal(3)
+            assert without_signal(rewards, excluded, size) == pytest.approx(
+                sum(silent) / len(draws)
+            )
 
 
 def simulated(name: str, seed: int) -> list[list[int]]:
@@ -114,7 +114,7 @@ def test_the_intervals_cover_the_truth(name: str) -> None:
         rewards = simulated(name, seed)
         rate = pass_rate([[reward == 1 for reward in own] for own in rewards])
         covered["rate"] += rate.low <= MEANS[name] + 1e-9 and MEANS[name] <= rate.high + 1e-9
-        prompts = [RewardCounts.of(own) for own in rewards]
+        prompts = [(own, [False] * SAMPLES) for own in rewards]
         for size in (2, 8, 16):
             found, truth = signal_share(prompts, size), 1 - EQUAL[name](size)
             covered[size] += found.low <= truth + 1e-9 and truth <= found.high + 1e-9

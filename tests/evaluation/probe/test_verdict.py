@@ -7,14 +7,20 @@ from typing import Any
 
 from grpo_cli.config.schema import Advantage, EpisodeSettings, Generation, Recipe, Reward
 from grpo_cli.evaluation.estimates import Estimate
-from grpo_cli.evaluation.probe.measures import Measured, Mismatch, RewardStats
 from grpo_cli.evaluation.probe.signal import SignalShare
-from grpo_cli.evaluation.probe.verdict import Finding, Verdict, judge
+from grpo_cli.evaluation.probe.verdict import (
+    Finding,
+    Measured,
+    Mismatch,
+    RewardStats,
+    Verdict,
+    judge,
+)
 from tests.tables import table
 
 REWARD = RewardStats(
-    weight=1.0, mean=0.5, applied=512, none=0, errors=0, timeouts=0, error=None, on_error="stop",
-    constant=None, seconds_p99=2e-4,
+    weight=1.0, mean=0.5, none=0, errors=0, timeouts=0, error=None, on_error="stop",
+    constant=None, seconds=2e-4,
 )  # fmt: skip
 SHARES = ((2, 0.3), (4, 0.5), (8, 0.7), (16, 0.8))
 
@@ -28,10 +34,10 @@ HEALTHY = Measured(
     is_graded=False, pass_rate=Estimate(0.5, 0.4, 0.6), reward_mean=0.5,
     rates=[(row, 0.5) for row in range(32)], signal=shares(*SHARES),
     own_signal=shares((8, 0.7))[0], differing=25, is_constant=False, identical=0.0, excluded=0.0,
-    truncated=0.02, eos=0.98, stop_reasons={}, failed_environments=0.0,
+    truncated=0.02, stop_reasons={}, failed_environments=0.0,
     environment_error=None, lengths={"p50": 4.0},
-    rewards={"exact_match": REWARD}, mismatch=Mismatch(1e-7, 1e-6, 100), sampling_seconds=5.0,
-    scoring_seconds=0.1, examples=[],
+    rewards={"exact_match": REWARD}, mismatch=Mismatch(1e-7, 1e-6, 100),
+    examples=[],
 )  # fmt: skip
 NO_SIGNAL: dict[str, Any] = {
     "differing": 0,
@@ -66,7 +72,7 @@ def test_a_healthy_run() -> None:
         ({"is_constant": True, "truncated": 1.0}, "truncated", ["max_completion_tokens = 256"]),
         ({"excluded": 1.0, "truncated": 1.0}, "truncated", ["loss.mask_truncated"]),
         (
-            {"rewards": {"exact_match": replace(REWARD, applied=0, none=512, mean=None)}},
+            {"rewards": {"exact_match": replace(REWARD, none=512, mean=None)}},
             "no_reward",
             ["None"],
         ),
@@ -147,11 +153,11 @@ def test_turns_that_are_cut_off() -> None:
 
 def test_completions_that_never_end() -> None:
     few = Estimate(0.02, 0.01, 0.05)
-    verdict = judged({"truncated": 1.0, "eos": 0.0, "pass_rate": few})
+    verdict = judged({"truncated": 1.0, "pass_rate": few})
     assert [f.name for f in verdict.findings] == ["truncated"]
     assert not verdict.can_learn
     assert "2.0% of them are right" in verdict.sentence
-    assert judged({"truncated": 1.0, "eos": 0.0}).can_learn, "answers as long as the limit"
+    assert judged({"truncated": 1.0}).can_learn, "answers as long as the limit"
     assert judged({"truncated": 0.9, "pass_rate": few}).can_learn
 
 

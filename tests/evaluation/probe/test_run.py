@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
 from grpo_cli.config.schema import Advantage, Generation, Loss, Recipe, Reward
-from grpo_cli.evaluation.probe.measures import (
-    Measured,
-    as_data,
-    end_of,
-    measure,
-    shortened,
-    signal_key,
-)
-from grpo_cli.evaluation.probe.samples import Scored, Size, spread
-from grpo_cli.records import Completion, Group, Rollout
-from grpo_cli.scoring.scorer import RewardResult
+from grpo_cli.evaluation.probe.run import Size, measure, signal_key, spread
+from grpo_cli.evaluation.probe.verdict import Measured, Mismatch
+from grpo_cli.records import Group, Rollout
 from tests.conftest import make_group, make_rollout
 
 EOS = 9
@@ -45,16 +36,6 @@ def rollout(right: float | None, ids: list[int], *, cut: bool = False, row: int 
     return made
 
 
-def scored(groups: list[Group]) -> Scored:
-    rollouts = [r for g in groups for r in g.rollouts]
-    results = {
-        name: [RewardResult(r.reward_parts[name], seconds=0.01 * (n + 1))
-               for n, r in enumerate(rollouts)]
-        for name in RECIPE.reward
-    }  # fmt: skip
-    return Scored(groups, results, [0.1, 0.3], 0.02, 2.0, 0.5)
-
-
 GROUPS = [
     make_group(3, [rollout(1.0, [7, EOS]), rollout(0.0, [7, 8], cut=True),
                    rollout(1.0, [7, EOS]), rollout(1.0, [5])]),
@@ -63,7 +44,14 @@ GROUPS = [
 
 
 def measured(groups: list[Group], recipe: Recipe = RECIPE, samples: int = 4) -> Measured:
-    return measure(recipe, scored(groups), Size(2, samples), {EOS})
+    return measure(
+        recipe,
+        groups,
+        Size(2, samples),
+        counts={"rewards/right/timeouts": 2.0, "time/rewards/right": 4.0},
+        errors={},
+        mismatch=Mismatch(0.2, 0.3, 2, 0.02),
+    )
 
 
 def test_by_hand() -> None:
@@ -74,12 +62,10 @@ def test_by_hand() -> None:
     assert m.rates == [(0, 0.75), (1, 0.0)]
     assert m.own_signal.share == 0.25, "3 of the 6 pairs of the first prompt"
     assert (m.differing, m.is_constant, m.identical) == (1, False, 0.5)
-    assert (m.truncated, m.eos) == (1 / 8, 6 / 8)
+    assert m.truncated == 1 / 8
     assert (m.lengths["p50"], m.lengths["max"], m.lengths["mean"]) == (2.0, 2.0, 15 / 8)
-    assert m.mismatch is not None
-    assert (m.mismatch.mean, m.mismatch.max, m.mismatch.tokens) == (0.2, 0.3, 2)
     right, form = m.rewards["right"], m.rewards["form"]
-    assert (right.mean, right.constant, right.seconds_p99) == (3 / 8, None, 0.08)
+    assert (right.mean, right.constant, right.timeouts, right.seconds) == (3 / 8, None, 2, 0.5)
     assert (form.constant, form.weight) == (1.0, 0.5)
     assert m.examples[0].rewards == {"right": 1.0, "form": 1.0}
 
@@ -115,27 +101,15 @@ def test_what_has_to_differ() -> None:
     assert signal_key(RECIPE, rollout(None, [7])) is None
 
 
-def test_how_completions_end() -> None:
-    assert end_of(Completion([7, EOS], [0.0] * 2, "stop"), {EOS}) == "eos"
-    assert end_of(Completion([7, 8], [0.0] * 2, "stop"), {EOS}) == "other"
-    assert end_of(Completion([7, EOS], [0.0] * 2, "length"), {EOS}) == "length"
-    after = Completion([7, EOS, 3], [0.0] * 3, "stop", is_sampled=[True, True, False])
-    assert end_of(after, {EOS}) == "eos", "a reply of an environment follows"
-
-
 def test_some_rollouts_of_as_many_prompts_as_possible() -> None:
     found = spread(GROUPS, 3)
     assert found == [GROUPS[0].rollouts[0], GROUPS[1].rollouts[0], GROUPS[0].rollouts[1]]
     assert len(spread(GROUPS, 99)) == 8
 
 
-def test_json_has_no_nan() -> None:
-    data = as_data(replace(measured(GROUPS), reward_mean=math.nan))
-    assert data["reward_mean"] is None
-    assert json.loads(json.dumps(data, allow_nan=False))["rates"] == [[0, 0.75], [1, 0.0]]
-
-
 def test_long_texts_are_shortened() -> None:
-    assert shortened("a" * 200) == "a" * 200
-    assert shortened("a" * 200 + "b") == "a" * 199 + "…"
-    assert shortened("a" + "b" * 200, from_end=True) == "…" + "b" * 199
+    long = rollout(1.0, [7])
+    long.text = "a" * 200 + "b"
+    long.prompt = replace(long.prompt, text="a" + "b" * 200)
+    (shown,) = measured([make_group(0, [long] * 2)], samples=2).examples
+    assert (shown.completion, shown.prompt) == ("a" * 199 + "…", "…" + "b" * 199)
