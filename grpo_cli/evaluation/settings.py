@@ -1,4 +1,4 @@
-"""Lists the knobs that an evaluation reads: others are refused, and eval.json records these.
+"""Says which knobs an evaluation reads: others are refused, and eval.json records these.
 
 Knobs that only training reads are reset to their defaults before the recipe is checked, so that
 mistakes in them do not stop an evaluation.
@@ -16,64 +16,40 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from grpo_cli.config.interpolation import as_text
 from grpo_cli.config.parsing import value_at
-from grpo_cli.config.schema import Benchmark, Eval, Recipe, Tools, knobs
+from grpo_cli.config.schema import Benchmark, Eval, Recipe, Tools
 from grpo_cli.errors import UserError, listed
 
-# Keys, groups and sections (with a final dot) on which the numbers of any evaluation depend.
-SAMPLING = (  # knobs of generation that evaluation reads as training does
-    "stop", "stop_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "allowed_token_ids",
+# Sections that only training reads; `log.images` is read for the file of completions.
+OF_TRAINING = (
+    "loss", "advantage", "optimizer", "update", "stop", "alarms", "checkpoint", "log", "tracking",
+    "hub",
 )  # fmt: skip
-BEARING = (
-    "seed", "mixed_precision", "model.revision", "model.dtype", "model.head_dtype",
-    "model.quantization", "model.attn_implementation", "model.trust_remote_code",
-    "model.chat_template", "model.dropout", "eval.num_samples", "eval.sampling",
-    "eval.temperature", "eval.top_p", "eval.max_completion_tokens", "eval.mode", "eval.metric",
-    "eval.k", "eval.limit", "generation.engine", "generation.max_completion_tokens",
-    "generation.min_completion_tokens", *(f"generation.{name}" for name in SAMPLING),
-    "generation.logit_bias.",
-    "generation.vllm.regex", "generation.vllm.json_schema", "generation.vllm.dtype",
-    "generation.tools.", "model.chat_template_kwargs.", "model.args.", "dataset.max_pixels",
-)  # fmt: skip
-# Additional settings for the recipe's held-out rows:
-BEARING_OF_ROWS = (
-    "dataset.eval", "dataset.subset", "dataset.eval_split", "dataset.columns", "dataset.prompt",
-    "dataset.system", "dataset.chat", "dataset.eval_limit", "dataset.final_assistant", "reward.",
-    "eval.accuracy", "dataset.bad_images",
-)  # fmt: skip
-# Additional settings for episodes of held-out rows:
-BEARING_OF_EPISODES = (
-    "rollout", "tools", "tools.", "environment.path", "environment.args", "environment.args.",
-    "environment.by_name", "environment.by_name.", "environment.mcp",
-    "episode.max_turns", "episode.turn_tokens", "episode.reply_tokens",
-    "model.response_template",
-)  # fmt: skip
-# Additional settings for rows that were split off the training rows:
-BEARING_OF_SPLIT = (
-    "dataset.test_split_size", "dataset.train", "dataset.train_split",
-    "dataset.train_limit",
-)  # fmt: skip
-# Additional settings for several held-out sets:
-BEARING_OF_SETS = ("dataset.held_out",)
-# Additional settings for completions that are sampled as in training:
-BEARING_OF_SAMPLING = (
-    "generation.temperature", "generation.top_p", "generation.top_k", "generation.min_p",
-)  # fmt: skip
-# Settings that evaluation also reads:
-READ_OF_ROWS = (
-    *BEARING_OF_ROWS, *BEARING_OF_SPLIT, *BEARING_OF_EPISODES, "dataset.held_out.", "dataset",
-    "environment.", "episode.",
-)  # fmt: skip
-READ = (
-    *BEARING, *READ_OF_ROWS, "recipe", "device", "output_dir", "overwrite", "model.path",
-    "scoring.", "distributed.", "benchmark.", "generation", "generation.max_num_seqs",
-    "generation.cuda_graphs", "generation.vllm.", "log.images", "hydra.",
-)  # fmt: skip
-ALWAYS = ("resume=auto",)  # accepted, since an evaluation always resumes
-NOT_READ = (
+OF_TRAINING_IN_EVAL = ("every", "at_start", "at_end", "best", "patience")
+NOT_READ = (  # keys of other sections that a check of the recipe could refuse
     "generation.vllm.prefetch_steps", "generation.vllm.in_flight", "distributed.offload",
 )  # fmt: skip
-# Settings that are read when stored completions are scored.
+# Keys, and sections with a final dot, that are refused on the command line.
+REFUSED = (
+    *(f"{section}." for section in OF_TRAINING), *(f"eval.{key}" for key in OF_TRAINING_IN_EVAL),
+    *NOT_READ, "resume", "resume_changed", "steps", "epochs", "prompts_per_step", "probe",
+    "schedules.", "callbacks", "adapter.", "model.build.", "model.freeze",
+    "model.gradient_checkpointing", "model.compile", "dataset.solution",
+    "dataset.max_prompt_tokens", "dataset.bad_tests", "dataset.shuffle", "dataset.streaming",
+    "dataset.shuffle_buffer", "dataset.mixture", "generation.max_logp_difference",
+    "generation.dynamic_sampling",
+)  # fmt: skip
+READ = ("log.images", "resume=auto")  # an evaluation always resumes
+MEANT = {  # keys of training -> the keys that evaluation reads instead
+    "generation.temperature": "eval.temperature",
+    "generation.top_p": "eval.top_p",
+    "generation.num_generations": "eval.num_samples",
+}
+OF_SAMPLING = (  # read with eval.sampling=training
+    "generation.temperature", "generation.top_p", "generation.top_k", "generation.min_p",
+)  # fmt: skip
+# Sections of the recipe's held-out rows, which benchmarks replace.
+OF_ROWS = ("dataset", "reward", "environment", "episode", "tools", "rollout")
+# Keys that are read when stored completions are scored.
 READ_OF_COMPLETIONS = (
     "benchmark.", "scoring.workers", "scoring.worker_memory_gb",
     "eval.metric", "eval.mode", "eval.k", "eval.limit", "output_dir", "overwrite", "log.images",
@@ -81,18 +57,6 @@ READ_OF_COMPLETIONS = (
 )  # fmt: skip
 READ_OF_THEIR_BENCHMARK = (
     "data", "subset", "split", "columns", "limit", "modes", "reward", "args", "breakdown",
-)  # fmt: skip
-MEANT = {  # keys of training -> the keys that evaluation reads instead
-    "generation.temperature": "eval.temperature",
-    "generation.top_p": "eval.top_p",
-    "generation.num_generations": "eval.num_samples",
-}
-OF_TRAINING = (
-    "loss", "advantage", "optimizer", "update", "stop", "alarms", "checkpoint", "log", "tracking",
-    "hub",
-)  # fmt: skip
-OF_TRAINING_IN_EVAL = (
-    "every", "at_start", "at_end", "best", "patience",
 )  # fmt: skip
 
 
@@ -105,13 +69,11 @@ def check_read(overrides: Sequence[str]) -> None:
     as_in_training = "eval.sampling=training" in overrides
     for word in overrides:
         key = key_set_by(word)
-        if as_in_training and key in BEARING_OF_SAMPLING:
+        if word in READ or key in READ or (as_in_training and key in OF_SAMPLING):
             continue
         if key in MEANT:
             raise UserError(f"{word}: is only read in training; evaluation reads {MEANT[key]}.")
-        is_known = key in dict(knobs()) or key.startswith("schedules.")  # others are refused later
-        is_read = is_among(key, READ) and key not in NOT_READ
-        if is_known and not is_read and word not in ALWAYS:
+        if is_among(key, REFUSED) or key in OF_SAMPLING:
             raise UserError(f"{word}: is only read in training.")
 
 
@@ -121,11 +83,12 @@ def check_rows(overrides: Sequence[str], recipe: Recipe) -> None:
     Raises:
         UserError: the command line sets such a key.
     """
+    of_rows = [*(f"{section}." for section in OF_ROWS), "eval.accuracy"]
     for word in overrides:
         key = key_set_by(word)
         if recipe.dataset.test_split_size is None and key.startswith("dataset.train"):
             raise UserError(f"{word}: is only read in training.")
-        if recipe.benchmark and is_among(key, READ_OF_ROWS):
+        if recipe.benchmark and is_among(key, of_rows) and key != "dataset.max_pixels":
             raise UserError(
                 f"{word}: is about the recipe's held-out rows, and benchmarks are evaluated in "
                 f"their place: {listed(recipe.benchmark)}."
@@ -140,13 +103,16 @@ def check_read_of_completions(overrides: Sequence[str]) -> None:
     """
     for word in overrides:
         key = key_set_by(word)
-        why = f"{word}: nothing is sampled with completions=FILE, and nothing reads it; what is "
-        if key and not is_among(key, READ_OF_COMPLETIONS):
-            shown = dict.fromkeys(k.rstrip(".") for k in READ_OF_COMPLETIONS if k != "hydra.")
-            raise UserError(f"{why}read is {listed(shown)}.")
         section, *rest = key.split(".")  # benchmark.NAME.KNOB
-        if section == "benchmark" and len(rest) > 1 and rest[1] not in READ_OF_THEIR_BENCHMARK:
-            raise UserError(f"{why}read of a benchmark is {listed(READ_OF_THEIR_BENCHMARK)}.")
+        known, of = READ_OF_COMPLETIONS, ""
+        if section == "benchmark" and len(rest) > 1:
+            key, known, of = rest[1], READ_OF_THEIR_BENCHMARK, " of a benchmark"
+        if key and not is_among(key, known):
+            shown = listed(k.rstrip(".") for k in known if k != "hydra.")
+            raise UserError(
+                f"{word}: nothing is sampled with completions=FILE, and nothing reads it; what is "
+                f"read{of} is {shown}."
+            )
 
 
 def is_among(key: str, known: Sequence[str]) -> bool:
@@ -216,59 +182,30 @@ def _runs_programs(cfg: DictConfig) -> bool:
 def settings(recipe: Recipe) -> dict[str, Any]:
     """Returns the settings for eval.json.
 
-    `settings_hash` covers everything that the numbers depend on except the model, the data and the
-    code.
+    `settings_hash` covers them: everything that the numbers depend on except the model, the data
+    and the code.
     """
     from grpo_cli.reporting.reporter import versions
 
     values = dataclasses.asdict(recipe)
     values["eval"]["temperature"] = recipe.evaluation_temperature
-    recorded = {
-        "model": (
-            "revision", "dtype", "head_dtype", "quantization", "attn_implementation",
-            "chat_template",
-            "chat_template_kwargs",
-            *(("args",) if recipe.model.args else ()),
-        ),
-        "eval": tuple(values["eval"]),
-        "generation": (
-            "engine", "max_completion_tokens", "min_completion_tokens", *SAMPLING, "logit_bias",
-            *(("tools",) if recipe.runs_programs else ()),
-        ),
-    }  # fmt: skip
-    report: dict[str, Any] = {
-        "seed": recipe.seed,
-        "mixed_precision": recipe.mixed_precision,
-        **{name: {k: values[name][k] for k in keys} for name, keys in recorded.items()},
-    }
-    splits, sets = recipe.dataset.test_split_size is not None, recipe.dataset.held_out
-    keys: tuple[str, ...] = BEARING
-    if recipe.eval.sampling == "training":
-        keys += BEARING_OF_SAMPLING
-    if not recipe.benchmark:
-        keys += BEARING_OF_ROWS
-        keys += (BEARING_OF_SPLIT if splits else ()) + (BEARING_OF_SETS if sets else ())
-        keys += BEARING_OF_EPISODES if recipe.has_episodes else ()
-    bearing = {key: value_at(values, key) for key, _ in knobs() if is_among(key, keys)}
+    del values["model"]["path"]  # the checkpoint
+    names = ("seed", "mixed_precision", "model", "eval", "generation")
     if recipe.benchmark:
-        defaults = bearing_of(Benchmark())
-        bearing["benchmark"] = {name: bearing_of(b) for name, b in recipe.benchmark.items()}
-        report["benchmark"] = {
-            name: {k: v for k, v in values.items() if v != defaults[k]}
-            for name, values in bearing["benchmark"].items()
+        defaults = as_recorded(Benchmark())
+        values["benchmark"] = {
+            name: {k: v for k, v in as_recorded(one).items() if v != defaults[k]}
+            for name, one in recipe.benchmark.items()
         }
+        values["max_pixels"] = recipe.dataset.max_pixels
+        names += ("benchmark", "max_pixels")
     else:
-        key = "dataset.train" if splits else "dataset.eval"
-        dataset = as_text(value_at(recipe, key), key)
-        if sets:
-            dataset = as_text({name: held.data for name, held in sets.items()}, "dataset.held_out")
-        elif splits:
-            dataset = f"{recipe.dataset.test_split_size:g} of {dataset}"
-        report |= {"dataset": dataset, "reward": values["reward"]}
-    return {**as_text(report), "settings_hash": hash_of(bearing), "versions": versions()}
+        names += OF_ROWS
+    report = {name: values[name] for name in names}
+    return {**as_text(report), "settings_hash": hash_of(report), "versions": versions()}
 
 
-def bearing_of(benchmark: Benchmark) -> dict[str, Any]:
+def as_recorded(benchmark: Benchmark) -> dict[str, Any]:
     """Returns a benchmark's settings that its numbers depend on, without titles and figures."""
     values = dataclasses.asdict(benchmark)
     del values["title"], values["column"]
