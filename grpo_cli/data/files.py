@@ -48,25 +48,15 @@ class Table(Sequence[dict[str, Any]]):
         """Returns a table of the given rows."""
         return Table([self._rows[row] for row in rows], self.column_names)
 
-    def select_columns(self, names: Sequence[str]) -> Table:
-        """Returns a table of the given columns, in the given order."""
-        return Table(self._rows, names)
-
-    def remove_columns(self, names: str | Sequence[str]) -> Table:
-        """Returns a table without one or several columns."""
-        removed = [names] if isinstance(names, str) else names
-        return self.select_columns([name for name in self.column_names if name not in removed])
+    def remove_columns(self, names: Sequence[str]) -> Table:
+        """Returns a table without some columns."""
+        return Table(self._rows, [name for name in self.column_names if name not in names])
 
     def rename_columns(self, names: Mapping[str, str]) -> Table:
         """Returns a table with columns renamed, given as old name -> new name."""
         new = [names.get(name, name) for name in self.column_names]
         rows = [{names.get(name, name): cell for name, cell in row.items()} for row in self]
         return Table(rows, new)
-
-    def add_column(self, name: str, cells: Sequence[Any]) -> Table:
-        """Returns a table with one more column."""
-        rows = [{**row, name: cell} for row, cell in zip(self, cells, strict=True)]
-        return Table(rows, [*self.column_names, name])
 
 
 def load_local(path: Path, subset: str | None, split: str, key: str) -> Any:

@@ -10,8 +10,6 @@ Nothing here imports torch or transformers: a mistake in the data is reported be
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +25,6 @@ from grpo_cli.data import images
 from grpo_cli.data import rows as tables
 from grpo_cli.data.prompts import Mark, control_tokens, encode, fill, images_of, unchanged
 from grpo_cli.errors import UserError, listed, nearest
-from grpo_cli.images import ImageError, StoredImage
-from grpo_cli.rewards import has_votes
 from grpo_cli.scoring import registry
 
 if TYPE_CHECKING:
@@ -39,7 +35,6 @@ if TYPE_CHECKING:
     from grpo_cli.scoring.scorer import Scorer
 
 EVERY = "all"  # value of `subset`: concatenates all configurations of the hub data set
-INEXACT = 2.0**53  # from here on, two integers may round to the same float
 
 
 @dataclass(frozen=True)
@@ -59,8 +54,7 @@ def load(name: str, config: Benchmark, limit: int | None = None) -> data.Rows:
 
     Raises:
         UserError: data that cannot be loaded, a prompt or a reward that needs a missing column, a
-            prompt that names no column, a row without a gold answer, or whose gold answer is a
-            number too large to be exact.
+            prompt that names no column, a row without a gold answer.
     """
     key, source = f"benchmark.{name}", config.data
     table = _load_table(config, f"{key}.data")
@@ -87,10 +81,6 @@ def load(name: str, config: Benchmark, limit: int | None = None) -> data.Rows:
                     f"{key}.data = {source}, row {number}: the column {column!r}, which the reward "
                     f"{config.reward} needs, is {'null' if cell is None else 'empty'}."
                 )
-        cells = answers_as_text(config, column, table[column][:], f"{key}.data = {source}")
-        if cells is not None:
-            names = table.column_names
-            table = table.remove_columns(column).add_column(column, cells).select_columns(names)
     return data.Rows(source, table.column_names, table)
 
 
@@ -184,44 +174,6 @@ def is_missing(cell: Any) -> bool:
     return cell is None or (isinstance(cell, (str, list)) and not len(cell)) or str(cell).isspace()
 
 
-def answers_as_text(
-    config: Benchmark,
-    column: str,
-    cells: Sequence[Any],
-    source: str,
-    rows: Sequence[int] | None = None,
-) -> list[str | None] | None:
-    """Converts gold answers that were read as floats to text.
-
-    A column of numbers has one type: 3 beside 2.5 is read as 3.0, which is not the text "3".
-    Integral values are written without a fraction, others as their shortest text.
-
-    Args:
-        source: prefix of error messages.
-        rows: row number of each cell; None: 0, 1, 2, ...
-
-    Returns:
-        The texts, or None if the column is kept as it is: it has no floats, it has other values
-            than numbers, or the reward may compute with numbers, as it compares no final answers.
-
-    Raises:
-        UserError: a number too large to be exact, or NaN.
-    """
-    there = [type(cell) for cell in cells if cell is not None]
-    if not has_votes(config.reward) or float not in there or not {int, float}.issuperset(there):
-        return None
-    texts: list[str | None] = []
-    for number, cell in zip(rows or range(len(cells)), cells, strict=True):
-        if isinstance(cell, float) and not abs(cell) < INEXACT:  # NaN is not less
-            raise UserError(
-                f"{source}, row {number}: the column {column!r} is read as {cell!r}, which may not "
-                "be what the file says; write the answer as text, in quotes."
-            )
-        whole = isinstance(cell, float) and cell.is_integer()
-        texts.append(None if cell is None else str(int(cell)) if whole else repr(cell))
-    return texts
-
-
 def named_by(templates: Iterable[str]) -> list[str]:
     """Returns the column names in templates; an invalid template contributes none."""
     names: list[str] = []
@@ -249,30 +201,6 @@ def _check_column(
             f"{renaming or f'benchmark.{name}.columns'}.{column}=NAME."
             f"{nearest(column, there)}"
         )
-
-
-def fingerprint(rows: data.Rows) -> str:
-    """Returns a 16-digit hexadecimal hash of the content and order of rows."""
-    digest = hashlib.sha256()
-    for row in rows.rows:
-        pictures = {name: _picture(row[name]) for name in images.COLUMNS if name in row}
-        line = json.dumps({**row, **pictures}, sort_keys=True, ensure_ascii=False, default=str)
-        digest.update(line.encode("utf-8", "surrogatepass") + b"\n")
-    return digest.hexdigest()[:16]
-
-
-def _picture(cell: Any) -> Any:
-    """Replaces the images in a cell by their bytes, wherever they are stored."""
-    if isinstance(cell, list):
-        return [_picture(one) for one in cell]
-    if isinstance(cell, StoredImage):
-        try:
-            return cell.encoded()["bytes"]
-        except ImageError:
-            return None
-    if isinstance(cell, Mapping):
-        return cell.get("bytes") or cell.get("path")
-    return cell
 
 
 def problem_text(

@@ -7,8 +7,7 @@ separate intervals would hide (`paired.py` has the statistics).
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,7 @@ SAMPLING = {  # settings of eval.json that are compared
     "eval": ("num_samples", "temperature", "top_p", "max_completion_tokens", "sampling"),
     "generation": ("max_completion_tokens",),
 }
-COLUMNS = ("benchmark", "mode", "row", "correct")
-BATCH = 8192  # completions whose columns are in memory at once
+COLUMNS = ["benchmark", "mode", "row", "correct", "columns"]
 
 
 @dataclass
@@ -53,18 +51,15 @@ class Settings:
     output: str | None = knob(None, "File to write everything to as JSON, with each flipped row.")
 
 
-# (right completions, judged completions) of each row, by (benchmark, mode) and row.
-Counts = dict[tuple[str, str], dict[int, tuple[int, int]]]
-
-
 @dataclass(frozen=True)
 class Stored:
     """A stored evaluation: eval.json and the counts of its completions."""
 
     path: Path
     report: Mapping[str, Any]  # eval.json
-    benchmarks: Mapping[str, Mapping[str, Any]]  # section "benchmarks" of eval.json
-    counts: Counts
+    # (right completions, judged completions) of each row, by (benchmark, mode) and row
+    counts: dict[tuple[str, str], dict[int, tuple[int, int]]]
+    problems: dict[str, dict[int, str]]  # data columns as JSON, by benchmark and row
 
     def section(self, key: str) -> Mapping[str, Any]:
         """Returns a section of eval.json; {} if it is missing."""
@@ -174,8 +169,7 @@ def _label(name: str, mode: str | None) -> str:
 def check_same_problems(one: Stored, other: Stored, in_both: Collection[tuple[str, str]]) -> None:
     """Checks that a row number means the same problem in both evaluations.
 
-    Equal fingerprints of the data suffice. Otherwise the questions must be equal, or, in files
-    without questions, all columns that both files have.
+    The questions must be equal, or, in data without questions, all columns that both have.
 
     Args:
         in_both: the (benchmark, mode) pairs that are compared.
@@ -183,35 +177,19 @@ def check_same_problems(one: Stored, other: Stored, in_both: Collection[tuple[st
     Raises:
         UserError: a row holds different problems.
     """
-    rows: dict[str, set[int]] = {}
     for key in in_both:
-        common = one.counts[key].keys() & other.counts[key].keys()
-        rows.setdefault(key[0], set()).update(common)
-    data = {name: [s.benchmarks.get(name, {}).get("data") for s in (one, other)] for name in rows}
-    doubted = [name for name, (a, b) in data.items() if a is None or a != b]
-    if not doubted:
-        return
-    first, second = (
-        read_columns(s.path.parent / "completions.parquet", doubted) for s in (one, other)
-    )
-    for name in doubted:
-        different, compared = [], 0
-        for row in sorted(rows[name]):
-            a, b = first[name].get(row, {}), second[name].get(row, {})
+        name, common = key[0], one.counts[key].keys() & other.counts[key].keys()
+        different = []
+        for row in sorted(common):
+            a, b = (json.loads(stored.problems[name][row]) for stored in (one, other))
             shared = [QUESTION] if QUESTION in a and QUESTION in b else [c for c in a if c in b]
-            compared += bool(shared)
             if any(not same_json(a[column], b[column]) for column in shared):
                 different.append(row)
         if different:
             raise UserError(
                 f"{one.path} and {other.path}: {name} is of different data: {len(different)} of "
-                f"the {len(rows[name])} rows that both have are different problems, the first of "
+                f"the {len(common)} rows that both have are different problems, the first of "
                 f"them row {different[0]}; evaluate both on one."
-            )
-        if not compared and None not in data[name]:
-            raise UserError(
-                f"{one.path} and {other.path}: {name} is of different data, {data[name][0]} and "
-                f"{data[name][1]}; evaluate both on one."
             )
 
 
@@ -278,77 +256,35 @@ def read(path: Path) -> Stored:
     Raises:
         UserError: a file is missing or was not written by `grpo eval`.
     """
-    if path.is_dir():
-        if not (path / "eval.json").is_file():
-            raise UserError(f"{path}: holds no eval.json; give a folder that grpo eval has filled.")
-        path = path / "eval.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: is no eval.json of grpo eval: {error}.") from error
-    benchmarks = found.get("benchmarks") if isinstance(found, dict) else None
-    if not isinstance(benchmarks, dict) or not all(
-        isinstance(b, dict) for b in benchmarks.values()
-    ):
-        raise UserError(f'{path}: is no eval.json of grpo eval: it holds no "benchmarks".')
-    return Stored(path, found, benchmarks, read_counts(path.parent / "completions.parquet"))
-
-
-def read_counts(path: Path) -> Counts:
-    """Counts the right and the judged completions of each row, skipping unjudged (null) ones.
-
-    Raises:
-        UserError: the file is missing or was not written by `grpo eval`.
-    """
-    if not path.is_file():
-        raise UserError(f"{path}: is missing; grpo eval compare needs it beside eval.json.")
-    with opened(path) as file:
-        missing = [name for name in COLUMNS if name not in file.schema_arrow.names]
-        columns = {} if missing else file.read(columns=list(COLUMNS)).to_pydict()
-    if missing:
-        raise UserError(f"{path}: lacks the column {missing[0]!r} that grpo eval writes.")
-    counts: Counts = {}
-    for name, mode, row, correct in zip(*(columns[name] for name in COLUMNS), strict=True):
-        if correct is not None:
-            of_mode = counts.setdefault((name, mode), {})
-            right, judged = of_mode.get(row, (0, 0))
-            of_mode[row] = right + bool(correct), judged + 1
-    return counts
-
-
-def read_columns(path: Path, names: Collection[str]) -> dict[str, dict[int, dict[str, Any]]]:
-    """Returns the data columns of each row of some benchmarks, from its first completion.
-
-    The dictionaries are empty for a file without the column `columns`.
-
-    Raises:
-        UserError: the file was not written by `grpo eval`.
-    """
-    found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in names}
-    with opened(path) as file:
-        if "columns" not in file.schema_arrow.names:
-            return found
-        # In batches: the text of a row, some thousand characters, is repeated in each completion.
-        for batch in file.iter_batches(BATCH, columns=["benchmark", "row", "columns"]):
-            keys = zip(batch["benchmark"].to_pylist(), batch["row"].to_pylist(), strict=True)
-            for i, (name, row) in enumerate(keys):
-                if name in found and row not in found[name]:
-                    found[name][row] = json.loads(batch["columns"][i].as_py() or "{}")
-    return found
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """Opens a Parquet file for reading.
-
-    Raises:
-        UserError: it cannot be read.
-    """
     import pyarrow
-    import pyarrow.parquet
+    from pyarrow import parquet
 
+    if path.is_dir():
+        path = path / "eval.json"
+    if not path.is_file():
+        raise UserError(f"{path}: is missing; give a folder that grpo eval has filled.")
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            yield file
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: is no eval.json of grpo eval: {error}.") from error
+    if not isinstance(report, dict) or "benchmarks" not in report:
+        raise UserError(f'{path}: is no eval.json of grpo eval: it holds no "benchmarks".')
+    file = path.with_name("completions.parquet")
+    try:
+        # As a dictionary, since the text of a row is repeated in each of its completions.
+        table = parquet.read_table(file, columns=COLUMNS, read_dictionary=["columns"])
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: cannot be read as parquet: {error}") from error
+        raise UserError(f"{file}: cannot be read as parquet: {error}") from error
+    found = Stored(path, report, {}, {})
+    names, texts = COLUMNS[:-1], table["columns"]
+    completions = zip(*(table[name].to_pylist() for name in names), strict=True)
+    for i, (name, mode, row, correct) in enumerate(completions):
+        if correct is None:  # not judged
+            continue
+        of_mode = found.counts.setdefault((name, mode), {})
+        right, judged = of_mode.get(row, (0, 0))
+        of_mode[row] = right + correct, judged + 1
+        problems = found.problems.setdefault(name, {})
+        if row not in problems:
+            problems[row] = texts[i].as_py()
+    return found

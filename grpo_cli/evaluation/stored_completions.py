@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ from grpo_cli.data.stored_completions import find as find_file
 from grpo_cli.data.stored_completions import load as load_file
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation import benchmarks
-from grpo_cli.scoring import registry
 
 if TYPE_CHECKING:
     from grpo_cli.records import Group, Prompt, Rollout
@@ -53,7 +51,6 @@ class StoredGroups:
 
     groups: list[Group]  # in the order of the benchmark's rows
     rows: int | None  # number of rows of the benchmark's data, within the limit; None if not needed
-    data: str  # benchmarks.fingerprint of the problems
     ends_known: bool  # whether the file has a finish reason for every completion
     is_benchmark: bool  # the problems are the benchmark's own rows, or `grpo eval` wrote the file
 
@@ -84,21 +81,18 @@ def load(
         max_pixels: larger images in the benchmark's data are resized to it.
 
     Raises:
-        UserError: a missing file or column, a completion that is not text, a gold answer that is a
-            number too large to be exact, or a completion whose problem cannot be determined.
+        UserError: a missing file or column, a completion that is not text, or a completion whose
+            problem cannot be determined.
     """
     from grpo_cli.records import Group, Prompt
 
     path = find_file(path, "completions")
     samples = _of_task(load_file(path, columns, "completions"), path, name, mode)
     samples = _with_canonical_names(samples, config)
-    _check_ids(samples, path, name, config)
     limits = [n for n in (config.limit, limit) if n is not None]
     rows, is_written = None, "benchmark" in samples[0].columns
     if all(column in samples[0].columns for column in benchmarks.needed_columns(name, config)):
-        samples = _with_answers_as_text(samples, path, name, config)
-        groups = _by_problem(samples, path)
-        problems = [_as_the_file_has_it(i, g, path, name, config) for i, g in enumerate(groups)]
+        problems = _with_own_answers(samples, path, name, config)
     else:
         rows = benchmarks.load(name, dataclasses.replace(config, limit=None))
         problems = _joined(samples, rows, path, name, config, min(limits, default=None))
@@ -120,11 +114,9 @@ def load(
         prompt = Prompt(problem.row, ids, text, others, prefill=first.prefill, images=pictures)
         rollouts = [_rollout(prompt, sample) for sample in problem.samples]
         found.append(Group(problem.row, prompt, rollouts))
-    columns_of_problems = [problem.columns for problem in problems]
     return StoredGroups(
         groups=found,
         rows=None if rows is None else min([len(rows.rows), *limits]),
-        data=benchmarks.fingerprint(data.Rows(str(path), [], columns_of_problems)),
         ends_known=all(s.columns.get("finish_reason") for p in problems for s in p.samples),
         is_benchmark=rows is not None or is_written,
     )
@@ -172,32 +164,6 @@ def _with_canonical_names(samples: Sequence[Sample], config: Benchmark) -> Seque
     ]
 
 
-def _check_ids(samples: Sequence[Sample], path: Path, name: str, config: Benchmark) -> None:
-    function = registry.resolve(config.reward, f"benchmark.{name}.reward")
-    needs_ids = "completion_ids" in registry.Signature.of(function).needed_standard
-    if needs_ids and any(s.ids is None for s in samples):
-        raise UserError(
-            f"benchmark.{name}.reward: {config.reward} needs completion_ids, and {path} has no "
-            "column of that name; what `grpo eval` has written has one."
-        )
-
-
-def _with_answers_as_text(
-    samples: Sequence[Sample], path: Path, name: str, config: Benchmark
-) -> Sequence[Sample]:
-    """Converts the completions' gold answers to the form in the benchmark's data."""
-    for column in benchmarks.gold_columns(name, config):
-        cells = [s.columns.get(column) for s in samples]
-        numbers = [s.row for s in samples]
-        texts = benchmarks.answers_as_text(config, column, cells, f"completions = {path}", numbers)
-        if texts is not None:
-            samples = [
-                dataclasses.replace(s, columns={**s.columns, column: text})
-                for s, text in zip(samples, texts, strict=True)
-            ]
-    return samples
-
-
 def _by_problem(samples: Sequence[Sample], path: Path) -> list[list[Sample]]:
     """Groups completions by problem, in the order in which the problems appear.
 
@@ -231,56 +197,37 @@ def _has(sample: Sample, column: str) -> bool:
 def _cell(sample: Sample, column: str, path: Path) -> Any:
     """Returns a cell that must not be null; `row` and `sample` become integers."""
     value = sample.columns[column]
-    if column in ("row", "sample"):
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not (number >= 0 and number.is_integer()):
-            raise UserError(
-                f"completions = {path}, row {sample.row}: {column} is {value!r}; it must be a "
-                "whole number, 0 or more."
-            )
-        return int(number)
-    if value is None:
-        raise UserError(f"completions = {path}, row {sample.row}: {column} is null.")
-    return value
+    is_number = column in ("row", "sample")
+    if value is None or (is_number and not str(value).isdecimal()):
+        must = "a whole number, 0 or more" if is_number else "a value"
+        raise UserError(
+            f"completions = {path}, row {sample.row}: {column} is {value!r}; it must be {must}."
+        )
+    return int(value) if is_number else value
 
 
-def _as_the_file_has_it(
-    number: int, group: list[Sample], path: Path, name: str, config: Benchmark
-) -> Problem:
-    """Builds a problem whose gold answer is in the file of completions.
-
-    Args:
-        number: the problem's number, in order of appearance.
-    """
-    first = group[0]
-    gold = benchmarks.gold_columns(name, config)
-    for column in (*gold, "question"):
-        for sample in group:
-            cell = sample.columns.get(column)
-            if column in gold and benchmarks.is_missing(cell):
+def _with_own_answers(
+    samples: Sequence[Sample], path: Path, name: str, config: Benchmark
+) -> list[Problem]:
+    """Builds problems whose gold answers are in the file of completions."""
+    for column in benchmarks.gold_columns(name, config):
+        for sample in samples:
+            if benchmarks.is_missing(sample.columns.get(column)):
                 raise UserError(
                     f"completions = {path}, row {sample.row}: the column {column!r}, which the "
-                    f"reward {config.reward} needs, is {'null' if cell is None else 'empty'}."
+                    f"reward {config.reward} needs, is null or empty."
                 )
-            if cell != first.columns.get(column):
-                raise UserError(
-                    f"completions = {path}: rows {first.row} and {sample.row} are of one problem "
-                    f"and have different {column!r}."
-                )
-    row = _cell(first, "row", path) if _has(first, "row") else number
-    return Problem(row, _of_the_data(first), group)
-
-
-def _of_the_data(sample: Sample) -> dict[str, Any]:
-    """Returns a completion's columns that belong to the data set."""
-    return {
-        name: cell
-        for name, cell in sample.columns.items()
-        if name not in OWN and not name.startswith(OWN_PREFIXES)
-    }
+    problems = []
+    for number, group in enumerate(_by_problem(samples, path)):
+        first = group[0]
+        row = _cell(first, "row", path) if _has(first, "row") else number
+        columns = {
+            name: cell
+            for name, cell in first.columns.items()
+            if name not in OWN and not name.startswith(OWN_PREFIXES)
+        }
+        problems.append(Problem(row, columns, group))
+    return problems
 
 
 def _joined(
@@ -296,15 +243,13 @@ def _joined(
     Raises:
         UserError: the row of a completion cannot be determined.
     """
-    first = samples[0]
-    by_id: dict[str, int] = {}
-    if not _has(first, "row") and _has(first, "id"):
-        by_id = _rows_by_id(rows, path)
-    key = "row" if _has(first, "row") else "id" if by_id else None
     groups = _by_problem(samples, path)
+    keys = ("row", "id") if "id" in rows.columns else ("row",)
+    key = next((key for key in keys if _has(samples[0], key)), None)
     if key == "row":
         numbers = [_cell(group[0], "row", path) for group in groups]
     elif key == "id":
+        by_id = _rows_by_id(rows, path)
         numbers = [by_id.get(str(_cell(group[0], "id", path)), -1) for group in groups]
     elif len(groups) in (len(rows.rows), min(limit or len(rows.rows), len(rows.rows))):
         numbers = [*range(len(groups))]
@@ -343,16 +288,12 @@ def _rows_by_id(rows: data.Rows, path: Path) -> dict[str, int]:
         UserError: two rows have the same id.
     """
     by_id: dict[str, int] = {}
-    for number, row in enumerate(rows.rows):
-        own_id = str(row["id"]) if row.get("id") is not None else None
-        if own_id in by_id:
+    for number, cell in enumerate(rows.column("id")):
+        if cell is not None and by_id.setdefault(str(cell), number) != number:
             raise UserError(
-                f"completions = {path}: rows {by_id[own_id]} and {number} of {rows.source} have "
-                f"the same id, {own_id!r}, so that it does not tell whose completions are whose; "
-                "give the number of the row in a column `row`."
+                f"completions = {path}: rows {by_id[str(cell)]} and {number} of {rows.source} have "
+                f"the same id, {cell!r}; give the number of the row in a column `row`."
             )
-        if own_id is not None:
-            by_id[own_id] = number
     return by_id
 
 
@@ -378,11 +319,6 @@ def _problem_text(
     return ""
 
 
-def _count(cell: Any) -> int:
-    """Converts a cell to a count of programs; 0 if a user's column of that name is not a number."""
-    return int(cell) if isinstance(cell, (int, float)) and math.isfinite(cell) else 0
-
-
 def _rollout(prompt: Prompt, sample: Sample) -> Rollout:
     from grpo_cli.records import Completion, Rollout
 
@@ -390,14 +326,12 @@ def _rollout(prompt: Prompt, sample: Sample) -> Rollout:
     ids = _numbers(sample.ids)
     logprobs = _numbers(columns.get("sampling_logprobs"))
     sampled = _numbers(columns.get("sampled"))
-    counts: dict[str, Any] = {name: _count(columns.get(name)) for name in COUNTED}
+    counts = {name: n for name in COUNTED if isinstance(n := columns.get(name), int)}
     completion = Completion(
-        ids=[int(i) for i in ids],
-        sampling_logprobs=[float(v) for v in logprobs]
-        if len(logprobs) == len(ids)
-        else [0.0] * len(ids),
-        finish_reason="length" if columns.get("finish_reason") == "length" else "stop",
-        is_sampled=[bool(v) for v in sampled] if sampled and len(sampled) == len(ids) else None,
+        ids,
+        logprobs if len(logprobs) == len(ids) else [0.0] * len(ids),
+        "length" if columns.get("finish_reason") == "length" else "stop",
+        is_sampled=sampled if sampled and len(sampled) == len(ids) else None,
         **counts,
         **_fields_of_episode(sample.episode),
     )

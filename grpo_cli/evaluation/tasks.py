@@ -39,7 +39,6 @@ class Task:
     tools: Tools | None = None
     stored: Sequence[Group] | None = None  # stored completions to score; None: sample
     ends_known: bool = True  # whether finish reasons are known
-    data: str = ""  # fingerprint of the rows, for comparing evaluations
     benchmark: Benchmark | None = None  # None: held-out rows of the recipe
 
     @property
@@ -102,7 +101,6 @@ def held_out(
     name: str,
     prompts: Sequence[Prompt],
     scorer: Scorer,
-    data: str = "",
     accuracy: str | None = None,
     *,
     is_one_of_several: bool = False,
@@ -126,7 +124,6 @@ def held_out(
         num_samples=recipe.eval.num_samples,
         seed=derive_seed(recipe.seed, STREAM, *([_number(name)] if is_one_of_several else [])),
         key=name if is_one_of_several else "",
-        data=data,
     )
 
 
@@ -166,7 +163,6 @@ def of_benchmarks(
                     seed=derive_seed(recipe.seed, STREAM, _number(f"{name} {mode}")),
                     key=name if len(recipe.eval.mode) == 1 else f"{name}/{mode}",
                     tools=recipe.generation.tools if how.tools else None,
-                    data=benchmarks.fingerprint(bench.rows),
                     benchmark=benchmark,
                 )
             )
@@ -192,7 +188,6 @@ def of_stored(
         seed=recipe.seed,
         stored=stored.groups,
         ends_known=stored.ends_known,
-        data=stored.data,
         benchmark=benchmark,
     )
 

@@ -36,7 +36,7 @@ from grpo_cli.environments.loop import EpisodeLoop
 from grpo_cli.environments.sessions import Sessions
 from grpo_cli.environments.trl_rollouts import TrlRollouts
 from grpo_cli.errors import UserError
-from grpo_cli.evaluation import benchmarks, tasks
+from grpo_cli.evaluation import tasks
 from grpo_cli.evaluation.evaluator import Evaluator
 from grpo_cli.generation import factory
 from grpo_cli.images import ImageError, StoredImage
@@ -827,7 +827,6 @@ def make_tasks(
                     held_out=True,
                 ),
                 held.scorer,
-                benchmarks.fingerprint(held.rows),
                 held.accuracy,
                 is_one_of_several=bool(name),
             )

@@ -38,10 +38,10 @@ def evaluate(folder: Path, right: list[bool]) -> None:
     """Writes an evaluation of ten held-out rows as `grpo eval` does."""
     path = folder / "eval" / "step-10"
     path.mkdir(parents=True)
-    entry = {"n": len(right), "accuracy": sum(right) / len(right), "data": "same"}
+    entry = {"n": len(right), "accuracy": sum(right) / len(right)}
     write_json(path / "eval.json", {"benchmarks": {"held_out": entry}})
     rows: list[dict[str, Any]] = [
-        {"benchmark": "held_out", "mode": None, "row": i, "sample": 0, "correct": value}
+        {"benchmark": "held_out", "mode": None, "row": i, "correct": value, "columns": "{}"}
         for i, value in enumerate(right)
     ]
     write_parquet(path / "completions.parquet", rows)

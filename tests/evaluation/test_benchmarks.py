@@ -15,7 +15,6 @@ import pytest
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerFast
 
-from grpo_cli import data
 from grpo_cli.config import compose, parsing, schema
 from grpo_cli.config.schema import Benchmark, Reward
 from grpo_cli.errors import UserError
@@ -364,62 +363,6 @@ def test_what_is_wrong_with_the_data_is_said(
     assert "\n" not in str(error.value)
 
 
-# Gold answers that are numbers.
-
-
-def of_answers(tmp_path: Path, *answers: str, **changes: Any) -> list[Any]:
-    """Gold answers as they come out of a file that has them in these words."""
-    path = tmp_path / "rows.jsonl"
-    lines = [f'{{"question": "Q", "answer": {one}, "level": 1}}\n' for one in answers]
-    path.write_text("".join(lines), "utf-8")
-    rows = benchmarks.load("mine", prompted(**{"data": str(path), **changes}))
-    assert rows.columns == ["question", "answer", "level"]
-    return [row["answer"] for row in rows.rows]
-
-
-@pytest.mark.parametrize("reward", ["math", "exact_match"])
-def test_numbers_that_are_read_as_floats_are_their_text(tmp_path: Path, reward: str) -> None:
-    found = of_answers(tmp_path, "2.5", "3", "-0.0", "1e3", "1e-7", "0.1", reward=reward)
-    assert found == ["2.5", "3", "0", "1000", "1e-07", "0.1"]
-    largest = "123456789012345678901234567890"  # a file's whole numbers are exact
-    found = of_answers(tmp_path, "0.5", largest, f"-{largest}", reward=reward)
-    assert found == ["0.5", largest, f"-{largest}"]
-
-
-def test_whole_numbers_and_text_stay(tmp_path: Path) -> None:
-    assert of_answers(tmp_path, "3", str(2**62 + 1)) == [3, 2**62 + 1]
-    assert of_answers(tmp_path, '"3.0"', '"1e30"') == ["3.0", "1e30"]
-
-
-def test_what_computes_with_numbers_gets_numbers(tmp_path: Path) -> None:
-    found = of_answers(tmp_path, "2.5", "1e30", reward="tests.evaluation.test_benchmarks:near")
-    assert found == [2.5, 1e30]
-
-
-def near(completions: list[str], answer: list[float]) -> list[float]:
-    return [float(abs(float(c) - a) < 0.1) for c, a in zip(completions, answer, strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("number", "read"),
-    [
-        ("123456789012345678901234567890.0", "1.2345678901234568e+29"),
-        ("-9007199254740992.0", "-9007199254740992.0"),
-        ("NaN", "nan"),
-    ],
-)
-def test_a_number_that_a_float_does_not_hold_is_refused(
-    tmp_path: Path, number: str, read: str
-) -> None:
-    with pytest.raises(UserError) as error:
-        of_answers(tmp_path, "0.5", number)
-    assert str(error.value) == (
-        f"benchmark.mine.data = {tmp_path / 'rows.jsonl'}, row 1: the column 'answer' is read as "
-        f"{read}, which may not be what the file says; write the answer as text, in quotes."
-    )
-    assert of_answers(tmp_path, "0.5", number, limit=1) == ["0.5"]
-
-
 def test_an_argument_in_place_of_a_column(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", {"question": "Q"})
     rows = benchmarks.load("mine", Benchmark(data=str(path), args={"answer": ["18"]}))
@@ -437,23 +380,6 @@ def test_what_a_shipped_benchmark_is_told_by_a_file_may_lack(
         benchmarks.load(
             "math", dataclasses.replace(found, data=str(path), breakdown=["level", "grade"])
         )
-
-
-# Fingerprints.
-
-
-def test_a_fingerprint_stands_for_content_and_order() -> None:
-    rows = [{"question": "Q", "answer": "1"}, {"question": "R", "answer": "2"}]
-
-    def of(source: str, some: list[dict[str, Any]]) -> str:
-        return benchmarks.fingerprint(data.Rows(source, [*some[0]], some))
-
-    one = of("a", rows)
-    assert re.fullmatch("[0-9a-f]{16}", one)
-    assert of("b", [dict(reversed(row.items())) for row in rows]) == one
-    assert of("a", rows[::-1]) != one
-    assert of("a", rows[:1]) != one
-    assert of("a", [rows[0], {**rows[1], "answer": 2}]) != one
 
 
 # Prompts.
