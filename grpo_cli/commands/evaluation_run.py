@@ -78,8 +78,7 @@ def _evaluate_model(
     identity = workers.first(own_hash) or commit or path
     try:
         generator.update_weights(model, 0)
-        journal = Journal(prepared.folder, workers.rank, key_of(recipe, tasks, identity))
-        journal.agree(workers)
+        journal = Journal(prepared.folder, workers, key_of(recipe, tasks, identity))
         results = solved(evaluator, journal, reporter, "eval")
     finally:
         generator.close()
@@ -167,15 +166,10 @@ def solved(
     evaluator: Evaluator, journal: Journal | None, reporter: Reporter, verb: str
 ) -> list[TaskResult]:
     """Runs the evaluator with a bar on the terminal and returns its results."""
-    workers = evaluator.workers
     bar = Bar(reporter.console, verb, evaluator.problems)
     try:
-        if journal is not None:
-            workers.barrier()  # every process has read the journal
-            with workers.raise_together():
-                journal.begin()
-            if journal.found:
-                reporter.say(f"resumes: {journal.found:,} problems are already complete")
+        if journal is not None and journal.found:
+            reporter.say(f"resumes: {journal.found:,} problems are already complete")
         return evaluator.run(
             lambda done, text: bar.update(done, text), journal=journal, keep_groups=True
         )

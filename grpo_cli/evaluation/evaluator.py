@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,11 +27,11 @@ from grpo_cli.evaluation.tasks import Task, TaskResult
 from grpo_cli.generation.base import Generator
 from grpo_cli.records import Group, Prompt, Rollout
 from grpo_cli.scoring.registry import TrainerState
-from grpo_cli.scoring.scorer import ScoringSession, metrics_of
+from grpo_cli.scoring.scorer import metrics_of
 
 LONGEST_TOKEN = 32  # characters; longer than almost every token
 ANSWER = re.compile(r"\\boxed|answer is|####|答案", re.IGNORECASE)
-CHUNK = 64  # problems scored between two lines of the journal
+CHUNK = 64  # stored problems scored at a time
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Evaluator:
             progress: called with (number of problems done, name of the phase).
             state: the training run's state, for reward functions that take it.
             interruptible: entered around the interruptible parts.
-            journal: stores completions and scores, and returns those stored before a restart.
+            journal: stores completions, and returns those stored before a restart.
             keep_groups: whether the main process's results hold all completions.
 
         Raises:
@@ -107,11 +107,7 @@ class Evaluator:
         own = [(p.row, p) for p in prompts[workers.rank :: workers.size]]
         done = len(known)
         session = task.scorer.begin(state)
-        if journal is not None and workers.is_main:  # measured by any process before a restart
-            for measured in journal.measured.get(task.label, ()):
-                session.measure(measured)
-        unscored = [g for g in groups if journal is None or not journal.is_scored(task.label, g)]
-        for group in unscored:
+        for group in groups:
             session.add(group.rollouts)
 
         def arrived(rollouts: list[Rollout]) -> None:
@@ -130,10 +126,14 @@ class Evaluator:
         in_rounds = workers.runs_in_lockstep and self._episodes_of(task) is not None
         with nullcontext() if in_rounds else interruptible():
             fresh = self._sampled(task, own, arrived) if task.stored is None else []
-        with interruptible(), workers.raise_together():
-            for done in self._score(task, session, [*unscored, *fresh], journal):
-                progress(min(done * workers.size, len(task.prompts)), "scored")
         groups = sorted([*groups, *fresh], key=lambda g: g.prompt_index)
+        # Without progress in between, functions without a timeout get all completions in one call.
+        size = CHUNK if task.stored is not None else max(len(groups), 1)
+        with interruptible(), workers.raise_together():
+            for start in range(0, len(groups), size):
+                chunk = groups[start : start + size]
+                session.finish([r for g in chunk for r in g.rollouts], self.tokenizer)
+                progress(min((start + len(chunk)) * workers.size, len(task.prompts)), "scored")
         with workers.raise_together():
             facts = self._facts(task, groups)
         of_rewards = {
@@ -181,20 +181,6 @@ class Evaluator:
         if self.episodes is None or task.benchmark is not None:
             return None
         return dataclasses.replace(self.episodes, max_prompt_tokens=None)  # keep long prompts
-
-    def _score(
-        self, task: Task, session: ScoringSession, groups: Sequence[Group], journal: Journal | None
-    ) -> Iterator[int]:
-        """Scores completions; yields the number of problems done."""
-        # Without progress in between, functions without a timeout get all completions in one call.
-        size = CHUNK if journal is not None or task.stored is not None else max(len(groups), 1)
-        for start in range(0, len(groups), size):
-            chunk = groups[start : start + size]
-            before = session.measured() if journal is not None else None
-            session.finish([r for g in chunk for r in g.rollouts], self.tokenizer)
-            if journal is not None:
-                journal.scored(task.label, chunk, session.measured(since=before))
-            yield start + len(chunk)
 
     def _facts(self, task: Task, groups: Sequence[Group]) -> list[ProblemStats]:
         facts_of = partial(

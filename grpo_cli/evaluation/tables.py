@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from grpo_cli.config.schema import Benchmark, Mode
+from grpo_cli.config.schema import Mode
 from grpo_cli.data.stored_completions import (
     IMAGES,
     columns_cell,
@@ -86,8 +84,6 @@ def entries(results: Sequence[TaskResult]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for result in results:
         task, numbers = result.task, nested(result.metrics)
-        if task.data:
-            numbers["data"] = task.data
         if task.mode is None:
             out[task.name] = numbers
             continue
@@ -203,80 +199,34 @@ def _cell_of(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A number of the table, in percent."""
-
-    value: float
-    ends: tuple[float, float] | None = None  # ends of the 95 % interval; None if unknown
-    kind: str = ""  # mean@8, maj@64 ...; "" for a single completion
-
-
-@dataclass(frozen=True)
-class Line:
-    """A row of the paper's table: a model, and a cell per benchmark."""
-
-    model: str
-    cells: list[Cell | None]
-    kind: str = ""  # default kind of the cells
-
-
-def lines(subject: str, results: Sequence[TaskResult]) -> dict[str, list[Line]]:
-    """Returns the published rows and ours, by title of the mode.
-
-    Ours holds mean accuracies, or maj@k or pass@k of the largest k if eval.metric requests only one
-    of these. A benchmark without that metric shows its mean accuracy.
-    """
-    names = columns(results)
-    known = benchmarks_of(results)
-    wanted = _wanted([r.metrics for r in results])
-    out: dict[str, list[Line]] = {}
+def markdown(subject: str, results: Sequence[TaskResult]) -> str:
+    """Formats our mean accuracies with 95 % intervals, below the published ones, as Markdown."""
+    known = {r.task.name: r.task.benchmark for r in results if r.task.benchmark is not None}
+    names = sorted(known, key=lambda name: (known[name].column is None, known[name].column or 0))
+    samples = {round(r.metrics.get("completions", 0) / r.metrics["n"]) for r in results} - {0, 1}
+    model = short_name(subject) + "".join(f" (mean@{n})" for n in samples)
+    text = [_line("Model", [known[name].title or name for name in names])]
+    text.append("| --- |" + " --- |" * len(names))
     for mode in dict.fromkeys(r.task.mode for r in results):
         assert mode is not None, "held-out rows have no table"
         modes = {name: benchmark.modes.get(mode, Mode()) for name, benchmark in known.items()}
-        published = [
-            Line(model, [_published(modes[name], model) for name in names])
-            for model in dict.fromkeys(model for name in names for model in modes[name].published)
-        ]
         own = {r.task.name: r.metrics for r in results if r.task.mode == mode}
-        cells = [_cell(own[name], wanted) if name in own else None for name in names]
-        kinds = [cell.kind for cell in cells if cell is not None]
-        kind = next((k for k in kinds if k.startswith(wanted)), kinds[0])
         title = next((title for name in own if (title := modes[name].title)), mode)
-        out[title] = [*published, Line(short_name(subject), cells, kind)]
-    return out
+        text.append(f"| **{title}** |" + "  |" * len(names))
+        for other in dict.fromkeys(model for name in names for model in modes[name].published):
+            published = [modes[name].published.get(other) for name in names]
+            text.append(_line(other, ["–" if v is None else f"{v:.1f}%" for v in published]))
+        text.append(_line(model, [_accuracy(own[n]) if n in own else "–" for n in names]))
+    return "\n".join(text) + "\n"
 
 
-def benchmarks_of(results: Sequence[TaskResult]) -> dict[str, Benchmark]:
-    """Returns the evaluated benchmarks by name."""
-    return {r.task.name: r.task.benchmark for r in results if r.task.benchmark is not None}
+def _accuracy(metrics: Mapping[str, float]) -> str:
+    value, low, high = (100 * metrics[f"accuracy{end}"] for end in ("", "_low", "_high"))
+    return f"{value:.1f}% [{low:.1f}, {high:.1f}]"
 
 
-def _published(mode: Mode, model: str) -> Cell | None:
-    return Cell(mode.published[model]) if model in mode.published else None
-
-
-def _wanted(results: Sequence[Mapping[str, float]]) -> str:
-    """Returns `maj` or `pass` if the results hold only that kind, else `mean`."""
-    kinds = {kind for metrics in results for kind in ("mean", "pass", "maj") if _ks(metrics, kind)}
-    return kinds.pop() if len(kinds) == 1 else "mean"
-
-
-def _ks(metrics: Mapping[str, float], kind: str) -> list[int]:
-    """Returns the k of all metrics of a kind, such as pass@k."""
-    names = (key.partition("@") for key in metrics)
-    return [int(k) for name, _, k in names if name == kind and k.isdecimal()]
-
-
-def _cell(metrics: Mapping[str, float], wanted: str) -> Cell:
-    """Returns a benchmark's cell of the wanted kind, or else its mean accuracy."""
-    key, kind = "accuracy", ""
-    if wanted != "mean" and (ks := _ks(metrics, wanted)):
-        key = kind = f"{wanted}@{max(ks)}"
-    elif "completions" in metrics:
-        kind = f"mean@{round(metrics['completions'] / metrics['n'])}"
-    low, high = (100 * metrics[f"{key}_{end}"] for end in ("low", "high"))
-    return Cell(100 * metrics[key], (low, high), kind)
+def _line(head: str, cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (head, *cells)) + " |"
 
 
 def short_name(subject: str) -> str:
@@ -285,41 +235,3 @@ def short_name(subject: str) -> str:
     if path.parent.name == "checkpoints":
         return f"{path.parent.parent.name}/{path.name}"
     return path.name if path.exists() else subject
-
-
-def columns(results: Sequence[TaskResult]) -> list[str]:
-    """Returns the benchmarks of a table in column order."""
-    known = benchmarks_of(results)
-    return sorted(known, key=lambda name: (known[name].column is None, known[name].column or 0))
-
-
-def markdown(subject: str, results: Sequence[TaskResult]) -> str:
-    """Formats our accuracies with 95 % intervals, below the published ones, as Markdown."""
-    known = benchmarks_of(results)
-    names = [known[name].title or name for name in columns(results)]
-    head = "| Model | " + " | ".join(_in_markdown(n) for n in names) + " |"
-    text = [head, "| --- |" + " --- |" * len(names)]
-    for mode, rows in lines(subject, results).items():
-        text.append(f"| **{mode}** |" + "  |" * len(names))
-        for line in rows:
-            cells = ["–" if c is None else _shown(c, line) for c in line.cells]
-            model = _in_markdown(line.model) + _in_brackets(line.kind)
-            text.append(f"| {model} | " + " | ".join(cells) + " |")
-    return "\n".join(text) + "\n"
-
-
-def _shown(cell: Cell, line: Line) -> str:
-    """Formats `50.0% [46.0, 54.0]`, with the cell's kind if it differs from the line's."""
-    text = f"{cell.value:.1f}%"
-    if cell.ends is not None:
-        text += f" [{cell.ends[0]:.1f}, {cell.ends[1]:.1f}]"
-    return text if cell.kind == line.kind else text + _in_brackets(cell.kind)
-
-
-def _in_brackets(kind: str) -> str:
-    return f" ({kind})" if kind else ""
-
-
-def _in_markdown(text: str) -> str:
-    """Escapes characters that Markdown reads as emphasis, links, HTML, formulas or a cell's end."""
-    return re.sub(r"([\\`*_|\[\]<>~$&])", r"\\\1", text)

@@ -275,20 +275,6 @@ class ScoringSession:
                     started = self.executor.start(reward, sample, self.state)
                     self._under_way[reward.name, id(sample)] = started
 
-    def measured(self, since: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Returns the counts and logged values, in total or since `since`, as built-in types."""
-        counts, logged = dict(self.counts), {k: list(v) for k, v in self.logged.items()}
-        if since is not None:
-            counts = {k: v - since["counts"].get(k, 0) for k, v in counts.items()}
-            logged = {k: v[len(since["logged"].get(k, ())) :] for k, v in logged.items()}
-        return {"counts": counts, "logged": logged}
-
-    def measure(self, measured: Mapping[str, Any]) -> None:
-        """Adds the result of another session's `measured`."""
-        self.counts.update(measured["counts"])
-        for name, values in measured["logged"].items():
-            self.logged[name] += [(value, count) for value, count in values]
-
     def finish(
         self, rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase | None = None
     ) -> None:
