@@ -105,7 +105,7 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("size", [(80, 24), (200, 50), (20, 5)])
+@pytest.mark.parametrize("size", [(80, 24), (20, 5)])
 def test_the_view_follows_the_run_until_ctrl_c(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ) -> None:

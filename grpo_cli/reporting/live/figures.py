@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from grpo_cli.distributed import heartbeat
-from grpo_cli.reporting.live.following import EVALUATION, Followed
+from grpo_cli.reporting.live.following import Followed
 from grpo_cli.reporting.metric_names import STAGES, measure_of
 
 RECENT = 20  # steps from which the time of the next ones is estimated
@@ -94,7 +94,7 @@ def seconds_left(run: Followed) -> float | None:
     It assumes that the steps left take as long as those that this process has done, evaluations,
     saving and the time between steps included.
     """
-    times, steps = run.series["step_time"].values, run.steps
+    times, steps = run.values("step_time"), run.steps
     if not times or steps is None:
         return None
     per_step, passed = math.fsum(times[-RECENT:]) / len(times[-RECENT:]), 0.0
@@ -147,32 +147,22 @@ def stage_seconds(line: Mapping[str, Any]) -> dict[str, float]:
 class Evaluation(NamedTuple):
     """The measure of an evaluation, with its 95 % interval if it has one."""
 
-    name: str
     value: float
-    low: float | None
-    high: float | None
+    low: float | None = None
+    high: float | None = None
 
 
-def newest_evaluation(run: Followed) -> Evaluation | None:
-    """Returns the newest evaluation, which may be the one before training; None without any."""
-    line = run.evaluation
-    if line:
-        name = measure_of(line)
-        value, low, high = (line.get(f"eval/{name}{end}") for end in ("", "_low", "_high"))
-        return None if value is None else Evaluation(name, value, low, high)
-    before = (run.status or {}).get("before") or (run.summary or {}).get("before")
-    if not before:
-        return None
-    name = measure_of(before, "")
-    low, high = before.get("interval_95") or (None, None)
-    if name != "accuracy":
-        low, high = (before.get("intervals_95") or {}).get(name) or (None, None)
-    return None if before.get(name) is None else Evaluation(name, before[name], low, high)
-
-
-def evaluation_values(run: Followed) -> list[float]:
-    """Returns the measure of each evaluation, the one before the first step included."""
-    values = run.series[EVALUATION].values
-    before = (run.status or {}).get("before") or (run.summary or {}).get("before")
-    first = (before or {}).get(measure_of(before or {}, ""))
-    return values if first is None else [first, *values]
+def evaluations(run: Followed) -> list[Evaluation]:
+    """Returns the accuracy, or the reward, of each evaluation, the one before training included."""
+    found = []
+    if (before := run.before) and before.get(name := measure_of(before, "")) is not None:
+        of_accuracy = before.get("interval_95") if name == "accuracy" else None
+        interval = of_accuracy or (before.get("intervals_95") or {}).get(name) or ()
+        found.append(Evaluation(before[name], *interval))
+    for line in run.metrics:
+        if "eval/accuracy" in line:
+            name = measure_of(line)
+            value, low, high = (line.get(f"eval/{name}{end}") for end in ("", "_low", "_high"))
+            if value is not None:
+                found.append(Evaluation(value, low, high))
+    return found

@@ -13,7 +13,7 @@ from rich.text import Text
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.reporting.live import figures
 from grpo_cli.reporting.live.figures import Health, duration
-from grpo_cli.reporting.live.following import EVALUATION, Followed
+from grpo_cli.reporting.live.following import Followed
 from grpo_cli.reporting.metric_names import SHORT
 from grpo_cli.reporting.trajectories import body, head, printable
 
@@ -22,9 +22,10 @@ STATE_STYLES = {
     "saving": "bold blue", "ended": "bold", "stopped": "bold yellow", "failed": "bold red",
     "dead": "bold red", "unknown": "bold yellow",
 }  # fmt: skip
+HELD_OUT = "held-out"  # the curve of the evaluations
 CURVES = {
     "reward": "reward",
-    EVALUATION: "held-out",
+    HELD_OUT: HELD_OUT,
     "completions/mean_length": "length",
     "entropy": "entropy",
     "kl": "KL",
@@ -34,7 +35,7 @@ VALUE = 7  # characters of a curve's newest value
 LABEL = 10  # characters of a curve's name
 GAP = 2  # characters between two curves
 TWO_COLUMNS = 70  # width from which curves are drawn in two columns
-TALL, ALARMS = 40, 4  # height from which several alarms are shown; their number
+ALARMS = 3  # number of alarms that are shown
 PROMPT_CHARACTERS = 200  # shown of the prompt's end
 NOT_RECORDED = "not recorded"
 
@@ -46,7 +47,7 @@ def stacked(lines: Sequence[Text], width: int) -> Text:
     return Text("\n").join(lines)
 
 
-def header(run: Followed, health: Health, width: int, most_alarms: int = 1) -> Text:
+def header(run: Followed, health: Health, width: int) -> Text:
     """Draws the run's name and devices, its state, its progress and its newest alarms."""
     status = run.status or {}
     name = run.recipe.get("recipe")
@@ -60,8 +61,6 @@ def header(run: Followed, health: Health, width: int, most_alarms: int = 1) -> T
     said = printable(" ".join(health.text.removeprefix(health.state).split()))
     state = f"● {health.state}  "
     rows = textwrap.wrap(state + said, max(len(state) + 1, width), max_lines=3, placeholder=" …")
-    if health.is_live or width <= len(state):
-        rows = [state + said]
     first = Text.assemble((state, style), rows[0].removeprefix(state))
     lines = [
         Text.assemble(
@@ -70,14 +69,14 @@ def header(run: Followed, health: Health, width: int, most_alarms: int = 1) -> T
         first,
         *map(Text, rows[1:]),
         progress(run, health, width),
-        *alarms(run, most_alarms),
+        *alarms(run),
     ]
     return stacked(lines, width)
 
 
 def progress(run: Followed, health: Health, width: int) -> Text:
     """Draws a bar of the complete steps, with the time per step and the time left."""
-    steps, times = run.steps, run.series["step_time"].values
+    steps, times = run.steps, run.values("step_time")
     said = f"step {run.step:,}" + (f" of {steps:,}" if steps else "")
     more = f" · {step_seconds(times)} a step" if times else ""
     left = figures.seconds_left(run)
@@ -100,13 +99,13 @@ def step_seconds(times: Sequence[float]) -> str:
     return f"{mean:.{2 if mean < 10 else 1}f} s" if mean < 60 else duration(mean)
 
 
-def alarms(run: Followed, most: int) -> list[Text]:
+def alarms(run: Followed) -> list[Text]:
     """Draws the number of alarms and the newest ones, the last one first."""
     raised = [a for a in run.alarms if a.get("kind") != "stop"]  # the state shows stop rules
     if not raised:
         return [Text("no alarms", style="dim")]
     lines = []
-    for alarm in raised[: -most - 1 : -1]:
+    for alarm in raised[: -ALARMS - 1 : -1]:
         message = printable(str(alarm.get("message") or alarm.get("name", "")))
         step = f"step {alarm.get('step')}: "
         lines.append(step + " ".join(message.split()).removeprefix(step))
@@ -137,17 +136,14 @@ def curves(run: Followed, width: int) -> Text:
 
 def _curve(run: Followed, key: str, title: str, width: int) -> Text:
     """Returns the line of one curve, `width` characters wide."""
-    values = run.series[key].values
+    evaluations = figures.evaluations(run) if key == HELD_OUT else []
+    values = [one.value for one in evaluations] or run.values(key)
     said = number(values[-1]) if values else "–"
-    if key == EVALUATION:
-        values = figures.evaluation_values(run)
-        newest = figures.newest_evaluation(run)
-        said = "–" if newest is None else number(newest.value)
-        if newest is not None and newest.low is not None and newest.high is not None:
-            said += f" [{number(newest.low)}, {number(newest.high)}]"
+    if evaluations and evaluations[-1].low is not None and evaluations[-1].high is not None:
+        said += f" [{number(evaluations[-1].low)}, {number(evaluations[-1].high)}]"
     said = said.rjust(VALUE)
     curve = figures.sparkline(values, max(0, width - LABEL - len(said) - 2))
-    style = "green" if key in ("reward", EVALUATION) else "cyan"
+    style = "green" if key in ("reward", HELD_OUT) else "cyan"
     text = Text.assemble((title.ljust(LABEL), "bold"), " ", (curve, style), " ", said)
     text.truncate(width, pad=True)
     return text
@@ -208,9 +204,8 @@ def view(run: Followed, console: Console, height: int | None = None) -> list[Tex
         height: lines of the terminal, which completions are cut to; None: all lines.
     """
     width = console.width
-    most_alarms = ALARMS if height is None or height >= TALL else 1
     panels = [
-        header(run, figures.health(run), width, most_alarms),
+        header(run, figures.health(run), width),
         curves(run, width),
         stages(run, width),
         parts(run, width),

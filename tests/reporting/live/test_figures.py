@@ -6,29 +6,23 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from grpo_cli.reporting.live import figures
 from grpo_cli.reporting.live.figures import (
     activity,
     duration,
+    evaluations,
     health,
-    newest_evaluation,
-    resample,
     seconds_left,
     sparkline,
     stage_seconds,
 )
-from grpo_cli.reporting.live.following import EVALUATION, Followed
+from grpo_cli.reporting.live.following import Followed
 from grpo_cli.reporting.run_folder import RunFolder
 from tests.tables import table
 
 
 def followed(lines: list[dict[str, Any]] | None = None, **known: Any) -> Followed:
     """Returns a run of which some lines of metrics.jsonl and other files are known."""
-    run = Followed(RunFolder(Path("run")))
-    for line in lines or []:
-        run._add(line)
+    run = Followed(RunFolder(Path("run")), lines or [])
     for name, value in known.items():
         setattr(run, name, value)
     return run
@@ -113,6 +107,7 @@ def test_the_time_that_is_left() -> None:
     seconds = {"start": 50.0, "generate": 8.0, "optimizer": 2.0, "evaluate": 7.0, "checkpoint": 1.0}
     finished = {"step": 4, "time": 99.0, "seconds": seconds}
     run = followed(lines, recipe={"steps": 10})
+    assert seconds_left(followed(recipe={"steps": 10})) is None
     assert seconds_left(run) == 6 * 2.0  # nothing but the steps is known
     run.status = status(first_step=0, finished=finished)
     assert seconds_left(run) == 6 * 4.5 - 1.0  # 1 s has passed since
@@ -128,23 +123,9 @@ def test_a_resumed_run_counts_the_time_of_this_process() -> None:
     assert seconds_left(run) == 2 * 2.0
 
 
-def test_no_estimate_before_the_first_step() -> None:
-    assert seconds_left(followed(recipe={"steps": 10})) is None
-    assert seconds_left(followed([{"step": 1, "step_time": 2.0}])) is None
-
-
 def test_only_the_newest_steps_count() -> None:
     lines = [{"step": s, "step_time": 100.0 if s <= 80 else 1.0} for s in range(1, 101)]
     assert seconds_left(followed(lines, recipe={"steps": 110})) == 10
-
-
-def test_resampling() -> None:
-    assert resample([1, 2, 3, 4, 5], 2) == [1.5, 4.0]
-    assert resample([1, 2], 5) == [1, 2]
-    values = [float(i % 7) for i in range(1000)]
-    shares = resample(values, 125)  # of 8 each, so that the mean stays
-    assert math.isclose(sum(shares) / 125, sum(values) / 1000)
-    assert len(resample(values, 77)) == 77
 
 
 def test_sparklines() -> None:
@@ -165,21 +146,11 @@ def test_the_stages_of_a_step() -> None:
     assert stage_seconds({"step_time": None}) == {}
 
 
-def test_the_newest_evaluation() -> None:
+def test_the_evaluations() -> None:
     graded = {"step": 2, "eval/accuracy": 0.1, "eval/graded": 1.0, "eval/reward": 0.6}
     plain = {"step": 2, "eval/accuracy": 0.5, "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.6}
-    assert newest_evaluation(followed([plain])) == ("accuracy", 0.5, 0.4, 0.6)
-    assert newest_evaluation(followed([graded])) == ("reward", 0.6, None, None)
+    assert evaluations(followed([graded])) == [(0.6, None, None)]
     before = {"accuracy": 0.25, "interval_95": [0.2, 0.3]}
-    run = followed(status=status(before=before))
-    assert newest_evaluation(run) == ("accuracy", 0.25, 0.2, 0.3)
-    assert figures.evaluation_values(run) == [0.25]
-    run._add(plain)
-    assert figures.evaluation_values(run) == [0.25, 0.5]
-    assert newest_evaluation(followed()) is None
-    assert run.series[EVALUATION].steps == [2]
-
-
-@pytest.mark.parametrize("state", ["ended", "dead", "unknown"])
-def test_only_a_living_run_has_time_left(state: str) -> None:
-    assert not figures.Health(state, "").is_live
+    run = followed([{"step": 1}, plain], status=status(before=before))
+    assert evaluations(run) == [(0.25, 0.2, 0.3), (0.5, 0.4, 0.6)]
+    assert evaluations(followed()) == []

@@ -1,24 +1,28 @@
-"""Files that grow, are cut back and are replaced while they are followed."""
+"""A run that is followed while it grows, is cut back and is begun again."""
 
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_cli.checkpoints.lock import Lock
-from grpo_cli.reporting.live.following import Followed, LinesFollower
-from grpo_cli.reporting.reporter import write_text
+from grpo_cli.reporting.live.following import Followed, best_and_worst
+from grpo_cli.reporting.reporter import completion_row, write_parquet, write_text
 from grpo_cli.reporting.run_folder import RunFolder
+from tests.conftest import make_group, make_rollout
+from tests.episodes import make_episode
+from tests.pictures import image_groups, write_groups
+from tests.tables import table
+
+NAN = float("nan")
 
 
-def append(path: Path, *lines: dict[str, Any], partial: str = "") -> None:
+def append(path: Path, *lines: dict[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.write("".join(json.dumps(line) + "\n" for line in lines) + partial)
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.fixture
@@ -27,52 +31,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_each_complete_line_is_read_once(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    follower = LinesFollower(path)
-    assert follower.poll() == (False, [])
-    append(path, {"step": 1}, partial='{"step": ')
-    assert follower.poll() == (False, [{"step": 1}])
-    assert follower.poll() == (False, [])
-    append(path, partial="2}\nno JSON\n[1]\n")
-    assert follower.poll() == (False, [{"step": 2}])
-    path.unlink()
-    assert follower.poll() == (True, [])
-    assert follower.poll() == (False, [])
-
-
-def test_another_file_of_the_same_name_is_read_from_its_beginning(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    follower = LinesFollower(path)
-    append(path, {"step": 1}, {"step": 2})
-    follower.poll()
-    write_text(path, '{"step": 1}\n')  # as a resumed run cuts it back
-    assert follower.poll() == (True, [{"step": 1}])
-    size, inode = path.stat().st_size, path.stat().st_ino
-    path.unlink()
-    append(path, {"step": 8}, {"step": 9})  # longer; some file systems give it the same inode
-    follower._inode = path.stat().st_ino
-    assert path.stat().st_size > size, inode
-    assert follower.poll() == (True, [{"step": 8}, {"step": 9}])
-
-
 def test_a_run_that_begins_and_is_resumed(folder: Path) -> None:
     run = Followed(RunFolder(folder))
     run.poll()
-    assert (run.step, run.steps, run.series["reward"].values) == (0, 30, [])
+    assert (run.step, run.steps, run.values("reward")) == (0, 30, [])
     metrics = folder / "metrics.jsonl"
     append(metrics, {"step": 1, "reward": 0.5, "entropy": 2.0}, {"step": 2, "reward": None})
     append(metrics, {"step": 3, "reward": 0.7, "eval/accuracy": 0.4})
     run.poll()
-    assert (run.step, run.series["reward"].steps, run.series["entropy"].values) == (3, [1, 3], [2])
-    assert run.series["evaluation"].values == [0.4]
-    append(metrics, {"step": 2, "reward": 0.9})  # appended again, without a cut that was seen
-    run.poll()
-    assert (run.step, run.series["reward"].values) == (2, [0.5, 0.9])
-    assert run.series["evaluation"].values == []
+    assert (run.step, run.values("reward"), run.values("entropy")) == (3, [0.5, 0.7], [2])
     write_text(metrics, '{"step": 1, "reward": 0.1}\n')
     run.poll()
-    assert (run.step, run.series["reward"].values) == (1, [0.1])
+    assert (run.step, run.values("reward")) == (1, [0.1])
 
 
 def test_a_run_that_is_begun_anew(folder: Path) -> None:
@@ -92,7 +62,7 @@ def test_a_run_that_is_begun_anew(folder: Path) -> None:
     (folder / "recipe.yaml").write_text("steps: 7\nseed: 123\n", encoding="utf-8")
     run.poll()
     assert (run.step, run.alarms, run.summary, run.steps) == (0, [], None, 7)
-    assert (run.series["reward"].values, run.samples) == ([], [])
+    assert (run.values("reward"), run.samples) == ([], [])
 
 
 def test_the_age_of_the_status_is_counted_by_this_clock_once_it_changes(folder: Path) -> None:
@@ -115,24 +85,27 @@ def test_the_age_of_the_status_is_counted_by_this_clock_once_it_changes(folder: 
     assert run.age is None
 
 
-def test_the_lock_is_looked_at_each_time(folder: Path) -> None:
-    run = Followed(RunFolder(folder))
-    held = Lock(folder)
-    run.poll()
-    assert run.holds_lock is True
-    held.release()
-    run.poll()
-    assert run.holds_lock is False
-
-
-def test_a_poll_without_news_opens_no_large_file(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@table(
+    ("rewards", "expected"),
+    [([0.5, 0.0, 1.0, NAN, 0.1], [2, 1]), ([1.0, 1.0], [0]), ([NAN, NAN], [0])],
+)
+def test_the_highest_and_the_lowest_reward(
+    tmp_path: Path, rewards: list[float], expected: list[int]
 ) -> None:
-    append(folder / "metrics.jsonl", *({"step": s, "reward": 0.5} for s in range(1, 2001)))
-    run = Followed(RunFolder(folder))
-    run.poll()
-    read = []
-    monkeypatch.setattr(json, "loads", lambda text: read.append(text))
-    monkeypatch.setattr(os, "listdir", lambda path: read.append(path))
-    run.poll()
-    assert (run.step, read) == (2000, [])
+    rollouts = [make_rollout(prompt="1+1=", text=f"{i}", reward=r) for i, r in enumerate(rewards)]
+    group = make_group(0, rollouts)
+    path = tmp_path / "a.parquet"
+    write_parquet(path, [completion_row(3, group, i) for i in range(len(rewards))])
+    found = best_and_worst(path)
+    assert [sample.text for sample in found] == [str(i) for i in expected]
+    assert found[0].ids is None, "columns of tokens are read of episodes only"
+
+
+def test_an_episode_has_its_turns_and_images_are_not_read(tmp_path: Path) -> None:
+    episode = make_episode((0.5, None))
+    write_parquet(tmp_path / "b.parquet", [completion_row(3, make_group(0, [episode]), 0)])
+    (sample,) = best_and_worst(tmp_path / "b.parquet")
+    assert sample.episode is not None
+    assert sample.ids == episode.completion.ids
+    write_groups(tmp_path / "a.parquet", image_groups())
+    assert best_and_worst(tmp_path / "a.parquet")[0].images == ()

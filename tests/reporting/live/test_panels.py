@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_cli.reporting.live import figures, panels
-from grpo_cli.reporting.live.completions import best_and_worst
-from grpo_cli.reporting.live.following import Followed
+from grpo_cli.reporting.live.following import Followed, best_and_worst
 from grpo_cli.reporting.live.panels import number, size
 from grpo_cli.reporting.run_folder import RunFolder
 from tests.runs_on_disk import write_completions, write_run
@@ -31,12 +30,12 @@ def rows(panel: Text) -> list[str]:
     return panel.plain.split("\n")
 
 
-@pytest.mark.parametrize("width", [1, 20, 59, 60, 80, 119, 150, 200])
+@pytest.mark.parametrize("width", [1, 60, 150])
 def test_no_line_is_wider_than_its_panel(tmp_path: Path, width: int) -> None:
     run = followed(write_run(tmp_path))
     health = figures.health(run)
     for panel in (
-        panels.header(run, health, width, 4),
+        panels.header(run, health, width),
         panels.curves(run, width),
         panels.stages(run, width),
         panels.parts(run, width),
@@ -44,24 +43,17 @@ def test_no_line_is_wider_than_its_panel(tmp_path: Path, width: int) -> None:
         assert max(line.cell_len for line in panel.split("\n", allow_blank=True)) <= width
 
 
-def test_the_stages_of_the_newest_step(tmp_path: Path) -> None:
-    said = rows(panels.stages(followed(write_run(tmp_path)), 80))
-    assert said[0].startswith("step 120: 2 s, idle 10 %: generate 1, fwd/bwd 0.5, idle 0.2")
-    assert said[1] == "5,120 tok/s · MFU 31.4 % · memory 1.2 GB · checkpoints: 100"
-
-
 def test_alarms_the_last_one_first(tmp_path: Path) -> None:
     run = followed(write_run(tmp_path))
-    assert [line.plain for line in panels.alarms(run, 4)] == [
+    assert [line.plain for line in panels.alarms(run)] == [
         "! 2 alarms, the newest in step 90: entropy fell to 0.90",
         "! step 30: entropy fell to 0.30",
     ]
-    assert len(panels.alarms(run, 1)) == 1
     run.alarms = [
         {"step": 1, "kind": "alarm", "message": "step 1: a\nb\x1b[2J"},
         {"step": 2, "kind": "stop", "message": "no alarm"},
     ]
-    assert panels.alarms(run, 4)[0].plain == "! 1 alarm in step 1: a b\\x1b[2J"
+    assert panels.alarms(run)[0].plain == "! 1 alarm in step 1: a b\\x1b[2J"
 
 
 def test_why_a_run_failed_is_wrapped(tmp_path: Path) -> None:
@@ -71,7 +63,6 @@ def test_why_a_run_failed_is_wrapped(tmp_path: Path) -> None:
     assert shown[1].startswith("● failed  after step 120: step 7: the loss is nan and the gradient")
     assert shown[3].endswith("…")
     assert shown[4].startswith("step 120 of 400")
-    assert len(rows(panels.header(run, figures.health(run), 3))) == 4
 
 
 def test_a_run_of_which_nothing_is_known(tmp_path: Path) -> None:
@@ -83,15 +74,6 @@ def test_a_run_of_which_nothing_is_known(tmp_path: Path) -> None:
     assert lines[-3] == "memory not recorded · no checkpoint yet"
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": null}\n', encoding="utf-8")
     assert panels.view(followed(tmp_path), CONSOLE)[2].plain == "step 1"
-
-
-def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
-    write_run(tmp_path, done=0, stage="start", step=None, state="starting", finished=None)
-    (tmp_path / "metrics.jsonl").unlink()
-    (tmp_path / "recipe.yaml").unlink()
-    lines = [line.plain for line in panels.view(followed(tmp_path), CONSOLE)]
-    assert lines[1].startswith("● starting  loading and building for 3 s")
-    assert lines[2].startswith("step 0 of 400 ───")
 
 
 HOSTILE = (
