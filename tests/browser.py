@@ -9,7 +9,6 @@ with Browser.start() as browser:
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -67,61 +66,26 @@ class Page:
             assert time.monotonic() < end, f"{expression} is still {value!r}"
             time.sleep(0.02)
 
-    def resize(self, width: int, height: int = 900) -> None:
-        self.send(
-            "Emulation.setDeviceMetricsOverride",
-            width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
-        )  # fmt: skip
-        time.sleep(0.15)
-
-    def colours(self, scheme: str) -> None:
-        """Sets what the system prefers: dark or light."""
-        feature = {"name": "prefers-color-scheme", "value": scheme}
-        self.send("Emulation.setEmulatedMedia", features=[feature])
-
-    def place(self, selector: str) -> tuple[float, float, float, float]:
-        """Scrolls to an element and returns its x, y, width and height; fails if it is covered."""
+    def place(self, selector: str) -> tuple[float, float]:
+        """Scrolls to an element and returns its middle; fails if it is covered."""
         found = self.evaluate(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             "if (!e) return null; e.scrollIntoView({block: 'center', inline: 'center'});"
             "const r = e.getBoundingClientRect();"
-            "const hit = document.elementFromPoint(r.x + r.width / 2, r.y + r.height / 2);"
-            "return [r.x, r.y, r.width, r.height, e === hit || e.contains(hit)]; })()"
+            "const [x, y] = [r.x + r.width / 2, r.y + r.height / 2];"
+            "const hit = document.elementFromPoint(x, y);"
+            "return [x, y, e === hit || e.contains(hit)]; })()"
         )
         assert found is not None, f"there is no {selector}"
-        *box, is_free = found
+        x, y, is_free = found
         assert is_free, f"{selector} is covered"
-        return tuple(box)  # type: ignore[return-value]
-
-    def mouse(self, kind: str, x: float, y: float, pressed: bool = False) -> None:
-        self.send(
-            "Input.dispatchMouseEvent",
-            type=kind, x=x, y=y, clickCount=int(kind != "mouseMoved"),
-            button="none" if kind == "mouseMoved" and not pressed else "left",
-            buttons=int(pressed),
-        )  # fmt: skip
+        return x, y
 
     def click(self, selector: str) -> None:
         """Clicks in the middle of an element."""
-        x, y, width, height = self.place(selector)
-        self.mouse("mousePressed", x + width / 2, y + height / 2, pressed=True)
-        self.mouse("mouseReleased", x + width / 2, y + height / 2)
-
-    def hover(self, selector: str) -> None:
-        """Moves the mouse over the middle of an element."""
-        x, y, width, height = self.place(selector)
-        self.mouse("mouseMoved", x + width / 3, y + height / 3)
-        self.mouse("mouseMoved", x + width / 2, y + height / 2)
-
-    def drag(self, selector: str, start: float, end: float) -> None:
-        """Drags across an element, from a share of its width to another."""
-        x, y, width, height = self.place(selector)
-        across = [x + width * (start + (end - start) * k / 4) for k in range(5)]
-        self.mouse("mouseMoved", across[0], y + height / 2)
-        self.mouse("mousePressed", across[0], y + height / 2, pressed=True)
-        for one in across[1:]:
-            self.mouse("mouseMoved", one, y + height / 2, pressed=True)
-        self.mouse("mouseReleased", across[-1], y + height / 2)
+        x, y = self.place(selector)
+        for kind in ("mousePressed", "mouseReleased"):
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, clickCount=1, button="left")
 
     def type(self, selector: str, text: str) -> None:
         """Replaces the text of a field."""
@@ -137,21 +101,9 @@ class Page:
             f"e.value = {json.dumps(value)}; e.dispatchEvent(new Event('change')); }})()"
         )
 
-    def press(self, key: str) -> None:
-        for kind in ("keyDown", "keyUp"):
-            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key)
-
     def text(self, selector: str) -> str:
         found = self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
         return str(found)
-
-    def screenshot(self, path: Path, whole: bool = False) -> None:
-        shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(shot["data"]))
-
-    def pdf(self) -> bytes:
-        printed = self.send("Page.printToPDF", printBackground=True)
-        return base64.b64decode(printed["data"])
 
 
 class Browser:
@@ -208,7 +160,7 @@ class Browser:
         elif method == "Network.requestWillBeSent":
             page.requests.append(given["request"]["url"][:80])
 
-    def open(self, path: Path, width: int = 1280, height: int = 900, scheme: str = "light") -> Page:
+    def open(self, path: Path, width: int = 1280) -> Page:
         """Opens a file in a window of a size, and waits until the report is drawn."""
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         attached = self.send("Target.attachToTarget", targetId=target, flatten=True)
@@ -216,8 +168,10 @@ class Browser:
         self.pages[page.session] = page
         for domain in ("Runtime", "Log", "Network", "Page"):
             page.send(f"{domain}.enable")
-        page.colours(scheme)
-        page.resize(width, height)
+        page.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width, height=900, deviceScaleFactor=1, mobile=width < 600,
+        )  # fmt: skip
         page.send("Page.navigate", url=path.resolve().as_uri())
         page.wait("document.documentElement?.dataset.opened")
         return page

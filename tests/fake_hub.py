@@ -1,6 +1,6 @@
 """A server on this machine that speaks the part of the hub's API that pushes and downloads use.
 
-It keeps repositories in memory, and can refuse, be slow, or break connections.
+It keeps repositories in memory, and can refuse or be slow.
 """
 
 from __future__ import annotations
@@ -31,11 +31,9 @@ class FakeHub:
         self.private: dict[Repo, bool] = {}
         self.files: dict[tuple[Repo, str], dict[str, bytes]] = {}  # of each branch
         self.commits: list[tuple[Repo, str, str]] = []  # repository, branch, message
-        self.requests: list[str] = []
         self.objects: dict[str, bytes] = {}  # LFS, by sha256
         self.may_write = True
         self.is_broken: Callable[[str], bool] = lambda path: False  # answers with 500
-        self.breaks_uploads = 0  # so many uploads of objects lose their connection half-way
         self.slow = 0.0  # seconds that an upload of an object takes
         self.uploading = threading.Event()  # an object is on its way
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
@@ -94,7 +92,6 @@ class FakeHub:
 
             def serve(self) -> None:
                 path = self.path.partition("?")[0]
-                hub.requests.append(f"{self.command} {path}")
                 if path.startswith("/lfs/"):
                     self.upload(path.removeprefix("/lfs/"))
                     return
@@ -110,12 +107,6 @@ class FakeHub:
 
             def upload(self, oid: str) -> None:
                 hub.uploading.set()
-                if hub.breaks_uploads:
-                    hub.breaks_uploads -= 1
-                    self.rfile.read(10)
-                    self.connection.close()
-                    self.close_connection = True
-                    return
                 data = self.body()
                 time.sleep(hub.slow)
                 if hashlib.sha256(data).hexdigest() != oid:  # the program was ended

@@ -140,18 +140,6 @@ def test_an_ignored_alarm_is_not_raised() -> None:
     assert [alarm.watch.name for alarm in alarms.alarms] == ["no_reward"], "it also ends the run"
 
 
-def test_every_alarm_has_a_sentence_with_its_numbers() -> None:
-    alarms = Alarms(make_recipe())
-    for step in range(1, 31):
-        length = 1200.0 if step > 20 else 300.0
-        metrics = healthy(step, random.Random(step)) | {"completions/mean_length": length}
-        for alarm in alarms.follow(step, metrics):
-            assert alarm.message.startswith(
-                "step 23: completions have a mean length of 1200 tokens, 300 in the median"
-            )
-    assert alarms.active == 1
-
-
 def test_steps_without_any_reward_end_the_run() -> None:
     alarms = Alarms(Recipe(scoring=Scoring(max_steps_without_reward=3)))
     nothing, something = ({"reward": r, "frac_zero_advantage": 0.0} for r in (NAN, 0.5))

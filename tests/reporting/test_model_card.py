@@ -72,14 +72,6 @@ def test_a_reader_finds_results_recipe_command_and_paper() -> None:
     assert "6 of 9 steps" in text
 
 
-def test_a_benchmark_is_named_with_its_data() -> None:
-    made = recipe(benchmark={"gsm8k": schema.Benchmark(data="openai/gsm8k")})
-    after = {"eval/gsm8k/maj@8": 0.5, "eval/gsm8k/maj@8_low": 0.4, "eval/gsm8k/maj@8_high": 0.6}
-    (result,) = ModelCard(card(made, after=after)).data.eval_results
-    assert (result.dataset_type, result.dataset_name) == ("openai/gsm8k", "gsm8k")
-    assert result.metric_type == "maj@8"
-
-
 def test_a_folder_and_a_file_are_no_names_on_the_hub(tmp_path: Path) -> None:
     made = recipe(model__path=str(tmp_path), dataset__train=str(tmp_path / "rows.jsonl"))
     text = card(made, before=None, after=None)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grpo_cli.records import RolloutStats, matrix, reward_tensors, rollout_stats
-from grpo_cli.reporting.rollout_metrics import mean, rollout_metrics
+from grpo_cli.reporting.rollout_metrics import rollout_metrics
 from tests.conftest import make_group, make_rollout
 from tests.episodes import make_episode
 
@@ -109,11 +109,6 @@ def same(found: Tensor, rows: list[list[float]]) -> bool:
     return True
 
 
-def test_the_matrix_goes_by_position() -> None:
-    step_stats = {9: [outcome(3.0), outcome(NAN)], 2: [outcome(0.1), outcome(1.0)]}
-    assert same(matrix(step_stats, lambda o: o.reward), [[0.1, 1.0], [3.0, NAN]])
-
-
 def test_the_matrix_of_groups_of_different_sizes_ends_in_nan() -> None:
     step_stats = {
         3: [outcome(1.0, tokens=4)],
@@ -167,11 +162,6 @@ def test_metrics_do_not_depend_on_the_order_in_which_groups_arrive() -> None:
     assert rollout_metrics(groups) == rollout_metrics(backwards)
 
 
-def test_mean() -> None:
-    assert mean([1.0, 2.0, 6.0]) == 3.0
-    assert math.isnan(mean([]))
-
-
 def test_metrics_of_episodes_are_trls() -> None:
     # G = 3: a good call, a call with a wrong argument, no call (test_grpo_trainer.py).
     called: dict[str, Any] = {"tool_calls": 1, "calls_by_tool": {"multiply": [1, 0, 0]}}
@@ -209,8 +199,3 @@ def test_episodes_without_calls_have_no_failures() -> None:
     assert metrics["environment/unscored"] == 1
     assert metrics["environment/retries"] == 2
     assert metrics["episode/turns/mean"] == 1, "no turn was taken in the other"
-
-
-def test_plain_completions_have_no_metrics_of_episodes() -> None:
-    metrics = rollout_metrics({0: [outcome(1.0), outcome(0.0)]})
-    assert not [k for k in metrics if k.startswith(("tools/", "episode/", "environment/"))]

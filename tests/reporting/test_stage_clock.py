@@ -78,31 +78,6 @@ def test_a_stage_within_another_is_counted_once(hands: Hands) -> None:
     assert found["step_time"] == 37.0
 
 
-def test_a_stage_within_itself_is_counted_once(hands: Hands) -> None:
-    clock = Clock(CPU, timer=hands)
-    with clock.stage("idle"):
-        hands.now += 1.0
-        with clock.stage("idle"):
-            hands.now += 2.0
-    assert clock.metrics(step(1))["time/idle"] == 3.0
-
-
-def test_a_stage_that_fails_is_counted_and_over(hands: Hands) -> None:
-    clock = Clock(CPU, timer=hands)
-
-    def fails() -> None:
-        with clock.stage("idle"):
-            hands.now += 1.0
-            raise MemoryError
-
-    with clock.stage("forward_backward"):
-        with pytest.raises(MemoryError):
-            fails()
-        hands.now += 2.0
-    found = clock.metrics(step(1))
-    assert (found["time/idle"], found["time/forward_backward"]) == (1.0, 2.0)
-
-
 def test_the_gpu_is_waited_for_at_a_stage_s_end_and_before_one_within(
     hands: Hands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,19 +101,6 @@ def test_the_gpu_is_waited_for_at_a_stage_s_end_and_before_one_within(
     assert found["time/forward_backward"] == 12.0
     assert found["time/idle"] == 1.0
     assert found["time/optimizer"] == 0.0
-
-
-def test_stages_that_can_be_are_reported_without_having_been(hands: Hands) -> None:
-    clock = Clock(CPU, stages=["generate", "idle"], timer=hands)
-    with clock.stage("reward"):
-        hands.now += 1.0
-    found = clock.metrics(step(1))
-    assert [k for k in found if k.startswith("time/")] == [
-        "time/generate",
-        "time/idle",
-        "time/reward",
-    ]
-    assert (found["time/generate"], found["time/idle"], found["time/reward"]) == (0.0, 0.0, 1.0)
 
 
 def test_stages_that_a_recipe_can_have() -> None:
@@ -220,17 +182,6 @@ def test_the_line_of_times() -> None:
     assert times({"step_time": 1.0, "tokens_per_second": 5.0}) == "5 tok/s"
 
 
-def test_a_line_of_times_that_is_too_long_loses_its_shortest_stages() -> None:
-    every = {f"time/{stage}": 100.0 + i for i, stage in enumerate(STAGES)}
-    figures = {**every, "step_time": 900.0, "tokens_per_second": 99999.0}
-    line = times({**figures, "mfu/forward_backward": 0.5})
-    assert line == (
-        "ref 103 s · fwd/bwd 104 · optimizer 105 · weights 106 · idle 107 | 99,999 tok/s | MFU 50 %"
-    )
-    without_limit = len(line) + len("generate 100 · ") + len("reward 101 · ") + len("old 102 · ")
-    assert len(line) <= 98 < without_limit
-
-
 def reporter(folder: Path, terminal: bool) -> tuple[Reporter, io.StringIO]:
     """A reporter of 5 steps, and what it has shown."""
     live = Reporter(recipe(steps=5), folder, main=True)
@@ -258,22 +209,3 @@ def test_a_plain_log_has_times_below_the_lines_that_are_written(
     assert lines[0] == "train 1/5  reward 0.500  length 12"
     stages = "  generate 4.1 s · reward 0.20 · ref 0.10 · fwd/bwd 4.8"
     assert lines[1::2] == [f"{stages} | {number} tok/s | MFU 41 %" for number in (1, 4)]
-
-
-def test_on_a_terminal_the_newest_times_are_under_the_bar(tmp_path: Path) -> None:
-    live, shown = reporter(tmp_path, terminal=True)
-    for number in (1, 2):
-        live.step(number, {**ROLLOUTS, **FIGURES, "tokens_per_second": float(number)})
-    bar = live.progress.bar
-    assert bar is not None
-    page = Console(file=io.StringIO(), width=100, record=True)
-    page.print(bar.get_renderable())
-    lines = page.export_text().splitlines()
-    live.close()
-    assert len(lines) == 2
-    assert lines[0].startswith("train ")
-    assert "2/5" in lines[0]
-    assert lines[1].strip() == (
-        "generate 4.1 s · reward 0.20 · ref 0.10 · fwd/bwd 4.8 | 2 tok/s | MFU 41 %"
-    )
-    assert "2 tok/s" in shown.getvalue()

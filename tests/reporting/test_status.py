@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -83,25 +82,3 @@ def test_a_run_that_was_never_begun_leaves_the_file_of_the_one_before(
     (tmp_path / STATUS).write_text("{}", encoding="utf-8")
     writer.end_with(UserError("the folder holds another run"))
     assert read_json(tmp_path / STATUS) == {}
-
-
-def test_other_processes_write_nothing(tmp_path: Path) -> None:
-    other = Status(tmp_path, main=False)
-    other.start()
-    other.end("ended")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_disk_that_takes_nothing_is_no_error(tmp_path: Path) -> None:
-    lost = Status(tmp_path / "gone", main=True)
-    lost.start()
-    lost.end("ended")
-    assert not lost.path.exists()
-
-
-def test_a_reader_never_sees_half_a_file(writer: Status, tmp_path: Path) -> None:
-    writer.facts = {"text": "x" * 100_000}
-    writer._write()
-    for _ in range(50):
-        writer._write()
-        assert len(json.loads((tmp_path / STATUS).read_text("utf-8"))["text"]) == 100_000

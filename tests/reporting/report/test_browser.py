@@ -1,4 +1,4 @@
-"""The report in Chromium, at three widths: every tab, filter and switch, as a person uses them."""
+"""The report in Chromium, at two widths: its tabs, filters and switches, as a person uses them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.report_runs import HOSTILE, completion, write_run
 pytestmark = [pytest.mark.programs, pytest.mark.xdist_group("chromium")]
 
 TABS = ("overview", "curves", "time", "rewards", "completions", "recipe")
-WIDTHS = (400, 1280, 2560)
+WIDTHS = (400, 1280)
 
 
 @pytest.fixture(scope="module")
@@ -88,17 +88,7 @@ def test_the_overview_says_what_was_reached(browser: Browser, one: Path) -> None
     assert "16 GiB" in text  # of the machine
 
 
-def test_tabs_by_keyboard(browser: Browser, one: Path) -> None:
-    page = browser.open(one)
-    page.evaluate("document.querySelector('#tab-overview').focus()")
-    page.press("ArrowRight")
-    assert page.evaluate("document.activeElement.id") == "tab-curves"
-    assert page.evaluate("!document.querySelector('#panel-curves').hidden")
-    page.press("End")
-    assert page.evaluate("document.activeElement.id") == "tab-recipe"
-
-
-def test_curves_are_chosen_smoothed_and_zoomed(browser: Browser, one: Path) -> None:
+def test_curves_are_chosen(browser: Browser, one: Path) -> None:
     page = browser.open(one)
     page.click("#tab-curves")
     shown = "[...document.querySelectorAll('#panel-curves figure')].map(f => f.dataset.metric)"
@@ -108,32 +98,12 @@ def test_curves_are_chosen_smoothed_and_zoomed(browser: Browser, one: Path) -> N
     assert page.evaluate(visible) == 1
     page.click('.chip[data-name="num_tokens"]')
     assert "num_tokens" in page.evaluate(shown)
-    page.click('.chip[data-name="num_tokens"]')
-    assert "num_tokens" not in page.evaluate(shown)
-    page.type("#metric-search", "no such metric")
-    assert page.evaluate(visible) == 0
-    page.type("#smoothing", "0")
-    page.click("#log-axis")
-    page.wait("document.querySelectorAll('#panel-curves canvas').length >= 12")
-    page.drag("#panel-curves .chart .u-over", 0.2, 0.6)
-    assert page.evaluate("document.body.classList.contains('zoomed')")
-    page.click("#zoom-reset")
-    assert not page.evaluate("document.body.classList.contains('zoomed')")
     ends_well(page)
-
-
-def test_the_cursor_reads_all_charts(browser: Browser, one: Path) -> None:
-    page = browser.open(one)
-    page.hover("#panel-overview .chart .u-over")
-    readouts = "[...document.querySelectorAll('#panel-overview .readout')].map(r => r.innerText)"
-    page.wait(f"{readouts}.filter(t => t.includes('step')).length >= 5")
 
 
 def test_time_and_plan(browser: Browser, one: Path) -> None:
     page = browser.open(one)
     page.click("#tab-time")
-    page.click('#panel-time [data-key="share"]')
-    page.wait("document.querySelector('#panel-time figure').dataset.metric.startsWith('share')")
     text = page.text("#panel-time")
     for said in ("idle", "forward and backward", "2 GiB", "2.25 GiB", "−11 %"):
         assert said in text
@@ -149,46 +119,23 @@ FILTERS = {  # of 60 + 60 completions of 30 rows: by `report_runs.completion`
 }
 
 
-@pytest.mark.parametrize("width", [400, 1280])
-def test_filters_of_completions(browser: Browser, one: Path, width: int) -> None:
-    page = browser.open(one, width)
+def test_filters_of_completions(browser: Browser, one: Path) -> None:
+    page = browser.open(one)
     open_completions(page)
     for name, number in FILTERS.items():
         page.click(f'[data-filter="{name}"]')
         assert page.text("#found") == f"{number} of 120 completions"
         assert page.text(f'[data-filter="{name}"] .count') == str(number)
     page.click('[data-filter="all"]')
-    page.choose("#panel-completions select", "90")
-    assert page.text("#found") == "60 of 120 completions"
     page.type("#row", "7")
-    assert page.text("#found") == "2 of 120 completions"
+    assert page.text("#found") == "4 of 120 completions"
     assert "row 7" in page.text(".detail h3")
     page.type("#row", "")
-    page.choose("#panel-completions select", "")
     page.type("#search", "QUESTION 12?")
     page.wait("document.querySelector('#found').innerText.startsWith('4 of')")
     page.type("#search", "nothing has this")
     page.wait("document.querySelector('#found').innerText.startsWith('0 of')")
     assert "No completion matches" in page.text(".list")
-    ends_well(page)
-
-
-def test_order_pages_and_keys(browser: Browser, one: Path) -> None:
-    page = browser.open(one)
-    open_completions(page)
-    page.choose("#panel-completions label:nth-of-type(4) select", "disadvantage")
-    assert "−0.79" in page.text(".detail")
-    page.choose("#panel-completions label:nth-of-type(4) select", "advantage")
-    assert "1.5" in page.text(".detail dl")
-    page.click('[data-page="next"]')
-    assert "page 2 of 3" in page.text(".pager")
-    page.click('[data-page="previous"]')
-    first = page.text(".detail h3")
-    page.click(".list li:nth-child(3) button")
-    assert page.text(".detail h3") != first
-    page.press("ArrowUp")
-    page.press("ArrowUp")
-    assert page.text(".detail h3") == first
     ends_well(page)
 
 
@@ -204,66 +151,6 @@ def test_tokens_have_colours(browser: Browser, one: Path) -> None:
     assert page.evaluate(coloured) == tokens
     page.click('#panel-completions [data-key="none"]')
     assert page.evaluate("document.querySelectorAll('.token').length") == 0
-
-
-def test_the_same_problem_at_another_step(browser: Browser, one: Path) -> None:
-    page = browser.open(one)
-    open_completions(page)
-    page.click('[data-filter="to_right"]')
-    assert "0 of 2 right" in page.text(".others")
-    page.click(".dots:nth-of-type(2) .dot")
-    assert page.text(".detail h3").strip().startswith("✓ Step 90, row 0")
-
-
-def test_light_and_dark(browser: Browser, one: Path) -> None:
-    page = browser.open(one, scheme="dark")
-    background = "getComputedStyle(document.body).backgroundColor"
-    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-    dark = page.evaluate(background)
-    page.click("#theme")
-    assert page.evaluate(background) != dark
-    page.evaluate("localStorage.clear()")
-    ends_well(page)
-
-
-def test_text_has_contrast(browser: Browser, one: Path) -> None:
-    for scheme in ("light", "dark"):
-        page = browser.open(one, scheme=scheme)
-        open_completions(page)
-        for ink in ("ink", "ink-2", "good", "bad", "warn", "info", "run-0", "run-1"):
-            assert page.evaluate(CONTRAST.replace("INK", ink)) >= 4.5, (scheme, ink)
-
-
-# WCAG 2: the ratio of relative luminances of a text and the card behind it.
-CONTRAST = """(() => {
-  const read = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const light = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16) / 255)
-    .map((c) => (c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
-    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
-  const [a, b] = [light(read('--INK')), light(read('--card'))].sort((x, y) => y - x);
-  return (a + 0.05) / (b + 0.05);
-})()"""
-
-
-def test_every_control_has_a_name(browser: Browser, one: Path) -> None:
-    page = browser.open(one)
-    for tab in TABS:
-        page.click(f"#tab-{tab}")
-    open_completions(page)
-    nameless = page.evaluate(
-        "[...document.querySelectorAll('button, input, select, [role=img], [role=region]')]"
-        ".filter(e => !(e.innerText?.trim() || e.getAttribute('aria-label') || e.labels?.length))"
-        ".map(e => e.outerHTML.slice(0, 90))"
-    )
-    assert nameless == []
-
-
-def test_it_prints_every_tab(browser: Browser, one: Path) -> None:
-    page = browser.open(one)
-    pages = len(re.findall(rb"/Type\s*/Page[^s]", page.pdf()))
-    assert pages >= 4
-    assert page.evaluate("document.querySelectorAll('#panel-rewards figure').length") > 0
-    ends_well(page)
 
 
 def test_a_hostile_model(browser: Browser, folder: Path) -> None:
@@ -299,13 +186,12 @@ def test_episodes_and_images(browser: Browser, folder: Path) -> None:
     ends_well(page)
 
 
-@pytest.mark.parametrize("width", [400, 1280])
-def test_two_runs(browser: Browser, folder: Path, width: int) -> None:
-    runs = [write_run(folder / f"{name}-{width}", steps=20) for name in "ab"]
-    page = browser.open(written(*runs), width)
+def test_two_runs(browser: Browser, folder: Path) -> None:
+    runs = [write_run(folder / name, steps=20) for name in ("run-a", "run-b")]
+    page = browser.open(written(*runs))
     page.click("#tab-compare")
     text = page.text("#panel-compare")
-    for said in ("Side by side", f"a-{width}", f"b-{width}", "not evaluated", "80.0 %"):
+    for said in ("Side by side", "run-a", "run-b", "not evaluated", "80.0 %"):
         assert said in text
     for tab in TABS:
         page.click(f"#tab-{tab}")

@@ -33,11 +33,6 @@ def test_a_problem_flips_between_its_first_and_its_last_step() -> None:
     assert flips(steps, problems, right) == ([0], [1])
 
 
-def test_half_right_is_no_flip() -> None:
-    assert flips([1, 1, 2], [0, 0, 0], [True, False, True]) == ([], [])
-    assert flips([1, 2, 2], [0, 0, 0], [False, True, False]) == ([], [])
-
-
 def test_the_columns_of_a_run(tmp_path: Path) -> None:
     table = read_run(write_run(tmp_path)).table
     assert table["problems"][:2] == [[0, 0], [1, 1]]
@@ -119,11 +114,6 @@ def test_a_secret_is_in_no_text_and_no_token(
     with_secret = [i for i, text in enumerate(found.table["completion"]) if "apples is" in text]
     assert with_secret
     assert {found.table["first_token"][i] for i in with_secret} == {-1}
-
-
-def test_a_run_without_completions(tmp_path: Path) -> None:
-    found = read_run(write_run(tmp_path, stored=()))
-    assert (found.table["completion"], found.table["stored"]) == ([], 0)
 
 
 def test_prompts_episodes_and_extras_have_limits_of_their_own() -> None:

@@ -68,30 +68,6 @@ def test_secrets_are_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "grpo train" in head
 
 
-@pytest.mark.parametrize(
-    "gone",
-    ["summary.json", "plan.json", "alarms.jsonl", "command.txt", "metrics.jsonl", "completions"],
-)
-def test_what_is_missing_is_left_out(tmp_path: Path, gone: str) -> None:
-    folder = write_run(tmp_path)
-    path = folder / gone
-    if path.is_dir():
-        for file in path.iterdir():
-            file.unlink()
-    else:
-        path.unlink()
-    head = block(made(folder), "head")["runs"][0]
-    states = {"summary.json": "ended"}
-    assert head["state"] == states.get(gone, "finished")
-
-
-def test_the_same_run_gives_the_same_blocks(tmp_path: Path) -> None:
-    run = RunFolder.open(write_run(tmp_path))
-    first, second = (page.read(run).completions for _ in range(2))
-    assert first.tokens == second.tokens
-    assert page.packed(first.tokens) == page.packed(second.tokens)
-
-
 def test_the_file_is_replaced_at_once(tmp_path: Path) -> None:
     folder = write_run(tmp_path)
     path = folder / "report.html"
