@@ -26,7 +26,6 @@ from grpo_cli.checkpoints.shards import Shards
 from grpo_cli.config import sources
 from grpo_cli.config.knob import knob
 from grpo_cli.config.schema import Model
-from grpo_cli.config.user_code import off_import_path
 from grpo_cli.config.words import described, option, parse, split, without_dashes
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.models import adapters, loading
@@ -42,9 +41,6 @@ Of a checkpoint with an adapter it writes the adapter, which peft and vLLM load 
                            step-100.interrupted, is only exported when it is named.
   FOLDER                   Folder to write; it must be new or empty.
 """
-
-
-READ = ("trust_remote_code", "quantization", "dtype")  # keys of the recipe's section model
 
 
 @dataclass
@@ -69,8 +65,7 @@ class Settings:
     )
     trust: bool = knob(
         False,
-        "Run the code that comes with the model, and load the model that an adapter names, though "
-        "another user has made the checkpoint.",
+        "Run the code that comes with the model, though another user has made the checkpoint.",
     )
 
 
@@ -90,8 +85,7 @@ def main(argv: list[str]) -> None:
     dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
     folder, is_own = Path(out).expanduser(), provenance.is_own(path)
     trust = settings.trust or is_own
-    with off_import_path(not trust):
-        total, files = export(path, folder, dtype, trust, settings.merge, settings.quantization)
+    total, files = export(path, folder, dtype, trust, settings.merge, settings.quantization)
     if is_own:
         provenance.note_own(folder)
     number = f"{files} files" if files > 1 else "one file"
@@ -136,7 +130,7 @@ def export(
     """Writes the model of the checkpoint `path` to the folder `out`.
 
     Args:
-        trust: whether to apply all of the checkpoint's own recipe.
+        trust: whether the model's own code may run, and links may lead out of the checkpoint.
         merge: write the model with its adapter merged in, in place of the adapter.
         quantized: how the model was quantized in training; None: as the checkpoint's recipe says.
 
@@ -158,8 +152,8 @@ def export(
         manifest.check(path)
     was_there = out.exists()
     loads = merge or (is_sharded and not is_adapter)
-    if loads and not trust:
-        check_recipe(path)
+    if loads and not trust and trained_model(path).get("trust_remote_code", False):
+        provenance.check(path, "--trust=true")
     try:
         source: Merged | Sharded | Whole
         if merge:
@@ -255,13 +249,6 @@ class Sharded:
             first = str(error).strip().splitlines()[0]
             raise UserError(f"{self.files}/config.json: cannot be loaded: {first}") from error
         return skeleton
-
-
-def check_recipe(path: Path) -> None:
-    """Raises a UserError if loading another user's model needs settings that are not trusted."""
-    read = {key: value for key, value in trained_model(path).items() if key in READ}
-    asked = provenance.refused({"model": read}, path)
-    provenance.check(path, [*asked, *provenance.refused_base(path)], "--trust=true")
 
 
 def trained_model(path: Path) -> dict[str, Any]:
