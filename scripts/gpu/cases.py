@@ -1,4 +1,4 @@
-"""Describes a case of check.py, and the setting that all cases share."""
+"""Defines the setting that all cases of check.py share."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 Figures = dict[str, Any]  # a case's results by name; `status` if it is not "ok"
+Cases = dict[str, Callable[[], Figures]]  # the cases of a stage by name, in order
 
 
 @dataclass(frozen=True)
@@ -25,22 +26,20 @@ class Setting:
     def device(self) -> str:
         return "cpu" if self.dry else "cuda"
 
-    def run_program(self, command: Sequence[str]) -> tuple[int, str]:
-        """Runs a program; returns its exit code and what it has printed.
+    def run_program(self, command: Sequence[str]) -> str:
+        """Runs a program; returns what it has printed.
 
         The output goes into the log at once, so that it is there if the case is cut off.
+
+        Raises:
+            RuntimeError: it fails.
         """
         log = self.out / "log"
         with log.open("ab") as file:
             start = file.tell()
             done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
-        return done.returncode, log.read_bytes()[start:].decode(errors="replace")
-
-
-@dataclass(frozen=True)
-class Case:
-    """Describes one row of the results."""
-
-    stage: str
-    name: str
-    run: Callable[[], Figures]
+        printed = log.read_bytes()[start:].decode(errors="replace")
+        if done.returncode:
+            last = printed.strip().splitlines()[-1:] or [""]
+            raise RuntimeError(f"{command[1:4]} ended with {done.returncode}: {last[0]}")
+        return printed

@@ -1,11 +1,12 @@
-"""Checks grpo on a GPU: tests, a run, precision, speed, memory. `check.sh` starts it.
+"""Checks grpo on a GPU: tests, a run, precision, speed, a resumed run. `check.sh` starts it.
 
-    python scripts/gpu/check.py --out FOLDER [--dry-run] [--stages speed,decoding]
+    python scripts/gpu/check.py --out FOLDER [--dry-run] [--stages speed,precision]
 
-The cases run one after another in a process of their own that stays (importing torch takes long). A
-case that raises, ends the process or takes longer than its stage has left becomes a row with the
-reason, and the next one runs. Every row is written at once: FOLDER/results.jsonl has a row for each
-case, FOLDER/table.md a Markdown table for each stage, FOLDER/log what the cases print.
+The cases of a stage run one after another in one process (importing torch takes long). A case that
+raises becomes a row with the reason, and the next one runs. If a case ends the process, the stage
+goes on with the next case in another process; after the stage's seconds it is cut off. Every row is
+written at once: FOLDER/results.jsonl has a row for each case, FOLDER/table.md a Markdown table for
+each stage, FOLDER/log what the cases print.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import contextlib
 import importlib
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -25,148 +25,98 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from cases import Case, Figures, Setting
+from cases import Cases, Figures, Setting
 
-LIMIT = 525.0  # seconds of all stages together; check.sh has to install packages, too
-STAGES = {  # the module of each stage, and its seconds at most
-    "tests": ("training", 75.0),
+STAGES = {  # the module of each stage, and its seconds at most: 510 in all
+    "tests": ("training", 90.0),
     "demo": ("training", 60.0),
-    "precision": ("precision", 60.0),
-    "speed": ("speed", 240.0),
-    "decoding": ("speed", 60.0),
-    "adapters": ("speed", 45.0),
-    "resume": ("training", 45.0),
+    "precision": ("precision", 90.0),
+    "speed": ("training", 210.0),
+    "resume": ("training", 60.0),
 }
-START = 90.0  # seconds in which a worker has to have listed its cases
-PATIENCE = 5.0  # seconds for a process that has closed its connection to end
-FAILED = ("failed", "wrong", "died", "cut off", "not begun")
 
 Row = dict[str, Any]  # stage, case, status, seconds, error, figures
 
 
-class Worker:
-    """Runs cases in a process of its own, one at a time."""
+def run_stage(stage: str, setting: Setting) -> list[Row]:
+    """Runs the cases of a stage, in as many processes as they need; returns their rows."""
+    deadline = time.monotonic() + STAGES[stage][1] * (10 if setting.dry else 1)
+    rows: list[Row] = []
+    while True:
+        command = [sys.executable, __file__, f"--out={setting.out}", f"--scratch={setting.scratch}"]
+        command += [f"--stages={stage}", f"--skip={len(rows)}", "--here"]
+        command += ["--dry-run"] if setting.dry else []
+        with (setting.out / "log").open("ab") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            begin = time.monotonic()
+            try:
+                code = process.wait(max(deadline - begin, 0))
+                status, error = "died", f"the process ended with {code}; see the log"
+            except subprocess.TimeoutExpired:
+                status, error = "cut off", "the stage's seconds are over"
+            finally:  # also ends the programs that a case has started
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        rows = [found for found in read(setting.out) if found["stage"] == stage]
+        if process.returncode == 0:
+            return rows
+        add(setting.out, row(stage, begun(setting.out), status, error, time.monotonic() - begin))
+        rows.append(read(setting.out)[-1])
+        if status == "cut off":
+            return rows
 
-    def __init__(self, setting: Setting) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.link, other = context.Pipe()
-        self.process = context.Process(target=work, args=(other, setting), daemon=True)
-        self.process.start()
-        other.close()
 
-    def run(self, number: int, seconds: float) -> Any:
-        """Returns the row of a case; None if there is none after so many seconds.
+def begun(out: Path) -> str:
+    """Returns the name of the case that was begun last."""
+    lines = (out / "log").read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line[3:] for line in reversed(lines) if line.startswith("== ")), "start")
 
-        Raises:
-            EOFError: the process has ended.
-        """
-        with contextlib.suppress(BrokenPipeError):
-            self.link.send(number)
-        return self.answer(seconds)
 
-    def answer(self, seconds: float) -> Any:
-        """Returns what the process sends next; None if it takes too long."""
+def run_cases(stage: str, setting: Setting, skip: int) -> None:
+    """Runs the cases of a stage in this process, except the first `skip`."""
+    module = importlib.import_module(STAGES[stage][0])
+    cases: Cases = module.cases(stage, setting)
+    for name in [*cases][skip:]:
+        print(f"\n== {name}", flush=True)
+        begin = time.monotonic()
+        status, error, figures = "ok", "", {}
         try:
-            return self.link.recv() if self.link.poll(max(seconds, 0)) else None
-        except ConnectionResetError:
-            raise EOFError from None
-
-    def end(self, patience: float) -> int | None:
-        """Ends the process and the programs that it has started; returns its exit code."""
-        self.process.join(patience)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid or 0, signal.SIGKILL)
-        self.process.kill()
-        self.process.join()
-        return self.process.exitcode
+            figures = cases[name]()
+            status, error = figures.pop("status", "ok"), figures.pop("error", "")
+        except Exception as failure:  # any case may fail in any way, and the next one shall run
+            if "CUDA error" in str(failure):  # after it nothing runs in this process any more
+                raise
+            sentence = next(iter(str(failure).strip().splitlines()), "")
+            status, error = "failed", f"{type(failure).__name__}: {sentence}"
+            traceback.print_exc()
+        seconds = time.monotonic() - begin
+        add(setting.out, row(stage, name, status, error, seconds, figures))
 
 
-class Checker:
-    """Runs the cases of stages with a worker, or with another one after it has ended."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.deadline = time.monotonic() + LIMIT
-        self.machine = machine()
-        self.rows: list[Row] = []
-        self.worker: Worker | None = None
-        self.cases: list[list[str]] = []  # stage and name of each, once a worker has listed them
-        setting.out.mkdir(parents=True, exist_ok=True)
-        (setting.out / "results.jsonl").write_text("", encoding="utf-8")
-
-    def stage(self, stage: str) -> None:
-        """Runs the cases of a stage, each as long as the stage has time."""
-        left = STAGES[stage][1]
-        if error := self.start():
-            self.add(row(stage, "start", "died", error=error))
-            return
-        for number, (its_stage, name) in enumerate(self.cases):
-            if its_stage == stage:
-                begin = time.monotonic()
-                found = self.case(number, stage, name, left)
-                found["seconds"] = round(time.monotonic() - begin, 3)
-                self.add(found)
-                left -= found["seconds"]
-
-    def case(self, number: int, stage: str, name: str, seconds: float) -> Row:
-        """Returns the row of a case, whatever happens to it, after so many seconds at most."""
-        seconds = min(seconds, self.deadline - time.monotonic())
-        if seconds <= 0:
-            return row(stage, name, "not begun", "no time was left")
-        if error := self.start():
-            return row(stage, name, "died", error)
-        assert self.worker is not None, "it has been started"
-        try:
-            found: Row | None = self.worker.run(number, seconds)
-        except EOFError:
-            return row(stage, name, "died", f"the process ended with {self.end(PATIENCE)}")
-        if found is None:
-            self.end()
-            return row(stage, name, "cut off", f"not finished after {seconds:.0f} s")
-        if found.pop("is_broken"):
-            self.end()
-        return found
-
-    def start(self) -> str:
-        """Starts a worker if there is none; returns why there is none, or ""."""
-        if self.worker is not None:
-            return ""
-        self.worker = Worker(self.setting)
-        try:
-            cases = self.worker.answer(min(START, self.deadline - time.monotonic()))
-        except EOFError:
-            return f"the process ended with {self.end(PATIENCE)}; see the log"
-        if cases is None:
-            self.end()
-            return "the process was not ready in time"
-        self.cases = cases
-        return ""
-
-    def end(self, patience: float = 0.0) -> int | None:
-        """Ends the worker, if there is one; returns its exit code."""
-        worker, self.worker = self.worker, None
-        return None if worker is None else worker.end(patience)
-
-    def add(self, found: Row) -> None:
-        """Prints and stores a row."""
-        self.rows.append(found)
-        with (self.setting.out / "results.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
-        text = table(self.machine, self.rows)
-        (self.setting.out / "table.md").write_text(text, encoding="utf-8")
-        line = f"{found['stage']:10} {found['status']:9} {found['seconds']:6.1f} s  {found['case']}"
-        print(line, flush=True)
-
-
-def row(stage: str, case: str, status: str, error: str = "", figures: Figures | None = None) -> Row:
+def row(
+    stage: str, case: str, status: str, error: str, seconds: float, figures: Figures | None = None
+) -> Row:
     return {
-        "stage": stage, "case": case, "status": status, "seconds": 0.0, "error": error,
-        "figures": figures or {},
+        "stage": stage, "case": case, "status": status, "seconds": round(seconds, 3),
+        "error": error, "figures": figures or {},
     }  # fmt: skip
+
+
+def add(out: Path, found: Row) -> None:
+    """Stores a row."""
+    with (out / "results.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(found) + "\n")
+
+
+def read(out: Path) -> list[Row]:
+    """Returns the rows that are stored."""
+    return [json.loads(line) for line in (out / "results.jsonl").read_text("utf-8").splitlines()]
 
 
 def table(machine: dict[str, Any], rows: Sequence[Row]) -> str:
@@ -191,47 +141,6 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def work(link: Connection, setting: Setting) -> None:
-    """Runs the cases whose numbers come through a connection, and answers each with its row."""
-    os.setpgid(0, 0)  # so that programs that a case has started end with it
-    log = os.open(setting.out / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    cases: list[Case] = []
-    for module in dict.fromkeys(module for module, _ in STAGES.values()):
-        cases += importlib.import_module(module).cases(setting)
-    link.send([[case.stage, case.name] for case in cases])
-    with contextlib.suppress(EOFError):
-        while True:
-            link.send(run_case(cases[link.recv()]))
-
-
-def run_case(case: Case) -> Row:
-    """Returns the row of a case; `is_broken` if the process cannot run another one."""
-    import torch
-
-    from grpo_cli.models.memory import is_out_of_memory, release
-
-    print(f"\n== {case.stage}: {case.name}", flush=True)
-    is_broken, error, status = False, "", "ok"
-    figures: Figures = {}
-    try:
-        figures = case.run()
-        status = figures.pop("status", "ok")
-        error = figures.pop("error", "")
-    except Exception as failure:  # any case may fail in any way, and the next one shall run
-        sentence = next(iter(str(failure).strip().splitlines()), "")
-        status, error = "failed", f"{type(failure).__name__}: {sentence}"
-        traceback.print_exc()
-        # After an error of a kernel nothing runs in this process any more.
-        is_broken = "CUDA error" in str(failure) and not is_out_of_memory(failure)
-    if not is_broken:
-        release()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-    return row(case.stage, case.name, status, error, figures) | {"is_broken": is_broken}
 
 
 def machine() -> dict[str, Any]:
@@ -260,27 +169,32 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--stages", default=",".join(STAGES), help="some of the stages")
+    parser.add_argument("--here", action="store_true", help="run one stage in this process")
+    parser.add_argument("--skip", type=int, default=0, help="cases that have run, with --here")
+    parser.add_argument("--scratch", type=Path, help="folder of the runs, with --here")
     given = parser.parse_args()
-    only = given.stages.split(",")
-    if unknown := [stage for stage in only if stage not in STAGES]:
+    stages, out = given.stages.split(","), given.out.resolve()
+    if given.here:
+        run_cases(stages[0], Setting(given.dry_run, out, given.scratch), given.skip)
+        return
+    if unknown := [stage for stage in stages if stage not in STAGES]:
         parser.error(f"--stages: there is no {', '.join(unknown)}; there are {', '.join(STAGES)}")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if given.dry_run:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         # Some machines announce instructions that they lack (docs/performance.md).
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the worker
-    begin = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the stage
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "results.jsonl").write_text("", encoding="utf-8")
+    about, begin, bad = machine(), time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="grpo-gpu-check-") as scratch:
-        checker = Checker(Setting(given.dry_run, given.out.resolve(), Path(scratch)))
-        try:
-            for stage in only:
-                checker.stage(stage)
-        finally:
-            checker.end()
-    bad = [found for found in checker.rows if found["status"] in FAILED]
-    print(table(checker.machine, checker.rows))
-    print(f"{len(checker.rows)} cases, {len(bad)} not right, {time.monotonic() - begin:.0f} s")
+        for stage in stages:
+            for found in run_stage(stage, Setting(given.dry_run, out, Path(scratch))):
+                bad += found["status"] != "ok"
+                print(f"{stage:10} {found['status']:9} {found['seconds']:6.1f} s  {found['case']}")
+            (out / "table.md").write_text(table(about, read(out)), encoding="utf-8")
+    print(f"{table(about, read(out))}\n{bad} not right, {time.monotonic() - begin:.0f} s")
     sys.exit(1 if bad else 0)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.utils import canonicalize_name
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -78,51 +79,26 @@ def lacking(requirements: Iterable[str], image: Mapping[str, str | None]) -> dic
 
 
 def fetch(name: str, version: str, folder: Path) -> None:
-    """Puts the wheel of a package for the machine into a folder.
-
-    Raises:
-        SystemExit: there is none, and its source does not build one of pure Python.
-    """
-    platforms = [f"--platform=manylinux_2_{n}_x86_64" for n in GLIBC]
+    """Puts the wheel of a package for the machine into a folder, built here if PyPI has none."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    ready = subprocess.run(
-        [*pip, "download", "--no-deps", "--only-binary=:all:", "--python-version=3.12",
-         "--implementation=cp", *platforms, "--platform=manylinux2014_x86_64",
-         f"--dest={folder}", f"{name}=={version}"],
-        capture_output=True,
-    )  # fmt: skip
-    if ready.returncode == 0:
-        return
-    subprocess.run(
-        [*pip, "wheel", "--no-deps", f"--wheel-dir={folder}", f"{name}=={version}"], check=True
-    )
-    for wheel in folder.glob(f"{name.replace('-', '_')}-*.whl"):
-        if not wheel.name.endswith("-none-any.whl"):
-            wheel.unlink()
-            raise SystemExit(f"{name} {version}: {wheel.name} is not pure Python")
+    platforms = [f"--platform=manylinux_2_{n}_x86_64" for n in GLIBC]
+    target = ["--only-binary=:all:", "--python-version=3.12", "--implementation=cp", *platforms]
+    package = ["--no-deps", f"{name}=={version}"]
+    if subprocess.run([*pip, "download", *target, f"--dest={folder}", *package]).returncode:
+        subprocess.run([*pip, "wheel", f"--wheel-dir={folder}", *package], check=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / ".gpu-pack")
     folder: Path = parser.parse_args().out
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     image = read_image((HERE / "image.txt").read_text(encoding="utf-8"))
-    wanted = lacking(project["dependencies"], image)
-    present = set()
-    for wheel in folder.glob("*.whl"):
-        name, version, *_ = parse_wheel_filename(wheel.name)
-        present.add(name)
-        if wanted.get(name) != str(version):
-            wheel.unlink()
-            present.discard(name)
-    for package in wanted.keys() - present:
-        fetch(package, wanted[package], folder)
-    wheels = sorted(folder.glob("*.whl"))
-    total = sum(wheel.stat().st_size for wheel in wheels)
-    print("\n".join(wheel.name for wheel in wheels))
-    print(f"{total:,} bytes in {len(wheels)} wheels, in {folder}")
+    for name, version in lacking(project["dependencies"], image).items():
+        fetch(name, version, folder)
+    print("\n".join(sorted(wheel.name for wheel in folder.iterdir())))
 
 
 if __name__ == "__main__":

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
+import math
 import random
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import workloads
-from cases import Case, Figures, Setting
+from cases import Cases, Figures, Setting
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_cli.generation.embedded.generator import TransformersGenerator
 from grpo_cli.generation.embedded.graphs import CudaGraphs, FallbackGraphs
@@ -21,7 +21,7 @@ from grpo_cli.models.kernels import self_check
 from grpo_cli.models.kernels.self_check import relative
 from grpo_cli.models.kernels.table import TABLE, Needs
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
-from grpo_cli.records import Prompt, Rollout
+from grpo_cli.records import Completion, Prompt, Rollout
 
 # Times the error of the simplest mode in the same precision; no error can be as small as the floor.
 TIMES, FLOOR = 3.0, 1e-6
@@ -34,9 +34,10 @@ MODES = {
 }
 
 
-def cases(setting: Setting) -> list[Case]:
-    quick: dict[str, Callable[[], Figures]] = {}
-    compiled: dict[str, Callable[[], Figures]] = {}  # last, since a stage may end before they do
+def cases(stage: str, setting: Setting) -> Cases:
+    """Returns the cases of the stage."""
+    quick: Cases = {}
+    compiled: Cases = {}  # last, since a stage may end before they do
     for precision in PRECISIONS:
         for way in ("graphs", "steps"):
             quick[f"decoding, {way}, {precision}"] = partial(decoding, setting, precision, way)
@@ -57,7 +58,45 @@ def cases(setting: Setting) -> list[Case]:
         compiled[f"logprobs, packed, compiled, {precision}"] = partial(
             logprob_error, setting, {"packed": True, "compile_backend": backend}, precision
         )
-    return [Case("precision", name, call) for name, call in {**quick, **compiled}.items()]
+    return {**quick, **compiled}
+
+
+@functools.cache
+def random_model(setting: Setting) -> PreTrainedModel:
+    """Returns a Qwen2 with random float32 weights."""
+    width = 64 if setting.dry else 256
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=4 * width, hidden_size=width, intermediate_size=2 * width,
+        num_hidden_layers=2 if setting.dry else 4, num_attention_heads=width // 64 * 2,
+        num_key_value_heads=width // 64, max_position_embeddings=32768, tie_word_embeddings=True,
+        eos_token_id=None, pad_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    with torch.device(setting.device):
+        return Qwen2ForCausalLM(config).eval()
+
+
+def random_rollouts(setting: Setting) -> list[Rollout]:
+    """Returns rollouts of random tokens, of a quarter of the length to the length.
+
+    An eighth of the length is the prompt. Advantages are 1 and -1 in turn.
+    """
+    length, groups = (48, 2) if setting.dry else (384, 4)
+    draws, words = random.Random(0), range(random_model(setting).config.vocab_size)
+    found = []
+    for number in range(groups):
+        prompt = Prompt(number, draws.choices(words, k=length // 8), "", {})
+        for row in range(4):
+            count = draws.randint(length // 4, length) - length // 8
+            own = Completion(draws.choices(words, k=count), [math.nan] * count, "length")
+            sign = 1.0 if row % 2 else -1.0
+            found.append(Rollout(prompt, own, "", reward=sign, advantage=sign))
+    return found
+
+
+def half(setting: Setting) -> Any:
+    """Returns a function that makes autocast's context, as with mixed_precision=bf16."""
+    return partial(torch.autocast, setting.device, torch.bfloat16)
 
 
 def attention_error(setting: Setting, name: str, dim: int, dtype: torch.dtype) -> Figures:
@@ -78,13 +117,11 @@ def attention_error(setting: Setting, name: str, dim: int, dtype: torch.dtype) -
 
 def logprob_error(setting: Setting, mode: dict[str, Any], precision: str) -> Figures:
     """Compares log-probabilities and gradient of a mode with the float64 model's."""
-    model = workloads.model("dry" if setting.dry else "precise", setting)
     # Copies, since a compiled model stays compiled.
-    model, simplest, precise = (copy.deepcopy(model) for _ in range(3))
-    length, groups = (48, 2) if setting.dry else (384, 4)
-    rollouts = workloads.rollouts(model.config.vocab_size, length, groups, size=4)
+    model, simplest, precise = (copy.deepcopy(random_model(setting)) for _ in range(3))
+    rollouts = random_rollouts(setting)
     notes: list[str] = []
-    mode = {"autocast": workloads.half(setting)} | mode if precision == "bfloat16" else mode
+    mode = {"autocast": half(setting)} | mode if precision == "bfloat16" else mode
     own = PolicyLogprobs(model, say=notes.append, **mode)
     own.check(rollouts, 1.0)
     plain = PolicyLogprobs(simplest, **{**mode, "packed": False, "chunked": False,
@@ -162,8 +199,8 @@ def sampled(
     setting: Setting, precision: str, way: str
 ) -> tuple[TransformersGenerator, list[Rollout], list[str]]:
     """Samples with CUDA graphs or step by step; returns the engine, rollouts and its notes."""
-    model = workloads.model("dry" if setting.dry else "precise", setting)
-    how: dict[str, Any] = {} if precision == "float32" else {"autocast": workloads.half(setting)}
+    model = random_model(setting)
+    how: dict[str, Any] = {} if precision == "float32" else {"autocast": half(setting)}
     notes: list[str] = []
     generator = TransformersGenerator(
         model, [], say=notes.append, cuda_graphs=way == "graphs", **how

@@ -1,28 +1,37 @@
-"""Stages tests, demo and resume: pytest, a run on the GPU, and its second half again."""
+"""Stages tests, demo, speed and resume: pytest, a run, the benchmark, and the run's second half."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
+import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
-from cases import ROOT, Case, Figures, Setting
+from cases import ROOT, Cases, Figures, Setting
 
 MARK = "@pytest.mark.gpu"
 TINY = (  # of the dry run
     "prompts_per_step=2 dataset.train_limit=20 dataset.eval_limit=2 model.build.warmup_steps=0 "
     "model.build.hidden_size=32 generation.num_generations=2 generation.max_completion_tokens=4"
 )
+SPEED = ("tail", "prompts", "lora")  # workloads of scripts/bench.py, with a model of 0.5B
 
 
-def cases(setting: Setting) -> list[Case]:
-    return [
-        Case("tests", "pytest -m gpu", lambda: run_tests(setting)),
-        Case("demo", "grpo train mixed_precision=bf16", lambda: demo(setting)),
-        Case("resume", "the second half of the demo again", lambda: resume(setting)),
-    ]
+def cases(stage: str, setting: Setting) -> Cases:
+    """Returns the cases of a stage."""
+    stages: dict[str, Cases] = {
+        "tests": {"pytest -m gpu": partial(run_tests, setting)},
+        "demo": {"grpo train mixed_precision=bf16": partial(demo, setting)},
+        "speed": {
+            f"{name}, beside model.generate": partial(speed, setting, name)
+            for name in (SPEED[:1] if setting.dry else SPEED)
+        },
+        "resume": {"the second half of the demo again": partial(resume, setting)},
+    }
+    return stages[stage]
 
 
 def run_tests(setting: Setting) -> Figures:
@@ -32,13 +41,9 @@ def run_tests(setting: Setting) -> Figures:
     files = [str(path) for path in found if MARK in path.read_text(encoding="utf-8")]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *files]
     command += ["--collect-only"] if setting.dry else ["--durations=5", "--tb=short"]
-    code, printed = setting.run_program(command)
-    counts = re.findall(r"(\d+)[/ ]?\d* (passed|failed|errors?|skipped|tests collected)", printed)
-    figures: Figures = {what: int(count) for count, what in counts}
-    if code:
-        failed = re.findall(r"^(?:FAILED|ERROR) (.*)$", printed, re.MULTILINE)
-        figures |= {"status": "failed", "error": "; ".join(failed) or printed.strip()[-300:]}
-    return figures
+    printed = setting.run_program(command)
+    counts = re.findall(r"(\d+)[/ ]?\d* (passed|skipped|tests collected)", printed)
+    return {what: int(count) for count, what in counts}
 
 
 def words(setting: Setting) -> list[str]:
@@ -48,6 +53,11 @@ def words(setting: Setting) -> list[str]:
     given += f"mixed_precision={'no' if setting.dry else 'bf16'} checkpoint.every={steps // 2} "
     given += f"eval.every={steps} log.report=false {TINY if setting.dry else ''}"
     return given.split()
+
+
+def train(setting: Setting, folder: Path, given: list[str]) -> None:
+    """Runs `grpo train`."""
+    setting.run_program([sys.executable, "-m", "grpo_cli", "train", *given, f"output_dir={folder}"])
 
 
 def demo(setting: Setting) -> Figures:
@@ -64,6 +74,23 @@ def demo(setting: Setting) -> Figures:
         "s a step": last["step_time"],
         "tokens/s": last["tokens_per_second"],
     }
+
+
+def speed(setting: Setting, workload: str) -> Figures:
+    """Returns the medians of a workload of scripts/bench.py, in bfloat16."""
+    path = setting.scratch / "bench.json"
+    command = [sys.executable, "scripts/bench.py", "--workloads", workload, "--rounds=1"]
+    command += ["--sides=ours,generate", f"--json={path}"]
+    tiny = ["--steps=1", "--model=1m", "--limit=8"]
+    setting.run_program([*command, *(tiny if setting.dry else ["--model=0.5b", "--bf16"])])
+    found = json.loads(path.read_text(encoding="utf-8"))[workload]
+    figures: Figures = {}
+    for side, (steps,) in found["timed"].items():
+        for name in steps[0]["seconds"]:
+            figures[f"{side}: {name} s"] = statistics.median(s["seconds"][name] for s in steps)
+        figures[f"{side}: tokens"] = statistics.mean(s["tokens"] for s in steps)
+    ((metered,),) = found["metered"]["ours"]
+    return figures | {"update GiB above weights": metered["memory"] / 2**30}
 
 
 def resume(setting: Setting) -> Figures:
@@ -87,16 +114,3 @@ def resume(setting: Setting) -> Figures:
     return {"largest difference": apart, "equal bits": apart == 0} | (
         {} if is_right else {"status": "wrong", "error": "the resumed run ends elsewhere"}
     )
-
-
-def train(setting: Setting, folder: Path, given: list[str]) -> None:
-    """Runs `grpo train`.
-
-    Raises:
-        RuntimeError: it fails.
-    """
-    command = [sys.executable, "-m", "grpo_cli", "train", *given, f"output_dir={folder}"]
-    code, printed = setting.run_program(command)
-    if code:
-        lines = printed.strip().splitlines()
-        raise RuntimeError(lines[-1] if lines else f"grpo train ended with {code}")

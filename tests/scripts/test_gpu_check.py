@@ -3,9 +3,9 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -39,9 +39,9 @@ def test_a_version_of_the_image_that_we_do_not_admit_is_named() -> None:
 
 def test_table_has_a_column_for_each_figure_and_a_line_for_each_error() -> None:
     rows = [
-        check.row("speed", "a", "ok", figures={"tokens/s": 12345.6, "GiB": 0.51234}),
-        check.row("speed", "b", "failed", error="OutOfMemoryError: no"),
-        check.row("tests", "c", "ok", figures={"passed": 1234}),
+        check.row("speed", "a", "ok", "", 1.0, {"tokens/s": 12345.6, "GiB": 0.51234}),
+        check.row("speed", "b", "failed", "OutOfMemoryError: no", 1.0),
+        check.row("tests", "c", "ok", "", 1.0, {"passed": 1234}),
     ]
     assert check.table({"gpu": "H100", "cores": 16}, rows) == (
         "gpu H100, cores 16\n\n"
@@ -51,49 +51,46 @@ def test_table_has_a_column_for_each_figure_and_a_line_for_each_error() -> None:
     )
 
 
-class FakeWorker:
-    """A worker of five cases: one is right, one kills it, one breaks it, one never ends."""
-
-    cases: ClassVar = [["tests", n] for n in ("right", "dies", "breaks", "hangs", "late")]
-    made = 0
-
-    def __init__(self, setting: Setting) -> None:
-        type(self).made += 1
-
-    def answer(self, seconds: float) -> Any:
-        return self.cases
-
-    def run(self, number: int, seconds: float) -> Any:
-        name = self.cases[number][1]
-        if name == "dies":
-            raise EOFError
-        if name == "hangs":
-            time.sleep(seconds)
-            return None
-        status = "failed" if name == "breaks" else "ok"
-        return check.row("tests", name, status) | {"is_broken": name == "breaks"}
-
-    def end(self, patience: float) -> int:
-        return -6
-
-
-def test_a_stage_goes_on_after_a_case_that_dies_breaks_or_hangs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_stage_goes_on_after_a_case_that_fails_or_dies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(check, "Worker", FakeWorker)
-    monkeypatch.setitem(check.STAGES, "tests", ("training", 0.1))
-    checker = check.Checker(Setting(True, tmp_path, tmp_path))
-    checker.stage("tests")
-    rows = checker.rows
-    statuses = [(r["case"], r["status"]) for r in rows]
-    assert statuses == [
-        ("right", "ok"), ("dies", "died"), ("breaks", "failed"), ("hangs", "cut off"),
-        ("late", "not begun"),
+    def fails() -> check.Figures:
+        raise ValueError("no\nreason")
+
+    def dies() -> check.Figures:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    class Process:
+        """Runs the cases of another process in this one."""
+
+        pid, returncode = 2**22 + 1, 0  # no such process
+
+        def __init__(self, command: list[str], **_: Any) -> None:
+            self.skip = int(command[5].removeprefix("--skip="))
+
+        def wait(self, seconds: float = 0) -> int:
+            if seconds:
+                try:
+                    check.run_cases("tests", setting, self.skip)
+                except RuntimeError:
+                    self.returncode = -6
+                finally:
+                    (tmp_path / "log").write_text(capsys.readouterr().out)
+            return self.returncode
+
+    cases = {"right": lambda: {"passed": 2}, "fails": fails, "dies": dies, "right again": dict}
+    monkeypatch.setitem(sys.modules, "training", SimpleNamespace(cases=lambda *_: cases))
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    setting = Setting(False, tmp_path, tmp_path)
+    (tmp_path / "results.jsonl").write_text("")
+    rows = check.run_stage("tests", setting)
+    assert [(r["case"], r["status"]) for r in rows] == [
+        ("right", "ok"), ("fails", "failed"), ("dies", "died"), ("right again", "ok")
     ]  # fmt: skip
-    assert "ended with -6" in rows[1]["error"]
-    assert FakeWorker.made == 3  # at first, and after two that were lost
-    lines = (tmp_path / "results.jsonl").read_text("utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == rows
+    assert rows[0]["figures"] == {"passed": 2}
+    assert rows[1]["error"] == "ValueError: no"
+    assert "ended with -6" in rows[2]["error"]
+    assert check.read(tmp_path) == rows
 
 
 @pytest.mark.slow
