@@ -29,12 +29,12 @@ LARGE = f"{BUILT} model.build.hidden_size=768 model.build.num_layers=16"
 CASES = {  # words of `grpo train`
     "arithmetic_tiny, as shipped": "recipe=arithmetic_tiny steps=8",
     "gsm8k_tiny, as shipped": "recipe=gsm8k_tiny",
-    "10M, packed": SMALL,
-    "10M, padded": f"{SMALL} update.packing=false",
-    "10M, reference": f"{SMALL} loss.beta=0.04",
-    "110M": LARGE,
-    "110M, LoRA": f"{LARGE} adapter=lora adapter.rank=16",
-    "110M, checkpointing": f"{LARGE} model.gradient_checkpointing=true",
+    "6M, packed": SMALL,
+    "6M, padded": f"{SMALL} update.packing=false",
+    "6M, reference": f"{SMALL} loss.beta=0.04",
+    "50M": LARGE,
+    "50M, LoRA": f"{LARGE} adapter=lora adapter.rank=16",
+    "50M, checkpointing": f"{LARGE} model.gradient_checkpointing=true",
 }
 ALWAYS = (
     "steps=3 device=cpu eval.at_start=false eval.at_end=false eval.every=0 checkpoint.every=0 "
