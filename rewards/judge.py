@@ -126,7 +126,7 @@ async def judge(
 
     A row that lacks a column which the template names gives None.
     """
-    _check(pattern or PATTERN, base_url, low, high, reask, max_retries, request_timeout)
+    _check(pattern or PATTERN, base_url, low, high)
     client = _client(base_url, api_key_env, max_retries, request_timeout)
     options = {"temperature": temperature, "max_tokens": max_tokens}
     request = {
@@ -156,15 +156,7 @@ async def judge(
     return [value for value, _ in graded]
 
 
-def _check(
-    pattern: str,
-    base_url: str,
-    low: float,
-    high: float,
-    reask: int,
-    max_retries: int,
-    request_timeout: float,
-) -> None:
+def _check(pattern: str, base_url: str, low: float, high: float) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
@@ -177,17 +169,8 @@ def _check(
             f"judge: base_url is {base_url!r}; it must be an address such as "
             "http://localhost:8000/v1."
         )
-    for name, value in (("low", low), ("high", high), ("request_timeout", request_timeout)):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value):
-            raise ValueError(f"judge: {name} is {value!r}; it must be a finite number.")
-    if low >= high:
-        raise ValueError(f"judge: low is {low:g}; it must be below high, {high:g}.")
-    if request_timeout <= 0:
-        raise ValueError(f"judge: request_timeout is {request_timeout:g}; it must be above 0 s.")
-    for name, count in (("reask", reask), ("max_retries", max_retries)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ValueError(f"judge: {name} is {count!r}; it must be a whole number, 0 or more.")
+    if not -math.inf < low < high < math.inf:
+        raise ValueError(f"judge: low is {low!r} and high {high!r}; low must be below high.")
 
 
 # What the judge is asked.
@@ -217,7 +200,8 @@ def _question(
             return found[0][0]
         if name not in values:
             raise ValueError(
-                f"judge: template has {found[0]!r}; the placeholders are {_listed(values)}. "
+                f"judge: template has {found[0]!r}; the placeholders are "
+                f"{', '.join(f'{{{name}}}' for name in sorted(values))}. "
                 "A literal brace is written twice."
             )
         if values[name] is None:
@@ -261,10 +245,6 @@ def _shown(value: Any) -> str:
     return "\n\n".join(f"[{message['role']}]\n{content}" for message, content in pairs)
 
 
-def _listed(names: Any) -> str:
-    return ", ".join(f"{{{name}}}" for name in sorted(names))
-
-
 # Asking, and reading the score.
 
 Messages = list[Any]  # as the openai package types them, dictionaries of many kinds
@@ -284,7 +264,7 @@ async def _graded(
     """Returns (score, the reply that holds it); no score if only this completion gets none."""
     messages = question
     judge = (str(client.base_url), request["model"])
-    for _ in range(1 + reask):
+    for _ in range(1 + max(reask, 0)):
         reply, cut_off = await _reply(client, request, messages)
         # Of a reply that is cut off, `Score: 1` may be the beginning of `Score: 10`.
         score = None if cut_off else _score(reply, pattern, low, high)
@@ -324,34 +304,24 @@ async def _reply(
     """Returns (the judge's reply, whether the token limit cut it off)."""
     import openai
 
-    where, tries = str(client.base_url), f"asked {_times(client.max_retries + 1)}"
+    where = str(client.base_url)
     try:
         answer: Any = await client.chat.completions.create(messages=messages, **request)
-    except openai.APITimeoutError as error:
-        assert isinstance(client.timeout, openai.Timeout)
+        choice = answer.choices[0]
+        reply = choice.message.content or getattr(choice.message, "refusal", None) or ""
+        return reply, choice.finish_reason == "length"
+    except openai.APIConnectionError as error:  # after all retries; a timeout is one of these
+        reason = error if isinstance(error, openai.APITimeoutError) else error.__cause__ or error
         raise RuntimeError(
-            f"judge: {where} did not answer within {client.timeout.read:g} s, {tries}."
-        ) from error
-    except openai.APIConnectionError as error:
-        raise RuntimeError(
-            f"judge: {where} cannot be reached, {tries}: {error.__cause__ or error}."
+            f"judge: {where} cannot be reached, asked {_times(client.max_retries + 1)}: {reason}"
         ) from error
     except openai.APIStatusError as error:
         raise RuntimeError(
             f"judge: {where} answered {error.status_code}: {_short(error.message)}."
             + ADVICE.get(error.status_code, "")
         ) from error
-    except (openai.APIResponseValidationError, json.JSONDecodeError) as error:
+    except (openai.OpenAIError, ValueError, AttributeError, IndexError, TypeError) as error:
         raise RuntimeError(f"judge: {where} sent what is no chat completion: {error}.") from error
-    try:
-        choice = answer.choices[0]
-        reply = choice.message.content or getattr(choice.message, "refusal", None) or ""
-        return reply, choice.finish_reason == "length"
-    except (AttributeError, IndexError, TypeError) as error:
-        sent = answer.to_dict() if hasattr(answer, "to_dict") else answer
-        raise RuntimeError(
-            f"judge: {where} sent what is no chat completion: {_short(sent)}."
-        ) from error
 
 
 ADVICE = {

@@ -3,11 +3,10 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -31,7 +30,6 @@ class Reply:
     text: str | None = None
     marked: bool = True
     status: int = 200
-    headers: dict[str, str] = field(default_factory=dict)
     body: bytes | None = None
     kind: str = "application/json"
     finish_reason: str = "stop"
@@ -58,8 +56,6 @@ class Server:
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
         self.callers: set[Any] = set()  # one for each connection
-        self.most_at_once = 0
-        self._at_once = 0
         self._lock = threading.Lock()
         server = self
 
@@ -85,20 +81,15 @@ class Server:
             self.headers.append({k.lower(): v for k, v in handler.headers.items()})
             self.paths.append(handler.path)
             self.callers.add(handler.client_address)
-            self._at_once += 1
-            self.most_at_once = max(self.most_at_once, self._at_once)
             reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
         if not isinstance(reply, Reply):
             reply = reply(request["messages"][-1]["content"])
         reply.before()
-        with self._lock:
-            self._at_once -= 1
         asked = "\n".join(message["content"] for message in request["messages"])
         mark = re.search("Score ([0-9a-f]{8}): N", asked)
         body = reply.bytes(mark and mark[1]) if reply.body is None else reply.body
         handler.send_response(reply.status)
-        for name, value in {"Content-Type": reply.kind, **reply.headers}.items():
-            handler.send_header(name, value)
+        handler.send_header("Content-Type", reply.kind)
         handler.send_header("Content-Length", str(len(body)))
         handler.end_headers()
         handler.wfile.write(body)
@@ -438,7 +429,7 @@ def test_a_row_without_what_the_template_names_does_not_count(server: Server) ->
 # A server in trouble.
 
 
-@pytest.mark.parametrize("status", [429, 500, 502, 503, 408, 409])
+@pytest.mark.parametrize("status", [429, 503])
 def test_a_busy_server_is_asked_again(status: int, server: Server, no_pauses: None) -> None:
     server.replies = [Reply(status=status, body=b"{}")] * 3 + [Reply("Score: 9")]
     assert ask(server.base_url, max_retries=3) == [0.9]
@@ -449,16 +440,6 @@ def test_a_busy_server_is_asked_again(status: int, server: Server, no_pauses: No
     ):
         ask(server.base_url, max_retries=2)
     assert len(server.requests) == 4 + 3
-
-
-@pytest.mark.parametrize("header", [{"Retry-After": "0.01"}, {"retry-after-ms": "10"}])
-def test_the_pause_is_the_one_that_the_server_asks_for(
-    header: dict[str, str], server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("INITIAL_RETRY_DELAY", "MAX_RETRY_DELAY"):  # any other pause is a hang
-        monkeypatch.setattr(f"openai._base_client.{name}", 1e6)
-    server.replies = [Reply(status=429, body=b"{}", headers=header)] * 2 + [Reply("Score: 9")]
-    assert ask(server.base_url) == [0.9]
 
 
 def test_a_server_that_is_down(server: Server, no_pauses: None) -> None:
@@ -475,41 +456,30 @@ def test_a_server_that_never_answers(server: Server, no_pauses: None) -> None:
     the_end = threading.Event()
     server.replies = [Reply("Score: 5", before=the_end.wait)]
     try:
-        with pytest.raises(RuntimeError, match=r"did not answer within 0\.2 s, asked once\.$"):
-            ask(server.base_url, max_retries=0, request_timeout=0.2)
-        assert len(server.requests) == 1
-        with pytest.raises(RuntimeError, match=r"did not answer within 0\.2 s, asked 2 times\.$"):
+        with pytest.raises(RuntimeError, match=r"asked 2 times: Request timed out\.$"):
             ask(server.base_url, max_retries=1, request_timeout=0.2)
-        assert len(server.requests) == 3
+        assert len(server.requests) == 2
     finally:
         the_end.set()
 
 
-def test_a_server_that_hangs_up(server: Server, no_pauses: None) -> None:
-    def hang_up() -> None:
-        raise ConnectionAbortedError
-
-    server.replies = [Reply(before=hang_up), Reply("Score: 9")]
-    assert ask(server.base_url, max_retries=1) == [0.9]
-
-
 @pytest.mark.parametrize(
-    ("reply", "said"),
+    "reply",
     [
-        (Reply(body=b"<html>welcome</html>", kind="text/html"), "'<html>welcome</html>'"),
-        (Reply(body=b"{not json"), ""),
-        (Reply(body=b'"Score: 5"'), "'Score: 5'"),
-        (Reply(body=b'{"choices": []}'), "{'choices': \\[\\]}"),
-        (Reply(body=b'{"choices": null}'), ""),
-        (Reply(body=b'{"choices": [{}]}'), ""),
-        (Reply(body=b'{"error": "boo"}'), "{'error': 'boo'}"),
-        (Reply(body=b"[]"), ""),
-        (Reply(body=b""), ""),
+        Reply(body=b"<html>welcome</html>", kind="text/html"),
+        Reply(body=b"{not json"),
+        Reply(body=b'"Score: 5"'),
+        Reply(body=b'{"choices": []}'),
+        Reply(body=b'{"choices": null}'),
+        Reply(body=b'{"choices": [{}]}'),
+        Reply(body=b'{"error": "boo"}'),
+        Reply(body=b"[]"),
+        Reply(body=b""),
     ],
 )
-def test_garbage(reply: Reply, said: str, server: Server) -> None:
+def test_garbage(reply: Reply, server: Server) -> None:
     server.replies = [reply]
-    with pytest.raises(RuntimeError, match="sent what is no chat completion: .*" + said):
+    with pytest.raises(RuntimeError, match="sent what is no chat completion: "):
         ask(server.base_url)
     assert len(server.requests) == 1
 
@@ -527,38 +497,6 @@ def test_a_server_that_refuses_is_not_asked_again(status: int, said: str, server
     with pytest.raises(RuntimeError, match=said):
         ask(server.base_url)
     assert len(server.requests) == 1
-
-
-def test_many_at_once(server: Server) -> None:
-    """Four of eight are let in at a time, and no fewer: the server answers four together."""
-    together = threading.Barrier(4)
-
-    def graded(question: str) -> Reply:
-        return Reply(f"Score: {question}", before=lambda: together.wait(SECONDS))
-
-    server.replies = [graded]
-
-    async def all_eight() -> list[float | None]:
-        slots = asyncio.Semaphore(4)
-
-        async def one(i: int) -> float | None:
-            async with slots:
-                call = judge(
-                    prompts=["p"],
-                    completions=[str(i)],
-                    base_url=server.base_url,
-                    model="m",
-                    template="{completion}",
-                )
-                value: float | None = (await asyncio.wait_for(call, SECONDS))[0]
-                return value
-
-        found: list[float | None] = await asyncio.gather(*(one(i) for i in range(8)))
-        return found
-
-    assert asyncio.run(all_eight()) == pytest.approx([i / 10 for i in range(8)])
-    assert server.most_at_once == 4
-    assert ask(server.base_url, "1230", "pppp", template="{completion}") == [0.1, 0.2, 0.3, 0.0]
 
 
 def test_calls_after_one_another_share_a_connection(server: Server) -> None:
@@ -624,14 +562,8 @@ def test_without_the_package(server: Server, monkeypatch: pytest.MonkeyPatch) ->
         ({"pattern": "("}, r"pattern is '\('; it must be a regular expression: "),
         ({"base_url": "localhost:8000/v1"}, "base_url is 'localhost:8000/v1'; it must be an addr"),
         ({"base_url": "http://"}, "base_url is 'http://'; it must be an address"),
-        ({"low": 10}, "low is 10; it must be below high, 10"),
-        ({"high": float("inf")}, "high is inf; it must be a finite number"),
-        ({"low": "0"}, "low is '0'; it must be a finite number"),
-        ({"high": True}, "high is True; it must be a finite number"),
-        ({"request_timeout": 0}, "request_timeout is 0; it must be above 0 s"),
-        ({"request_timeout": None}, "request_timeout is None; it must be a finite number"),
-        ({"reask": -1}, "reask is -1; it must be a whole number, 0 or more"),
-        ({"max_retries": 1.5}, "max_retries is 1.5; it must be a whole number, 0 or more"),
+        ({"low": 10}, "low is 10 and high 10.0; low must be below high"),
+        ({"high": float("inf")}, "low is 0.0 and high inf; low must be"),
         ({"template": "{answer}"}, r"template has '\{answer\}'; the placeholders are \{completion"),
         (
             {"template": "{promt}"},
@@ -653,12 +585,3 @@ def test_bad_arguments(args: dict[str, Any], sentence: str, server: Server) -> N
 
 def test_how_it_wants_to_be_called() -> None:
     assert traits_of(judge) == traits_of(judge).__class__(timeout=300, cache=True)
-
-
-def test_importing_it_loads_nothing_heavy() -> None:
-    code = (
-        "import sys, grpo_cli.rewards.judge, grpo_cli.rewards.reward_model\n"
-        "print([name for name in ('openai', 'torch', 'transformers') if name in sys.modules])"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
