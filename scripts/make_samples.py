@@ -1,4 +1,4 @@
-"""Makes the data under grpo_cli/samples from published data sets.
+"""Makes the data under grpo_cli/samples: from published data sets, by arithmetic, and drawn.
 
     python scripts/make_samples.py --data ../shared/data
 
@@ -7,12 +7,16 @@ The same input gives the same bytes. What the files are, and whose: grpo_cli/sam
 
 import argparse
 import gzip
+import io
 import json
 import random
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import datasets
+from PIL import Image, ImageDraw
 
 SAMPLES = Path(__file__).resolve().parent.parent / "grpo_cli" / "samples"
 LICENSES = (
@@ -41,6 +45,10 @@ ARITHMETIC_SEED = 0
 CALCULATOR_SEED, CALLED = 0, 0.3  # share of the warm-up's episodes that call the tool
 GUESS_SEED = 0
 CHAT_SEED, NUMBERS = 0, range(10, 100)
+SHAPES_SEED, FIGURES_SEED = 0, 1
+COLOURS = {"red": "#e02020", "green": "#20b020", "blue": "#2040e0", "black": "#101010"}
+PLACES = [(x, y) for x in range(4) for y in range(4)]
+CELL = 8  # pixels
 NAMES = (
     "Anna", "Ben", "Carla", "David", "Elif", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kofi",
     "Lena", "Mei", "Noah", "Olga", "Priya",
@@ -83,6 +91,7 @@ def main() -> None:
     for name, rows in (("chat_sums", chat_sums(640)), ("chat_json", chat_json(640))):
         write(f"{name}_train.jsonl", rows[:512])
         write(f"{name}_test.jsonl", rows[512:])
+    write_pictures()
     for name, (file, count, fields) in BENCHMARKS.items():
         rows = read(data / file)
         if name == "mbpp":  # the split that papers report
@@ -177,6 +186,89 @@ def games(count: int) -> list[Row]:
             episode.pop()
         rows.append({"id": n, "episode": episode})
     return rows
+
+
+def shapes(chooser: random.Random) -> Row:
+    """Returns a row: a picture of 32 x 32 pixels, a question and its answer.
+
+    It shows 1 to 5 squares of the colour that is asked for among 0 to 3 others.
+    """
+    asked = chooser.choice([*COLOURS])
+    count = chooser.randint(1, 5)
+    others = [c for c in COLOURS if c != asked]
+    colours = [asked] * count + chooser.choices(others, k=chooser.randint(0, 3))
+    image = Image.new("RGB", (4 * CELL, 4 * CELL), "white")
+    pen = ImageDraw.Draw(image)
+    for (x, y), colour in zip(chooser.sample(PLACES, len(colours)), colours, strict=True):
+        corner = x * CELL + 1, y * CELL + 1
+        pen.rectangle((*corner, corner[0] + CELL - 3, corner[1] + CELL - 3), fill=COLOURS[colour])
+    return {"image": png(image), "question": f"How many {asked} squares?", "answer": str(count)}
+
+
+def png(image: Image.Image) -> Row:
+    file = io.BytesIO()
+    image.quantize(8).save(file, "PNG", optimize=True)
+    return {"bytes": file.getvalue(), "path": None}
+
+
+def figure(number: int, chooser: random.Random) -> Row:
+    """Returns a row with a right triangle, the angles of a triangle, a rectangle or a circle."""
+    image = Image.new("RGB", (160, 120), "white")
+    pen = ImageDraw.Draw(image)
+
+    def labels(**places: tuple[int, int]) -> None:
+        for text, place in places.items():
+            pen.text(place, text.strip("_"), fill="black")
+
+    kind = ("legs", "angles", "rectangle", "circle")[number % 4]
+    if kind == "legs":
+        times = chooser.randint(1, 5)
+        a, b, c = (times * n for n in chooser.choice([(3, 4, 5), (5, 12, 13)]))
+        pen.polygon([(30, 20), (30, 95), (135, 95)], outline="black")
+        labels(**{f"{a}": (10, 52), f"{b}_": (75, 98), "x": (88, 45)})
+        question, answer = "Find x.", str(c)
+    elif kind == "angles":
+        a, b = chooser.randint(40, 70), chooser.randint(40, 70)
+        pen.polygon([(20, 95), (140, 95), (70, 15)], outline="black")
+        labels(**{f"{a}°": (36, 80), f"{b}°_": (102, 80), "x°": (66, 32)})
+        question, answer = "Find x.", str(180 - a - b)
+    elif kind == "rectangle":
+        a, b = chooser.randint(3, 12), chooser.randint(3, 12)
+        pen.rectangle((30, 25, 130, 90), outline="black")
+        labels(**{f"{a}": (76, 94), f"{b}_": (12, 52)})
+        question, answer = "Find the area of the rectangle.", str(a * b)
+    else:
+        r = chooser.randint(2, 20)
+        pen.ellipse((40, 15, 130, 105), outline="black")
+        pen.line((85, 60, 130, 60), fill="black")
+        labels(**{f"{r}": (102, 46)})
+        question, answer = "Find the diameter of the circle.", str(2 * r)
+    return {"images": [png(image)], "problem": f"<image>{question}", "answer": answer}
+
+
+def write_pictures() -> None:
+    """Writes the pictures to train on, those held out, which are others, and the benchmark's."""
+    text = datasets.Value("string")
+    chooser = random.Random(SHAPES_SEED)
+    seen: set[bytes] = set()
+    for name, count in (("shapes_train", 2400), ("shapes_test", 200)):
+        rows: list[Row] = []
+        while len(rows) < count:
+            row = shapes(chooser)
+            if row["image"]["bytes"] not in seen:
+                seen.add(row["image"]["bytes"])
+                rows.append(row)
+        features = datasets.Features({"image": datasets.Image(), "question": text, "answer": text})
+        columns = {key: [row[key] for row in rows] for key in rows[0]}
+        table = datasets.Dataset.from_dict(columns, features=features)
+        table.to_parquet(SAMPLES / f"{name}.parquet")
+    features = datasets.Features(
+        {"images": datasets.List(datasets.Image()), "problem": text, "answer": text}
+    )
+    chooser = random.Random(FIGURES_SEED)
+    figures = [figure(number, chooser) for number in range(12)]
+    table = datasets.Dataset.from_list(figures, features=features)
+    table.to_parquet(SAMPLES / "benchmarks" / "geometry3k.parquet")
 
 
 def spread(rows: Sequence[Row], count: int) -> list[Row]:
