@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,6 @@ REWARDS: list[tuple[RewardFunction, Args]] = [
     (json_schema, {}),
     (language, {}),
 ]
-NAMES = [reward.__name__ for reward, _ in REWARDS]
 
 
 def as_chat(text: str) -> list[dict[str, Any]]:
@@ -54,227 +51,13 @@ def check(reward: RewardFunction, completion: str, expected: float | None, **giv
 
 # choice
 
-CHOSEN = {
-    "B": [
-        # in a box
-        r"\boxed{B}",
-        r"\boxed {b}",
-        r"\fbox{B}",
-        r"\boxed{(B)}",
-        r"\boxed{\text{B}}",
-        r"\boxed{\text{(B)}}",
-        r"\boxed{\textbf{(B) }42}",
-        r"\boxed{\textbf{(B)}\ 42}",
-        r"\boxed{\mathbf{\text{B}}}",
-        r"\boxed{B. Paris}",
-        r"\boxed{\ B\ }",
-        r"\boxed{\boxed{B}}",
-        r"\boxed{A} no, \boxed{B}",
-        r"\boxed{B} and the answer is C",
-        r"\boxed{B} \boxed{",
-        r"\boxed{B} <answer>C</answer>",
-        r"<answer>C, for \boxed{B}</answer>",
-        r"\boxed{42} Answer: B",
-        r"\boxed{" + "x" * 1000 + "} Answer: B",
-        # between tags
-        "<answer>B</answer>",
-        "<answer>\n (b) \n</answer>",
-        "<answer>B. Paris</answer>",
-        "<answer>B: A, B and C are dogs</answer>",
-        "<answer>The answer is B</answer>",
-        "<answer>I think so.\n\nB</answer>",
-        "<answer>A</answer><answer>B</answer>",
-        "Answer: A. <answer>B</answer>",
-        "<answer></answer> Answer: B",
-        # after the thoughts
-        r"<think>\boxed{A}</think> Answer: B",
-        "Answer: A</think>B",
-        # in words
-        "The answer is B",
-        "the answer is (B).",
-        "The answer is [B]",
-        "The answer is: B",
-        "The answer to this question is B",
-        "The answer choice is B",
-        "Answer option: B",
-        "The answer is option B",
-        "The answer is\n\n(B) Paris",
-        "The answer is $B$",
-        r"The answer is $\text{B}$",
-        r"The answer is \(B\).",
-        "The answer is 'B'.",
-        "The answer is “B”",
-        "The answer is B because A is wrong",
-        "The answer is B and not A.",
-        "The answer is B Paris",
-        "The answer is B.\nA) is wrong since",
-        "The correct answer is (B) Rome, (A) is wrong",
-        "correct option is B",
-        "The correct choice is (B)",
-        "Answer: B",
-        "ANSWER: B",
-        "answer: b",
-        "answer: b because",
-        "Answer = B",
-        "Answer:\nB\n\nA is wrong",
-        "Answer: B. Paris",
-        "Answer: B. Paris\n\nA",
-        "Answer: B) Paris",
-        "Answer: B - Paris",
-        "Answer: B (Paris)",
-        "Answer: B</s>",
-        "Answer: (B) A dog",
-        "**Answer:** B",
-        "**Answer**: B",
-        "**Answer: B**",
-        "**Final answer**: `B`",
-        "Answer: A. No: answer: B. So (C) is wrong",
-        "the answer is B. The wrong answer is A.",
-        "the answer is B, the incorrect  answer: C",
-        "答案是B",
-        "答案：Ｂ",
-        "答案: B",
-        "答案为 B。",
-        "答案是（B）",
-        "答案是B因为",
-        "答案应该是B",
-        "答案：\n**B**",
-        "答案是选项B",
-        "正确选项是B",
-        "选B。",
-        "故选：B．",
-        "选择 B",
-        "选A不对，所以选B",
-        "Since A is not a prime the answer is B",
-        "I don't know why, but the answer is B.",
-        r"It is not A but \boxed{B}",
-        r"\boxed{A} is wrong. \boxed{B}",
-        # alone
-        "B",
-        " b\n\n",
-        "(B)",
-        "（B）",
-        "[B]",
-        "B.",
-        "B)",
-        "**B**",
-        "**(B)**.",
-        "$B$",
-        "A dog? No.\n\nB",
-        "Option B is correct.",
-        "So option (B) is correct.",
-        "So the best choice would be B.",
-        "A is wrong, so B.",
-        "The answer is B, but not C.",
-        "A" * 200 + "\nB",
-    ],
-    "A": [
-        "The answer is A",
-        "The answer is A.",
-        "The answer is A, as shown",
-        "The answer is (a) dog",
-        "Answer: A because",
-        "Answer: A: Paris",
-        "Answer: A\nA dog barks",
-        "答案是A",
-        "a",
-    ],
-    "I": ["The answer is I", "Answer: (I)", r"\boxed{I}", "I"],
-    None: [
-        "",
-        " \n",
-        "A dog is an animal",
-        "It might be B",
-        "So B is right",
-        "Option B",
-        "(A) Rome\n(B) Paris",
-        "B, I think",
-        "Answers: B",
-        "We answer B",
-        "Is B",
-        "The answer is not B",
-        "The answer is AB",
-        "The answer is Because",
-        "The answer is b trees",
-        "The answer is C++",
-        "The answer is B-tree",
-        "The answer is B's",
-        "The answer is B = 5",
-        "The answer is B/2",
-        "The answer is B+C",
-        "The answer is B_1",
-        "The answer is B2",
-        "Answer: B.5",
-        "<think>Answer: B",  # thoughts without an end are no answer
-        r"\boxed{B}<think> hmm",
-        r"a</think><think>\boxed{B}",
-        "I don't think the answer is B.",
-        "It is not true that the answer is B",
-        "If the answer is B, then I am the pope",
-        "The answer is B? ",
-        "The answer is B is wrong",
-        "The answer is B, maybe",
-        "The answer isn't B",
-        "The answer is anything but B",
-        r"It is not \boxed{B}",
-        r"\boxed{B} is wrong",
-        r"\boxed{A} or \boxed{B}",
-        "The wrong answer is B.",
-        "Wrong answer: B",
-        "Incorrect answer: B",
-        "The incorrect option is B",
-        "不选B",
-        "可选B",
-        "选项B是错误的",
-        r"\boxed{B = 5}",
-        r"\boxed{BD}",
-        r"\boxed{B",
-        "<answer>B",
-        "B\nis it",
-        # more than one in one place
-        r"\boxed{A, B}",
-        r"\boxed{B, A}",
-        r"\boxed{(B)(A)}",
-        r"\boxed{B \text{ or } A}",
-        r"\boxed{A, B} Answer: B",
-        "<answer>B or A</answer>",
-        "The answer is B or A",
-        "The answer is (B) and (A)",
-        "Answer: B/A",
-        "Answer: B, A)",
-        r"\boxed{B/A} Answer: B",
-        "Answer: B & A.",
-        "Answer: (B), (C)",
-        "Answer: B, A, C",
-        "答案是B或A",
-        "B or A",
-        "The answer is B, or maybe A",
-        "The answer is B (or C)",
-        "The answer is B|C",
-        "The answer is B and also C",
-        "The answer is B vs C",
-        "The answer is B unless C",
-        r"\boxed{B. C}",
-        r"\boxed{B: C}",
-        "选B或者C",
-        "The answer is B. Wait, no, C.",
-        "It would be wrong to say the answer is B",
-        "Everyone says the answer is B, but it's C",
-    ],
-    "prose": [
-        "The answer is a bit surprising.",
-        "The answer is a prime number",
-        "Answer: A prime number is one that",
-        "The answer is A* search",
-        "The answer is A/B testing",
-        "A stray A inside",
-        "Answer: I think so",
-        "The answer is I believe",
-    ],
-}
+CHOSEN = [  # completions with the letter that they choose, if any
+    json.loads(line)
+    for line in (Path(__file__).parent / "choice_cases.jsonl").read_text("utf-8").splitlines()
+]
 
 
-@table(("letter", "completion"), [(k, c) for k, v in CHOSEN.items() for c in v])
+@table(("letter", "completion"), [(row["letter"], row["completion"]) for row in CHOSEN])
 def test_choice(letter: str | None, completion: str) -> None:
     for gold in "ABI":
         check(choice, completion, float(gold == letter), answer=[gold])
@@ -984,14 +767,3 @@ def test_those_that_may_not_end_have_a_deadline() -> None:
     }
     assert traits["cosine_length"].preload == ("math_verify",)
     assert traits["json_schema"].preload == ("jsonschema",)
-
-
-def test_importing_them_loads_nothing_heavy() -> None:
-    code = (
-        "import sys\n"
-        + "".join(f"import grpo_cli.rewards.{name}\n" for name in NAMES)
-        + "heavy = ('sympy', 'math_verify', 'torch', 'jsonschema', 'referencing', 'regex')\n"
-        + "print([name for name in heavy if name in sys.modules])"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"

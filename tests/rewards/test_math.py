@@ -1,3 +1,5 @@
+"""The math reward. docs/math.md says why, with the argument that changes a decision."""
+
 import importlib.resources
 import json
 import logging
@@ -6,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from grpo_cli.rewards import traits_of
 from grpo_cli.rewards._answer import (
@@ -29,194 +32,6 @@ from tests.tables import table
 def as_chat(text: str) -> list[dict[str, Any]]:
     return [{"role": "assistant", "content": text}]
 
-
-EQUAL = [
-    # (completion, gold)
-    (r"so \boxed{\frac{3}{4}}.", r"\frac{3}{4}"),
-    (r"\boxed{3/4}", r"\frac{3}{4}"),
-    (r"\boxed{0.75}", r"\frac{3}{4}"),
-    (r"\boxed{\frac34}", r"\dfrac{3}{4}"),
-    (r"\boxed{1 1/2}", "1.5"),
-    (r"\boxed{-1 1/2}", r"-\frac{3}{2}"),
-    (r"\boxed{5½}", "5.5"),
-    (r"\boxed{x \in [-2,7]}", r"x \in [-2,7]"),
-    (r"\boxed{[-2, 7]}", r"x \in [-2,7]"),
-    (r"\boxed{-2 \le x \le 7}", r"[-2,7]"),
-    (r"\boxed{-2 ≤ x ≤ 7}", r"[-2,7]"),
-    (r"\boxed{(−∞, 3] ∪ [5, ∞)}", r"(-\infty,3] \cup [5,\infty)"),
-    (r"\boxed{\{2, 1\}}", r"\{1,2\}"),
-    (r"\boxed{3 and 1}", "1, 3"),
-    (r"\boxed{4i+8}", "8+4i"),
-    (r"\boxed{(x-1)(x+1)}", "x^2 - 1"),
-    (r"\boxed{x²−1}", "x^2 - 1"),
-    (r"\boxed{-\sqrt2, \sqrt 2}", r"\sqrt{2}, -\sqrt{2}"),
-    (r"\boxed{2√3}", r"2\sqrt{3}"),
-    (r"\boxed{√(12)}", r"2\sqrt{3}"),
-    (r"\boxed{π/2}", r"\frac{\pi}{2}"),
-    (r"\boxed{\varnothing}", r"\emptyset"),
-    (
-        r"\boxed{\begin{bmatrix}1&0\\0&3\end{bmatrix}}",
-        r"\begin{pmatrix} 1 & 0 \\ 0 & 3 \end{pmatrix}",
-    ),
-    (r"\boxed{x=5}", "5"),
-    (r"\boxed{5}", "x=5"),
-    (r"\boxed{50^\circ}", "50"),
-    (r"\boxed{5.}", "5"),
-    (r"\boxed{3120}", "3120_4"),
-    (r"\boxed{3120_{4}}", "3120_4"),
-    (r"\boxed{Evelyn}", r"\text{Evelyn}"),
-    (r"\boxed{\textbf{even}}", r"\text{Even}"),
-    (r"\boxed{C}", r"\text{(C)}"),
-    (r"\boxed{0.333333333}", r"\frac{1}{3}"),
-    (r"\boxed{" + "9" * 900 + "}", "9" * 900),
-    # thousands, powers of ten
-    (r"\boxed{1080}", "1,080"),
-    (r"\boxed{1,\!080}", "1080"),
-    (r"\boxed{1{,}080.00}", "1,080"),
-    (r"\boxed{-1\,080}", "-1,080"),
-    (r"\boxed{1 080}", "1,080"),
-    ("\\boxed{1\u00a0080}", "1,080"),
-    (r"\boxed{x = 1,080}", "1080"),
-    (r"\boxed{\frac{1,000}{3}}", r"\frac{1000}{3}"),
-    (r"\boxed{(1,234)}", "(1, 234)"),
-    (r"\boxed{1e5}", "100000"),
-    (r"\boxed{1.6\times 10^{-19}}", "1.60e-19"),
-    (r"\boxed{1.5\times 10^{-7}}", r"\frac{3}{2} \times 10^{-7}"),
-    (r"\boxed{3 million}", "3000000"),
-    # units and percentages, which count for nothing unless asked for
-    (r"\boxed{\$18.00}", "18"),
-    (r"\boxed{$18$}", r"\$18"),
-    (r"\boxed{€18}", "18"),
-    (r"\boxed{18\%}", "18"),
-    (r"\boxed{18 percent}", "18%"),
-    (r"\boxed{18 dollars}", "18"),
-    (r"\boxed{5\text{ cm}}", "5"),
-    (r"\boxed{5 km/h}", "5"),
-    (r"\boxed{16 cm²}", "16"),
-    (r"\boxed{3/4 cup}", r"\frac{3}{4}"),
-    # where the answer stands
-    (r"\boxed{1} no, \boxed{2}", "2"),
-    (r"\boxed{3} and then \boxed{4", "3"),
-    (r"\boxed {3}", "3"),
-    (r"\fbox{3}", "3"),
-    (r"\boxed{3} #### 4", "3"),
-    (r"\boxed{3} <answer>4</answer>", "3"),
-    ("48/2 = <<48/2=24>>24\n#### 24", "24"),
-    ("24 so #### 24", "24"),
-    ("#### $1,080\n", "1080"),
-    ("#### Step 2\nWe get 7", "7"),
-    ("#### yes", "yes"),
-    ("#### 4\nThe answer is 5.", "4"),
-    ("<think>3 + 4 = 7</think><answer>12</answer>", "12"),
-    ("<answer>12</answer> #### 5", "12"),
-    ("<answer>4</answer> no, <answer>\n5\n</answer>", "5"),
-    ("<answer>4</answer> no, <answer>5", "4"),
-    (r"<answer>\(\frac{3}{4}\)</answer>", "0.75"),
-    (r"<answer>$\text{A, B}$</answer>", r"\text{A, B}"),
-    ("<answer>3 + 4 = 7\n#### 7</answer>", "7"),
-    ("<answer>The answer is 7, not 5</answer>", "7"),
-    ("The answer is 42.", "42"),
-    ("The answer is $1,080.", "1080"),
-    ("The answer is 3.5. We had 7.", "3.5"),
-    ("The answer is 42 apples because 3 + 4 = 7.", "42"),
-    ("The answer is 42 apples, 7 more than before.", "42"),
-    ("The answer is 3 or 4", "3,4"),
-    ("The answer is 18!", "18"),
-    ("The answer is (B) 5", "5"),
-    ("The answer is **18** eggs.", "18"),
-    ("**The answer is 18.**", "18"),
-    ("The correct answer would be 18. I hope this answer is right.", "18"),
-    ("The answer is 3.\nWait, the answer is 4.", "4"),
-    ("The answer is 12.\n\nExplanation: 5*3 = 15 and 15-3", "12"),
-    (r"The answer is $\frac{3}{4}$ of the cake.", "0.75"),
-    ("The answer is:\n\n$$\n42\n$$\nThat took 7 steps.", "42"),
-    ("## Answer\n\n\\[\\frac{3}{4}\\]\n", "0.75"),
-    ("**Answer:** 1/2", "0.5"),
-    ("Answer: x = 3 + 4 = 7", "7"),
-    ("The answer is Evelyn. She has 3 apples.", r"\text{Evelyn}"),
-    ("The answer is a surprise. We get 7", "7"),
-    ("12+25=37", "37"),
-    (r"The length is $2\sqrt{5}.$", r"2\sqrt{5}"),
-    ("x = -5", "-5"),
-    ("Evelyn", r"\text{Evelyn}"),
-    # in Chinese
-    ("3+4=7，所以答案是18。", "18"),
-    ("答案为1，234元。", "1234"),
-    ("答案：３．５", "3.5"),
-    ("答案是18，因为3×6=18，还有20。", "18"),
-    ("正确答案应该是18个。", "18"),
-    ("【答案】18", "18"),
-    ("最终答案：\n$\\frac{1}{2}$。", "0.5"),
-    ("答案是(1，2）", "(1,2)"),
-    ("答：小明一共有12个苹果。", "12"),
-    ("解答：3+4=7\n所以一共8个", "8"),
-    ("所以，一共有12个苹果。", "12"),
-    ("因此小明用了3/4小时。", "0.75"),
-    ("答：一共3万元。", "30000"),
-    ("\\boxed{1.2亿}", "120000000"),
-    ("\\boxed{18平方厘米}", "18"),
-    ("增长了百分之18。", "18"),
-    ("\\boxed{3或4}", "3,4"),
-    ("答案是 x=3 或 x=4。", "x=3, x=4"),
-    # marks that are not seen
-    ("\u202b\\boxed{\u200f5}\u202c", "5"),
-    # the gold answer may be a whole solution, or a number
-    ("#### 24", "48/2 = <<48/2=24>>24\n#### 24"),
-    (r"\boxed{24}", r"It is \boxed{24}."),
-    ("<answer>24</answer>", "48 halves. The answer is 24 clips, as 2 * 24 = 48."),
-    ("24", "答：一共有24个苹果。"),
-    (r"\boxed{24}", 24),
-    (r"\boxed{1/2}", 0.5),
-]
-
-DIFFERENT = [
-    (r"\boxed{\frac{4}{3}}", r"\frac{3}{4}"),
-    (r"\boxed{(-2,7)}", r"x \in [-2,7]"),
-    (r"\boxed{8-4i}", "8+4i"),
-    (r"\boxed{\sqrt2}", r"\sqrt{2}, -\sqrt{2}"),
-    (r"\boxed{(2,1)}", "(1,2)"),
-    (r"\boxed{1, 2}", "1,2,3"),
-    (r"\boxed{3 \text{ or } 4}", "3"),
-    (r"\boxed{1,080}", "1,081"),
-    (r"\boxed{1234}", "(1,234)"),
-    (r"\boxed{(1,234)}", "1234"),
-    (r"\boxed{0.18}", r"18\%"),
-    (r"\boxed{3120_5}", "3120_4"),
-    (r"\boxed{odd}", r"\text{even}"),
-    (r"\boxed{D}", r"\text{(C)}"),
-    (r"\boxed{0.33}", r"\frac{1}{3}"),
-    (r"\boxed{10000000000000001}", "10000000000000000"),
-    (r"\boxed{9.1\times 10^{-31}}", r"1.6\times 10^{-19}"),
-    (r"\boxed{0.0}", "10^{-8}"),
-    (r"\boxed{3 million}", "3000"),
-    (r"\boxed{3 million}", "3 thousand"),
-    (r"\boxed{2 pi}", "2"),
-    (r"\boxed{2 xy}", "2"),
-    (r"\boxed{\text{4:30 p.m.}}", "4"),
-    (r"\boxed{5 \foo{}}", "5"),
-    (r"\boxed{3 and x}", "3"),
-    (r"\boxed{y=5}", "x=5"),
-    (r"\boxed{2} no, \boxed{1}", "2"),
-    (r"2 \boxed{}", "2"),
-    ("2 <answer></answer>", "2"),
-    ("<answer>18 or 20</answer>", "20"),
-    ("<answer>It is 18 or 20</answer>", "20"),
-    (r"<answer>\begin{pmatrix} 2 \\ 0 \end{pmatrix}</answer>", "0"),
-    ("The answer is 3.\nWait, the answer is 4.", "3"),
-    ("The answer is 3 or 4", "4"),
-    ("The answer is 3 or 4 apples.", "3"),
-    ("The answer is 5, maybe 6.", "6"),
-    ("The answer is 42 apples, 7 more than before.", "7"),
-    ("The answer is 42 apples because 3 + 4 = 7.", "7"),
-    ("答案是18，因为3×6=18，还有20。", "20"),
-    ("答：小明有3个，小红有5个。", "3"),
-    ("答案是3或4。", "4"),
-    (r"\boxed{" + "1+" * 600 + "1}", "601"),  # over the length of any answer
-    ("#### 24\nQuestion: what is 7?\n#### 7", "24"),
-    ("", "5"),
-    ("no number here", "5"),
-    (r"16\sqrt{2} is $16\sqrt{2}.$", "16"),
-]
 
 # Each is read as it stands, in a box and announced, and none needs the deadline.
 HOSTILE = [
@@ -263,19 +78,6 @@ HOSTILE = [
     r"\tan 90^\circ\frac{1}{0}\approx \sqrt{2}",
     "1.2.3^5",
 ]
-
-
-@pytest.mark.smoke  # a large table
-@table(("completion", "gold"), EQUAL)
-def test_math_of_equal_answers(completion: str, gold: Any) -> None:
-    assert math([completion], [gold]) == [1.0]
-    assert math([as_chat(completion)], [gold]) == [1.0]
-
-
-@table(("completion", "gold"), DIFFERENT)
-def test_math_of_different_answers(completion: str, gold: Any) -> None:
-    assert math([completion], [gold]) == [0.0]
-    assert math([as_chat(completion)], [gold]) == [0.0]
 
 
 @table(
@@ -602,17 +404,25 @@ def test_an_answer_is_read_to_its_last_character(text: str, expected: Any) -> No
     assert read(text) == expected
 
 
-def attack() -> list[tuple[str, Any, float]]:
-    """Returns the rows of three attacks: wrong answers built to pass, and right ones."""
-    text = (Path(__file__).parent / "math_attack.jsonl").read_text("utf-8")
-    rows = map(json.loads, text.splitlines())
+def rows_of(name: str) -> list[tuple[str, Any, float]]:
+    lines = (Path(__file__).parent / name).read_text("utf-8").splitlines()
+    rows = map(json.loads, lines)
     return [(row["completion"], row["answer"], row["expected"]) for row in rows]
 
 
+CASES = rows_of("math_cases.jsonl")  # right answers of all shapes, and what must not be paid for
+ATTACK = rows_of("math_attack.jsonl")  # three attacks: wrong answers built to pass, and right ones
+
+
 @pytest.mark.smoke  # a large table
-@table(("completion", "gold", "expected"), attack())
-def test_attacks(completion: str, gold: Any, expected: float) -> None:
+@table(("completion", "gold", "expected"), [*CASES, *ATTACK])
+def test_math(completion: str, gold: Any, expected: float) -> None:
     assert math([completion], [gold]) == [expected]
+
+
+@table(("completion", "gold", "expected"), CASES[::5])
+def test_math_reads_the_last_message_of_a_chat(completion: str, gold: Any, expected: float) -> None:
+    assert math([as_chat(completion)], [gold]) == [expected]
 
 
 @table(
@@ -628,3 +438,55 @@ def test_attacks(completion: str, gold: Any, expected: float) -> None:
 )
 def test_each_answer_of_a_list_is_right(completion: str, gold: Any, expected: float) -> None:
     assert math([completion], [gold]) == [expected]
+
+
+LENIENT: dict[str, Any] = {"forms": "lenient", "final": "anywhere", "units": "ignore"}
+
+
+@table(
+    ("completion", "gold", "args"),
+    [
+        ("I rolled 7 dice and got nothing", "7", {"final": "anywhere"}),
+        (r"\boxed{7}<think> hmm", "7", {"unclosed_think": True}),
+        (r"\boxed{\gcd(12,18)}", "6", {"forms": "lenient"}),
+        (r"\boxed{5=7}", "7", {"forms": "lenient"}),
+        (r"\boxed{123^2}", "15129", {"forms": "lenient"}),
+        (r"\boxed{silent}", "listen", {"forms": "lenient"}),
+        (r"\boxed{13_5}", "13", {"forms": "lenient"}),
+        (r"\boxed{(2,5)}", "2<x<5", {"forms": "lenient"}),
+        (r"\boxed{5 cents}", "5 dollars", {"units": "ignore"}),
+        (r"\boxed{3 million}", "3", {"units": "ignore"}),
+        (r"\boxed{\int_0^1 x^2 dx}", r"\frac{1}{3}", LENIENT),
+    ],
+)
+def test_the_switches(completion: str, gold: str, args: dict[str, Any]) -> None:
+    assert math([completion], [gold]) == [0.0]
+    assert math([completion], [gold], **args) == [1.0]
+
+
+@table("gold", ["???", "\x00\x01", "--", "{", r"\ ", "1" * 1001])
+def test_a_gold_answer_that_cannot_be_read_is_left_out_and_counted(gold: str) -> None:
+    logged: list[tuple[str, float]] = []
+    values = math(["???", "7"], [gold, "7"], lambda name, value: logged.append((name, value)))
+    assert values == [None, 1.0]
+    assert logged == [("unreadable_gold", 1.0), ("unreadable_gold", 0.0)]
+
+
+def documented() -> list[tuple[str, str, float, dict[str, Any]]]:
+    """Returns (completion, gold, value, arguments that change it) of the tables in docs/math.md."""
+    rows = []
+    for line in (Path(__file__).parents[2] / "docs" / "math.md").read_text("utf-8").split("\n"):
+        if line.startswith("| `"):
+            completion, gold, value, switch = (cell.strip() for cell in line[1:-1].split("|"))
+            args = yaml.safe_load("{" + switch.strip("`") + "}")
+            rows.append((completion.strip("`"), gold.strip("`"), float(value), args))
+    return rows
+
+
+@table(("completion", "gold", "value", "args"), documented())
+def test_the_documented_decisions(
+    completion: str, gold: str, value: float, args: dict[str, Any]
+) -> None:
+    assert math([completion], [gold]) == [value]
+    if args:
+        assert math([completion], [gold], **args) == [1 - value]

@@ -266,7 +266,8 @@ def test_listing_the_rewards_loads_nothing_heavy() -> None:
     code = (
         f"import importlib, sys\nfor name in {shipped()}:\n"
         "    importlib.import_module(f'grpo_cli.rewards.{name}')\n"
-        "heavy = ('sympy', 'math_verify', 'torch', 'transformers', 'jsonschema', 'numpy')\n"
+        "heavy = ('sympy', 'math_verify', 'torch', 'transformers', 'jsonschema', 'numpy',\n"
+        "         'referencing', 'regex', 'openai')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
