@@ -29,8 +29,7 @@ LARGE = f"{BUILT} model.build.hidden_size=768 model.build.num_layers=16"
 CASES = {  # words of `grpo train`
     "arithmetic_tiny, as shipped": "recipe=arithmetic_tiny steps=8",
     "gsm8k_tiny, as shipped": "recipe=gsm8k_tiny",
-    "6M, packed": SMALL,
-    "6M, padded": f"{SMALL} update.packing=false",
+    "6M": SMALL,
     "6M, reference": f"{SMALL} loss.beta=0.04",
     "50M": LARGE,
     "50M, LoRA": f"{LARGE} adapter=lora adapter.rank=16",
