@@ -34,7 +34,7 @@ class Raised(NamedTuple):
 
 @dataclass(frozen=True)
 class Alarm:
-    """A rule with its sentence, in which {value}, {limit} and {usual} are filled in."""
+    """A rule with its sentence, in which {value} and {usual} are filled in."""
 
     watch: Watch
     text: str
@@ -204,7 +204,8 @@ def _of_updates() -> Iterator[Alarm]:
     )
     yield _alarm(
         "grad_norm",
-        Shift(factor=10.0, least=20, steps=1, of_start=3.0),
+        # Against the start: in a converged run, single values as large as there are normal.
+        Shift(factor=10.0, window=20, first=True, least=20, steps=1),
         "grad_norm",
-        "the gradient's norm is {value:.3g}, {usual:.3g} in the median of the steps before.",
+        "the gradient's norm is {value:.3g}, {usual:.3g} in the median of the first steps.",
     )

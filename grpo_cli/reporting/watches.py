@@ -19,7 +19,6 @@ from typing import Any
 
 Metrics = Mapping[str, float]
 Value = Callable[[Metrics], float | None]  # the number of a step; None: it was not measured
-MAD_TO_STD = 1.4826  # for a normal distribution
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,6 @@ class Judgement:
     """A measured value against the limits of its rule."""
 
     value: float
-    limit: float
     is_beyond: bool
     is_usual: bool  # far enough from the limit for the episode to end
     usual: float = math.nan  # the median of earlier steps, for a Shift
@@ -39,7 +37,6 @@ class State:
 
     rule: str = ""  # its parameters; a rule with other ones starts over
     values: list[float] = field(default_factory=list)  # earlier values, for a Shift
-    start: list[float] = field(default_factory=list)  # first values, for a Shift with `of_start`
     beyond: int = 0  # measurements in a row
     usual: int = 0
     holds: bool = False
@@ -64,19 +61,17 @@ class Level:
         limit = self.above if self.above < math.inf else self.below
         calm = limit if self.calm is None else self.calm
         if self.above < math.inf:
-            return Judgement(value, limit, value >= limit, value < calm)
-        return Judgement(value, limit, value <= limit, value > calm)
+            return Judgement(value, value >= limit, value < calm)
+        return Judgement(value, value <= limit, value > calm)
 
 
 @dataclass(frozen=True)
 class Shift:
     """A value is far from the median of earlier values.
 
-    The limit is the largest of median · factor, median + added and median + 6 · 1.4826 · MAD (the
-    median absolute deviation). With `of_start`, it is at least `of_start` times the median of the
-    first `least` values. With a factor below 1 it is median · factor, and smaller values are beyond
-    it. An episode ends half way back to the median. Values beyond the limit do not enter the
-    window, since a lasting change would then become usual.
+    The limit is the larger of median · factor and median + added. With a factor below 1 it is
+    median · factor, and smaller values are beyond it. An episode ends half way back to the median.
+    Values beyond the limit do not enter the window, since a lasting change would then become usual.
 
     Args:
         added: smallest difference to the median, in the metric's unit.
@@ -84,8 +79,6 @@ class Shift:
         first: the window holds the first values of the run rather than the last ones.
         least: number of earlier values below which nothing is judged.
         steps: measurements in a row.
-        of_start: for a metric that falls by orders of magnitude in a good run, where single
-            values as large as at the start are normal.
     """
 
     factor: float
@@ -94,27 +87,20 @@ class Shift:
     first: bool = False
     least: int = 10
     steps: int = 3
-    of_start: float = 0.0
 
     def judge(self, value: float, state: State) -> Judgement | None:
         """Compares a value with the limit; returns None if earlier values give no limit."""
-        earlier = state.values
-        usual = median(earlier) if len(earlier) >= self.least else math.nan
+        usual = median(state.values) if len(state.values) >= self.least else math.nan
         if math.isnan(usual) or (usual == 0 and not self.added):  # no multiple of 0 is a limit
             return None
         if self.factor < 1:
             limit = usual * self.factor
-            return Judgement(value, limit, value < limit, value > (usual + limit) / 2, usual)
-        spread = MAD_TO_STD * median(abs(v - usual) for v in earlier)
-        limit = max(usual * self.factor, usual + self.added, usual + 6 * spread)
-        if self.of_start:
-            limit = max(limit, self.of_start * median(state.start))
-        return Judgement(value, limit, value > limit, value < (usual + limit) / 2, usual)
+            return Judgement(value, value < limit, value > (usual + limit) / 2, usual)
+        limit = max(usual * self.factor, usual + self.added)
+        return Judgement(value, value > limit, value < (usual + limit) / 2, usual)
 
     def remember(self, state: State, value: float) -> None:
         """Adds a value to the window."""
-        if self.of_start and len(state.start) < self.least:
-            state.start.append(value)
         if not self.first:
             state.values = [*state.values, value][-self.window :]
         elif len(state.values) < self.window:

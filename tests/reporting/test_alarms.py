@@ -112,7 +112,7 @@ MISMATCH = "sampling__sampling_logp_difference__mean"
         (after(50, **{MISMATCH: 0.03}), [(55, "mismatch")]),
         (after(50, **{MISMATCH: 0.012}), []),
         (lambda step: {"sampling/sampling_logp_difference/mean": 1e-7 * step}, []),
-        (lambda step: {"staleness/logp_difference": 0.001 * step}, [(55, "mismatch")]),
+        (lambda step: {"staleness/logp_difference": 0.001 * step}, [(36, "mismatch")]),
         (only(51, 51, grad_norm=40.0), [(51, "grad_norm")]),
         (only(51, 51, grad_norm=5.0), []),
         # A converged run: a single step with an advantage is no larger than those at the beginning.
