@@ -27,7 +27,6 @@ import shutil
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -282,24 +281,12 @@ def main(argv: list[str]) -> None:
         TrainingError: the nodes cannot train together; raised on the first node, which prints why.
     """
     settings = settings_of(argv)
-    timer = threading.Timer(settings.timeout + 3, _end_hang, [settings])
-    timer.daemon = True
-    timer.start()
+    # A process that hangs in C++ prints its stack and exits.
+    faulthandler.dump_traceback_later(settings.timeout + 3, exit=True)
     try:
         lead(settings) if settings.rank == 0 else follow(settings)
     finally:
-        timer.cancel()
-
-
-def _end_hang(settings: Settings) -> None:
-    """Ends a process that hangs, and prints its stack."""
-    print(
-        f"doctor: {settings.name}: not done after {settings.timeout:g} s; it hangs here:",
-        file=sys.stderr,
-        flush=True,
-    )
-    faulthandler.dump_traceback(sys.stderr, all_threads=True)
-    os._exit(1)
+        faulthandler.cancel_dump_traceback_later()
 
 
 def join(settings: Settings) -> Any:
@@ -330,35 +317,26 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or ["no answer"])[0][:200]
 
 
-class Board:
-    """A store of JSON values."""
+def put(store: Any, key: str, value: Any) -> None:
+    store.set(key, json.dumps(value))
 
-    def __init__(self, store: Any) -> None:
-        self.store = store
 
-    def put(self, key: str, value: Any) -> None:
-        self.store.set(key, json.dumps(value))
+def get(store: Any, key: str, seconds: float) -> Any:
+    """Waits for a key of the store and returns its value, or raises a RuntimeError."""
+    store.wait([key], timedelta(seconds=seconds))
+    return json.loads(store.get(key))
 
-    def get(self, key: str, seconds: float) -> Any:
-        """Waits for a key and returns its value, or raises a TimeoutError."""
-        import torch.distributed as dist
 
-        try:
-            self.store.wait([key], timedelta(seconds=seconds))
-            return json.loads(self.store.get(key))
-        except (dist.DistError, RuntimeError) as error:
-            raise TimeoutError(str(error)) from error
-
-    def gather(self, kind: str, ranks: Sequence[int], seconds: float) -> dict[int, Any]:
-        """Returns the values of `kind/RANK` that arrive in time, by rank."""
-        deadline = time.monotonic() + seconds
-        out: dict[int, Any] = {}
-        while len(out) < len(ranks) and time.monotonic() < deadline:
-            for rank in ranks:
-                if rank not in out and self.store.check([f"{kind}/{rank}"]):
-                    out[rank] = self.get(f"{kind}/{rank}", 10)
-            time.sleep(POLL_SECONDS)
-        return out
+def gather(store: Any, kind: str, ranks: Sequence[int], seconds: float) -> dict[int, Any]:
+    """Returns the values of `kind/RANK` that arrive in time, by rank."""
+    deadline = time.monotonic() + seconds
+    out: dict[int, Any] = {}
+    while len(out) < len(ranks) and time.monotonic() < deadline:
+        for rank in ranks:
+            if rank not in out and store.check([f"{kind}/{rank}"]):
+                out[rank] = get(store, f"{kind}/{rank}", 10)
+        time.sleep(POLL_SECONDS)
+    return out
 
 
 def lead(settings: Settings) -> None:
@@ -371,17 +349,17 @@ def lead(settings: Settings) -> None:
             mark = stack.enter_context(
                 tempfile.NamedTemporaryFile(prefix=".doctor-", dir=settings.folder)
             ).name
-        board = Board(join(settings))
-        board.put("mark", mark and Path(mark).name)
-        reports = {0: facts, **board.gather("facts", others, settings.left * RENDEZVOUS_SHARE)}
+        store = join(settings)
+        put(store, "mark", mark and Path(mark).name)
+        reports = {0: facts, **gather(store, "facts", others, settings.left * RENDEZVOUS_SHARE)}
     problems = list(judge_facts(settings, reports))
     sums = not problems  # a sum needs all nodes, with the same versions
-    board.put("sums", sums)
+    put(store, "sums", sums)
     if sums:
-        found = {0: sum_over_nodes(settings, board.store)}
-        problems += judge_sums(settings, found | board.gather("sum", others, settings.left - 1))
-    board.put("verdict", len(problems))
-    board.gather("left", sorted(reports)[1:], min(3.0, settings.left))
+        found = {0: sum_over_nodes(settings, store)}
+        problems += judge_sums(settings, found | gather(store, "sum", others, settings.left - 1))
+    put(store, "verdict", len(problems))
+    gather(store, "left", sorted(reports)[1:], min(3.0, settings.left))
     for problem in problems:
         print(f"doctor: {problem}", flush=True)
     if problems:
@@ -399,23 +377,23 @@ def lead(settings: Settings) -> None:
 
 def follow(settings: Settings) -> None:
     """Runs the stages on every other node, and exits with the verdict."""
-    facts = facts_of(settings)
-    board = Board(join(settings))
+    facts, rank = facts_of(settings), settings.rank
+    store = join(settings)
     try:
-        mark = board.get("mark", settings.left)
+        mark = get(store, "mark", settings.left)
         folder, patience = settings.folder, min(10.0, settings.left / 3)
         if mark is not None and folder.is_dir() and not sees_file(folder / mark, patience):
             facts["problems"].append(
                 f"{folder} is not the folder that {settings.names[0]} has under this name; it has "
                 "to be on a file system that all share"
             )
-        board.put(f"facts/{settings.rank}", facts)
-        if board.get("sums", settings.left):
-            board.put(f"sum/{settings.rank}", sum_over_nodes(settings, board.store))
-        verdict = board.get("verdict", settings.left)
+        put(store, f"facts/{rank}", facts)
+        if get(store, "sums", settings.left):
+            put(store, f"sum/{rank}", sum_over_nodes(settings, store))
+        verdict = get(store, "verdict", settings.left)
         with contextlib.suppress(RuntimeError):  # the first node may be gone by now
-            board.put(f"left/{settings.rank}", True)
-    except (TimeoutError, RuntimeError) as error:
+            put(store, f"left/{rank}", True)
+    except RuntimeError as error:  # torch.distributed.DistError is one
         raise TrainingError(
             f"doctor: {settings.name}: lost {settings.names[0]}: {_first_line(error)}"
         ) from error
