@@ -10,7 +10,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from grpo_cli.checkpoints import checkpointer, lookup, manifest, model_folder, paths, provenance
 from grpo_cli.checkpoints.shards import Shards
@@ -41,6 +39,9 @@ Of a checkpoint with an adapter it writes the adapter, which peft and vLLM load 
                            step-100.interrupted, is only exported when it is named.
   FOLDER                   Folder to write; it must be new or empty.
 """
+
+
+Tensors = Iterator[tuple[str, Tensor]]  # with the names that the model is published with
 
 
 @dataclass
@@ -155,29 +156,26 @@ def export(
     if loads and not trust and trained_model(path).get("trust_remote_code", False):
         provenance.check(path, "--trust=true")
     try:
-        source: Merged | Sharded | Whole
-        if merge:
-            source = Merged(path, quantized)
-        elif loads:
-            source = Sharded(path)
-        else:
-            source = Whole(path)
-        out.mkdir(parents=True, exist_ok=True)
-        each = ((name, cast(tensor, dtype)) for name, tensor in source.tensors())
-        if is_adapter and not merge:
-            name = adapters.WEIGHTS
-            written = {name: model_folder.write_safetensors(out / name, dict(each))}
-        else:
-            written = model_folder.write_weights(out, each)
-        # The config last: without one, an incomplete folder is no model.
-        with source.others() as files:
+        with tempfile.TemporaryDirectory(prefix="grpo-") as made:
+            if merge:
+                tensors, files = merged(path, quantized, Path(made))
+            elif loads:
+                tensors, files = sharded(path)
+            else:
+                tensors, files = stored(path), path
+            out.mkdir(parents=True, exist_ok=True)
+            each = ((name, cast(tensor, dtype)) for name, tensor in tensors)
+            if is_adapter and not merge:
+                name = adapters.WEIGHTS
+                written = {name: model_folder.write_safetensors(out / name, dict(each))}
+            else:
+                written = model_folder.write_weights(out, each)
+            # The config last: without one, an incomplete folder is no model.
             copy_others(files, out, dtype)
     except BaseException as error:  # also a Ctrl-C
+        shutil.rmtree(out, ignore_errors=True)
         if was_there:
-            for left in out.iterdir():
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
-        else:
-            shutil.rmtree(out, ignore_errors=True)
+            out.mkdir(exist_ok=True)
         if not isinstance(error, OSError | SafetensorError):
             raise
         raise TrainingError(f"{path}: could not be exported to {out}: {error}.") from error
@@ -211,44 +209,36 @@ def is_weights(name: Path) -> bool:
     return name.suffix == ".safetensors" or name.name == model_folder.INDEX
 
 
-class Sharded:
-    """The model of a sharded checkpoint."""
+def stored(path: Path) -> Tensors:
+    """Yields the tensors of a plain model folder, or of an adapter's folder."""
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                yield name, opened.get_tensor(name)
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self.stored = Shards(path)
-        except Exception as error:  # a torn or forged index can raise anything
-            raise UserError(
-                f"checkpoint = {path}: the index of its shards cannot be read: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        self.names = self.stored.names("model")
-        separate = path / checkpointer.MODEL
-        self.files = separate if separate.is_dir() else path
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors with the names that the model is published with."""
-        return model_folder.as_published(
-            self.skeleton(), self.names, checkpointer.Model(self.stored, {})
-        )
-
-    def others(self) -> AbstractContextManager[Path]:
-        return nullcontext(self.files)
-
-    def skeleton(self) -> PreTrainedModel:
-        """Returns the model on the meta device, which defines how its weights are published."""
-        code = {"trust_remote_code": trained_model(self.path).get("trust_remote_code", False)}
-        try:
-            config = transformers.AutoConfig.from_pretrained(self.files, **code)
-            with torch.device("meta"):
-                skeleton: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
-                    config, **code
-                )
-        except (ValueError, ImportError, KeyError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise UserError(f"{self.files}/config.json: cannot be loaded: {first}") from error
-        return skeleton
+def sharded(path: Path) -> tuple[Tensors, Path]:
+    """Returns the tensors of a sharded checkpoint, as published, and the folder of other files."""
+    try:
+        shards = Shards(path)
+    except Exception as error:  # a torn or forged index can raise anything
+        raise UserError(
+            f"checkpoint = {path}: the index of its shards cannot be read: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    separate = path / checkpointer.MODEL
+    files = separate if separate.is_dir() else path
+    # The model on the meta device defines how its weights are published.
+    code = {"trust_remote_code": trained_model(path).get("trust_remote_code", False)}
+    try:
+        config = transformers.AutoConfig.from_pretrained(files, **code)
+        with torch.device("meta"):
+            skeleton = transformers.AutoModelForCausalLM.from_config(config, **code)
+    except (ValueError, ImportError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"{files}/config.json: cannot be loaded: {first}") from error
+    names = shards.names("model")
+    return model_folder.as_published(skeleton, names, checkpointer.Model(shards, {})), files
 
 
 def trained_model(path: Path) -> dict[str, Any]:
@@ -258,53 +248,29 @@ def trained_model(path: Path) -> dict[str, Any]:
     return provenance.read(path).get("model") or {}
 
 
-class Merged:
-    """The model under a checkpoint's adapter, with the adapter merged in. It must fit in memory.
+def merged(path: Path, quantized: str | None, made: Path) -> tuple[Tensors, Path]:
+    """Returns the tensors of the model with its adapter merged in, and the folder of other files.
 
-    A model that was quantized in training is quantized again from the same dtype and dequantized,
-    since the adapter has learnt to correct these weights.
+    The model must fit in memory. If it was quantized in training, it is quantized again from the
+    same dtype and dequantized, since the adapter has learnt to correct these weights.
+
+    Args:
+        quantized: how the model was quantized in training; None: as the checkpoint's recipe says.
+        made: empty folder, which the other files are written to.
     """
-
-    def __init__(self, path: Path, quantized: str | None = None) -> None:
-        trained = trained_model(path)
-        code = trained.get("trust_remote_code", False)
-        config = Model(dtype="auto", trust_remote_code=code, dropout=None)
-        config.dtype = loading.stored_dtype(config, path)
-        self.dtype = getattr(torch, config.dtype)  # dtype of the base model's files
-        config.quantization = quantized or trained.get("quantization", config.quantization)
-        if config.quantization != "none" and trained.get("dtype", "auto") != "auto":
-            config.dtype = trained["dtype"]
-        self.model, self.tokenizer = loading.load(config, path)
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors with the names that the model is published with."""
-        weights = adapters.merged(self.model, self.dtype)
-        tensors = {name: weight.to(self.dtype) for name, weight in weights}
-        return model_folder.as_published(self.model, tensors, tensors)
-
-    @contextmanager
-    def others(self) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(prefix="grpo-") as made:
-            files = model_folder.files_of(self.model, self.tokenizer)
-            files["config.json"] = with_dtype(files["config.json"], self.dtype)
-            for name, data in files.items():
-                (Path(made) / name).parent.mkdir(parents=True, exist_ok=True)
-                (Path(made) / name).write_bytes(data)
-            yield Path(made)
-
-
-class Whole:
-    """A plain model folder, or an adapter's folder."""
-
-    def __init__(self, path: Path) -> None:
-        self.files = path
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors with their names."""
-        for file in sorted(self.files.glob("*.safetensors")):
-            with safe_open(file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    yield name, opened.get_tensor(name)
-
-    def others(self) -> AbstractContextManager[Path]:
-        return nullcontext(self.files)
+    trained = trained_model(path)
+    code = trained.get("trust_remote_code", False)
+    config = Model(dtype="auto", trust_remote_code=code, dropout=None)
+    config.dtype = loading.stored_dtype(config, path)
+    dtype = getattr(torch, config.dtype)  # dtype of the base model's files
+    config.quantization = quantized or trained.get("quantization", config.quantization)
+    if config.quantization != "none" and trained.get("dtype", "auto") != "auto":
+        config.dtype = trained["dtype"]
+    model, tokenizer = loading.load(config, path)
+    tensors = {name: weight.to(dtype) for name, weight in adapters.merged(model, dtype)}
+    files = model_folder.files_of(model, tokenizer)
+    files["config.json"] = with_dtype(files["config.json"], dtype)
+    for name, data in files.items():
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
+        (made / name).write_bytes(data)
+    return model_folder.as_published(model, tensors, tensors), made

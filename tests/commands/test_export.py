@@ -1,6 +1,5 @@
 """`grpo export`: the plain folder of any checkpoint, as transformers would write it."""
 
-import copy
 import hashlib
 import json
 import os
@@ -154,23 +153,6 @@ def test_the_newest_checkpoint_of_a_run_is_taken(
     assert torch.equal(found, torch.full_like(found, 10))
 
 
-def test_a_plain_folder_without_a_manifest_is_exported_as_it_is(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer
-) -> None:
-    old = checkpoint_path(tmp_path, 5)  # of an earlier version
-    model.save_pretrained(old)
-    tokenizer.save_pretrained(old)
-    (old / "training").mkdir()
-    (old / "training" / "state.pt").touch()
-    assert cli.run_command(["export", str(old), str(tmp_path / "a"), "--dtype=float16"]) == 0
-    assert cli.run_command(["export", str(old), str(tmp_path / "b")]) == 0
-    weights = "model.safetensors"
-    assert (tmp_path / "b" / weights).read_bytes() == (old / weights).read_bytes()
-    half = load_file(tmp_path / "a" / weights)
-    assert {t.dtype for t in half.values()} == {torch.float16}
-    assert AutoTokenizer.from_pretrained(tmp_path / "a")("1+1=") == tokenizer("1+1=")
-
-
 def test_a_damaged_checkpoint_is_not_exported(
     tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer
 ) -> None:
@@ -205,10 +187,8 @@ def test_a_folder_that_holds_something_is_left_alone(
     ("argv", "said"),
     [
         (["a"], "give a checkpoint and a new folder"),
-        (["a", "b", "c"], "got a b c"),
         (["--overwrite", "a", "b"], "--overwrite: there is no such option; there are --dtype"),
         (["a", "b", "--dtype=int8"], "--dtype = 'int8': must be one of float32, bfloat16, float16"),
-        (["a", "b", "--dtype"], "--dtype: lacks a value; write --dtype=VALUE."),
         (["no-such-folder", "b"], "checkpoint = no-such-folder: there is no such folder"),
         (["empty", "b"], "checkpoint = empty: is no checkpoint, and holds no checkpoints/step-N"),
     ],
@@ -247,10 +227,8 @@ def test_a_full_disk_leaves_nothing_behind(
     assert not list((small_disk / "empty").iterdir())
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("of torch's")], ids=repr)
 @pytest.mark.parametrize("was_there", [False, True])
 def test_an_export_that_is_broken_off_leaves_nothing_behind(
-    error: BaseException,
     was_there: bool,
     tmp_path: Path,
     model: PreTrainedModel,
@@ -264,10 +242,10 @@ def test_an_export_that_is_broken_off_leaves_nothing_behind(
     def breaks_off(files: Path, out: Path, dtype: torch.dtype | None) -> None:
         assert list(out.glob("*.safetensors"))
         (out / "tokenizer").mkdir()
-        raise error
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(export, "copy_others", breaks_off)
-    with pytest.raises(type(error)):
+    with pytest.raises(KeyboardInterrupt):
         export.export(path, out)
     assert out.exists() == was_there
     assert not list(out.glob("*"))
@@ -307,15 +285,6 @@ def test_safetensors_reads_what_is_written(tmp_path: Path) -> None:
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name].float(), tensor.float())
     assert (tmp_path / "ours").stat().st_size == (tmp_path / "theirs").stat().st_size
-
-
-def test_a_skeleton_takes_no_memory_and_the_model_is_not_changed(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer
-) -> None:
-    before = copy.deepcopy(model.state_dict())
-    source = export.Sharded(saved(tmp_path, model, tokenizer))
-    assert {p.device.type for p in source.skeleton().parameters()} == {"meta"}
-    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
 def test_code_of_a_foreign_checkpoint_runs_only_if_it_is_trusted(
