@@ -31,8 +31,6 @@ from grpo_cli.errors import UserError
 
 LAST_CHECKPOINT = "last-checkpoint"  # folder in the repository
 WAIT_SECONDS = 1800.0  # longest wait for the last push: 15 GB at 10 MB a second
-ATTEMPTS = 3  # attempts at the last push, when the run ends
-PAUSE_SECONDS = 10.0  # between these attempts
 # Uploads folders in a separate process, which can be killed at any moment: an interpreter's exit
 # waits for the threads of an upload.
 UPLOAD = """
@@ -150,24 +148,16 @@ class Pusher:
             return {path for path in (self._checkpoint, self._last) if path is not None}
 
     def finish(self, is_asked_to_stop: Callable[[], bool] = lambda: False) -> None:
-        """Waits for the last push, WAIT_SECONDS at most; a failed push gets more attempts.
+        """Waits for the last push, WAIT_SECONDS at most.
 
         Args:
             is_asked_to_stop: returns whether to stop waiting.
         """
         if not self.is_on:
             return
-        end, attempts = time.monotonic() + WAIT_SECONDS, 1
-        retry = 0.0  # when the next attempt is due
+        end = time.monotonic() + WAIT_SECONDS
         with heartbeat.inside("hub"):
-            while time.monotonic() < end and not is_asked_to_stop():
-                if self.in_use():
-                    retry = time.monotonic() + PAUSE_SECONDS
-                elif self.failed is None or attempts == ATTEMPTS:
-                    break
-                elif time.monotonic() >= retry:
-                    attempts += 1
-                    self._start(self.failed[0])
+            while self.in_use() and time.monotonic() < end and not is_asked_to_stop():
                 heartbeat.touch()
                 time.sleep(0.1)
         if not self.in_use() and self.failed is None:
