@@ -45,20 +45,14 @@ grpo eval compare A/eval.json B/eval.json               compare two evaluations 
 
 
 @dataclass
-class Trust:
-    """The word of `grpo eval` about checkpoints from elsewhere."""
+class Settings:
+    """The words of `grpo eval` that are no keys of a recipe."""
 
     trust: bool = knob(
         False,
         "Obey the checkpoint's own recipe, though another user has made it, and it can run code or "
         "reach other files and machines.",
     )
-
-
-@dataclass
-class Stored:
-    """The words of `grpo eval` about stored completions."""
-
     completions: str | None = knob(
         None, "File of completions, or the folder of a run, to score without a model."
     )
@@ -83,21 +77,19 @@ def main(argv: list[str]) -> None:
         compare.main([*words[1:], *options])
         return
     if {"-h", "--help"} & {*options}:
-        print(USAGE + described(Trust) + described(Stored))
+        print(USAGE + described(Settings))
     words = [w for word in words for w in spelt_out(word)]
-    own, words = split(Trust, words)
-    trust = parse(Trust, own).trust
-    own, words = split(Stored, words)
-    stored = parse(Stored, own)
+    own, words = split(Settings, words)
+    given = parse(Settings, own)
     models = [w.removeprefix("checkpoint=") for w in words if is_model(w)]
     overrides = [*(w for w in words if not is_model(w)), *options]
-    if stored.completions is not None:
+    if given.completions is not None:
         if models:
             raise UserError(f"grpo eval: {models[0]} and completions= exclude one another.")
-        evaluate_completions(Path(stored.completions).expanduser(), stored.columns, overrides)
+        evaluate_completions(Path(given.completions).expanduser(), given.columns, overrides)
         return
-    if own:
-        raise UserError(f"{own[0]}: is only read with completions=FILE.")
+    if given.columns:
+        raise UserError("columns: is only read with completions=FILE.")
     if len(models) != 1 and not {*options} - {"-m", "--multirun"}:
         raise UserError(
             "grpo eval: give one checkpoint, such as outputs/NAME/checkpoints/step-100, or "
@@ -106,7 +98,7 @@ def main(argv: list[str]) -> None:
     for word in words:
         if word.startswith(("model=", "model.path=", "model.build")):
             raise UserError(f"{word}: grpo eval evaluates the checkpoint that it is given.")
-    evaluate_checkpoint(find_model(models[0]) if models else "", overrides, trust)
+    evaluate_checkpoint(find_model(models[0]) if models else "", overrides, given.trust)
 
 
 def spelt_out(word: str) -> list[str]:

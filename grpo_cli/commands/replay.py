@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_cli.checkpoints import paths, provenance
 from grpo_cli.config.knob import knob
-from grpo_cli.config.words import described, option, parse, split, without_dashes
+from grpo_cli.config.words import described, parse_with_runs
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.reporting.run_folder import RunFolder
 
@@ -66,13 +66,8 @@ def main(argv: list[str]) -> None:
     if not argv or {"-h", "--help"} & {*argv}:
         print(USAGE + described(Settings, dashes=True), end="")
         return
-    own, rest = split(Settings, without_dashes(Settings, argv, "grpo replay"))
-    settings = parse(Settings, own, option)
-    if len(rest) != 1:
-        raise UserError(
-            f"grpo replay: give one run, such as outputs/NAME; got {' '.join(rest) or 'nothing'}."
-        )
-    run = RunFolder.open(rest[0])
+    (given,), settings = parse_with_runs(Settings, argv, "grpo replay")
+    run = RunFolder.open(given)
     number, recorded = find(run, settings)
     kept = paths.kept_path(run.path, number)
     if not settings.trust:

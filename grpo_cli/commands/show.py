@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,14 +9,12 @@ from rich.console import Console
 
 from grpo_cli.checkpoints import provenance
 from grpo_cli.config.knob import knob
-from grpo_cli.config.words import described, parse_with_run
+from grpo_cli.config.words import described, parse_with_runs
 from grpo_cli.data import stored_completions
-from grpo_cli.data.stored_completions import Sample
 from grpo_cli.errors import UserError
-from grpo_cli.images import ImageError, StoredImage
 
 USAGE = """\
-grpo show RUN [--step=N] [--number=K] [--row=N] [--images=FOLDER]
+grpo show RUN [--step=N] [--number=K] [--row=N]
 
 Prints completions that a run or an evaluation has stored, turn by turn: the messages of the model,
 of tools and of environments (dimmed), the reward at each turn, and why the episode ended. A prompt
@@ -39,11 +35,6 @@ class Settings:
     row: int | None = knob(
         None, "Row of the data set, from 0, whose completions to print; null: of all rows.", ge=0
     )
-    images: str | None = knob(
-        None,
-        "Folder to write the images of the printed completions to, as row-4-image-0.png (with the "
-        "benchmark's name before it if there are several); null: they are not written.",
-    )
 
 
 def main(argv: list[str]) -> None:
@@ -55,7 +46,7 @@ def main(argv: list[str]) -> None:
     if not argv or {"-h", "--help"} & {*argv}:
         print(USAGE + described(Settings, dashes=True), end="")
         return
-    given, settings = parse_with_run(Settings, argv, "grpo show")
+    (given,), settings = parse_with_runs(Settings, argv, "grpo show")
     root = Path(given).expanduser()
     if root.is_dir():
         root = root.parent.parent if root.parent.name == "checkpoints" else root
@@ -67,8 +58,6 @@ def main(argv: list[str]) -> None:
         samples = [s for s, row in zip(samples, rows, strict=True) if row == settings.row]
         if not samples:
             raise UserError(f"--row = {settings.row}: {path} holds no completions of this row.")
-    if settings.images is not None:
-        written = write_images(Path(settings.images).expanduser(), samples[: settings.number])
     from grpo_cli.reporting.trajectories import trajectory
 
     console = Console(highlight=False)
@@ -78,33 +67,6 @@ def main(argv: list[str]) -> None:
     console.print(
         f"{len(shown)} of {len(samples)} completions in {path}", soft_wrap=True, markup=False
     )
-    if settings.images is not None:
-        said = f"{written} image{'' if written == 1 else 's'} written to {settings.images}"
-        console.print(said, soft_wrap=True, markup=False)
-
-
-def write_images(folder: Path, samples: Sequence[Sample]) -> int:
-    """Writes the images of prompts into a folder; returns their number.
-
-    Raises:
-        UserError: the folder cannot be written, or an image cannot be read.
-    """
-    benchmarks = {sample.columns.get("benchmark") for sample in samples}
-    images: dict[str, StoredImage] = {}
-    for sample in samples:  # benchmarks of an evaluation share row numbers
-        of = f"{sample.columns['benchmark']}-" if len(benchmarks) > 1 else ""
-        stem = f"{of}row-{sample.columns.get('row', sample.row)}"
-        stem = re.sub(r"^\.+|[^\w.-]+", "_", stem)  # a file may hold any string there: ../..
-        images |= {f"{stem}-image-{n}.png": image for n, image in enumerate(sample.images)}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, image in images.items():
-            image.open().save(folder / name)
-    except ImageError as error:
-        raise UserError(f"--images: {error}.") from error
-    except OSError as error:
-        raise UserError(f"--images = {folder}: cannot be written: {error.strerror}.") from error
-    return len(images)
 
 
 def find(path: Path, step: int | None) -> Path:

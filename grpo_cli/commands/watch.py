@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from grpo_cli.config.knob import knob
-from grpo_cli.config.words import described, parse_with_run
+from grpo_cli.config.words import described, parse_with_runs
 from grpo_cli.reporting.live.following import Followed
 from grpo_cli.reporting.live.panels import view
 from grpo_cli.reporting.run_folder import RunFolder
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     if not argv or {"-h", "--help"} & {*argv}:
         print(USAGE + described(Settings, dashes=True), end="")
         return
-    given, settings = parse_with_run(Settings, argv, "grpo watch")
+    (given,), settings = parse_with_runs(Settings, argv, "grpo watch")
     run = Followed(RunFolder.open(given, starting=True))
     console = Console(highlight=False)
     if settings.once or not console.is_terminal or console.is_dumb_terminal:

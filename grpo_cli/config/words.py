@@ -157,18 +157,8 @@ def parse(kind: type[S], words: Iterable[str], shown: Callable[[str], str] = str
     return settings
 
 
-def parse_with_run(kind: type[S], argv: Sequence[str], command: str) -> tuple[str, S]:
-    """Returns the single run and the options of a command line such as `grpo show RUN --row=2`.
-
-    Raises:
-        UserError: no run or several, or a mistake in an option.
-    """
-    runs, settings = parse_with_runs(kind, argv, command, 1)
-    return runs[0], settings
-
-
 def parse_with_runs(
-    kind: type[S], argv: Sequence[str], command: str, most: int
+    kind: type[S], argv: Sequence[str], command: str, most: int = 1
 ) -> tuple[list[str], S]:
     """Returns the runs, one to `most`, and the options of a command line.
 
