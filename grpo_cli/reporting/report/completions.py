@@ -223,13 +223,10 @@ def columns_of(
         for n in names
         if n.startswith("extras/")
     }
-    steps = [int(row["step"]) for row in rows]
-    is_right = [value == 1 for value in parts[right]] if right in parts else None
-    to_right, to_wrong = flips(steps, problem, is_right) if is_right else ([], [])
     table = {
         "texts": texts.texts,
         "problems": [[row, place] for row, place in problems],
-        "step": steps,
+        "step": [int(row["step"]) for row in rows],
         "problem": problem,
         "sample": [row.get("sample") for row in rows],
         "columns": [texts.place(row.get("columns") or "{}") for row in rows],
@@ -240,9 +237,7 @@ def columns_of(
         "parts": parts,
         "extras": extras,
         "finish": [row.get("finish_reason") for row in rows],
-        "right": is_right,
-        "to_right": to_right,
-        "to_wrong": to_wrong,
+        "right": [value == 1 for value in parts[right]] if right in parts else None,
         "episodes": episodes(rows, limits),
     }
     return table, whole
@@ -255,29 +250,6 @@ def _number(rows: Sequence[Mapping[str, Any]], name: str) -> list[float | None]:
 
 def _short(value: Any) -> Any:
     return shortened(value, LEAST_CHARACTERS)[0] if isinstance(value, str) else value
-
-
-def flips(
-    steps: Sequence[int], problems: Sequence[int], right: Sequence[bool]
-) -> tuple[list[int], list[int]]:
-    """Returns the problems that went from wrong to right and from right to wrong.
-
-    A problem is compared between its first and its last step. It is right if more than half of its
-    completions are right, and wrong if less than half are. Exactly half, in either, is no flip.
-    """
-    counts: dict[int, dict[int, list[int]]] = {}
-    for step, problem, is_right in zip(steps, problems, right, strict=True):
-        of_step = counts.setdefault(problem, {}).setdefault(step, [0, 0])
-        of_step[0] += is_right
-        of_step[1] += 1
-    to_right, to_wrong = [], []
-    for problem, by_step in counts.items():
-        (a, n), (b, m) = by_step[min(by_step)], by_step[max(by_step)]
-        if 2 * a < n and 2 * b > m:
-            to_right.append(problem)
-        if 2 * a > n and 2 * b < m:
-            to_wrong.append(problem)
-    return to_right, to_wrong
 
 
 def episodes(rows: Sequence[Mapping[str, Any]], limits: Limits) -> dict[str, dict[str, str]]:

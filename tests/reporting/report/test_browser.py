@@ -112,8 +112,6 @@ def test_time_and_plan(browser: Browser, one: Path) -> None:
 
 FILTERS = {  # of 60 + 60 completions of 30 rows: by `report_runs.completion`
     "all": 120,
-    "to_right": 24,
-    "to_wrong": 24,
     "truncated": 24,
     "failed": 12,
 }

@@ -1,4 +1,4 @@
-"""Stored completions become columns: flips, limits, tokens, secrets."""
+"""Stored completions become columns: limits, tokens, secrets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from grpo_cli.reporting.report.completions import (
     Limits,
     chosen_steps,
     columns_of,
-    flips,
     read,
     shortened,
     token_arrays,
@@ -26,19 +25,11 @@ def read_run(folder: Path, **limits: int) -> Completions:
     return read(RunFolder.open(folder), Limits(**limits))
 
 
-def test_a_problem_flips_between_its_first_and_its_last_step() -> None:
-    steps = [1, 1, 5, 9, 9, 1, 9, 1, 9]
-    problems = [0, 0, 0, 0, 0, 1, 1, 2, 2]
-    right = [False, False, False, True, True, True, False, True, True]
-    assert flips(steps, problems, right) == ([0], [1])
-
-
 def test_the_columns_of_a_run(tmp_path: Path) -> None:
     table = read_run(write_run(tmp_path)).table
     assert table["problems"][:2] == [[0, 0], [1, 1]]
     assert table["texts"][:2] == ["question 0?", "question 1?"]
     assert table["texts"][table["columns"][-1]] == '{"answer": "4"}'
-    assert (table["to_right"], table["to_wrong"]) == ([0], [1])
     assert table["step"] == [1] * 10 + [10] * 10
     assert table["finish"].count("length") == 4
     assert table["reward"].count(None) == 2

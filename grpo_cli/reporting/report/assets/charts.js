@@ -1,4 +1,4 @@
-// Draws curves with uPlot; all of them share the position of the cursor and the zoom.
+// Draws curves with uPlot; all of them share the position of the cursor.
 
 const HEIGHT = 190;
 const EXACT = /^(learning_rate|schedule\/|num_tokens|epoch|beta$)/; // set or counted, not measured
@@ -78,7 +78,7 @@ function chart(spec) {
   state.watcher = new ResizeObserver(() => fit(state));
   state.watcher.observe(host);
   host.setAttribute('role', 'img');
-  host.setAttribute('aria-label', described(spec));
+  host.setAttribute('aria-label', spec.title);
   live.add(state);
   return box;
 }
@@ -91,23 +91,9 @@ function fit(state) {
   else if (Math.abs(state.plot.width - width) > 1) state.plot.setSize({ width, height: state.spec.height || HEIGHT });
 }
 
-function fitAll() {
-  for (const state of live) fit(state);
-}
-
 function legend(lines) {
   return h('ul', { class: 'legend' }, lines.map((line) => h('li', {},
     h('i', { style: { background: `var(--${line.ink})` } }), line.label)));
-}
-
-function described(spec) {
-  const parts = spec.lines.map((line) => {
-    const known = line.x.map((x, i) => [x, line.values[i]]).filter(([, v]) => v !== null && v !== undefined);
-    if (!known.length) return `${line.label}: no values`;
-    const [first, last] = [known[0], known[known.length - 1]];
-    return `${line.label}: ${number(first[1])} at step ${first[0]}, ${number(last[1])} at step ${last[0]}`;
-  });
-  return `${spec.title}. ${parts.join('; ')}`;
 }
 
 function draw(state, width) {
@@ -178,7 +164,7 @@ function draw(state, width) {
     legend: { show: false },
     scales: {
       x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
-      y: { distr: spec.log ? 3 : 1, range: spec.range || (spec.log ? undefined : padded) },
+      y: { range: spec.range },
     },
     axes: [
       { ...axis, space: 60, size: 26, values: (u, at) => at.map((v) => (Number.isInteger(v) ? whole.format(v) : '')) },
@@ -188,34 +174,8 @@ function draw(state, width) {
     hooks: {
       setCursor: [say],
       draw: [alarmLines(spec.alarms || [])],
-      setSelect: [(u) => zoomAll(u)],
     },
   }, data, host);
-  state.plot.over.addEventListener('dblclick', () => resetAll());
-}
-
-function padded(u, low, high) {
-  if (low === null || high === null) return [0, 1];
-  if (high - low <= 1e-6 * Math.abs(high)) return low === 0 ? [0, 1] : [low - 0.1 * Math.abs(low), high + 0.1 * Math.abs(high)];
-  const edge = 0.06 * (high - low);
-  return [low >= 0 && low - edge < 0 ? 0 : low - edge, high + edge];
-}
-
-function zoomAll(from) {
-  if (from.select.width < 4) return;
-  const min = from.posToVal(from.select.left, 'x');
-  const max = from.posToVal(from.select.left + from.select.width, 'x');
-  for (const { plot } of live) {
-    if (!plot) continue;
-    plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
-    plot.setScale('x', { min, max });
-  }
-  document.body.classList.add('zoomed');
-}
-
-function resetAll() {
-  for (const { plot } of live) if (plot) plot.setData(plot.data, true);
-  document.body.classList.remove('zoomed');
 }
 
 // Redraws all charts, in the colours of another theme or with other settings.
@@ -235,26 +195,6 @@ function forget(state) {
   state.watcher.disconnect();
   if (state.plot) state.plot.destroy();
   live.delete(state);
-}
-
-// A short curve without axes.
-function sparkline(values, ink = 'run-0') {
-  const known = values.filter((v) => v !== null);
-  if (known.length < 2) return null;
-  const most = 120;
-  const every = Math.max(1, Math.ceil(values.length / most));
-  const points = [];
-  for (let i = 0; i < values.length; i += every) {
-    const value = mean(values.slice(i, i + every));
-    if (value !== null) points.push([i, value]);
-  }
-  const [low, high] = [Math.min(...points.map((p) => p[1])), Math.max(...points.map((p) => p[1]))];
-  const at = ([i, v]) => `${(100 * i / Math.max(1, values.length - 1)).toFixed(2)},${(27 - 24 * (high > low ? (v - low) / (high - low) : 0.5)).toFixed(2)}`;
-  const path = points.map(at).join(' L');
-  const last = points[points.length - 1];
-  return svg('svg', { class: 'spark', viewBox: '0 0 100 30', preserveAspectRatio: 'none', 'aria-hidden': 'true' },
-    svg('path', { d: `M${path} L${(100 * last[0] / Math.max(1, values.length - 1)).toFixed(2)},30 L0,30 Z`, fill: `var(--${ink})`, opacity: '0.12' }),
-    svg('path', { d: `M${path}`, fill: 'none', stroke: `var(--${ink})`, 'stroke-width': '1.6', 'vector-effect': 'non-scaling-stroke' }));
 }
 
 // The lines of a metric, one for each run.
@@ -277,7 +217,7 @@ function alarmsOf() {
 function metricChart(name, title = name, extra = {}) {
   const lines = linesOf(name);
   if (!lines.length) return null;
-  return chart({ title, hint: name, lines, alarms: alarmsOf(), smoothing: settings.smoothing, log: settings.log, ...extra });
+  return chart({ title, hint: name, lines, alarms: alarmsOf(), smoothing: settings.smoothing, ...extra });
 }
 
 function heldOutChart(extra = {}) {
@@ -296,4 +236,4 @@ function heldOutChart(extra = {}) {
   return chart({ title: `held-out ${measure}`, hint: `eval/${measure}, with its 95 % interval; step 0 is before training`, lines, alarms: alarmsOf(), ...extra });
 }
 
-const settings = { smoothing: 0.8, log: false };
+const settings = { smoothing: 0.8 };

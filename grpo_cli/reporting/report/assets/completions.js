@@ -5,8 +5,6 @@ const MOST_ROWS = 12; // steps of the same problem
 const FAILED = new Set(['env_error', 'env_timeout', 'parse_error']);
 const FILTERS = [
   ['all', 'All', 'Every stored completion'],
-  ['to_right', 'Wrong → right', 'Problems that went from mostly wrong at their first stored step to mostly right at their last'],
-  ['to_wrong', 'Right → wrong', 'Problems that went from mostly right to mostly wrong'],
   ['truncated', 'Truncated', 'Cut off by the limit of tokens'],
   ['failed', 'Errors and timeouts', 'No reward applied, or the environment failed, or the time was over'],
 ];
@@ -38,7 +36,8 @@ function browser(data, run) {
   const detail = h('article', { class: 'detail', 'aria-live': 'polite' });
   const counter = h('p', { class: 'note', id: 'found', role: 'status' });
   const pager = h('div', { class: 'pager' });
-  const counts = countsOf(table);
+  const counts = {};
+  for (const [key] of FILTERS) counts[key] = table.completion.filter((_, i) => passes(table, i, key)).length;
   const chips = FILTERS.map(([key, text, title]) => h('button', {
     type: 'button', class: 'chip', title, 'data-filter': key, 'aria-pressed': String(key === 'all'), disabled: !counts[key],
     onclick: () => {
@@ -102,17 +101,6 @@ function browser(data, run) {
     detail.replaceChildren(...one(data, i, view, run, goTo).flat().filter(Boolean));
   }
 
-  list.addEventListener('keydown', (event) => {
-    const by = { ArrowDown: 1, ArrowUp: -1, j: 1, k: -1 }[event.key];
-    if (!by) return;
-    event.preventDefault();
-    const next = view.open + by;
-    if (next < 0 || next >= view.found.length) return;
-    view.open = next;
-    if (Math.floor(next / PAGE) !== view.page) { view.page = Math.floor(next / PAGE); showPage(); } else { mark(); showOne(); }
-    list.querySelector('[aria-current="true"]')?.focus();
-  });
-
   update();
   return h('div', { class: 'stack' },
     h('div', { class: 'toolbar' },
@@ -150,38 +138,13 @@ function hasFailed(table, i) {
   return table.reward[i] === null || Boolean(cells && (cells.env_error || FAILED.has(cells.stop_reason)));
 }
 
-function countsOf(table) {
-  const [right, wrong] = [new Set(table.to_right), new Set(table.to_wrong)];
-  const found = { all: table.completion.length, to_right: 0, to_wrong: 0, truncated: 0, failed: 0 };
-  const ends = endsOf(table);
-  for (let i = 0; i < table.completion.length; i++) {
-    const p = table.problem[i];
-    const isEnd = table.step[i] === ends.first[p] || table.step[i] === ends.last[p];
-    found.to_right += right.has(p) && isEnd;
-    found.to_wrong += wrong.has(p) && isEnd;
-    found.truncated += table.finish[i] === 'length';
-    found.failed += hasFailed(table, i);
-  }
-  return found;
-}
-
-// The first and the last stored step of each problem.
-function endsOf(table) {
-  if (!table.ends) {
-    const first = {};
-    const last = {};
-    table.problem.forEach((p, i) => {
-      first[p] = Math.min(first[p] ?? Infinity, table.step[i]);
-      last[p] = Math.max(last[p] ?? -Infinity, table.step[i]);
-    });
-    table.ends = { first, last };
-  }
-  return table.ends;
+// Whether a completion passes one of FILTERS.
+function passes(table, i, filter) {
+  if (filter === 'truncated') return table.finish[i] === 'length';
+  return filter === 'all' || hasFailed(table, i);
 }
 
 function select(table, view) {
-  const flipped = view.filter === 'to_right' || view.filter === 'to_wrong' ? new Set(table[view.filter]) : null;
-  const ends = endsOf(table);
   const query = view.query.trim().toLowerCase();
   if (query) table.lower ??= { completion: table.completion.map((t) => t.toLowerCase()), texts: table.texts.map((t) => t.toLowerCase()) };
   const found = [];
@@ -189,9 +152,7 @@ function select(table, view) {
     const p = table.problem[i];
     if (view.step !== '' && table.step[i] !== Number(view.step)) continue;
     if (view.row !== '' && table.problems[p][0] !== Number(view.row)) continue;
-    if (flipped && !(flipped.has(p) && (table.step[i] === ends.first[p] || table.step[i] === ends.last[p]))) continue;
-    if (view.filter === 'truncated' && table.finish[i] !== 'length') continue;
-    if (view.filter === 'failed' && !hasFailed(table, i)) continue;
+    if (!passes(table, i, view.filter)) continue;
     if (query && !table.lower.completion[i].includes(query) && !table.lower.texts[table.problems[p][1]].includes(query)) continue;
     found.push(i);
   }
@@ -203,7 +164,6 @@ function select(table, view) {
     longest: (i) => -(table.tokens?.[i] || table.completion[i].length),
   };
   const key = keys[view.order];
-  if (flipped && view.order === 'step') return found.sort((a, b) => table.problem[a] - table.problem[b] || table.step[a] - table.step[b] || a - b);
   return found.sort((a, b) => key(a) - key(b) || a - b);
 }
 

@@ -58,20 +58,13 @@ function curvesTab() {
     type: 'range', min: '0', max: '0.98', step: '0.02', value: String(settings.smoothing), id: 'smoothing',
     oninput: () => { settings.smoothing = Number(smooth.value); redrawAll({ smoothing: settings.smoothing }); },
   });
-  const log = h('input', { type: 'checkbox', id: 'log-axis', onchange: () => { settings.log = log.checked; redrawMetrics(); } });
-  const redrawMetrics = () => {
-    for (const state of live) if (area.contains(state.host) && !state.spec.lines.some((l) => l.values.some((v) => v < 0))) state.spec.log = settings.log;
-    redrawAll();
-  };
   const every = Math.max(...report.runs.map((run) => run.curves.every));
   return h('div', { class: 'stack' },
     h('div', { class: 'toolbar' },
       h('label', { class: 'field' }, h('span', {}, 'Smoothing'), smooth),
-      h('label', { class: 'check' }, log, h('span', {}, 'Logarithmic')),
-      h('button', { type: 'button', class: 'button', id: 'zoom-reset', onclick: resetAll }, 'Reset zoom'),
-      h('p', { class: 'note grow' }, `Drag across a chart to zoom all of them.${every > 1 ? ` Each point is the mean of ${every} steps.` : ''}`)),
+      h('p', { class: 'note grow' }, `Drag across a chart to zoom in, double-click to zoom out.${every > 1 ? ` Each point is the mean of ${every} steps.` : ''}`)),
     area,
-    card({ title: `All ${names.length} metrics`, note: 'Choose which curves are drawn. docs/metrics.md defines each.', only: 'on-screen' },
+    card({ title: `All ${names.length} metrics`, note: 'Choose which curves are drawn. docs/metrics.md defines each.' },
       h('label', { class: 'field grow' }, h('span', {}, 'Find a metric'), search),
       h('div', { class: 'chips', role: 'group', 'aria-label': 'Metrics' }, buttons), none));
 }

@@ -1,16 +1,7 @@
 // Makes elements. Texts of a run are only ever set as text, never parsed as markup.
 
-const SVG = 'http://www.w3.org/2000/svg';
-
 function h(tag, attributes = {}, ...children) {
-  return filled(document.createElement(tag), attributes, children);
-}
-
-function svg(tag, attributes = {}, ...children) {
-  return filled(document.createElementNS(SVG, tag), attributes, children);
-}
-
-function filled(node, attributes, children) {
+  const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith('on')) node.addEventListener(name.slice(2), value);
@@ -24,10 +15,9 @@ function filled(node, attributes, children) {
 }
 
 function card(title, ...children) {
-  const { note, id, tools, only } = typeof title === 'object' ? title : {};
+  const { note, id } = typeof title === 'object' ? title : {};
   const text = typeof title === 'object' ? title.title : title;
-  return h('section', { class: only ? `card ${only}` : 'card', id },
-    h('div', { class: 'card-head' }, h('h2', {}, text), tools || null),
+  return h('section', { class: 'card', id }, h('div', { class: 'card-head' }, h('h2', {}, text)),
     note ? h('p', { class: 'note' }, note) : null, children);
 }
 

@@ -5,37 +5,15 @@ const TABS = [
   ['completions', 'Completions', completionsTab], ['recipe', 'Recipe', recipeTab], ['compare', 'Compare', compareTab],
 ];
 
-function stored(key, value) { // a file may be opened without storage
-  try {
-    if (value === undefined) return localStorage.getItem(key);
-    localStorage.setItem(key, value);
-  } catch { /* the choice is then not remembered */ }
-  return null;
-}
-
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  redrawAll();
-}
-
-function themeSwitch() {
+// Takes the system's colours, dark or light, also when they change.
+function followTheme() {
   const system = matchMedia('(prefers-color-scheme: dark)');
-  const button = h('button', { type: 'button', class: 'button theme', id: 'theme', onclick: () => {
-    const next = document.documentElement.dataset.theme === 'dark' ? 'light' : 'dark';
-    stored('grpo-report-theme', next);
-    setTheme(next);
-    label();
-  } });
-  const label = () => {
-    const isDark = document.documentElement.dataset.theme === 'dark';
-    button.textContent = isDark ? '☀' : '☾';
-    button.setAttribute('aria-label', isDark ? 'Use light colours' : 'Use dark colours');
-    button.title = button.getAttribute('aria-label');
+  const set = () => {
+    document.documentElement.dataset.theme = system.matches ? 'dark' : 'light';
+    redrawAll();
   };
-  setTheme(stored('grpo-report-theme') || (system.matches ? 'dark' : 'light'));
-  system.addEventListener('change', () => { if (!stored('grpo-report-theme')) { setTheme(system.matches ? 'dark' : 'light'); label(); } });
-  label();
-  return button;
+  system.addEventListener('change', set);
+  set();
 }
 
 function page() {
@@ -45,8 +23,8 @@ function page() {
     type: 'button', role: 'tab', id: `tab-${key}`, 'aria-controls': `panel-${key}`, 'data-tab': key, onclick: () => select_(key, true),
   }, title));
   const main = h('main', { id: 'page', tabindex: '-1' });
-  for (const [key, title] of shown) {
-    const panel = h('div', { role: 'tabpanel', id: `panel-${key}`, 'aria-labelledby': `tab-${key}`, class: 'unmade', hidden: true }, h('h2', { class: 'print-title' }, title));
+  for (const [key] of shown) {
+    const panel = h('div', { role: 'tabpanel', id: `panel-${key}`, 'aria-labelledby': `tab-${key}`, hidden: true });
     panels.set(key, panel);
     main.append(panel);
   }
@@ -54,7 +32,6 @@ function page() {
   const make = (key) => {
     if (made.has(key)) return;
     made.add(key);
-    panels.get(key).classList.remove('unmade');
     panels.get(key).append(shown.find(([k]) => k === key)[2]());
   };
   const select_ = (key, isChosen) => {
@@ -62,33 +39,18 @@ function page() {
     for (const tab of tabs) {
       const isOpen = tab.dataset.tab === key;
       tab.setAttribute('aria-selected', String(isOpen));
-      tab.tabIndex = isOpen ? 0 : -1;
       panels.get(tab.dataset.tab).hidden = !isOpen;
       if (isOpen) tab.scrollIntoView({ block: 'nearest', inline: 'nearest' });
     }
     if (isChosen) history.replaceState(null, '', `#${key}`);
   };
-  const bar = h('div', { class: 'tabs', role: 'tablist', 'aria-label': 'Parts of the report', onkeydown: (event) => {
-    const at = tabs.indexOf(document.activeElement);
-    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: tabs.length - 1 }[event.key];
-    if (to === undefined || at < 0) return;
-    event.preventDefault();
-    const next = tabs[(to + tabs.length) % tabs.length];
-    next.focus();
-    select_(next.dataset.tab, true);
-  } }, tabs);
-  addEventListener('beforeprint', () => {
-    shown.forEach(([key]) => key !== 'completions' && make(key));
-    document.body.classList.add('printing');
-    fitAll();
-  });
-  addEventListener('afterprint', () => { document.body.classList.remove('printing'); fitAll(); });
+  const bar = h('div', { class: 'tabs', role: 'tablist', 'aria-label': 'Parts of the report' }, tabs);
   addEventListener('hashchange', () => { const key = location.hash.slice(1); if (panels.has(key)) select_(key, false); });
   const title = report.two ? report.runs.map((run, i) => h('span', { class: `run-name run-${i}` }, h('i', {}), run.label)) : report.runs[0].label;
   const written = new Date(1000 * report.head.written);
   const view = [
     h('header', { class: 'top' }, h('div', { class: 'top-row' },
-      h('p', { class: 'brand' }, 'grpo', h('span', {}, 'report')), h('h1', {}, title), themeSwitch()), bar),
+      h('p', { class: 'brand' }, 'grpo', h('span', {}, 'report')), h('h1', {}, title)), bar),
     main,
     h('footer', { class: 'foot' }, `Written by grpo ${report.head.version} on ${written.toISOString().slice(0, 16).replace('T', ' ')} UTC. Curves drawn with uPlot (MIT licence).`),
   ];
@@ -106,6 +68,7 @@ async function open_() {
     run.label = isTwice ? run.folder : run.name;
     run.index = i;
   });
+  followTheme();
   page();
   document.documentElement.dataset.opened = String(Math.round(performance.now()));
   // Unpacked while the first tab is read.

@@ -8,7 +8,7 @@ const STATES = {
 function overviewTab() {
   return h('div', { class: 'stack' },
     h('div', { class: report.two ? 'heroes' : 'stack' }, report.runs.map((run, i) => hero(run, i))),
-    report.runs.some((run) => run.curves.steps.length) ? tiles() : missing('No step is complete yet: there are no curves.'),
+    report.runs.some((run) => run.curves.steps.length) ? null : missing('No step is complete yet: there are no curves.'),
     alarmsCard(),
     h('div', { class: 'charts two' },
       metricChart('reward', 'training reward'), heldOutChart(),
@@ -32,7 +32,7 @@ function hero(run, i) {
       h('p', { class: 'eyebrow' }, `Held-out ${run.measure}, before and after ${count(last.step, 'step')}`),
       h('p', { class: 'big' }, h('span', { class: 'was' }, format(first.value)), h('span', { class: 'arrow', 'aria-label': 'to' }, '→'), h('strong', {}, format(last.value))),
       h('p', { class: `delta ${last.value >= first.value ? 'good' : 'bad'}` }, isShare ? `${plus(100 * (last.value - first.value), (v) => number(v, 3))} points` : plus(last.value - first.value)),
-      intervals(run, i, first, last),
+      last.low === null && first.low === null ? null : h('p', { class: 'note' }, `before${interval(first, format)}, after${interval(last, format)}`),
     ];
   } else {
     const reward = tenths(run, 'reward');
@@ -68,42 +68,6 @@ function short(n) {
 
 function interval(e, format) {
   return e.low === null ? '' : ` (95 % interval ${format(e.low)} to ${format(e.high)})`;
-}
-
-// Both values on one axis, each with its interval.
-function intervals(run, i, first, last) {
-  const isShare = run.measure === 'accuracy';
-  const ends = [first, last].flatMap((e) => [e.value, e.low ?? e.value, e.high ?? e.value]);
-  const [low, high] = isShare ? [0, 1] : [Math.min(...ends, 0), Math.max(...ends, 1e-9)];
-  const at = (v) => 100 * (v - low) / (high - low || 1);
-  const format = isShare ? (v) => share(v) : number;
-  const row = (e, name, ink) => h('div', { class: 'interval' },
-    h('span', { class: 'interval-name' }, name),
-    h('span', { class: 'interval-track', role: 'img', 'aria-label': `${name}: ${format(e.value)}${interval(e, format)}` },
-      e.low === null ? null : h('i', { class: 'interval-range', style: { left: `${at(e.low)}%`, width: `${at(e.high) - at(e.low)}%`, background: ink } }),
-      h('i', { class: 'interval-dot', style: { left: `${at(e.value)}%`, background: ink } })),
-    h('span', { class: 'interval-text' }, e.low === null ? format(e.value) : `${format(e.low)} – ${format(e.high)}`));
-  return h('div', { class: 'intervals' }, row(first, 'before', 'var(--ink-2)'), row(last, 'after', `var(--run-${i})`),
-    first.low === null && last.low === null ? null : h('p', { class: 'note' }, '95 % intervals'));
-}
-
-const TILES = [
-  ['reward', 'training reward', number], ['completions/mean_length', 'completion length', (v) => number(v)],
-  ['frac_reward_zero_std', 'groups without a signal', (v) => share(v)], ['completions/clipped_ratio', 'truncated', (v) => share(v)],
-  ['grad_norm', 'gradient norm', number], ['step_time', 'seconds a step', (v) => number(v)],
-];
-
-function tiles() {
-  const made = TILES.flatMap(([name, title, format]) => {
-    const lines = report.runs.map((run, i) => [run, i, tenths(run, name)]).filter(([, , t]) => t);
-    if (!lines.length) return [];
-    return [h('div', { class: 'tile', title: `${name}: means of the first and of the last tenth of the steps` },
-      h('p', { class: 'tile-title' }, title),
-      lines.map(([run, i, t]) => h('div', { class: 'tile-run' },
-        h('p', { class: 'tile-value' }, h('span', {}, format(t.first)), ' → ', h('strong', {}, format(t.last))),
-        sparkline(column(run, name), `run-${i}`))))];
-  });
-  return h('div', { class: 'tiles', role: 'group', 'aria-label': 'First and last tenth of the steps' }, made);
 }
 
 function alarmsCard() {

@@ -7,7 +7,7 @@ function rewardsTab() {
   return h('div', { class: 'stack' },
     report.runs.map((run) => rewardTable(run, names)),
     report.runs.map((run) => shareCard(run, names)),
-    h('div', { class: 'charts two' }, names.map((name) => rewardChart(name)),
+    h('div', { class: 'charts two' }, names.map((name) => metricChart(`rewards/${name}/mean`, name)),
       metricChart('reward_std', 'reward, standard deviation within a group'),
       metricChart('frac_reward_zero_std', 'groups without a signal', PERCENT),
       metricChart('rewards_none', 'completions without a reward')));
@@ -22,18 +22,6 @@ function rewardTable(run, names) {
   });
   return card({ title: report.two ? `Reward functions: ${run.label}` : 'Reward functions', note: 'Means of the first and of the last tenth of the steps, unweighted. The share of the advantage is that of its variance.' },
     grid([{ title: 'function' }, { title: 'weight', number: true }, { title: 'mean, first', number: true }, { title: 'mean, last', number: true }, { title: 'deviation, last', number: true }, { title: 'share of the advantage', number: true }], rows, 'Reward functions'));
-}
-
-function rewardChart(name) {
-  const lines = report.runs.flatMap((run, i) => {
-    const means = column(run, `rewards/${name}/mean`);
-    if (!means) return [];
-    const spread = column(run, `rewards/${name}/std`);
-    return [{ label: report.two ? run.label : 'mean', x: run.curves.steps, values: means, ink: `run-${i}`,
-      low: spread && means.map((m, j) => (m === null || spread[j] === null ? null : m - spread[j])),
-      high: spread && means.map((m, j) => (m === null || spread[j] === null ? null : m + spread[j])) }];
-  });
-  return chart({ title: `${name}: mean ± deviation`, hint: `rewards/${name}/mean and rewards/${name}/std`, lines, alarms: alarmsOf(), smoothing: settings.smoothing });
 }
 
 function shareCard(run, names) {

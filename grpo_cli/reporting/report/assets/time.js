@@ -39,27 +39,17 @@ function timeCard(run) {
   const rest = run.summary ? Math.max(0, run.summary.seconds - total) : null;
   const bar = h('div', { class: 'bar', role: 'img', 'aria-label': rows.map((r) => `${STAGE_NAMES[r.stage]} ${share(r.seconds / total)}`).join(', ') },
     rows.map((r) => h('i', { style: { width: `${100 * r.seconds / total}%`, background: `var(--stage-${r.stage})` }, title: `${STAGE_NAMES[r.stage]}: ${share(r.seconds / total)}` })));
-  const host = h('div', {});
-  const show = (how) => {
-    const isShare = how === 'share';
-    const steps = run.curves.steps;
-    const all = run.curves.columns.step_time;
-    const lines = stages.map(({ stage, values }) => ({
-      label: STAGE_NAMES[stage], x: steps, ink: `stage-${stage}`,
-      values: isShare ? values.map((v, i) => (all[i] ? v / all[i] : 0)) : values,
-    }));
-    for (const state of live) if (host.contains(state.host)) forget(state);
-    host.replaceChildren(chart({
-      title: isShare ? 'share of the step by stage' : 'seconds a step by stage', lines: binned(lines, 400), stacked: true, wide: true, height: 260,
-      legend: false, alarms: run.alarms || [], range: isShare ? [0, 1] : (u, low, high) => [0, (high || 1) * 1.05],
-      format: isShare ? (v) => share(v) : seconds, axis: isShare ? (v) => share(v, 0) : seconds,
-    }));
-  };
-  show('seconds');
-  return card({ title, tools: segments('Unit', [['seconds', 'seconds'], ['share', 'share']], 'seconds', show) },
+  const lines = stages.map(({ stage, values }) => ({
+    label: STAGE_NAMES[stage], x: run.curves.steps, ink: `stage-${stage}`, values,
+  }));
+  const areas = chart({
+    title: 'seconds a step by stage', lines: binned(lines, 400), stacked: true, wide: true, height: 260,
+    legend: false, alarms: run.alarms || [], range: (u, low, high) => [0, (high || 1) * 1.05], format: seconds, axis: seconds,
+  });
+  return card(title,
     bar,
     h('ul', { class: 'legend stages' }, rows.map((r) => h('li', {}, h('i', { style: { background: `var(--stage-${r.stage})` } }), `${STAGE_NAMES[r.stage]} `, h('b', {}, share(r.seconds / total)), h('span', {}, seconds(r.seconds))))),
-    host,
+    areas,
     h('dl', { class: 'facts' },
       [['in steps', seconds(total)], ['evaluation, saving and the rest', rest === null ? 'not recorded' : `${seconds(rest)} (${share(rest / run.summary.seconds)})`],
         ['a step, median', seconds(median(run.curves.columns.step_time))], ['idle', idle ? share(idle.seconds / total) : 'one process: none'],
