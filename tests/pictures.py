@@ -49,7 +49,7 @@ def image_groups(
 
 
 def write_groups(path: Path, groups: Sequence[Group], *, images: bool = True) -> None:
-    """Writes the completions of a step as a run with images does, or with log.images=false."""
+    """Writes the completions of a step as a run with images does, or without them."""
     rows = []
     for group in groups:
         cell = images_cell(group.prompt) if images else None

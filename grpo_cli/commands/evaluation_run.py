@@ -191,13 +191,12 @@ def finish(
     """Writes and shows an evaluation, and deletes its journal.
 
     Args:
-        recipe: only overwrite and log.images are read.
+        recipe: only overwrite is read.
     """
     with workers.raise_together():
         if workers.is_main:
             before = None if recipe.overwrite else tables.set_aside(folder, settings)
-            images = recipe.log.images
-            tables.write(folder, subject, results, settings, images=images)
+            tables.write(folder, subject, results, settings)
             shutil.rmtree(folder / FOLDER, ignore_errors=True)
             tables.show(reporter.console, paths.shown(subject), results)
             said = f"numbers: {paths.shown(folder / 'eval.json')}"

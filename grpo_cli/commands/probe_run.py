@@ -15,7 +15,8 @@ from grpo_cli.evaluation.probe.verdict import show
 from grpo_cli.generation.factory import make_generator
 from grpo_cli.models.vision import has_images
 from grpo_cli.reporting.progress import Bar
-from grpo_cli.reporting.reporter import Reporter, completion_row, write_parquet, write_text
+from grpo_cli.reporting.reporter import Reporter, completion_row, write_parquet
+from grpo_cli.reporting.run_folder import write_text
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.training import build
 from grpo_cli.training.prepare import Prepared
@@ -96,7 +97,7 @@ def write(prepared: Prepared, result: ProbeResult, console: Console, *, as_json:
     """Writes probe.json and completions.parquet, and prints the result."""
     folder, recipe = prepared.folder, prepared.recipe
     write_text(folder / FILE, result.as_json())
-    with_images = recipe.log.images and has_images(g.prompt for g in result.groups)
+    with_images = has_images(g.prompt for g in result.groups)
     rows = []
     for g in result.groups:
         images = images_cell(g.prompt) if with_images else None

@@ -42,7 +42,6 @@ OTHER_NAMES = {
     "eval_steps": "eval.every",
     "metric_for_best_model": "eval.best",
     "report_to": "tracking=NAME",
-    "num_completions_to_print": "log.completions_shown",
     "push_to_hub": "hub.repo=OWNER/NAME",
     "hub_model_id": "hub.repo",
     "hub_strategy": "hub.strategy",

@@ -1177,16 +1177,10 @@ class Log:
     """Files and lines that a run writes in addition to metrics.jsonl."""
 
     completions_every: int = knob(
-        20, "Write the completions of a step every N steps; 0: never.", ge=0
-    )
-    completions_shown: int = knob(
-        1, "Number of the written completions that are also printed.", ge=0
-    )
-    images: bool = knob(
-        True,
-        "Keep the images of written completions, in the files and in the tables of trackers. A "
-        "file holds an image once for all completions of its prompt, no larger than "
-        "dataset.max_pixels.",
+        20,
+        "Write the completions of a step every N steps, with the images of their prompts, and "
+        "print the first; 0: never.",
+        ge=0,
     )
     entropy_every: int = knob(
         10, "Measure the entropy every N steps if nothing else needs it; 0: never.", ge=0

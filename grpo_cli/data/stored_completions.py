@@ -3,7 +3,7 @@
 A file has a column `completion` and the columns that rewards read. Files written by a run or by
 `grpo eval` store the data set's columns as JSON in a column `columns`, and the prompt's images in a
 column `images`. The JSON refers to the first image as {"image": 0}, and to an image that the file
-does not store (`log.images`) as {"image": null}.
+does not store as {"image": null}.
 """
 
 from __future__ import annotations
@@ -273,10 +273,7 @@ def check_images(columns: Iterable[Mapping[str, Any]], key: str = "") -> None:
     sound: set[bytes] = set()  # completions of a prompt have the same images
     for image in (i for one in columns for i in images_of_rows.in_columns(one)):
         if image.source is None:
-            raise UserError(
-                f"{said}{image.place}: holds no images, which the rewards read; a run writes "
-                "them with log.images=true."
-            )
+            raise UserError(f"{said}{image.place}: holds no images, which the rewards read.")
         try:
             stored = image.encoded()["bytes"]
             if (digest := hashlib.blake2b(stored, digest_size=16).digest()) not in sound:

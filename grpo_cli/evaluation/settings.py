@@ -19,7 +19,7 @@ from grpo_cli.config.parsing import value_at
 from grpo_cli.config.schema import Benchmark, Eval, Recipe, Tools
 from grpo_cli.errors import UserError, listed
 
-# Sections that only training reads; `log.images` is read for the file of completions.
+# Sections that only training reads.
 OF_TRAINING = (
     "loss", "advantage", "optimizer", "update", "stop", "alarms", "checkpoint", "log", "tracking",
     "hub",
@@ -38,7 +38,6 @@ REFUSED = (
     "dataset.shuffle_buffer", "dataset.mixture", "generation.max_logp_difference",
     "generation.dynamic_sampling",
 )  # fmt: skip
-READ = ("log.images", "resume=auto")  # an evaluation always resumes
 MEANT = {  # keys of training -> the keys that evaluation reads instead
     "generation.temperature": "eval.temperature",
     "generation.top_p": "eval.top_p",
@@ -52,7 +51,7 @@ OF_ROWS = ("dataset", "reward", "environment", "episode", "tools", "rollout")
 # Keys that are read when stored completions are scored.
 READ_OF_COMPLETIONS = (
     "benchmark.", "scoring.workers", "scoring.worker_memory_gb",
-    "eval.metric", "eval.mode", "eval.k", "eval.limit", "output_dir", "overwrite", "log.images",
+    "eval.metric", "eval.mode", "eval.k", "eval.limit", "output_dir", "overwrite",
     "hydra.",
 )  # fmt: skip
 READ_OF_THEIR_BENCHMARK = (
@@ -69,7 +68,8 @@ def check_read(overrides: Sequence[str]) -> None:
     as_in_training = "eval.sampling=training" in overrides
     for word in overrides:
         key = key_set_by(word)
-        if word in READ or key in READ or (as_in_training and key in OF_SAMPLING):
+        # An evaluation always resumes.
+        if word == "resume=auto" or (as_in_training and key in OF_SAMPLING):
             continue
         if key in MEANT:
             raise UserError(f"{word}: is only read in training; evaluation reads {MEANT[key]}.")
@@ -136,10 +136,8 @@ def without_training(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """
     defaults = Recipe()
     with open_dict(cfg):
-        images = OmegaConf.select(cfg, "log.images", default=defaults.log.images)
         for name in OF_TRAINING:
             cfg[name] = OmegaConf.structured(getattr(defaults, name))
-        cfg.log.images = images  # decides the contents of completion files
         cfg.schedules = {}
         for name in OF_TRAINING_IN_EVAL:
             cfg.eval[name] = getattr(Eval(), name)

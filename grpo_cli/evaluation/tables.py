@@ -21,7 +21,8 @@ from grpo_cli.data.stored_completions import (
 )
 from grpo_cli.evaluation.tasks import TaskResult
 from grpo_cli.records import Group
-from grpo_cli.reporting.reporter import finite, nested, with_interval, write_parquet, write_text
+from grpo_cli.reporting.reporter import finite, nested, with_interval, write_parquet
+from grpo_cli.reporting.run_folder import write_text
 
 WRITTEN = ("eval.json", "completions.parquet", "table.md")
 
@@ -56,20 +57,17 @@ def write(
     subject: str,
     results: Sequence[TaskResult],
     settings: Mapping[str, Any],
-    *,
-    images: bool = True,
 ) -> dict[str, Any]:
     """Writes an evaluation into its folder; returns the content of eval.json.
 
     Args:
-        images: whether the file of completions holds the images of prompts.
         subject: the checkpoint or the file of completions that was evaluated.
         settings: the evaluation's settings, for eval.json.
     """
     for name in WRITTEN:  # files of the same evaluation, or of one to be overwritten
         (folder / name).unlink(missing_ok=True)
     report = {"checkpoint": subject, "benchmarks": entries(results), **settings}
-    stored = images and any(group.prompt.images for result in results for group in result.groups)
+    stored = any(group.prompt.images for result in results for group in result.groups)
     rows = [row for result in results for row in completion_rows(result, stored)]
     write_parquet(folder / "completions.parquet", rows)
     if results[0].task.mode is not None:

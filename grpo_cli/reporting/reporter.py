@@ -44,7 +44,7 @@ from grpo_cli.reporting import tracking
 from grpo_cli.reporting.alarms import Alarms, Raised
 from grpo_cli.reporting.metric_names import SHORT, measure_of
 from grpo_cli.reporting.progress import Bar, clock
-from grpo_cli.reporting.run_folder import ALARMS, METRICS, read_lines
+from grpo_cli.reporting.run_folder import ALARMS, METRICS, read_lines, replaced, write_text
 from grpo_cli.reporting.status import Status
 
 ROW_GROUP_BYTES = 2**28  # bytes of images in memory while completions are written
@@ -134,11 +134,6 @@ class Reporter:
         every = self.config.completions_every
         return every > 0 and (step == 1 or step % every == 0)
 
-    @property
-    def keeps_images(self) -> bool:
-        """Whether stored completions hold the images of their prompts."""
-        return self.has_images and self.config.images
-
     def completions(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         """Stores and prints one step's completions, each a `completion_row`."""
         if not (self.main and rows):
@@ -155,8 +150,7 @@ class Reporter:
                 )
             self.skips_completions = True
         self.trackers.table([in_table(row) for row in rows], step)
-        if shown := rows[: self.config.completions_shown]:
-            self.console.print(completions_table(step, shown))
+        self.console.print(completions_table(step, rows[:1]))
 
     def rewind(self, step: int) -> None:
         """Cuts metrics.jsonl and alarms.jsonl back to `step`: later steps will be repeated."""
@@ -324,7 +318,7 @@ def completion_row(
 
 def in_table(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the cells of a completion that are readable for people."""
-    read = ("step", "prompt", "completion", "advantage", IMAGES)
+    read = ("step", "prompt", "completion", "advantage")
     return {k: row[k] for k in row if k in read or k.startswith(("reward", "extras/"))}
 
 
@@ -352,34 +346,21 @@ def versions() -> dict[str, str]:
     return dict([own, ("python", platform.python_version()), *others])
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file atomically: a reader sees the old text or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-
-
 def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Writes rows as a Parquet file, atomically: a push reads it while the run writes."""
     import pyarrow
     import pyarrow.parquet
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".tmp")
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {
         name: parquet_column([row.get(name) for row in rows]) for name in names if name != IMAGES
     }
-    try:
+    with replaced(path) as partial:
         table = pyarrow.table(columns)
         if IMAGES in names:
             _write_with_images(partial, table, [row[IMAGES] for row in rows])
         else:
             pyarrow.parquet.write_table(table, partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _write_with_images(path: Path, table: Any, images: Sequence[list[Any]]) -> None:

@@ -25,7 +25,7 @@ from grpo_cli.config.interpolation import masked
 from grpo_cli.distributed import heartbeat
 from grpo_cli.distributed.stop_signal import StoppedWhileStarting
 from grpo_cli.errors import NO_READER, Stopped, lost_reader
-from grpo_cli.reporting.run_folder import STATUS
+from grpo_cli.reporting.run_folder import STATUS, write_text
 
 SECONDS = 1.0  # between two writes
 LOCK_SECONDS = 2.0  # longest wait of `end` for a write, on a file system that hangs
@@ -101,10 +101,10 @@ class Status:
                 return
 
     def _write(self) -> None:
-        partial = self.path.with_name(self.path.name + ".tmp")
+        if not self.path.parent.is_dir():  # somebody has removed it
+            return
         with contextlib.suppress(Exception):  # whatever it is: the run continues without it
-            partial.write_text(json.dumps(self._now()), encoding="utf-8")
-            os.replace(partial, self.path)
+            write_text(self.path, json.dumps(self._now()))
 
     def _now(self) -> dict[str, Any]:
         """Returns the contents of the file."""

@@ -6,7 +6,6 @@ tracker that fails never ends a run.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.config.schema import Recipe
-from grpo_cli.data.stored_completions import IMAGES
 from grpo_cli.errors import UserError
-from grpo_cli.images import ImageError, StoredImage
 
 TABLE = "completions"
-TABLES = ("trackio", "wandb")  # trackers that accept tables, with images in their cells
+TABLES = ("trackio", "wandb")  # trackers that accept tables
 # Returns, from accelerate's tracker, the id by which a resumed run continues its curves.
 IDS: dict[str, Callable[[Any], str]] = {
     "mlflow": lambda tracker: str(tracker.active_run.info.run_id),
@@ -91,29 +88,17 @@ class Trackers:
         self._each("metrics", lambda name, one: one.log(own.get(name, metrics), step=step))
 
     def table(self, rows: Sequence[dict[str, Any]], step: int) -> None:
-        """Sends completions as a table to the trackers that accept tables.
-
-        Args:
-            rows: cells by column; the column of images holds them as they are stored.
-        """
+        """Sends completions, as cells by column, to the trackers that accept tables."""
         if not self._live.keys() & {*TABLES}:
             return
         import pandas
 
         frame = pandas.DataFrame(rows)
-        # Completions of a prompt share its cell of images, which is decoded once.
-        pictures = {id(row[IMAGES]): _pictures(row[IMAGES]) for row in rows if IMAGES in row}
 
         def send(name: str, tracker: Any) -> None:
-            if name not in TABLES:
-                return
-            package = importlib.import_module(name)
-            cells = {key: [package.Image(p) for p in of_cell] for key, of_cell in pictures.items()}
-            if cells:
-                own = frame.assign(**{IMAGES: [cells[id(row[IMAGES])] for row in rows]})
-            else:
-                own = frame
-            tracker.log({TABLE: package.Table(dataframe=own)}, step=step)
+            if name in TABLES:
+                table = importlib.import_module(name).Table(dataframe=frame)
+                tracker.log({TABLE: table}, step=step)
 
         self._each("completions", send)
 
@@ -171,15 +156,6 @@ def _started(
     if known is None and name not in ("tensorboard", "trackio", "wandb"):
         tracker.store_init_configuration(_flat(settings))
     return tracker
-
-
-def _pictures(cell: Sequence[dict[str, Any] | None]) -> list[Any]:
-    """Decodes the stored images of a prompt, without those that cannot be read."""
-    pictures = []
-    for stored in cell:
-        with contextlib.suppress(ImageError):
-            pictures.append(StoredImage(stored, "").open())
-    return pictures
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

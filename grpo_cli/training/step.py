@@ -163,7 +163,7 @@ class Step:
         run, groups = self.run, self.batch.groups if self.batch else []
         run.check_folder()
         if run.reporter.keeps_completions(run.state.step):
-            images = run.reporter.keeps_images
+            images = run.reporter.has_images
             rows = rows_of_all(run.workers, run.state.step, groups, images)
             run.reporter.completions(run.state.step, rows)
 

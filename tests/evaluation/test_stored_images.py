@@ -8,7 +8,6 @@ from typing import Any
 
 import PIL.Image
 import pytest
-from pyarrow import parquet
 
 from grpo_cli.cli import run_command
 from grpo_cli.data import Rows
@@ -49,14 +48,6 @@ def test_completions_of_a_run_are_scored_with_their_images(folder: Path) -> None
     for one, other in zip(before, after, strict=True):
         assert one.images[0].open().tobytes() == other.images[0].open().tobytes()
         assert other.columns["image"] is other.images[0]
-
-
-def test_images_are_left_out_where_the_log_has_none(folder: Path) -> None:
-    write_groups(folder / "step-1.parquet", image_groups([ROWS[0], ROWS[2]]))
-    assert evaluate("completions=step-1.parquet", "log.images=false") == 0
-    found = json.loads((folder / "out/eval.json").read_text())["benchmarks"]["gsm8k"]
-    assert (found["n"], found["accuracy"]) == (2, 0.5)  # scored with them
-    assert "images" not in parquet.read_schema(folder / "out/completions.parquet").names
 
 
 def test_a_truncated_picture_is_named(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

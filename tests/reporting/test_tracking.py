@@ -20,7 +20,6 @@ from grpo_cli.errors import UserError
 from grpo_cli.reporting import tracking
 from grpo_cli.reporting.tracking import Trackers
 from tests.tables import table
-from tests.test_images import RED, encoded
 from tests.training.test_train import metrics, recipe, trained
 
 Calls = list[tuple[Any, ...]]
@@ -159,32 +158,12 @@ def test_a_tracker_that_does_not_start_ends_a_new_run_only(
     ]
 
 
-def test_the_trackers_are_those_of_accelerate() -> None:
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-    choices = {f.metadata["choices"] for key, f in schema.knobs() if key == "tracking.backend"}
-    assert {*choices.pop()} == {"none", *LOGGER_TYPE_TO_CLASS}
-
-
 def test_mlflow_gets_names_that_it_takes(lines: list[str]) -> None:
     live, seen = Trackers(lines.append), []
     live._live["mlflow"] = SimpleNamespace(log=lambda values, step: seen.append(values))
     live._live["comet_ml"] = SimpleNamespace(log=lambda values, step: seen.append(values))
     live.log({"eval/gsm8k/maj@8": 0.5}, 1)
     assert seen == [{"eval/gsm8k/maj_at_8": 0.5}, {"eval/gsm8k/maj@8": 0.5}]
-
-
-@table(
-    ("given", "backend"),
-    [
-        ("none", ["none"]),
-        ("wandb", ["wandb"]),
-        ("wandb, mlflow", ["wandb", "mlflow"]),
-        (["wandb", "trackio"], ["wandb", "trackio"]),
-    ],
-)
-def test_one_name_is_a_list_of_one(given: Any, backend: list[str], tmp_path: Path) -> None:
-    assert recipe(tmp_path, tracking__backend=given).tracking.backend == backend
 
 
 @table("given", [["none", "wandb"], ["wandb", "wandb"], []])
@@ -211,28 +190,3 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError, match=r"tracking.backend = trackio: .*; pip install trackio"):
         tracking.require(["tensorboard", "trackio"])
     tracking.require(["none"])
-
-
-IMAGES = [[{"bytes": encoded(RED), "path": None}]] * 2 + [
-    [],
-    [{"bytes": encoded(RED.resize((3, 2))), "path": None}, None],
-    [{"bytes": encoded(RED)[:60], "path": None}],
-]
-
-
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_tables_show_the_images_that_can_be_read(
-    name: str, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module: Any = types.ModuleType(name)
-    module.Image = lambda picture: ("an image", picture.size)
-    module.Table = lambda dataframe: dataframe
-    monkeypatch.setitem(sys.modules, name, module)
-    live, seen = Trackers(lines.append), []
-    live._live[name] = SimpleNamespace(log=lambda values, step: seen.append(values["completions"]))
-    live.table([{"completion": "a", "images": cell} for cell in IMAGES], 7)
-    live.table([{"completion": "a"}], 7)
-    red, small = ("an image", (60, 40)), ("an image", (3, 2))
-    assert [*seen[0]["images"]] == [[red], [red], [], [small], []]
-    assert [*seen[1].columns] == ["completion"], "log.images=false"
-    assert lines == []

@@ -59,7 +59,6 @@ TINY = [
     "checkpoint.every=1",
     "log.report=false",
     "log.completions_every=1",
-    "log.completions_shown=0",
     "reward=[]",
 ]
 # All that a run remembers: random streams, what adapts, a reference that moves.

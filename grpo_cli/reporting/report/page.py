@@ -13,7 +13,6 @@ import base64
 import gzip
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from grpo_cli import __version__
 from grpo_cli.config.interpolation import masker
 from grpo_cli.reporting.report import completions, curves, facts
 from grpo_cli.reporting.report.completions import Completions, Limits
-from grpo_cli.reporting.run_folder import RunFolder
+from grpo_cli.reporting.run_folder import RunFolder, write_text
 
 # In the order in which they run.
 SCRIPTS = (
@@ -73,14 +72,7 @@ def write(runs: Sequence[RunData], path: Path, compared: dict[str, Any] | None =
     Args:
         compared: for two runs, their paired evaluations and the differences of their recipes.
     """
-    text = html(runs, compared)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_text(path, html(runs, compared))
     return path.stat().st_size
 
 
