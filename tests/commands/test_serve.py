@@ -178,17 +178,8 @@ def test_words_and_the_words_of_a_recipe() -> None:
 MISTAKES = {
     "nothing": ([], "say what to serve: model=FOLDER_OR_HUB_NAME or recipe=NAME"),
     "misspelt": (["model=m", "prot=1"], "prot: there is no such word; ...Did you mean port?"),
-    "no such recipe": (["recipe=gsm8k_tini"], "Did you mean gsm8k_tiny "),
     "of a recipe": (["model=m", "loss=dapo"], "loss: there is no such word; ...with recipe=NAME"),
-    "choice": (
-        ["model=m", "transfer=ncl"],
-        "transfer = 'ncl': must be one of ...Did you mean nccl?",
-    ),
-    "quantization": (["model=m", "engine_args.quantization=fp8"], "weights are sent as they are"),
-    "logprobs": (["model=m", "engine_args.logprobs-mode=raw_logits"], "it was drawn from"),
     "drafts": (["model=m", "engine_args.speculative_config={a: 1}"], "of drafted tokens"),
-    "rank": (["model=m", "max_lora_rank=513"], "max_lora_rank = 513: must be >= 1 and <= 512"),
-    "transfer": (["model=m", "engine_args.weight_transfer_config={}"], "write transfer=NAME"),
     "own word": (["model=m", "engine_args.tensor_parallel_size=2"], "write tensor_parallel=N"),
     "key": (["model=m", "engine_args.api_key=k"], "api_key: cannot be set: every route asks for"),
     "several": (["model=m", "-m"], "serves one model"),
@@ -266,15 +257,6 @@ def test_environment(model: Path) -> None:
         "TORCH_COMPILE_DISABLE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
-    given = {"PYTHONPATH": "x", "TORCH_COMPILE_DISABLE": "0"}
-    assert planned(model=str(model)).environment(given)["TORCH_COMPILE_DISABLE"] == "0"
-    plan = planned(1, model=str(model), transfer="ipc")
-    assert plan.environment(given) == {
-        "PYTHONPATH": f"{root}{os.pathsep}x",
-        "TORCH_COMPILE_DISABLE": "0",
-        "VLLM_SERVER_DEV_MODE": "1",
-        "GRPO_SERVER_KEY": "",
-    }
 
 
 def test_an_adapter_that_the_server_applies(model: Path) -> None:
@@ -349,13 +331,9 @@ def test_what_cannot_be_served(model: Path, tmp_path: Path) -> None:
         planned(model=str(model))
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
-def test_loopback_exposes_nothing(host: str) -> None:
-    assert serve.exposure(host) is None
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "node1"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "node1"])
 def test_another_address_is_warned_of(host: str) -> None:
+    assert serve.exposure("127.0.0.2") is serve.exposure("localhost") is None
     said = serve.exposure(host) or ""
     assert said.startswith(f"warning: host = {host}: others on this machine and its network reach")
     assert "change the weights and run code as you" in said
@@ -401,12 +379,6 @@ def test_a_built_model_is_that_of_training(tmp_path: Path, monkeypatch: pytest.M
         build.load_policy(prepared, alone, alone)
     finally:
         prepared.scorer.executor.close()
-
-
-def test_importing_is_cheap() -> None:
-    code = "import sys, grpo_cli.commands.serve; print({'torch', 'transformers'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
 
 
 # Processes.
@@ -459,42 +431,17 @@ def test_serves_until_it_is_told_to_stop(
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("again", [True, False])
 def test_a_server_that_does_not_stop_is_killed(
-    again: bool,
     model: Path,
     port: int,
     fake: Callable[[], dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("FAKE", "is stubborn")
-    # Killed by a second signal, or when patience is at its end.
-    monkeypatch.setattr(launch, "TERM_SECONDS", float("inf") if again else 0.3)
+    monkeypatch.setattr(launch, "TERM_SECONDS", 0.3)
     once_ready(monkeypatch, stop(signal.SIGINT))
-    killpg = os.killpg
-
-    def stops_again(group: int, number: int) -> None:
-        killpg(group, number)
-        if again and number == signal.SIGTERM:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(os, "killpg", stops_again)
     assert cli.run_command(["serve", f"model={model}", f"port={port}"]) == 130
     assert all_gone(fake()["pids"])
-
-
-@pytest.mark.programs
-def test_serves_the_model_that_a_recipe_builds(
-    port: int, fake: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    lines = once_ready(monkeypatch, stop(signal.SIGTERM))
-    words = ["recipe=arithmetic_tiny", "model.build.hidden_size=32", "model.build.warmup_steps=2"]
-    assert cli.run_command(["serve", *words, f"port={port}"]) == 143
-    argv = fake()["argv"]
-    given = dict(zip(argv[::2], argv[1::2], strict=False))
-    assert Path(given["--model"]).parent == tmp_path / "cache" / "tiny"
-    assert (Path(given["--model"]) / "model.safetensors").is_file()
-    assert f": grpo train {' '.join(words)} generation=vllm_server " in lines[-1]
 
 
 FAILURES = {
@@ -520,24 +467,6 @@ def test_a_server_that_does_not_come_up(
     log = server_log.log_path(port)
     assert err.startswith(f"grpo: the server ended while it started\nThe last lines of {log}:\n  ")
     assert err.rstrip().endswith(FAILURES[do])
-    assert all_gone(fake()["pids"])
-
-
-def test_a_server_that_ends_by_itself(
-    model: Path,
-    port: int,
-    fake: Callable[[], dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def act() -> None:
-        with socket.create_connection(("127.0.0.1", port)) as connection:
-            connection.sendall(b"GET /fail HTTP/1.0\r\n\r\n")
-            connection.recv(9)
-
-    once_ready(monkeypatch, act)
-    assert cli.run_command(["serve", f"model={model}", f"port={port}"]) == 1
-    assert capsys.readouterr().err.startswith("grpo: the server ended\nThe last lines of ")
     assert all_gone(fake()["pids"])
 
 

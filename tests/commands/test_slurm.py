@@ -93,10 +93,8 @@ def test_a_model_on_several_gpus_has_fewer_copies() -> None:
         (["time=90"], "gpus_per_node: say how many GPUs a node has; 0: train on CPUs."),
         (["gpus_per_node=8"], "time: set the time limit of the job, such as time=12:00:00."),
         ([*NEEDED, "grace=29"], "grace = 29: must be >= 30 and <= 65535."),
-        ([*NEEDED, "node=2"], "node: there is no such word;"),
         ([*NEEDED, "sbatch.nodes=2"], "sbatch.nodes: cannot be set: write nodes=VALUE."),
         ([*NEEDED, "srun.kill_on_bad_exit=0"], "srun.kill-on-bad-exit: cannot be set: the script"),
-        ([*NEEDED, "serve.port=1"], "serve.port: is only read with vllm_nodes."),
         (
             [*NEEDED, "vllm_nodes=1", "serve.port=1"],
             "serve.port: cannot be set: the script",
@@ -120,7 +118,6 @@ def test_mistakes_are_named(words: list[str], message: str) -> None:
         ([], "grpo slurm: say what to train: recipe=NAME or recipe=./my.yaml."),
         (["recipe=a", "resume=x"], "resume=x: the script sets resume=auto"),
         (["recipe=a", "overwrite=true"], "overwrite=true: a requeued job would discard"),
-        (["recipe=a", "generation=transformers"], "with vllm_nodes the recipe samples with vllm"),
         (["recipe=a", "generation.vllm.servers=[x]"], "the servers are the job's own"),
     ],
 )
@@ -143,13 +140,6 @@ def test_nodes_have_the_recipes_device(gpus: int, device: str, message: str) -> 
     with pytest.raises(UserError) as caught:
         slurm.check(settings, Recipe(device=device))
     assert message in str(caught.value)
-
-
-def test_words_of_serve_are_checked() -> None:
-    words = ["vllm_nodes=1", "check=false", "serve.tensor_paralel=2"]
-    settings, _ = slurm.split_words([*NEEDED, *words])
-    with pytest.raises(UserError, match="tensor_paralel"):
-        slurm.check(settings, Recipe(device="cpu"))
 
 
 # The command.
@@ -379,20 +369,6 @@ def test_a_run_to_its_end(make: Callable[..., Batch]) -> None:
     assert job.requeues() == 0
 
 
-def test_slurm_says_when_the_job_ends(make: Callable[..., Batch]) -> None:
-    job = make("nodes=3", SLURM_JOB_END_TIME="1999999999", SLURM_CPUS_PER_TASK="2")
-    job.sit()
-    environment = job.calls()[1][2]
-    assert (environment["GRPO_END_TIME"], environment["OMP_NUM_THREADS"]) == ("1999999999", "1")
-
-
-def test_a_job_without_a_time_limit(make: Callable[..., Batch]) -> None:
-    job = make("nodes=3")
-    (job.fake / "squeue").write_text("#!/bin/bash\necho NONE\n")
-    assert job.sit() == 0
-    assert {"GRPO_END_TIME", "GRPO_GRACE"}.isdisjoint(job.calls()[1][2])
-
-
 def test_nodes_that_serve(make: Callable[..., Batch]) -> None:
     job = make("nodes=2", "vllm_nodes=1", "srun.container-image=a.sqsh")
     serve = "signal.signal(signal.SIGTERM, lambda *_: sys.exit((fake / 'ended').touch()))"
@@ -427,12 +403,6 @@ def test_nodes_that_serve(make: Callable[..., Batch]) -> None:
     assert all(line.endswith(" --container-image=a.sqsh") for line in options)
     assert "--nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=n3 --kill" in options[0]
     assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=n1,n2 --kill" in options[1]
-
-
-def test_a_job_without_servers_has_no_key(make: Callable[..., Batch]) -> None:
-    job = make()
-    assert job.sit() == 0
-    assert all("GRPO_SERVER_KEY" not in environment for _, _, environment in job.calls())
 
 
 def test_unfit_nodes_do_not_train(make: Callable[..., Batch]) -> None:
@@ -470,16 +440,6 @@ def test_a_signal_reaches_the_run(make: Callable[..., Batch], number: signal.Sig
     assert job.requeues() == 1
 
 
-def test_a_signal_before_training(make: Callable[..., Batch]) -> None:
-    job = make()
-    process = job.start(doctor="ready_for()")
-    job.until("in-doctor")
-    process.send_signal(signal.SIGUSR1)
-    job.end(process)
-    assert "told to leave before training began" in job.said
-    assert (job.kinds(), job.requeues()) == (["doctor"], 1)
-
-
 LISTENS = "(fake / 'in-train').touch(); time.sleep(60)"
 
 
@@ -492,13 +452,6 @@ def told_in_training(job: Batch, then: str) -> int:
     job.until("in-train")
     process.send_signal(signal.SIGUSR1)
     return job.end(process)
-
-
-def test_a_signal_that_came_too_early_to_be_answered(make: Callable[..., Batch]) -> None:
-    job = make()
-    assert told_in_training(job, "pass") == 1
-    assert "told to leave before the run's end" in job.said
-    assert job.requeues() == 1
 
 
 def test_a_signal_in_a_runs_last_moments(make: Callable[..., Batch]) -> None:
@@ -517,35 +470,6 @@ def test_a_summary_of_before_is_not_this_runs_end(make: Callable[..., Batch]) ->
 
 
 @pytest.mark.programs
-def test_a_run_that_stays_is_ended_in_time(make: Callable[..., Batch]) -> None:
-    job = make()
-    job.file.write_text(job.file.read_text().replace("\nGRACE=40 ", "\nGRACE=8 "))
-    deaf = "signal.signal(signal.SIGTERM, signal.SIG_DFL)"  # but to SLURM's own end of it
-    process = job.start(train=f"{deaf}; {LISTENS}")
-    job.until("in-train")
-    process.send_signal(signal.SIGUSR1)
-    begin = time.monotonic()
-    job.end(process)
-    assert time.monotonic() - begin < 30
-    assert "told to leave before the run's end" in job.said
-    assert job.requeues() == 1
-
-
-@pytest.mark.programs
-def test_what_slurm_ends_is_slurms(make: Callable[..., Batch]) -> None:
-    job = make()
-    wait = "time.sleep(3); leave()"
-    hears = "signal.signal(signal.SIGUSR1, on_usr1); (fake / 'in-train').touch()"
-    process = job.start(train=f"{hears}; {wait}")
-    job.until("in-train")
-    (job.fake / "state").write_text("COMPLETING")
-    process.send_signal(signal.SIGTERM)
-    job.end(process)
-    assert not (job.fake / "told").exists()  # it was told by SLURM, and once is enough
-    assert job.requeues() == 0
-
-
-@pytest.mark.programs
 def test_two_sittings_without_progress_are_enough(make: Callable[..., Batch]) -> None:
     job = make()
     job.sit(train="save('step-9'); leave()")
@@ -553,23 +477,6 @@ def test_two_sittings_without_progress_are_enough(make: Callable[..., Batch]) ->
     assert job.requeues() == 2
     assert job.sit(train="leave()") == 1
     assert "not requeued: two sittings in a row have saved nothing new" in job.said
-    assert job.requeues() == 2
-
-
-@pytest.mark.programs
-def test_a_step_saved_in_the_middle_is_progress(make: Callable[..., Batch]) -> None:
-    job = make()
-    for i in range(4):
-        made = f"os.utime(run / 'checkpoints' / 'step-9.interrupted', ({i}, {i}))"
-        job.sit(train=f"save('step-9.interrupted'); {made}; leave()")
-    assert job.requeues() == 4
-
-
-def test_the_count_is_of_one_job(make: Callable[..., Batch]) -> None:
-    job = make()
-    job.sit(train="leave()")
-    job.environment["SLURM_JOB_ID"] = "8002"
-    job.sit(train="leave()")
     assert job.requeues() == 2
 
 
@@ -582,13 +489,6 @@ def test_requeues_have_a_limit(make: Callable[..., Batch]) -> None:
     job.environment["SLURM_RESTART_COUNT"] = "1"
     job.sit(train="save('step-2'); leave()")
     assert job.requeues() == 1
-
-
-def test_slurm_may_refuse(make: Callable[..., Batch]) -> None:
-    job = make()
-    (job.fake / "refuses").touch()
-    assert job.sit(train="save('step-1'); leave()") == 1
-    assert "SLURM does not requeue it" in job.said
 
 
 def test_a_dead_node_is_no_error_of_the_run(make: Callable[..., Batch]) -> None:

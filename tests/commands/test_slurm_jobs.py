@@ -210,27 +210,6 @@ def test_a_job_that_is_cancelled_stays_so(cluster: Cluster) -> None:
     assert "requeue" not in job.log()
 
 
-def test_nodes_that_differ_do_not_train(cluster: Cluster) -> None:
-    other = cluster.folder / "other" / "transformers-4.0.0.dist-info"
-    other.mkdir(parents=True)
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.0.0\n")
-    setup = cluster.folder / "setup.sh"
-    setup.write_text(
-        'if [ "$SLURMD_NODENAME" = n2 ]; then\n'
-        f"  export PYTHONPATH={other.parent}:$PYTHONPATH\n"
-        f"  RUN_DIR={cluster.folder}/elsewhere\n"
-        "fi\n"
-    )
-    run = cluster.folder / "unfit"
-    job = cluster.submit(run, "nodes=2", f"setup={setup}", f"python={sys.executable}")
-    assert job.until_over() == "FAILED", job.everything()
-    assert "doctor: n2: transformers is 4.0.0; " in job.log()
-    assert f"doctor: n2: {cluster.folder}/elsewhere is not the folder that n1 has" in job.log()
-    assert "nothing was started" in job.log()
-    assert job.shown()["Restarts"] == "0"
-    assert not (run / "recipe.yaml").exists()
-
-
 def test_a_node_that_does_not_come_is_named(cluster: Cluster) -> None:
     setup = cluster.folder / "dies.sh"
     setup.write_text('[ "$SLURMD_NODENAME" = n2 ] && exit 1\n')

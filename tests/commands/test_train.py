@@ -17,7 +17,6 @@ import pytest
 from grpo_cli import cli
 from grpo_cli.commands import train
 from grpo_cli.config.schema import Distributed
-from grpo_cli.distributed import supervisor
 from grpo_cli.distributed.job_store import Failure
 from grpo_cli.distributed.stop_signal import StoppedWhileStarting, StopSignal
 from grpo_cli.distributed.supervisor import Supervisor
@@ -52,29 +51,6 @@ def test_a_process_that_waits_where_no_python_runs_is_ended(tmp_path: Path) -> N
     assert "exitcode  : 143" in found.stderr, found.stderr
     assert (tmp_path / "end-1").read_text() == "stopped by 15"
     assert not (tmp_path / "end-0").exists()
-
-
-@pytest.mark.parametrize(("starting", "expected"), [(True, [143]), (False, [])])
-def test_only_a_process_that_is_still_starting_is_ended(
-    starting: bool, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another may have been told just after all had started."""
-    monkeypatch.setattr(Supervisor, "_run", lambda self: None)
-    eye, ended = Supervisor(0, 1, tmp_path, None), []
-    monkeypatch.setattr(eye, "_exit", ended.append)
-    eye.is_starting = lambda: True
-    store = SimpleNamespace(failure=lambda: None, stop=lambda: {"rank": 1, "signal": 15})
-    monkeypatch.setattr(eye, "_store", store)
-    eye._read_store()
-    monkeypatch.setattr(eye, "_store", None)
-    eye._end_if_due()
-    assert not ended, "it has time to leave by itself"
-    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.0)
-    eye.is_starting = lambda: starting
-    time.sleep(0.01)
-    eye._end_if_due()
-    assert ended == expected
-    eye.close()
 
 
 def test_a_failure_elsewhere_is_the_end_of_the_status(

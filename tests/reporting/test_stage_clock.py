@@ -5,14 +5,12 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from grpo_cli.config import parsing
 from grpo_cli.config.schema import Recipe
 from grpo_cli.records import RolloutStats, StepStats
 from grpo_cli.reporting import progress
-from grpo_cli.reporting import stage_clock as clock_module
 from grpo_cli.reporting.reporter import Reporter, times
 from grpo_cli.reporting.stage_clock import STAGES, Clock, possible_stages
 from tests.conftest import CPU
@@ -76,31 +74,6 @@ def test_a_stage_within_another_is_counted_once(hands: Hands) -> None:
     assert found["time/weights"] == 8.0
     assert found["time/optimizer"] == 16.0
     assert found["step_time"] == 37.0
-
-
-def test_the_gpu_is_waited_for_at_a_stage_s_end_and_before_one_within(
-    hands: Hands, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched = [0.0]
-
-    def synchronize(device: torch.device) -> None:
-        assert device.type == "cuda"
-        hands.now += launched.pop()
-        launched.append(0.0)
-
-    monkeypatch.setattr(clock_module.torch.cuda, "synchronize", synchronize)
-    clock = Clock(torch.device("cuda", 0), timer=hands)
-    with clock.stage("forward_backward"):
-        launched[0] = 5.0
-        with clock.stage("idle"):
-            launched[0] = 1.0
-        launched[0] = 7.0
-    with clock.stage("optimizer"):
-        pass
-    found = clock.metrics(step(1))
-    assert found["time/forward_backward"] == 12.0
-    assert found["time/idle"] == 1.0
-    assert found["time/optimizer"] == 0.0
 
 
 def test_stages_that_a_recipe_can_have() -> None:
