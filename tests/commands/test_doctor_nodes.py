@@ -159,12 +159,12 @@ def ends(*processes: subprocess.Popen[str]) -> tuple[list[int], list[str]]:
 
 
 @pytest.mark.programs
-def test_three_nodes(start: Start, tmp_path: Path) -> None:
-    codes, said = ends(*(start(rank) for rank in range(3)))
-    assert codes == [0, 0, 0], said
-    assert said[0].startswith("doctor: a, b and c can train together: ")
+def test_two_nodes(start: Start, tmp_path: Path) -> None:
+    codes, said = ends(*(start(rank, nodes="a,b") for rank in range(2)))
+    assert codes == [0, 0], said
+    assert said[0].startswith("doctor: a and b can train together: ")
     assert said[0].endswith(f" GB free in {tmp_path / 'run'}\n")
-    assert said[1:] == ["", ""]
+    assert said[1] == ""
     assert list((tmp_path / "run").iterdir()) == []
 
 
