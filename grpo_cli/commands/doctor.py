@@ -21,6 +21,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -31,7 +32,7 @@ from packaging.requirements import Requirement
 
 import grpo_cli
 from grpo_cli import __version__, sandbox
-from grpo_cli.checkpoints import lookup, paths
+from grpo_cli.checkpoints import paths
 from grpo_cli.commands import doctor_nodes
 from grpo_cli.commands.doctor_nodes import GB, driver_version, hash_of_code, installed_version
 from grpo_cli.config import parsing, sources
@@ -335,33 +336,27 @@ def _refusals(recipe: Recipe) -> Iterator[Finding]:
     """Yields the packages, names and files that the checks at the start of a run would refuse."""
     from huggingface_hub import get_token
 
-    from grpo_cli.generation import factory
-    from grpo_cli.models import adapters, optimizers, quantization
+    from grpo_cli.models import optimizers
     from grpo_cli.reporting import tracking
     from grpo_cli.scoring import registry
-    from grpo_cli.training import callback_loading
+    from grpo_cli.training import callback_loading, prepare
 
-    model = recipe.model
     checks: dict[str, Callable[[], object]] = {
-        "generation": lambda: factory.engine_class(recipe.generation.engine).require(),
-        "optimizer": lambda: optimizers.optimizer_class(recipe.optimizer),
-        "tracking": lambda: tracking.require(recipe.tracking.backend),
-        "callbacks": lambda: callback_loading.load(recipe.callbacks),
+        "generation": partial(prepare.check_engine, recipe),
+        "optimizer": partial(optimizers.check, recipe),
+        "tracking": partial(tracking.require, recipe.tracking.backend),
+        "callbacks": partial(callback_loading.load, recipe.callbacks),
+        "model.path": partial(prepare.check_model_path, recipe),
+        "adapter": partial(prepare.check_adapter, recipe),
     }
     for name, reward in recipe.reward.items():
         key = f"reward.{name}"
-        checks[key] = lambda f=reward.function, key=key: registry.resolve(f, key)  # type: ignore[misc]
+        checks[key] = partial(registry.resolve, reward.function, key)
         if reward.function == "code":
             guards = str(reward.args.get("guards", "auto"))
-            checks[f"{key}.args.guards"] = lambda guards=guards: sandbox.find_level(guards)  # type: ignore[misc]
+            checks[f"{key}.args.guards"] = partial(sandbox.find_level, guards)
     if recipe.runs_programs:
-        checks["eval.mode"] = lambda: sandbox.find_level(recipe.generation.tools.guards)
-    if recipe.adapter.method != "none":
-        checks["adapter"] = adapters.require
-    if model.quantization != "none":
-        checks["model.quantization"] = quantization.require
-    if (path := model.path) is not None:
-        checks["model.path"] = lambda: lookup.check_model_folder("model.path", path)
+        checks["eval.mode"] = partial(sandbox.find_level, recipe.generation.tools.guards)
     for name, check in checks.items():
         try:
             check()

@@ -75,12 +75,6 @@ def test_sums_that_fail() -> None:
     ]
 
 
-def test_many_names_are_cut_short() -> None:
-    nodes = ",".join(f"n{i}" for i in range(9))
-    found = said_of(asked(nodes), *({} for _ in range(8)), {"torch": "1"})
-    assert found == ["n8: torch is 1; 2.13.0 on n0, n1, n2 and 5 more"]
-
-
 # The command line.
 
 

@@ -6,7 +6,6 @@ import csv
 import gzip
 import io
 import json
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +16,8 @@ import pytest
 from grpo_cli import cli
 from grpo_cli.commands.score import (
     CHUNK,
-    agreement,
     default_output,
     score_samples,
-    summarize,
 )
 from grpo_cli.config.schema import Reward, Scoring
 from grpo_cli.data.stored_completions import Sample, find
@@ -181,17 +178,6 @@ def test_one_completion_of_a_recipes_row(grpo: Grpo, tmp_path: Path) -> None:
     assert (code, err) == (2, "grpo: row = 3: rows.jsonl has 3 rows, counted from 0.\n")
 
 
-def test_a_reward_of_tokens_is_left_out_of_one_completion(grpo: Grpo, tmp_path: Path) -> None:
-    write(tmp_path / "rows.jsonl", [{"question": "1+1=", "answer": "2"}])
-    words = ["recipe=arithmetic_tiny", "reward=[exact_match,soft_overlong]", "eval.every=0"]
-    words += ["dataset.train=rows.jsonl", "dataset.eval=null", "dataset.solution='{answer}'"]
-    words += ["dataset.prompt='{question}'"]
-    code, out, _ = grpo(*words, "row=0", "completion=2")
-    assert code == 0
-    assert "sum           │ 1" in out
-    assert "soft_overlong │ none  │ 1      │         │ needs the tokens as sampled" in out
-
-
 # Stored completions.
 
 
@@ -307,18 +293,3 @@ def test_chunks_come_in_order_and_none_is_lost() -> None:
     assert [one.sample for one in scored] == samples
     assert [one.reward for one in scored] == [3.0 * (i % 300) for i in range(number)]
     assert max(map(len, chunks)) == CHUNK
-
-
-def test_what_no_function_applies_to_agrees_with_neither_label() -> None:
-    executor = RewardExecutor(Scoring())
-    scorer = Scorer({"r": Reward("exact_match")}, ["answer"], "here", executor)
-    samples = [Sample(0, "", "1", None, {"answer": None}), Sample(1, "", "1", None, {"answer": 1})]
-    (scored,) = score_samples(scorer, samples)
-    assert scored[0].reward is None
-    for label in (True, False):
-        found = agreement(scored, [label, True], 0.5)
-        assert (found["agreement"], found["no_reward"]) == (0.5, 1)
-        assert (found["false_positives"], found["false_negatives"]) == (0, 0)
-    summary = summarize(scorer, scored)
-    assert summary["reward"] == {"mean": 1.0, "std": 0.0, "none": 1}
-    assert not math.isnan(summary["rewards"]["r"]["seconds_p99"])
