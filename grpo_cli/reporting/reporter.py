@@ -48,7 +48,7 @@ from grpo_cli.reporting.run_folder import ALARMS, METRICS, read_lines, replaced,
 from grpo_cli.reporting.status import Status
 
 ROW_GROUP_BYTES = 2**28  # bytes of images in memory while completions are written
-COLUMNS = 98  # width of a step's line of times, without its indent of two
+LONGEST = 5  # stages in a step's line of times
 
 
 class Reporter:
@@ -244,7 +244,7 @@ def reason(error: OSError) -> str:
 def times(metrics: dict[str, float]) -> str:
     """Formats a step's times as a line: stages, tokens a second, and MFU of the training.
 
-    Stages below 1 % of the step are left out, then the shortest stages until the line fits.
+    Stages below 1 % of the step are left out, and all but the longest LONGEST.
     """
     rate = f" | {metrics['tokens_per_second']:,.0f} tok/s"
     used = metrics.get("mfu/forward_backward")
@@ -257,12 +257,10 @@ def times(metrics: dict[str, float]) -> str:
         and "/" not in (name := key.removeprefix("time/"))
         and seconds >= 0.01 * metrics["step_time"]
     }
-    while True:
-        parts = [f"{name} {_seconds(s)}" for name, s in stages.items()]
-        line = " · ".join([f"{part} s" for part in parts[:1]] + parts[1:]) + rate
-        if len(line) <= COLUMNS or not stages:
-            return line.removeprefix(" | ")
-        del stages[min(stages, key=stages.__getitem__)]
+    longest = sorted(stages, key=stages.__getitem__)[-LONGEST:]
+    parts = [f"{name} {_seconds(s)}" for name, s in stages.items() if name in longest]
+    line = " · ".join([f"{part} s" for part in parts[:1]] + parts[1:]) + rate
+    return line.removeprefix(" | ")
 
 
 def _seconds(seconds: float) -> str:
