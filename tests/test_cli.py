@@ -157,10 +157,6 @@ MISTAKES = {
         ["loss.policy=sapo"],
         ["loss.epsilon_high = 0.28", "loss.epsilon_high=null takes it back"],
     ),
-    "package of a file": (
-        ["dataset.train=pkg://no_such/x.jsonl", "dataset.subset=main"],
-        ["dataset.subset = main"],
-    ),
     "schedule without section": (["schedules.beta.to=0.1"], ["Did you mean loss.beta?"]),
     "several losses": (["loss=[dapo,grpo]"], ["loss=[dapo,grpo]: must be one of bnpo"]),
     "no knob": (["~loss.epsilon"], ["~loss.epsilon", "does not support deletion"]),
