@@ -30,8 +30,6 @@ STEPS = 4
 def misbehave(mode: str, supervisor: Supervisor) -> None:
     if mode == "raise":
         raise ValueError("no reward for this")
-    if mode == "error":
-        raise TrainingError("reward 'evens' raised RuntimeError: only here")
     if mode == "together":  # as Workers.together raises it
         told = [None] * dist.get_world_size()
         dist.all_gather_object(told, heartbeat.where())
@@ -78,17 +76,18 @@ def misbehave(mode: str, supervisor: Supervisor) -> None:
 
 def until_known(supervisor: Supervisor) -> None:
     """Waits until the others know what this process does, and one of them would miss it."""
-    if supervisor._link is None or supervisor._store is None:  # there are no others
+    store = supervisor._store
+    if store is None:  # there are no others
         return
-    is_known = is_linked = False
+    is_known = False
     until = time.monotonic() + 60
-    while not (is_known and is_linked):
+    while not is_known:
         assert time.monotonic() < until, "the supervisor has not published what this process does"
         heartbeat.beat()  # this is no stall
         time.sleep(0.05)
-        state = supervisor._store.survey()[supervisor.rank].state
-        is_known = (state.stage, state.step) == ("reward", 2)
-        is_linked = bool(supervisor._link.accepted)
+        state = store.survey()[supervisor.rank].state
+        has_met = all("pid" in store.who(rank) for rank in range(store.size))
+        is_known = has_met and (state.stage, state.step) == ("reward", 2)
 
 
 def never_returns() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -28,7 +30,7 @@ class Failure:
     time: float  # unix seconds
     reporter: int  # rank of the process that noticed the failure
     is_stall: bool = False
-    frozen: list[dict[str, Any]] = field(default_factory=list)  # to be killed, each "by" a rank
+    frozen: list[dict[str, Any]] = field(default_factory=list)  # processes to be killed
 
 
 class JobStore:
@@ -46,6 +48,9 @@ class JobStore:
         self._messages = 0
         self.seen: dict[int, Seen] = {}  # last state of each process, as found by `survey`
         self._store = self._connect()
+        self._whos: dict[int, dict[str, Any]] = {}  # identities of the processes by rank
+        who = {"pid": os.getpid(), "started": psutil.Process().create_time(), **_place()}
+        self._store.set(f"who/{rank}", json.dumps(who))
 
     def _connect(self) -> Any:
         store = TCPStore(*self.address, None, False, TIMEOUT, wait_for_workers=False)
@@ -59,23 +64,20 @@ class JobStore:
             raise RuntimeError(f"nobody answers: {error}") from error
         self._store = self._connect()
 
-    def introduce(self, link_address: list[Any]) -> None:
-        """Publishes this process's identity."""
-        who = {
-            "node": heartbeat.node(),
-            "pid": os.getpid(),
-            "started": psutil.Process().create_time(),
-            "link": link_address,
-        }
-        self._store.set(f"who/{self.rank}", json.dumps(who))
-
     def who(self, rank: int) -> dict[str, Any]:
         """Returns a process's identity; its node is "?" if it has published none."""
-        return self._read(f"who/{rank}") or {"node": "?"}
+        if rank not in self._whos and (who := self._read(f"who/{rank}")) is not None:
+            self._whos[rank] = who
+        return self._whos.get(rank, {"node": "?"})
 
     def name(self, rank: int) -> str:
         """Returns the name of a process, such as `process 1 on n2`."""
         return f"process {rank} on {self.who(rank)['node']}"
+
+    def ended(self) -> list[int]:
+        """Returns the ranks of this machine's processes that have ended, cleanly or not."""
+        ranks = range(self.size)
+        return [rank for rank in ranks if is_local(who := self.who(rank)) and not is_alive(who)]
 
     def publish(self, *, done: bool = False) -> None:
         """Publishes this process's state."""
@@ -116,3 +118,28 @@ class JobStore:
 
     def _read(self, key: str) -> dict[str, Any] | None:
         return dict(json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+
+@functools.cache
+def _place() -> dict[str, Any]:
+    """Returns the machine and the namespace in which this process's id is valid."""
+    namespace = Path("/proc/self/ns/pid")
+    return {
+        "node": heartbeat.node(),
+        "namespace": os.readlink(namespace) if namespace.is_symlink() else "",
+    }
+
+
+def is_local(who: dict[str, Any]) -> bool:
+    """Returns whether a process, by its identity, runs where this process can see its id."""
+    return _place().items() <= who.items()
+
+
+def is_alive(who: dict[str, Any]) -> bool:
+    """Returns whether a local process still runs. Its id may have been given to another one."""
+    try:
+        process = psutil.Process(who["pid"])
+        is_same = abs(process.create_time() - who["started"]) < 2  # seconds; the clock may be set
+        return is_same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -26,8 +26,6 @@ from grpo_cli.errors import UserError
 SAFETY_FACTOR = 1.5  # bound on the next duration of a step or save, relative to the last one
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
 WAKE = signal.SIGUSR2  # the supervisor's signal to a main thread in a user's function
-AGAIN_SECONDS = 2.0  # a second SIGTERM later than this is intended, not a copy of the first
-TORCHRUN_SECONDS = 30.0  # torchrun's default --shutdown-timeout
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
@@ -61,12 +59,6 @@ def is_started_again() -> bool:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
 
 
-def is_passed_on(number: int) -> bool:
-    """Returns whether torchrun forwards this signal, and kills its processes a little later."""
-    handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")
-    return is_under_torchrun() and signal.Signals(number).name in handled
-
-
 def given_grace(usual: float) -> float:
     """Returns the seconds between a signal and the end: $GRPO_GRACE, or the recipe's `usual`.
 
@@ -97,7 +89,7 @@ def leave_closed_terminal(descriptors: Sequence[int] = (1, 2)) -> None:
 
 
 class StopSignal:
-    """Receives the signals that end a run. A second Ctrl-C or SIGTERM ends it immediately."""
+    """Receives the signals that end a run. A second Ctrl-C ends it immediately."""
 
     def __init__(
         self,
@@ -128,7 +120,6 @@ class StopSignal:
         self.ends_at: float | None = None  # unix time by which the run must have ended
         self.started = False
         self._process = os.getpid()
-        self._received_at = 0.0  # unix time of the first signal
         under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         numbers = [n for n in SIGNALS if not (n == signal.SIGHUP and under_nohup)]
         self._previous = {number: signal.signal(number, self._handle) for number in numbers}
@@ -147,7 +138,7 @@ class StopSignal:
             self.release()
             self.send(number)
             raise StoppedWhileStarting(number)
-        if self.signal is not None and (number == signal.SIGINT or self._is_insisting(number)):
+        if self.signal is not None and number == signal.SIGINT:
             self.release()
             raise KeyboardInterrupt
         if self.signal is None:
@@ -156,17 +147,11 @@ class StopSignal:
         elif self.signal == signal.SIGINT:  # the second signal sets a limit
             self._set_end()
 
-    def _is_insisting(self, number: int) -> bool:
-        """Returns whether this is a user's second SIGTERM; batch systems send several."""
-        is_of_system = is_under_torchrun() or "SLURM_JOB_ID" in os.environ
-        is_second = number == self.signal == signal.SIGTERM and not is_of_system
-        return is_second and time.time() - self._received_at > AGAIN_SECONDS
-
     def record(self, number: int) -> None:
         """Records a signal that this or another process received; only the first one counts."""
         if self.signal is not None:
             return
-        self.signal, self.ends_at, self._received_at = number, self.end, time.time()
+        self.signal, self.ends_at = number, self.end
         if number != signal.SIGINT or is_under_torchrun():
             self._set_end()
         with contextlib.suppress(RuntimeError):  # the signal may come during a write
@@ -180,16 +165,10 @@ class StopSignal:
     def _what_next(self, number: int) -> str:
         if number == signal.SIGINT and not is_under_torchrun():
             return "this step is finished and saved first; once more to stop at once"
-        text = (
+        return (
             f"this step is finished and saved if that takes less than {self.grace:g} s, and else "
             "saved as far as it is"
         )
-        if is_passed_on(number) and self.grace > TORCHRUN_SECONDS:
-            text += (
-                f"; torchrun kills it {TORCHRUN_SECONDS:g} s after the signal, or as "
-                "--shutdown-timeout of torchrun says"
-            )
-        return text
 
     @property
     def is_requested(self) -> bool:

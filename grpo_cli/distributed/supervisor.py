@@ -5,7 +5,7 @@ half an hour, then each prints a timeout without the cause. So each process has 
 
     publishes  the process's activity (`heartbeat`) in the job's key-value store (`job_store`)
     reads      the job's first failure and the first stop signal from the store
-    holds      a link to the next process (`peer_link`), which the kernel closes when that ends
+    looks      whether the other processes on its machine are still there
     judges     (in the first living process) whether any process still makes progress
 
 Only the first failure is reported, not its consequences, such as lost connections in the other
@@ -18,11 +18,10 @@ import contextlib
 import faulthandler
 import json
 import os
+import queue
 import re
 import resource
-import selectors
 import signal
-import socket
 import sys
 import threading
 import time
@@ -32,19 +31,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-import psutil
 import torch.distributed as dist
 
 from grpo_cli.config.interpolation import masked
-from grpo_cli.distributed import heartbeat, parent, stall_diagnosis
-from grpo_cli.distributed.job_store import Failure, JobStore
-from grpo_cli.distributed.peer_link import PeerLink
+from grpo_cli.distributed import heartbeat, stall_diagnosis
+from grpo_cli.distributed.job_store import Failure, JobStore, is_alive, is_local
 from grpo_cli.distributed.stall_diagnosis import Seen
 from grpo_cli.distributed.stop_signal import WAKE
 from grpo_cli.errors import TrainingError, UserError
 
 POLL_SECONDS = 1.0  # between two reads of the store
-ROOT_CAUSE_TIMEOUT = 5.0  # seconds to wait for the published cause of a lost connection
+ROOT_CAUSE_TIMEOUT = 5.0  # for the cause of a lost connection to be published or found
 OTHERS_SECONDS = 3.0  # seconds that the other processes stay, so that the failed one ends first
 GRACE_SECONDS = 8.0  # for a process to end by itself after another has failed
 CLEANUP_SECONDS = 15.0  # for the failed process to end by itself
@@ -105,22 +102,13 @@ class Supervisor:
         self._lock = threading.RLock()
         self._lost_at: float | None = None  # time at which the store stopped responding
         self._store: JobStore | None = None  # None with one process, and after closing
-        self._link: PeerLink | None = None
-        self._selector = selectors.DefaultSelector()
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        for end in (self._wake_reader, self._wake_writer):
-            end.setblocking(False)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # signal handlers may put too
         if size > 1:
             self._store = JobStore(rank, size)
-            self._link = PeerLink(self._selector, self._store.address)
-            self._store.introduce(self._link.address)
             self._store.publish()
         heartbeat.on_stage = self._wake  # publishes immediately, in case the process is killed
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
-        if size > 1:
-            parent.watched_by_supervisor()
 
     def log_path(self, kind: str = "log") -> Path:
         """Returns the path of this process's log, or of its file of another kind."""
@@ -188,6 +176,7 @@ class Supervisor:
         if not self._closing:
             with contextlib.suppress(RuntimeError):
                 self._read_store()
+                self._look_for_lost()
         return self.failure is not None
 
     def send_stop(self, number: int) -> None:
@@ -229,10 +218,6 @@ class Supervisor:
             if self._store is not None:
                 self._store.publish(done=True)
             self._store = None
-        if self._link is not None:
-            self._link.close()
-        for end in (self._wake_reader, self._wake_writer):
-            end.close()
         faulthandler.disable()
         self._stacks.close()
         self._discard_empty()
@@ -248,6 +233,7 @@ class Supervisor:
                     if self._store is not None:
                         self.failure = self._store.post_failure(failure)
             self._failed_at = time.monotonic()
+            self._leave_at = self._leave_at or self._failed_at + GRACE_SECONDS
             return self.failure == failure
 
     def _post_stop(self, number: int) -> None:
@@ -296,13 +282,10 @@ class Supervisor:
                     self._log("".join(traceback.format_exception(error)))
             self._end_if_due()
             is_quiet = self.failure is None and self._unsent is None
-            for key, _ in self._selector.select(self.poll if is_quiet else 0.1):
-                if key.fileobj is self._wake_reader:
-                    with contextlib.suppress(OSError):
-                        self._wake_reader.recv(64)
-                elif self._link is not None and self._link.is_lost(key.fileobj):
-                    with contextlib.suppress(RuntimeError):
-                        self._report_lost_peer((self.rank + 1) % self.size)
+            with contextlib.suppress(queue.Empty):
+                self._wakes.get(timeout=self.poll if is_quiet else 0.1)
+                while True:
+                    self._wakes.get_nowait()
 
     def _poll(self) -> None:
         """Publishes this process's state, reads the store and checks for a stall, once."""
@@ -314,21 +297,17 @@ class Supervisor:
             if self._store is not None:
                 self._store.seen.clear()
         if self._store is not None:
-            assert self._link is not None
             if self._lost_at is not None:
                 self._store.reconnect()
             with self._lock:
                 if not self._closing:
                     self._store.publish()
             self._read_store()
+            self._look_for_lost()
             if self._unsent is not None and now - self._unsent[1] > STOP_SECONDS:
                 if self.failure is None:
                     self._post_stop(self._unsent[0])
                 self._unsent = None
-            if not self._link.is_tried:
-                address = self._store.who((self.rank + 1) % self.size).get("link")
-                if address is not None:
-                    self._link.connect(address)
         if self.failure is None and self.stall is not None:
             self._look_for_stall(now, self.stall)
 
@@ -364,15 +343,19 @@ class Supervisor:
             )
             self._exit(128 + (self.stop_signal or signal.SIGTERM))
 
-    def _report_lost_peer(self, rank: int) -> None:
-        """Reports a process whose link has closed, unless it ended cleanly."""
-        self._read_store()
-        running = self._survey()
-        if self._store is None or self.failure is not None or rank not in running:
-            return
+    def _look_for_lost(self) -> None:
+        """Reports a process of this machine that has ended, unless it ended cleanly."""
+        if self._store is not None and self.failure is None and (ended := self._store.ended()):
+            self._read_store()  # the failure that ended it, if it has published one
+            running = self._survey()
+            for rank in ended:
+                if self.failure is None and rank in running:
+                    self._report_lost(rank, "is gone (exited or killed; out of memory?)", running)
+
+    def _report_lost(self, rank: int, what: str, running: dict[int, Seen]) -> None:
         text = (
-            f"{self._name(rank)} is gone (exited or killed; out of memory?); it was last in "
-            f"{running[rank].doing}; what it left is in {self.logs}/."
+            f"{self._name(rank)} {what}; it was last in {running[rank].doing}; what it left is in "
+            f"{self.logs}/."
         )
         self._report_other(Failure(rank, text, time.time(), self.rank))
 
@@ -425,20 +408,9 @@ class Supervisor:
                 time.time(),
                 self.rank,
                 is_stall=True,
-                frozen=self._frozen(running, silent),
+                frozen=[self._store.who(rank) for rank in silent] if self._store else [],
             )
         )
-
-    def _frozen(self, running: dict[int, Seen], silent: list[int]) -> list[dict[str, Any]]:
-        """Returns the silent processes, each with the rank on its machine that must kill it."""
-        if self._store is None or not silent:
-            return []
-        whos = {rank: self._store.who(rank) for rank in running}
-        frozen = []
-        for rank in silent:
-            local = [r for r in whos if r not in silent and whos[r]["node"] == whos[rank]["node"]]
-            frozen.append({"by": min(local, default=-1), **whos[rank]})
-        return frozen
 
     def _end_stalled(self, stall: Failure) -> NoReturn:
         """Dumps the stacks of this process, kills silent ones on its machine, and exits."""
@@ -446,7 +418,7 @@ class Supervisor:
             self._stacks.write(f"--- {stall.text}\n")
             self._stacks.flush()
             faulthandler.dump_traceback(self._stacks, all_threads=True)
-        frozen = [process for process in stall.frozen if process["by"] == self.rank]
+        frozen = [process for process in stall.frozen if is_local(process)]
         for process in frozen:
             _abort(process)
         time.sleep(1.0)
@@ -459,14 +431,25 @@ class Supervisor:
     # Ending.
 
     def _wait_for_cause(self) -> None:
-        """Waits for another process's failure, which may have caused this process's error."""
+        """Waits for another process's failure, which may have caused this process's error.
+
+        A process on another machine that publishes nothing meanwhile is the cause.
+        """
         until = time.monotonic() + ROOT_CAUSE_TIMEOUT
+        with contextlib.suppress(RuntimeError):
+            self._survey()
         while self.failure is None and time.monotonic() < until:
             with contextlib.suppress(RuntimeError):
                 self._read_store()
             if self._lost_at is not None:  # the store is lost too, which the thread will report
                 until = max(until, self._lost_at + STORE_SECONDS + 2 * self.poll)
             time.sleep(0.1)
+        if self.failure is None and self._lost_at is None:
+            with contextlib.suppress(RuntimeError):
+                running = self._survey()
+                silent = stall_diagnosis.silent(running, time.monotonic(), ROOT_CAUSE_TIMEOUT - 1)
+                for rank in silent[:1]:
+                    self._report_lost(rank, "gives no answer (killed, or a lost node)", running)
 
     def _exit(self, code: int) -> NoReturn:
         """Ends the process now, regardless of its other threads."""
@@ -486,8 +469,7 @@ class Supervisor:
                 path.unlink()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wake_writer.send(b".")
+        self._wakes.put(None)
 
     def _log(self, text: str) -> None:
         """Writes a traceback to the log."""
@@ -541,9 +523,8 @@ def _abort(process: dict[str, Any]) -> None:
 
 def _send(process: dict[str, Any], number: int) -> None:
     """Sends a signal to a local process of this job, unless its pid has been reused."""
-    with contextlib.suppress(psutil.Error, OSError):
-        current = psutil.Process(process["pid"])
-        if abs(current.create_time() - process["started"]) < 2:  # seconds; the clock may be set
+    with contextlib.suppress(OSError):
+        if is_alive(process):
             os.kill(process["pid"], number)
 
 

@@ -176,10 +176,7 @@ class Workers:
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
         """Sums values by key over processes; every process must pass the same keys."""
-        if self.size == 1:
-            return dict(values)
-        total = torch.tensor(list(values.values()), dtype=torch.float64)
-        return dict(zip(values, self._reduce(total, dist.ReduceOp.SUM).tolist(), strict=True))
+        return self._reduce_values(values, dist.ReduceOp.SUM)
 
     def max(self, value: float) -> float:
         """Returns the maximum of a value over processes."""
@@ -187,10 +184,13 @@ class Workers:
 
     def maxima(self, values: dict[str, float]) -> dict[str, float]:
         """Returns the maximum of each key over processes; every process must pass the same keys."""
+        return self._reduce_values(values, dist.ReduceOp.MAX)
+
+    def _reduce_values(self, values: dict[str, float], op: Any) -> dict[str, float]:
         if self.size == 1 or not values:
             return dict(values)
-        largest = torch.tensor(list(values.values()), dtype=torch.float64)
-        return dict(zip(values, self._reduce(largest, dist.ReduceOp.MAX).tolist(), strict=True))
+        tensor = torch.tensor(list(values.values()), dtype=torch.float64)
+        return dict(zip(values, self._reduce(tensor, op).tolist(), strict=True))
 
     def concatenate(self, local: torch.Tensor) -> tuple[torch.Tensor, slice]:
         """Concatenates the processes' one-dimensional CPU tensors, which may differ in length.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
@@ -51,10 +50,8 @@ def heard() -> Heard:
 @pytest.fixture(autouse=True)
 def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Any]]:
     """Those before the test, and after it; signals that a StopSignal has let go of do nothing."""
-    torchruns = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_SIGNALS_TO_HANDLE")
-    for name in ("GRPO_END_TIME", "SLURM_JOB_END_TIME", "GRPO_GRACE", *torchruns):
+    for name in ("GRPO_END_TIME", "SLURM_JOB_END_TIME", "GRPO_GRACE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     before = {number: signal.signal(number, _nothing) for number in (*SIGNALS, WAKE)}
     yield dict.fromkeys(SIGNALS, _nothing)
     for number, handler in before.items():
@@ -84,7 +81,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     [
         (signal.SIGINT, None, "this step is finished and saved first; once more to stop at once"),
         (signal.SIGTERM, NOW + 30, "if that takes less than 30 s, and else saved as far as it is"),
-        (signal.SIGUSR1, NOW + 30, "if that takes less than 30 s, and else saved as far as it is"),
         (signal.SIGHUP, NOW + 30, "if that takes less than 30 s, and else saved as far as it is"),
     ],
 )
@@ -136,9 +132,8 @@ def test_a_child_that_a_reward_has_forked_dies_of_its_signal(heard: Heard) -> No
 def test_without_a_signal_a_run_goes_on(heard: Heard, clock: SimpleNamespace) -> None:
     run = heard.stop()
     clock.now += 1e9
-    assert not run.is_requested
     assert not run.is_too_late(math.inf, math.inf)
-    assert (run.signal, heard.said, heard.told) == (None, [], [])
+    assert (run.is_requested, heard.said, heard.told) == (False, [], [])
 
 
 def test_the_first_signal_counts(heard: Heard, clock: SimpleNamespace) -> None:
@@ -152,16 +147,15 @@ def test_the_first_signal_counts(heard: Heard, clock: SimpleNamespace) -> None:
     assert len(heard.said) == 1
 
 
-@pytest.mark.parametrize("then", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize(("end", "ends_at"), [(None, NOW + 40), (NOW + 20, NOW + 20)])
 def test_a_signal_after_a_ctrl_c_sets_an_end(
-    then: int, end: float | None, ends_at: float, heard: Heard, clock: SimpleNamespace
+    end: float | None, ends_at: float, heard: Heard, clock: SimpleNamespace
 ) -> None:
     run = heard.stop(grace=30.0, end=end)
     signal.raise_signal(signal.SIGINT)
     for _ in range(2):  # the second does not give it more time
         clock.now = NOW + 10 if clock.now == NOW else NOW + 15
-        signal.raise_signal(then)
+        signal.raise_signal(signal.SIGTERM)
         assert (run.signal, run.ends_at) == (signal.SIGINT, ends_at)
     assert run.is_too_late(30.0, 0.0)
 
@@ -182,76 +176,27 @@ def test_under_torchrun_a_ctrl_c_sets_an_end(
     assert heard.said[0].endswith("less than 30 s, and else saved as far as it is")
 
 
-@pytest.mark.parametrize(
-    ("number", "handled", "grace", "says"),
-    [
-        (signal.SIGTERM, "SIGTERM,SIGINT", 300.0, True),
-        (signal.SIGINT, "SIGTERM,SIGINT", 31.0, True),
-        (signal.SIGTERM, "SIGTERM,SIGINT", 30.0, False),
-        (signal.SIGTERM, "SIGINT", 300.0, False),  # as a batch script has it: torchrun ignores it
-        (signal.SIGUSR1, "SIGTERM,SIGINT", 300.0, False),
-    ],
-)
-def test_a_grace_above_torchruns_is_said_to_be_void(
-    number: int,
-    handled: str,
-    grace: float,
-    says: bool,
-    heard: Heard,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
-    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", handled)
-    heard.stop(grace=grace)
-    signal.raise_signal(number)
-    assert ("torchrun kills it 30 s after" in heard.said[0]) == says
-    assert ("--shutdown-timeout" in heard.said[0]) == says
-
-
-@pytest.mark.parametrize("first", SIGNALS)
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_ctrl_c_ends_it_at_once(
     first: int, heard: Heard, handlers: dict[int, Any]
 ) -> None:
     run = heard.stop()
     signal.raise_signal(first)
-    assert installed() != handlers
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert installed() == handlers, "a third one is Python's"
-    assert heard.told == [first]
-    assert run.signal == first
+    assert (run.signal, heard.told) == (first, [first])
 
 
-def test_a_ctrl_c_after_what_another_process_was_told(heard: Heard) -> None:
-    run = heard.stop()
-    heard.elsewhere = signal.SIGTERM
-    assert run.is_requested
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_while_the_run_is_starting(
-    number: int, heard: Heard, handlers: dict[int, Any]
-) -> None:
+def test_a_signal_while_the_run_is_starting(heard: Heard, handlers: dict[int, Any]) -> None:
     run = heard.stop(started=False)
     with pytest.raises(StoppedWhileStarting, match="before the first step") as early:
-        signal.raise_signal(number)
-    assert early.value.signal == number
+        signal.raise_signal(signal.SIGTERM)
+    assert early.value.signal == signal.SIGTERM
     assert not isinstance(early.value, Exception), "nothing that handles errors takes it for one"
-    assert heard.told == [number]
+    assert heard.told == [signal.SIGTERM]
     assert installed() == handlers
     assert (run.signal, heard.said) == (None, [])
-
-
-def test_release_puts_back_what_was_there(heard: Heard, handlers: dict[int, Any]) -> None:
-    run = heard.stop()
-    assert not set(installed().values()) & set(handlers.values())
-    run.release()
-    assert installed() == handlers
-    for number in SIGNALS:
-        signal.raise_signal(number)
-    assert not run.is_requested
 
 
 def test_torchruns_sigterm_after_a_failure_is_no_order(heard: Heard) -> None:
@@ -281,32 +226,6 @@ def test_a_signal_in_the_middle_of_a_line(heard: Heard) -> None:
     assert heard.told == [signal.SIGTERM]
 
 
-@pytest.mark.parametrize(
-    ("later", "environment", "ends"),
-    [
-        (3.0, {}, True),
-        (1.0, {}, False),  # a copy of the first, of a shell and of its group
-        (3.0, {"SLURM_JOB_ID": "7"}, False),
-        (3.0, {"TORCHELASTIC_RUN_ID": "x"}, False),
-    ],
-)
-def test_a_second_sigterm_ends_a_run_of_no_batch_system(
-    later: float,
-    environment: dict[str, str],
-    ends: bool,
-    heard: Heard,
-    clock: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    heard.stop()
-    signal.raise_signal(signal.SIGTERM)
-    clock.now += later
-    with pytest.raises(KeyboardInterrupt) if ends else contextlib.nullcontext():
-        signal.raise_signal(signal.SIGTERM)
-
-
 def test_a_call_of_a_users_function_is_interrupted_if_the_run_has_to_end(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,7 +246,7 @@ def test_a_call_of_a_users_function_is_interrupted_if_the_run_has_to_end(
 
 @pytest.mark.parametrize(
     ("number", "ends_at"),
-    [(signal.SIGINT, None), (signal.SIGTERM, NOW + 5 + 30), (signal.SIGALRM, NOW + 5 + 30)],
+    [(signal.SIGINT, None), (signal.SIGTERM, NOW + 5 + 30)],
 )
 def test_what_another_process_was_told(
     number: int, ends_at: float | None, heard: Heard, clock: SimpleNamespace
@@ -339,9 +258,8 @@ def test_what_another_process_was_told(
     assert (run.signal, run.ends_at) == (number, ends_at)
     assert heard.told == [], "they know"
     assert len(heard.said) == 1
-    heard.elsewhere = signal.SIGUSR1
-    assert run.is_requested
-    assert run.signal == number
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_a_signal_while_the_others_are_asked(heard: Heard) -> None:
@@ -359,21 +277,16 @@ def test_a_signal_while_the_others_are_asked(heard: Heard) -> None:
 # How long it has.
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"), [(None, 20.0), ("", 20.0), ("45", 45.0), ("0", 0.0), ("2.5", 2.5)]
-)
-def test_grace(
-    given: str | None, expected: float, heard: Heard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if given is not None:
-        monkeypatch.setenv("GRPO_GRACE", given)
+@pytest.mark.parametrize(("given", "expected"), [("", 20.0), ("0", 0.0), ("2.5", 2.5)])
+def test_grace(given: str, expected: float, heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_GRACE", given)
     run = heard.stop(grace=20.0)
     signal.raise_signal(signal.SIGTERM)
     assert (run.grace, run.ends_at) == (expected, NOW + expected)
     assert f"less than {expected:g} s" in heard.said[0]
 
 
-@pytest.mark.parametrize("given", ["a minute", "60s", "-1", "nan", "inf"])
+@pytest.mark.parametrize("given", ["60s", "-1", "nan"])
 def test_a_grace_that_is_no_number_of_seconds(
     given: str, heard: Heard, handlers: dict[int, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,8 +305,6 @@ def test_a_grace_that_is_no_number_of_seconds(
         ({"GRPO_END_TIME": "1800000000", "SLURM_JOB_END_TIME": "1700000000"}, 1.8e9),
         ({"GRPO_END_TIME": "", "SLURM_JOB_END_TIME": "1700000000"}, 1.7e9),
         ({"SLURM_JOB_END_TIME": "Unknown"}, None),  # of a job without a time limit
-        ({"SLURM_JOB_END_TIME": "2026-11-22T03:00:00"}, None),
-        ({"SLURM_JOB_END_TIME": "-1"}, None),
     ],
     ids=str,
 )
@@ -421,7 +332,6 @@ def test_a_job_that_ends_is_as_if_it_were_told(heard: Heard, clock: SimpleNamesp
     ("number", "end", "ends_at"),
     [
         (signal.SIGTERM, NOW + 100, NOW + 30),
-        (signal.SIGTERM, NOW + 31, NOW + 30),
         (signal.SIGTERM, NOW + 20, NOW + 20),  # less is left than its grace
         (signal.SIGINT, NOW + 100, NOW + 100),  # in no haste, but gone by then
     ],
@@ -440,12 +350,8 @@ def test_a_signal_before_the_jobs_end(
         # 1.5 of both and a second, of 30 s
         (15.0, 4.0, NOW, False),  # 29.5
         (15.0, 5.0, NOW, True),  # 31
-        (4.0, 15.0, NOW, False),
-        (5.0, 15.0, NOW, True),
         (0.0, 0.0, NOW + 29, False),
         (0.0, 0.0, NOW + 29.5, True),
-        (10.0, 4.0, NOW + 8, False),
-        (10.0, 4.0, NOW + 8.5, True),
         (math.inf, 0.0, NOW, True),  # the first step: nobody knows
     ],
 )
@@ -463,10 +369,3 @@ def test_ctrl_c_leaves_it_all_the_time_it_needs(heard: Heard, clock: SimpleNames
     signal.raise_signal(signal.SIGINT)
     clock.now += 1e9
     assert not run.is_too_late(math.inf, math.inf)
-
-
-def test_asking_whether_it_is_too_late_hears_of_others(heard: Heard) -> None:
-    run = heard.stop()
-    heard.elsewhere = signal.SIGUSR1
-    assert run.is_too_late(100.0, 1.0)
-    assert run.signal == signal.SIGUSR1

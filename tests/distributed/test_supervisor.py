@@ -1,6 +1,5 @@
 """One process fails: all end soon, with its name as the last word; a stall names the slowest."""
 
-import ast
 import contextlib
 import json
 import os
@@ -112,15 +111,6 @@ def test_the_error_of_one_is_the_last_word(tmp_path: Path, guilty: int) -> None:
     assert "losed by peer" not in screen
     assert "no reward for this" in log(tmp_path, guilty)
     assert "losed by peer" in log(tmp_path, 1 - guilty), "what followed is in the other's log"
-
-
-@pytest.mark.slow
-def test_of_an_error_of_all_one_tells(tmp_path: Path) -> None:
-    code, screen = launch(tmp_path, "error", -1)
-    assert code == 1
-    (line,) = told(screen)
-    assert line.endswith("step 2, reward: reward 'evens' raised RuntimeError: only here")
-    assert "Traceback" not in screen.partition("grpo: ")[0], "a foreseen error needs none"
 
 
 @pytest.mark.slow
@@ -289,14 +279,22 @@ def port() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["none", "kill"])
-def test_a_store_of_the_first_process_will_do(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "nodes"), [("none", 1), ("kill", 1), ("kill", 2)])
+def test_a_store_of_the_first_process_will_do(tmp_path: Path, mode: str, nodes: int) -> None:
     """As when srun starts the processes itself, without torchrun."""
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port(), "WORLD_SIZE": "2"}
     command = programs.alone(*watched(tmp_path, mode, 1))
     with contextlib.ExitStack() as stack:
         processes = [
-            stack.enter_context(begun(command, RANK=str(rank), LOCAL_RANK=str(rank), **job))
+            stack.enter_context(
+                begun(
+                    command,
+                    RANK=str(rank),
+                    LOCAL_RANK=str(rank),
+                    SLURMD_NODENAME=f"n{rank % nodes}",
+                    **job,
+                )
+            )
             for rank in (0, 1)
         ]
         screens = [process.communicate(timeout=PATIENCE)[0] for process in processes]
@@ -305,7 +303,10 @@ def test_a_store_of_the_first_process_will_do(tmp_path: Path, mode: str) -> None
         assert (codes, told("".join(screens))) == ([0, 0], [])
     else:
         assert codes == [1, -signal.SIGKILL]
-        assert told(screens[0])[0].startswith(f"grpo: process 1 on {NODE} is gone")
+        what = "is gone" if nodes == 1 else "gives no answer"
+        (line,) = told(screens[0])
+        assert line.startswith(f"grpo: process 1 on n{nodes - 1} {what}")
+        assert "it was last in reward of step 2" in line
 
 
 # In this process, alone.
@@ -462,24 +463,9 @@ def test_what_another_may_have_caused(error: Exception, expected: bool) -> None:
     ("error", "text"),
     [
         (TrainingError("the loss is nan"), "the loss is nan"),
-        (KeyboardInterrupt(), "stopped at once by Ctrl-C"),
         (MemoryError(), "MemoryError"),
-        (
-            RuntimeError("no peer\nException raised from recv at x.cpp:3\nframe #0"),
-            "RuntimeError: no peer",
-        ),
+        (RuntimeError("no peer\nException raised from x.cpp:3"), "RuntimeError: no peer"),
     ],
 )
 def test_an_error_in_words(error: BaseException, text: str) -> None:
     assert supervisor._message(error) == text
-
-
-def test_the_heartbeat_imports_nothing_heavy() -> None:
-    tree = ast.parse(
-        (ROOT / "grpo_cli" / "distributed" / "heartbeat.py").read_text(encoding="utf-8")
-    )
-    names = {n.names[0].name for n in ast.walk(tree) if isinstance(n, ast.Import)}
-    names |= {str(n.module) for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    allowed = {"__future__", "collections.abc", "contextlib", "os", "socket", "threading", "time"}
-    allowed |= {"typing"}
-    assert names <= allowed

@@ -64,57 +64,39 @@ def results(folder: Path, processes: int) -> tuple[list[dict[str, Any]], dict[st
     return lines, load_file(run / "checkpoints" / "step-5" / "model.safetensors")
 
 
+# One process has nothing to do.
+IDLE = ["prompts_per_step=1", "eval.at_start=false", "eval.at_end=false"]
+DYNAMIC_SAMPLING = [
+    "generation.dynamic_sampling=true",
+    "reward.evens.function=tests.training.test_train:is_longest",
+    "loss=clip_cov",
+    "loss.args.cov_low=0",
+    "loss.args.cov_share=0.2",
+    "loss.top_entropy=0.5",
+    "loss.beta=0.05",
+    "loss.kl_target=1e-3",
+    "loss.entropy_coef=0.01",
+]
+
+
 @pytest.mark.programs
 @pytest.mark.parametrize(
     ("processes", "overrides"),
     [
-        (2, ["loss=dapo"]),
-        pytest.param(3, ["loss=grpo", "update.minibatches=2"], marks=pytest.mark.slow),
-        pytest.param(
-            2,
-            [
-                "prompts_per_step=1",  # one has nothing to do
-                "eval.at_start=false",
-                "eval.at_end=false",
-                "loss=dapo",
-                "loss.beta=0.1",
-            ],
-            marks=pytest.mark.slow,
+        pytest.param(2, ["loss=dapo"], id="two"),
+        *(
+            pytest.param(processes, overrides, id=name, marks=pytest.mark.slow)
+            for name, processes, overrides in (
+                ("three-off-policy-kl", 3, ["loss=grpo", "update.minibatches=2"]),
+                ("idle-kl", 2, [*IDLE, "loss=dapo", "loss.beta=0.1"]),
+                (
+                    "idle-cov",
+                    2,
+                    [*IDLE, "loss=clip_cov", "loss.args.cov_low=0", "loss.args.cov_share=0.2"],
+                ),
+                ("three-dynamic-sampling", 3, DYNAMIC_SAMPLING),
+            )
         ),
-        pytest.param(
-            2,
-            [
-                "prompts_per_step=1",  # nor has it tokens to choose from
-                "eval.at_start=false",
-                "eval.at_end=false",
-                "loss=clip_cov",
-                "loss.args.cov_low=0",
-                "loss.args.cov_share=0.2",
-            ],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            3,
-            [
-                "generation.dynamic_sampling=true",
-                "reward.evens.function=tests.training.test_train:is_longest",
-                "loss=clip_cov",
-                "loss.args.cov_low=0",
-                "loss.args.cov_share=0.2",
-                "loss.top_entropy=0.5",
-                "loss.beta=0.05",
-                "loss.kl_target=1e-3",
-                "loss.entropy_coef=0.01",
-            ],
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=[
-        "two",
-        "three-off-policy-kl",
-        "an-idle-process-kl",
-        "an-idle-process-clip-cov",
-        "three-dynamic-sampling",
     ],
 )
 def test_processes_do_not_change_the_run(
@@ -152,12 +134,11 @@ def assert_same_run(folder: Path, processes: int) -> None:
         assert of_many == of_one, file.name
 
 
-# Runs with a share of the model on each process: the strategy, and what else differs from one.
+# Runs with a share of the model on each process.
 SHARDED = {
-    "two": (2, "fsdp2", ["loss=dapo"]),
+    "two": (2, ["loss=dapo"]),
     "three-off-policy-kl-reference": (
         3,
-        "fsdp2",
         [
             "loss=grpo",
             "update.minibatches=2",
@@ -170,33 +151,17 @@ SHARDED = {
     ),
     "an-idle-process": (
         2,
-        "fsdp2",
         ["prompts_per_step=1", "loss=dapo", "distributed.reshard_after_forward=false"],
     ),
-    "two-dynamic-sampling": (
-        2,
-        "fsdp2",
-        [
-            "generation.dynamic_sampling=true",
-            "reward.evens.function=tests.training.test_train:is_longest",
-            "loss=clip_cov",
-            "loss.args.cov_low=0",
-            "loss.args.cov_share=0.2",
-            "loss.top_entropy=0.5",
-            "loss.beta=0.05",
-            "loss.kl_target=1e-3",
-            "loss.entropy_coef=0.01",
-        ],
-    ),
+    "two-dynamic-sampling": (2, DYNAMIC_SAMPLING),
 }
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in SHARDED])
 def test_sharding_does_not_change_the_run(tmp_path: Path, name: str) -> None:
-    processes, strategy, overrides = SHARDED[name]
-    how = [f"distributed={strategy}"]
+    processes, overrides = SHARDED[name]
     given = [o for o in overrides if not o.startswith("distributed.")]
-    for number, own in ((1, given), (processes, [*how, *overrides])):
+    for number, own in ((1, given), (processes, ["distributed=fsdp2", *overrides])):
         done = launch(tmp_path, number, *own)
         assert done.returncode == 0, done.stdout + done.stderr
     assert_same_run(tmp_path, processes)
