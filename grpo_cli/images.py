@@ -92,10 +92,12 @@ class StoredImage:
             ImageError: it cannot be read.
         """
         import numpy as np
-        from PIL import Image
+        from PIL import Image, ImageOps
 
         with self._opened() as image:
-            size, turn = self._target(*_turned_size(image)), _turn(image)
+            size = self._target(*_turned_size(image))
+            if "exif" in image.info:
+                image = ImageOps.exif_transpose(image)
             if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
                 image = image.convert("RGBA")
                 white = Image.new("RGBA", image.size, "white")
@@ -104,9 +106,6 @@ class StoredImage:
                 grey = np.asarray(image).astype(np.int64) // 256
                 image = Image.fromarray(grey.clip(0, 255).astype(np.uint8))
             rgb = image.convert("RGB")
-            if turn is not None:
-                rgb = rgb.transpose(turn)
-                rgb.info.pop("exif", None)  # else it would be rotated again
             return rgb if rgb.size == size else rgb.resize(size, Image.Resampling.BICUBIC)
 
     def encoded(self) -> dict[str, Any]:
@@ -205,29 +204,11 @@ class StoredImage:
         return max(1, int(width * scale)), max(1, int(height * scale))
 
 
-def _turn(image: Image.Image) -> Image.Transpose | None:
-    """Returns the transposition that turns a photo upright; None if it is upright already."""
-    from PIL.Image import Transpose
-
-    if "exif" not in image.info:  # else a PNG would be decoded to look for it
-        return None
-    turns = (
-        Transpose.FLIP_LEFT_RIGHT,
-        Transpose.ROTATE_180,
-        Transpose.FLIP_TOP_BOTTOM,
-        Transpose.TRANSPOSE,
-        Transpose.ROTATE_270,
-        Transpose.TRANSVERSE,
-        Transpose.ROTATE_90,
-    )
-    return dict(enumerate(turns, start=2)).get(image.getexif().get(ORIENTATION, 1))
-
-
 def _turned_size(image: Image.Image) -> tuple[int, int]:
     """Returns the width and height of the upright image; only the header is read."""
     width, height = image.size
-    turn = _turn(image)
-    lies = turn is not None and turn.name in ("TRANSPOSE", "TRANSVERSE", "ROTATE_90", "ROTATE_270")
+    # Without this entry a PNG would be decoded to look for it.
+    lies = "exif" in image.info and image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
     return (height, width) if lies else (width, height)
 
 
