@@ -143,3 +143,5 @@ def is_alive(who: dict[str, Any]) -> bool:
         return is_same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+    except psutil.AccessDenied:
+        return True
