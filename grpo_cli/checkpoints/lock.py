@@ -11,7 +11,7 @@ from typing import IO
 
 from grpo_cli.checkpoints import paths
 from grpo_cli.distributed import heartbeat
-from grpo_cli.errors import UserError
+from grpo_cli.errors import TrainingError, UserError
 
 NAME = ".lock"
 JOB = ".job"  # lists the torchruns whose processes write to the folder
@@ -34,6 +34,9 @@ class Lock:
             raise UserError(
                 f"output_dir = {paths.shown(folder)}: cannot be written to: {error.strerror}."
             ) from error
+        self.folder = folder
+        # Keep the folder open, so that no other folder gets its inode.
+        self._open: int | None = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -52,11 +55,33 @@ class Lock:
         self.file.write(f"process {os.getpid()} on {heartbeat.node()}, since {since}\n")
         self.file.flush()
 
+    def check_folder(self) -> None:
+        """Checks that the folder is still the one that was locked.
+
+        Raises:
+            TrainingError: it was renamed, removed or recreated.
+        """
+        assert self._open is not None, "not released"
+        try:
+            is_there = os.path.samestat(os.fstat(self._open), self.folder.stat())
+        except OSError:  # no such folder, or its file system is gone
+            is_there = False
+        if not is_there:
+            raise TrainingError(
+                f"output_dir = {paths.shown(self.folder)}: was renamed or removed while the run "
+                "wrote to it. The run ends; if the folder was renamed, "
+                "output_dir=ITS_NEW_NAME resume=auto continues it.",
+                alone=True,
+            )
+
     def release(self) -> None:
         """Releases the folder for other runs."""
         if self.file is not None:
             self.file.close()
             self.file = None
+        if self._open is not None:
+            os.close(self._open)
+            self._open = None
 
 
 def torchrun() -> str | None:

@@ -141,6 +141,11 @@ class Run:
             log_history=list(self.log_history or ()),
         )
 
+    def check_folder(self) -> None:
+        """Raises a TrainingError if the run's folder was renamed or removed meanwhile."""
+        if self.lock is not None:
+            self.lock.check_folder()
+
     def should_stop(self) -> bool:
         """Whether the run is asked to stop before its last step; the same on every process."""
         return self.interrupts.find_signal() is not None and not self.is_over

@@ -161,6 +161,7 @@ class Step:
     def log_completions(self) -> None:
         """Writes the step's completions if due, before an evaluation that may be interrupted."""
         run, groups = self.run, self.batch.groups if self.batch else []
+        run.check_folder()
         if run.reporter.keeps_completions(run.state.step):
             images = run.reporter.has_images
             rows = rows_of_all(run.workers, run.state.step, groups, images)

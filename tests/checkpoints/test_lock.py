@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ import pytest
 from grpo_cli.checkpoints import checkpointer, paths
 from grpo_cli.checkpoints.lock import JOB, NAME, Lock, is_restart, note_torchruns, torchrun
 from grpo_cli.distributed import heartbeat
-from grpo_cli.errors import UserError
+from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.training import build, prepare
+from grpo_cli.training.resume import save
 from grpo_cli.training.run import Run
+from grpo_cli.training.step import Step, make_clock
 from tests import programs
 from tests.training.test_train import built, recipe, trained
 
@@ -95,9 +99,17 @@ def test_a_released_lock_is_free(tmp_path: Path) -> None:
     first.release()
     first.release()  # once more is no harm
     second = Lock(tmp_path)
+    first.release()
     with pytest.raises(UserError):
         Lock(tmp_path)
     second.release()
+
+
+def test_whoever_has_not_said_its_name_yet_holds_it_too(tmp_path: Path) -> None:
+    with (tmp_path / NAME).open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=r"another run writes to it \(another process\)"):
+            Lock(tmp_path)
 
 
 def test_a_file_system_without_locks_is_no_reason_to_stop(
@@ -113,6 +125,56 @@ def test_a_file_system_without_locks_is_no_reason_to_stop(
     Lock(tmp_path).release()
     for lock in locks:
         lock.release()
+
+
+def rename(folder: Path) -> None:
+    folder.rename(folder.with_name("renamed"))
+
+
+def replace(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+@pytest.mark.parametrize("change", [rename, shutil.rmtree, replace])
+def test_a_folder_that_is_renamed_or_removed_is_noticed(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    lock = Lock(tmp_path / "run")
+    lock.check_folder()
+    change(tmp_path / "run")
+    with pytest.raises(TrainingError, match=rf"^output_dir = {tmp_path}/run: was renamed or rem"):
+        lock.check_folder()
+    lock.release()
+
+
+def test_a_folder_that_cannot_be_looked_at_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = Lock(tmp_path / "run")
+    for number in (errno.ESTALE, errno.ENOTDIR, errno.EACCES):
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "stat", lambda path, n=number: refuse(n, path))
+            with pytest.raises(TrainingError, match="was renamed or removed"):
+                lock.check_folder()
+    lock.release()
+
+
+def refuse(number: int, path: Path) -> None:
+    raise OSError(number, os.strerror(number), str(path))
+
+
+def test_a_run_ends_when_its_folder_is_gone(tmp_path: Path) -> None:
+    live = built(tmp_path / "run")
+    rename(live.folder)
+    for write in (
+        Step(live, 0, live.recipe, make_clock(live)).log_completions,
+        partial(save, live),
+    ):
+        with pytest.raises(TrainingError, match="was renamed or removed"):
+            write()
+    live.close()
+    assert not live.folder.exists()
 
 
 def test_a_run_holds_its_folder_until_it_is_closed(tmp_path: Path) -> None:
