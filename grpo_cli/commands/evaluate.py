@@ -21,6 +21,7 @@ from grpo_cli.config.compose import BARE, compose_and_call, given_keys, split_op
 from grpo_cli.config.knob import knob
 from grpo_cli.config.schema import Adapter, Eval, Recipe
 from grpo_cli.config.sources import file_format
+from grpo_cli.config.user_code import off_import_path
 from grpo_cli.config.words import described, parse, split
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation.settings import (
@@ -29,6 +30,7 @@ from grpo_cli.evaluation.settings import (
     check_rows,
     settings,
     without_training,
+    without_unread_data,
 )
 
 USAGE = """\
@@ -50,8 +52,8 @@ class Settings:
 
     trust: bool = knob(
         False,
-        "Obey the checkpoint's own recipe, though another user has made it, and it can run code or "
-        "reach other files and machines.",
+        "Obey all that the checkpoint's own recipe says, though another user has made it, and it "
+        "can run code or reach other files and machines.",
     )
     completions: str | None = knob(
         None, "File of completions, or the folder of a run, to score without a model."
@@ -59,6 +61,7 @@ class Settings:
     columns: dict[str, str] = knob({}, "Rename a column of the completions: columns.NEW=OLD.")
 
 
+TRUST = "trust=true"
 SHORT = ("mode", "metric", "num_samples", "temperature", "top_p", "k", "limit")
 MANY = 10**6  # completions
 LISTS = ("mode", "metric", "k")
@@ -140,14 +143,20 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool = False) ->
     """Evaluates a model on benchmarks, or on the held-out rows of the recipe stored with it.
 
     Args:
-        trust: whether to obey a stored recipe that another user has made.
+        trust: whether to apply all of a stored recipe that another user has made.
     """
     check_read(overrides)
     stored = Path(path) / paths.TRAINING / "recipe.yaml"
+    is_local = bool(path) and Path(path).is_dir()
+    is_foreign = is_local and not (trust or provenance.is_own(Path(path)))
+    obeys_foreign = False  # whether a foreign folder's recipe is read
+    if is_foreign:
+        provenance.check(path, provenance.refused_base(Path(path)), TRUST)
     if path and not any(w.startswith("recipe=") for w in overrides):
         if stored.is_file():
-            if not trust:  # before Hydra reads it
-                provenance.check(path, "trust=true")
+            obeys_foreign = is_foreign
+            if obeys_foreign:  # before Hydra reads it
+                provenance.check(path, provenance.unusual(provenance.read(Path(path))), TRUST)
             overrides = [f"recipe={stored}", *overrides]
         elif not benchmarks_named(overrides):
             raise UserError(
@@ -162,6 +171,10 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool = False) ->
         cfg.model.build, cfg.model.path, cfg.adapter = None, path, Adapter()
         keep_benchmarks(cfg, chosen)
         without_training(cfg, overrides)
+        if obeys_foreign:
+            given = {*given_keys(cfg), "output_dir"}  # the recipe's own is never used
+            asked = provenance.refused(without_unread_data(cfg), Path(path), given)
+            provenance.check(path, asked, TRUST)
         from grpo_cli.training import prepare
 
         recipe = prepare.with_stored_dtype(parsing.parse(cfg, given_keys(cfg)))
@@ -177,7 +190,8 @@ def evaluate_checkpoint(path: str, overrides: list[str], trust: bool = False) ->
         finally:
             prepared.close()
 
-    compose_and_call(overrides, task, BARE)
+    with off_import_path(is_foreign):
+        compose_and_call(overrides, task, BARE, only_this_file=obeys_foreign)
 
 
 def evaluate_completions(path: Path, columns: Mapping[str, str], overrides: list[str]) -> None:

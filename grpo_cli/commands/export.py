@@ -24,6 +24,7 @@ from grpo_cli.checkpoints.shards import Shards
 from grpo_cli.config import sources
 from grpo_cli.config.knob import knob
 from grpo_cli.config.schema import Model
+from grpo_cli.config.user_code import off_import_path
 from grpo_cli.config.words import described, option, parse, split, without_dashes
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.models import adapters, loading
@@ -42,6 +43,7 @@ Of a checkpoint with an adapter it writes the adapter, which peft and vLLM load 
 
 
 Tensors = Iterator[tuple[str, Tensor]]  # with the names that the model is published with
+READ = ("trust_remote_code", "quantization", "dtype")  # keys of the recipe's section model
 
 
 @dataclass
@@ -66,7 +68,8 @@ class Settings:
     )
     trust: bool = knob(
         False,
-        "Run the code that comes with the model, though another user has made the checkpoint.",
+        "Run the code that comes with the model, and load the model that an adapter names, though "
+        "another user has made the checkpoint.",
     )
 
 
@@ -86,7 +89,8 @@ def main(argv: list[str]) -> None:
     dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
     folder, is_own = Path(out).expanduser(), provenance.is_own(path)
     trust = settings.trust or is_own
-    total, files = export(path, folder, dtype, trust, settings.merge, settings.quantization)
+    with off_import_path(not trust):
+        total, files = export(path, folder, dtype, trust, settings.merge, settings.quantization)
     if is_own:
         provenance.note_own(folder)
     number = f"{files} files" if files > 1 else "one file"
@@ -131,7 +135,7 @@ def export(
     """Writes the model of the checkpoint `path` to the folder `out`.
 
     Args:
-        trust: whether the model's own code may run, and links may lead out of the checkpoint.
+        trust: whether to apply all of the checkpoint's own recipe.
         merge: write the model with its adapter merged in, in place of the adapter.
         quantized: how the model was quantized in training; None: as the checkpoint's recipe says.
 
@@ -153,8 +157,8 @@ def export(
         manifest.check(path)
     was_there = out.exists()
     loads = merge or (is_sharded and not is_adapter)
-    if loads and not trust and trained_model(path).get("trust_remote_code", False):
-        provenance.check(path, "--trust=true")
+    if loads and not trust:
+        check_recipe(path)
     try:
         with tempfile.TemporaryDirectory(prefix="grpo-") as made:
             if merge:
@@ -239,6 +243,13 @@ def sharded(path: Path) -> tuple[Tensors, Path]:
         raise UserError(f"{files}/config.json: cannot be loaded: {first}") from error
     names = shards.names("model")
     return model_folder.as_published(skeleton, names, checkpointer.Model(shards, {})), files
+
+
+def check_recipe(path: Path) -> None:
+    """Raises a UserError if loading another user's model needs settings that are not trusted."""
+    read = {key: value for key, value in trained_model(path).items() if key in READ}
+    asked = provenance.refused({"model": read}, path)
+    provenance.check(path, [*asked, *provenance.refused_base(path)], "--trust=true")
 
 
 def trained_model(path: Path) -> dict[str, Any]:

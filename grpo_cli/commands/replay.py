@@ -10,10 +10,12 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from grpo_cli.checkpoints import paths, provenance
 from grpo_cli.config.knob import knob
+from grpo_cli.config.user_code import off_import_path
 from grpo_cli.config.words import described, parse_with_runs
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.reporting.run_folder import RunFolder
@@ -31,6 +33,10 @@ the loss or the norm of the gradient differ.
 # reproduced.
 COMPARED = ("loss", "grad_norm", "policy_loss", "kl", "entropy", "aux_loss")
 DECISIVE = COMPARED[:2]
+NOT_READ = (  # sections of the recipe, since the rollouts are stored with their rewards
+    "defaults", "dataset", "reward", "benchmark", "scoring", "eval", "stop", "alarms", "checkpoint",
+    "log", "tracking", "callbacks", "hub",
+)  # fmt: skip
 
 
 @dataclass
@@ -50,9 +56,7 @@ class Settings:
     )
     json: bool = knob(False, "Print one JSON object.")
     trust: bool = knob(
-        False,
-        "Obey the run's recipe, though another user has made the run, and it can run code or reach "
-        "other files and machines.",
+        False, "Obey all that the run's recipe says, though another user has made the run."
     )
 
 
@@ -70,8 +74,9 @@ def main(argv: list[str]) -> None:
     run = RunFolder.open(given)
     number, recorded = find(run, settings)
     kept = paths.kept_path(run.path, number)
-    if not settings.trust:
-        provenance.check(kept, "--trust")
+    trust = settings.trust or provenance.is_own(kept)
+    if not trust:
+        check_recipe(kept)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("grpo replay: runs in one process; start it without torchrun.")
     from grpo_cli import train
@@ -79,12 +84,13 @@ def main(argv: list[str]) -> None:
     from grpo_cli.training.rollouts.credit import assign_advantages
     from grpo_cli.training.step import begin
 
-    live, processes = replayed_run.restore(run.path, kept, settings.device)
-    step = begin(live)
-    assert step.batch is not None, "a kept step has its rollouts"
-    step_stats = train.fill_logprobs(live, step, step.batch)
-    assign_advantages(step.recipe, step.batch.groups, step_stats, step.number)
-    metrics = train.update_policy(live, step)
+    with off_import_path(not trust):
+        live, processes = replayed_run.restore(run.path, kept, settings.device, trust)
+        step = begin(live)
+        assert step.batch is not None, "a kept step has its rollouts"
+        step_stats = train.fill_logprobs(live, step, step.batch)
+        assign_advantages(step.recipe, step.batch.groups, step_stats, step.number)
+        metrics = train.update_policy(live, step)
     checks = compared(recorded, metrics, settings.tolerance)
     data = {
         "run": str(run.path),
@@ -130,6 +136,14 @@ def find(run: RunFolder, settings: Settings) -> tuple[int, Mapping[str, Any]]:
             f"--step = {settings.step}: {run.path / 'metrics.jsonl'} has no line of this step yet."
         )
     return settings.step, lines[-1]
+
+
+def check_recipe(path: Path) -> None:
+    """Raises a UserError if another user's kept step has a recipe with untrusted settings."""
+    stored = provenance.read(path)
+    provenance.check(path, provenance.unusual(stored), "--trust")
+    read = {section: value for section, value in stored.items() if section not in NOT_READ}
+    provenance.check(path, provenance.refused(read, path), "--trust")
 
 
 def compared(

@@ -77,11 +77,15 @@ def compose_and_call(
     argv: list[str],
     task: Callable[[DictConfig], None],
     default: str = DEFAULT_RECIPE,
+    *,
+    only_this_file: bool = False,
 ) -> None:
     """Composes the recipe that the command line names and calls `task` with it.
 
     Args:
         default: the recipe if the command line names none; `BARE` has no model and no data.
+        only_this_file: reads only the named recipe, which a run has stored. Otherwise Hydra would
+            prefer a schema.yaml beside the recipe over grpo's own.
 
     With --cfg, --info or --help, Hydra prints and `task` is not called. With --multirun `task` is
     called once per job, sequentially.
@@ -95,7 +99,7 @@ def compose_and_call(
     _check_choices(overrides)
     tree = _read(folder / f"{name}.yaml") if folder is not None else {}
     names_itself = bool(tree.get("recipe"))
-    if names_itself and is_stored(tree):
+    if only_this_file or (names_itself and is_stored(tree)):
         # Choosing another group entry drops the stored arguments of the old one.
         for group in ("loss", "advantage", "optimizer"):
             if any(word.startswith(f"{group}=") for word in overrides):
@@ -104,7 +108,7 @@ def compose_and_call(
         store: Any = ConfigStore.instance()
         store.store(name=name, node=tree)
     options += ["--config-name", name]
-    if folder is not None:
+    if folder is not None and not only_this_file:
         # As config path, a user's recipe overrides a shipped one of the same name. A folder that
         # only adds groups cannot be the config path, which must hold the recipe.
         own = (folder / f"{name}.yaml").is_file()

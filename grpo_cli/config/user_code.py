@@ -6,9 +6,12 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import grpo_cli
 from grpo_cli.errors import UserError, nearest
 
 
@@ -30,6 +33,20 @@ def import_module(name: str, where: str) -> Any:
         raise UserError(
             f"{where}: cannot import {name}: {type(error).__name__}: {error}"
         ) from error
+
+
+@contextmanager
+def off_import_path(is_off: bool = True) -> Iterator[None]:
+    """Removes the working directory from the import path in the block; restores the path after."""
+    before, here = sys.path[:], Path.cwd()
+    own = {Path(folder).parent for folder in grpo_cli.__path__}  # folder of grpo itself
+    if is_off and here not in own:
+        sys.path[:] = [p for p in before if Path(p or ".").resolve() != here.resolve()]
+    try:
+        yield
+    finally:
+        if is_off:
+            sys.path[:] = before
 
 
 def import_function(path: str, where: str) -> Callable[..., Any]:

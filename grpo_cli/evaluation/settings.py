@@ -153,6 +153,19 @@ def without_training(cfg: DictConfig, overrides: Sequence[str]) -> None:
             cfg.generation.tools = OmegaConf.structured(Tools())
 
 
+def without_unread_data(cfg: DictConfig) -> DictConfig:
+    """Returns a copy of a composed recipe without unread data and rewards."""
+    out = cfg.copy()
+    with open_dict(out):
+        if out.benchmark:  # evaluated instead of the recipe's own rows
+            out.reward, out.dataset.eval, out.dataset.held_out = {}, None, {}
+        if out.benchmark or out.dataset.test_split_size is None:
+            out.dataset.train = None
+            for part in filter(None, out.dataset.mixture.values()):
+                part.data = ""
+    return out
+
+
 def _runs_programs(cfg: DictConfig) -> bool:
     """Returns whether a composed, unchecked recipe evaluates in a mode with tools."""
     known = {name: mode.tools for name, mode in Benchmark().modes.items()}

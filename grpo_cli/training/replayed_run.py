@@ -69,13 +69,14 @@ def recipe_of(path: Path, device: str | None) -> Recipe:
     return dataclasses.replace(recipe, distributed=distributed, device=device or recipe.device)
 
 
-def restore(folder: Path, path: Path, device: str | None) -> tuple[Run, int]:
+def restore(folder: Path, path: Path, device: str | None, trust: bool = True) -> tuple[Run, int]:
     """Returns the run before the step's first update, and how many processes took the step.
 
     Args:
         folder: the run's folder.
         path: the kept step's folder.
         device: device to compute on; None: the run's.
+        trust: whether any model that the step names is loaded.
 
     Raises:
         UserError: the step is damaged or of another version, or the model is gone.
@@ -84,6 +85,8 @@ def restore(folder: Path, path: Path, device: str | None) -> tuple[Run, int]:
         raise UserError(f"{path}: {wrong}; resume the run before this step to keep it anew.")
     saved = checkpointer.load_state(path)
     own = saved[ENTRY]
+    if not trust:
+        provenance.check(path, provenance.refused_model("model", own["model"], folder), "--trust")
     recipe = recipe_of(path, device)
     workers = Workers(recipe.device, recipe.mixed_precision, recipe.distributed)
     reporter = Reporter(recipe, folder, main=False)  # it writes and prints nothing

@@ -1,19 +1,28 @@
-"""A checkpoint from elsewhere: its stored recipe is read only if it is trusted."""
+"""A checkpoint from elsewhere: what its stored recipe may make an evaluation do."""
 
+import dataclasses
+import json
+import os
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from grpo_cli import cli
 from grpo_cli.checkpoints import provenance
-from grpo_cli.commands import evaluation_run
+from grpo_cli.commands import evaluation_run, replay
+from grpo_cli.config.compose import recipe_files, shipped
 from grpo_cli.config.saved_recipe import as_yaml
-from grpo_cli.config.schema import Recipe, Reward
+from grpo_cli.config.schema import ENTRIES, Benchmark, Recipe, Reward, knobs
 from grpo_cli.errors import UserError
+from grpo_cli.evaluation.settings import OF_TRAINING, without_unread_data
+from grpo_cli.scoring import registry
 from grpo_cli.training import build, prepare
 
 ATTACK = {"stmt": "__import__('os').system('touch pwned')", "number": 1}
@@ -61,19 +70,203 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
     return found
 
 
-def test_a_foreign_checkpoint_asks_before_its_recipe_is_read(
-    tmp_path: Path, evaluated: list[Recipe], capsys: pytest.CaptureFixture[str]
+ASKS: dict[str, tuple[dict[str, Any], str]] = {
+    "mcp": ({"environment__mcp": 'bash -c "id > PWNED"'}, "environment.mcp = bash"),
+    "environment": ({"environment__path": "ck.evil:Env"}, "environment.path = ck.evil:Env"),
+    "by name": ({"environment__by_name": {"a": "ck.evil:E"}}, "environment.by_name.a = ck.evil:E"),
+    "isolate": ({"environment__isolate": False}, "environment.isolate = false"),
+    "tools": ({"tools": {"t": "ck.evil:tool"}}, "tools.t = ck.evil:tool"),
+    "rollout": ({"rollout": "ck.evil:roll"}, "rollout = ck.evil:roll"),
+    "callback": ({"callbacks": {"c": {"path": "ck.evil:C"}}}, "callbacks.c.path = ck.evil:C"),
+    "package": ({"dataset__eval": "pkg://this/x.jsonl"}, "dataset.eval = pkg://this/x.jsonl"),
+    "outside": ({"dataset__eval": "/etc/passwd"}, "dataset.eval = /etc/passwd"),
+    "relative": ({"dataset__eval": "../x.jsonl"}, "dataset.eval = ../x.jsonl"),
+    "loader": ({"dataset__eval": "json"}, "dataset.eval = json"),
+    "held out": ({"dataset__held_out": {"h": {"data": "~/x.csv"}}}, "dataset.held_out.h.data = ~"),
+    "mixture": ({"dataset__mixture": {"m": {"data": "data/*"}}}, "dataset.mixture.m.data = data/*"),
+    "template": ({"model__chat_template": "/etc/hosts"}, "model.chat_template = /etc/hosts"),
+    "no path": ({"model__chat_template": "x" * 300}, "model.chat_template = xxx"),
+    "policy": ({"loss__policy": "timeit:timeit"}, "loss.policy = timeit:timeit"),
+    "rule": ({"advantage__rule": "timeit:timeit"}, "advantage.rule = timeit:timeit"),
+    "optimizer": ({"optimizer__algorithm": "a:B"}, "optimizer.algorithm = a:B"),
+    "adapter": ({"adapter__path": "/home/me/adapter"}, "adapter.path = /home/me/adapter"),
+    "tracker": ({"tracking__backend": ["wandb"]}, "tracking.backend = ['wandb']"),
+    "hub": ({"hub__repo": "a/b"}, "hub.repo = a/b"),
+    "reward": ({"reward": {"x": TIMEIT}}, "reward.x.function = timeit:timeit"),
+    "name": ({"reward": {"timeit:timeit": {"args": ATTACK}}}, "timeit:timeit.function = timeit:"),
+    "dots": ({"reward": {"x.args": TIMEIT}}, "reward.x.args.function = timeit:timeit"),
+    "helper": ({"reward__math__function": "grpo_cli.rewards.judge:_client"}, "judge:_client"),
+    "judge": ({"reward__math__function": "judge"}, "reward.math.function = judge"),
+    "reward model": (
+        {"reward": {"reward_model": {"args": {"model": "/m", "trust_remote_code": True}}}},
+        "reward.reward_model.args.model = /m",
+    ),
+    "benchmark": (
+        {"benchmark": {"own": {"data": "a/b", "reward": "timeit:timeit", "args": ATTACK}}},
+        "benchmark.own.reward = timeit:timeit",
+    ),
+    "problems": ({"benchmark": {"own": {"data": "/x.jsonl"}}}, "benchmark.own.data = /x.jsonl"),
+    "remote code": ({"model__trust_remote_code": True}, "model.trust_remote_code = true"),
+    "model's files": ({"model__args": {"cache_dir": "/x"}}, "model.args.cache_dir = /x"),
+    "engine": ({"generation__engine": "timeit:timeit"}, "generation.engine = timeit:timeit"),
+    "servers": ({"generation__vllm__servers": ["http://a:1"]}, "generation.vllm.servers = ['http"),
+    "schema's file": ({"generation__vllm__json_schema": "/x"}, "generation.vllm.json_schema = /x"),
+    "engine arguments": (
+        {"generation__vllm__engine_args": {"worker_cls": "a.B"}},
+        "generation.vllm.engine_args.worker_cls = a.B",
+    ),
+    "sandbox": ({"reward__math__args": {"guards": "limits"}}, "reward.math.args.guards = limits"),
+    "programs": ({"generation__tools__guards": "limits"}, "generation.tools.guards = limits"),
+    "kernel of the hub": (
+        {"model__attn_implementation": "some/kernel"}, "model.attn_implementation = some/kernel",
+    ),
+    "variable": ({"dataset__prompt": "${oc.env:HOME}"}, "dataset.prompt = ${oc.env:HOME}"),
+    "reference": (
+        {"description": "limits", "reward__math__args": {"pattern": "${description}"}},
+        "reward.math.args.pattern = ${description}",
+    ),
+    "hydra": ({"hydra": {"job": {"env_set": {"PWNED": "1"}}}}, "hydra"),
+    "defaults": (
+        {"defaults": ["schema", "_self_", {"override hydra/launcher": "x"}]}, "hydra/launcher",
+    ),
+    "no defaults": ({"defaults": ["schema"]}, "defaults"),
+}  # fmt: skip
+
+
+def asked(path: Path, *given: str) -> list[str]:
+    tree = provenance.read(path)
+    recipe = {key: value for key, value in tree.items() if key != "defaults"}
+    return [*provenance.unusual(tree), *provenance.refused(recipe, path, given)]
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_what_a_recipe_asks_for(name: str, tmp_path: Path) -> None:
+    changes, said = ASKS[name]
+    found = asked(checkpoint(tmp_path / "theirs", **changes))
+    assert any(said in one for one in found), found
+
+
+def every_knob() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """All knobs of the schema, with those of an entry `x` of each mapping of entries."""
+    sections = {key.rpartition(".")[0] for key, _ in knobs()}
+    for key, field in knobs():
+        if key not in sections and key not in ENTRIES:
+            yield key, field
+    for key, kind in ENTRIES.items():
+        for field in dataclasses.fields(kind):
+            yield f"{key}.x.{field.name}", field
+
+
+def another_value(field: dataclasses.Field[Any]) -> Any:
+    """A value that is not the default, of the knob's type."""
+    kind, default = str(field.type), field.default
+    if field.metadata.get("choices") and kind.startswith("str"):
+        return next(choice for choice in field.metadata["choices"] if choice != default)
+    if kind.startswith(("int", "float")):
+        return (default or 0) + 1
+    if kind.startswith("bool"):
+        return not default
+    return {"dict": {"x": 1}, "list": ["x"]}.get(kind[:4], "there.is:one")
+
+
+def rule_of(key: str) -> Any:
+    rule: Any = provenance.ALLOWED
+    for part in key.split("."):
+        rule = None if rule is None or callable(rule) else rule.get(part, rule.get("*"))
+    return rule
+
+
+def test_only_the_keys_of_the_list_are_obeyed(tmp_path: Path) -> None:
+    outside = 0
+    for key, field in every_knob():
+        value = another_value(field)
+        tree: Any = value
+        for part in reversed(key.split(".")):
+            tree = {part: tree}
+        found = [*provenance.refused(tree, tmp_path)]
+        rule = rule_of(key)
+        if rule is provenance._anything:
+            assert not any(one.startswith(key) for one in found), found
+        elif rule is None:
+            outside += 1
+            named = f"{key}.x = 1" if isinstance(value, dict) else f"{key} = "
+            assert any(one.startswith(named) for one in found), (key, found)
+    assert outside >= 45
+
+
+def test_the_list_names_keys_that_there_are(tmp_path: Path) -> None:
+    known = {key for key, _ in every_knob()}
+
+    def keys(rules: dict[str, Any], prefix: str = "") -> Iterator[str]:
+        for name, rule in rules.items():
+            key = prefix + ("x" if name == "*" else name)
+            yield from [key] if callable(rule) else keys(rule, f"{key}.")
+
+    shared = ("schedules.", "dataset.mixture.", "dataset.held_out.")  # lists of two kinds of entry
+    for key in keys(provenance.ALLOWED):
+        is_inner = ".args." in key or ".modes." in key
+        assert is_inner or key.startswith(shared) or key in known, key
+
+
+def test_arguments_of_the_shipped_rewards(tmp_path: Path) -> None:
+    for name in registry.shipped():
+        for argument in registry.Signature.of(registry.resolve(name)).arguments:
+            assert name == "judge" or argument in provenance.ARGS, (name, argument)
+
+
+def test_what_only_describes_a_model_and_its_data(tmp_path: Path) -> None:
+    reward = {"a": {"function": "grpo_cli.rewards.math:math"}, "code": {"args": {"seconds": 3}}}
+    path = checkpoint(
+        tmp_path / "theirs", reward=reward, model__path="some/model", dataset__eval="hub/name",
+        dataset__train="pkg://grpo_cli/samples/arithmetic_train.jsonl", steps=7, seed=3,
+        benchmark={"own": {"data": str(tmp_path / "theirs" / "rows.jsonl"), "reward": "choice"}},
+        schedules={"loss": {"beta": {"to": 0.1}}}, loss__policy="cispo", optimizer__args={"a": 1},
+        model__chat_template="{{ messages }}", model__attn_implementation="sdpa",
+    )  # fmt: skip
+    assert asked(path) == []
+
+
+@pytest.mark.parametrize("name", [p.stem for p in recipe_files()])
+def test_shipped_recipes_ask_for_nothing(name: str, tmp_path: Path) -> None:
+    recipe = shipped(name)
+    assert recipe is not None
+    read = {key: value for key, value in recipe.items() if key not in OF_TRAINING}
+    found = [*provenance.refused(read, tmp_path)]
+    assert all(one.startswith(("environment.", "tools.")) for one in found), found
+
+
+def test_a_link_in_the_folder_is_no_way_out(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "theirs")
+    (tmp_path / "private.jsonl").write_text("{}")
+    (path / "rows.jsonl").unlink()
+    (path / "rows.jsonl").symlink_to(tmp_path / "private.jsonl")
+    assert asked(path) == [f"dataset.eval = {path / 'rows.jsonl'}"]
+
+
+def test_a_key_of_the_command_line_is_no_question(tmp_path: Path) -> None:
+    path = checkpoint(
+        tmp_path / "theirs", model__trust_remote_code=True, reward={"x": {"function": "a:b"}}
+    )
+    assert len({*asked(path)}) == 2
+    assert asked(path, "model.trust_remote_code", "reward.x.function") == []
+
+
+@pytest.mark.parametrize(
+    "name", ["mcp", "environment", "tools", "rollout", "package", "reward", "remote code", "hydra"]
+)
+def test_a_foreign_checkpoint_asks_before_it_runs_code(
+    name: str, tmp_path: Path, evaluated: list[Recipe], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = checkpoint(tmp_path / "theirs", reward={"x": TIMEIT})
+    changes, said = ASKS[name]
+    path = checkpoint(tmp_path / "theirs", **changes)
     assert cli.run_command(["eval", str(path)]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"grpo: checkpoint = {path}: no run of yours has made it here")
-    assert err.endswith("if you trust who made it, add trust=true.\n")
+    assert err.endswith("If you trust who made it, add trust=true.\n")
+    assert said in err
     assert len(err.splitlines()) == 1
-    assert evaluated == []
-    words = ["recipe=arithmetic_tiny", "benchmark=gsm8k"]  # in place of its own
-    assert cli.run_command(["eval", str(path), *words]) == 0
-    assert "x" not in evaluated[0].reward
+    assert (evaluated, os.environ.get("PWNED")) == ([], None)
+    assert not (tmp_path / "pwned").exists()
 
 
 @pytest.mark.parametrize("how", ["trusted", "own", "changed"])
@@ -88,6 +281,88 @@ def test_it_is_obeyed_if_trusted_or_if_it_is_ones_own(
     words = ["trust=true"] if how == "trusted" else []
     assert cli.run_command(["eval", str(path), *words]) == (2 if how == "changed" else 0)
     assert [r.reward["x"].function for r in evaluated] == ["timeit:timeit"] * (how != "changed")
+
+
+def test_rewards_of_its_rows_are_no_question_for_a_benchmark(
+    tmp_path: Path, evaluated: list[Recipe]
+) -> None:
+    path = checkpoint(tmp_path / "theirs", reward={"x": TIMEIT}, loss__policy="timeit:timeit")
+    assert cli.run_command(["eval", str(path), "benchmark=gsm8k"]) == 0
+    assert len(evaluated) == 1
+
+
+def test_data_of_its_rows_is_no_question_for_a_benchmark(tmp_path: Path) -> None:
+    cfg = OmegaConf.create(dataclasses.asdict(Recipe()))
+    cfg.dataset.train, cfg.dataset.eval = "/theirs/train.jsonl", "/theirs/test.jsonl"
+    cfg.dataset.mixture = {"a": {"data": "/theirs/a.jsonl"}}
+
+    def names() -> list[str]:
+        found = provenance.refused(without_unread_data(cfg), tmp_path)
+        return [one.partition(" = ")[0] for one in found]
+
+    assert names() == ["dataset.eval"]
+    cfg.dataset.test_split_size = 0.1
+    assert names() == ["dataset.train", "dataset.eval", "dataset.mixture.a.data"]
+    cfg.benchmark = {"own": {"data": "a/b"}}
+    assert names() == []
+
+
+def test_only_the_recipe_is_read_in_its_folder(tmp_path: Path, evaluated: list[Recipe]) -> None:
+    path = checkpoint(tmp_path / "theirs")
+    for name in ("schema", "_stored"):  # names that Hydra looks for in the folder of a recipe
+        (path / "training" / f"{name}.yaml").write_text(
+            "# @package _global_\nhydra: {job: {env_set: {PWNED: '1'}}}\nseed: 8\n"
+        )
+    assert cli.run_command(["eval", str(path)]) == 0
+    assert ([r.seed for r in evaluated], os.environ.get("PWNED")) == ([0], None)
+
+
+@pytest.mark.parametrize("trust", [[], ["trust=true"]])
+def test_the_working_folder_is_off_the_import_path(
+    trust: list[str],
+    tmp_path: Path,
+    evaluated: list[Recipe],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = checkpoint(tmp_path / "theirs")
+    paths = ["", str(tmp_path), *sys.path]
+    monkeypatch.setattr(sys, "path", paths)
+    seen: list[bool] = []
+
+    def evaluate(*_: Any) -> None:
+        registry.resolve("math")
+        seen.append(any(Path(p or ".").resolve() == tmp_path for p in sys.path))
+
+    monkeypatch.setattr(evaluation_run, "evaluate_model", evaluate)
+    assert cli.run_command(["eval", str(path), *trust]) == 0
+    assert seen == [bool(trust)]
+    assert sys.path[:2] == ["", str(tmp_path)]
+
+
+@pytest.mark.parametrize(
+    ("base", "is_refused"),
+    [("Qwen/Qwen3-0.6B", False), ("gpt2", False), ("/home/me/model", True), ("../model", True)],
+)
+def test_the_model_under_an_adapter(base: str, is_refused: bool, tmp_path: Path) -> None:
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps({"base_model_name_or_path": base}))
+    said = [f"adapter_config.json: base_model_name_or_path = {base}"]
+    assert [*provenance.refused_base(tmp_path)] == (said if is_refused else [])
+
+
+def test_an_adapter_with_a_base_of_the_hub_needs_no_trust(
+    tmp_path: Path, evaluated: list[Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = checkpoint(tmp_path / "theirs", adapter__method="lora", model__path="some/model")
+    (path / "config.json").unlink()
+    (path / "model.safetensors").rename(path / "adapter_model.safetensors")
+    config = path / "adapter_config.json"
+    config.write_text(json.dumps({"base_model_name_or_path": "some/model"}))
+    assert cli.run_command(["eval", str(path)]) == 0
+    config.write_text(json.dumps({"base_model_name_or_path": str(tmp_path)}))
+    assert cli.run_command(["eval", str(path)]) == 2
+    assert f"base_model_name_or_path = {tmp_path}. If you trust" in capsys.readouterr().err
+    assert len(evaluated) == 1
 
 
 def test_a_moved_checkpoint_stays_ones_own(tmp_path: Path) -> None:
@@ -115,6 +390,25 @@ def test_a_file_that_may_name_code_makes_another_checkpoint(tmp_path: Path, name
     (path / name).parent.mkdir(parents=True, exist_ok=True)
     (path / name).write_text('{"auto_map": {"AutoProcessor": "a/b--code.Own"}}')
     assert not provenance.is_own(path)
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_allowed"),
+    [
+        (None, True), ({"type": "object"}, True), ('{"type": "object"}', True),
+        ("theirs/own.json", True), ("theirs/link.json", False), ("private.json", False),
+        ("/etc/passwd", False), ("theirs/../private.json", False), ("not_there.json", False),
+    ],
+)  # fmt: skip
+def test_the_schema_of_a_reward(tmp_path: Path, schema: Any, is_allowed: bool) -> None:
+    path = checkpoint(
+        tmp_path / "theirs", reward={"j": {"function": "json_schema", "args": {"schema": schema}}}
+    )
+    for name in ("theirs/own.json", "private.json"):
+        (tmp_path / name).write_text("{}")
+    (path / "link.json").symlink_to(tmp_path / "private.json")
+    said = [] if is_allowed else [f"reward.j.args.schema = {schema}"]
+    assert asked(path) == said
 
 
 def test_a_run_with_the_recipe_of_ones_own_is_not_ones_own(tmp_path: Path) -> None:
@@ -172,6 +466,17 @@ def test_links_out_of_a_folder(tmp_path: Path) -> None:
     provenance.check_links(run, "RUN")
 
 
+def test_what_a_replay_reads(tmp_path: Path) -> None:
+    unread = {"dataset__eval": "/theirs/x.jsonl", "reward": {"x": TIMEIT}, "hub__repo": "a/b"}
+    replay.check_recipe(checkpoint(tmp_path / "sound", **unread))
+    for number, name in enumerate(("policy", "optimizer", "tools", "mcp", "servers", "hydra")):
+        changes, said = ASKS[name]
+        with pytest.raises(UserError, match=re.escape(said)):
+            replay.check_recipe(checkpoint(tmp_path / str(number), **changes))
+    assert [*provenance.refused_model("model", "a/b", tmp_path)] == []
+    assert [*provenance.refused_model("model", "/a/b", tmp_path)] == ["model = /a/b"]
+
+
 @pytest.mark.parametrize(
     "text", ["a: [", "a: !!python/object/apply:os.system ['touch pwned']", "[" * 500]
 )
@@ -183,3 +488,15 @@ def test_a_stored_recipe_that_is_no_yaml_is_one_sentence(tmp_path: Path, text: s
     said = f"checkpoint = {path}: its recipe, training/recipe.yaml, cannot be read: "
     assert str(error.value).startswith(said)
     assert not (tmp_path / "pwned").exists()
+
+
+def test_unusual_entries() -> None:
+    stored = yaml.safe_load(as_yaml(Recipe(benchmark={"a": Benchmark()})))
+    assert [*provenance.unusual(stored)] == []
+    assert [*provenance.unusual({**stored, "hydra": {}, "x": 1})] == ["hydra", "x"]
+
+
+@pytest.fixture(autouse=True)
+def _no_traces() -> Iterator[None]:
+    yield
+    os.environ.pop("PWNED", None)

@@ -285,7 +285,7 @@ def test_code_of_a_foreign_checkpoint_runs_only_if_it_is_trusted(
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", note)
     assert cli.run_command(["export", str(path), str(out)]) == 2
     err = capsys.readouterr().err
-    assert "no run of yours has made it here" in err
+    assert "run code or reach other files and machines: model.trust_remote_code = true. If" in err
     assert "add --trust=true." in err
     assert (told, out.exists()) == ([], False)
     assert cli.run_command(["export", str(path), str(out), "--trust=true"]) == 0
@@ -367,7 +367,9 @@ def test_an_adapter_on_a_quantized_model_is_merged_without_quantizing(
         folder / "training" / "recipe.yaml",
         b"model: {dtype: float32, quantization: nf4}\n",
     )
-    export.export(folder, tmp_path / "merged", merge=True)
+    with pytest.raises(UserError, match=f"base_model_name_or_path = {base}. If you trust who"):
+        export.export(folder, tmp_path / "merged", merge=True)
+    export.export(folder, tmp_path / "merged", trust=True, merge=True)
     stored = load_file(tmp_path / "merged" / "model.safetensors")
     assert stored.keys() == expected.keys()
     assert all(torch.equal(t, expected[name].bfloat16()) for name, t in stored.items())
@@ -377,9 +379,9 @@ def test_an_adapter_on_a_quantized_model_is_merged_without_quantizing(
     monkeypatch.setenv("GRPO_CACHE", str(tmp_path / "cache"))
     provenance.note_own(folder)
     export.main([str(folder), str(tmp_path / "exported")])
-    assert provenance.is_own(tmp_path / "exported")
+    assert provenance.is_own(tmp_path / "exported")  # whose base is merged without a question
     export.main([str(folder), str(tmp_path / "again"), "--merge", "--quantization=nf4"])
-    export.export(folder, tmp_path / "plain", merge=True)
+    export.export(folder, tmp_path / "plain", trust=True, merge=True)
     name = "model.layers.0.mlp.up_proj.weight"
     again, plain = (load_file(tmp_path / n / "model.safetensors") for n in ("again", "plain"))
     assert (again[name] - expected[name]).norm() < 0.05 * expected[name].norm()
