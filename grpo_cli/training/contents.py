@@ -8,8 +8,14 @@ The recipe names files, and a file of the same name may have other contents when
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import inspect
+import itertools
 import json
 import os
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -24,6 +30,7 @@ from grpo_cli.config.sources import local_path
 from grpo_cli.data import Rows, RowStream, files
 from grpo_cli.errors import UserError
 from grpo_cli.models import loading
+from grpo_cli.scoring.registry import RewardFunction
 from grpo_cli.training.prepare import Prepared
 
 Contents = dict[str, dict[str, str]]  # key of the recipe -> file name -> hash
@@ -34,10 +41,13 @@ TOKENIZER = (  # exact names: a copy such as tokenizer.json.bak is not read
     "sentencepiece.bpe.model", "tiktoken.model", "tekken.json", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
+WEIGHTS = ("*.safetensors", "*.bin")
+FIRST_ROWS = 1000  # rows of a stream that are hashed
+SAMPLE_BLOCKS, BLOCK_BYTES = 16, 2**16  # hashed blocks of a weights file, evenly spread
 
 
 def of_run(prepared: Prepared) -> Contents:
-    """Returns the hashes of the data and the tokenizer of a run."""
+    """Returns the hashes of data, tokenizer, base model and rewards of a run."""
     recipe = prepared.recipe
     found = dict(_of_data(prepared))
     if recipe.model.path is not None and recipe.model.build is None:
@@ -46,6 +56,10 @@ def of_run(prepared: Prepared) -> Contents:
         template = recipe.model.chat_template
         if template and (file := sources.template_file(template)) is not None:
             found["tokenizer"]["model.chat_template"] = file_hash(file)
+        found["model.path"] = {p.name: sample_hash(p) for p in _matching(folder, WEIGHTS)}
+    for name, reward in prepared.scorer.rewards.items():
+        if (file := _file_of(reward.function)) is not None:
+            found[f"reward.{name}"] = {file.name: file_hash(file)}
     return found
 
 
@@ -54,21 +68,25 @@ def check(recipe: Recipe, checkpoint: Path, now: Contents, say: Callable[[str], 
 
     Args:
         now: the contents as the run finds them.
-        say: prints the changes with `resume_changed`.
+        say: prints the changes that do not prevent a resume.
 
     Raises:
         UserError: data or the tokenizer has changed, and `resume_changed` is not set.
     """
     before: Contents = json.loads((checkpoint / CONTENTS).read_text("utf-8"))
-    changed = [f"{key} ({', '.join(names)})" for key, names in differences(before, now).items()]
-    shown, what = paths.shown(checkpoint), "; ".join(changed)
-    if changed and not recipe.resume_changed:
+    changed = differences(before, now)
+    refused, shown = [], paths.shown(checkpoint)
+    for key, names in changed.items():
+        what = f"{key} ({', '.join(names)})"
+        if recipe.resume_changed or key.startswith(("reward.", "model.")):
+            say(f"note: since {shown} the contents have changed of {what}")
+        else:
+            refused.append(what)
+    if refused:
         raise UserError(
-            f"resume: {shown} was trained with other contents of {what}. Restore them, or set "
-            "resume_changed=true to continue with what is there now."
+            f"resume: {shown} was trained with other contents of {'; '.join(refused)}. "
+            "Restore them, or set resume_changed=true to continue with what is there now."
         )
-    if changed:
-        say(f"note: since {shown} the contents have changed of {what}")
 
 
 def differences(before: Contents, now: Contents) -> dict[str, list[str]]:
@@ -134,13 +152,25 @@ def revision(rows: Rows) -> str:
 
 
 def _of_stream(stream: RowStream) -> dict[str, str]:
-    """Returns names and sizes of a stream's local files; hashing them would read them all."""
+    """Returns names and sizes of a stream's files, and the hash of its first rows."""
     config = stream.config
+    found = {}
     path = local_path(str(config.train))
-    if path is None:
-        return {}
-    own = _data_files(path, config.subset, config.train_split, "dataset.train")
-    return {name: f"{file.stat().st_size} bytes" for name, file in _named(own).items()}
+    if path is not None:
+        own = _data_files(path, config.subset, config.train_split, "dataset.train")
+        found = {name: f"{file.stat().st_size} bytes" for name, file in _named(own).items()}
+    every = dataclasses.replace(stream, config=dataclasses.replace(config, train_limit=None))
+    digest = hashlib.sha256()
+    for row in itertools.islice(every.read(0), FIRST_ROWS):
+        # The columns come from the first block of the stream, whose size may change.
+        values = {name: value for name, value in row.items() if value is not None}
+        digest.update(json.dumps(values, sort_keys=True, default=_text).encode())
+    return {**found, f"first {FIRST_ROWS:,} rows": digest.hexdigest()}
+
+
+def _text(value: object) -> str:
+    """Returns a value that JSON lacks as a string, without memory addresses, which vary."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def _model_folder(model: Model, path: str) -> Path:
@@ -166,9 +196,29 @@ def _of_tokenizer(folder: Path) -> dict[str, str]:
     """
     if provenance.is_cached(folder):
         return {"commit": folder.name}
-    return {
-        name: file_hash(folder / name) for name in sorted(TOKENIZER) if (folder / name).is_file()
-    }
+    return {file.name: file_hash(file) for file in _matching(folder, TOKENIZER)}
+
+
+def _matching(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+
+
+def sample_hash(file: Path) -> str:
+    """Returns the size of a file and the hash of blocks spread evenly over it."""
+    size = file.stat().st_size
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        for i in range(SAMPLE_BLOCKS):
+            opened.seek(max(0, size - BLOCK_BYTES) * i // (SAMPLE_BLOCKS - 1))
+            digest.update(opened.read(BLOCK_BYTES))
+    return f"{size} bytes, {digest.hexdigest()}"
+
+
+def _file_of(function: RewardFunction) -> Path | None:
+    """Returns the file of the module that defines a reward function, or the class of an object."""
+    module = sys.modules.get(inspect.unwrap(function).__module__)
+    file = getattr(module, "__file__", None)
+    return None if file is None else Path(file)
 
 
 def as_json(contents: Mapping[str, Mapping[str, str]]) -> bytes:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
+from datasets import Image as Picture
+from datasets import List, Value
+from PIL import Image
 
 from grpo_cli import data
 from grpo_cli.checkpoints.checkpointer import CONTENTS
@@ -30,12 +35,14 @@ def write_rows(path: Path, *answers: str) -> Path:
     return path
 
 
-def found(recipe: Recipe, **parts: Any) -> Contents:
+def found(recipe: Recipe, rewards: dict[str, Any] | None = None, **parts: Any) -> Contents:
     """The contents of a run; its rows need not be loaded, except for those from the hub."""
     rows = Rows("", [], [])
     if not parts and not recipe.dataset.mixture:
         parts = {"train": {"": TrainRows(rows, recipe.dataset)}}
-    scorer: Any = None
+    scorer: Any = SimpleNamespace(
+        rewards={name: SimpleNamespace(function=f) for name, f in (rewards or {}).items()}
+    )
     return contents.of_run(Prepared(recipe, Path(), **{"train": {}, **parts}, scorer=scorer))
 
 
@@ -118,14 +125,31 @@ def stream(file: Path, **settings: Any) -> Contents:
     return found(Recipe(dataset=dataset), train={"": part})
 
 
-def test_a_stream_by_sizes(tmp_path: Path) -> None:
+def test_a_stream_by_sizes_and_first_rows(tmp_path: Path) -> None:
     answers = [str(n % 10) for n in range(1200)]
     file = write_rows(tmp_path / "s.jsonl", *answers)
     before = stream(file, shuffle_buffer=50)
-    assert [*before["dataset.train"]] == ["s.jsonl"]
+    assert [*before["dataset.train"]] == ["s.jsonl", "first 1,000 rows"]
     assert before == stream(file, shuffle_buffer=70, train_limit=80)
     write_rows(file, *answers, "1")
     assert contents.differences(before, stream(file)) == {"dataset.train": ["s.jsonl"]}
+    write_rows(file, *answers[:999], "x", *answers[1000:])
+    assert contents.differences(before, stream(file)) == {"dataset.train": ["first 1,000 rows"]}
+
+
+def test_a_stream_with_images_by_their_bytes(tmp_path: Path) -> None:
+    def save(name: str, color: str) -> Path:
+        image, path = Image.new("RGB", (2, 2), color), tmp_path / name
+        rows = {"prompt": ["a"], "image": [image], "images": [[image]]}
+        features = {"prompt": Value("string"), "image": Picture(), "images": List(Picture())}
+        datasets.Dataset.from_dict(rows, datasets.Features(features)).save_to_disk(path)
+        return path
+
+    red, blue = save("red", "red"), save("blue", "blue")
+    first = "first 1,000 rows"
+    assert stream(red) == stream(red)
+    assert stream(red)["dataset.train"][first] != stream(blue)["dataset.train"][first]
+    assert contents._text(object()) == contents._text(object())
 
 
 def model_folder(folder: Path) -> Model:
@@ -169,9 +193,45 @@ def test_a_chat_template_of_the_recipe(tmp_path: Path) -> None:
     assert changed == {"tokenizer": ["model.chat_template"]}
 
 
+@pytest.mark.parametrize("at", [0, 2**21, 3 * 2**20 - 1])
+def test_weights_by_a_sample(tmp_path: Path, at: int) -> None:
+    recipe = Recipe(model=model_folder(tmp_path / "m"))
+
+    def change() -> None:
+        with (tmp_path / "m" / "model.safetensors").open("r+b") as file:
+            file.seek(at - at % 2**16)
+            file.write(b"\1" * 2**17)  # more than is read at a time
+
+    assert differences(change, recipe, train={}) == {"model.path": ["model.safetensors"]}
+
+
+def test_a_small_file_of_weights_is_read_completely(tmp_path: Path) -> None:
+    (tmp_path / "w").write_bytes(b"abc")
+    before = contents.sample_hash(tmp_path / "w")
+    (tmp_path / "w").write_bytes(b"abd")
+    assert contents.sample_hash(tmp_path / "w") != before
+
+
+def test_the_file_of_a_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("own_rewards")
+    module.__file__ = str(tmp_path / "own_rewards.py")
+    (tmp_path / "own_rewards.py").write_text("a = 1")
+    exec("def f(): pass\nclass C:\n  def __call__(self): pass", module.__dict__)
+    monkeypatch.setitem(sys.modules, "own_rewards", module)
+    changed = differences(
+        lambda: (tmp_path / "own_rewards.py").write_text("a = 2"),
+        Recipe(),
+        rewards={"f": module.f, "c": module.C()},
+        train={},
+    )
+    assert changed == {"reward.f": ["own_rewards.py"], "reward.c": ["own_rewards.py"]}
+
+
 BEFORE = {
     "dataset.train": {"t.jsonl": "1"},
     "tokenizer": {"tokenizer.json": "1"},
+    "model.path": {"model.safetensors": "1"},
+    "reward.r": {"r.py": "1"},
 }
 
 
@@ -181,9 +241,8 @@ def checked(tmp_path: Path, now: Contents, *, resume_changed: bool = False) -> l
     said: list[str] = []
     recipe = Recipe(resume="auto", resume_changed=resume_changed)
     contents.check(recipe, tmp_path, now, said.append)
-    return [
-        line.removeprefix(f"note: since {tmp_path} the contents have changed of ") for line in said
-    ]
+    return [line.removeprefix(f"note: since {tmp_path} the contents have changed of ")
+            for line in said]  # fmt: skip
 
 
 def test_other_data_or_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -194,6 +253,11 @@ def test_other_data_or_another_tokenizer_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"{message} set resume_changed=true"):
             checked(tmp_path, now)
         assert checked(tmp_path, now, resume_changed=True) == [f"{key} ({name})"]
+
+
+def test_another_reward_and_other_weights_are_named(tmp_path: Path) -> None:
+    now = BEFORE | {"reward.r": {"r.py": "2"}, "model.path": {"model.safetensors": "2"}}
+    assert checked(tmp_path, now) == ["model.path (model.safetensors)", "reward.r (r.py)"]
 
 
 def test_a_data_set_that_only_one_recipe_has_is_not_compared(tmp_path: Path) -> None:
