@@ -32,6 +32,7 @@ from grpo_cli.config.schema import (
     entry_field,
     knobs,
 )
+from grpo_cli.config.sources import has_splits
 from grpo_cli.errors import UserError, listed, nearest
 
 E = TypeVar("E", Reward, Benchmark, Callback, HeldOut, MixturePart, Schedule)
@@ -101,7 +102,7 @@ def parse(
             problems += check(recipe, given)
     if not problems and recipe.epochs is None:
         problems += _step_violations(recipe)
-    problems += [*_unread(recipe, given)]
+    problems += [*_unread(recipe, given), *_unread_of_files(recipe, given)]
     if not recipe.has_episodes:
         problems += unread_of_episodes(recipe, given, "with tools or an environment")
     problems += contradictions(recipe, given)
@@ -302,6 +303,31 @@ def unread_of_episodes(recipe: Recipe, given: Collection[str], when: str) -> Ite
     for key, _ in knobs():
         if key.startswith(("environment.", "episode.", "model.response_template")):
             yield from unread(recipe, key, value_at(defaults, key), given, when)
+
+
+def _unread_of_files(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
+    """Yields messages about hub and folder knobs that the command line sets for other sources."""
+    train, held_out = recipe.dataset.train, recipe.dataset.eval
+    sources = {
+        "dataset.subset": [train, held_out],
+        "dataset.train_split": [train],
+        "dataset.eval_split": [held_out],
+    }
+    for name, benchmark in recipe.benchmark.items():
+        if benchmark.data:  # otherwise reported elsewhere
+            key = f"benchmark.{name}"
+            sources |= {f"{key}.subset": [benchmark.data], f"{key}.split": [benchmark.data]}
+    parts = {f"dataset.held_out.{name}": held for name, held in recipe.dataset.held_out.items()}
+    parts |= {f"dataset.mixture.{name}": part for name, part in recipe.dataset.mixture.items()}
+    for key, part in parts.items():
+        if part.data:
+            sources |= {f"{key}.subset": [part.data], f"{key}.split": [part.data]}
+    for key in sorted(sources.keys() & set(given)):
+        files = [source for source in sources[key] if source is not None]
+        if not any(map(has_splits, files)):
+            there = f"the recipe has files: {listed(files)}" if files else "the recipe has none"
+            shown = as_written(value_at(recipe, key))
+            yield f"{key} = {shown}: is only read for a hub data set or a folder; {there}."
 
 
 def omegaconf_message(error: BaseException, within: str = "") -> str | None:

@@ -45,6 +45,14 @@ def is_local(source: str) -> bool:
     return source.startswith("pkg://") or local_path(source) is not None
 
 
+def has_splits(source: str) -> bool:
+    """Returns whether `source` may have splits: it is a hub name or a folder."""
+    if source.startswith("pkg://"):
+        return False
+    path = local_path(source)
+    return path is None or path.is_dir()
+
+
 def short_name(source: str) -> str:
     """Returns a short name of data: the last part of its path that is not a pattern."""
     parts = [part for part in source.split("/") if part and not is_pattern(Path(part))]

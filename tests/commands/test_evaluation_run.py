@@ -253,6 +253,10 @@ def wrong(*words: str) -> str:
         (["some/model", "columns.answer=b", "benchmark=gsm8k"], "only read with completions=FILE"),
         (["some/model", "benchmark=humaneval", "mode=tir"], "eval.mode = tir"),
         (["some/model", "benchmark=gsm8k", "mode=tor"], "eval.mode = tor: benchmark.gsm8k has no"),
+        (
+            ["some/model", "benchmark=a.jsonl", "benchmark.a.split=train"],
+            "benchmark.a.split = train: is only read for a hub data set",
+        ),
         (["some/model", "benchmark=x/a.jsonl,y/a.csv"], "two files are called a"),
         (
             ["some/model", "benchmark=humaneval", "num_samples=4", "metric=maj"],

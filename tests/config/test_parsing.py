@@ -462,6 +462,36 @@ def test_a_scheduled_knob_reads_what_it_will_need() -> None:
     assert "is only read when loss.beta is set" in message(**kl, **scheduled("loss.beta", to=0))
 
 
+@pytest.mark.parametrize(
+    ("key", "sources", "shown"),
+    [
+        ("dataset.subset", {}, "the recipe has files: a.jsonl."),
+        ("dataset.train_split", {"dataset.eval": "owner/name"}, "the recipe has files: a.jsonl."),
+        ("dataset.eval_split", {"dataset.eval": "b.csv"}, "the recipe has files: b.csv."),
+        ("dataset.eval_split", {}, "the recipe has none."),
+        # That the package is not there is said where the file is looked for.
+        (
+            "dataset.subset",
+            {"dataset.train": "pkg://no_such_package/a.jsonl"},
+            "the recipe has files: pkg://no_such_package/a.jsonl.",
+        ),
+    ],
+)
+def test_files_have_no_subsets_or_splits(key: str, sources: dict[str, Any], shown: str) -> None:
+    found = refused(recipe(**sources, **{key: "main"}), given=[key])
+    assert found == f"{key} = main: is only read for a hub data set or a folder; {shown}"
+    # From a recipe whose hub data set was replaced by files, it stays.
+    parse(recipe(**sources, **{key: "main"}))
+
+
+@pytest.mark.parametrize("key", ["dataset.subset", "dataset.train_split", "dataset.eval_split"])
+def test_hub_data_sets_have_them(key: str) -> None:
+    hub = {"dataset.train": "owner/name", "dataset.eval": "owner/name"}
+    parse(recipe(**hub, **{key: "main"}), given=[key])
+    # One of two is enough for the subset, which both read.
+    parse(recipe(**{"dataset.eval": "owner/name", "dataset.subset": "main"}), ["dataset.subset"])
+
+
 # Schedules.
 
 

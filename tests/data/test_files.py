@@ -7,7 +7,7 @@ import datasets
 import pytest
 
 from grpo_cli.config.schema import Dataset
-from grpo_cli.config.sources import absolute
+from grpo_cli.config.sources import absolute, has_splits
 from grpo_cli.data import files, load_rows, open_stream
 from grpo_cli.errors import UserError
 from tests.tables import table
@@ -241,3 +241,5 @@ def test_a_pattern_is_stored_with_an_absolute_path(
     assert absolute("data") == f"{tmp_path}/data"
     assert absolute("openai/gsm8k") == "openai/gsm8k"
     assert absolute("pkg://a/b") == "pkg://a/b"
+    found = [has_splits(s) for s in ("data", "data/*.jsonl", "data/a.jsonl", "x/y", "pkg://a/b")]
+    assert found == [True, False, False, True, False]
