@@ -216,15 +216,3 @@ def _folders_of(source: str) -> str | tuple[str, ...]:
     inner = {str(file.parent) for file in files if file_format(file) is not None}
     found = (str(outer), *sorted(inner - {str(outer)}))
     return found if len(found) > 1 else str(outer)
-
-
-def with_text_only(messages: Any) -> Any:
-    """Joins the blocks of each message content without images into plain text."""
-    if not isinstance(messages, list):
-        return messages
-    return [
-        {**m, "content": "".join(b.get("text", "") for b in m["content"])}
-        if isinstance(m["content"], list)
-        else m
-        for m in messages
-    ]

@@ -2,7 +2,6 @@
 
 Start with `tasks` (the problems) and `evaluator` (sample, score); `summary` and `estimates`
 compute the numbers, `tables` writes them, `paired` and `compare` compare two evaluations.
-`probe` runs a probe: `probe_samples` samples and scores, `probe_measures` computes the numbers
-(`signal`: the share of groups whose rewards differ), and `probe_verdict` suggests settings.
+`probe` samples from an untrained policy, and judges whether it can learn.
 Imports generation, scoring, data, reporting and lower layers; never training or commands.
 """

@@ -30,7 +30,7 @@ def step_seconds(job: Job) -> dict[str, float] | None:
     if device.flops is None:
         return None
     rate = UTILISATION.get(device.kind, UTILISATION_OF_CPU) * device.flops
-    forward = forward_seconds(job, rate)
+    forward = forward_flops_of(job) / rate
     if math.isnan(forward):
         return None
     update = recipe.update
@@ -66,10 +66,6 @@ def forward_flops_of(job: Job) -> float:
     return forward_flops(
         job.sizes.config, job.sizes.active, round(tokens), round(pairs), round(logits)
     )
-
-
-def forward_seconds(job: Job, rate: float) -> float:
-    return forward_flops_of(job) / rate
 
 
 def generation_seconds(job: Job, rate: float) -> float:
