@@ -243,13 +243,13 @@ def _joined(
     Raises:
         UserError: the row of a completion cannot be determined.
     """
-    groups = _by_problem(samples, path)
     keys = ("row", "id") if "id" in rows.columns else ("row",)
     key = next((key for key in keys if _has(samples[0], key)), None)
+    by_id = _rows_by_id(rows, path) if key == "id" else {}  # first: equal ids look like one problem
+    groups = _by_problem(samples, path)
     if key == "row":
         numbers = [_cell(group[0], "row", path) for group in groups]
     elif key == "id":
-        by_id = _rows_by_id(rows, path)
         numbers = [by_id.get(str(_cell(group[0], "id", path)), -1) for group in groups]
     elif len(groups) in (len(rows.rows), min(limit or len(rows.rows), len(rows.rows))):
         numbers = [*range(len(groups))]
