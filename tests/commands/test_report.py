@@ -78,7 +78,7 @@ def test_evaluations_that_cannot_be_compared_are_explained(runs: Path) -> None:
     write_json(path, stored)
     write_parquet(
         path.with_name("completions.parquet"),
-        [{"benchmark": "other", "mode": None, "row": 0, "sample": 0, "correct": True}],
+        [{"benchmark": "other", "mode": None, "row": 0, "correct": True, "columns": "{}"}],
     )
     found = report.compare(RunFolder.open(runs / "a"), RunFolder.open(runs / "b"))
     assert "no benchmark and mode in common" in found["why"]
