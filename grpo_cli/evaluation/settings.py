@@ -104,7 +104,8 @@ def check_read_of_completions(overrides: Sequence[str]) -> None:
     for word in overrides:
         key = key_set_by(word)
         section, *rest = key.split(".")  # benchmark.NAME.KNOB
-        known, of = READ_OF_COMPLETIONS, ""
+        known: Sequence[str] = READ_OF_COMPLETIONS
+        of = ""
         if section == "benchmark" and len(rest) > 1:
             key, known, of = rest[1], READ_OF_THEIR_BENCHMARK, " of a benchmark"
         if key and not is_among(key, known):
@@ -188,7 +189,7 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     values = dataclasses.asdict(recipe)
     values["eval"]["temperature"] = recipe.evaluation_temperature
     del values["model"]["path"]  # the checkpoint
-    names = ("seed", "mixed_precision", "model", "eval", "generation")
+    names = ["seed", "mixed_precision", "model", "eval", "generation"]
     if recipe.benchmark:
         defaults = as_recorded(Benchmark())
         values["benchmark"] = {
@@ -196,7 +197,7 @@ def settings(recipe: Recipe) -> dict[str, Any]:
             for name, one in recipe.benchmark.items()
         }
         values["max_pixels"] = recipe.dataset.max_pixels
-        names += ("benchmark", "max_pixels")
+        names += ["benchmark", "max_pixels"]
     else:
         names += OF_ROWS
     report = {name: values[name] for name in names}

@@ -326,7 +326,8 @@ def _rollout(prompt: Prompt, sample: Sample) -> Rollout:
     ids = _numbers(sample.ids)
     logprobs = _numbers(columns.get("sampling_logprobs"))
     sampled = _numbers(columns.get("sampled"))
-    counts = {name: n for name in COUNTED if isinstance(n := columns.get(name), int)}
+    found = {name: columns.get(name) for name in COUNTED}
+    counts: dict[str, Any] = {name: n for name, n in found.items() if isinstance(n, int)}
     completion = Completion(
         ids,
         logprobs if len(logprobs) == len(ids) else [0.0] * len(ids),
