@@ -132,24 +132,20 @@ def with_steps(recipe: Recipe, prompts: int) -> Recipe:
 def _by_knob(tree: dict[str, Any]) -> dict[str, Any]:
     """Flattens schedules to full keys, from {loss: {beta: {to: 0}}} or {loss.beta: {to: 0}}.
 
-    The command line's entries by section override a file's dotted entries, which come first.
-
     Raises:
-        UserError: a key that cannot be scheduled, or a dotted key that is given twice.
+        UserError: a key that cannot be scheduled, or one that is written in both forms.
     """
     out: dict[str, Any] = {}
-    entries = ((name, e) for name in tree for e in _schedule_entries({name: tree[name]}))
-    for name, (key, value) in entries:
+    for key, value in _schedule_entries(tree):
         if key not in SCHEDULABLE and not key.startswith(LOSS_ARGS):
             beside = [k for k in SCHEDULABLE if k.partition(".")[0] == key.partition(".")[0]]
             raise UserError(
                 f"schedules.{key}: is no scalar that can follow the step; there are "
                 f"{listed(beside or SCHEDULABLE)}.{nearest_key(key, SCHEDULABLE)}"
             )
-        if key in out and key == name:
+        if key in out:
             raise UserError(f"schedules.{key}: is there twice; write it by section, once.")
-        both = isinstance(value, dict) and isinstance(out.get(key), dict)
-        out[key] = out[key] | value if both else value
+        out[key] = value
     return out
 
 

@@ -355,12 +355,6 @@ class Callback:
         "my_module:MyCallback.",
     )
     args: dict[str, Any] = knob({}, "Keyword arguments of the callback's class.")
-    on_error: str = knob(
-        "stop",
-        "Reaction when a method of the callback raises: stop the run, or count the failure and "
-        "continue.",
-        choices=("stop", "count"),
-    )
 
 
 @dataclass
@@ -1337,7 +1331,7 @@ class Recipe:
     checkpoint: Checkpoint = section(Checkpoint, Checkpoint.__doc__ or "")
     log: Log = section(Log, Log.__doc__ or "")
     tracking: Tracking = section(Tracking, Tracking.__doc__ or "")
-    callbacks: dict[str, Any] = knob({}, "Callbacks by name; each has path, args and on_error.")
+    callbacks: dict[str, Any] = knob({}, "Callbacks by name; each has path and args.")
     hub: Hub = section(Hub, Hub.__doc__ or "")
 
     @property

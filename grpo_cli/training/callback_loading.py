@@ -57,4 +57,4 @@ def load_one(name: str, config: Callback) -> Loaded:
                 f"callbacks.{name}.args: {config.path} cannot be made with them: "
                 f"{type(error).__name__}: {error}"
             ) from error
-    return Loaded(name, config, hooks, has_state, target)
+    return Loaded(name, hooks, has_state, target)

@@ -37,7 +37,6 @@ import torch
 
 from grpo_cli.checkpoints import paths
 from grpo_cli.config.interpolation import as_text
-from grpo_cli.config.schema import Callback
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.records import Group
@@ -58,7 +57,7 @@ class Outcome:
 
     metrics: dict[str, float] = field(default_factory=dict)  # by full name
     stop: str | None = None
-    error: str | None = None  # message of a callback with on_error=stop
+    error: str | None = None  # message of a callback that has raised
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,6 @@ class Event:
                 f"{name!r}: is no name of a metric; letters, digits and _ . @ - are allowed, and / "
                 "between parts"
             )
-        if name == "errors":
-            raise ValueError("errors: is the count of failures with on_error=count")
         if self.hook == "on_end":
             raise ValueError(f"{name}: the last metrics are written before on_end")
         self._outcome.metrics[f"callbacks/{self.name}/{name}"] = float(value)
@@ -111,7 +108,6 @@ class Loaded:
     """A callback of the recipe."""
 
     name: str
-    config: Callback
     hooks: tuple[str, ...]  # the HOOKS that the class defines
     has_state: bool
     target: Any  # the object; None on a process that does not call it
@@ -138,7 +134,7 @@ class Callbacks:
         """Calls `on_checkpoint` for new checkpoints, then `on_step`; returns their metrics.
 
         Raises:
-            TrainingError: a callback with on_error=stop has failed. Other hooks raise it too.
+            TrainingError: a callback has raised. Other hooks raise it too.
         """
         if not self.loaded:
             return {}
@@ -146,8 +142,7 @@ class Callbacks:
         self._newest = MappingProxyType(dict(metrics))
         self._call(run, "on_step", groups=tuple(groups))
         logged, self._logged = self._logged, {}
-        counted = (c.name for c in self.loaded if c.config.on_error == "count")
-        return {f"callbacks/{name}/errors": 0.0 for name in counted} | logged
+        return logged
 
     def evaluated(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Calls `on_evaluate`."""
@@ -240,20 +235,11 @@ class Callbacks:
     def _failed(
         self, run: Run, callback: Loaded, hook: str, error: BaseException, outcome: Outcome
     ) -> None:
-        name = callback.name
-        what = f"callbacks.{name}: {hook} raised {type(error).__name__}"
+        what = f"callbacks.{callback.name}: {hook} raised {type(error).__name__}"
         what += f" ({error})" if str(error) else ""
-        if callback.config.on_error == "stop":
-            trace = error.__traceback__.tb_next if error.__traceback__ else None  # ours omitted
-            lines = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-            outcome.error = outcome.error or (
-                f"{what} at step {run.state.step}; callbacks.{name}.on_error=count counts failures "
-                f"and continues.\n{lines}"
-            )
-            return
-        key = f"callbacks/{name}/errors"
-        outcome.metrics[key] = outcome.metrics.get(key, 0.0) + 1
-        run.reporter.say(f"note: {what} at step {run.state.step}: counted as {key}")
+        trace = error.__traceback__.tb_next if error.__traceback__ else None  # ours omitted
+        lines = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+        outcome.error = outcome.error or f"{what} at step {run.state.step}.\n{lines}"
 
     def _agree(self, run: Run, outcome: Outcome) -> None:
         """Merges the outcomes of all processes: the main process's metrics, and the first stop."""
@@ -261,9 +247,7 @@ class Callbacks:
         for of_one in every:
             if of_one.error is not None:
                 raise TrainingError(of_one.error)
-        for key, value in every[0].metrics.items():
-            is_count = key.endswith("/errors") and key in self._logged
-            self._logged[key] = value + self._logged[key] if is_count else value
+        self._logged |= every[0].metrics
         reasons = [of_one.stop for of_one in every if of_one.stop is not None]
         run.state.stop_reason = run.state.stop_reason or next(iter(reasons), None)
 

@@ -430,22 +430,6 @@ def test_with_its_condition_met_it_is_accepted(key: str) -> None:
     parse(recipe(**settings), given=[key])
 
 
-@pytest.mark.parametrize("key", ["optimizer.betas", "optimizer.eps"])
-def test_what_another_optimizer_reads_is_refused_on_the_command_line_only(key: str) -> None:
-    sgd = recipe(**{"optimizer.algorithm": "torch.optim:SGD", "optimizer.betas": [0.9, 0.95]})
-    parse(sgd)
-    parse(recipe(), given=[key])
-    found = refused(sgd, given=[key])
-    assert found.startswith(f"{key}: is only read with optimizer.algorithm = adamw or muon")
-    assert found.endswith("; it is torch.optim:SGD.")
-
-
-def test_no_decay_is_read_with_weight_decay() -> None:
-    parse(recipe(**{"optimizer.weight_decay": 0.1}), given=["optimizer.no_decay"])
-    found = refused(recipe(), given=["optimizer.no_decay"])
-    assert found == "optimizer.no_decay: is only read when optimizer.weight_decay is set."
-
-
 def test_a_knob_that_is_always_read_may_be_given_with_its_default() -> None:
     parse(recipe(), given=["steps", "loss.beta", "generation.top_p"])
 
@@ -512,15 +496,7 @@ def test_several_schedules() -> None:
     }
 
 
-def test_what_comes_by_section_goes_on_top_of_a_files_dotted_entry() -> None:
-    # As in `recipe=mine.yaml schedules.loss.beta.to=0.2`.
-    file = {"loss.beta": {"to": 0.1, "shape": "cosine"}, "loss.epsilon": {"to": 0.3}}
-    tree = {**file, "loss": {"beta": {"to": 0.2}, "epsilon": None}}
-    parsed = parse({**recipe(), "schedules": tree})
-    assert parsed.schedules == {"loss.beta": Schedule(to=0.2, shape="cosine")}
-
-
-def test_the_other_way_round_is_ambiguous() -> None:
+def test_both_forms_of_a_schedule_are_ambiguous() -> None:
     tree = {"loss": {"beta": {"to": 0.2}}, "loss.beta": {"to": 0.1}}
     found = refused({**recipe(), "schedules": tree})
     assert found == "schedules.loss.beta: is there twice; write it by section, once."

@@ -93,8 +93,8 @@ class Failing:
         raise KeyError("torn")
 
 
-def of(kind: type, on_error: str = "stop", **args: Any) -> dict[str, Any]:
-    return {"path": f"{HERE}:{kind.__name__}", "args": args, "on_error": on_error}
+def of(kind: type, **args: Any) -> dict[str, Any]:
+    return {"path": f"{HERE}:{kind.__name__}", "args": args}
 
 
 def event(hook: str = "on_step") -> Event:
@@ -169,26 +169,15 @@ def test_a_resumed_callback_has_its_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.runs
-def test_a_callback_that_raises_stops_the_run_or_is_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_callback_that_raises_stops_the_run(tmp_path: Path) -> None:
     with pytest.raises(TrainingError) as caught:
         trained(tmp_path, callbacks={"mine": of(Failing)})
     first, *others = str(caught.value).splitlines()
-    assert first == (
-        "callbacks.mine: on_step raised ZeroDivisionError (in 1) at step 1; "
-        "callbacks.mine.on_error=count counts failures and continues."
-    )
+    assert first == "callbacks.mine: on_step raised ZeroDivisionError (in 1) at step 1."
     assert others[0].startswith("Traceback")
     assert [line.split(", line")[0] for line in others if "File" in line] == [
         f'  File "{__file__}"'
     ]
-    callbacks = {"mine": of(Failing, "count"), "other": of(Recorder)}
-    live = trained(tmp_path, overwrite=True, steps=2, callbacks=callbacks)
-    assert [line["callbacks/mine/errors"] for line in metrics(live)] == [1, 1]
-    assert "note: callbacks.mine: on_step raised ZeroDivisionError" in capsys.readouterr().out
-    assert "callbacks/other/errors" not in metrics(live)[0]
-    assert [e.step for e in SEEN if e.hook == "on_step"] == [1, 2], "the others are called"
 
 
 @pytest.mark.runs
@@ -216,7 +205,6 @@ def test_processes_agree(tmp_path: Path) -> None:
     [
         ("on_step", "a b", 1.0, ValueError),
         ("on_step", "a//b", 1.0, ValueError),
-        ("on_step", "errors", 1.0, ValueError),
         ("on_step", 3, 1.0, ValueError),
         ("on_step", "x", "much", ValueError),
         ("on_step", "x", None, TypeError),
@@ -260,7 +248,6 @@ def test_the_recipe_names_callbacks() -> None:
     for wrong, said in (
         ({"mine": {"class": "a:B"}}, "callbacks.mine.class: there is no such key; a callback has"),
         ({"my own": of(Recorder)}, "callbacks.my own: its name may have"),
-        ({"mine": {**of(Recorder), "on_error": "skip"}}, "must be one of stop, count"),
     ):
         with pytest.raises(UserError, match=said):
             parsing.parse({**tree, "callbacks": wrong})
