@@ -45,12 +45,10 @@ def contradictions(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     yield from _of_objective(recipe)
     yield from _of_generation(recipe)
     yield from _of_model(recipe)
-    yield from _of_adapter(recipe)
     yield from _of_episodes(recipe)
     yield from _of_training(recipe, given)
     yield from _of_evaluation(recipe, given)
     yield from _of_hub(recipe)
-    yield from _of_stopping(recipe)
     yield from _no_votes(recipe)
     for name, benchmark in recipe.benchmark.items():
         yield from _of_benchmark(f"benchmark.{name}", benchmark, recipe.eval.mode)
@@ -79,18 +77,6 @@ def _of_objective(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.model.dtype != "auto":  # "auto" is checked once it is resolved
         yield from of_dtype(recipe)
-
-
-def _of_adapter(recipe: Recipe) -> Iterator[str]:
-    has_vllm = recipe.generation.engine in ("vllm_colocate", "vllm_server")
-    if recipe.adapter.sync == "adapter" and recipe.adapter.method == "none" and has_vllm:
-        yield "adapter.sync = adapter: there is no adapter; choose one, such as adapter=lora."
-    if recipe.adapter.sync == "adapter" and recipe.model.quantization != "none":
-        yield (
-            f"adapter.sync = adapter: with model.quantization = {recipe.model.quantization} vLLM "
-            "would apply the adapter to weights that are not quantized; use adapter.sync=merge, "
-            "which sends merged weights."
-        )
 
 
 def of_dtype(recipe: Recipe) -> Iterator[str]:
@@ -174,6 +160,15 @@ def _of_model(recipe: Recipe) -> Iterator[str]:
             f"model.quantization = {model.quantization}: quantized weights cannot be sharded "
             f"(distributed.strategy = {strategy}); use distributed=ddp, or model.quantization=none."
         )
+    has_vllm = recipe.generation.engine in ("vllm_colocate", "vllm_server")
+    if recipe.adapter.sync == "adapter" and recipe.adapter.method == "none" and has_vllm:
+        yield "adapter.sync = adapter: there is no adapter; choose one, such as adapter=lora."
+    if recipe.adapter.sync == "adapter" and recipe.model.quantization != "none":
+        yield (
+            f"adapter.sync = adapter: with model.quantization = {recipe.model.quantization} vLLM "
+            "would apply the adapter to weights that are not quantized; use adapter.sync=merge, "
+            "which sends merged weights."
+        )
 
 
 def _of_episodes(recipe: Recipe) -> Iterator[str]:
@@ -227,15 +222,6 @@ def _of_training(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
         )
     if len(recipe.optimizer.betas) != 2:
         yield f"optimizer.betas = {recipe.optimizer.betas}: must be two numbers."
-    yield from _of_offload(recipe)
-    if recipe.update.minibatches > recipe.prompts_per_step:
-        yield (
-            f"update.minibatches = {recipe.update.minibatches}: must be <= prompts_per_step = "
-            f"{recipe.prompts_per_step}, since a minibatch holds whole groups."
-        )
-
-
-def _of_offload(recipe: Recipe) -> Iterator[str]:
     distributed = recipe.distributed
     if distributed.offload == "all" and distributed.strategy != "fsdp2":
         yield (
@@ -243,6 +229,13 @@ def _of_offload(recipe: Recipe) -> Iterator[str]:
             f"distributed.strategy = {distributed.strategy}; use distributed=fsdp2, or "
             "distributed.offload=none."
         )
+    if recipe.update.minibatches > recipe.prompts_per_step:
+        yield (
+            f"update.minibatches = {recipe.update.minibatches}: must be <= prompts_per_step = "
+            f"{recipe.prompts_per_step}, since a minibatch holds whole groups."
+        )
+    if recipe.stop.max_kl is not None and not recipe.needs_reference:
+        yield "stop.max_kl: there is no KL without a reference; set loss.beta above 0."
 
 
 def _of_streaming(recipe: Recipe) -> Iterator[str]:
@@ -433,12 +426,6 @@ def _no_votes(recipe: Recipe) -> Iterator[str]:
             f"eval.metric = maj: completions of {listed(voteless)} have no final answers to vote "
             f"on; the rewards that judge such are {listed(WITH_AN_ANSWER)}."
         )
-
-
-def _of_stopping(recipe: Recipe) -> Iterator[str]:
-    """Yields messages about rules of `stop` that can never apply."""
-    if recipe.stop.max_kl is not None and not recipe.needs_reference:
-        yield "stop.max_kl: there is no KL without a reference; set loss.beta above 0."
 
 
 def notices(recipe: Recipe) -> Iterator[str]:
