@@ -222,11 +222,11 @@ def for_evaluation(recipe: Recipe) -> Prepared:
         _, rows = train_rows_of(recipe)
     held_out = held_out_of(recipe, rows, executor)
     check_engine(recipe)
-    scorer = next(iter([*benches.values(), *held_out.values()])).scorer
+    tasks: list[LoadedBenchmark | HeldOutRows] = [*benches.values(), *held_out.values()]
     sessions = environments.open_sessions(recipe, parts_of({}, held_out)) if held_out else None
     with contextlib.chdir(here):  # a user's module may have changed it
         recipe = with_absolute_paths(recipe)
-    return Prepared(recipe, folder, {}, scorer, held_out, benches, sessions=sessions)
+    return Prepared(recipe, folder, {}, tasks[0].scorer, held_out, benches, sessions=sessions)
 
 
 def held_out_of(

@@ -209,7 +209,7 @@ ALLOWED = {"generation.allowed_token_ids": [3, 4]}
          "advantage.args.k = 4: must be below generation.num_generations = 4; "),
         ({**PASS_AT_4, "steps": 5, **scheduled("generation.num_generations", to=4)},
          "advantage.args.k = 4: must be below generation.num_generations = 4 at step 4"),
-        ({**UPWARDS, "loss.sampling_cap": 0.25}, "sampling_floor = 0.5: .* sampling_cap = 0.25"),
+        ({**UPWARDS, "loss.sampling_cap": 0.25}, "sampling_floor = 0.5: .*sampling_cap = 0.25"),
         ({**UPWARDS, **scheduled("loss.sampling_floor", to=4, shape="jump", begin=3)},
          "loss.sampling_floor = 4: must be <= loss.sampling_cap = 3 at step 3"),
         ({"loss.policy": "clip_cov", "loss.args": {"cov_low": 5.0}},

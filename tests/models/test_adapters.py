@@ -262,11 +262,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "pattern": ({"target_modules": ".*nothing"}, "matches no module"),
     "head": ({"target_modules": ["lm_head"]}, "lm_head is an embedding or the output head"),
     "embedding": ({"target_modules": ["embed_tokens"]}, "is an embedding or the output head"),
-    "init": ({"init": "olive"}, "Unknown initialization init_lora_weights='olive'"),
+    "init": (
+        {"args": {"init_lora_weights": "olive"}},
+        "Unknown initialization init_lora_weights='olive'",
+    ),
     "field": ({"args": {"rnak_pattern": {}}}, "rnak_pattern"),
     "regex": ({"target_modules": "(q"}, "missing )"),
     "type": ({"args": {"rank_pattern": 5}}, "has no attribute"),
-    "random": ({"init": "pissa_niter_4"}, "is random and changes the model"),
+    "random": ({"args": {"init_lora_weights": "pissa_niter_4"}}, "is random and changes the model"),
     "rows": ({"args": {"trainable_token_indices": [1]}}, "trains rows of the embeddings"),
     "bias": ({"args": {"lora_bias": True}}, "has no place for"),
 }
