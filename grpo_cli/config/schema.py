@@ -13,10 +13,6 @@ from typing import Any
 
 from grpo_cli.config.knob import knob, read_if, section
 
-ALARMS = (
-    "no_reward", "equal_rewards", "reward_calls", "one_reward", "constant_reward", "length",
-    "truncated", "mostly_truncated", "entropy", "clip_ratio", "mismatch", "grad_norm",
-)  # fmt: skip
 HALF_TYPES = {"bf16": "bfloat16", "fp16": "float16"}  # mixed_precision to torch's names
 
 
@@ -716,13 +712,6 @@ class Generation:
         "split.",
         ge=1,
     )
-    cuda_graphs: bool = knob(
-        True,
-        "On a GPU, decode with CUDA graphs, which launch the kernels of a step together (Llama, "
-        "Mistral, Qwen2 and Qwen3 without an adapter, penalties, stop strings or episodes); "
-        "false: launch them one by one.",
-        read_if=("generation.engine", "transformers"),
-    )
     max_logp_difference: float | None = knob(
         1.0,
         "Stop when the mean over tokens of |trainer's − sampler's log-probability| exceeds "
@@ -1138,13 +1127,6 @@ class Stop:
 
 
 @dataclass
-class AlarmSettings:
-    """Warnings of a run that goes wrong; it continues."""
-
-    ignore: list[str] = knob([], "Alarms that are not raised.", choices=ALARMS)
-
-
-@dataclass
 class Checkpoint:
     """Checkpoints: when they are written, and which of them are kept."""
 
@@ -1327,7 +1309,6 @@ class Recipe:
     distributed: Distributed = section(Distributed, Distributed.__doc__ or "")
     eval: Eval = section(Eval, Eval.__doc__ or "")
     stop: Stop = section(Stop, Stop.__doc__ or "")
-    alarms: AlarmSettings = section(AlarmSettings, AlarmSettings.__doc__ or "")
     checkpoint: Checkpoint = section(Checkpoint, Checkpoint.__doc__ or "")
     log: Log = section(Log, Log.__doc__ or "")
     tracking: Tracking = section(Tracking, Tracking.__doc__ or "")
@@ -1420,6 +1401,6 @@ _SECTIONS: dict[str, type] = {
     for kind in (
         Build, Model, Adapter, Dataset, Scoring, Vllm, Tools, Generation, EnvironmentSettings,
         EpisodeSettings, Loss, Advantage,
-        Optimizer, Update, Distributed, Eval, Stop, AlarmSettings, Checkpoint, Log, Tracking, Hub,
+        Optimizer, Update, Distributed, Eval, Stop, Checkpoint, Log, Tracking, Hub,
     )
 }  # fmt: skip

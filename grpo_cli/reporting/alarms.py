@@ -1,8 +1,8 @@
 """Warns when a run goes wrong, without ending it; docs/alarms.md defines each alarm.
 
 An alarm is a rule (`watches.py`) for one number of a step, with a sentence. It is raised once per
-episode: it is printed, and written as a line of alarms.jsonl. To add an alarm, add an entry below,
-its name to `ALARMS`, and its row to docs/alarms.md.
+episode: it is printed, and written as a line of alarms.jsonl. To add an alarm, add an entry below
+and its row to docs/alarms.md.
 """
 
 from __future__ import annotations
@@ -86,10 +86,8 @@ class Alarms:
 
 
 def alarms_of(recipe: Recipe) -> list[Alarm]:
-    """Returns the alarms of a recipe, without those that it ignores."""
-    ignored = {*recipe.alarms.ignore} - {"no_reward"}  # it also ends the run
-    every = [*_of_rewards(recipe), *_of_completions(), *_of_updates()]
-    return [alarm for alarm in every if alarm.watch.name.partition("/")[0] not in ignored]
+    """Returns the alarms of a recipe."""
+    return [*_of_rewards(recipe), *_of_completions(), *_of_updates()]
 
 
 def _alarm(name: str, rule: Rule, value: Value | str, text: str) -> Alarm:

@@ -3,11 +3,10 @@
 import math
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from grpo_cli.config.schema import ALARMS, AlarmSettings, Recipe, Reward, Scoring
+from grpo_cli.config.schema import Recipe, Reward, Scoring
 from grpo_cli.errors import TrainingError
 from grpo_cli.reporting.alarms import Alarms
 from tests.tables import table
@@ -16,13 +15,13 @@ NAN = math.nan
 Series = Callable[[int], dict[str, float]]  # the metrics of a step, from 1
 
 
-def make_recipe(**alarms: Any) -> Recipe:
+def make_recipe() -> Recipe:
     rewards = {
         "right": Reward("x"),
         "style": Reward("x", weight=0.5),
         "logged": Reward("x", weight=0),
     }
-    return Recipe(reward=rewards, alarms=AlarmSettings(**alarms))
+    return Recipe(reward=rewards)
 
 
 def raised(series: Series, steps: int = 120, recipe: Recipe | None = None) -> list[tuple[int, str]]:
@@ -131,13 +130,6 @@ def test_an_episode_is_told_once_and_a_second_one_again() -> None:
     long = {"completions/mean_length": 1200.0}
     found = raised(lambda step: long if 51 <= step <= 70 or step >= 90 else {})
     assert found == [(53, "length"), (92, "length")]
-
-
-def test_an_ignored_alarm_is_not_raised() -> None:
-    series = after(50, completions__mean_length=1200.0, reward=NAN)
-    assert raised(series, recipe=make_recipe(ignore=["length"])) == [(51, "no_reward")]
-    alarms = Alarms(make_recipe(ignore=[*ALARMS]))
-    assert [alarm.watch.name for alarm in alarms.alarms] == ["no_reward"], "it also ends the run"
 
 
 def test_steps_without_any_reward_end_the_run() -> None:

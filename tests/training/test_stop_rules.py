@@ -184,7 +184,6 @@ def test_an_interrupted_run_counts_on(tmp_path: Path) -> None:
         ({"stop__max_kl": 0.1}, "stop.max_kl: there is no KL without a reference"),
         ({"stop__plateau": 3, "eval__every": 0}, "is only read when eval.every is set"),
         ({"stop__hours": 0}, "stop.hours = 0"),
-        ({"alarms__ignore": ["lenght"]}, "Did you mean length?"),
     ],
 )
 def test_mistakes(

@@ -140,7 +140,6 @@ class TransformersGenerator(Generator):
             "tokenizer": setup.tokenizer,
             "autocast": workers.autocast,
             "say": setup.say,
-            "cuda_graphs": generation.cuda_graphs,
             "checked_on": () if has_images(setup.prompts) else setup.prompts[:2],
         }
         if fsdp.is_sharded(model):
