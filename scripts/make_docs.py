@@ -91,7 +91,7 @@ ON_A_NODE: dict[str, dict[str, Any]] = {
     "LoRA": STEP | LORA | FSDP | SERVED,
 }
 
-SAMPLED = {"engine": "engine", "cache": "transformers' cache", "none": "no cache"}
+SAMPLED = {"engine": "engine", "cache": "transformers' cache", "none": "refused"}
 
 Field = dataclasses.Field[Any]
 

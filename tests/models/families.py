@@ -16,7 +16,7 @@ from grpo_cli.models.policy_logprobs import ForwardMode
 Settings = dict[str, Any]
 
 STATE = "layers carry a state from token to token"
-CLAMP = "with a cache, log-probabilities differ"  # time steps are only bounded without it
+CLAMP = "log-probabilities differ"  # time steps are only bounded without it
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Family:
     model_type: str
     settings: Settings = field(default_factory=dict)  # in its config, beside the shared ones
     without: Sequence[str] = ()  # shared settings that it does not have
-    decoder: Literal["engine", "cache", "none"] = "engine"  # engine.py; its cache; no cache
+    decoder: Literal["engine", "cache", "none"] = "engine"  # engine.py; its cache; refused
     packed: bool = True
     chunked: bool = True
     why: str = ""  # what the note says where it is not the engine and packed rows
@@ -254,13 +254,13 @@ FAMILIES = [
         {"block_size": 4, **FOUR_EXPERTS, **LINEAR_FULL},
         balanced=True,
         decoder="none",
-        why_no_cache="with a cache, ValueError: MiniMax uses cache of its own",
+        why_no_cache="ValueError: MiniMax uses cache of its own",
     ),
     recurrent(
         "recurrent_gemma",
         {"lru_width": 32, "block_types": ["recurrent", "attention"], "attention_window_size": 64},
         decoder="none",
-        why_no_cache="with a cache, log-probabilities differ",
+        why_no_cache="log-probabilities differ",
         vllm=False,
     ),
     recurrent(
@@ -268,7 +268,7 @@ FAMILIES = [
         {"attention_hidden_size": 32},
         without=HEADS,
         decoder="none",
-        why_no_cache="with a cache, log-probabilities differ",
+        why_no_cache="log-probabilities differ",
         vllm=False,
     ),
 ]

@@ -1,4 +1,4 @@
-"""Decoding with transformers' own cache, or without a cache, for models `engine.py` cannot decode.
+"""Decoding with transformers' own cache, for models `engine.py` cannot decode.
 
 A prompt's cache is repeated for its group, and finished rows are dropped. Layers of recurrent
 models (`families.is_recurrent`) keep a state instead of keys and values, and padding would enter
@@ -25,7 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 from grpo_cli.generation.embedded.decoding_state import DecodingState, check_logits
 from grpo_cli.models import vision
 from grpo_cli.models.families import is_recurrent, without_router_logits
-from grpo_cli.models.packing import pad_left, pad_right
+from grpo_cli.models.packing import pad_left
 from grpo_cli.records import Prompt
 
 
@@ -103,45 +103,6 @@ class CachedDecoder:
             input_ids=ids, use_cache=True, logits_to_keep=1, **arguments, **past
         ).logits
         return logits[:, -1]
-
-
-@dataclass(frozen=True)
-class UncachedDecoder:
-    """Recomputes all tokens of a row for each new token: slow, but correct for every model."""
-
-    model: PreTrainedModel
-    max_rows: int  # maximum batch size
-
-    @torch.no_grad()
-    def decode(self, states: Sequence[DecodingState]) -> None:
-        """Decodes every row from its prompt to its last token."""
-        for state in states:
-            self._decode(state)
-
-    def _decode(self, state: DecodingState) -> None:
-        repeat = state.num_generations
-        order = sorted(range(len(state.prompts)), key=lambda i: len(state.prompts[i]))
-        waiting = [n * repeat + j for n in order for j in range(repeat)]
-        while waiting:
-            rows = waiting[: self.max_rows]  # the next row starts when one ends
-            ended = state.next(rows, self._logits(state, rows))[1]
-            left = [row for row, has_ended in zip(rows, ended, strict=True) if not has_ended]
-            waiting = left + waiting[self.max_rows :]
-
-    def _logits(self, state: DecodingState, rows: Sequence[int]) -> Tensor:
-        """Returns the logits of each row's next token, [B, V]."""
-        ids, mask = pad_right([state.ids(row) for row in rows], self.model.device)
-        prompts = [state.sources[row // state.num_generations] for row in rows]
-        logits: Tensor = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            use_cache=False,
-            **vision.padded_arguments(prompts, ids, mask, self.model),
-            **without_router_logits(self.model),
-        ).logits
-        logits = logits[torch.arange(len(rows), device=ids.device), mask.sum(-1) - 1]
-        check_logits(logits)
-        return logits
 
 
 def join(caches: Sequence[DynamicCache]) -> DynamicCache:

@@ -23,7 +23,7 @@ from grpo_cli.generation.base import (
     Request,
     Work,
 )
-from grpo_cli.generation.embedded.cached_decoding import CachedDecoder, UncachedDecoder
+from grpo_cli.generation.embedded.cached_decoding import CachedDecoder
 from grpo_cli.generation.embedded.decoding_state import DecodingState
 from grpo_cli.generation.embedded.direct_forward import DirectForward
 from grpo_cli.generation.embedded.engine import Engine
@@ -44,14 +44,10 @@ from grpo_cli.models.self_check import Outcome
 from grpo_cli.models.vision import has_images
 from grpo_cli.records import Completion, Prompt, Rollout
 
-Decoder = type[Engine] | type[CachedDecoder] | type[UncachedDecoder]
+Decoder = type[Engine] | type[CachedDecoder]
 # Tokens per completion in a decoder's self-check, since small errors appear only after several.
 DECODED_TOKENS = 16
-STORED: dict[Decoder, str] = {
-    Engine: "engine",
-    CachedDecoder: "plain",
-    UncachedDecoder: "uncached",
-}
+STORED: dict[Decoder, str] = {Engine: "engine", CachedDecoder: "plain"}
 
 
 @dataclass(eq=False)
@@ -107,7 +103,7 @@ class TransformersGenerator(Generator):
 
     It uses the embedded engine (`engine.py`) if the engine's log-probabilities match the model's on
     a few tokens, and transformers' own cache (`cached_decoding.py`) otherwise. For a recurrent
-    model the cache is checked too; on a mismatch it decodes without a cache.
+    model the cache is checked too; on a mismatch the run ends.
     """
 
     samples_from_policy = True
@@ -307,19 +303,18 @@ class TransformersGenerator(Generator):
             failed = stored["graphs"] == "off"
             self.graphs = FallbackGraphs(CudaGraphs(), self.say, has_failed=failed)
 
-    def fall_back(self, why: str, decoder: Decoder = CachedDecoder) -> None:
-        """Switches to another decoder, and prints the reason."""
-        how = {
-            CachedDecoder: "with transformers' own cache, not with the engine",
-            UncachedDecoder: "without a cache, which is slow",
-        }
-        self.say(f"note: decoding {how[decoder]} ({why})")
-        self.decoder = decoder
+    def fall_back(self, why: str) -> None:
+        """Switches to transformers' own cache, and prints the reason."""
+        self.say(f"note: decoding with transformers' own cache, not with the engine ({why})")
+        self.decoder = CachedDecoder
 
     def _choose_decoder(self, prompts: Sequence[Prompt]) -> None:
         """Chooses the fastest decoder whose log-probabilities match the model's.
 
         Called with the first prompts, and again with the first prompts that have images.
+
+        Raises:
+            TrainingError: the model is recurrent, and its cache changes its log-probabilities.
         """
         if self.decoder is None:
             self.decoder = Engine
@@ -339,7 +334,11 @@ class TransformersGenerator(Generator):
         elif self.decoder is CachedDecoder and is_recurrent(self.policy):
             why = self._mismatch(CachedDecoder, prompts)
             if why is not None:
-                self.fall_back(f"with a cache, {why}", UncachedDecoder)
+                raise TrainingError(
+                    f"generation.engine = transformers: with its cache in transformers, {why}. Use "
+                    "generation=vllm_colocate or vllm_server, or another model.dtype.",
+                    alone=True,
+                )
 
     def check_graphs(self, graphs: FallbackGraphs, prompts: Sequence[Prompt]) -> None:
         """Enables CUDA graphs if captured steps report the model's log-probabilities."""
