@@ -61,7 +61,7 @@ class FakeVllm:
     ) -> None:
         self.state = {
             "model": "some/model", "config": config, "dtype": "float32",
-            "max_model_len": 64, "quantization": None, "logprobs_mode": "processed_logprobs",
+            "max_model_len": 64, "quantization": None,
             "transfer": "gloo", "max_lora_rank": None, "has_own_weights": True,
         } | state  # fmt: skip
         self.workers = workers

@@ -180,11 +180,6 @@ class Server:
                 f"generation.vllm.servers: {self.url} serves {state['model']} quantized "
                 f"({state['quantization']}); it cannot take weights that are trained."
             )
-        if state["logprobs_mode"] != "processed_logprobs":
-            raise UserError(
-                f"generation.vllm.servers: {self.url} reports {state['logprobs_mode']}; a token's "
-                "log-probability must be that of the distribution it was drawn from."
-            )
         return not any(s["updating"] for s in states)
 
     async def generate(

@@ -150,9 +150,8 @@ def test_a_server_is_greeted() -> None:
             {"quantization": "fp8"},
             r"serves some/model quantized \(fp8\); it cannot take weights that are trained",
         ),
-        ({"logprobs_mode": "raw_logprobs"}, "reports raw_logprobs; a token's log-probability"),
     ],
-    ids=["hidden size", "vocabulary", "quantized", "raw log-probabilities"],
+    ids=["hidden size", "rope", "quantized"],
 )
 def test_a_server_that_is_unfit(fake: FakeVllm, state: dict[str, Any], said: str) -> None:
     fake.state |= state
