@@ -104,12 +104,6 @@ def _of_generation(recipe: Recipe) -> Iterator[str]:
                 f"<= {key} = {limit}."
             )
             break
-    for name in ("stop_token_ids", "logit_bias") if generation.allowed_token_ids else ():
-        if never := sorted({*getattr(generation, name)} - {*generation.allowed_token_ids}):
-            yield (
-                f"generation.{name}: {never[0]} is not in generation.allowed_token_ids, so that it "
-                "is never sampled; allow it, or drop it."
-            )
     if "" in generation.stop:
         yield "generation.stop: holds an empty string, which every completion contains; drop it."
 

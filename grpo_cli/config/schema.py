@@ -699,9 +699,6 @@ class Generation:
         ge=-100,
         le=100,
     )
-    allowed_token_ids: list[int] = knob(
-        [], "The only tokens that are sampled, by token id; []: all. Include one that ends."
-    )
     stop_token_ids: list[int] = knob(
         [], "Tokens that end a completion, by token id, in addition to the model's own."
     )
@@ -738,7 +735,7 @@ class Generation:
 # Sampling knobs for `Generation.changed_by`.
 CHANGING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "allowed_token_ids", "min_completion_tokens",
+    "logit_bias", "min_completion_tokens",
 )  # fmt: skip
 
 

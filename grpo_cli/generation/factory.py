@@ -75,9 +75,6 @@ def make_generator(
         *loading.eos_ids(model.generation_config, tokenizer),
         *recipe.generation.stop_token_ids,
     }
-    sampled = recipe.generation.allowed_token_ids
-    if sampled and not eos_ids.intersection(sampled):
-        say("note: no token of generation.allowed_token_ids ends a completion")
     engine = engine_class(recipe.generation.engine)
     if not engine.accepts_images and any(prompt.images for prompt in prompts):
         raise UserError(

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_cli.errors import TrainingError
-
 if TYPE_CHECKING:
     from grpo_cli.config.schema import Generation
 
@@ -37,7 +35,6 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit)
-    allowed_token_ids: tuple[int, ...] = ()  # no others are sampled; (): all are
     min_tokens: int = 0  # generators forbid eos before this length
     stop: tuple[str, ...] = ()  # strings that end a completion (stop_strings.py)
     never: tuple[int, ...] = ()  # ids of image placeholder tokens
@@ -59,7 +56,6 @@ class Sampling:
             "max_tokens": config.max_completion_tokens,
             "min_tokens": config.min_completion_tokens,
             "logit_bias": tuple(sorted(config.logit_bias.items())),
-            "allowed_token_ids": tuple(config.allowed_token_ids),
             "stop": tuple(config.stop),
             **{name: getattr(config, name) for name in same},
         }
@@ -67,15 +63,11 @@ class Sampling:
 
     def bias(self, size: int, device: torch.device) -> Tensor | None:
         """Returns the bias added to the logits of every row, [V]; None if there is none."""
-        if not (self.logit_bias or self.allowed_token_ids or self.never):
+        if not (self.logit_bias or self.never):
             return None
         bias = torch.zeros(size, device=device)
         for token, added in self.logit_bias:
             bias[token] = added
-        if self.allowed_token_ids:
-            others = torch.ones(size, dtype=torch.bool, device=device)
-            others[list(self.allowed_token_ids)] = False
-            bias[others] = -torch.inf
         bias[[token for token in self.never if token < size]] = -torch.inf
         return bias
 
@@ -109,9 +101,6 @@ def choose(
 
     Returns:
         [B] token ids and [B] float32.
-
-    Raises:
-        TrainingError: no token is left for a row.
     """
     rows, size = logits.shape
     on_cpu = logits.device.type == "cpu"
@@ -125,13 +114,6 @@ def choose(
             bias,
             *(None if given is None else given[part] for given in (seen, counts, forbidden)),
         )
-        ruled_out = bias is not None or forbidden is not None
-        if ruled_out and bool((scores.amax(-1) == -torch.inf).any()):
-            raise TrainingError(
-                "no token may come next: generation.allowed_token_ids and "
-                "min_completion_tokens together rule out all of them.",
-                alone=True,
-            )
         token, logprob = pick(scores, sampling, None if uniforms is None else uniforms[part])
         tokens.append(token)
         logprobs.append(logprob)

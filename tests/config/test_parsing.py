@@ -187,7 +187,6 @@ PLAIN_REINFORCE_PP = {"advantage.rule": "reinforce_pp", "advantage.args": {"base
 AT_MOST_8 = {"generation.max_completion_tokens": 8}
 IN_REWARD = {"loss.beta": 0.1, "loss.kl_in": "reward"}
 AHEAD_OF_EVAL = {"generation.min_completion_tokens": 9, "eval.max_completion_tokens": 8}
-ALLOWED = {"generation.allowed_token_ids": [3, 4]}
 
 
 @pytest.mark.parametrize(
@@ -230,8 +229,6 @@ ALLOWED = {"generation.allowed_token_ids": [3, 4]}
          "generation.min_completion_tokens = 9: must be <= generation.max_completion_tokens = 8"),
         (AHEAD_OF_EVAL, "= 9: must be <= eval.max_completion_tokens = 8"),
         ({"generation.stop": ["a", ""]}, "generation.stop: holds an empty string"),
-        ({**ALLOWED, "generation.stop_token_ids": [4, 7, 5]}, "stop_token_ids: 5 is not in"),
-        ({**ALLOWED, "generation.logit_bias": {3: 1.0, 7: 1.0}}, "logit_bias: 7 is not in"),
         ({"tools.add": "my:add"}, "dataset.chat = false: .*set dataset.chat=true"),
         ({**TALKS, "environment.mcp": "server"}, "environment.path and environment.mcp: "),
         ({**TALKS, "rollout": "my:function"}, "rollout together with environment.path"),
@@ -651,7 +648,6 @@ K1_IN_LOSS = {"loss.beta": 0.1, "loss.kl_estimator": "k1"}
                 "presence_penalty": -0.5,
                 "frequency_penalty": 0.5,
                 "logit_bias": {3: 1.0},
-                "allowed_token_ids": [3],
             }.items()
         ),
         ({"generation.repetition_penalty": 1.1, "generation.min_completion_tokens": 2}, None),

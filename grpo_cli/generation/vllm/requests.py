@@ -26,7 +26,6 @@ def sampling_params(
     """
     greedy = sampling.temperature == 0
     never = dict.fromkeys(sampling.never, BANNED)
-    allowed = [token for token in sampling.allowed_token_ids if token not in never]
     params: dict[str, Any] = {
         "n": 1 if greedy else num_generations,  # greedy completions would be equal
         "seed": seed,
@@ -41,7 +40,6 @@ def sampling_params(
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "logit_bias": {**dict(sampling.logit_bias), **never} or None,
-        "allowed_token_ids": allowed or None,
         "stop": list(sampling.stop) or None,
         "stop_token_ids": list(eos_ids),
         "ignore_eos": True,

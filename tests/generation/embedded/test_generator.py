@@ -302,7 +302,6 @@ def test_penalties_and_bans(model: PreTrainedModel, decoder: str) -> None:
     assert any(len(set(ids)) < 20 for ids in plain), "some token is sampled twice"
     for penalty in ("presence_penalty", "frequency_penalty"):
         assert all(len(set(ids)) == 20 for ids in completions(**{penalty: 1e6}))
-    assert all(set(ids) <= {5, 6, 7} for ids in completions(allowed_token_ids=(5, 6, 7)))
     assert all(set(ids) == {11} for ids in completions(logit_bias=((11, 1e6),)))
 
 

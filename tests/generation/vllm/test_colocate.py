@@ -105,7 +105,6 @@ def test_never_stale(engine: ColocatedGenerator, policy: PreTrainedModel) -> Non
         Sampling(24, temperature=1.2, top_k=20, top_p=0.8, repetition_penalty=1.2),
         Sampling(24, presence_penalty=0.8, frequency_penalty=0.6),
         Sampling(24, logit_bias=((7, 3.0), (9, -4.0)), repetition_penalty=1.3),
-        Sampling(24, allowed_token_ids=(2, 5, 6, 7, 8), frequency_penalty=-0.5),
     ],
     ids=repr,
 )

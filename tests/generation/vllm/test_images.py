@@ -80,5 +80,3 @@ def test_tokens_of_images_are_banned() -> None:
     assert sampling_params(sampling, 2, [2], 0, None)["logit_bias"] == {
         7: BANNED, 9: BANNED, 3: 1.0
     }  # fmt: skip
-    some = Sampling(8, never=(7,), allowed_token_ids=(6, 7))
-    assert sampling_params(some, 2, [2], 0, None)["allowed_token_ids"] == [6]

@@ -28,7 +28,6 @@ PLAIN: dict[str, Any] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "logit_bias": None,
-    "allowed_token_ids": None,
     "stop": None,
     "stop_token_ids": [2, 7],
     "ignore_eos": True,
@@ -58,7 +57,6 @@ def test_a_request_says_what_the_recipe_says() -> None:
         presence_penalty=0.5,
         frequency_penalty=-0.5,
         logit_bias=((3, 1.5),),
-        allowed_token_ids=(3, 4),
         stop=("\n", "END"),
     )
     expected = {
@@ -71,7 +69,6 @@ def test_a_request_says_what_the_recipe_says() -> None:
         "presence_penalty": 0.5,
         "frequency_penalty": -0.5,
         "logit_bias": {3: 1.5},
-        "allowed_token_ids": [3, 4],
         "stop": ["\n", "END"],
         "detokenize": True,
         "structured_outputs": {"regex": "a"},
