@@ -8,7 +8,6 @@ state per parameter, as tensors or numbers, since that is what a checkpoint stor
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from torch import nn
 
 from grpo_cli.config.schema import ADAM, Optimizer, Recipe
 from grpo_cli.config.user_code import import_function
-from grpo_cli.errors import UserError, listed, nearest
+from grpo_cli.errors import UserError, nearest
 
 if TYPE_CHECKING:  # errors in a recipe are reported before transformers is imported
     from transformers import PreTrainedModel
@@ -122,27 +121,14 @@ def check(recipe: Recipe) -> None:
             f"{where}: does not work on sharded weights (distributed = fsdp2); use "
             "distributed=ddp, or optimizer=adamw."
         )
-    signature = inspect.signature(found).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.values())
-    if "lr" not in signature and not takes_any:
-        raise UserError(f"{where}: its constructor takes no lr, by which the learning rate is set.")
-    fixed = {"weight_decay", *_set(config)}  # weight decay is set per group
-    own = [p.name for p in list(signature.values())[1:] if p.kind is not p.VAR_KEYWORD]
-    own = [name for name in own if name not in fixed]
     for name in config.args:
-        if name in fixed:
+        if name in {"weight_decay", *_set(config)}:  # weight decay is set per group
             raise UserError(f"optimizer.args.{name}: is set by {SET_BY[name]}.")
-        if name not in own and not takes_any:
-            raise UserError(
-                f"optimizer.args.{name}: {config.algorithm} has no such argument; it has "
-                f"{listed(own) or 'none'}.{nearest(name, own)}"
-            )
     try:
         found([{"params": [nn.Parameter(torch.zeros(2, 2))]}], **_arguments(config))
     except Exception as error:  # a user's class may raise anything
         raise UserError(
-            f"optimizer.args: {config.algorithm} cannot be made with them: "
-            f"{type(error).__name__}: {error}"
+            f"{where}: cannot be made with lr and optimizer.args: {type(error).__name__}: {error}"
         ) from error
 
 

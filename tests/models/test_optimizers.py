@@ -226,11 +226,14 @@ REFUSED = {
     "module": ({"algorithm": "nowhere:Mine"}, "cannot import nowhere"),
     "class": ({"algorithm": f"{__name__}:Countin"}, "has no function 'Countin'.*Counting"),
     "no class": ({"algorithm": f"{__name__}:NoRate"}, "is no torch.optim.Optimizer"),
-    "no lr": ({"algorithm": "torch.optim:Optimizer"}, "takes no lr"),
+    "no lr": ({"algorithm": "torch.optim:Optimizer"}, "made with lr and optimizer.args: TypeError"),
     "knob": ({"args": {"betas": [0.9, 0.9]}}, "args.betas: is set by optimizer.betas"),
     "decay": ({"args": {"weight_decay": 1}}, "is set by optimizer.weight_decay"),
-    "argument": ({"algorithm": SGD, "args": {"momentun": 1}}, "no such argument.*mean momentum"),
-    "value": ({"algorithm": SGD, "args": {"momentum": -1}}, "cannot be made with them: .*-1"),
+    "argument": (
+        {"algorithm": SGD, "args": {"momentun": 1}},
+        "unexpected keyword .*momentun",
+    ),
+    "value": ({"algorithm": SGD, "args": {"momentum": -1}}, "cannot be made with .*-1"),
 }
 
 
