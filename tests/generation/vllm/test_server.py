@@ -1,5 +1,6 @@
 """Servers as the generator: nothing is lost when one is, and none samples with stale weights."""
 
+import contextlib
 import copy
 import re
 import threading
@@ -54,6 +55,23 @@ def fakes(model: PreTrainedModel) -> Iterator[list[FakeVllm]]:
     servers = [FakeVllm(config), FakeVllm(config)]
     with serving(*servers):
         yield servers
+
+
+Start = Callable[..., ServerGenerator]
+
+
+@pytest.fixture
+def start(fakes: list[FakeVllm], model: PreTrainedModel) -> Iterator[Start]:
+    """Makes generators that have sent their first weights, and closes them afterwards."""
+    with contextlib.ExitStack() as stack:
+
+        def make(servers: Sequence[FakeVllm] | None = None, **how: Any) -> ServerGenerator:
+            generator = generator_for(servers or fakes, model, **how)
+            stack.callback(generator.close)
+            generator.update_weights(model, 0)
+            return generator
+
+        yield make
 
 
 def expected(step: int = 0, number: int = len(PROMPTS)) -> list[list[Completion]]:
@@ -123,29 +141,26 @@ def test_prompts_are_spread_and_come_back_in_order(
 
 
 def test_the_first_images_of_a_stream_are_refused_where_completions_go_on_over_new_weights(
-    fakes: list[FakeVllm], model: PreTrainedModel
+    start: Start,
 ) -> None:
     """At the start only the first rows are known."""
     image = Prompt(7, [5], "", {}, images=(StoredImage(b"", ""),))
     said = "generation.vllm.in_flight = true: a server's completions cannot go on over new weights"
-    generator = generator_for(fakes, model, in_flight=True)
-    generator.update_weights(model, 0)
+    generator = start(in_flight=True)
     with pytest.raises(TrainingError, match=f"row 7 is the first with images: {said}"):
         generator.generate([image], 3, SAMPLING, [0])
     with pytest.raises(UserError, match=f"^{said}"):
         generator.check_images()
-    generator.close()
 
 
 @pytest.mark.parametrize(("max_rows", "at_a_time"), [(6, 2), (1, 1), (None, 6)])
 def test_a_server_is_not_asked_for_more_than_max_rows_completions(
-    fakes: list[FakeVllm], model: PreTrainedModel, max_rows: int | None, at_a_time: int
+    fakes: list[FakeVllm], start: Start, max_rows: int | None, at_a_time: int
 ) -> None:
     """Of groups of 3; one that is larger than max_rows is asked for alone."""
     recipe = recipe_for(fakes)
     recipe.generation.max_num_seqs = max_rows
-    generator = generator_for(fakes, model, recipe=recipe)
-    generator.update_weights(model, 0)
+    generator = start(recipe=recipe)
     most: list[int] = []
     for fake in fakes:
         full = threading.Event()
@@ -166,7 +181,6 @@ def test_a_server_is_not_asked_for_more_than_max_rows_completions(
         fake.complete = complete
     assert generated(generator) == expected()
     assert max(most) == at_a_time
-    generator.close()
 
 
 def test_all_batches_of_a_process_count_for_a_servers_load() -> None:
@@ -189,18 +203,10 @@ def conversations(**how: Any) -> Conversations:
     return Conversations(PROMPTS, 3, SAMPLING, 3, **how)
 
 
-def with_weights(
-    fakes: list[FakeVllm], model: PreTrainedModel, say: Callable[[str], None] = print
-) -> ServerGenerator:
-    generator = generator_for(fakes, model, say=say)
-    generator.update_weights(model, 0)
-    return generator
-
-
 def test_conversations_stay_on_their_server_and_wait_for_no_other(
-    fakes: list[FakeVllm], model: PreTrainedModel
+    fakes: list[FakeVllm], start: Start
 ) -> None:
-    generator, in_rounds = with_weights(fakes, model), conversations()
+    generator, in_rounds = start(), conversations()
     in_rounds.run(generator)
     for fake in fakes:
         fake.asked.clear()
@@ -213,7 +219,6 @@ def test_conversations_stay_on_their_server_and_wait_for_no_other(
     homes = [{tuple(body["token_ids"][:3]) for body in fake.asked} for fake in fakes]
     assert homes[0].isdisjoint(homes[1])
     assert len(homes[0]) == len(homes[1]) == 6
-    generator.close()
 
 
 @pytest.mark.parametrize(
@@ -228,28 +233,24 @@ def test_conversations_stay_on_their_server_and_wait_for_no_other(
 )
 def test_what_a_server_is_asked(
     fakes: list[FakeVllm],
-    model: PreTrainedModel,
+    start: Start,
     of_vllm: dict[str, Any],
     sampling: Sampling,
     asked: dict[str, Any],
 ) -> None:
-    generator = generator_for(fakes[:1], model, **of_vllm)
-    generator.update_weights(model, 0)
+    generator = start(fakes[:1], **of_vllm)
     (group,) = generator.generate(as_prompts(PROMPTS[:1]), 3, sampling, SEEDS[:1])
     assert len(group) == 3, "one that is greedy stands for all"
     (request,) = fakes[0].asked
     assert {key: request.get(key) for key in asked} == asked
-    generator.close()
 
 
-def test_what_does_not_fit_is_not_asked_for(fakes: list[FakeVllm], model: PreTrainedModel) -> None:
+def test_what_does_not_fit_is_not_asked_for(fakes: list[FakeVllm], start: Start) -> None:
     fakes[1].state["max_model_len"] = 17
-    generator = generator_for(fakes, model)
-    generator.update_weights(model, 0)
+    generator = start()
     assert len(generator.generate(as_prompts([[5] * 11]), 3, SAMPLING, [0])) == 1
     with pytest.raises(TrainingError, match="a prompt of 12 tokens with a completion of up to 6"):
         generator.generate(as_prompts([[5] * 12]), 3, SAMPLING, [0])
-    generator.close()
 
 
 # A server that is lost.
@@ -266,7 +267,7 @@ def test_what_does_not_fit_is_not_asked_for(fakes: list[FakeVllm], model: PreTra
 )
 def test_prompts_of_a_server_that_is_lost_go_to_the_others(
     fakes: list[FakeVllm],
-    model: PreTrainedModel,
+    start: Start,
     monkeypatch: pytest.MonkeyPatch,
     fault: str,
     good_calls: int,
@@ -275,8 +276,7 @@ def test_prompts_of_a_server_that_is_lost_go_to_the_others(
     said: list[str] = []
     if fault == "hang":
         monkeypatch.setattr(client, "REQUEST_SECONDS", 1.5)
-    generator = generator_for(fakes, model, say=said.append)
-    generator.update_weights(model, 0)
+    generator = start(say=said.append)
     bad, good = fakes
     bad.faults[GENERATE] = bad.after(good_calls, getattr(bad, fault))
     assert generated(generator) == expected()
@@ -287,30 +287,26 @@ def test_prompts_of_a_server_that_is_lost_go_to_the_others(
     assert 12 - good_calls <= asked <= 12, "what is known stays, unless it came too late"
     assert generated(generator) == expected()
     assert len(good.asked) == asked + 12, "it is not asked again before the next update"
-    generator.close()
 
 
 def test_a_server_whose_health_fails_is_not_waited_for(
-    fakes: list[FakeVllm], model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    fakes: list[FakeVllm], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's API server may be up when its engine is gone: requests hang."""
     monkeypatch.setattr(client, "PROBE", 0.01)
     said: list[str] = []
-    generator = generator_for(fakes, model, say=said.append)
-    generator.update_weights(model, 0)
+    generator = start(say=said.append)
     fakes[0].faults |= {GENERATE: fakes[0].hang, "/health": fakes[0].fail}
     assert generated(generator) == expected()
     assert "/health failed: answered 500, 3 times in a row" in said[0]
-    generator.close()
 
 
 @pytest.mark.parametrize(("times", "lost"), [(1, 0), (2, 1)])
 def test_a_connection_that_broke_is_no_server_that_is_lost(
-    fakes: list[FakeVllm], model: PreTrainedModel, times: int, lost: int
+    fakes: list[FakeVllm], start: Start, times: int, lost: int
 ) -> None:
     """Unless it breaks again."""
-    generator = generator_for(fakes, model)
-    generator.update_weights(model, 0)
+    generator = start()
     breaks = iter(range(times))
 
     def abort() -> None:
@@ -321,16 +317,14 @@ def test_a_connection_that_broke_is_no_server_that_is_lost(
     assert generated(generator, 1) == expected(number=1)
     assert len(generator.live) == 2 - lost
     assert [len(fake.asked) for fake in fakes] == ([1, 0] if not lost else [0, 1])
-    generator.close()
 
 
 def test_prompts_of_a_server_that_an_update_has_lost_go_to_the_others(
-    fakes: list[FakeVllm], model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    fakes: list[FakeVllm], model: PreTrainedModel, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be up, and hold on to what it was asked."""
     monkeypatch.setattr(server, "BEAT", 0.02)
-    generator = generator_for(fakes, model, in_flight=True)
-    generator.update_weights(model, 0)
+    generator = start(in_flight=True)
     bad, begun = fakes[0], threading.Barrier(6 + 1, timeout=30)  # its share, and this test
 
     def complete(ids: list[int], params: dict[str, Any]) -> Drawn:
@@ -347,23 +341,20 @@ def test_prompts_of_a_server_that_an_update_has_lost_go_to_the_others(
         found = completions.result()
     assert [[c.ids for c in g] for g in found] == [[c.ids for c in g] for g in expected()]
     assert len(fakes[1].asked) == 12
-    generator.close()
 
 
 # Whose weights they are.
 
 
 def test_a_server_that_samples_with_older_weights_is_lost(
-    fakes: list[FakeVllm], model: PreTrainedModel
+    fakes: list[FakeVllm], model: PreTrainedModel, start: Start
 ) -> None:
-    generator = generator_for(fakes[:1], model)
-    generator.update_weights(model, 0)
+    generator = start(fakes[:1])
     first = fakes[0].version
     assert updated(generator, model, 1) == 1
     fakes[0].versions = lambda: [first]
     with pytest.raises(TrainingError, match=f"it sampled with weights .'{first}'., which this run"):
         generated(generator, 1)
-    generator.close()
 
 
 def test_another_runs_weights_are_not_taken_for_this_ones(
@@ -381,12 +372,11 @@ def test_another_runs_weights_are_not_taken_for_this_ones(
 
 @pytest.mark.parametrize("in_flight", [True, False])
 def test_completions_that_an_update_meets(
-    fakes: list[FakeVllm], model: PreTrainedModel, in_flight: bool
+    fakes: list[FakeVllm], model: PreTrainedModel, start: Start, in_flight: bool
 ) -> None:
     """In flight: their first tokens are of the old policy. Else the update waits for them."""
     (fake,) = fakes[:1]
-    generator = generator_for([fake], model, in_flight=in_flight)
-    generator.update_weights(model, 0)
+    generator = start([fake], in_flight=in_flight)
     first, begun, go_on = fake.version, threading.Event(), threading.Event()
 
     def complete(ids: list[int], params: dict[str, Any]) -> Drawn:
@@ -414,7 +404,6 @@ def test_completions_that_an_update_meets(
     assert fake.pauses == ["keep" if in_flight else "wait"] * 2
     fake.complete, fake.versions = toy_completions, lambda: [fake.version]
     assert generated(generator, 1) == expected(1, 1)
-    generator.close()
 
 
 # Updates.
@@ -422,11 +411,10 @@ def test_completions_that_an_update_meets(
 
 @pytest.mark.parametrize("call", ["/pause", "/update_weights", "/finish_weight_update"])
 def test_a_server_that_dies_in_an_update_drops_out(
-    fakes: list[FakeVllm], model: PreTrainedModel, call: str
+    fakes: list[FakeVllm], model: PreTrainedModel, start: Start, call: str
 ) -> None:
     said: list[str] = []
-    generator = generator_for(fakes, model, say=said.append)
-    generator.update_weights(model, 0)
+    generator = start(say=said.append)
     fakes[1].faults[call] = fakes[1].die
     assert updated(generator, model, 1) == 1
     assert_has_weights(fakes[0], model)
@@ -435,15 +423,13 @@ def test_a_server_that_dies_in_an_update_drops_out(
     assert "the connection broke" in note
     assert generated(generator) == expected(step=1)
     assert updated(generator, model, 2) == 1
-    generator.close()
 
 
 def test_a_server_that_comes_back_has_the_weights_with_the_next_update(
-    fakes: list[FakeVllm], model: PreTrainedModel
+    fakes: list[FakeVllm], model: PreTrainedModel, start: Start
 ) -> None:
     said: list[str] = []
-    generator = generator_for(fakes, model, say=said.append)
-    generator.update_weights(model, 0)
+    generator = start(say=said.append)
     back = fakes[0]
     back.end()
     assert generated(generator) == expected()
@@ -458,30 +444,26 @@ def test_a_server_that_comes_back_has_the_weights_with_the_next_update(
         assert_has_weights(fake, model)
     assert generated(generator) == expected(step=2)
     assert len(back.asked) == 6
-    generator.close()
 
 
 def test_a_server_that_was_only_slow_keeps_its_link(
-    fakes: list[FakeVllm], model: PreTrainedModel
+    fakes: list[FakeVllm], model: PreTrainedModel, start: Start
 ) -> None:
     said: list[str] = []
-    generator = generator_for(fakes, model, say=said.append)
-    generator.update_weights(model, 0)
+    generator = start(say=said.append)
     fakes[0].faults[GENERATE] = fakes[0].fail
     assert generated(generator) == expected()
     fakes[0].faults.clear()
     assert updated(generator, model, 1) == 2
     assert len(fakes[0].inits) == 1
     assert_has_weights(fakes[0], model)
-    generator.close()
 
 
 def test_a_server_whose_update_was_broken_off_has_to_be_started_again(
-    fakes: list[FakeVllm], model: PreTrainedModel
+    fakes: list[FakeVllm], model: PreTrainedModel, start: Start
 ) -> None:
     said: list[str] = []
-    generator = generator_for(fakes, model, say=said.append)
-    generator.update_weights(model, 0)
+    generator = start(say=said.append)
     fakes[0].faults["/finish_weight_update"] = fakes[0].fail
     assert updated(generator, model, 1) == 1
     assert f"server {fakes[0].url}: /finish_weight_update failed" in said.pop()
@@ -498,7 +480,6 @@ def test_a_server_whose_update_was_broken_off_has_to_be_started_again(
         updated(generator, model, 4)
     assert f"server {fakes[0].url}: {why}" in str(error.value)
     assert f"server {fakes[1].url}: /pause?mode=wait failed" in str(error.value)
-    generator.close()
 
 
 # At the start.
@@ -630,11 +611,10 @@ def test_what_stops_the_first_process_stops_all(
 
 
 def test_a_run_leaves_what_servers_are_sampling(
-    fakes: list[FakeVllm], model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    fakes: list[FakeVllm], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "BEAT", 0.02)
-    generator = generator_for(fakes, model)
-    generator.update_weights(model, 0)
+    generator = start()
     for fake in fakes:
         fake.faults[GENERATE] = fake.hang
     asked = 0
@@ -654,7 +634,6 @@ def test_a_run_leaves_what_servers_are_sampling(
     # What is begun ahead, in a thread, is nothing to leave for.
     assert both([0], lambda _: generated(generator)) == [expected()]
     assert asked == 6
-    generator.close()
 
 
 # Adapters that the servers apply.
