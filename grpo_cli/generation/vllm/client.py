@@ -162,7 +162,7 @@ class Server:
             ) from error
         state = states[0]
         self.worker_ids = [s["worker_id"] for s in states]
-        self.dtype, self.transfer = state["dtype"], state["transfer"] or ""
+        self.dtype, self.transfer = state["dtype"], state["transfer"]
         self.max_model_len = int(state["max_model_len"])
         self.max_lora_rank, self.has_own_weights = state["max_lora_rank"], state["has_own_weights"]
         for key in SHAPE:

@@ -128,8 +128,6 @@ class ColocatedGenerator(VllmGenerator):
                 f"generation.vllm.tensor_parallel = {vllm.tensor_parallel}: must divide the "
                 f"number of training processes, {workers.size}."
             )
-        if vllm.sleep and workers.device.type != "cuda":
-            raise UserError(f"generation.vllm.sleep = {vllm.sleep}: vLLM sleeps on GPUs only.")
         if getattr(setup.model.config, "quantization_config", None):
             raise UserError(f"{model}: is quantized; vLLM cannot take weights that are trained.")
         self.has_weights = True  # False after a sleep of level 2

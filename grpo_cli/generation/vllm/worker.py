@@ -136,7 +136,7 @@ class WorkerExtension:
             "dtype": str(model.dtype).removeprefix("torch."),
             "max_model_len": model.max_model_len,
             "quantization": model.quantization,
-            "transfer": getattr(self.vllm_config.weight_transfer_config, "backend", None),
+            "transfer": self.vllm_config.weight_transfer_config.backend,
             "has_own_weights": self.has_own_weights,
             "max_lora_rank": getattr(self.vllm_config.lora_config, "max_lora_rank", None),
         }

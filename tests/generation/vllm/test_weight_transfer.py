@@ -286,7 +286,6 @@ def refused(fake: FakeVllm, transfer: str, folder: Path) -> str:
     [
         ("gloo", "nccl", True, "it was started with transfer=nccl, and the run has gloo"),
         ("ipc", "nccl", True, "it was started with transfer=nccl, and the run has ipc"),
-        ("gloo", None, False, "it was started with transfer=, and the run has gloo"),
         ("auto", "nccl", False, "it was started with transfer=nccl, and the trainer has no GPU"),
         ("auto", "ipc", False, "it was started with transfer=ipc, and the trainer has no GPU"),
     ],
@@ -295,7 +294,7 @@ def test_recipe_and_server_must_agree_on_the_way(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     recipe: str,
-    server: str | None,
+    server: str,
     gpu: bool,
     why: str,
 ) -> None:
@@ -322,10 +321,9 @@ def test_memory_is_handed_to_a_server_of_one_gpu_alone(
         ("auto", "gloo", "GlooLink"),
         ("gloo", "gloo", "GlooLink"),
         ("disk", "nccl", "DiskLink"),  # any server can read a folder
-        ("disk", None, "DiskLink"),
     ],
 )
-def test_the_way_that_is_taken(tmp_path: Path, recipe: str, server: str | None, kind: str) -> None:
+def test_the_way_that_is_taken(tmp_path: Path, recipe: str, server: str, kind: str) -> None:
     fake = FakeVllm({}, transfer=server)
     with serving(fake):
         (link,) = linked([fake], recipe, tmp_path)
