@@ -76,10 +76,5 @@ def make_generator(
         *recipe.generation.stop_token_ids,
     }
     engine = engine_class(recipe.generation.engine)
-    if not engine.accepts_images and any(prompt.images for prompt in prompts):
-        raise UserError(
-            f"generation.engine = {recipe.generation.engine}: takes no prompts with images; choose "
-            "generation=transformers."
-        )
     setup = EngineSetup(recipe, model, tokenizer, sorted(eos_ids), workers, prompts, say)
     return engine.make(setup)
