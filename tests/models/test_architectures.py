@@ -23,6 +23,7 @@ from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.families import is_recurrent, reads_both_directions
 from grpo_cli.models.loading import set_dropout
 from grpo_cli.models.policy_logprobs import ForwardMode, PolicyLogprobs
+from grpo_cli.models.routers import has_balancing_loss
 from grpo_cli.records import Completion, Prompt, Rollout
 from tests.conftest import as_prompts
 from tests.models.families import FAMILIES, STATE, Family
@@ -94,6 +95,7 @@ def flat_gradient(model: PreTrainedModel, scalar: Tensor) -> Tensor:
 def test_training_is_by_the_expected_way_and_right(family: Family) -> None:
     model, rollouts = make(family).train(), make_rollouts()
     assert not reads_both_directions(model.config)
+    assert has_balancing_loss(model) == family.balanced
     rows = [true_logprobs(model, r.prompt.ids, r.completion.ids) for r in rollouts]
     expected = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     assert torch.cat(rows).std() > 0.3, "something to compare"
