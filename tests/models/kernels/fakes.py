@@ -1,13 +1,9 @@
-"""Stands in for kernels of CUDA: records its arguments and computes the right result on the CPU.
-
-Each function has the arguments of the one that it stands for, by place and by name.
-"""
+"""Stands in for CUDA's varlen operators: records arguments, and computes the result on the CPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,11 +32,17 @@ class Calls:
         max_q: int, max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *,
         scale: float,
     ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Returns out [M, Hq, D], lse [Hq, M], and what the operator returns besides."""
         assert not dropout_p
         assert not return_debug_mask
-        return self._forward(
-            (query, key, value), (cum_seq_q, cum_seq_k, max_q, max_k), is_causal, scale
-        )
+        self.made.append(Call(False, is_causal, scale, key.shape[1]))
+        k, v = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+        done = [
+            flash(by_head(query[a]), by_head(k[b]), by_head(v[b]), causal=is_causal, scale=scale)
+            for a, b in rows_of(cum_seq_q, cum_seq_k, max_q, max_k)
+        ]
+        out = torch.cat([o[0].transpose(0, 1) for o, _ in done])
+        return out, torch.cat([s[0] for _, s in done], -1), torch.empty(0), torch.empty(0)
 
     def varlen_backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor,
@@ -48,37 +50,16 @@ class Calls:
         dropout_p: float, is_causal: bool, rng_state: Tensor, unused: Tensor, *, scale: float,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         assert not dropout_p
-        tensors = (grad_out, query, key, value, out, logsumexp)
-        return self._backward(tensors, (cum_seq_q, cum_seq_k, max_q, max_k), is_causal, scale)
-
-    def _forward(
-        self, tensors: tuple[Tensor, ...], ranges: tuple[Any, ...], causal: bool, scale: float
-    ) -> tuple[Tensor, ...]:
-        """Returns out [M, Hq, D], lse [Hq, M], and what a kernel returns besides."""
-        q, k, v = tensors
-        self.made.append(Call(False, causal, scale, k.shape[1]))
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        done = [
-            flash(by_head(q[a]), by_head(k[b]), by_head(v[b]), causal=causal, scale=scale)
-            for a, b in rows_of(*ranges)
-        ]
-        out = torch.cat([o[0].transpose(0, 1) for o, _ in done])
-        return out, torch.cat([s[0] for _, s in done], -1), torch.empty(0), torch.empty(0)
-
-    def _backward(
-        self, tensors: tuple[Tensor, ...], ranges: tuple[Any, ...], causal: bool, scale: float
-    ) -> tuple[Tensor, ...]:
-        grad, q, k, v, out, lse = tensors
-        assert grad.is_contiguous()
-        assert lse.is_contiguous()
-        self.made.append(Call(True, causal, scale, k.shape[1]))
-        repeats = q.shape[1] // k.shape[1]
-        k, v = (t.repeat_interleave(repeats, 1) for t in (k, v))
+        assert grad_out.is_contiguous()
+        assert logsumexp.is_contiguous()
+        self.made.append(Call(True, is_causal, scale, key.shape[1]))
+        repeats = query.shape[1] // key.shape[1]
+        k, v = (t.repeat_interleave(repeats, 1) for t in (key, value))
         done = []
-        for a, b in rows_of(*ranges):
-            rows = [by_head(t) for t in (grad[a], q[a], k[b], v[b], out[a])]
-            lses = lse[:, a][None]
-            done.append(flash_backward(*rows, lses, causal=causal, scale=scale))
+        for a, b in rows_of(cum_seq_q, cum_seq_k, max_q, max_k):
+            rows = [by_head(t) for t in (grad_out[a], query[a], k[b], v[b], out[a])]
+            lses = logsumexp[:, a][None]
+            done.append(flash_backward(*rows, lses, causal=is_causal, scale=scale))
         dq, dk, dv = (torch.cat([t[0].transpose(0, 1) for t in p]) for p in zip(*done, strict=True))
         return dq, *(t.unflatten(1, (-1, repeats)).sum(2) for t in (dk, dv))
 
