@@ -335,8 +335,9 @@ class TransformersGenerator(Generator):
             why = self._mismatch(CachedDecoder, prompts)
             if why is not None:
                 raise TrainingError(
-                    f"generation.engine = transformers: with its cache in transformers, {why}. Use "
-                    "generation=vllm_colocate or vllm_server, or another model.dtype.",
+                    "generation.engine = transformers: with its cache in transformers, "
+                    f"{why.removesuffix(self_check.ADVICE)}. Use generation=vllm_colocate or "
+                    "vllm_server, or another model.dtype.",
                     alone=True,
                 )
 
