@@ -360,44 +360,23 @@ def _save_without_videos(
     (folder / "processor_config.json").write_text(json.dumps(named))
 
 
-def _llava(folder: Path) -> PreTrainedModel:
+def _llava(folder: Path, kind: str = "Llava") -> PreTrainedModel:
     tokenizer = byte_tokenizer("<image>", ["<image>"], image_token="<image>")
-    config = transformers.LlavaConfig(
+    tiles: dict[str, Any] = {}
+    if kind == "LlavaNext":
+        tiles["image_grid_pinpoints"] = [[SIZE, 2 * SIZE], [2 * SIZE, SIZE], [2 * SIZE, 2 * SIZE]]
+    config = getattr(transformers, f"{kind}Config")(
         text_config={**TEXT, "model_type": "llama", "vocab_size": len(tokenizer)},
         vision_config={**_siglip(8), "model_type": "clip_vision_model", "projection_dim": 32},
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         tie_word_embeddings=True,
+        **tiles,
     )
-    model = transformers.LlavaForConditionalGeneration(config)
-    transformers.LlavaProcessor(
-        CLIPImageProcessorPil(
-            size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE}
-        ),
-        tokenizer,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    ).save_pretrained(folder)
-    return model
-
-
-def _llava_next(folder: Path) -> PreTrainedModel:
-    tokenizer = byte_tokenizer("<image>", ["<image>"], image_token="<image>")
-    pinpoints = [[SIZE, 2 * SIZE], [2 * SIZE, SIZE], [2 * SIZE, 2 * SIZE]]
-    config = transformers.LlavaNextConfig(
-        text_config={**TEXT, "model_type": "llama", "vocab_size": len(tokenizer)},
-        vision_config={**_siglip(8), "model_type": "clip_vision_model", "projection_dim": 32},
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        image_grid_pinpoints=pinpoints,
-        tie_word_embeddings=True,
-    )
-    model = transformers.LlavaNextForConditionalGeneration(config)
-    transformers.LlavaNextProcessor(
-        LlavaNextImageProcessorPil(
-            size={"shortest_edge": SIZE},
-            crop_size={"height": SIZE, "width": SIZE},
-            image_grid_pinpoints=pinpoints,
-        ),
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    image_processor = LlavaNextImageProcessorPil if tiles else CLIPImageProcessorPil
+    size, crop = {"shortest_edge": SIZE}, {"height": SIZE, "width": SIZE}
+    getattr(transformers, f"{kind}Processor")(
+        image_processor(size=size, crop_size=crop, **tiles),
         tokenizer,
         patch_size=8,
         vision_feature_select_strategy="default",
@@ -421,7 +400,7 @@ MAKERS: dict[str, Callable[[Path], PreTrainedModel]] = {
     "internvl": _internvl,
     "mistral3": _mistral3,
     "llava": _llava,
-    "llava_next": _llava_next,
+    "llava_next": lambda folder: _llava(folder, "LlavaNext"),
 }
 FAMILIES = tuple(MAKERS)
 NEED_TORCHVISION = ("mistral3", "gemma4", "gemma4_large")  # their processors
