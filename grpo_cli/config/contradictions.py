@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from grpo_cli.config.interpolation import as_text, plain_secrets
 from grpo_cli.config.schedules import at_step, steps_to_check
-from grpo_cli.config.schema import BUILT_CONTEXT, Benchmark, Eval, HeldOut, Recipe
+from grpo_cli.config.schema import ADAM, BUILT_CONTEXT, Benchmark, Eval, HeldOut, Recipe
 from grpo_cli.errors import listed, nearest
 from grpo_cli.rewards import WITH_AN_ANSWER, has_votes
 
@@ -216,6 +216,13 @@ def _of_training(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
         )
     if len(recipe.optimizer.betas) != 2:
         yield f"optimizer.betas = {recipe.optimizer.betas}: must be two numbers."
+    # The recipe's own values are allowed, so that it can be tried with another optimizer.
+    if recipe.optimizer.algorithm not in ADAM:
+        for key in sorted({"optimizer.betas", "optimizer.eps"} & {*given}):
+            yield (
+                f"{key}: is only read with optimizer.algorithm = {' or '.join(ADAM)}; it is "
+                f"{recipe.optimizer.algorithm}."
+            )
     distributed = recipe.distributed
     if distributed.offload == "all" and distributed.strategy != "fsdp2":
         yield (

@@ -427,6 +427,15 @@ def test_with_its_condition_met_it_is_accepted(key: str) -> None:
     parse(recipe(**settings), given=[key])
 
 
+@pytest.mark.parametrize("key", ["optimizer.betas", "optimizer.eps"])
+def test_a_knob_of_another_optimizer_is_refused_on_the_command_line_only(key: str) -> None:
+    sgd = recipe(**{"optimizer.algorithm": "torch.optim:SGD", "optimizer.betas": [0.9, 0.95]})
+    parse(sgd)
+    parse(recipe(), given=[key])
+    found = refused(sgd, given=[key])
+    assert found.startswith(f"{key}: is only read with optimizer.algorithm = adamw or muon")
+
+
 def test_a_knob_that_is_always_read_may_be_given_with_its_default() -> None:
     parse(recipe(), given=["steps", "loss.beta", "generation.top_p"])
 
