@@ -215,6 +215,7 @@ def test_every_knob_on_a_page_exists() -> None:
     sections = "|".join(sorted({key.partition(".")[0] for key in keys if "." in key}))
     free = ("dataset.columns.", "model.chat_template_kwargs.", "model.args.")
     free += ("loss.args.", "advantage.args.", "optimizer.args.", "environment.args.")
+    free += ("adapter.args.", "generation.vllm.engine_args.")
     for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
         for name in re.findall(
             rf"`((?:{sections})\.[a-z_.]+)(?:=[^`]*)?`", page.read_text("utf-8")
