@@ -277,21 +277,6 @@ def test_a_first_bos_token_stays() -> None:
     assert module._ending([1, 5, 6, 7], 4, 1) == [1, 5, 6, 7]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "batch_tokens", "expected"),
-    [
-        ([3, 5, 1, 5], 10, [[1, 3], [0, 2]]),
-        ([3, 5, 1, 5], 9, [[1], [3], [0, 2]]),
-        ([3, 5, 1, 5], 1, [[1], [3], [0], [2]]),
-        ([3, 0, 20], 10, [[2], [0]]),
-        ([1, 1, 1], 100, [[0, 1, 2]]),
-        ([], 10, []),
-    ],
-)
-def test_batches(lengths: list[int], batch_tokens: int, expected: list[list[int]]) -> None:
-    assert list(module._batches(lengths, batch_tokens)) == expected
-
-
 def test_several_labels(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     folder = save_qwen(tmp_path / "three", tokenizer, labels=3)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
