@@ -150,8 +150,7 @@ ALLOWED: dict[str, Any] = {
         "attn_implementation": _word,
         "chat_template": _template,
         "build": _these(
-            "hidden_size intermediate_size num_layers num_heads num_kv_heads initializer_range "
-            "max_position_embeddings merges vision_layers vision_hidden_size image_size patch_size "
+            "hidden_size intermediate_size num_layers merges vision_layers "
             "warmup_steps warmup_target_loss warmup_batch warmup_weight_decay warmup_learning_rate"
         ),
     },
@@ -197,8 +196,8 @@ ALLOWED: dict[str, Any] = {
         **_these(
             "num_generations max_completion_tokens min_completion_tokens stop temperature top_p "
             "top_k min_p repetition_penalty presence_penalty frequency_penalty logit_bias "
-            "allowed_token_ids stop_token_ids max_num_seqs "
-            "cuda_graphs max_logp_difference dynamic_sampling"
+            "stop_token_ids max_num_seqs "
+            "max_logp_difference dynamic_sampling"
         ),
         "engine": _word,
         "vllm": {
@@ -243,7 +242,6 @@ ALLOWED: dict[str, Any] = {
         "every at_start at_end num_samples sampling temperature top_p max_completion_tokens "
         "accuracy mode metric k limit best patience"
     ),
-    "log": _these("images"),
 }  # fmt: skip
 
 
