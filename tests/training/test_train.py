@@ -213,8 +213,14 @@ def test_metrics_have_one_line_a_step_and_the_summary_before_and_after(tmp_path:
     assert summary["after"]["interval_95"][0] <= summary["after"]["accuracy"]
 
 
-def test_on_policy_the_ratio_is_one_and_the_sampler_agrees(tmp_path: Path) -> None:
-    for m in metrics(trained(tmp_path)):
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> run.Run:
+    """The run as it stands, once it is done."""
+    return trained(tmp_path_factory.mktemp("plain"))
+
+
+def test_on_policy_the_ratio_is_one_and_the_sampler_agrees(plain: run.Run) -> None:
+    for m in metrics(plain):
         assert m["clip_ratio/region_mean"] == 0
         assert m["sampling/sampling_logp_difference/max"] < 1e-4
 
@@ -237,13 +243,11 @@ def test_kl_is_to_the_frozen_reference(tmp_path: Path) -> None:
     assert lines[-1]["kl"] > 1e-4
 
 
-def test_the_checkpoint_is_a_model_with_the_generators_logprobs(tmp_path: Path) -> None:
-    live = trained(tmp_path)
-    prompts = [p for _, p in live.queue.take_prompts(5)]
-    groups = live.generator.generate(
-        prompts, 3, Sampling.of(live.recipe.generation), list(range(5))
-    )
-    model = AutoModelForCausalLM.from_pretrained(paths.checkpoint_path(live.folder, 4)).eval()
+def test_the_checkpoint_is_a_model_with_the_generators_logprobs(plain: run.Run) -> None:
+    prompts = [p for _, p in plain.queue.take_prompts(5)]
+    sampling = Sampling.of(plain.recipe.generation)
+    groups = plain.generator.generate(prompts, 3, sampling, list(range(5)))
+    model = AutoModelForCausalLM.from_pretrained(paths.checkpoint_path(plain.folder, 4)).eval()
     for prompt, group in zip(prompts, groups, strict=True):
         for c in group:
             with torch.no_grad():
