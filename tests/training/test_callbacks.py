@@ -138,7 +138,8 @@ def test_a_callback_ends_a_run(
     changes = {"steps": 50, "eval__every": 2}
     live = trained(tmp_path, callbacks={"mine": of(Stopper, at=2, hook=hook)}, **changes)
     last = live.state.step
-    assert last == (3 if hook == "on_checkpoint" else 2)
+    # A checkpoint is written in the background, and complete before the next one begins.
+    assert last in ((3, 4) if hook == "on_checkpoint" else (2,))
     assert f"ended after step {last}: enough (callbacks.mine)" in capsys.readouterr().out
     assert json.loads((live.folder / "summary.json").read_text())["steps"] == last
     assert paths.steps_saved(live.folder)[-1] == last
