@@ -65,18 +65,14 @@ class FallbackGraphs:
     graphs: CudaGraphs
     say: Callable[[str], None]
     has_failed: bool = False
-    captures: int = 0
 
     def capture(self, key: Hashable, function: Callable[[], None]) -> Replay:
         if self.has_failed:
             return function
         try:
-            replay = self.graphs.capture(key, function)
+            return self.graphs.capture(key, function)
         except (RuntimeError, NotImplementedError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        else:
-            self.captures += 1
-            return replay
         self.has_failed = True
         self.say(f"note: decoding step by step, without CUDA graphs ({reason})")
         return function
