@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from grpo_cli.algorithm.loss import STALENESS
@@ -32,14 +31,6 @@ class Raised(NamedTuple):
     message: str
 
 
-@dataclass(frozen=True)
-class Alarm:
-    """A rule with its sentence, in which {value} and {usual} are filled in."""
-
-    watch: Watch
-    text: str
-
-
 class Alarms:
     """Follows the metrics of each step. Every process has the same ones."""
 
@@ -50,18 +41,15 @@ class Alarms:
 
     def follow(self, step: int, metrics: Metrics) -> list[Raised]:
         """Follows one step; returns the alarms whose episodes begin, each with its sentence."""
-        texts = {alarm.watch.name: alarm.text for alarm in self.alarms}
-        found = self.watches.follow([alarm.watch for alarm in self.alarms], metrics)
         return [
-            Raised(watch.name, f"step {step}: {texts[watch.name].format(**vars(judged))}")
-            for watch, judged in found
+            Raised(alarm.name, f"step {step}: {alarm.text.format(**vars(judged))}")
+            for alarm, judged in self.watches.follow(self.alarms, metrics)
         ]
 
     @property
     def active(self) -> float:
         """The number of alarms whose episodes have not ended."""
-        names = {alarm.watch.name for alarm in self.alarms}
-        return float(sum(s.holds for name, s in self.watches.states.items() if name in names))
+        return float(sum(state.holds for state in self.watches.states.values()))
 
     def check_rewards(self, step: int) -> None:
         """Checks that there are rewards at all.
@@ -82,20 +70,20 @@ class Alarms:
 
     def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Restores a state that `to_state` returned."""
-        self.watches.restore(saved, [alarm.watch for alarm in self.alarms])
+        self.watches.restore(saved, self.alarms)
 
 
-def alarms_of(recipe: Recipe) -> list[Alarm]:
+def alarms_of(recipe: Recipe) -> list[Watch]:
     """Returns the alarms of a recipe."""
     return [*_of_rewards(recipe), *_of_completions(), *_of_updates()]
 
 
-def _alarm(name: str, rule: Rule, value: Value | str, text: str) -> Alarm:
+def _alarm(name: str, rule: Rule, value: Value | str, text: str) -> Watch:
     """Makes an alarm for a metric, or for a number that is computed from several."""
-    return Alarm(Watch(name, rule, measured(value) if isinstance(value, str) else value), text)
+    return Watch(name, rule, measured(value) if isinstance(value, str) else value, text)
 
 
-def _of_rewards(recipe: Recipe) -> Iterator[Alarm]:
+def _of_rewards(recipe: Recipe) -> Iterator[Watch]:
     yield _alarm(
         "no_reward",
         Level(above=1.0),
@@ -150,7 +138,7 @@ def _share_of(name: str, weighted: Sequence[str]) -> Value:
     return share
 
 
-def _of_completions() -> Iterator[Alarm]:
+def _of_completions() -> Iterator[Watch]:
     yield _alarm(
         "length",
         Shift(factor=2.0, added=4.0, least=5),
@@ -184,7 +172,7 @@ def _of_completions() -> Iterator[Alarm]:
     )
 
 
-def _of_updates() -> Iterator[Alarm]:
+def _of_updates() -> Iterator[Watch]:
     yield _alarm(
         "clip_ratio",
         Level(above=0.3, calm=0.2, steps=3),

@@ -117,6 +117,7 @@ class Watch:
     name: str
     rule: Rule
     value: Value
+    text: str = ""  # sentence of an alarm, in which {value} and {usual} are filled in
 
     def follow(self, state: State, metrics: Metrics) -> Judgement | None:
         """Follows one step; returns the judgement if an episode begins, else None."""
