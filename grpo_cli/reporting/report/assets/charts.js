@@ -67,7 +67,6 @@ function alarmLines(alarms) {
 }
 
 // A chart in a card. A line is {label, x, values, ink, low, high, points, dash}.
-//   stacked: the lines are areas, one on top of the other
 function chart(spec) {
   const readout = h('div', { class: 'readout', 'aria-hidden': 'true' });
   const host = h('div', { class: 'plot', style: { minHeight: `${spec.height || HEIGHT}px` } });
@@ -105,16 +104,9 @@ function draw(state, width) {
   const bands = [];
   const shown = []; // [series, line] that the readout names
   const format = spec.format || number;
-  let below = new Array(steps.length).fill(0);
-  const areas = [];
   for (const line of lines) {
     const ink = colour(line.ink);
     const values = spread(line.x, line.values);
-    if (spec.stacked) {
-      below = below.map((b, i) => b + (values[i] ?? 0));
-      areas.push({ line, ink, top: below.slice(), values });
-      continue;
-    }
     if (line.low && line.high) {
       const at = data.length;
       data.push(spread(line.x, line.low), spread(line.x, line.high));
@@ -137,11 +129,6 @@ function draw(state, width) {
     data.push(isSmoothed ? smoothed(values, weight) : values);
     if (!isSmoothed) shown.push([data.length - 1, line]);
   }
-  areas.reverse().forEach(({ line, ink, top, values }) => { // the highest first, lower ones on it
-    data.push(top);
-    series.push({ stroke: ink, width: 0.6, fill: ink, points: { show: false }, paths: uPlot.paths.stepped({ align: -1 }) });
-    shown.unshift([data.length - 1, line, values]);
-  });
   const axis = { stroke: colour('ink-2'), grid: { stroke: colour('line'), width: 1 }, ticks: { show: false }, font: '11px system-ui, sans-serif' };
   const height = spec.height || HEIGHT;
   const say = (u) => {
@@ -149,10 +136,9 @@ function draw(state, width) {
     readout.replaceChildren();
     if (idx === null || idx === undefined) return;
     const parts = [];
-    for (const [at, line, values] of shown) {
-      const value = values ? values[idx] : u.data[at][idx];
+    for (const [at, line] of shown) {
+      const value = u.data[at][idx];
       if (value === null || value === undefined) continue;
-      if (spec.stacked && !value) continue;
       parts.push(h('span', {}, h('i', { style: { background: `var(--${line.ink})` } }), `${shown.length > 1 ? `${line.label} ` : ''}${format(value)}`));
     }
     const near = (spec.alarms || []).filter((a) => Math.abs(u.valToPos(a.step, 'x') - u.cursor.left) < 6);

@@ -1,11 +1,5 @@
 // The tab that compares two runs: results side by side, and evaluations of the same problems.
 
-const LAST = [
-  ['reward', 'training reward', number], ['completions/mean_length', 'completion length', (v) => number(v)],
-  ['frac_reward_zero_std', 'groups without a signal', (v) => share(v)], ['completions/clipped_ratio', 'truncated', (v) => share(v)],
-  ['grad_norm', 'gradient norm', number], ['step_time', 'seconds a step', (v) => number(v)],
-];
-
 function compareTab() {
   const [a, b] = report.runs;
   return h('div', { class: 'stack' }, sideBySide(a, b), pairedCard(), h('div', { class: 'charts two' }, metricChart('reward', 'training reward'), heldOutChart()), recipeDifference());
@@ -22,7 +16,7 @@ function sideBySide(a, b) {
   const rows = [
     [`held-out ${a.measure}, before`, evaluation(first(a), a), evaluation(first(b), b)],
     [`held-out ${a.measure}, last`, evaluation(last(a), a), evaluation(last(b), b)],
-    ...LAST.map(([name, title, format]) => [`${title}, last tenth`, ...[a, b].map((run) => { const t = tenths(run, name); return t ? format(t.last) : 'not recorded'; })]),
+    ['training reward, last tenth', ...[a, b].map((run) => number(tenths(run, 'reward')?.last))],
     ['steps', ...[a, b].map((run) => whole.format(run.curves.steps[run.curves.steps.length - 1] || 0))],
     ['time', ...[a, b].map((run) => (run.summary ? seconds(run.summary.seconds) : 'not recorded'))],
   ];

@@ -1,6 +1,6 @@
 // The browser of stored completions: search, filters, order, colours; a list, and one in full.
 
-const PAGE = 40;
+const LISTED = 200; // completions in the list; filters find the others
 const MOST_ROWS = 12; // steps of the same problem
 const FAILED = new Set(['env_error', 'env_timeout', 'parse_error']);
 const FILTERS = [
@@ -30,12 +30,11 @@ function browser(data, run) {
   const { table } = data;
   const total = table.completion.length;
   if (!total) return missing(table.stored ? 'The report was written without completions.' : 'No completions are stored (log.completions_every).');
-  const view = { filter: 'all', query: '', step: '', row: '', order: 'step', colours: hasAnyTokens(data) ? 'logprob' : 'none', page: 0, found: [], open: 0 };
+  const view = { filter: 'all', query: '', step: '', row: '', order: 'step', colours: hasAnyTokens(data) ? 'logprob' : 'none', found: [], open: 0 };
   const steps = [...new Set(table.step)];
   const list = h('ol', { class: 'list' });
   const detail = h('article', { class: 'detail', 'aria-live': 'polite' });
   const counter = h('p', { class: 'note', id: 'found', role: 'status' });
-  const pager = h('div', { class: 'pager' });
   const counts = {};
   for (const [key] of FILTERS) counts[key] = table.completion.filter((_, i) => passes(table, i, key)).length;
   const chips = FILTERS.map(([key, text, title]) => h('button', {
@@ -57,29 +56,17 @@ function browser(data, run) {
 
   function update() {
     view.found = select(table, view);
-    view.page = 0;
     view.open = 0;
-    showPage();
+    showList();
   }
 
-  function showPage() {
-    const pages = Math.max(1, Math.ceil(view.found.length / PAGE));
-    counter.textContent = `${whole.format(view.found.length)} of ${count(total, 'completion')}`;
-    const start = view.page * PAGE;
-    list.replaceChildren(...view.found.slice(start, start + PAGE).map((i, k) => h('li', {}, item(data, i, start + k, view, () => { view.open = start + k; mark(); showOne(true); }))));
-    pager.replaceChildren(
-      h('button', { type: 'button', class: 'button', 'data-page': 'previous', disabled: view.page === 0, onclick: () => turn(-1) }, '‹ Previous'),
-      h('span', {}, `page ${whole.format(view.page + 1)} of ${whole.format(pages)}`),
-      h('button', { type: 'button', class: 'button', 'data-page': 'next', disabled: view.page >= pages - 1, onclick: () => turn(1) }, 'Next ›'));
+  function showList() {
+    const more = view.found.length > LISTED ? `; the first ${LISTED} are listed` : '';
+    counter.textContent = `${whole.format(view.found.length)} of ${count(total, 'completion')}${more}`;
+    list.replaceChildren(...view.found.slice(0, LISTED).map((i, k) => h('li', {}, item(data, i, k, view, () => { view.open = k; mark(); showOne(true); }))));
     if (!view.found.length) list.replaceChildren(h('li', { class: 'missing' }, 'No completion matches.'));
     mark();
     showOne();
-  }
-
-  function turn(by) {
-    view.page += by;
-    view.open = view.page * PAGE;
-    showPage();
   }
 
   function mark() {
@@ -96,8 +83,8 @@ function browser(data, run) {
 
   // Opens a completion of the same problem, even if the filters leave it out.
   function goTo(i) {
-    const place = view.found.indexOf(i);
-    if (place >= 0) { view.open = place; view.page = Math.floor(place / PAGE); showPage(); return; }
+    view.open = view.found.indexOf(i);
+    mark();
     detail.replaceChildren(...one(data, i, view, run, goTo).flat().filter(Boolean));
   }
 
@@ -109,7 +96,7 @@ function browser(data, run) {
     h('div', { class: 'chips', role: 'group', 'aria-label': 'Filters' }, chips),
     h('p', { class: 'note' }, sentences(data).join(' ')),
     h('div', { class: 'browser' },
-      h('div', { class: 'list-side' }, counter, list, pager),
+      h('div', { class: 'list-side' }, counter, list),
       h('div', { class: 'detail-side' }, legendHost, detail)));
 }
 

@@ -30,5 +30,5 @@ function shareCard(run, names) {
   if (!own.length) return card(title, missing('Not recorded by this version.'));
   const inks = ['stage-generate', 'stage-forward_backward', 'stage-reward', 'stage-ref_logprobs', 'stage-old_logprobs', 'stage-optimizer', 'stage-weights', 'stage-other'];
   const lines = own.map((name, i) => ({ label: name, x: run.curves.steps, ink: inks[i % inks.length], values: column(run, `rewards/${name}/advantage_share`).map((v) => v ?? 0) }));
-  return card(title, chart({ title: 'by reward function', lines: binned(lines, 400), stacked: true, legend: true, wide: true, range: [0, 1], format: (v) => share(v), axis: (v) => share(v, 0), alarms: run.alarms || [] }));
+  return card(title, chart({ title: 'by reward function', lines, legend: true, wide: true, range: [0, 1], smoothing: settings.smoothing, format: (v) => share(v), axis: (v) => share(v, 0), alarms: run.alarms || [] }));
 }

@@ -43,8 +43,8 @@ function timeCard(run) {
     label: STAGE_NAMES[stage], x: run.curves.steps, ink: `stage-${stage}`, values,
   }));
   const areas = chart({
-    title: 'seconds a step by stage', lines: binned(lines, 400), stacked: true, wide: true, height: 260,
-    legend: false, alarms: run.alarms || [], range: (u, low, high) => [0, (high || 1) * 1.05], format: seconds, axis: seconds,
+    title: 'seconds a step by stage', lines, wide: true, height: 260,
+    smoothing: settings.smoothing, alarms: run.alarms || [], format: seconds, axis: seconds,
   });
   return card(title,
     bar,
@@ -59,17 +59,6 @@ function timeCard(run) {
 function median(values) {
   const known = values.filter((v) => v !== null).sort((a, b) => a - b);
   return known.length ? known[Math.floor(known.length / 2)] : null;
-}
-
-// The means over steps in a row, so that areas of a long run can be seen.
-function binned(lines, most) {
-  const n = lines[0].x.length;
-  const every = Math.max(1, Math.ceil(n / most));
-  if (every === 1) return lines;
-  const starts = Array.from({ length: Math.ceil(n / every) }, (_, i) => i * every);
-  return lines.map((line) => ({
-    ...line, x: starts.map((s) => line.x[Math.min(n, s + every) - 1]), values: starts.map((s) => mean(line.values.slice(s, s + every))),
-  }));
 }
 
 function planCard(run) {
