@@ -254,7 +254,8 @@ def script(settings: Settings, words: Sequence[str], place: Place, command: str)
     kinds = [f"{s.nodes} node{'s' * (s.nodes > 1)} train"]
     if s.vllm_nodes:
         kinds.append(f"{s.vllm_nodes} node{'s' * (s.vllm_nodes > 1)} sample")
-    name = s.job_name or "grpo-" + re.sub(r"[^\w.-]+", "-", _recipe_of(words))
+    recipe = next((Path(w.partition("=")[2]).stem for w in words if w.startswith("recipe=")), "run")
+    name = s.job_name or "grpo-" + re.sub(r"[^\w.-]+", "-", recipe)
     options: dict[str, Any] = {
         "job-name": name,
         "nodes": s.nodes + s.vllm_nodes,
@@ -277,9 +278,20 @@ def script(settings: Settings, words: Sequence[str], place: Place, command: str)
     arrays = {"WORDS": words_of_recipe}
     if s.vllm_nodes:
         arrays["SAMPLE_WORDS"] = serving_words(words)
-        served = ({} if "data_parallel" in s.serve else _data_parallel(s)) | s.serve
+        # One copy of the model on every `tensor_parallel` GPUs.
+        copies = (gpus or 1) // max(1, int(s.serve.get("tensor_parallel", 1)))
+        served = ({"data_parallel": str(copies)} if copies > 1 else {}) | s.serve
         arrays["SERVE_WORDS"] = [f"{k}={v}" for k, v in served.items()]
-    return template().render(
+    template = jinja2.Environment(
+        loader=jinja2.PackageLoader("grpo_cli.commands"),
+        undefined=jinja2.StrictUndefined,
+        comment_start_string="<#--",  # `${#` is a length in bash
+        comment_end_string="--#>",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    ).get_template("job.sh.j2")
+    return template.render(
         s=s,
         place=place,
         kinds=" and ".join(kinds),
@@ -291,29 +303,6 @@ def script(settings: Settings, words: Sequence[str], place: Place, command: str)
         arrays={name: [shlex.quote(v) for v in values] for name, values in arrays.items()},
         setup=textwrap.indent(place.setup or ":", "  "),
     )
-
-
-def template() -> jinja2.Template:
-    """Returns templates/job.sh.j2. Comments are `<#-- --#>`, since `${#` is a length in bash."""
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader("grpo_cli.commands"),
-        undefined=jinja2.StrictUndefined,
-        comment_start_string="<#--",
-        comment_end_string="--#>",
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    ).get_template("job.sh.j2")
-
-
-def _recipe_of(words: Sequence[str]) -> str:
-    return next((Path(w.partition("=")[2]).stem for w in words if w.startswith("recipe=")), "run")
-
-
-def _data_parallel(settings: Settings) -> dict[str, Any]:
-    """Returns the words for one copy of the model on every `tensor_parallel` GPUs."""
-    copies = (settings.gpus_per_node or 1) // max(1, int(settings.serve.get("tensor_parallel", 1)))
-    return {"data_parallel": copies} if copies > 1 else {}
 
 
 def _options(values: Mapping[str, Any]) -> list[str]:
