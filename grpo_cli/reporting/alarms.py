@@ -35,7 +35,7 @@ class Alarms:
     """Follows the metrics of each step. Every process has the same ones."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.alarms = alarms_of(recipe)
+        self.alarms = [*_of_rewards(recipe), *_of_completions(), *_of_updates()]
         self.watches = Watches()
         self.most_without_reward = recipe.scoring.max_steps_without_reward
 
@@ -71,11 +71,6 @@ class Alarms:
     def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Restores a state that `to_state` returned."""
         self.watches.restore(saved, self.alarms)
-
-
-def alarms_of(recipe: Recipe) -> list[Watch]:
-    """Returns the alarms of a recipe."""
-    return [*_of_rewards(recipe), *_of_completions(), *_of_updates()]
 
 
 def _alarm(name: str, rule: Rule, value: Value | str, text: str) -> Watch:

@@ -316,7 +316,9 @@ def token_arrays(
         "logprobs": _planes(np.clip(np.round(-logprobs / LOGPROB_STEP), 0, 65_535)),
     }
     if own:
-        values = np.concatenate([_advantages(r) for r in shown])
+        values = np.concatenate(
+            [_filled(r, "token_advantages", float(r.get("advantage") or 0.0)) for r in shown]
+        )
         steps = np.clip(np.round(values / ADVANTAGE_STEP), -32_768, 32_767)
         arrays["advantages"] = _planes(steps)
     arrays["foreign"] = foreign.astype(np.uint8).tobytes()
@@ -335,10 +337,6 @@ def _filled(row: Mapping[str, Any], name: str, missing: float = 0.0) -> Any:
     if values is None or len(values) != length:
         return np.full(length, missing)
     return np.nan_to_num(np.asarray(values, np.float64))
-
-
-def _advantages(row: Mapping[str, Any]) -> Any:
-    return _filled(row, "token_advantages", float(row.get("advantage") or 0.0))
 
 
 def _planes(values: Any) -> bytes:

@@ -98,6 +98,7 @@ def html(runs: Sequence[RunData], compared: dict[str, Any] | None = None) -> str
         blocks[f"tokens-{number}"] = packed(run.completions.tokens)
         blocks[f"images-{number}"] = json_block(run.completions.images, mask)
     script = "\n".join(["(() => {", "'use strict';", *map(_asset, SCRIPTS), "})();"])
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     template = jinja2.Environment(
         loader=jinja2.PackageLoader("grpo_cli.reporting.report", "assets"),
         undefined=jinja2.StrictUndefined,
@@ -112,7 +113,7 @@ def html(runs: Sequence[RunData], compared: dict[str, Any] | None = None) -> str
         blocks={name: Markup(block) for name, block in blocks.items()},
         style=Markup("\n".join(map(_asset, STYLES))),
         script=Markup(script),
-        script_hash=_hash(script),
+        script_hash=f"sha256-{digest}",
     )
 
 
@@ -145,8 +146,3 @@ def packed(data: bytes) -> str:
 
 def _asset(name: str) -> str:
     return resources.files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _hash(script: str) -> str:
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"sha256-{base64.b64encode(digest).decode('ascii')}"
