@@ -10,12 +10,9 @@ import PIL.Image
 import pytest
 
 from grpo_cli.cli import run_command
-from grpo_cli.data import Rows
 from grpo_cli.data.stored_completions import load
-from grpo_cli.evaluation import benchmarks
-from grpo_cli.images import StoredImage
 from grpo_cli.reporting.reporter import write_parquet
-from tests.pictures import PNG, ROWS, SMALL, image_groups, write_groups
+from tests.pictures import PNG, ROWS, image_groups, write_groups
 from tests.test_images import encoded
 
 SIZES = [(30, 20), (10, 10)]
@@ -58,16 +55,6 @@ def test_a_truncated_picture_is_named(folder: Path, capfd: pytest.CaptureFixture
     err = capfd.readouterr().err
     assert "completions = a.parquet, row 2, column 'images': the image cannot be read: " in err
     assert err.count("\n") == 1
-
-
-def test_a_fingerprint_stands_for_the_picture_and_not_for_its_place() -> None:
-    def of(image: Any) -> str:
-        return benchmarks.fingerprint(Rows("", [], [{"image": image, "images": [image]}]))
-
-    stored = of(StoredImage(PNG, "a.parquet, row 1"))
-    assert stored == of(StoredImage(PNG, "b.parquet, row 2")) == of({"bytes": PNG, "path": None})
-    assert stored != of(StoredImage(SMALL, "a.parquet, row 1"))
-    assert of({"bytes": None, "path": "a.png"}) == of("a.png") != of(None)
 
 
 def test_images_come_from_the_benchmarks_data_where_the_file_has_none(folder: Path) -> None:
