@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,14 @@ def main(argv: list[str]) -> None:
     if not argv or {"-h", "--help"} & {*argv}:
         print(USAGE + described(Settings, dashes=True), end="")
         return
-    given, out, settings = parse_words(argv)
+    own, rest = split(Settings, without_dashes(Settings, argv, "grpo export"))
+    settings = parse(Settings, own, option)
+    if len(rest) != 2:
+        raise UserError(
+            "grpo export: give a checkpoint and a new folder, such as "
+            f"outputs/NAME/checkpoints/step-100 my-model; got {' '.join(rest) or 'nothing'}."
+        )
+    given, out = rest
     if settings.quantization is not None and not settings.merge:
         raise UserError("grpo export: --quantization: is only read with --merge.")
     path = find_checkpoint(given)
@@ -95,18 +102,6 @@ def main(argv: list[str]) -> None:
         provenance.note_own(folder)
     number = f"{files} files" if files > 1 else "one file"
     print(f"{path}: exported to {out} ({manifest.in_words(total)} of weights in {number})")
-
-
-def parse_words(argv: Sequence[str]) -> tuple[str, str, Settings]:
-    """Returns the checkpoint, the folder and the options of the command line."""
-    own, rest = split(Settings, without_dashes(Settings, argv, "grpo export"))
-    settings = parse(Settings, own, option)
-    if len(rest) != 2:
-        raise UserError(
-            "grpo export: give a checkpoint and a new folder, such as "
-            f"outputs/NAME/checkpoints/step-100 my-model; got {' '.join(rest) or 'nothing'}."
-        )
-    return rest[0], rest[1], settings
 
 
 def find_checkpoint(given: str) -> Path:
@@ -168,7 +163,10 @@ def export(
             else:
                 tensors, files = stored(path), path
             out.mkdir(parents=True, exist_ok=True)
-            each = ((name, cast(tensor, dtype)) for name, tensor in tensors)
+            each = (
+                (name, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
+                for name, tensor in tensors
+            )
             if is_adapter and not merge:
                 name = adapters.WEIGHTS
                 written = {name: model_folder.write_safetensors(out / name, dict(each))}
@@ -187,15 +185,11 @@ def export(
     return sum(entry.bytes for entry in weights), len(weights)
 
 
-def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Returns a tensor in the type that it is exported in."""
-    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
-
-
 def copy_others(files: Path, out: Path, dtype: torch.dtype | None) -> None:
     """Copies the files beside the weights, with the type of the weights in the config."""
-    names = [p.relative_to(files) for p in sorted(files.rglob("*")) if p.is_file()]
-    names = [n for n in names if n.parts[0] != paths.TRAINING and not is_weights(n)]
+    found = (p for p in sorted(files.rglob("*")) if p.suffix != ".safetensors")
+    names = [p.relative_to(files) for p in found if p.is_file()]
+    names = [n for n in names if n.parts[0] != paths.TRAINING and n.name != model_folder.INDEX]
     for name in sorted(names, key=lambda name: name.name in ("config.json", adapters.CONFIG)):
         data = (files / name).read_bytes()
         if dtype is not None and str(name) == "config.json":
@@ -207,10 +201,6 @@ def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
     """Returns a model's config.json with another dtype of the weights."""
     fields = json.loads(config) | {"dtype": str(dtype).removeprefix("torch.")}
     return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
-
-
-def is_weights(name: Path) -> bool:
-    return name.suffix == ".safetensors" or name.name == model_folder.INDEX
 
 
 def stored(path: Path) -> Tensors:
