@@ -148,17 +148,14 @@ def test_text_beside_numbers_stays_the_text_it_is(
     assert [row["note"] for row in found] == ["a\u2028b"] + [None] * 7
 
 
-@pytest.mark.parametrize(
-    "name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.csv", "a.csv.gz"]
-)
-@pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["unix", "windows"])
-def test_a_byte_order_mark_is_no_part_of_a_file(name: str, end: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "a.csv"])
+def test_a_byte_order_mark_is_no_part_of_a_file(name: str, tmp_path: Path) -> None:
     lines = [b'{"question": "1+1=", "answer": "\xe4"}', b'{"question": "2+1=", "answer": "b"}']
     if ".json." in name or name.endswith(".json"):
         lines = [b"[" + lines[0] + b",", lines[1] + b"]"]
     elif ".csv" in name:
         lines = [b"question,answer", b"1+1=,\xe4", b"2+1=,b"]
-    text = end.join([*lines, b""]).replace(b"\xe4", "\u00e4".encode())
+    text = b"\r\n".join([*lines, b""]).replace(b"\xe4", "\u00e4".encode())
     found = []
     for mark in (b"", MARK):
         path = tmp_path / str(len(mark)) / name
@@ -172,25 +169,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(name: str, end: bytes, tmp_path:
     assert found[1] == found[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        (b"", ": the data set is empty."),
-        (b'{"question": 1}\n{"question": }\n', ", line 2: malformed JSON (Expecting value)."),
-        (b"[{},\n{]", ", line 2: malformed JSON ("),
-    ],
-)
-def test_what_is_wrong_behind_a_byte_order_mark(
-    text: bytes, complaint: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(MARK + text)
-    assert message(config(path)).startswith(f"dataset.train = {path}{complaint}")
-
-
-@pytest.mark.parametrize(
-    ("line", "count"), [("1,2,3", 3), ("1", 1), ("1,2,3,4", 4)], ids=["more", "fewer", "many"]
-)
+@pytest.mark.parametrize(("line", "count"), [("1,2,3", 3), ("1", 1)], ids=["more", "fewer"])
 def test_a_csv_row_of_another_width(tmp_path: Path, line: str, count: int) -> None:
     path = tmp_path / "a.csv"
     path.write_text(f"question,answer\n5,6\n{line}\n", "utf-8")
@@ -218,12 +197,6 @@ def test_a_packages_file_is_found_from_anywhere(
     path = local_path(f"pkg://{package}/arithmetic_train.jsonl")
     assert path is not None
     assert path.is_file()
-
-
-def test_a_package_that_is_not_there() -> None:
-    assert message(config("pkg://no_such_package/rows.jsonl")).startswith(
-        "dataset.train = pkg://no_such_package/rows.jsonl: "
-    )
 
 
 @pytest.mark.parametrize(
@@ -269,21 +242,12 @@ def test_renamed_columns(jsonl: Path) -> None:
     assert rows_of(rows)[1] == {"question": "1+1=", "answer": 1}
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [
-        {"answer": "question", "question": "answer"},
-        {"answer": "question", "question": "level"},
-        {"question": "level", "answer": "question"},
-    ],
-    ids=str,
-)
-def test_renaming_goes_by_the_names_in_the_file_in_any_order(
-    jsonl: Path, columns: dict[str, str]
-) -> None:
-    found = rows_of(load_rows(config(jsonl, columns=columns), "train"))
-    for new, old in columns.items():
-        assert [row[new] for row in found] == [row[old] for row in ROWS]
+def test_columns_may_swap_their_names(jsonl: Path) -> None:
+    swapped = {"answer": "question", "question": "answer"}
+    found = rows_of(load_rows(config(jsonl, columns=swapped), "train"))
+    assert [(row["answer"], row["question"]) for row in found] == [
+        (row["question"], row["answer"]) for row in ROWS
+    ]
 
 
 # What a user may get wrong.
@@ -333,14 +297,6 @@ def test_malformed_files(tmp_path: Path, name: str, text: str, complaint: str) -
     assert "\n" not in found
 
 
-def test_a_malformed_line_of_a_compressed_file(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"question": 1}\n{"question": }\n'))
-    assert message(config(path)) == (
-        f"dataset.train = {path}, line 2: malformed JSON (Expecting value)."
-    )
-
-
 @pytest.mark.parametrize(
     "content", [b"no gzip", gzip.compress(as_lines(ROWS).encode())[:-20]], ids=["other", "cut"]
 )
@@ -380,9 +336,7 @@ def test_only_training_reads_the_template_of_the_solution(jsonl: Path) -> None:
     assert len(load_rows(both, "eval").rows) == 4
 
 
-@pytest.mark.parametrize(
-    "template", [r"\boxed{}", r"\boxed{ {question}", "{question!x}", "{question.text}", "{0}", "}"]
-)
+@pytest.mark.parametrize("template", [r"\boxed{}", r"\boxed{ {question}", "{question!x}", "{0}"])
 def test_a_literal_brace_in_a_template(jsonl: Path, template: str) -> None:
     found = message(config(jsonl, prompt=template))
     assert found.startswith("dataset.prompt")
@@ -639,12 +593,6 @@ def test_held_out_rows_are_never_dropped_or_cut(tokenizer: PreTrainedTokenizerFa
     prompts, overlong = make_prompts(given, Dataset(max_prompt_tokens=4), tokenizer, held_out=True)
     assert [len(p.ids) for p in prompts] == [4, 10]
     assert overlong == 0
-
-
-def test_a_reason_is_never_empty() -> None:
-    assert files.reason(MemoryError()) == "it does not fit into memory"
-    assert files.reason(ValueError()) == "ValueError"
-    assert files.reason(ValueError("first\nsecond")) == "first"
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"question": ' + "[" * 100_000])

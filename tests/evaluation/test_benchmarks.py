@@ -260,13 +260,6 @@ def test_a_shipped_renaming_gives_way_and_the_users_own_does_not(
     assert row == {"question": "Q", "answer": "3", "solution": "2"}
 
 
-def test_a_files_own_names_are_renamed(tmp_path: Path, shipped: Callable[..., Benchmark]) -> None:
-    path = write(tmp_path / "m.jsonl", {"ask": "Q", "gold": "1"})
-    found = shipped("gsm8k", data=str(path), columns={"question": "ask", "answer": "gold"})
-    (row,) = benchmarks.load("gsm8k", found).rows
-    assert row == {"question": "Q", "answer": "1"}
-
-
 @pytest.mark.parametrize(
     ("row", "change", "expected"),
     [

@@ -153,13 +153,6 @@ def test_a_choice_of_rewards_replaces_those_of_the_recipe(
     assert {name: reward.args for name, reward in recipe.reward.items()} == expected
 
 
-def test_rewards_of_a_recipe_of_ones_own_are_replaced(composed: Composed, tmp_path: Path) -> None:
-    shipped = (compose.recipe_files()[0].parent / "gsm8k_tiny.yaml").read_text(encoding="utf-8")
-    (tmp_path / "mine.yaml").write_text(shipped)
-    recipe = composed(f"recipe={tmp_path}/mine.yaml", "reward=[math]")
-    assert list(recipe.reward) == ["math"]
-
-
 def test_the_papers_settings(composed: Composed) -> None:
     recipe = composed("recipe=deepseekmath")
     assert recipe.optimizer.learning_rate == 1e-6
@@ -270,8 +263,8 @@ def test_a_stored_recipe_is_the_same_again(store: Callable[..., str], composed: 
     assert composed(again, "seed=1") != original
 
 
-# One loss without the stored one's clip, one with another, and one that sets a beta.
-@pytest.mark.parametrize("choice", ["loss=sapo", "loss=dapo", "loss=grpo"])
+# One loss without the stored one's clip, and one that sets a beta.
+@pytest.mark.parametrize("choice", ["loss=sapo", "loss=grpo"])
 def test_a_loss_leaves_nothing_of_a_stored_one(
     choice: str, store: Callable[..., str], composed: Composed
 ) -> None:
@@ -279,12 +272,11 @@ def test_a_loss_leaves_nothing_of_a_stored_one(
     assert composed(stored_recipe, choice) == composed(*SCHEDULES, choice)
 
 
-@pytest.mark.parametrize("choice", ["advantage=group", "advantage=rloo"])
 def test_an_advantage_leaves_nothing_of_a_stored_one(
-    choice: str, store: Callable[..., str], composed: Composed
+    store: Callable[..., str], composed: Composed
 ) -> None:
     stored_recipe = store("advantage=pass_at_k", "advantage.args.k=3")
-    assert composed(stored_recipe, choice) == composed(choice)
+    assert composed(stored_recipe, "advantage=rloo") == composed("advantage=rloo")
 
 
 JUMP = schema.Schedule(to=0.5, shape="jump", begin=9)
@@ -299,14 +291,6 @@ def test_a_stored_schedule_can_be_changed(store: Callable[..., str], composed: C
     }
     added = composed(name, "schedules.loss.epsilon.to=0.1").schedules
     assert sorted(added) == ["generation.temperature", "loss.beta", "loss.epsilon"]
-
-
-@pytest.mark.parametrize("dropped", ["schedules.loss.beta=null", "schedules.loss=null"])
-def test_a_stored_schedule_can_be_dropped(
-    store: Callable[..., str], composed: Composed, dropped: str
-) -> None:
-    name = store(*SCHEDULES)
-    assert composed(name, dropped).schedules == {"generation.temperature": JUMP}
 
 
 def test_a_dropped_schedule_stays_away_when_stored_again(
