@@ -12,16 +12,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_cli.config.schema import Mode
-from grpo_cli.data.stored_completions import (
-    IMAGES,
-    columns_cell,
-    episode_cells,
-    images_cell,
-    prompt_cell,
-)
+from grpo_cli.data.stored_completions import images_cell
 from grpo_cli.evaluation.tasks import TaskResult
-from grpo_cli.records import Group
-from grpo_cli.reporting.reporter import finite, nested, with_interval, write_parquet
+from grpo_cli.reporting.reporter import (
+    completion_row,
+    nested,
+    with_interval,
+    write_parquet,
+)
 from grpo_cli.reporting.run_folder import write_text
 
 WRITTEN = ("eval.json", "completions.parquet", "table.md")
@@ -90,45 +88,30 @@ def entries(results: Sequence[TaskResult]) -> dict[str, Any]:
     return out
 
 
-def completion_rows(result: TaskResult, images: bool = False) -> Iterator[dict[str, Any]]:
-    """Yields every completion of a task as a row of a table.
+def completion_rows(result: TaskResult, images: bool) -> Iterator[dict[str, Any]]:
+    """Yields every completion of a task as a row of a table: a run's row with other numbers.
 
     Args:
         images: whether the rows hold the images of their prompts.
     """
+    task = result.task
     for group in result.groups:
-        yield from _rows(result, group, images)
-
-
-def _rows(result: TaskResult, group: Group, images: bool) -> Iterator[dict[str, Any]]:
-    prompt, task = group.prompt, result.task
-    columns = columns_cell(prompt, images)
-    of_prompt = {IMAGES: images_cell(prompt)} if images else {}
-    for i, r in enumerate(group.rollouts):
-        completion = r.completion
-        yield {
-            "benchmark": task.name,
-            "mode": task.mode,
-            "row": prompt.row,
-            "sample": i,
-            "prompt": prompt_cell(prompt),
-            "completion": r.text,
-            "correct": r.reward_parts[task.right] == 1,
-            "reward": finite(r.reward),
-            **{f"rewards/{name}": value for name, value in r.reward_parts.items()},
-            **{f"extras/{name}": value for name, value in r.extras.items()},
-            "finish_reason": completion.finish_reason if task.ends_known else None,
-            "tool_calls": completion.tool_calls,
-            "tool_errors": completion.tool_errors,
-            "tool_timeouts": completion.tool_timeouts,
-            "columns": columns,
-            "prompt_ids": prompt.ids,
-            "completion_ids": completion.ids,
-            "sampling_logprobs": completion.sampling_logprobs,
-            "sampled": completion.is_sampled,
-            **episode_cells(completion),
-            **of_prompt,
-        }
+        pictures = images_cell(group.prompt) if images else None
+        for sample, r in enumerate(group.rollouts):
+            row = completion_row(0, group, sample, pictures)
+            for name in ("step", "advantage", "token_advantages"):
+                del row[name]
+            yield (
+                {"benchmark": task.name, "mode": task.mode}
+                | row
+                | {
+                    "correct": r.reward_parts[task.right] == 1,
+                    "finish_reason": r.completion.finish_reason if task.ends_known else None,
+                    "tool_calls": r.completion.tool_calls,
+                    "tool_errors": r.completion.tool_errors,
+                    "tool_timeouts": r.completion.tool_timeouts,
+                }
+            )
 
 
 # Numbers of a task that the terminal shows, if the task has them.
