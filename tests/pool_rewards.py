@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.rewards import reward
+from tests.environments.samples import fault
 
 
 def size(completions: list[str], **_: Any) -> list[float]:
@@ -26,28 +26,9 @@ def batch_size(completions: list[str]) -> list[float]:
 def does(completions: list[str], answer: list[Any] | None = None) -> list[Any]:
     """What the completion says: hang, die, raise, ...; the process's number otherwise."""
     (text,) = completions
-    if text.startswith("hang"):
-        while True:
-            pass
-    if text == "sleep":
-        time.sleep(3600)
-    if text == "deaf":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(3600)
-    if text == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if text == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if text == "leave":
-        os._exit(0)
-    if text == "exit":
-        sys.exit(3)
     if text == "fork":
         os.fork()
-    if text == "raise":
-        raise RuntimeError("on purpose")
-    if text == "memory":
-        bytearray(64 * 2**30)
+        return [float(os.getpid())]
     if text == "two":
         return [1.0, 2.0]
     if text == "unpicklable":
@@ -62,7 +43,7 @@ def does(completions: list[str], answer: list[Any] | None = None) -> list[Any]:
         Path(text.partition(" ")[2]).write_text(f"{os.getpid()} {child.pid}")
         if not text.startswith("daemon"):
             time.sleep(3600)
-    return [float(os.getpid())]
+    return [float(fault(text))]
 
 
 def logs(
@@ -169,17 +150,6 @@ def levels(*, level: int = 1) -> str:
 def is_shouted(completions: list[str], *, level: int = 1) -> list[float]:
     """1.0 where the completion is in capitals."""
     return [float(c.isupper()) * level for c in completions]
-
-
-class Waiting:
-    """An object with an async call."""
-
-    async def __call__(self, completions: list[str]) -> list[float]:
-        await asyncio.sleep(0)
-        return [float(len(text)) for text in completions]
-
-
-waiting = Waiting()
 
 
 # The same, with what `@reward` declares.

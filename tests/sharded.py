@@ -845,7 +845,7 @@ def episodes_of_a_sharded_policy_are_those_of_a_whole_one(workers: Workers) -> N
     prompts = [Prompt(n, PROMPTS[n], [{"role": "user", "content": "?"}], {}) for n in numbers]
     eos_ids = [2, *MANY_EOS]  # the template's own, too
     chat = Chat(TOKENIZER, eos_ids)
-    settings = EnvironmentSettings(path="tests.kill_harness:Talks", isolate=False)
+    settings = EnvironmentSettings(path="tests.kill_harness:Talks")
 
     def sampled(generator: Generator) -> list[list[Completion]]:
         found: dict[int, list[Completion]] = {}

@@ -147,7 +147,7 @@ def played(
     generator: Generator, tokenizer: PreTrainedTokenizerFast, order: str = "auto"
 ) -> list[Rollout]:
     """Episodes of three turns and more of a random policy, whose turns end at any letter."""
-    settings = EnvironmentSettings(path="tests.kill_harness:Talks", isolate=False)
+    settings = EnvironmentSettings(path="tests.kill_harness:Talks")
     sampling = Sampling(90, stop=tuple(string.ascii_letters + string.digits))
     prompts = [
         Prompt(n, ids, [{"role": "user", "content": tokenizer.decode(ids)}], {})

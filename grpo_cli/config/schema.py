@@ -574,11 +574,6 @@ class EnvironmentSettings:
         "MCP server whose tools the model may call: a command that speaks MCP on its standard "
         "input and output, or an address (http://...).",
     )
-    isolate: bool = knob(
-        True,
-        "Run environments and tools in worker processes, which are killed past a deadline; false: "
-        "in the run's own process, without deadlines.",
-    )
     workers: int | None = knob(
         None, "Worker processes of environments and tools; null: one for each core.", ge=1
     )

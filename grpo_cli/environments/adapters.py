@@ -15,17 +15,27 @@ Runs in the worker process of a session (`session_worker.py`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    InstanceOf,
+    StrictBool,
+    TypeAdapter,
+    ValidationError,
+)
 
 from grpo_cli.config.user_code import import_module, is_coroutine_function
-from grpo_cli.environments.deadlines import Deadlines, blame, described, result_of
+from grpo_cli.environments.deadlines import Deadlines, result_of
 from grpo_cli.environments.functions import (
-    Answer,
     Functions,
     Tool,
     calls_of,
@@ -36,8 +46,8 @@ from grpo_cli.environments.functions import (
 )
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.errors import UserError, listed, nearest
+from grpo_cli.scoring.guards import blame, described
 
-ROLES = ("user", "tool", "system")  # allowed roles of an environment's messages
 NAME_COLUMN = "environment"  # the column that names the environment of a row
 NO_TOOLS = ("reset", "get_reward", "close")  # public methods of TRL's classes that are not tools
 NO_TURN_YET = "and the model has taken no turn yet"
@@ -107,17 +117,16 @@ class Maker:
             if hasattr(shared, "close"):
                 await shared.close()
 
-    def make(self, name: str, answered: Callable[[Answer], None]) -> Adapted:
+    def make(self, name: str) -> Adapted:
         """Returns a fresh environment.
 
         Args:
             name: key in `environment.by_name`; "" if there is only one environment.
-            answered: called with each answer of a tool.
 
         Raises:
             UserError: the class does not exist, or is not an environment.
         """
-        functions = Functions(self.tools, self.deadlines, answered)
+        functions = Functions(self.tools, self.deadlines)
         if self.spec.mcp:
             from grpo_cli.environments.mcp import McpTools
 
@@ -359,7 +368,7 @@ class Adapted:
         if not isinstance(reward, Mapping):
             reward = {type(self.given).__name__: reward}
         return Observation(
-            rewards={str(k): as_number(v, f"reward {k!r}") for k, v in reward.items()}
+            rewards={str(k): checked(Number, v, f"its reward {k!r}") for k, v in reward.items()}
         )
 
     async def close(self) -> None:
@@ -426,147 +435,39 @@ class TrlEnvironment(Adapted):
         text = await result_of(self.given.reset(**accepted(self.given.reset, columns)))
         if text is None:
             return Observation(tools=self.schemas)
-        if not isinstance(text, (str, list)):
-            raise Broken(f"it returned {kind_of(text)}, not a text, a list or None")
-        return Observation([{"role": "user", "content": text_of(text)}], tools=self.schemas)
+        content = checked(Text, text, "its text")
+        return Observation([{"role": "user", "content": content}], tools=self.schemas)
 
 
 # Checks of the values that environments return
-
-
-def observed(value: Any) -> Observation:
-    """Checks an observation and converts its fields; a dict with the same fields is accepted.
-
-    Raises:
-        Broken: the value is not an observation; the message says what is wrong.
-    """
-    if isinstance(value, Mapping):
-        known = [f.name for f in fields(Observation)]
-        if unknown := [k for k in value if k not in known]:
-            raise Broken(f"it returned a dict with {unknown[0]!r}; an Observation has {known}")
-        value = Observation(**value)
-    if not isinstance(value, Observation):
-        raise Broken(f"it returned {kind_of(value)}, not an Observation")
-    return Observation(
-        messages=as_messages(value.messages),
-        reward=None if value.reward is None else as_number(value.reward, "reward"),
-        done=as_done(value.done),
-        tools=as_schemas(value.tools),
-        rewards=as_numbers(value.rewards, "rewards"),
-        metrics=as_numbers(value.metrics, "metrics"),
-        calls=as_calls(value.calls),
-    )
-
-
-def as_messages(messages: Any) -> list[Message]:
-    """Checks messages, and returns them with their content cleaned.
-
-    Raises:
-        Broken: they are not valid messages of an environment.
-    """
-    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
-        raise Broken(f"its messages are {kind_of(messages)}, not a list of dicts")
-    clean = []
-    for message in messages:
-        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            raise Broken(
-                f"one of its messages is {kind_of(message)} {described_value(message)}, not a dict "
-                "with role and content"
-            )
-        role = message["role"]
-        if role not in ROLES:
-            raise Broken(
-                f"one of its messages has the role {described_value(role)}; an environment "
-                f"speaks as {', '.join(ROLES)}, and the model as assistant"
-            )
-        kept: Message = {"role": str(role), "content": text_of(message["content"])}
-        for key in ("name", "tool_call_id"):
-            if message.get(key) is not None:
-                kept[key] = clean_text(str(message[key]), 200)
-        clean.append(kept)
-    return clean
 
 
 def text_of(content: Any) -> str:
     """Returns a message's content as a string; it may be a list of text blocks.
 
     Raises:
-        Broken: the content is not text.
+        ValueError: the content is not text.
     """
-    if isinstance(content, list):
-        parts = []
-        for block in content:
-            if isinstance(block, Mapping) and isinstance(block.get("text"), str):
-                parts.append(block["text"])
-            elif isinstance(block, str):
-                parts.append(block)
-            else:
-                raise Broken(f"a message's content has {described_value(block)}, which is no text")
-        content = "".join(parts)
-    if not isinstance(content, str):
-        raise Broken(f"a message's content is {kind_of(content)}, not a text")
-    return clean_text(content)
-
-
-def as_schemas(tools: Any) -> list[dict[str, Any]]:
-    """Checks JSON schemas of tools: {"type": "function", "function": {"name": ...}}.
-
-    Raises:
-        Broken: they are not such schemas.
-    """
-    if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence):
-        raise Broken(f"its tools are {kind_of(tools)}, not a list of JSON schemas")
-    for tool in tools:
-        own = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(own, Mapping) or not isinstance(own.get("name"), str):
-            raise Broken(
-                "one of its tools is no JSON schema of the form "
-                '{"type": "function", "function": {"name": ...}}'
-            )
-        if not isinstance(own.get("parameters"), Mapping):
-            raise Broken(
-                f"its tool {clean_text(own['name'], 200)!r} has no parameters; give the JSON "
-                'schema of its arguments, {"type": "object", "properties": {...}}'
-            )
-    return [plain(tool) for tool in tools]
-
-
-def as_calls(calls: Any) -> list[ToolCall]:
-    """Checks the records of tool calls, and returns them with clean names."""
-    if not isinstance(calls, Sequence) or not all(isinstance(c, ToolCall) for c in calls):
-        raise Broken(f"its calls are {kind_of(calls)}, not a list of ToolCall")
-    return [
-        ToolCall(clean_text(str(c.name), 200), bool(c.failed), bool(c.timed_out), float(c.seconds))
-        for c in calls
+    blocks = content if isinstance(content, list) else [content]
+    texts: list[Any] = [
+        block.get("text") if isinstance(block, Mapping) else block for block in blocks
     ]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{described_value(content)} is not a text")
+    return clean_text("".join(texts))
 
 
-def as_numbers(values: Any, what: str) -> dict[str, float]:
-    """Checks that a value maps names to finite numbers, and converts them to floats."""
-    if not isinstance(values, Mapping):
-        raise Broken(f"its {what} are {kind_of(values)}, not a dict of numbers")
-    return {str(k): as_number(v, f"{what}[{k!r}]") for k, v in values.items()}
-
-
-def as_number(value: Any, what: str) -> float:
-    """Returns a value as a float.
+def finite(value: Any) -> float:
+    """Returns a value, which may be a scalar of numpy or torch, as a float.
 
     Raises:
-        Broken: the value is not a finite number.
+        ValueError: the value is not a finite number.
     """
     value = unboxed(value)
     is_number = isinstance(value, Real)
     if not is_number or not abs(value) <= sys.float_info.max:  # an int may be too large
-        raise Broken(f"its {what} is {described_value(value)}, not a finite number")
+        raise ValueError(f"{described_value(value)} is not a finite number")
     return float(value)
-
-
-def as_done(value: Any) -> bool:
-    """Returns an observation's `done` as a bool. Raises Broken if it is not one."""
-    value = unboxed(value)
-    if isinstance(value, bool):
-        return value
-    raise Broken(f"its done is {described_value(value)}, not true or false")
 
 
 def unboxed(value: Any) -> Any:
@@ -585,6 +486,95 @@ def plain(value: Any) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     return str(value)
+
+
+def _cleaned_call(call: ToolCall) -> ToolCall:
+    name = clean_text(str(call.name), 200)
+    return ToolCall(name, bool(call.failed), bool(call.timed_out), float(call.seconds))
+
+
+Text = Annotated[str, BeforeValidator(text_of)]
+Name = Annotated[str | None, BeforeValidator(lambda v: v if v is None else clean_text(str(v), 200))]
+Number = Annotated[float, BeforeValidator(finite)]
+Numbers = dict[Annotated[str, BeforeValidator(str)], Number]
+
+
+class _Message(BaseModel):
+    role: Literal["user", "tool", "system"]  # the model speaks as assistant
+    content: Text
+    name: Name = None
+    tool_call_id: Name = None
+
+
+class _Function(BaseModel, extra="allow"):
+    name: str
+    parameters: dict[str, Any]
+
+
+class _Tool(BaseModel, extra="allow"):
+    function: _Function
+
+
+class _Observation(BaseModel, extra="forbid"):
+    messages: list[_Message] = []
+    reward: Number | None = None
+    done: Annotated[StrictBool, BeforeValidator(unboxed)] = False
+    tools: list[_Tool] = []
+    rewards: Numbers = {}
+    metrics: Numbers = {}
+    calls: list[Annotated[InstanceOf[ToolCall], AfterValidator(_cleaned_call)]] = []
+
+
+_adapter = functools.cache(TypeAdapter)
+
+
+def checked(kind: Any, value: Any, what: str) -> Any:
+    """Checks and converts a value with pydantic.
+
+    Raises:
+        Broken: the value is not of this kind; the message names the place in `what`.
+    """
+    try:
+        return _adapter(kind).validate_python(value)
+    except ValidationError as errors:
+        error = errors.errors()[0]
+        place = ".".join([what, *map(str, error["loc"])])
+        reason = error.get("ctx", {}).get("error")  # of a validator above
+        reason = reason or f"{error['msg']}, not {described_value(error['input'])}"
+        raise Broken(f"{place}: {reason}") from None
+
+
+def observed(value: Any) -> Observation:
+    """Checks an observation and converts its fields; a dict with the same fields is accepted.
+
+    Raises:
+        Broken: the value is not an observation; the message says what is wrong.
+    """
+    if not isinstance(value, (Mapping, Observation)):
+        raise Broken(f"it returned {kind_of(value)}, not an Observation")
+    given = dict(value) if isinstance(value, Mapping) else vars(value)
+    found: _Observation = checked(_Observation, given, "its observation")
+    return Observation(
+        messages=[m.model_dump(exclude_none=True) for m in found.messages],
+        reward=found.reward,
+        done=found.done,
+        tools=as_schemas(given.get("tools", ())),
+        rewards=found.rewards,
+        metrics=found.metrics,
+        calls=found.calls,
+    )
+
+
+def as_messages(messages: Any) -> list[Message]:
+    """Checks messages of an environment, and returns them with their content cleaned."""
+    found = checked(list[_Message], messages, "its messages")
+    return [m.model_dump(exclude_none=True) for m in found]
+
+
+def as_schemas(tools: Any) -> list[dict[str, Any]]:
+    """Checks JSON schemas of tools: {"type": "function", "function": {"name": ...}}."""
+    checked(list[_Tool], tools, "its tools")
+    return [plain(tool) for tool in tools]
 
 
 def kind_of(value: Any) -> str:

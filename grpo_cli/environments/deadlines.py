@@ -22,10 +22,12 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from grpo_cli.scoring.guards import contained
+from grpo_cli.scoring.processes import overrun
 
 GRACE = 0.5  # seconds after a deadline until a call that cannot be interrupted is killed
 BEAT_SECONDS = 0.5  # interval of an event loop's heartbeat
@@ -145,8 +147,7 @@ class Deadlines:
         self.run: Run | None = None  # the call that holds the thread
         self._busy = 0.0  # seconds in all slices
         self._sliced = 0.0  # start of the current slice
-        self._owner: Streams | None = None  # session of the current random states; None: outside
-        self._outside = Streams()  # random states of the thread outside of sessions
+        self._owner: Streams | None = None  # session of the current random states
         if interrupt:
             assert threading.current_thread() is threading.main_thread(), "signals come there"
             signal.signal(signal.SIGALRM, self._interrupt)
@@ -209,7 +210,8 @@ class Deadlines:
 
     def _enter(self, run: Run) -> None:
         if self._owner is not run.streams:
-            (self._owner or self._outside).save()
+            if self._owner is not None:
+                self._owner.save()
             run.streams.restore()
             self._owner = run.streams
         else:
@@ -227,10 +229,6 @@ class Deadlines:
         spent = time.monotonic() - self._sliced
         run.busy += spent
         self._busy += spent
-        if not self.interrupt and self._owner is not None:  # in a thread of the main process
-            self._owner.save()
-            self._outside.restore()
-            self._owner = None
 
     def _arm(self, run: Run) -> None:
         if self.seconds is None:
@@ -289,35 +287,6 @@ async def _awaited(slices: _Slices) -> Any:
     return await slices
 
 
-async def contained(awaitable: Awaitable[Any]) -> Any:
-    """Awaits; converts a SystemExit, which would end the event loop, into a RuntimeError."""
-    try:
-        return await awaitable
-    except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
-        raise RuntimeError(described(error)) from error
-
-
 async def result_of(value: Any) -> Any:
     """Returns the result of a user's function, awaiting it if it is an awaitable."""
     return await value if inspect.isawaitable(value) else value
-
-
-def overrun(seconds: float) -> str:
-    """Returns the error message of a call that was stopped at its deadline."""
-    return f"took more than {seconds:g} s and was stopped"
-
-
-def described(error: BaseException) -> str:
-    """Formats an error as `ValueError: message`."""
-    try:
-        message = str(error)
-    except Exception:  # its own __str__ raised
-        message = "it cannot say what"
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
-
-
-def blame(error: BaseException) -> str:
-    """Formats an error with its location, as `ValueError: message at file.py:12`."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return described(error) + place

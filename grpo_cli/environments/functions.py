@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_cli.config.user_code import import_function, is_coroutine_function
-from grpo_cli.environments.deadlines import Deadlines, Overrun, described
+from grpo_cli.environments.deadlines import Deadlines, Overrun
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.errors import UserError, listed
+from grpo_cli.scoring.guards import described
 
 TEXT_LIMIT = 100_000  # maximum characters of a message's content; tokens are limited later
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
@@ -115,18 +116,15 @@ class Functions:
     Args:
         tools: the tools by name.
         deadlines: limits the time of each tool call; default: no limit.
-        answered: called with each answer of a turn, except the last, as soon as it is available.
     """
 
     def __init__(
         self,
         tools: Mapping[str, Tool],
         deadlines: Deadlines | None = None,
-        answered: Callable[[Answer], None] = lambda _: None,
     ) -> None:
         self.tools = dict(tools)
         self.deadlines = deadlines or Deadlines()
-        self.answered = answered
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
@@ -147,7 +145,7 @@ class Functions:
                 f"{where}: there are two tools called {both[0]!r}, one of the environment and one "
                 "in `tools`; give the one in `tools` another name."
             )
-        return Functions({**own, **self.tools}, self.deadlines, self.answered)
+        return Functions({**own, **self.tools}, self.deadlines)
 
     async def step(self, message: Message) -> Observation:
         """Answers the calls of a turn in order; a turn without a call ends the episode."""
@@ -162,15 +160,9 @@ class Functions:
         for is_async, some in itertools.groupby(calls, self._is_async):
             if is_async:
                 wrap = self.deadlines.wrap
-                new = await asyncio.gather(*(wrap(self._call(call)) for call in some))
-                answers += new
-                for answer in new if len(answers) < len(calls) else ():
-                    self.answered(answer)
-                continue
-            for call in some:
-                answers.append(await self._call(call))
-                if len(answers) < len(calls):
-                    self.answered(answers[-1])
+                answers += await asyncio.gather(*(wrap(self._call(call)) for call in some))
+            else:
+                answers += [await self._call(call) for call in some]
         return answers
 
     def _is_async(self, call: Mapping[str, Any]) -> bool:

@@ -172,6 +172,7 @@ class EpisodeLoop:
             work.begin()
             generator.converse(work.first_request(), work.begun, work)
         finally:
+            self.seconds_waited += work.seconds_waited
             work.close()
 
 
@@ -220,14 +221,7 @@ class _Episodes:
         self.answers: queue.SimpleQueue[tuple[_Call, Future[Observation]]] = queue.SimpleQueue()
         self.num_waiting = 0  # number of pending environment calls
         self.num_failed = 0  # number of episodes without a reward
-
-    @property
-    def seconds_waited(self) -> float:
-        return self.loop.seconds_waited
-
-    @seconds_waited.setter
-    def seconds_waited(self, seconds: float) -> None:
-        self.loop.seconds_waited = seconds
+        self.seconds_waited = 0.0
 
     # The first turn
 

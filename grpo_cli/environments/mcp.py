@@ -16,7 +16,6 @@ from typing import Any
 import httpx2
 
 from grpo_cli.environments.adapters import Adapted
-from grpo_cli.environments.deadlines import described
 from grpo_cli.environments.functions import (
     Failed,
     Functions,
@@ -28,6 +27,7 @@ from grpo_cli.environments.functions import (
 )
 from grpo_cli.environments.protocol import Observation
 from grpo_cli.errors import UserError
+from grpo_cli.scoring.guards import described
 
 try:
     import mcp

@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from grpo_cli.environments.adapters import Adapted, Broken, as_messages, as_number
+from grpo_cli.environments.adapters import Adapted, Broken, Number, as_messages, checked
 from grpo_cli.environments.functions import Functions, calls_of
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 
@@ -68,7 +68,7 @@ class Conversation:
 
     def reward(self, value: float, name: str | None = None) -> None:
         """Rewards the model's last turn or, with a name, the episode."""
-        number = as_number(value, "conversation.reward")
+        number = checked(Number, value, "conversation.reward")
         if name is None:
             if not self._has_begun:
                 raise Broken(
@@ -81,7 +81,7 @@ class Conversation:
 
     def metric(self, name: str, value: float) -> None:
         """Logs a metric of the episode."""
-        self.metrics[name] = as_number(value, "conversation.metric")
+        self.metrics[name] = checked(Number, value, "conversation.metric")
 
     def _taken(self, *, done: bool) -> Observation:
         """Returns the messages, reward and calls since the model's last turn, and clears them."""

@@ -1,4 +1,4 @@
-"""Runs the environments of many sessions in one thread, in a worker or in the main process.
+"""Runs the environments of many sessions in one thread of a worker process.
 
 `sessions.Sessions` starts workers as `python -m grpo_cli.environments.session_worker SOCKET MARK`.
 They receive requests and send replies in the order in which calls end.
@@ -9,14 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import pickle
 import signal
-import socket
-import struct
 import sys
 import threading
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,22 +25,17 @@ from grpo_cli.environments.deadlines import (
     Overrun,
     Run,
     Streams,
-    blame,
-    described,
-    overrun,
     seed_everything,
 )
-from grpo_cli.environments.functions import Answer, Failed, calls_of
+from grpo_cli.environments.functions import Failed
 from grpo_cli.environments.protocol import Observation
 from grpo_cli.errors import UserError
 from grpo_cli.scoring import processes
-
-HEADER = struct.Struct("!Q")  # length of a message in bytes
-READ_BYTES = 1 << 18
-
+from grpo_cli.scoring.guards import blame, described
+from grpo_cli.scoring.processes import overrun
 
 # The user's method that each kind of call runs, for messages.
-CALLED = {"finish": "get_reward", "try": "reset", "schemas": "its constructor"}
+CALLED = {"finish": "get_reward", "schemas": "its constructor"}
 
 
 class Request(NamedTuple):
@@ -51,7 +43,7 @@ class Request(NamedTuple):
 
     number: int
     session: int
-    kind: str  # reset, step, finish, abandon; schemas and try, which need no session
+    kind: str  # reset, step, finish, abandon; schemas, which needs no session
     payload: Any = None
 
     @property
@@ -61,11 +53,11 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """The result of a call, or an intermediate answer of a tool (`partial`)."""
+    """The result of a call."""
 
     number: int
-    status: str  # ok, env_error, env_timeout, mistake, partial
-    payload: Any  # Observation, schemas, text, or an answer
+    status: str  # ok, env_error, env_timeout, mistake
+    payload: Any  # Observation, schemas or text
 
 
 @dataclass(eq=False)
@@ -89,7 +81,6 @@ class Host:
     _sessions: dict[int, _Session] = field(default_factory=dict)
     _under_way: dict[int, tuple[Run, asyncio.Task[Any]]] = field(default_factory=dict)
     _idle: defaultdict[str, list[_Session]] = field(default_factory=lambda: defaultdict(list))
-    _current: int = 0  # number of the request whose slice runs
 
     def __post_init__(self) -> None:
         self._maker = Maker(self.spec, self.deadlines)
@@ -201,22 +192,11 @@ class Host:
             name, row, seed = request.payload
             return await self._reset(run, request.session, name, row, seed)
         if request.kind == "step":
-            message, skip = request.payload
-            if skip:  # the first calls were answered by a worker that was lost since
-                message = {**message, "tool_calls": calls_of(message)[skip:]}
-            return await self._session(run, request.session).environment.step(message)
+            return await self._session(run, request.session).environment.step(request.payload)
         if request.kind == "finish":
             return await self._session(run, request.session).environment.finish()
-        if request.kind == "schemas":
-            return await self._schemas(run, request.payload)
-        assert request.kind == "try", request.kind
-        name, row, seed = request.payload
-        session = self._make(run, name)
-        try:
-            seed_everything(seed)
-            return await session.environment.reset(row, seed)
-        finally:
-            self._release(session, is_clean=False)
+        assert request.kind == "schemas", request.kind
+        return await self._schemas(run, request.payload)
 
     def _session(self, run: Run, number: int) -> _Session:
         if number not in self._sessions:
@@ -240,13 +220,8 @@ class Host:
 
     def _make(self, run: Run, name: str) -> _Session:
         session = _Session(name, None, run.streams)  # type: ignore[arg-type]
-        session.environment = self._maker.make(name, lambda answer: self._answered(answer))
+        session.environment = self._maker.make(name)
         return session
-
-    def _answered(self, answer: Answer) -> None:
-        """Forwards a tool's answer if there is no other state, so that it survives the worker."""
-        if not self.spec.has_state and (run := self.deadlines.run) is not None:
-            self.reply(Reply(run.number, "partial", answer))
 
     async def _schemas(self, run: Run, name: str) -> list[dict[str, Any]]:
         session = self._make(run, name)
@@ -271,99 +246,41 @@ class Host:
         await self._maker.close()
 
 
-# The process
+def main() -> None:
+    """Answers requests until the main process closes the pipe."""
+    mark_fd = int(sys.argv[2])
+    os.set_inheritable(mark_fd, False)  # child processes must not keep it open
+    own, mark = os.getpid(), Mark(mark_fd)
+    pipe, spec = processes.connect()
 
-
-class Writer:
-    """Sends replies from its own thread, several in one message if they queue up."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._waiting: deque[Any] = deque()
-        self._bell = threading.Event()
-        threading.Thread(target=self._run, name="writer", daemon=True).start()
-
-    def send(self, message: Any) -> None:
-        """Queues a message."""
-        self._waiting.append(message)
-        self._bell.set()
-
-    def _run(self) -> None:
-        while True:
-            self._bell.wait()
-            self._bell.clear()
-            messages = []
-            while self._waiting:  # the main thread appends meanwhile
-                messages.append(self._waiting.popleft())
-            try:
-                if messages:
-                    self._connection.sendall(packed(messages))
-            except OSError:
-                os._exit(0)  # the run has ended
-
-
-def packed(message: Any) -> bytes:
-    """Serialises a message, prefixed with its length."""
-    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return HEADER.pack(len(body)) + body
-
-
-class Reader:
-    """Splits incoming bytes into messages."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-
-    def feed(self, data: bytes) -> list[Any]:
-        """Adds bytes; returns the messages that are now complete."""
-        self._bytes += data
-        messages = []
-        while len(self._bytes) >= HEADER.size:
-            (size,) = HEADER.unpack_from(self._bytes)
-            if len(self._bytes) < HEADER.size + size:
-                break
-            messages.append(pickle.loads(self._bytes[HEADER.size : HEADER.size + size]))
-            del self._bytes[: HEADER.size + size]
-        return messages
-
-
-def serve(connection: socket.socket, mark: Mark) -> None:
-    """Answers requests until the main process closes the connection."""
-    reader = Reader()
-    own = os.getpid()
-    parent, memory_gb, path, spec = _first(connection, reader)
-    processes.settle(parent, memory_gb)
-    sys.path[:] = path
-    writer = Writer(connection)
-
-    def reply(message: Reply) -> None:
+    def reply(message: Any) -> None:
         if os.getpid() != own:  # a child that an environment forked
             os._exit(1)
-        writer.send(message)
+        with contextlib.suppress(OSError):  # the run has ended
+            pipe.send(message)
 
     host = Host(spec, Deadlines(spec.seconds, mark, interrupt=True), reply)
     with contextlib.suppress(Exception, SystemExit):  # the first call reports the error
         host.preload()
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-
     leaving: list[asyncio.Task[None]] = []
 
-    def read() -> None:
+    def read() -> None:  # in a thread, so that the parent never waits for a busy environment
+        while True:
+            try:
+                request = pipe.recv()
+            except (EOFError, OSError):
+                os._exit(0)
+            loop.call_soon_threadsafe(take, request)
+
+    def take(request: Request | str) -> None:
         if os.getpid() != own:
             os._exit(1)
-        try:
-            data = connection.recv(READ_BYTES)
-        except OSError:
-            data = b""
-        if not data:
-            os._exit(0)
-        for requests in reader.feed(data):
-            if requests == "close":
-                leaving.append(loop.create_task(leave()))
-                return
-            for request in requests:
-                host.take(request)
+        if isinstance(request, Request):
+            host.take(request)
+        else:  # "close"
+            leaving.append(loop.create_task(leave()))
 
     async def leave() -> None:
         await host.close()
@@ -376,32 +293,16 @@ def serve(connection: socket.socket, mark: Mark) -> None:
         mark.beat()
         loop.call_later(BEAT_SECONDS, beat)
 
-    loop.add_reader(connection, read)
     beat()
-    writer.send("ready")
+    pipe.send("ready")
+    threading.Thread(target=read, name="requests", daemon=True).start()
     while True:
         with contextlib.suppress(SystemExit, KeyboardInterrupt, Overrun):  # from a user's own task
             loop.run_forever()
-
-
-def _first(connection: socket.socket, reader: Reader) -> tuple[int, float | None, list[str], Spec]:
-    while True:
-        data = connection.recv(READ_BYTES)
-        if not data:
-            os._exit(0)
-        for settings in reader.feed(data):
-            return settings  # type: ignore[no-any-return]
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Runs a worker. The arguments SOCKET and MARK are file descriptors."""
-    for fd in map(int, arguments):
-        os.set_inheritable(fd, False)  # child processes must not keep them open
-    serve(socket.socket(fileno=int(arguments[0])), Mark(int(arguments[1])))
 
 
 if __name__ == "__main__":
     # Imported by name, so that pickled objects have this module's classes, not those of __main__.
     from grpo_cli.environments import session_worker
 
-    session_worker.main(sys.argv[1:])
+    session_worker.main()

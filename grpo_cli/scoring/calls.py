@@ -25,9 +25,9 @@ from grpo_cli.config.schema import Scoring
 from grpo_cli.data.rows import DATASET
 from grpo_cli.data.stored_completions import Sample
 from grpo_cli.images import opened
-from grpo_cli.scoring.guards import no_exit, no_second_run
+from grpo_cli.scoring.guards import blame, contained
 from grpo_cli.scoring.pool import Call, CallResult, Pool
-from grpo_cli.scoring.pool_worker import answer, blame, recorders
+from grpo_cli.scoring.pool_worker import answer, recorders
 from grpo_cli.scoring.processes import overrun
 from grpo_cli.scoring.registry import STANDARD, RewardFunction, Signature, TrainerState
 
@@ -88,8 +88,7 @@ class BoundReward:
 
     def call(self, samples: Sequence[Sample], state: TrainerState) -> CallResult:
         """Calls the function in this process and waits for the result."""
-        with no_exit():
-            return answer(self.function, self.arguments(samples, state))
+        return answer(self.function, self.arguments(samples, state))
 
 
 def _completion(sample: Sample, chat: bool) -> str | list[dict[str, Any]]:
@@ -213,7 +212,7 @@ class Loop:
     def _run(self) -> None:
         while not self._closing:
             # A user's own task may raise these exceptions.
-            with contextlib.suppress(SystemExit, KeyboardInterrupt), no_exit():
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self._loop.run_forever()
         self._loop.close()
 
@@ -229,7 +228,7 @@ class Loop:
             try:
                 decoded = {name: opened(value) for name, value in arguments.items()}
                 coroutine: Coroutine[Any, Any, Any] = reward.function(**decoded)  # type: ignore[assignment]
-                task = asyncio.ensure_future(_staying(coroutine))
+                task = asyncio.ensure_future(contained(coroutine))
                 ended, _ = await asyncio.wait({task}, timeout=reward.timeout)
                 if not ended:
                     task.cancel()  # not awaited, since it may ignore the cancellation
@@ -261,12 +260,3 @@ class Loop:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
-
-
-async def _staying(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Awaits the coroutine; converts a SystemExit, which would end the loop, to a RuntimeError."""
-    try:
-        with no_second_run():
-            return await coroutine
-    except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error

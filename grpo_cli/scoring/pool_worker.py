@@ -7,26 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from typing import Any
 
 from grpo_cli.images import opened
 from grpo_cli.scoring import processes
-from grpo_cli.scoring.guards import no_second_run
+from grpo_cli.scoring.guards import blame, no_second_run
 from grpo_cli.scoring.pool import CallResult
 
 
 def main() -> None:
     """Answers calls until the pool closes the pipe."""
-    pipe = Connection(int(sys.argv[1]))
-    parent, memory_gb, path, preload = pipe.recv()
-    processes.settle(parent, memory_gb)
-    sys.path[:] = path
+    pipe, preload = processes.connect()
     for module in preload:
         with contextlib.suppress(Exception, SystemExit):  # reported by the first call
             importlib.import_module(module)
@@ -34,7 +28,7 @@ def main() -> None:
     log_history: list[dict[str, Any]] = []
     while True:
         try:
-            number, function, arguments, (known, new) = pipe.recv()
+            function, arguments, (known, new) = pipe.recv()
         except EOFError:
             return
         log_history[known:] = new
@@ -42,11 +36,11 @@ def main() -> None:
             arguments["trainer_state"] = replace(state, log_history=list(log_history))
         done = answer(find(function), arguments)
         try:
-            pipe.send((number, done))
+            pipe.send(done)
         except (BrokenPipeError, ConnectionResetError):
             return
         except Exception as error:  # the value cannot be pickled
-            pipe.send((number, CallResult(error=f"it returned what cannot be sent: {error}")))
+            pipe.send(CallResult(error=f"it returned what cannot be sent: {error}"))
 
 
 def find(path: str) -> Callable[..., Any]:
@@ -107,17 +101,6 @@ def to_builtin(value: Any) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     return str(value)
-
-
-def blame(error: BaseException) -> str:
-    """Formats an exception with its origin: `ValueError: message at file.py:12`."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    try:
-        message = str(error)
-    except Exception:  # its own __str__ raised
-        message = "it cannot say what"
-    return f"{type(error).__name__}: {message}{place}"
 
 
 if __name__ == "__main__":

@@ -74,7 +74,6 @@ ASKS: dict[str, tuple[dict[str, Any], str]] = {
     "mcp": ({"environment__mcp": 'bash -c "id > PWNED"'}, "environment.mcp = bash"),
     "environment": ({"environment__path": "ck.evil:Env"}, "environment.path = ck.evil:Env"),
     "by name": ({"environment__by_name": {"a": "ck.evil:E"}}, "environment.by_name.a = ck.evil:E"),
-    "isolate": ({"environment__isolate": False}, "environment.isolate = false"),
     "tools": ({"tools": {"t": "ck.evil:tool"}}, "tools.t = ck.evil:tool"),
     "rollout": ({"rollout": "ck.evil:roll"}, "rollout = ck.evil:roll"),
     "callback": ({"callbacks": {"c": {"path": "ck.evil:C"}}}, "callbacks.c.path = ck.evil:C"),

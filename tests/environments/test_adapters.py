@@ -19,7 +19,7 @@ SAMPLES = "tests.environments.samples"
 
 
 def made(name: str = "", **settings: Any) -> Adapted:
-    return Maker(Spec(**settings)).make(name, lambda _: None)
+    return Maker(Spec(**settings)).make(name)
 
 
 def calls(*calls: tuple[str, Any]) -> Message:
@@ -103,23 +103,6 @@ def test_trls_manner() -> None:
     asyncio.run(episode())
 
 
-def test_trls_numbers() -> None:
-    """TRL's own test: a good call, a call of an unknown tool and no call."""
-
-    async def episode(message: Message) -> tuple[float, Observation]:
-        env = made(path=f"{SAMPLES}:Counter")
-        await env.reset({}, 0)
-        answer = await env.step(message)
-        return (await env.finish()).rewards["Counter"], answer
-
-    turns = [calls(("increment", {"step": 1})), calls(("decrement", {"step": 1})), says("none")]
-    counters, observations = zip(*(asyncio.run(episode(turn)) for turn in turns), strict=True)
-    assert counters == (1.0, 0.0, 0.0)
-    made_calls = [call for observation in observations for call in observation.calls]
-    assert (len(made_calls), sum(call.failed for call in made_calls)) == (2, 1)
-    assert [observation.done for observation in observations] == [False, False, True]
-
-
 class Library:
     shelf = "A"
 
@@ -156,13 +139,13 @@ def test_several_environments_by_name() -> None:
     maker = Maker(
         Spec(by_name={"g": f"{SAMPLES}:Guess", "c": f"{SAMPLES}:Counter"}, args={"g": {"limit": 2}})
     )
-    guess, counter = (maker.make(name, lambda _: None) for name in ("g", "c"))
+    guess, counter = (maker.make(name) for name in ("g", "c"))
     assert guess.given.limit == 2
     assert names(counter.schemas) == ["increment", "later"]
     asyncio.run(counter.reset({"environment": "c", "other": 1}, 0))
     assert counter.given.columns == {"other": 1}, "without the name"
     with pytest.raises(UserError, match=r"no environment 'cc'; environment\.by_name has c, g"):
-        maker.make("cc", lambda _: None)
+        maker.make("cc")
 
 
 def cls(**methods: Any) -> type:
@@ -266,27 +249,26 @@ MESSAGE = {"role": "user", "content": "hi"}
         ),
         (None, "it returned None, not an Observation"),
         ("text", "it returned a str, not an Observation"),
-        ({"message": MESSAGE}, "it returned a dict with 'message'"),
-        ({"messages": MESSAGE}, "its messages are a dict, not a list of dicts"),
-        ({"messages": "hi"}, "its messages are a str, not a list of dicts"),
-        ({"messages": ["hi"]}, "one of its messages is a str 'hi', not a dict"),
-        ({"messages": [{"role": "user"}]}, "not a dict with role and content"),
-        ({"messages": [{"role": "assistant", "content": ""}]}, "has the role 'assistant'"),
-        ({"messages": [{"role": "user", "content": 3}]}, "content is a int, not a text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "which is no text"),
-        ({"reward": "1"}, "its reward is '1', not a finite number"),
-        ({"reward": float("nan")}, "its reward is nan, not a finite number"),
-        ({"reward": float("inf")}, "its reward is inf, not a finite number"),
-        ({"reward": 10**400}, "0, not a finite number"),  # too large for a float
-        ({"rewards": {"a": None}}, "its rewards['a'] is None, not a finite number"),
-        ({"rewards": [1.0]}, "its rewards are a list, not a dict of numbers"),
-        ({"done": "no"}, "its done is 'no', not true or false"),
-        ({"tools": [{"name": "x"}]}, "one of its tools is no JSON schema of the form"),
+        ({"message": MESSAGE}, "its observation.message: Extra inputs are not permitted"),
+        ({"messages": MESSAGE}, "its observation.messages: Input should be a valid list"),
+        ({"messages": ["hi"]}, "messages.0: Input should be a valid dict"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content: Field required"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "'tool' or 'system', not 'assis"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content: 3 is not a text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "is not a text"),
+        ({"reward": "1"}, "its observation.reward: '1' is not a finite number"),
+        ({"reward": float("nan")}, "nan is not a finite number"),
+        ({"reward": float("inf")}, "inf is not a finite number"),
+        ({"reward": 10**400}, "0 is not a finite number"),  # too large for a float
+        ({"rewards": {"a": None}}, "its observation.rewards.a: None is not a finite number"),
+        ({"rewards": [1.0]}, "rewards: Input should be a valid dict"),
+        ({"done": "no"}, "its observation.done: Input should be a valid boolean, not 'no'"),
+        ({"tools": [{"name": "x"}]}, "its observation.tools.0.function: Field required"),
         (
             {"tools": [{"type": "function", "function": {"name": "buy"}}]},
-            "its tool 'buy' has no parameters",
+            "tools.0.function.parameters: Field required",
         ),
-        ({"calls": ["x"]}, "its calls are a list, not a list of ToolCall"),
+        ({"calls": ["x"]}, "calls.0: Input should be an instance of ToolCall"),
     ],
 )
 def test_what_an_environment_may_return(value: Any, expected: Observation | str) -> None:
@@ -306,7 +288,7 @@ def test_the_reward_of_an_episode_is_a_finite_number_or_none() -> None:
     assert asyncio.run(env.finish()) == Observation()
     for reward in (float("inf"), "1", [1.0]):
         env.given.row = {"reward": reward}
-        with pytest.raises(Broken, match=r"its reward 'Faulty' is .*, not a finite number"):
+        with pytest.raises(Broken, match=r"its reward 'Faulty': .* is not a finite number"):
             asyncio.run(env.finish())
 
 
@@ -320,7 +302,7 @@ def test_a_tool_of_an_environment_with_the_name_of_one_of_the_recipe() -> None:
     ("row", "returned", "says"),
     [
         ({}, None, "it takes 'city', and the data has none"),
-        ({"city": "Rome"}, 3, "it returned a int, not a text, a list or None"),
+        ({"city": "Rome"}, 3, "its text: 3 is not a text"),
     ],
 )
 def test_a_reset_in_trls_manner_that_does_not_fit(

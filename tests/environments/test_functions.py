@@ -11,7 +11,6 @@ from typing import Any, Literal
 import pytest
 
 from grpo_cli.environments.functions import (
-    TEXT_LIMIT,
     Functions,
     as_text,
     load_tools,
@@ -19,7 +18,6 @@ from grpo_cli.environments.functions import (
 )
 from grpo_cli.environments.protocol import Observation
 from grpo_cli.errors import UserError
-from tests.environments import samples
 from tests.tables import table
 
 TOOLS = {name: f"tests.environments.samples:{name}" for name in ("multiply", "wait_for", "does")}
@@ -201,13 +199,6 @@ def test_whatever_a_tool_does_becomes_text(what: str, expected: str) -> None:
     text.encode()
 
 
-def test_of_a_long_text_the_beginning_and_the_end_are_kept() -> None:
-    text = content("does", {"what": "huge"})
-    half = "x" * (TEXT_LIMIT // 2)
-    left_out = 10_000_000 - TEXT_LIMIT
-    assert text == f"{half}\n[... {left_out} characters left out ...]\n{half}"
-
-
 @table(
     ("result", "text"),
     [
@@ -306,11 +297,3 @@ def test_a_callable_object_is_a_tool() -> None:
     tool = make_tool(Adder(), "add", "")
     observation = asyncio.run(Functions({"add": tool}).step(message(("add", {"a": 1}))))
     assert observation.messages[0]["content"] == "2"
-
-
-def test_the_id_of_a_call_is_kept() -> None:
-    call = message(("multiply", {"a": 1, "b": 1}))
-    call["tool_calls"][0]["id"] = "c1"
-    observation = asyncio.run(Functions(load_tools(TOOLS)).step(call))
-    assert observation.messages[0]["tool_call_id"] == "c1"
-    assert samples.multiply(1, 1) == 1

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from grpo_cli.config.schema import EnvironmentSettings
-from grpo_cli.config.user_code import is_coroutine_function
 from grpo_cli.environments.protocol import Message, Observation
 from grpo_cli.environments.rollout_function import Conversation
 from grpo_cli.environments.sessions import EnvironmentFailure, Session, Sessions
@@ -63,9 +62,8 @@ async def raises_later(conversation: Conversation) -> None:
 @contextlib.contextmanager
 def opened(name: str, **args: Any) -> Iterator[Session]:
     path = f"tests.environments.test_rollout_function:{name}"
-    settings = EnvironmentSettings(path=path, args=args, isolate=False)
-    tools = {"double": "tests.environments.test_rollout_function:double"}
-    with contextlib.closing(Sessions(settings, tools)) as sessions:
+    settings = EnvironmentSettings(path=path, args=args, workers=1)
+    with contextlib.closing(Sessions(settings)) as sessions:
         yield sessions.open("", {"item": "a rug"}, 7)
 
 
@@ -76,13 +74,13 @@ def said(text: str, *calls: int) -> Message:
 
 def test_a_function_leads_the_conversation() -> None:
     with opened("haggle", steps=2) as session:
-        first = session.reset().result(10)
+        first = session.reset().result(60)
         assert [m["content"] for m in first.messages] == ["a rug?"]
-        second = session.step(said("abc")).result(10)
+        second = session.step(said("abc")).result(60)
         assert ([m["content"] for m in second.messages], second.reward) == (["7"], 3.0)
-        third = session.step(said("de")).result(10)
+        third = session.step(said("de")).result(60)
         assert ([m["content"] for m in third.messages], third.reward) == (["8"], 2.0)
-        last = session.step(said("f")).result(10)
+        last = session.step(said("f")).result(60)
         assert last.done
         assert (last.reward, dict(last.rewards)) == (None, {"deal": 0.5})
         assert dict(last.metrics) == {"rounds": 2.0}
@@ -93,15 +91,13 @@ def test_the_built_in_loop_of_tools_can_be_written_with_it() -> None:
     found: list[list[Observation]] = []
     tools = {"double": "tests.environments.test_rollout_function:double"}
     for settings in (
-        EnvironmentSettings(isolate=False),
-        EnvironmentSettings(
-            path="tests.environments.test_rollout_function:tool_loop", isolate=False
-        ),
+        EnvironmentSettings(),
+        EnvironmentSettings(path="tests.environments.test_rollout_function:tool_loop"),
     ):
         with contextlib.closing(Sessions(settings, tools)) as sessions:
             session = sessions.open("", {}, 0)
-            session.reset().result(10)
-            found.append([session.step(turn).result(10) for turn in turns])
+            session.reset().result(60)
+            found.append([session.step(turn).result(60) for turn in turns])
     ours, theirs = found
     assert [[m["content"] for m in o.messages] for o in ours] == [["6", "8"], ["20"], []]
     for a, b in zip(ours, theirs, strict=True):
@@ -119,8 +115,8 @@ def test_the_built_in_loop_of_tools_can_be_written_with_it() -> None:
 )
 def test_a_function_that_fails_is_a_failed_environment(name: str, problem: str) -> None:
     def play(session: Session) -> None:
-        session.reset().result(10)
-        session.step(said("hi")).result(10)
+        session.reset().result(60)
+        session.step(said("hi")).result(60)
 
     with opened(name) as session, pytest.raises(EnvironmentFailure, match=problem):
         play(session)
@@ -135,7 +131,7 @@ async def takes_two(conversation: Conversation, other: int) -> None: ...
 @pytest.mark.parametrize("name", ["takes_nothing", "takes_two"])
 def test_a_function_that_takes_no_conversation_is_a_mistake(name: str) -> None:
     path = f"tests.environments.test_rollout_function:{name}"
-    settings = EnvironmentSettings(path=path, isolate=False)
+    settings = EnvironmentSettings(path=path)
     with (
         contextlib.closing(Sessions(settings)) as sessions,
         pytest.raises(UserError, match=f"{name}: a rollout function must take a conversation"),
@@ -159,20 +155,4 @@ async def calls_at_once(conversation: Conversation) -> None:
 def test_nothing_is_rewarded_or_called_before_the_first_turn(name: str, method: str) -> None:
     problem = f"conversation.{method} was called before the model's first turn"
     with opened(name) as session, pytest.raises(EnvironmentFailure, match=problem):
-        session.reset().result(10)
-
-
-class Haggler:
-    async def __call__(self, conversation: Conversation) -> None:
-        await haggle(conversation, steps=1)
-
-
-haggler = Haggler()
-
-
-def test_an_object_with_an_async_call_leads_a_conversation() -> None:
-    assert is_coroutine_function(haggler)
-    assert not is_coroutine_function(Haggler), "whose call gives an object"
-    with opened("haggler") as session:
-        assert session.reset().result(10).messages == [{"role": "user", "content": "a rug?"}]
-        assert session.step(said("four")).result(10).reward == 4.0
+        session.reset().result(60)

@@ -16,7 +16,7 @@ from grpo_cli.models import tiny
 from grpo_cli.records import Rollout
 from grpo_cli.rewards import reward
 from grpo_cli.rewards.exact_match import exact_match
-from grpo_cli.scoring.registry import STANDARD, Signature, TrainerState, known, resolve, shipped
+from grpo_cli.scoring.registry import Signature, TrainerState, known, resolve, shipped
 from grpo_cli.scoring.scorer import RewardResult, Scorer
 from grpo_cli.scoring.step_rewards import token_of_character
 from tests.conftest import make_rollout
@@ -138,11 +138,6 @@ def test_a_shipped_reward_by_its_short_name() -> None:
     assert not any(name.startswith("_") for name in shipped())
 
 
-@pytest.mark.parametrize("name", sorted(shipped()))
-def test_every_shipped_reward_resolves(name: str) -> None:
-    assert callable(resolve(name))
-
-
 def test_a_function_of_a_module_in_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,13 +152,6 @@ def test_a_function_of_a_module_in_the_working_directory(
         "reward.r.function = my_grpo_rewards.short:breif: my_grpo_rewards.short has no function "
         "'breif'. Did you mean brief?"
     )
-    (tmp_path / "my_broken_rewards.py").write_text("1 / 0")
-    with pytest.raises(UserError) as error:
-        resolve("my_broken_rewards:brief")
-    assert str(error.value) == (
-        "reward = my_broken_rewards:brief: cannot import my_broken_rewards: "
-        "ZeroDivisionError: division by zero"
-    )
 
 
 def test_unknown_names() -> None:
@@ -171,14 +159,6 @@ def test_unknown_names() -> None:
         "reward.r.function: there is no reward 'exact_mach'; there are "
         + ", ".join(sorted(known()))
         + ", or write your own as my_package.my_module:function. Did you mean exact_match?"
-    )
-    assert user_error(r=Reward("no_such_module:f")) == (
-        "reward.r.function = no_such_module:f: cannot import no_such_module: "
-        "ModuleNotFoundError: No module named 'no_such_module'"
-    )
-    assert user_error(r="RETURNED").startswith(
-        "reward.r.function = tests.scoring.test_scorer:RETURNED: "
-        "tests.scoring.test_scorer has no function"
     )
 
 
@@ -219,13 +199,6 @@ def test_an_argument_that_a_function_does_not_take(function: str) -> None:
     )
 
 
-def test_an_argument_without_a_default_must_be_given() -> None:
-    found = user_error(r="demanding")
-    assert found.startswith("reward.r")
-    assert "'level'" in found
-    scorer({"r": Reward("tests.scoring.test_scorer:demanding", args={"level": 1})})
-
-
 @pytest.mark.parametrize("function", ["mostly", "open_ended"])
 def test_a_keyword_only_argument_is_not_filled_by_a_column(function: str) -> None:
     assert score([rollout(level=3)], r=function) == [7.0]
@@ -257,20 +230,6 @@ def test_the_runs_limit_fills_an_argument_of_its_name_unless_the_recipe_sets_it(
     )
 
 
-def test_the_runs_limit_is_not_pressed_on_functions_without_the_argument() -> None:
-    SEEN.clear()
-    rewards: Specs = {"a": "sees", "b": "text_length"}
-    scorer(rewards, max_completion_tokens=64).score([rollout("abc")])
-    assert "max_completion_tokens" not in SEEN[0]
-
-
-def test_soft_overlong_takes_the_runs_limit() -> None:
-    rewards: Specs = {"r": Reward("soft_overlong", args={"cache": 2})}
-    rollouts = [rollout(ids=[7] * n) for n in (8, 9, 10)]
-    scorer(rewards, max_completion_tokens=10).score(rollouts)
-    assert [r.reward for r in rollouts] == [0.0, -0.5, -1.0]
-
-
 # Calls.
 
 
@@ -290,11 +249,6 @@ def test_what_a_function_is_called_with() -> None:
             "extra": ["e", "f"],
         }
     ] == SEEN
-
-
-def test_what_the_recipe_gives_wins_over_a_column() -> None:
-    given = Reward("tests.scoring.test_scorer:is_answer", args={"answer": ["recipe's"]})
-    assert score([rollout("recipe's", "column's")], r=given) == [1.0]
 
 
 def test_chat_completions_come_in_trls_form() -> None:
@@ -366,21 +320,6 @@ def test_steps_of_an_episode_are_counted_in_tokens() -> None:
         score([r], r="returns")
 
 
-def test_an_episode_of_one_text_is_scored_as_this_text() -> None:
-    SEEN.clear()
-    score([make_episode(messages=())], r="sees")
-    assert [call["completions"] for call in SEEN] == [["decoded"]]
-
-
-def test_a_column_does_not_stand_in_for_what_was_sampled() -> None:
-    SEEN.clear()
-    taken: dict[str, Any] = dict.fromkeys(STANDARD, "column")
-    score([rollout("sampled", **taken)], r="sees")
-    assert SEEN[0]["completions"] == ["sampled"]
-    assert SEEN[0]["prompts"] == ["P"]
-    assert SEEN[0]["completion_ids"] == [[7, 8]]
-
-
 def test_the_reward_is_the_weighted_sum() -> None:
     rollouts = [rollout("abc", "abc"), rollout("abcd", "x")]
     weighed = {
@@ -425,10 +364,6 @@ def test_a_run_may_leave_between_two_functions() -> None:
     assert SEEN == [{"called": "first"}]
 
 
-def test_scoring_nothing_calls_nothing() -> None:
-    assert score([], r="raises_on_pairs") == []
-
-
 # What a function may get wrong.
 
 
@@ -448,20 +383,12 @@ def test_a_function_that_raises_on_the_batch_alone() -> None:
     assert found.endswith("for some completion of the batch (not one by itself)")
 
 
-def test_a_long_completion_is_shortened_in_messages() -> None:
-    RETURNED[:] = ["s"]
-    assert len(training_error([rollout("y" * 5000)], r="returns")) < 600
-
-
 @pytest.mark.parametrize(
     ("returned", "got"),
     [
         ([1.0], "1 values"),
-        ([1.0, 2.0, 3.0], "3 values"),
         (None, "None"),
-        (1.0, "1.0"),
         ("ab", "'ab'"),
-        ({0: 1, 1: 2}, "{0: 1, 1: 2}"),
         (np.ones(3), "3 values"),
     ],
 )
@@ -614,10 +541,7 @@ def test_a_step_without_a_value_is_left_out() -> None:
         ((2, 1.0), "(2, 1.0)"),
         ((-1, 1.0), "(-1, 1.0)"),
         ((True, 1.0), "(True, 1.0)"),
-        ((1.0, 1.0), "(1.0, 1.0)"),
-        ((None, 1.0), "(None, 1.0)"),
         (("1", 1.0), "('1', 1.0)"),
-        ((1,), "(1,)"),
         ((1, 1.0, 1.0), "(1, 1.0, 1.0)"),
         ("ab", "'ab'"),
         (1.0, "1.0"),
@@ -666,22 +590,6 @@ def test_a_value_that_is_too_large(value: float, shown: str) -> None:
 def test_the_largest_value() -> None:
     RETURNED[:] = [[1e100, -1e100, 10**100]]
     assert score([rollout(), rollout(), rollout()], r="returns") == [1e100, -1e100, 1e100]
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, "1.0", [1.0]])
-def test_a_steps_value_that_is_not_a_finite_number(value: Any) -> None:
-    RETURNED[:] = [[[(0, value)]]]
-    assert training_error([rollout("b", row=9)], r=by("tokens")) == (
-        f"reward 'r' returned {value!r}, which is not a finite number, a list of "
-        "(position, value) or None, for row 9, completion 'b'"
-    )
-
-
-def test_a_list_of_plain_numbers_for_a_completion_is_no_list_of_steps() -> None:
-    for returned in ([[1.0, 0.5]], np.ones((1, 2)), torch.ones(1, 2)):
-        RETURNED[:] = [returned]
-        found = training_error([rollout()], r=by("tokens"))
-        assert found.startswith("reward 'r' returned the step 1.0: must be (position of its last")
 
 
 def leaves(completions: list[str], **_: Any) -> list[float]:

@@ -194,7 +194,7 @@ def test_environments_are_closed_when_a_run_does_not_begin(
 
 def test_the_warm_up_lists_the_tools_of_a_class() -> None:
     """As training does; without environments, a solution of messages has no tools."""
-    settings = EnvironmentSettings(path="tests.environments.samples:Counter", isolate=False)
+    settings = EnvironmentSettings(path="tests.environments.samples:Counter")
     with contextlib.closing(Sessions(settings)) as sessions:
         (tools,) = build._episodes({}, sessions).tools.values()
     assert [tool["function"]["name"] for tool in tools] == ["increment", "later"]

@@ -132,7 +132,7 @@ def same_weights(folder: Path, **changes: Any) -> dict[str, Any]:
 def test_weights_are_the_same_with_an_environment_in_the_runs_process(tmp_path: Path) -> None:
     found = same_weights(
         tmp_path,
-        environment={"path": "grpo_cli.environments.examples:GuessNumber", "isolate": False},
+        environment={"path": "grpo_cli.environments.examples:GuessNumber"},
         episode={"max_turns": 3, "turn_tokens": 4},
         reward={"environment": {}},
         dataset__chat=True,

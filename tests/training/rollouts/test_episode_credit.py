@@ -94,7 +94,6 @@ def test_a_run_trains_on_turns_and_not_on_what_failed(tmp_path: Path) -> None:
         dataset__max_prompt_tokens=64,
         environment={
             "path": f"{__name__}:Flaky",
-            "isolate": False,
             "max_failed_share": 0.9,
         },
         episode={"credit": "turns", "turn_tokens": 8},
