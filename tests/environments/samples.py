@@ -7,7 +7,6 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -53,8 +52,6 @@ def fault(what: str) -> Any:
     if what == "hang":
         while True:
             pass
-    if what == "doze":
-        time.sleep(2)
     if what == "sleep":
         time.sleep(3600)
     if what == "deaf":  # no exception ends it
@@ -79,15 +76,6 @@ def fault(what: str) -> Any:
         return bytearray(64 * 2**30)
     if what == "fork" and os.fork() == 0:
         time.sleep(3600)
-    if what.startswith("children"):
-        children = [
-            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
-            for _ in range(5)
-        ]
-        Path(what.partition(" ")[2]).write_text(" ".join(str(c.pid) for c in children))
-        return fault("deaf")
-    if what == "huge":
-        return "x" * 10_000_000
     if what == "bytes":
         return b"\xff\x00abc\xd8"
     if what == "control":
@@ -197,6 +185,21 @@ class Faulty:
         if isinstance(result, int):
             return Observation([{"role": "user", "content": str(result)}])
         return Observation([{"role": "user", "content": result}])
+
+
+class Flaky:
+    """Pays for each turn by its length; in a third of the groups it breaks at the second turn."""
+
+    def reset(self, row: Any, seed: int) -> Observation:
+        self.turns, self.breaks = 0, seed % 3 == 0
+        return Observation([{"role": "user", "content": "Go on."}])
+
+    def step(self, message: Any) -> Observation:
+        self.turns += 1
+        if self.breaks and self.turns == 2:
+            raise RuntimeError("the server is gone")
+        reply = [{"role": "user", "content": "More."}]
+        return Observation(reply, reward=len(message["content"]) % 4 / 4, done=self.turns == 3)
 
 
 class Waits:

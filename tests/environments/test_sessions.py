@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +17,6 @@ from grpo_cli.environments.protocol import Message, Observation
 from grpo_cli.environments.sessions import EnvironmentFailure, Session, Sessions
 from grpo_cli.errors import UserError
 from grpo_cli.scoring import processes
-from tests.programs import ROOT
-from tests.scoring.test_pool import gone
 
 pytestmark = pytest.mark.programs
 
@@ -206,13 +203,6 @@ def test_a_row_that_cannot_travel(start: Open) -> None:
     second.result(PATIENCE)
 
 
-def test_the_children_of_a_killed_worker_end_with_it(start: Open, tmp_path: Path) -> None:
-    sessions = start("Faulty", seconds=SECONDS)
-    pids = tmp_path / "pids"
-    assert failed(fails_in(sessions, "step", f"children {pids}")).stop_reason == "env_timeout"
-    assert gone(*map(int, pids.read_text().split()))
-
-
 def test_a_forked_child_does_not_answer_and_ends_with_its_worker(start: Open) -> None:
     session = begin(start("Faulty"), {"in": "step", "what": "fork"})
     parent = int(texts(session.step(says("")).result(PATIENCE))[0])
@@ -333,22 +323,6 @@ def test_whatever_many_environments_do_every_call_ends_and_nothing_is_left(start
     assert begin(sessions).finish().result(PATIENCE).rewards == {"Faulty": 1.0}
     sessions.close()
     assert processes.descendants(os.getpid()) == []
-
-
-def test_workers_end_with_the_run() -> None:
-    program = (
-        "import os\n"
-        "from grpo_cli.config.schema import EnvironmentSettings\n"
-        "from grpo_cli.environments.sessions import Sessions\n"
-        f"sessions = Sessions(EnvironmentSettings(path='{SAMPLES}:Faulty', workers=1))\n"
-        "session = sessions.open('', {}, 0)\n"
-        "print(session.reset().result().messages[0]['content'], flush=True)\n"
-        "os._exit(1)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert gone(int(done.stdout)), done.stderr
 
 
 def test_a_call_before_the_end_of_another_fails_and_both_end(start: Open) -> None:

@@ -129,7 +129,7 @@ def same_weights(folder: Path, **changes: Any) -> dict[str, Any]:
     return found
 
 
-def test_weights_are_the_same_with_an_environment_in_the_runs_process(tmp_path: Path) -> None:
+def test_weights_are_the_same_with_an_environment(tmp_path: Path) -> None:
     found = same_weights(
         tmp_path,
         environment={"path": "grpo_cli.environments.examples:GuessNumber"},

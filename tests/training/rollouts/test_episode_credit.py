@@ -15,7 +15,6 @@ from grpo_cli.config.schema import (
     Recipe,
     Reward,
 )
-from grpo_cli.environments.protocol import Observation
 from grpo_cli.errors import UserError
 from grpo_cli.reporting.stage_clock import Clock
 from grpo_cli.training.rollouts.collect import collect
@@ -68,21 +67,6 @@ def returns_tokens(prompts: Any, trainer: Any) -> None: ...
 # A run
 
 
-class Flaky:
-    """Pays for each turn by its length; in a third of the groups it breaks at the second turn."""
-
-    def reset(self, row: Any, seed: int) -> Observation:
-        self.turns, self.breaks = 0, seed % 3 == 0
-        return Observation([{"role": "user", "content": "Go on."}])
-
-    def step(self, message: Any) -> Observation:
-        self.turns += 1
-        if self.breaks and self.turns == 2:
-            raise RuntimeError("the server is gone")
-        reply = [{"role": "user", "content": "More."}]
-        return Observation(reply, reward=len(message["content"]) % 4 / 4, done=self.turns == 3)
-
-
 @pytest.mark.runs
 def test_a_run_trains_on_turns_and_not_on_what_failed(tmp_path: Path) -> None:
     live = built(
@@ -92,10 +76,7 @@ def test_a_run_trains_on_turns_and_not_on_what_failed(tmp_path: Path) -> None:
         dataset__chat=True,
         dataset__eval=None,
         dataset__max_prompt_tokens=64,
-        environment={
-            "path": f"{__name__}:Flaky",
-            "max_failed_share": 0.9,
-        },
+        environment={"path": "tests.environments.samples:Flaky", "max_failed_share": 0.9},
         episode={"credit": "turns", "turn_tokens": 8},
         generation__max_completion_tokens=128,
         generation__logit_bias={2: 3.0},  # so that most turns end
