@@ -15,6 +15,8 @@ from grpo_cli.environments.rollout_function import Conversation
 from grpo_cli.environments.sessions import EnvironmentFailure, Session, Sessions
 from grpo_cli.errors import UserError
 
+pytestmark = pytest.mark.programs
+
 
 def double(x: int) -> int:
     """Doubles a number.

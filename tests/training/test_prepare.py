@@ -192,6 +192,7 @@ def test_environments_are_closed_when_a_run_does_not_begin(
     assert len(closed) == 1
 
 
+@pytest.mark.programs
 def test_the_warm_up_lists_the_tools_of_a_class() -> None:
     """As training does; without environments, a solution of messages has no tools."""
     settings = EnvironmentSettings(path="tests.environments.samples:Counter")
