@@ -12,11 +12,11 @@ The result at an index belongs to the prompt at that index. Results are checked 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.data import conversations
@@ -28,7 +28,7 @@ from grpo_cli.generation.sampling import Sampling
 from grpo_cli.models.vision import VisionProcessor
 from grpo_cli.random_streams import derive_seed
 from grpo_cli.records import Completion, Prompt
-from grpo_cli.scoring.pool_worker import blame
+from grpo_cli.scoring.guards import blame
 
 REQUIRED = ("completion_ids", "logprobs", "prompt_ids")
 TEXT_LIMIT = 2000  # maximum characters of an exception's message
@@ -233,14 +233,14 @@ class TrlRollouts:
                 f"row {n}: completion_ids has {len(ids)} tokens, more than "
                 f"generation.max_completion_tokens = {max_tokens}"
             )
-        logprobs = _values(row.pop("logprobs"), len(ids), _is_logprob)
-        if logprobs is None:
+        logprobs = _vector(row.pop("logprobs"), len(ids))
+        if logprobs is None or not (np.isfinite(logprobs) & (logprobs <= 1e-4)).all():
             raise self._error(
                 f"row {n}: logprobs must hold a finite number <= 0 for each of {len(ids)} tokens"
             )
         given = row.pop(MASK, None)
-        mask = [1] * len(ids) if given is None else _values(given, len(ids), _is_flag)
-        if mask is None:
+        mask = np.ones(len(ids)) if given is None else _vector(given, len(ids))
+        if mask is None or not np.isin(mask, (0, 1)).all():
             raise self._error(f"row {n}: {MASK} must hold 0 or 1 for each of {len(ids)} tokens")
         sampled = [bool(m) for m in mask]
         completion = Completion(
@@ -259,11 +259,10 @@ class TrlRollouts:
         return changed, completion
 
     def _ids(self, ids: Any, key: str, n: int) -> list[int]:
-        size = len(self.tokenizer)
-        found = _values(ids, None, lambda i: type(i) is int and 0 <= i < size)
-        if not found:
-            raise self._error(f"row {n}: {key} must be a list of token ids from 0 to {size - 1}")
-        return found
+        most, found = len(self.tokenizer) - 1, _vector(ids)
+        if found is None or found.dtype.kind not in "iu" or found.min() < 0 or found.max() > most:
+            raise self._error(f"row {n}: {key} must be a list of token ids from 0 to {most}")
+        return [int(i) for i in found]
 
     def _error(self, problem: str) -> TrainingError:
         return TrainingError(f"rollout = {self.path}: {problem}.")
@@ -274,20 +273,11 @@ def _builtin(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _values(given: Any, number: int | None, is_right: Callable[[Any], bool]) -> list[Any] | None:
-    """Returns the values as a list; None if it has another length or an invalid value."""
-    values = _builtin(given)
-    if not isinstance(values, (list, tuple)) or number not in (None, len(values)):
+def _vector(given: Any, length: int | None = None) -> np.ndarray[Any, Any] | None:
+    """Returns values as a vector; None if they are not numbers, or of another length."""
+    try:
+        values = np.asarray([_builtin(value) for value in _builtin(given)])
+    except (TypeError, ValueError, OverflowError):
         return None
-    found = [_builtin(value) for value in values]
-    return found if all(map(is_right, found)) else None
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, (bool, int, float)) and value in (0, 1)
-
-
-def _is_logprob(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # The bounds exclude nan, both infinities and an int too large for a float.
-    return is_number and -sys.float_info.max <= value <= 1e-4
+    is_right = values.ndim == 1 and values.dtype.kind in "biuf"
+    return values if is_right and length in (None, len(values)) else None

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from grpo_cli.config.schema import Dataset
 from grpo_cli.data import Rows, make_prompts
 from grpo_cli.environments.trl_rollouts import RolloutTrainer, TrlRollouts
-from grpo_cli.errors import TrainingError, UserError
+from grpo_cli.errors import TrainingError
 from grpo_cli.generation.base import Generator, OnGroup, Request
 from grpo_cli.generation.sampling import Sampling
 from grpo_cli.images import StoredImage
@@ -127,13 +127,10 @@ def test_token_ids_of_a_prompt_with_images_are_refused() -> None:
         (rows(4) | {"logprobs": [[-0.1, -0.2, math.nan]] * 4}, "row 0: logprobs must hold"),
         (rows(4) | {"logprobs": [[-0.1, -0.2, 0.7]] * 4}, "row 0: logprobs must hold"),
         (rows(4, env_mask=[[1, 1]] * 4), "row 0: env_mask must hold 0 or 1 for each of 3 tokens"),
-        (rows(4, env_mask=[[1, 1, 2]] * 4), "row 0: env_mask must hold 0 or 1"),
         (rows(4) | {"completion_ids": [[7, 8, 2]] * 3 + [[]]}, "row 3: completion_ids must be"),
         (rows(4) | {"completion_ids": [[7, 8, 9999]] * 4}, "row 0: completion_ids must be .* 258"),
         (rows(4) | {"logprobs": [[None] * 3] * 4}, "row 0: logprobs must hold"),
         (rows(4) | {"logprobs": [[-0.1, -0.2, -(10**400)]] * 4}, "row 0: logprobs must hold"),
-        (rows(4) | {"logprobs": [-0.1] * 4}, "row 0: logprobs must hold"),
-        (rows(4, env_mask=[1] * 4), "row 0: env_mask must hold 0 or 1"),
         (rows(4, env_mask=[[[], 1, 1]] * 4), "row 0: env_mask must hold 0 or 1"),
         (
             rows(4) | {"completion_ids": [[7] * 9] * 4, "logprobs": [[-0.1] * 9] * 4},
@@ -152,20 +149,6 @@ def test_rows_that_are_no_rollouts_are_named(
 def test_a_function_that_raises_ends_the_run(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(TrainingError, match="mine:function raised ZeroDivisionError"):
         sampled(tokenizer, lambda prompts, trainer: 1 / 0)
-
-
-@pytest.mark.parametrize(
-    "error", [TrainingError("the server is gone"), UserError("no such server")]
-)
-def test_errors_of_the_generator_pass_through_it(
-    tokenizer: PreTrainedTokenizerFast, error: Exception
-) -> None:
-    def function(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        raise error
-
-    with pytest.raises(type(error)) as raised:
-        sampled(tokenizer, function)
-    assert raised.value is error
 
 
 def test_arrays_tensors_and_their_scalars_are_taken(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -188,27 +171,7 @@ def test_an_argument_that_sampling_has_not_is_named(tokenizer: PreTrainedTokeniz
         sampled(tokenizer, lambda prompts, trainer: trainer.generate(prompts, max_token=3))
 
 
-def test_an_object_that_is_called_is_a_rollout(tokenizer: PreTrainedTokenizerFast) -> None:
-    class Rollout:
-        def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
-            return rows(len(prompts))
-
-    assert len(sampled(tokenizer, Rollout())[0]) == 4
-
-
 def test_a_prompt_that_is_too_long_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
     assert sampled(tokenizer, lambda prompts, trainer: rows(4), 2)
     with pytest.raises(TrainingError, match=r"row 0: prompt_ids has 2 .*max_prompt_tokens = 1\."):
         sampled(tokenizer, lambda prompts, trainer: rows(4), 1)
-
-
-def test_the_text_of_an_exception_is_shortened_and_cleaned(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    def function(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        raise ValueError("\x1b" + "x" * 9000)
-
-    with pytest.raises(TrainingError) as raised:
-        sampled(tokenizer, function)
-    assert len(str(raised.value)) < 2200
-    assert "\x1b" not in str(raised.value)
