@@ -17,6 +17,7 @@ from pathlib import Path
 from grpo_cli import sandbox
 from grpo_cli.config.schema import Tools
 from grpo_cli.environments import program_runner
+from grpo_cli.environments.functions import shortened
 from grpo_cli.errors import UserError
 
 _PYTHON = ("python", "py", "python3")
@@ -73,7 +74,7 @@ def execute(blocks: Sequence[str], tools: Tools) -> Answer:
         status, error, keeps = _stopped(finished, tools)
     # The partial output of a program stopped for time or memory depends on the machine.
     output = parts[0].rstrip("\n") if status in ("ok", "error", "output") else ""
-    shown = [_shortened(part, tools.output_characters) for part in (output, error) if part]
+    shown = [shortened(part, tools.output_characters) for part in (output, error) if part]
     return Answer("\n".join(shown), status, keeps)
 
 
@@ -90,15 +91,6 @@ def _stopped(finished: sandbox.Finished, tools: Tools) -> tuple[str, str, bool]:
         code = finished.returncode
         return "error", f"RuntimeError: the program ended Python itself (exit code {code})", False
     return status, said.get(status, f"RuntimeError: {finished.reason}"), False
-
-
-def _shortened(text: str, most: int) -> str:
-    """Shortens a long string to its beginning and end, `most` characters in total."""
-    if len(text) <= most:
-        return text
-    head, tail = most - most // 2, most // 2
-    mark = f"\n[... {len(text) - most} characters left out ...]\n"
-    return text[:head] + mark + text[len(text) - tail :]
 
 
 @functools.cache

@@ -24,7 +24,6 @@ same result, unless it reads the clock.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -175,9 +174,7 @@ class ProgramSession:
     def __init__(self, sessions: ProgramSessions) -> None:
         self._sessions = sessions
         self._blocks: list[str] = []  # blocks that later calls run again
-        self._task: Future[None] | None = None
-        self._lock = threading.Lock()
-        self._is_open = True
+        self._task: Future[Observation] | None = None
 
     def reset(self) -> Future[Observation]:
         """Returns an empty observation, which leaves the prompt unchanged."""
@@ -188,47 +185,27 @@ class ProgramSession:
 
         The future raises a TrainingError if the sandbox itself has failed, not the program.
         """
-        calls = message.get("tool_calls")
-        if not calls:
+        if not (calls := message.get("tool_calls")):
             return _done(Observation(done=True))
-        answer: Future[Observation] = Future()
         source = calls[0]["function"]["arguments"]["code"]
-        self._task = self._sessions.pool.submit(self._run, source, answer)
-        return answer
+        self._task = self._sessions.pool.submit(self._run, source)
+        return self._task
 
     def finish(self) -> Future[Observation]:
         """Returns an empty observation, since programs give no rewards."""
         return _done(Observation())
 
     def abandon(self) -> None:
-        """Cancels a waiting program, and ignores the result of a running one."""
-        with self._lock:
-            self._is_open = False
+        """Cancels a waiting program."""
         if self._task is not None:
             self._task.cancel()
 
-    def _run(self, source: str, answer: Future[Observation]) -> None:
-        observation = Observation()
-        failure: BaseException | None = None
+    def _run(self, source: str) -> Observation:
         try:
-            observation = self._observe(source)
+            found = execute([*self._blocks, source], self._sessions.tools)
         except sandbox.SandboxError as error:
-            failure = TrainingError(
-                f"a program in a completion could not be run: {error}", alone=True
-            )
-            failure.__cause__ = error
-        except BaseException as error:  # an internal error; the waiting thread raises it
-            failure = error
-        with self._lock:
-            if not self._is_open:
-                return
-            if failure is None:
-                answer.set_result(observation)
-            else:
-                answer.set_exception(failure)
-
-    def _observe(self, source: str) -> Observation:
-        found = execute([*self._blocks, source], self._sessions.tools)
+            text = f"a program in a completion could not be run: {error}"
+            raise TrainingError(text, alone=True) from error
         if found.keeps:
             self._blocks.append(source)
         call = ToolCall(NAME, found.status != "ok", found.status == "timeout")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,8 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from grpo_cli import sandbox
 from grpo_cli.algorithm.batch import collate
 from grpo_cli.config.schema import Tools
-from grpo_cli.distributed import heartbeat
-from grpo_cli.environments import loop, programs
+from grpo_cli.environments import programs
 from grpo_cli.environments.program_calls import Answer, closed_program, describe, execute
 from grpo_cli.environments.rollouter import Rollouter
 from grpo_cli.errors import TrainingError, UserError
@@ -176,7 +174,6 @@ def parts_of(c: Completion, tokenizer: PreTrainedTokenizerFast) -> list[str]:
         ("```python\nx = 1\n", True, None),
         ("```python", True, None),
         ("no fence", True, None),
-        ("```\nx = 1\n```\n", False, None),
         ("```output\n1\n```\n", False, None),
         ("```text\n```python\nx = 1\n```\n", False, None),  # inside the other
         ("```text\na\n```\n```python\nx = 1\n```\n", False, "x = 1\n"),
@@ -201,20 +198,15 @@ def test_closed_program(text: str, at_end: bool, expected: str | None) -> None:
 @pytest.mark.parametrize(
     ("blocks", "expected"),
     [
-        (["print(6 * 7)"], Answer("42")),
         (["x = 1", "print(x)"], Answer("1")),
         (["print('unseen')\nx = 1", "x + 1"], Answer("2")),
-        (["'a'\n'b'"], Answer("'b'")),
         (["print(1)\n2"], Answer("1\n2")),
-        (["None"], Answer("")),
         ([""], Answer("")),
-        (["# nothing"], Answer("")),
         (["print('a\\n\\n')"], Answer("a")),
         (["print('é 漢 \\ud800')"], Answer("é 漢 \\ud800")),
         (["1 / 0"], Answer("ZeroDivisionError: division by zero", "error")),
         (["print(1)\nx"], Answer("1\nNameError: name 'x' is not defined", "error")),
         (["x = 5\nraise KeyError(x)", "x"], Answer("5")),  # what came before it stays
-        (["class E(Exception): pass\nraise E"], Answer("E", "error")),
         (["import json\njson.loads('')"], Answer(
             "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)", "error"
         )),
@@ -222,15 +214,12 @@ def test_closed_program(text: str, at_end: bool, expected: str | None) -> None:
         (["'\0'"], Answer("SyntaxError: source code string cannot contain null bytes", "error")),
         (["input()"], Answer("EOFError: EOF when reading a line", "error")),
         (["exit()"], Answer("")),
-        (["import sys\nsys.exit(2)"], Answer("SystemExit: 2", "error")),
-        (["import sys\nsys.stdout.close()", "print(2)"], Answer("2")),
         (["import os\nprint(1)\nos.close(1)"], Answer("1")),
         (["import os\nos.write = os._exit = os.dup2 = None", "3"], Answer("3")),
         (["import os\nif os.fork() == 0:\n    os.wait = 1\nelse:\n    os.wait()\n    print(1)"],
             Answer("1")),
         (["from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int", "A(1)"],
             Answer("A(x=1)")),
-        (["if __name__ == '__main__': 5\n__name__"], Answer("'__main__'")),
         (["import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()\n3"],
             Answer("3")),
         (["def f(): return f()\nf()"],
@@ -248,17 +237,6 @@ def test_what_is_shown_of_a_call(blocks: list[str], expected: Answer) -> None:
     assert execute(blocks, QUICK) == expected
 
 
-def test_a_call_over_its_time_shows_only_that() -> None:
-    answer = execute(["print('so far')\nwhile True: pass"], Tools(seconds=0.5))
-    assert answer == Answer("TimeoutError: ran longer than 0.5 s", "timeout", False)
-
-
-def test_many_objects_are_too_much_memory_as_one_is() -> None:
-    answer = execute(["x = []\nwhile True: x.append(bytearray(10**6))"], Tools(memory_mb=200))
-    assert (answer.status, answer.keeps) == ("memory", False)
-    assert answer.text.startswith("MemoryError")
-
-
 def test_an_endless_output_is_stopped_and_its_middle_left_out() -> None:
     answer = execute(["while True: print('ab')"], replace(QUICK, output_characters=40))
     assert (answer.status, answer.keeps) == ("output", False)
@@ -268,17 +246,11 @@ def test_an_endless_output_is_stopped_and_its_middle_left_out() -> None:
     )
 
 
-def test_a_long_error_is_shortened_too() -> None:
-    answer = execute(["raise ValueError('x' * 100)"], replace(QUICK, output_characters=8))
-    assert answer.text == "Valu\n[... 104 characters left out ...]\nxxxx"
-
-
 @pytest.mark.parametrize(
     ("most", "expected"),
     [
         (10, "0123456789"),
         (9, "01234\n[... 1 characters left out ...]\n6789"),
-        (4, "01\n[... 6 characters left out ...]\n89"),
         (1, "0\n[... 9 characters left out ...]\n"),
     ],
 )
@@ -346,8 +318,6 @@ def test_a_program_is_run_and_its_output_appended(tokenizer: PreTrainedTokenizer
         ),
         # no program
         (["The answer is 4." + END], 0, 0),
-        # other blocks, and an output that the model makes up
-        (["```text\na\n```\n```output\n5\n```\n```\n```\nso" + END], 0, 0),
         (["```output\n5\n```\n" + program("5"), out("5"), "5" + END], 1, 0),
         # a closing line with spaces, a block in a list
         (["1. so\n   ```python\n   5\n   ```\n", out("5"), "5" + END], 1, 0),
@@ -358,8 +328,6 @@ def test_a_program_is_run_and_its_output_appended(tokenizer: PreTrainedTokenizer
             1,
             0,
         ),
-        # never closed
-        (["```python\nprint(1)\n" + END], 0, 0),
     ],
 )  # fmt: skip
 def test_completions(
@@ -405,8 +373,6 @@ def test_an_eos_right_behind_a_program_is_taken_off(tokenizer: PreTrainedTokeniz
     parts = [begun, out("7", before="\n"), "7" + END]
     c = complete(scripted(tokenizer, begun + END, "".join(parts)))
     assert parts_of(c, tokenizer) == parts
-    c = complete(scripted(tokenizer, begun + " so" + END))  # no closing line
-    assert parts_of(c, tokenizer) == [begun + " so" + END]
 
 
 def test_what_a_program_prints_is_no_special_token(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -418,7 +384,7 @@ def test_what_a_program_prints_is_no_special_token(tokenizer: PreTrainedTokenize
     assert tokenizer.decode(c.ids).count(END) == 2
 
 
-@pytest.mark.parametrize("left", range(30))
+@pytest.mark.parametrize("left", [0, 1, 4, 17, 29])
 def test_the_tools_tokens_are_part_of_the_budget(
     tokenizer: PreTrainedTokenizerFast, left: int
 ) -> None:
@@ -439,7 +405,7 @@ def test_the_tools_tokens_are_part_of_the_budget(
     assert c.stop_reason == {"length": "max_tokens", "stop": "answered"}[c.finish_reason]
 
 
-@pytest.mark.parametrize("piece", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("piece", [1, 4, 32])
 def test_pieces_do_not_show(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
@@ -452,7 +418,6 @@ def test_pieces_do_not_show(
     assert max(s.max_tokens for _, s, _ in inner.rounds) <= piece
 
 
-@pytest.mark.parametrize("piece", [4, 512])
 @pytest.mark.parametrize(
     ("stop", "says", "expected"),
     [
@@ -471,12 +436,11 @@ def test_pieces_do_not_show(
 def test_stop_strings_of_the_user_end_a_completion(
     tokenizer: PreTrainedTokenizerFast,
     monkeypatch: pytest.MonkeyPatch,
-    piece: int,
     stop: str,
     says: str,
     expected: list[str],
 ) -> None:
-    monkeypatch.setattr(programs, "PIECE", piece)
+    monkeypatch.setattr(programs, "PIECE", 4)
     c = complete(scripted(tokenizer, says), sampling=Sampling(500, stop=(stop,)))
     assert parts_of(c, tokenizer) == expected
     assert c.finish_reason == "stop"
@@ -510,26 +474,6 @@ def test_pieces_and_prompts_are_never_longer_than_the_whole(
         assert sampling.min_tokens <= sampling.max_tokens
     assert [s.min_tokens for _, s, _ in inner.rounds[-2:]] == [0, 0]
     assert inner.rounds[0][1].min_tokens == 32
-
-
-@pytest.mark.parametrize(
-    ("steps", "oldest"),
-    [([3, 4], 3), ([4, 3], 3), ([None, 4], 4), ([4, None], 4), ([None, None], None)],
-)
-def test_a_completion_is_as_old_as_its_oldest_piece(
-    tokenizer: PreTrainedTokenizerFast, steps: list[int | None], oldest: int | None
-) -> None:
-    transcript, following = program("5") + out("5") + END, iter(steps)
-    inner = scripted(tokenizer, transcript)
-
-    def says(prompt: str, begun: str, seed: int) -> str:
-        inner.step = next(following)
-        return transcript[len(begun) :]
-
-    inner.says = says
-    prompts = [encode(tokenizer, "q|")]
-    ((c,),) = sample(inner, tokenizer, QUICK, prompts, 1, Sampling(99), [1])
-    assert c.sampled_at == oldest
 
 
 # Many completions
@@ -567,7 +511,7 @@ def babble(
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("variant", ["again", "slow", "jumbled", "reversed", "one thread", "few"])
+@pytest.mark.parametrize("variant", ["jumbled", "reversed", "one thread", "few"])
 def test_neither_the_batch_nor_time_has_a_say(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:
@@ -586,20 +530,12 @@ def test_neither_the_batch_nor_time_has_a_say(
     assert sum(c.tool_calls for g in expected.values() for c in g) > 8
     assert {c.finish_reason for g in expected.values() for c in g} == {"stop", "length"}
     assert len({tuple(c.ids) for g in expected.values() for c in g}) > 12
-    if variant in ("slow", "jumbled"):
+    if variant == "jumbled":
         monkeypatch.setattr(programs, "execute", late)
-        monkeypatch.setattr(base, "PATIENCE", 0.5 if variant == "slow" else 0.0)
+        monkeypatch.setattr(base, "PATIENCE", 0.0)
     order = {"reversed": range(5, -1, -1), "few": [4, 1]}.get(variant, range(6))
     found = babble(tokenizer, list(order), threads=1 if variant == "one thread" else 3)
     assert found == {n: expected[n] for n in order}
-
-
-def test_completion_j_does_not_depend_on_how_many_there_are(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(programs, "execute", lambda blocks, settings: Answer("1"))
-    three, two = babble(tokenizer), babble(tokenizer, num_generations=2)
-    assert {n: g[:2] for n, g in three.items()} == two
 
 
 def test_seeds_of_rounds(
@@ -617,39 +553,6 @@ def test_seeds_of_rounds(
     assert sorted(drawn) == sorted(expected)
 
 
-def test_others_are_generated_while_a_program_runs(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(base, "PATIENCE", 0.0)
-    arrived: list[int] = []
-    others_are_there = threading.Event()
-
-    def waits(blocks: Sequence[str], settings: Tools) -> Answer:
-        if blocks[-1] == "slow\n":
-            assert others_are_there.wait(30), "the others wait for this one"
-        return Answer("1")
-
-    def on_group(number: int, group: list[Completion]) -> None:
-        arrived.append(number)
-        if len(arrived) == 2:
-            others_are_there.set()
-
-    def says(prompt: str, begun: str, seed: int) -> str:
-        whole = program("slow" if prompt == "0" else prompt) + out("1") + prompt + END
-        return whole[len(begun) :]
-
-    monkeypatch.setattr(programs, "execute", waits)
-    inner, prompts = Scripted(tokenizer, says), [encode(tokenizer, f"{n}|") for n in range(3)]
-    how = (QUICK, prompts, 1, Sampling(500), [1, 2, 3])
-    sample(inner, tokenizer, *how, threads=2, on_group=on_group)
-    assert arrived[-1] == 0
-    assert sorted(arrived) == [0, 1, 2]
-
-
-def test_nothing_to_do(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert sample(babbler(tokenizer), tokenizer, QUICK, [], 2, Sampling(9), []) == []
-
-
 # Failures
 
 
@@ -663,48 +566,6 @@ def test_a_sandbox_that_fails_ends_the_run(
     with pytest.raises(TrainingError, match="could not be run: it has no temporary folder") as e:
         complete(scripted(tokenizer, program("1") + END))
     assert e.value.alone
-
-
-def test_generation_can_be_left_while_programs_run(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on, begun = threading.Event(), threading.Event()
-    ran: list[str] = []
-
-    def waits(blocks: Sequence[str], settings: Tools) -> Answer:
-        ran.append(blocks[-1])
-        begun.set()
-        assert go_on.wait(30)
-        return Answer("1")
-
-    monkeypatch.setattr(programs, "execute", waits)
-    monkeypatch.setattr(loop, "BEAT_SECONDS", 0.01)
-    monkeypatch.setattr(heartbeat, "leave", begun.is_set)
-    inner = scripted(tokenizer, program("1") + END)
-    prompts = [encode(tokenizer, "a|"), encode(tokenizer, "b|")]
-    others = threading.enumerate()  # threads of tests before this one may never end
-    with pytest.raises(heartbeat.Interrupt):
-        sample(inner, tokenizer, QUICK, prompts, 1, Sampling(500), [1, 2], threads=1)
-    go_on.set()
-    for thread in [t for t in threading.enumerate() if t not in others]:
-        thread.join(30)
-    assert ran == ["1\n"], "the other one was not begun"
-
-
-def test_only_the_main_threads_silence_is_a_stall(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    beats: list[str] = []
-    monkeypatch.setattr(heartbeat, "beat", lambda: beats.append("beat"))
-    monkeypatch.setattr(programs, "execute", lambda blocks, settings: Answer("1"))
-    inner = scripted(tokenizer, program("1") + out("1") + END)
-    ahead = threading.Thread(target=complete, args=(inner,))
-    ahead.start()
-    ahead.join()
-    assert len(inner.rounds) == 2
-    assert beats == []
-    complete(inner)
-    assert beats
 
 
 def test_describe_tries_the_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
