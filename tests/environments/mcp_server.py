@@ -54,12 +54,7 @@ def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return {"content": [image, {"type": "text", "text": "seen"}]}
     if what == "structured":
         return {"content": [], "structuredContent": {"n": 1}}
-    if what == "print":
-        print("a line that is no message")
-        ask({"id": 77, "method": "ping"})
-        ask({"method": "notifications/message", "params": {}})
-        return text(sys.stdin.readline().strip())
-    return text("x" * 10_000_000)
+    raise ValueError(what)
 
 
 def ask(message: dict[str, Any]) -> None:

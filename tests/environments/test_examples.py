@@ -94,12 +94,6 @@ def test_the_seed_alone_says_the_number() -> None:
     assert {number(0, seed) for seed in range(500)} == set(range(32))
 
 
-def test_a_game_that_was_not_played_has_a_reward() -> None:
-    game = GuessNumber()
-    game.reset({}, 3)
-    assert game.get_reward() == 0.0
-
-
 def test_a_wrapped_environment_of_skyrl_gym(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gym:
         def __init__(self, env_config: Any, extras: Mapping[str, Any]) -> None:

@@ -372,14 +372,6 @@ def test_a_broken_environment_ends_the_run_before_all_have_failed() -> None:
         run(scene, next_digit, prompts=prompts, num_generations=2, max_failed_share=0.2)
 
 
-def test_one_of_a_group_that_cannot_begin_leaves_the_others() -> None:
-    scene = Scene(reply_with([]), faults=dict.fromkeys((0, 2, 3), ("reset", 0)))
-    ((bad, good),), _ = run(scene, lambda so_far: "x.", num_generations=2)
-    assert (bad.stop_reason, good.stop_reason) == ("env_error", "env_done")
-    assert bad.ids
-    assert bad.turns
-
-
 def test_a_prompt_that_an_observation_makes_too_long_has_no_reward() -> None:
     scene = Scene(first=lambda seed: Observation([{"role": "user", "content": "long"}]))
     ((c,),), generator = run(scene, lambda so_far: "x.", max_prompt_tokens=4)

@@ -239,10 +239,3 @@ def test_garbage_is_text_or_a_malformed_call(form: str) -> None:
             assert isinstance(arguments, dict)
             json.dumps(arguments)
     assert 20 < malformed < 1_000
-
-
-def test_a_long_turn_is_named() -> None:
-    with pytest.raises(
-        MalformedCall, match=r"has 1,000,001 characters; at most 1,000,000 are read"
-    ):
-        parse("hermes", "a" * 1_000_001)
