@@ -71,10 +71,6 @@ def log_of(completions: list[str], trainer_state: Any) -> list[float]:
     return [sum(line["x"] for line in trainer_state.log_history)] * len(completions)
 
 
-def at_step(completions: list[str], trainer_state: Any) -> list[float]:
-    return [float(trainer_state.global_step)] * len(completions)
-
-
 def counted(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     """Notes in a file what it was called with, each behind a null byte."""
     with Path(answer[0]).open("a") as file:

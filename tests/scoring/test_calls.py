@@ -273,16 +273,6 @@ def test_time_counts_what_was_computed(executor: RewardExecutor) -> None:
 
 
 @pytest.mark.parametrize("timeout", [None, 30.0])
-def test_functions_are_told_where_the_run_stands(
-    executor: RewardExecutor, timeout: float | None
-) -> None:
-    for step in (3, 4):
-        rollouts = rollouts_of("x")
-        score(executor, rollouts, TrainerState(step, 10, 0.5), r=spec("at_step", timeout=timeout))
-        assert parts(rollouts) == [float(step)]
-
-
-@pytest.mark.parametrize("timeout", [None, 30.0])
 def test_functions_read_the_log_of_the_run(
     timeout: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,11 +359,6 @@ def test_a_reward_that_fails_is_found_before_the_run(
 
 
 # Names.
-
-
-def test_a_decorated_function_is_known_by_its_name() -> None:
-    assert registry.path_of("shouting") == "tests.pool_rewards:is_shouted"
-    assert rewards.traits_of(registry.resolve("shouting")).timeout == 30
 
 
 def test_modules_are_imported_for_their_names(

@@ -78,11 +78,6 @@ def test_a_call_that_overruns_ends_at_its_deadline_and_delays_no_other(
     assert ask(pool, "again")[0].error is None
 
 
-def test_every_worker_may_hang_and_the_queue_goes_on(pool: Pool) -> None:
-    done = ask(pool, "hang", "hang", "hang", "fine", seconds=1.0)
-    assert [d.timed_out for d in done] == [True, True, True, False]
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     ("text", "error"),

@@ -585,9 +585,6 @@ def test_a_value_that_is_too_large(value: float, shown: str) -> None:
             f"reward 'r' returned {shown}, which is beyond ±1e+100; scale the reward down, for "
             "row 9, completion 'b'"
         )
-
-
-def test_the_largest_value() -> None:
     RETURNED[:] = [[1e100, -1e100, 10**100]]
     assert score([rollout(), rollout(), rollout()], r="returns") == [1e100, -1e100, 1e100]
 
