@@ -1,19 +1,23 @@
 """Defines what both sides of the benchmark get: workloads, models, a tokenizer, prompts, a reward.
 
-Nothing is downloaded. A token is a character, so a prompt of N tokens is a text of N characters.
+Nothing is downloaded. A token is a character, so a prompt of N tokens is a text of N characters,
+except with the real chat model (`make real-model`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import hashlib
 import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import real_model
 import yaml
 
 WARM_UP = 1  # steps at the beginning of each process that do not count
@@ -53,6 +57,8 @@ class Workload:
     generations: int = 8  # completions of each
     min_tokens: int = 0  # shortest completion
     model: str = "small"
+    questions: str = ""  # file of samples/ whose questions the real chat model is asked
+    micro_batch: int = 0  # completions in one forward of TRL; 0: all at once
     lora_rank: int = 0  # of an adapter on all linear layers of the decoder; 0: all weights train
     steps: int = 3  # counted, in each round
 
@@ -64,6 +70,24 @@ WORKLOADS = {
         Workload("prompts", (512, 512), limit=64, prompts=4, generations=16),
         Workload("short", (12, 12), limit=24, prompts=64, min_tokens=24),
         Workload("lora", (30, 130), limit=512, prompts=3, model="110m", lora_rank=16, steps=1),
+        Workload(
+            "real",
+            (0, 0),
+            limit=64,
+            prompts=16,
+            micro_batch=8,
+            steps=2,
+            questions="chat_sums_train.jsonl",
+        ),
+        Workload(
+            "real-256",
+            (0, 0),
+            limit=256,
+            prompts=16,
+            micro_batch=8,
+            steps=1,
+            questions="gsm8k_train.jsonl.gz",
+        ),
     )
 }
 
@@ -101,9 +125,10 @@ class Job:
         return [json.loads(line) for line in lines]
 
 
-def reward(completions: Sequence[str], **ignored: Any) -> list[float]:
-    """Returns 1.0 for three completions in ten, by a hash of their text."""
-    digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in completions)
+def reward(completions: Sequence[Any], **ignored: Any) -> list[float]:
+    """Returns 1.0 for three completions in ten, by a hash of their text or messages."""
+    texts = (json.dumps(completion).encode() for completion in completions)
+    digests = (hashlib.blake2b(text, digest_size=8).digest() for text in texts)
     return [float(int.from_bytes(digest, "little") / 2**64 < 0.3) for digest in digests]
 
 
@@ -129,11 +154,25 @@ def make_folder(folder: Path, workload: Workload, steps: int) -> None:
 
     transformers.utils.logging.disable_progress_bar()
     folder.mkdir(parents=True)
-    rows = make_prompts(steps * workload.prompts, workload.prompt_tokens)
+    count = steps * workload.prompts
+    if workload.questions:
+        (folder / "model").symlink_to(real_model.folder())
+        rows = ask(workload.questions, count)
+    else:
+        rows = make_prompts(count, workload.prompt_tokens)
+        make_tokenizer(MODELS[workload.model]["vocab_size"]).save_pretrained(folder / "model")
+        make_model(workload.model).save_pretrained(folder / "model")
     lines = (json.dumps(row) + "\n" for row in rows)
     (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
-    make_tokenizer(MODELS[workload.model]["vocab_size"]).save_pretrained(folder / "model")
-    make_model(workload.model).save_pretrained(folder / "model")
+
+
+def ask(sample: str, count: int) -> list[dict[str, Any]]:
+    """Returns the first questions of a file of samples/, each as a conversation."""
+    content = (resources.files("grpo_cli") / "samples" / sample).read_bytes()
+    if sample.endswith(".gz"):
+        content = gzip.decompress(content)
+    questions = [json.loads(line)["question"] for line in content.splitlines()[:count]]
+    return [{"prompt": [{"role": "user", "content": question}]} for question in questions]
 
 
 def make_model(name: str) -> Any:
@@ -202,6 +241,8 @@ def write_recipe(job: Job) -> Path:
         "checkpoint": {"every": 0},
         "log": {"report": False},
     }  # fmt: skip
+    if w.questions:
+        recipe["dataset"]["chat"] = True
     if w.min_tokens:
         recipe["generation"]["min_completion_tokens"] = w.min_tokens
     if w.lora_rank:

@@ -195,12 +195,15 @@ def run_trl(job: Job, probe: Probe) -> None:
 
     w, rows = job.workload, job.rows()
     tokenizer = AutoTokenizer.from_pretrained(job.model)
+    at_once = w.micro_batch or w.prompts * w.generations
+    parts = w.prompts * w.generations // at_once  # forwards of a step
 
     class Watched(GRPOTrainer):  # type: ignore[misc]
         """A trainer that tells the probe when it does what."""
 
         def training_step(self, *given: Any, **named: Any) -> Any:
-            probe.steps.append(Step())
+            if self._step % parts == 0:
+                probe.steps.append(Step())
             with probe.stage("step"), contextlib.ExitStack() as self.after_inputs:
                 return super().training_step(*given, **named)
 
@@ -213,9 +216,9 @@ def run_trl(job: Job, probe: Probe) -> None:
 
         def _generate_single_turn(self, prompt_ids: Any, *given: Any, **named: Any) -> Any:
             start = (len(probe.steps) - 1) * w.prompts
-            texts = [row["prompt"] for row in rows[start : start + w.prompts]]
+            prompts = [row["prompt"] for row in rows[start : start + w.prompts]]
             same = [list(ids) for ids in prompt_ids[:: w.generations]]
-            assert same == tokenizer(texts)["input_ids"], "both sides get the same prompts"
+            assert same == tokenized(tokenizer, prompts)["input_ids"], "the sides' prompts differ"
             with probe.stage("generate"):
                 completions, logprobs = super()._generate_single_turn(prompt_ids, *given, **named)
             note(probe.steps[-1], [len(c) for c in completions])
@@ -244,8 +247,8 @@ def run_trl(job: Job, probe: Probe) -> None:
         )
     config = GRPOConfig(
         output_dir=f"{job.output}/run",
-        per_device_train_batch_size=w.prompts * w.generations,
-        gradient_accumulation_steps=1,
+        per_device_train_batch_size=at_once,
+        gradient_accumulation_steps=parts,
         num_generations=w.generations,
         max_completion_length=w.limit,
         generation_kwargs={"min_new_tokens": w.min_tokens} if w.min_tokens else None,
@@ -276,6 +279,15 @@ def run_trl(job: Job, probe: Probe) -> None:
         step.seconds["update"] = step.seconds["step"] - step.seconds.pop("inputs")
 
 
+def tokenized(tokenizer: Any, prompts: list[Any], **options: Any) -> Any:
+    """Returns the tokens of prompts, which are texts or conversations."""
+    if isinstance(prompts[0], str):
+        return tokenizer(prompts, **options)
+    return tokenizer.apply_chat_template(
+        prompts, add_generation_prompt=True, return_dict=True, **options
+    )
+
+
 @torch.no_grad()
 def run_generate(job: Job, probe: Probe) -> None:
     """Calls `model.generate`."""
@@ -287,8 +299,8 @@ def run_generate(job: Job, probe: Probe) -> None:
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).to(probe.device).eval()
     ends = torch.tensor(model.generation_config.eos_token_id, device=probe.device).reshape(-1)
     for number in range(job.steps):
-        texts = [row["prompt"] for row in rows[number * w.prompts : (number + 1) * w.prompts]]
-        batch = tokenizer(texts, return_tensors="pt", padding=True).to(probe.device)
+        prompts = [row["prompt"] for row in rows[number * w.prompts : (number + 1) * w.prompts]]
+        batch = tokenized(tokenizer, prompts, return_tensors="pt", padding=True).to(probe.device)
         probe.steps.append(Step())
         with probe.stage("generate"):
             ids = model.generate(
