@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -76,18 +77,16 @@ def _may_change_user() -> bool:
 @functools.cache
 def _namespaces(path: str, site_packages: bool) -> tuple[Level | None, str]:
     """Returns (the level or None, the reason why it does not work here)."""
-    bwrap = _which("bwrap", path)
-    if bwrap is None:
+    found = shutil.which("bwrap", path=path)
+    if found is None:
         return None, "bubblewrap is not on PATH (on Debian and Ubuntu: apt install bubblewrap)"
-    problem = ""
+    bwrap, problem = os.path.abspath(found), ""
     for becomes in ("inside", "outside") if os.geteuid() == 0 else (None,):
         if becomes is not None and process.spare_uid() is None:
             continue
         for left_out in _LEFT_OUT:
             if becomes == "inside" and "nested" in left_out:
                 continue  # has no user namespace
-            if call_filter() is None and "calls" not in left_out:
-                continue
             level = _bubblewrapped(bwrap, becomes, left_out, site_packages)
             try:
                 _try(level)
@@ -100,13 +99,6 @@ def _namespaces(path: str, site_packages: bool) -> tuple[Level | None, str]:
 
 @functools.cache
 def _limits(site_packages: bool) -> Level:
-    try:
-        return _limits_with(site_packages, call_filter() is not None)
-    except SandboxError:  # the kernel lacks filters
-        return _limits_with(site_packages, False)
-
-
-def _limits_with(site_packages: bool, filters_calls: bool) -> Level:
     becomes = "inside" if _may_change_user() else None
     off = [
         Guard(name, False, 'guards is "limits"')
@@ -117,12 +109,11 @@ def _limits_with(site_packages: bool, filters_calls: bool) -> Level:
         (
             *_BASIC,
             _user_guard(becomes, "this process is not root"),
-            _calls_guard(filters_calls),
+            _calls_guard(),
             *off,
         ),
         becomes=becomes,
         sys_path=_site_folders() if site_packages else (),
-        filters_calls=filters_calls,
     )
     _try(level)
     return level
@@ -139,8 +130,9 @@ def _user_guard(becomes: str | None, otherwise: str, on: bool = False) -> Guard:
     return Guard(name, on, otherwise)
 
 
-def _calls_guard(is_on: bool) -> Guard:
-    why = "keyrings, namespaces, other processes" if is_on else "the kernel takes no filter here"
+def _calls_guard() -> Guard:
+    is_on = call_filter() is not None
+    why = "keyrings, namespaces, other processes" if is_on else "unknown on this kind of machine"
     return Guard("system calls", is_on, why)
 
 
@@ -153,8 +145,7 @@ _BASIC = (
 
 # Features that a kernel, a container or an older bubblewrap may lack; fewest omissions first.
 _LEFT_OUT = tuple(
-    (*calls, *option, *nested)
-    for calls in ((), ("calls",))
+    (*option, *nested)
     for option in ((), ("proc",), ("size",), ("size", "proc"))
     for nested in ((), ("nested",))
 )
@@ -198,7 +189,7 @@ def _bubblewrapped(
         size = [] if "size" in left_out else ["--size", "SIZE"]
         command += [*size, "--tmpfs", folder]
     command += ["--remount-ro", "/dev", "--remount-ro", "/"]
-    if "calls" not in left_out:
+    if call_filter() is not None:
         command += ["--seccomp", "CALL_FILTER"]
     guards = [
         *_BASIC,
@@ -206,7 +197,7 @@ def _bubblewrapped(
         Guard("own files", True, "read-only, the system's and Python's; its own in memory"),
         Guard("no network", True, "a namespace without one"),
         Guard("own processes", True, "a namespace of their own"),
-        _calls_guard("calls" not in left_out),
+        _calls_guard(),
     ]
     if "size" in left_out:
         guards.append(Guard("hard limit on files", False, "this bubblewrap does not know --size"))
@@ -215,8 +206,7 @@ def _bubblewrapped(
             Guard("limit on the memory of all processes", False, "/proc cannot be mounted here")
         )
     visible = tuple(moved.get(path, path) for path in sys_path)
-    filters_calls = "calls" not in left_out
-    return Level("namespaces", tuple(guards), tuple(command), becomes, visible, filters_calls)
+    return Level("namespaces", tuple(guards), tuple(command), becomes, visible)
 
 
 def _is_hidden(path: str) -> bool:
@@ -241,14 +231,6 @@ def _try(level: Level) -> None:
         raise SandboxError(
             f"a first program ended with {finished.reason}: {finished.stderr[-300:]}"
         )
-
-
-def _which(name: str, path: str) -> str | None:
-    for folder in path.split(os.pathsep):
-        file = os.path.join(folder, name)
-        if os.path.isfile(file) and os.access(file, os.X_OK):
-            return os.path.abspath(file)
-    return None
 
 
 def _site_folders() -> tuple[str, ...]:

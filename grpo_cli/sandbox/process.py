@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from grpo_cli.sandbox import judge, messages, runner
@@ -77,6 +77,8 @@ class Finished:
     test_passed: bool = False  # whether the run's test, if any, ran to its end
 
 
+LOST = Finished("lost", 0, "", "", 0.0, "")
+
 # Code of setup and snippet, argument of `check`, names of the tests to call, the program's names,
 # and packages that the tests import.
 Test = tuple[list[Any], str | None, list[str], list[str], list[str]]
@@ -100,7 +102,6 @@ class Level:
     command: tuple[str, ...] = ()  # words before the interpreter
     becomes: str | None = None  # where it changes its user: "inside", "outside"; None: nowhere
     sys_path: tuple[str, ...] = ()  # added to the interpreter's own
-    filters_calls: bool = True  # whether some system calls are refused, see system_calls.py
 
     @property
     def has_own_pids(self) -> bool:
@@ -173,7 +174,7 @@ class Sandbox:
             "uid": self.uid if level.becomes == "inside" else None,
             "has_own_uid": self.uid not in (None, NOBODY),
             "has_own_pids": level.has_own_pids,
-            "call_filter": None if level.has_own_pids or not level.filters_calls else call_filter(),
+            "call_filter": None if level.has_own_pids else call_filter(),
             "on_disk": self.folder.path if self.folder else None,
             "in_memory": [] if self.folder else list(IN_MEMORY),
             "sys_path": list(level.sys_path),
@@ -255,7 +256,7 @@ class Sandbox:
     def __enter__(self) -> Self:
         try:
             message = self._receive(START_SECONDS)
-            problem = "" if message.status == "ready" else message.out
+            problem = "" if message.status == "ready" else message.stdout
         except (EOFError, TimeoutError) as error:
             problem = str(error)
         except BaseException:
@@ -277,26 +278,20 @@ class Sandbox:
         # A program with its runner's user may have blocked the runner, or spoiled the next run.
         is_to_blame = self.level.may_reach_its_runner
         try:
-            message = self._receive(self.limits.seconds + GRACE_SECONDS)
+            finished = self._receive(self.limits.seconds + GRACE_SECONDS)
         except EOFError:  # ended by the program, or along with it by a kernel short of memory
-            message = _Message("lost")
+            finished = LOST
         except TimeoutError as error:
             if not is_to_blame:
                 raise SandboxError(str(error)) from None
-            message = _Message("lost")
-        if message.status == "failed":  # before any program has run
-            raise SandboxError(message.out)
-        return Finished(
-            "timeout" if message.status == "cpu" else message.status,
-            message.returncode,
-            message.out,
-            message.err,
-            message.seconds,
-            _reason(message, self.limits),
-            message.passed,
-        )
+            finished = LOST
+        if finished.status == "failed":  # before any program has run
+            raise SandboxError(finished.stdout)
+        status = "timeout" if finished.status == "cpu" else finished.status
+        return replace(finished, status=status, reason=_reason(finished, self.limits))
 
-    def _receive(self, seconds: float) -> _Message:
+    def _receive(self, seconds: float) -> Finished:
+        """Returns the next report of the runner (`runner._send`), without a reason."""
         end = time.monotonic() + seconds
         while (newline := self.buffer.find(b"\n")) < 0:
             self._fill(end)
@@ -306,10 +301,10 @@ class Sandbox:
         stop = middle + int(err)
         while len(self.buffer) < stop:
             self._fill(end)
-        texts = [self.buffer[start:middle], self.buffer[middle:stop]]
+        stdout = self.buffer[start:middle].decode(errors="replace")
+        stderr = self.buffer[middle:stop].decode(errors="replace")
         del self.buffer[:stop]
-        decoded = [text.decode(errors="replace") for text in texts]
-        return _Message(status, int(returncode), took, passed == 1, *decoded)
+        return Finished(status, int(returncode), stdout, stderr, took, "", passed == 1)
 
     def _fill(self, end: float) -> None:
         if not _is_readable(self.results.fileno(), end - time.monotonic()):
@@ -346,18 +341,6 @@ class Sandbox:
             self.folder.remove()
 
 
-@dataclass(frozen=True)
-class _Message:
-    """A sandbox's report on a run, see `runner._send`."""
-
-    status: str
-    returncode: int = 0
-    seconds: float = 0.0
-    passed: bool = False
-    out: str = ""
-    err: str = ""
-
-
 def _ends(process: subprocess.Popen[bytes], seconds: float) -> bool:
     """Waits for a process; `Popen.wait` with a timeout polls in sleeps that are mostly too long."""
     handle = os.pidfd_open(process.pid)
@@ -373,16 +356,16 @@ def _is_readable(fd: int, seconds: float) -> bool:
     return bool(poll.poll(max(0.0, seconds) * 1000))
 
 
-def _reason(message: _Message, limits: Limits) -> str:
-    status, returncode = message.status, message.returncode
+def _reason(finished: Finished, limits: Limits) -> str:
+    status, returncode = finished.status, finished.returncode
     if status == "error":
-        lines = [line for line in message.err.splitlines() if line.strip()]
+        lines = [line for line in finished.stderr.splitlines() if line.strip()]
         return lines[-1].strip()[:300] if lines else f"ended with exit code {returncode}"
     if status == "killed":
         with contextlib.suppress(ValueError):
             return f"ended by {signal.Signals(-returncode).name}"
         return f"ended by signal {-returncode}"
-    if status == "timeout" and message.seconds < limits.seconds:
+    if status == "timeout" and finished.seconds < limits.seconds:
         return "no time was left for more of it"
     cpu_seconds = limits.cpu_seconds or math.ceil(limits.seconds)
     return {

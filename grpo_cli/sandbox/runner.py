@@ -108,7 +108,9 @@ def main(values: dict[str, Any]) -> None:
 def _prepare(settings: Settings) -> None:
     _go_first("self")
     if settings.uid is None or not settings.has_own_pids:
-        _protect()
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)  # adopts orphans, so that none is lost
+        _prctl(PR_SET_NO_NEW_PRIVS, 1)  # disables setuid programs such as sudo
+        _prctl(PR_SET_DUMPABLE, 0)  # hides this process's memory from processes of the same user
     if settings.call_filter is not None:
         _filter_calls(settings.call_filter)
     for folder in settings.in_memory:
@@ -122,12 +124,6 @@ def _go_first(process: int | str) -> None:
             file.write("1000")
     except OSError:
         pass  # no /proc in the sandbox, or the process has ended
-
-
-def _protect() -> None:
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # adopts orphans, so that none is lost
-    _prctl(PR_SET_NO_NEW_PRIVS, 1)  # disables setuid programs such as sudo
-    _prctl(PR_SET_DUMPABLE, 0)  # hides this process's memory from processes of the same user
 
 
 def _filter_calls(call_filter: bytes) -> None:
@@ -196,7 +192,8 @@ def _run(settings: Settings, number: int, seconds: float, folder: str) -> None:
     for fd in (given, *theirs, *questions, *answers):
         os.close(fd)
     try:
-        _raise_problem(problem)
+        if text := os.read(problem, 1000):  # closed when the child is ready to run the program
+            raise CannotStartError(text.decode(errors="replace"))
         end = time.monotonic() + seconds
         texts = {out: bytearray(), err: bytearray(), verdict: bytearray()}
         monitor = _Monitor(settings, judge, folder, texts)
@@ -222,13 +219,6 @@ def _run(settings: Settings, number: int, seconds: float, folder: str) -> None:
     _send(status, returncode, took, passed, bytes(monitor.texts[out]), why)
 
 
-def _raise_problem(fd: int) -> None:
-    """Waits until the child is ready to run the program; raises its problem, if any."""
-    problem = os.read(fd, 1000)
-    if problem:
-        raise CannotStartError(problem.decode(errors="replace"))
-
-
 def _how_it_ended(returncode: int) -> str:
     if returncode == -SIGXCPU:
         return "cpu"
@@ -238,11 +228,15 @@ def _how_it_ended(returncode: int) -> str:
 
 
 def _end(child: int) -> int:
+    _kill(child)  # a process that has ended keeps its status
+    return os.waitpid(child, 0)[1]
+
+
+def _kill(process: int) -> None:
     try:
-        os.kill(child, SIGKILL)  # a process that has ended keeps its status
+        os.kill(process, SIGKILL)
     except ProcessLookupError:
         pass
-    return os.waitpid(child, 0)[1]
 
 
 class _Monitor:
@@ -252,7 +246,6 @@ class _Monitor:
         self, settings: Settings, child: int, folder: str, texts: dict[int, bytearray]
     ) -> None:
         self.settings = settings
-        self.child = child
         self.folders = settings.in_memory or [folder]
         self.texts = texts
         self.is_over_full = False
@@ -414,17 +407,9 @@ def _children_by_search(parent: int) -> list[int]:
 
 
 def _kill_all(settings: Settings) -> None:
-    if settings.has_own_pids:
-        try:
-            os.kill(-1, SIGKILL)  # everything in the namespace but this process and the first
-        except ProcessLookupError:
-            pass
-    else:
-        for process in _descendants(os.getpid()):
-            try:
-                os.kill(process, SIGKILL)
-            except ProcessLookupError:
-                pass
+    # -1: everything in the namespace but this process and the first
+    for process in [-1] if settings.has_own_pids else _descendants(os.getpid()):
+        _kill(process)
 
 
 def _reap(settings: Settings) -> None:
