@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from grpo_cli import random_streams
-from grpo_cli.checkpoints import checkpointer, manifest, shards
+from grpo_cli.checkpoints import checkpointer, manifest
 from grpo_cli.checkpoints.checkpointer import Checkpointer, Parts
 from grpo_cli.checkpoints.paths import (
     checkpoint_path,
@@ -143,7 +143,12 @@ def test_a_checkpoint_gives_back_all_it_was_given(
     parts, path = trained(model), checkpoint_path(tmp_path, 3)
     state = {"run": {"step": 3, "best": None, "metrics": {"a": 0.5}}, "rng": torch.arange(3)}
     saver = Checkpointer(workers, print, background)
-    assert save(saver, path, parts, tokenizer, state) is None
+    heartbeat.at("generate")
+    stages: list[str] = []  # which a stall would be blamed on
+    done = lambda: stages.append(heartbeat.state().stage)  # noqa: E731
+    assert save(saver, path, parts, tokenizer, state, done=done) is None
+    assert background or stages == ["checkpoint"]
+    assert heartbeat.state().stage == "generate"
     found = checkpointer.load_state(path)
     assert found["run"] == state["run"]
     assert torch.equal(found["rng"], torch.arange(3))
@@ -222,26 +227,6 @@ def test_a_wait_for_a_save_is_no_stall_while_it_gets_on(
     assert heartbeat.state().stage == "generate"
 
 
-def test_training_waits_for_a_checkpoint_that_is_not_in_the_background(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, workers: Workers
-) -> None:
-    stages: list[str] = []
-    saver = Checkpointer(workers, print, background=False)
-    heartbeat.at("generate")
-    saver.save(
-        checkpoint_path(tmp_path, 1),
-        trained(model),
-        {},
-        "",
-        tokenizer,
-        with_model=False,
-        done=lambda: stages.append(heartbeat.state().stage),
-    )
-    assert stages == ["checkpoint"], "what a stall would be blamed on"
-    assert steps_saved(tmp_path) == [1]
-    assert heartbeat.state().stage == "generate"
-
-
 def test_what_a_save_under_way_takes_yet(
     tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, workers: Workers
 ) -> None:
@@ -308,21 +293,14 @@ def test_a_checkpoint_that_is_not_plain_keeps_what_an_export_needs(
 ) -> None:
     path = checkpoint_path(tmp_path, 3)
     assert save(saver, path, trained(model), tokenizer) is None
-    assert not is_model(path)
     assert [p.name for p in path.iterdir()] == ["training"]
     names = {p.name for p in (path / "training" / "model").iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json"} <= names
 
 
-@pytest.mark.parametrize("background", [True, False])
 def test_every_kind_of_tensor_comes_back(
-    tmp_path: Path,
-    model: PreTrainedModel,
-    tokenizer: Tokenizer,
-    workers: Workers,
-    background: bool,
+    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, saver: Checkpointer
 ) -> None:
-    saver = Checkpointer(workers, print, background)
     model.scale = nn.Parameter(torch.tensor(2.5))
     model.narrow = nn.Parameter(torch.randn(3, 5).to(torch.bfloat16))
     model.turned = nn.Parameter(torch.randn(4, 6).T)
@@ -371,23 +349,11 @@ def test_moments_that_were_not_saved_are_gone_after_a_load(
     start = whole(parts)
     assert save(saver, path, parts, tokenizer) is None
     moved = trained(copy.deepcopy(model))
-    assert moved.optimizer.state
+    p = moved.model.get_input_embeddings().weight
+    moved.optimizer.state[p]["max_exp_avg_sq"] = torch.zeros_like(p)  # of another setting
     checkpointer.load(path, moved)
     assert not moved.optimizer.state
     assert same(whole(moved), start)
-
-
-def test_moments_of_before_are_replaced(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, saver: Checkpointer
-) -> None:
-    path, parts = checkpoint_path(tmp_path, 0), trained(model)
-    expected = whole(parts)
-    assert save(saver, path, parts, tokenizer) is None
-    p = model.get_input_embeddings().weight
-    parts.optimizer.step()
-    parts.optimizer.state[p]["max_exp_avg_sq"] = torch.zeros_like(p)  # of another setting
-    checkpointer.load(path, parts)
-    assert same(whole(parts), expected)
 
 
 def test_a_reference_is_kept_where_it_has_moved(
@@ -519,16 +485,6 @@ def test_a_save_that_fails_leaves_the_old_ones_and_the_run_goes_on(
     assert lines == []
 
 
-def test_a_folder_that_is_gone_fails_a_save(
-    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, saver: Checkpointer
-) -> None:
-    (tmp_path / "checkpoints").write_text("a file where a folder should be")
-    error = save(saver, checkpoint_path(tmp_path, 1), trained(model), tokenizer)
-    assert error is not None
-    assert error.startswith("checkpoint step-1 could not be written: ")
-    assert str(tmp_path / "checkpoints") in error
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     with disks.small(tmp_path / "disk", "2m") as folder:
@@ -563,23 +519,6 @@ def test_a_full_disk_fails_one_save(
     assert save(saver, checkpoint_path(small_disk, 2), parts, tokenizer, plain=True) is None
 
 
-def test_nothing_is_written_to_a_disk_that_is_too_small(
-    small_disk: Path,
-    model: PreTrainedModel,
-    tokenizer: Tokenizer,
-    saver: Checkpointer,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    begun: list[Any] = []
-    monkeypatch.setattr(shards, "write", lambda *args: begun.append(args))
-    (small_disk / "other").write_bytes(bytes(1_900_000))
-    error = save(saver, checkpoint_path(small_disk, 2), trained(model), tokenizer)
-    assert error is not None
-    assert "No space left on device" in error
-    assert begun == []
-    assert not list((small_disk / "checkpoints").iterdir())
-
-
 def test_what_killed_saves_have_left_makes_room_for_the_next(
     tmp_path: Path,
     model: PreTrainedModel,
@@ -600,8 +539,6 @@ def test_what_killed_saves_have_left_makes_room_for_the_next(
     [
         (3.5, 2, None, None, [3, 4], []),  # a disk with room for one more
         (2.5, 2, None, None, [3, 4], [(3, 1), (4, 2)]),
-        (3.5, 2, 1, None, [1, 3, 4], [(4, 2)]),
-        (1.5, 2, None, None, [1], []),  # the only one stays
         (1.5, 1, None, None, [1], []),
         (2.5, 2, None, 2, [1, 2], []),  # the only complete one stays
         (2.5, 1, 1, None, [1, 2], []),  # the best one and the newest stay
@@ -712,17 +649,11 @@ SHARD = "training/shards/__0_0.distcp"
 @pytest.mark.parametrize(
     ("damage", "name", "said"),
     [
-        (Path.unlink, SHARD, f"{SHARD}: missing"),
         (cut, SHARD, f"{SHARD}: "),
-        (lambda file: os.truncate(file, 0), SHARD, f"{SHARD}: 0 bytes, "),
-        (flip, SHARD, f"{SHARD}: holds other bytes than were written"),
         (flip, "training/shards/.metadata", ".metadata: holds other bytes"),
         (flip, "model.safetensors", "model.safetensors: holds other bytes"),
-        (flip, "training/state.pt", "state.pt: holds other bytes"),
         (Path.unlink, "training/state.pt", "state.pt: missing"),
-        (Path.unlink, "config.json", "config.json: missing"),
         (Path.unlink, "training/manifest.json", "manifest.json: missing"),
-        (cut, "training/manifest.json", "manifest.json: cannot be read"),
     ],
 )
 def test_a_damaged_checkpoint_is_skipped(
@@ -744,18 +675,6 @@ def test_a_damaged_checkpoint_is_skipped(
     assert two[0].is_dir(), "left for its owner to look at"
     damage(two[1] / name)
     assert checkpointer.choose(two, workers, lines.append) is None
-
-
-def test_a_checkpoint_that_was_renamed_is_whole_and_loads(
-    two: list[Path], model: PreTrainedModel, workers: Workers
-) -> None:
-    moved = two[0].rename(two[0].parent.parent / "my-best")
-    (moved / "notes.txt").write_text("what else lies there does not matter")
-    assert checkpointer.choose([moved], workers, print) == moved
-    other = fresh(model)
-    checkpointer.load(moved, other)
-    assert same(whole(other), whole(trained(copy.deepcopy(model), 0))) is False
-    assert len(other.optimizer.state) == len(list(model.parameters()))
 
 
 def test_an_index_that_would_run_code_is_refused(two: list[Path], tmp_path: Path) -> None:
@@ -832,21 +751,12 @@ def test_steps_are_sorted_as_numbers(tmp_path: Path) -> None:
     assert steps_saved(tmp_path) == [3, 20, 100]
 
 
-@pytest.mark.parametrize("names", [[], ["config.json"], ["model.safetensors"]], ids=str)
-def test_what_is_no_model_folder(tmp_path: Path, names: list[str]) -> None:
-    for name in names:
-        (tmp_path / name).touch()
-    assert not is_model(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("keep_last", "best", "kept"),
     [
         (2, None, [30, 100]),
-        (1, None, [100]),
         (1, 20, [20, 100]),
         (2, 30, [30, 100]),
-        (2, 7, [30, 100]),
         (9, None, [3, 20, 30, 100]),
     ],
 )
