@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from grpo_cli.checkpoints import checkpointer, paths
+from grpo_cli.checkpoints import paths
 from grpo_cli.checkpoints.lock import JOB, NAME, Lock, is_restart, note_torchruns, torchrun
 from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError
@@ -105,13 +105,6 @@ def test_a_released_lock_is_free(tmp_path: Path) -> None:
     second.release()
 
 
-def test_whoever_has_not_said_its_name_yet_holds_it_too(tmp_path: Path) -> None:
-    with (tmp_path / NAME).open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match=r"another run writes to it \(another process\)"):
-            Lock(tmp_path)
-
-
 def test_a_file_system_without_locks_is_no_reason_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,22 +139,6 @@ def test_a_folder_that_is_renamed_or_removed_is_noticed(
     with pytest.raises(TrainingError, match=rf"^output_dir = {tmp_path}/run: was renamed or rem"):
         lock.check_folder()
     lock.release()
-
-
-def test_a_folder_that_cannot_be_looked_at_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock = Lock(tmp_path / "run")
-    for number in (errno.ESTALE, errno.ENOTDIR, errno.EACCES):
-        with monkeypatch.context() as patched:
-            patched.setattr(Path, "stat", lambda path, n=number: refuse(n, path))
-            with pytest.raises(TrainingError, match="was renamed or removed"):
-                lock.check_folder()
-    lock.release()
-
-
-def refuse(number: int, path: Path) -> None:
-    raise OSError(number, os.strerror(number), str(path))
 
 
 def test_a_run_ends_when_its_folder_is_gone(tmp_path: Path) -> None:
@@ -199,20 +176,6 @@ def test_a_run_that_cannot_be_built_lets_go_of_its_folder(tmp_path: Path) -> Non
     prepared.scorer.executor.close()
     Lock(prepared.folder).release()
     assert error.value.__traceback__ is not None, "which has held on to it so far"
-
-
-def test_checkpoints_are_listed_once_the_folder_is_locked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another run was still writing while the recipe was checked, and has ended since."""
-    prepared = prepare.for_training(recipe(tmp_path, resume="auto"))
-    paths.checkpoint_path(prepared.folder, 40).mkdir(parents=True)
-    offered: list[list[Path]] = []
-    monkeypatch.setattr(checkpointer, "choose", lambda paths, *_: offered.append(paths))
-    with pytest.raises(UserError, match="step-40 is whole"):
-        build.build(prepared, ["grpo", "train"])
-    assert offered == [[paths.checkpoint_path(prepared.folder, 40)]]
-    prepared.scorer.executor.close()
 
 
 def test_a_folder_that_another_run_has_filled_is_not_taken(tmp_path: Path) -> None:
