@@ -140,7 +140,7 @@ def is_alive(who: dict[str, Any]) -> bool:
     try:
         process = psutil.Process(who["pid"])
         is_same = abs(process.create_time() - who["started"]) < 2  # seconds; the clock may be set
-        return is_same and process.status() != psutil.STATUS_ZOMBIE
+        return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
     except psutil.AccessDenied:
