@@ -74,7 +74,7 @@ def save(saver: Checkpointer, path: Path, parts: Parts, **settings: Any) -> None
 def two_processes(folder: Path, workers: Workers) -> None:
     """Saves with each of two strategies what the other then loads, and fails on one process."""
     lines: list[str] = []
-    saver = Checkpointer(workers, lines.append, background=True)
+    saver = Checkpointer(workers, lines.append)
     replicated = make_parts(make_model(0), "ddp", 2)
     train(replicated, 2)
     expected = whole(replicated)
@@ -130,7 +130,7 @@ def two_processes(folder: Path, workers: Workers) -> None:
 def three_processes(folder: Path, workers: Workers) -> None:
     """Loads what two have saved, with more processes than some tensors have rows, and saves it."""
     expected = torch.load(folder / "expected.pt", weights_only=True)
-    saver = Checkpointer(workers, print, background=True)
+    saver = Checkpointer(workers, print)
     for name in ("ddp", "fsdp2-False"):
         parts = make_parts(make_model(3), "fsdp2", 3)
         checkpointer.load(folder / name, parts)

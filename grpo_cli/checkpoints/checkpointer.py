@@ -107,16 +107,13 @@ class _Job:
 class Checkpointer:
     """Writes a run's checkpoints, one at a time. Its methods are collective."""
 
-    def __init__(
-        self, workers: Workers, say: Callable[[str], None], background: bool = True
-    ) -> None:
+    def __init__(self, workers: Workers, say: Callable[[str], None]) -> None:
         """Creates a process group for saving, so that its collectives never mix with training's.
 
         Args:
             say: prints a line for the user; also called from the writing thread.
-            background: whether training continues while a checkpoint is written.
         """
-        self.workers, self.say, self.background = workers, say, background
+        self.workers, self.say = workers, say
         self.error: str | None = None  # error of the newest checkpoint
         self.best: int | None = None  # newest best step that has a checkpoint
         self.staging = shards.Staging()
@@ -172,8 +169,6 @@ class Checkpointer:
             target=self.write, args=(job,), name="checkpoint", daemon=True
         )
         self.thread.start()
-        if not self.background:
-            self.wait()
 
     def wait(self, seconds: float | None = None) -> str | None:
         """Waits for the checkpoint being written, at most `seconds`.
@@ -211,7 +206,7 @@ class Checkpointer:
         """Copies the checkpoint's contents, so that training can continue."""
         tensors = parts.tensors()
         pieces = shards.pieces_of(tensors, self.workers.rank, self.workers.size)
-        job.pieces = self.staging.copy(pieces) if self.background else pieces
+        job.pieces = self.staging.copy(pieces)
         if not self.workers.is_main:
             return
         if job.with_model:

@@ -125,7 +125,7 @@ def restore(folder: Path, path: Path, device: str | None, trust: bool = True) ->
         scorer=Scorer({}, [], ""),
         evaluator=None,
         reporter=reporter,
-        checkpointer=Checkpointer(workers, reporter.say, background=False),
+        checkpointer=Checkpointer(workers, reporter.say),
         pusher=Pusher(Recipe(), reporter.say, main=False),
         router_coef=router_coef,
         vision=vision,

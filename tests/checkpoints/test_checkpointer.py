@@ -70,7 +70,7 @@ def lines() -> list[str]:
 
 @pytest.fixture
 def saver(workers: Workers, lines: list[str]) -> Checkpointer:
-    return Checkpointer(workers, lines.append, background=True)
+    return Checkpointer(workers, lines.append)
 
 
 def trained(model: PreTrainedModel, steps: int = 2) -> Parts:
@@ -132,23 +132,12 @@ def empty(folder: Path, *steps: int) -> None:
         checkpoint_path(folder, step).mkdir(parents=True)
 
 
-@pytest.mark.parametrize("background", [True, False])
 def test_a_checkpoint_gives_back_all_it_was_given(
-    tmp_path: Path,
-    model: PreTrainedModel,
-    tokenizer: Tokenizer,
-    workers: Workers,
-    background: bool,
+    tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, saver: Checkpointer
 ) -> None:
     parts, path = trained(model), checkpoint_path(tmp_path, 3)
     state = {"run": {"step": 3, "best": None, "metrics": {"a": 0.5}}, "rng": torch.arange(3)}
-    saver = Checkpointer(workers, print, background)
-    heartbeat.at("generate")
-    stages: list[str] = []  # which a stall would be blamed on
-    done = lambda: stages.append(heartbeat.state().stage)  # noqa: E731
-    assert save(saver, path, parts, tokenizer, state, done=done) is None
-    assert background or stages == ["checkpoint"]
-    assert heartbeat.state().stage == "generate"
+    assert save(saver, path, parts, tokenizer, state) is None
     found = checkpointer.load_state(path)
     assert found["run"] == state["run"]
     assert torch.equal(found["rng"], torch.arange(3))
@@ -172,7 +161,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 ) -> None:
     parts, path = trained(model), checkpoint_path(tmp_path, 1)
     state, expected = {"list": [1]}, whole(parts)
-    saver = Late(workers, print, True)
+    saver = Late(workers, print)
     saver.save(path, parts, state, "", tokenizer, with_model=True)
     with torch.no_grad():
         for tensor in parts.tensors().values():
@@ -230,7 +219,7 @@ def test_a_wait_for_a_save_is_no_stall_while_it_gets_on(
 def test_what_a_save_under_way_takes_yet(
     tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, workers: Workers
 ) -> None:
-    saver = Late(workers, print, True)
+    saver = Late(workers, print)
     assert saver.seconds_left(100.0) == 0
     saver.save(checkpoint_path(tmp_path, 1), trained(model), {}, "", tokenizer, with_model=False)
     assert checkpointer.is_being_written()
@@ -264,7 +253,7 @@ def test_reading_a_checkpoint_is_no_stall(
 def test_a_save_waits_for_the_one_before(
     tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, workers: Workers
 ) -> None:
-    saver = Late(workers, print, True)
+    saver = Late(workers, print)
     threading.Timer(0.2, saver.go.set).start()
     for step in (1, 2):
         path = checkpoint_path(tmp_path, step)
@@ -527,7 +516,7 @@ def test_what_killed_saves_have_left_makes_room_for_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else a disk that they have filled would fail every save, and no save would remove them."""
-    saver, torn = Checkpointer(workers, print, True), tmp_path / "checkpoints" / "step-5.tmp"
+    saver, torn = Checkpointer(workers, print), tmp_path / "checkpoints" / "step-5.tmp"
     (torn / "training").mkdir(parents=True)
     monkeypatch.setattr(manifest, "free_bytes", lambda folder: 0 if torn.exists() else 1e9)
     assert save(saver, checkpoint_path(tmp_path, 6), trained(model), tokenizer) is None
@@ -613,7 +602,7 @@ def test_a_process_killed_while_it_writes_leaves_the_checkpoints_before(
 
 def save_on(folder: str) -> None:
     """Saves one checkpoint after the other, until it is killed."""
-    saver = Checkpointer(Workers("cpu"), print, True)
+    saver = Checkpointer(Workers("cpu"), print)
     parts = trained(checkpointing.make_model(0))
     for step in range(10_000):
         save(saver, checkpoint_path(Path(folder), step), parts, checkpointing.TOKENIZER)
@@ -805,7 +794,7 @@ def test_prune_never_removes_the_one_just_written(tmp_path: Path) -> None:
 def test_prune_removes_torn_folders_but_not_the_one_being_written(
     tmp_path: Path, model: PreTrainedModel, tokenizer: Tokenizer, workers: Workers
 ) -> None:
-    saver = Late(workers, print, True)
+    saver = Late(workers, print)
     path = checkpoint_path(tmp_path, 7)
     saver.save(path, trained(model), {}, "", tokenizer, with_model=False)
     for name in ("step-7.tmp", "step-5.tmp", "interrupted.tmp"):

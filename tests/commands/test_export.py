@@ -54,10 +54,10 @@ def saved(
     folder: Path, model: PreTrainedModel, tokenizer: Tokenizer, step: int = 7, plain: bool = False
 ) -> Path:
     path = checkpoint_path(folder, step)
-    saver = Checkpointer(Workers("cpu"), print, background=False)
+    saver = Checkpointer(Workers("cpu"), print)
     parts = Parts(model, torch.optim.AdamW(model.parameters()))
     saver.save(path, parts, {}, "steps: 1\n", tokenizer, with_model=plain, card="# A card\n")
-    assert saver.error is None
+    assert saver.wait() is None
     return path
 
 

@@ -89,7 +89,7 @@ def test_a_resumed_optimizer_goes_on_with_the_same_bits(
     start = copy.deepcopy(wide.state_dict())
     for _ in range(2):
         step(parts)
-    saver = Checkpointer(Workers("cpu"), print, background=False)
+    saver = Checkpointer(Workers("cpu"), print)
     path = checkpoint_path(tmp_path, 2)
     saver.save(path, parts, {}, "steps: 3\n", tokenizer, with_model=False)
     assert saver.wait() is None
