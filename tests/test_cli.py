@@ -120,6 +120,10 @@ MISTAKES = {
         ["dataset.train=rows.jsonl", "reward.exact_match.datasets=[nope]"],
         ["reward.exact_match.datasets: is only read with dataset.mixture"],
     ),
+    "argument of one loss": (
+        ["dataset.train=rows.jsonl", "loss.ratio_cap=3"],
+        ["loss.ratio_cap: there is no such key. It is called loss.args.ratio_cap here."],
+    ),
     "TRL's generation_kwargs": (
         ["dataset.train=rows.jsonl", "generation_kwargs.presence_penalty=1"],
         ["generation_kwargs: there is no such key. It is called generation.presence_penalty"],

@@ -31,7 +31,7 @@ from grpo_cli.algorithm.losses import (
     vespo_weight,
 )
 from grpo_cli.algorithm.normalization import WEIGHTS
-from grpo_cli.algorithm.variants import parameters
+from grpo_cli.algorithm.variants import own_arguments, parameters
 from grpo_cli.config.schema import Loss
 from tests import reference_losses as reference
 from tests.programs import ROOT
@@ -354,7 +354,8 @@ def test_every_ratio_level_exists(level: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICY)
 def test_what_a_loss_reads_are_knobs(policy: str) -> None:
-    assert set(parameters(POLICY[policy])[1]) <= set(FIELDS)
+    known = {*FIELDS, *own_arguments(POLICY[policy], Loss())}
+    assert set(parameters(POLICY[policy])[1]) <= known
 
 
 def test_a_ratio_level_is_chosen_only_for_losses_of_the_ratio() -> None:

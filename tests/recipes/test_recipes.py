@@ -175,10 +175,6 @@ def test_the_papers_settings(composed: Composed) -> None:
         (["loss=sapo", "++loss.epsilon=0.2"], "loss.epsilon = 0.2: is only read with"),
         (["loss=sapo", "loss.epsilon_high=null"], "loss.epsilon_high = null: is only read with"),
         (["loss.policy=sapo"], "loss.epsilon_high = 0.28: is only read with loss.policy"),
-        (
-            ["advantage.k=3"],
-            "advantage.k: there is no such key. It is called advantage.args.k here.",
-        ),
         (["eval.top_p=1"], "eval.top_p = 1: is only read when eval.temperature is above 0."),
         (["recipe=gsm8k_qwen", "dataset.chat=false"], "dataset.system = Please"),
     ],
