@@ -34,7 +34,7 @@ the loss or the norm of the gradient differ.
 COMPARED = ("loss", "grad_norm", "policy_loss", "kl", "entropy", "aux_loss")
 DECISIVE = COMPARED[:2]
 NOT_READ = (  # sections of the recipe, since the rollouts are stored with their rewards
-    "defaults", "dataset", "reward", "benchmark", "scoring", "eval", "stop", "alarms", "checkpoint",
+    "defaults", "dataset", "reward", "benchmark", "scoring", "eval", "stop", "checkpoint",
     "log", "tracking", "callbacks", "hub",
 )  # fmt: skip
 

@@ -21,7 +21,7 @@ from grpo_cli.errors import UserError, listed
 
 # Sections that only training reads.
 OF_TRAINING = (
-    "loss", "advantage", "optimizer", "update", "stop", "alarms", "checkpoint", "log", "tracking",
+    "loss", "advantage", "optimizer", "update", "stop", "checkpoint", "log", "tracking",
     "hub",
 )  # fmt: skip
 OF_TRAINING_IN_EVAL = ("every", "at_start", "at_end", "best", "patience")
