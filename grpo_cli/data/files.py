@@ -6,20 +6,24 @@ strings into dates and adds the keys of other rows' objects.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import glob
 import gzip
 import json
+import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
+from typing import Any
 
 from grpo_cli.config.sources import FORMATS, file_format, is_pattern
 from grpo_cli.errors import UserError, listed, nearest
 
 # Skips the byte order mark that Excel and Windows write.
 ENCODING = "utf-8-sig"
+NESTED, TEXT, SCALAR = "a list or an object", "text", "a number or a boolean"
 
 
 class Table(Sequence[dict[str, Any]]):
@@ -216,26 +220,24 @@ def load_files(paths: Sequence[Path], key: str, source: Path) -> Any:
     columns = {path: dict.fromkeys(n for row in rows for n in row) for path, rows in tables.items()}
     if not any(columns.values()):
         raise UserError(f"{key} = {source}: the data set is empty.")
-    (first, names), *others = columns.items()
-    for path, found in others:
-        if set(found) != set(names):
-            raise UserError(
-                f"{key} = {source}: the files have different columns: {first.name} has "
-                f"{listed(names)}; {path.name} has {listed(found)}."
-            )
-    rows = [row for of_file in tables.values() for row in of_file]
-    for name in names:
-        _keep_text(name, rows)
-    return Table(rows, list(names))
+    _check_columns({path: list(names) for path, names in columns.items()}, key, source)
+    names = list(columns[paths[0]])
+    if kind == "json":
+        for name in names:
+            _keep_text(name, tables, key, source)
+    return Table([row for rows in tables.values() for row in rows], names)
 
 
 def _parquet_table(paths: Sequence[Path], key: str, source: Path) -> Any:
     import datasets
 
+    if len(paths) > 1:
+        _check_parquet(paths, key, source)
     datasets.disable_progress_bars()
     try:
-        names = [glob.escape(str(path)) for path in paths]
-        return datasets.load_dataset("parquet", data_files=names, split="train")
+        with _without_loader_errors():
+            names = [glob.escape(str(path)) for path in paths]
+            return datasets.load_dataset("parquet", data_files=names, split="train")
     except Exception as error:  # pyarrow's and datasets' errors have no common base
         cause = reason(error.__cause__ or error)
         if "corresponds to no data" in cause:
@@ -259,70 +261,183 @@ def _kind_of(paths: Sequence[Path], key: str, source: Path) -> str:
     return str(next(iter(kinds)))
 
 
+def _check_columns(columns: Mapping[Path, Sequence[str]], key: str, source: Path) -> None:
+    (first, expected), *others = columns.items()
+    for path, found in others:
+        if set(found) != set(expected):
+            raise UserError(
+                f"{key} = {source}: the files have different columns: {first.name} has "
+                f"{listed(expected)}; {path.name} has {listed(found)}."
+            )
+
+
+def _check_parquet(paths: Sequence[Path], key: str, source: Path) -> None:
+    """Refuses files whose column types differ: `datasets` would cast the text "007" to 7."""
+    import datasets
+    from pyarrow import parquet
+
+    features: dict[Path, Any] = {}
+    for path in paths:
+        try:
+            features[path] = datasets.Features.from_arrow_schema(parquet.read_schema(path))
+        except Exception as error:  # pyarrow's errors have no common base
+            raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
+    _check_columns({path: list(found) for path, found in features.items()}, key, source)
+    first = paths[0]
+    for path, found in features.items():
+        for name, feature in found.items():
+            both = (features[first][name], feature)
+            types = [str(getattr(f, "dtype", f)).replace("large_", "") for f in both]
+            if types[0] != types[1]:
+                raise UserError(
+                    f"{key} = {source}: the column {name!r} is {types[0]} in {first.name} and "
+                    f"{types[1]} in {path.name}; it has to be one of them."
+                )
+
+
 def reason(error: BaseException) -> str:
     """Describes why a file cannot be read, even if the error has no message."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, MemoryError):
         return "it does not fit into memory"
-    if isinstance(error, UnicodeDecodeError):
-        return f"it is not UTF-8 text ({error.reason})"
     return str(error).split("\n")[0] or type(error).__name__
 
 
-def _keep_text(name: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Converts a column's numbers and booleans to JSON text if other rows of it hold text."""
-    if any(isinstance(row.get(name), str) for row in rows):
-        for row in rows:
-            if isinstance(row.get(name), bool | int | float):
-                row[name] = json.dumps(row[name])
+@contextlib.contextmanager
+def _without_loader_errors() -> Iterator[None]:
+    """Suppresses the log of an error that the loaders of `datasets` also raise."""
+    logger = logging.getLogger("datasets.packaged_modules")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _keep_text(
+    name: str, tables: Mapping[Path, Sequence[dict[str, Any]]], key: str, source: Path
+) -> None:
+    """Converts a column's numbers and booleans to JSON text if its other rows hold text.
+
+    Raises:
+        UserError: its other rows hold lists or objects.
+    """
+    places: dict[str, str] = {}  # first row of each kind of value
+    for path, rows in tables.items():
+        for number, row in enumerate(rows):
+            if (cell := row.get(name)) is not None:
+                is_text, is_nested = isinstance(cell, str), isinstance(cell, list | dict)
+                kind = TEXT if is_text else NESTED if is_nested else SCALAR
+                of_file = f" of {path.name}" if len(tables) > 1 else ""
+                places.setdefault(kind, f"row {number}{of_file}")
+    if TEXT not in places or len(places) == 1:
+        return
+    if NESTED in places:
+        raise UserError(
+            f"{key} = {source}: the column {name!r} has text in {places[TEXT]} and {NESTED} in "
+            f"{places[NESTED]}; it has to be one of them."
+        )
+    for row in (row for rows in tables.values() for row in rows):
+        if not isinstance(row.get(name), str | None):
+            row[name] = json.dumps(row[name])
 
 
 def json_rows(path: Path, key: str) -> Iterator[dict[str, Any]]:
     """Yields the rows of a JSON file: an array, or one object per line."""
-    number = 0
-    with _opened(path) as file:
+    opener = gzip.open if path.suffix == ".gz" else open
+    number, start = 0, ""
+    with opener(path, "rt", encoding=ENCODING) as file:
         try:
-            is_array = file.read(1) == "["
+            start = file.read(1)
             file.seek(0)
-            rows = enumerate(json.load(file)) if is_array else enumerate(file, start=1)
-            place = "row" if is_array else "line"
-            for number, row in rows:
-                if not is_array and not row.strip():
+            if not start:
+                raise UserError(f"{key} = {path}: the data set is empty.")
+            if start == "[":  # one JSON array
+                for row, values in enumerate(_parse(file.read())):
+                    if not isinstance(values, dict):
+                        raise UserError(f"{key} = {path}, row {row}: must be a JSON object.")
+                    yield values
+                return
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
                     continue
-                values = row if is_array else json.loads(row)
+                values = _parse(line)
                 if not isinstance(values, dict):
-                    raise UserError(f"{key} = {path}, {place} {number}: must be a JSON object.")
-                if is_array or "\\u" in row:
-                    json.dumps(values, ensure_ascii=False).encode()  # see UnicodeEncodeError
+                    raise UserError(f"{key} = {path}, line {number}: must be a JSON object.")
                 yield values
         except json.JSONDecodeError as error:
-            at = number or error.lineno
+            at = number if start != "[" else error.lineno
             raise UserError(f"{key} = {path}, line {at}: malformed JSON ({error.msg}).") from error
-        except UnicodeEncodeError as error:  # tokenizers refuse it
-            half = ascii(error.object[error.start])
-            raise UserError(
-                f"{key} = {path}, {place} {number}: {half} is half of a surrogate pair."
-            ) from error
-        except (OSError, EOFError, MemoryError, RecursionError, ValueError) as error:
+        except UnicodeDecodeError as error:
+            raise _no_utf_8(path, key, error) from error
+        except ValueError as error:  # raised by `_parse`
+            place = f" (line {number})" if number else ""
+            raise UserError(f"{key} = {path}: cannot be read: {reason(error)}{place}.") from error
+        except (OSError, EOFError, MemoryError, RecursionError) as error:  # cut gzip, deep nesting
             raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
-    if not number and not is_array:
-        raise UserError(f"{key} = {path}: the data set is empty.")
 
 
-def _opened(path: Path) -> IO[Any]:
+def _no_utf_8(path: Path, key: str, error: UnicodeDecodeError) -> UserError:
+    """Returns the error for a file that is not UTF-8, with the first invalid line.
+
+    Files are decoded in blocks, and the decoder's error holds only the position in a block.
+    """
+    lines = 0
     opener = gzip.open if path.suffix == ".gz" else open
-    return opener(path, "rt", encoding=ENCODING, newline="" if ".csv" in path.suffixes else None)
+    with opener(path, "rb") as file, contextlib.suppress(UnicodeDecodeError):
+        for line in file:
+            lines += 1
+            line.decode()
+    return UserError(f"{key} = {path}, line {lines}: is not UTF-8 text ({error.reason}).")
+
+
+def _parse(text: str) -> Any:
+    """Parses a JSON text.
+
+    Raises:
+        ValueError: malformed JSON, a repeated key, a number beyond float range or with more than
+            4,300 digits, or half of a surrogate pair, which tokenizers reject.
+    """
+    value = json.loads(text, object_pairs_hook=_object, parse_float=_real)
+    if "\\u" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])
+            raise ValueError(f"{half} is half of a surrogate pair") from error
+    return value
+
+
+def _real(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise ValueError(f"Number too big: {digits:.40}")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the key {twice!r} twice")
+    return found
 
 
 def csv_rows(path: Path, key: str) -> Iterator[dict[str, str]]:
     """Yields rows with cells as strings: 007 or NA may be an answer."""
     csv.field_size_limit(2**31 - 1)
+    opener = gzip.open if path.suffix == ".gz" else open
     number = -1
     try:
-        with _opened(path) as file:
+        with opener(path, "rt", encoding=ENCODING, newline="") as file:
             reader = csv.DictReader(file, strict=True)
             names = reader.fieldnames or []
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise UserError(
+                    f"{key} = {path}: the header has the column {twice[0]!r} twice; rename one."
+                )
             for number, row in enumerate(reader):
                 if None in row or None in row.values():
                     got = len(names) + len(row.get(None, ())) - [*row.values()].count(None)  # type: ignore[call-overload]
@@ -331,7 +446,9 @@ def csv_rows(path: Path, key: str) -> Iterator[dict[str, str]]:
                         f"{len(names)}."
                     )
                 yield row
-    except (OSError, EOFError, MemoryError, ValueError, csv.Error) as error:
+    except UnicodeDecodeError as error:
+        raise _no_utf_8(path, key, error) from error
+    except (OSError, EOFError, MemoryError, csv.Error) as error:
         raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
     if number < 0:
         raise UserError(f"{key} = {path}: the data set is empty.")

@@ -113,7 +113,7 @@ def test_files_that_are_no_data_set(
     assert complaint.format(folder=folder) in message(folder / pattern)
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
 def test_files_with_other_columns(tmp_path: Path, suffix: str) -> None:
     write(tmp_path / f"a.{suffix}", A)
     write(tmp_path / f"b.{suffix}", {"question": "1+1=", "solution": "2"})
@@ -125,16 +125,17 @@ def test_files_with_other_columns(tmp_path: Path, suffix: str) -> None:
 
 @table(
     "suffix, cells, expected",
-    [  # of the column in each file
+    [  # of the column in each file; a text is the message
         ("jsonl", ["007", 7], ["007", "7"]),
         ("jsonl", [7, "007"], ["7", "007"]),
         ("jsonl", [1, 0.5], [1.0, 0.5]),
         ("jsonl", [True, 3], [True, 3]),
-        ("jsonl", ["a", [1]], ["a", [1]]),
+        ("jsonl", ["a", [1]], "has text in row 0 of 0.jsonl and a list or an object in row 0 of 1"),
         ("jsonl", ["2024-05-01", "2024-05-02"], ["2024-05-01", "2024-05-02"]),
         ("jsonl", [None, "007"], [None, "007"]),
         ("csv", ["007", "NA"], ["007", "NA"]),
         ("parquet", ["007", "7"], ["007", "7"]),
+        ("parquet", [7, "007"], "is int64 in 0.parquet and string in 1.parquet"),
     ],
 )
 def test_text_stays_text_over_several_files(
@@ -143,7 +144,10 @@ def test_text_stays_text_over_several_files(
     folder = tmp_path_factory.mktemp("data")
     for number, cell in enumerate(cells):
         write(folder / f"{number}.{suffix}", {"question": "1+1=", "answer": cell})
-    assert [row["answer"] for row in load(folder)] == expected
+    if isinstance(expected, str):
+        assert expected in message(folder / f"*.{suffix}")
+    else:
+        assert [row["answer"] for row in load(folder)] == expected
 
 
 NESTED = [
@@ -178,9 +182,13 @@ def test_numbers_in_json_stay_what_they_are(tmp_path: Path) -> None:
 @table(
     "name, text, complaint",
     [
+        ("a.jsonl", '{"question": 1}\n{"a": 1, "a": 2}', "has the key 'a' twice (line 2)."),
+        ("a.jsonl", '{"question": {"x": 1, "x": 1}}', "has the key 'x' twice (line 1)."),
         ("a.json", '[{"question": 1}, 3]', "row 1: must be a JSON object."),
-        ("a.jsonl", '{"question": "\\ud800"}', "line 1: '\\ud800' is half of a surrogate pair."),
+        ("a.jsonl", '{"question": "\\ud800"}', "'\\ud800' is half of a surrogate pair (line 1)."),
         ("a.jsonl", f'{{"question": {"1" * 5000}}}', "value has 5000 digits"),
+        ("a.csv", "question,answer,answer\n1+1=,2,3\n", "the column 'answer' twice; rename one."),
+        ("a.csv", "question,,\n1+1=,,\n", "the column '' twice; rename one."),
     ],
 )  # fmt: skip
 def test_what_would_be_read_in_silence(
@@ -194,12 +202,22 @@ def test_what_would_be_read_in_silence(
     assert complaint in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.csv.gz", "a.json"])
-def test_a_file_that_is_not_utf_8(tmp_path: Path, name: str) -> None:
-    content = b'[{"question": "caf\xe9"}]' if name == "a.json" else b'{"question": "caf\xe9"}\n'
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.jsonl.gz", "a.csv.gz", "a.json"])
+def test_the_line_that_is_no_utf_8(tmp_path: Path, name: str) -> None:
+    line, begin, end, bad = b'{"question": "\xc3\xa9"}', b"", b"", b'{"question": "\xff"}'
+    if "csv" in name:
+        line, begin, bad = b"\xc3\xa9", b"question", b"\xff"
+    elif name == "a.json":
+        line, begin, end = line + b",", b"[", b"]"
+    content = b"\n".join([begin or line, *[line] * 20_000, bad, end])
     path = tmp_path / name
     path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    assert message(path).startswith(f"dataset.train = {path}: cannot be read: it is not UTF-8 text")
+    expected = f"dataset.train = {path}, line 20002: is not UTF-8 text (invalid start byte)."
+    assert message(path) == expected
+    with pytest.raises(UserError) as error:
+        for _ in open_stream(Dataset(train=str(path), prompt="{question}", streaming=True)).read(0):
+            pass
+    assert str(error.value) == expected
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])

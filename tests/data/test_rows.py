@@ -2,6 +2,7 @@ import csv
 import dataclasses
 import gzip
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,8 +149,20 @@ def test_text_beside_numbers_stays_the_text_it_is(
     assert [row["note"] for row in found] == ["a\u2028b"] + [None] * 7
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "a.csv"])
-def test_a_byte_order_mark_is_no_part_of_a_file(name: str, tmp_path: Path) -> None:
+def test_text_beside_lists_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(as_lines([{"prompt": None}, {"prompt": "a"}, {"prompt": [{"role": "user"}]}]))
+    with pytest.raises(
+        UserError, match=r"'prompt' has text in row 1 and a list or an object in row 2"
+    ):
+        files.load_file(path, "dataset.train")
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.csv", "a.csv.gz"]
+)
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["unix", "windows"])
+def test_a_byte_order_mark_is_no_part_of_a_file(name: str, end: bytes, tmp_path: Path) -> None:
     lines = [b'{"question": "1+1=", "answer": "\xe4"}', b'{"question": "2+1=", "answer": "b"}']
     if ".json." in name or name.endswith(".json"):
         lines = [b"[" + lines[0] + b",", lines[1] + b"]"]
@@ -169,7 +182,26 @@ def test_a_byte_order_mark_is_no_part_of_a_file(name: str, tmp_path: Path) -> No
     assert found[1] == found[0]
 
 
-@pytest.mark.parametrize(("line", "count"), [("1,2,3", 3), ("1", 1)], ids=["more", "fewer"])
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (b"", ": the data set is empty."),
+        (b'{"question": 1}\n{"question": }\n', ", line 2: malformed JSON (Expecting value)."),
+        (b"[{},\n{]", ", line 2: malformed JSON ("),
+        (b'{"question": "\xff"}', ", line 1: is not UTF-8 text (invalid start byte)."),
+    ],
+)
+def test_what_is_wrong_behind_a_byte_order_mark(
+    text: bytes, complaint: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(MARK + text)
+    assert message(config(path)).startswith(f"dataset.train = {path}{complaint}")
+
+
+@pytest.mark.parametrize(
+    ("line", "count"), [("1,2,3", 3), ("1", 1), ("1,2,3,4", 4)], ids=["more", "fewer", "many"]
+)
 def test_a_csv_row_of_another_width(tmp_path: Path, line: str, count: int) -> None:
     path = tmp_path / "a.csv"
     path.write_text(f"question,answer\n5,6\n{line}\n", "utf-8")
@@ -295,6 +327,62 @@ def test_malformed_files(tmp_path: Path, name: str, text: str, complaint: str) -
     found = message(config(tmp_path / name))
     assert found.startswith(f"dataset.train = {tmp_path / name}{complaint}")
     assert "\n" not in found
+
+
+def test_a_malformed_line_of_a_compressed_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"question": 1}\n{"question": }\n'))
+    assert message(config(path)) == (
+        f"dataset.train = {path}, line 2: malformed JSON (Expecting value)."
+    )
+
+
+class Listener(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [('{"a": 1e400}', "Number too big"), ('{"a": "\\ud800"}', "surrogate pair"), (None, "Parquet")],
+)
+def test_a_file_that_cannot_be_read_is_told_once(
+    tmp_path: Path, text: str | None, reason: str
+) -> None:
+    """Not by a line of the log of `datasets` as well, whose levels are as they were afterwards."""
+    path = tmp_path / ("a.jsonl" if text else "a.parquet")
+    path.write_text(text or "not parquet", "utf-8")
+    listener = Listener()
+    loggers = [logging.getLogger(n) for n in ("datasets", "datasets.packaged_modules")]
+    before = [logger.level for logger in loggers]
+    loggers[0].addHandler(listener)
+    try:
+        found = message(config(path))
+        assert found.startswith(f"dataset.train = {path}: cannot be read: ")
+        assert reason in found
+        assert listener.heard == []
+        assert [logger.level for logger in loggers] == before
+        logging.getLogger("datasets.packaged_modules.json.json").error("said")
+        assert listener.heard == ["said"]
+    finally:
+        loggers[0].removeHandler(listener)
+
+
+@pytest.mark.parametrize("rows_before", [0, 2000])
+def test_text_that_is_not_utf_8(tmp_path: Path, rows_before: int) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        b'{"question": "x"}\n' * rows_before + '{"question": "café"}\n'.encode("latin1")
+    )
+    assert message(config(path)).startswith(
+        f"dataset.train = {path}, line {rows_before + 1}: is not UTF-8 text"
+    )
 
 
 @pytest.mark.parametrize(
