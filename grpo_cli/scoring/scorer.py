@@ -21,6 +21,7 @@ from grpo_cli.distributed import heartbeat
 from grpo_cli.errors import TrainingError, UserError, listed, nearest
 from grpo_cli.rewards import traits_of
 from grpo_cli.scoring.calls import BoundReward, RewardExecutor
+from grpo_cli.scoring.guards import keeps_files_open
 from grpo_cli.scoring.pool import CallResult
 from grpo_cli.scoring.registry import Signature, TrainerState, path_of, resolve
 from grpo_cli.scoring.step_rewards import check_steps, ending_token
@@ -349,7 +350,7 @@ class ScoringSession:
 
     def _results(self, reward: BoundReward, samples: Sequence[Sample]) -> list[RewardResult]:
         if reward.timeout is None:
-            with heartbeat.calling():
+            with heartbeat.calling(), keeps_files_open(reward.name):
                 results = self._called_here(reward, samples)
         else:
             rounds = 1 + len(samples) / reward.concurrency
