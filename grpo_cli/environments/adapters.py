@@ -51,7 +51,6 @@ from grpo_cli.scoring.guards import blame, described
 NAME_COLUMN = "environment"  # the column that names the environment of a row
 NO_TOOLS = ("reset", "get_reward", "close")  # public methods of TRL's classes that are not tools
 NO_TURN_YET = "and the model has taken no turn yet"
-Manner = Literal["ours", "trl"]
 
 
 class Broken(Exception):  # noqa: N818
@@ -124,14 +123,20 @@ class Maker:
             name: key in `environment.by_name`; "" if there is only one environment.
 
         Raises:
-            UserError: the class does not exist, or is not an environment.
+            UserError: the class does not exist or is not an environment, or an argument is unknown.
         """
         functions = Functions(self.tools, self.deadlines)
         if self.spec.mcp:
             from grpo_cli.environments.mcp import McpTools
 
-            args = accepted_args(McpTools.__init__, self.spec.args, "environment.mcp")
-            return McpTools(self.spec.mcp, functions, self._shared, **args)
+            parameters = inspect.signature(McpTools.__init__).parameters.values()
+            known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+            if unknown := [n for n in self.spec.args if n not in known]:
+                raise UserError(
+                    f"environment.args.{unknown[0]}: environment.mcp has no such argument; it has "
+                    f"{listed(known)}.{nearest(unknown[0], known)}"
+                )
+            return McpTools(self.spec.mcp, functions, self._shared, **self.spec.args)
         if not self.spec.has_state:
             return Adapted(None, functions)
         return self._class(name).make(functions)
@@ -218,9 +223,19 @@ class _Class:
         return found
 
     def tools(self, cls: type) -> dict[str, Tool]:
-        """Returns the public methods of a TRL class as tools, by name."""
+        """Returns the public methods of a TRL class as tools, by name.
+
+        They are looked up on the class, since an attribute of an object may be a property with side
+        effects. Class methods and static methods are included.
+        """
         if cls not in self._tools:
-            self._tools[cls] = tools_of(cls, self.where)
+            methods = dict(
+                inspect.getmembers(cls, lambda m: inspect.isfunction(m) or inspect.ismethod(m))
+            )
+            public = [n for n in methods if not n.startswith("_") and n not in NO_TOOLS]
+            self._tools[cls] = {
+                n: make_tool(methods[n], n, f"{self.where}, method {n}") for n in public
+            }
         return self._tools[cls]
 
     def make(self, functions: Functions) -> Adapted:
@@ -243,7 +258,7 @@ class _Class:
         return TrlEnvironment(given, functions.joined(bound, self.where), self.is_chosen)
 
 
-def manner_of(cls: type, where: str) -> Manner:
+def manner_of(cls: type, where: str) -> Literal["ours", "trl"]:
     """Returns the protocol of a class.
 
     A TRL class may have a tool named `step`; its parameters distinguish it from our `step`.
@@ -281,53 +296,6 @@ def accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(given)
     return {name: given[name] for name in names_of(function) if name in given}
-
-
-def tools_of(cls: type, where: str) -> dict[str, Tool]:
-    """Returns the public methods of a TRL class as tools, by name.
-
-    They are looked up on the class, since an attribute of an object may be a property with side
-    effects. Class methods and static methods are included.
-    """
-    methods = dict(inspect.getmembers(cls, lambda m: inspect.isfunction(m) or inspect.ismethod(m)))
-    public = [n for n in methods if not n.startswith("_") and n not in NO_TOOLS]
-    return {n: make_tool(methods[n], n, f"{where}, method {n}") for n in public}
-
-
-async def with_tools(
-    functions: Functions, message: Message, step: Callable[[Message], Any]
-) -> Observation:
-    """Answers the calls of the recipe's tools, and passes the other calls of a turn to `step`."""
-    calls = calls_of(message)
-    ours = [c for c in calls if name_of(c) in functions.tools]
-    if not ours:
-        return observed(await result_of(step(message)))
-    answers = await functions.answer(ours)
-    made = Observation([m for m, _ in answers], calls=[c for _, c in answers])
-    if len(ours) == len(calls):
-        return made
-    rest = {**message, "tool_calls": [c for c in calls if c not in ours]}
-    functions.deadlines.begin()
-    own = observed(await result_of(step(rest)))
-    return replace(own, messages=[*made.messages, *own.messages], calls=[*made.calls, *own.calls])
-
-
-def accepted_args(
-    call: Callable[..., Any], args: Mapping[str, Any], where: str
-) -> Mapping[str, Any]:
-    """Checks that all arguments are keyword-only parameters of a function, and returns them.
-
-    Raises:
-        UserError: an argument is not.
-    """
-    parameters = inspect.signature(call).parameters.values()
-    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    if unknown := [name for name in args if name not in known]:
-        raise UserError(
-            f"environment.args.{unknown[0]}: {where} has no such argument; it has {listed(known)}."
-            f"{nearest(unknown[0], known)}"
-        )
-    return args
 
 
 class Adapted:
@@ -406,8 +374,21 @@ class MessageEnvironment(Adapted):
         return first if first.tools else replace(first, tools=self.schemas)
 
     async def step(self, message: Message) -> Observation:
-        """Passes a turn of the model to the environment."""
-        return await with_tools(self.functions, message, self.given.step)
+        """Answers the calls of the recipe's tools; passes other calls to the environment."""
+        calls = calls_of(message)
+        ours = [c for c in calls if name_of(c) in self.functions.tools]
+        if not ours:
+            return observed(await result_of(self.given.step(message)))
+        answers = await self.functions.answer(ours)
+        made = Observation([m for m, _ in answers], calls=[c for _, c in answers])
+        if len(ours) == len(calls):
+            return made
+        rest = {**message, "tool_calls": [c for c in calls if c not in ours]}
+        self.functions.deadlines.begin()
+        own = observed(await result_of(self.given.step(rest)))
+        return replace(
+            own, messages=[*made.messages, *own.messages], calls=[*made.calls, *own.calls]
+        )
 
 
 class TrlEnvironment(Adapted):
@@ -551,7 +532,8 @@ def observed(value: Any) -> Observation:
         Broken: the value is not an observation; the message says what is wrong.
     """
     if not isinstance(value, (Mapping, Observation)):
-        raise Broken(f"it returned {kind_of(value)}, not an Observation")
+        kind = "None" if value is None else f"a {type(value).__name__}"
+        raise Broken(f"it returned {kind}, not an Observation")
     given = dict(value) if isinstance(value, Mapping) else vars(value)
     found: _Observation = checked(_Observation, given, "its observation")
     return Observation(
@@ -575,11 +557,6 @@ def as_schemas(tools: Any) -> list[dict[str, Any]]:
     """Checks JSON schemas of tools: {"type": "function", "function": {"name": ...}}."""
     checked(list[_Tool], tools, "its tools")
     return [plain(tool) for tool in tools]
-
-
-def kind_of(value: Any) -> str:
-    """Returns the name of a value's type, for messages."""
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def described_value(value: Any) -> str:

@@ -38,7 +38,6 @@ _CONTROL = {n: "\N{REPLACEMENT CHARACTER}" for n in (*range(32), 127) if chr(n) 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _ARGUMENT = ("argument_key", "argument_value")
 _CALL_ID = "call00000"  # nine characters, as Mistral's templates require
-_REFUSALS = (ValueError, TypeError, KeyError, AttributeError)
 
 
 class Chat:
@@ -413,7 +412,7 @@ class Chat:
                     **self.template_kwargs,
                 )
             )
-        except (jinja2.TemplateError, *_REFUSALS) as error:
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
             last = _described(messages, len(messages) - 1)
             reason = str(error).split("\n")[0]
             raise _Refused(
@@ -465,10 +464,7 @@ class Chat:
                 "the chat template begins a message of the assistant otherwise than the generation "
                 "prompt"
             )
-        return begin, *self._up_to_eos(whole[len(begin) :])
-
-    def _up_to_eos(self, text: str) -> tuple[str, int]:
-        """Returns the text before the first eos, and the eos id."""
+        text = whole[len(begin) :]
         found = self._first_eos(text)
         if found is None:
             raise _Refused(
@@ -476,7 +472,7 @@ class Chat:
                 f"sampling ({self._names_of_eos()})"
             )
         at, eos = found
-        return text[:at], eos
+        return begin, text[:at], eos
 
     def _first_eos(self, text: str) -> tuple[int, int] | None:
         """Returns the (character index, id) of the first eos in a text, or None."""

@@ -84,11 +84,6 @@ class Episode:
         """Index of the first token of the current turn."""
         return self.turns[-1].end if self.turns else 0
 
-    @property
-    def num_model_turns(self) -> int:
-        """Number of the model's complete turns."""
-        return sum(turn.by == "model" for turn in self.turns)
-
     def add_piece(self, piece: Completion) -> None:
         """Appends sampled tokens."""
         assert len(piece.ids) == len(piece.sampling_logprobs), "a log-probability for each token"

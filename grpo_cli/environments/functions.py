@@ -209,7 +209,7 @@ class Functions:
             return failure(described(error)), True, False
 
 
-def load_tools(paths: Mapping[str, str], key: str = "tools") -> dict[str, Tool]:
+def load_tools(paths: Mapping[str, str]) -> dict[str, Tool]:
     """Imports the functions in a recipe's `tools`.
 
     Raises:
@@ -219,9 +219,9 @@ def load_tools(paths: Mapping[str, str], key: str = "tools") -> dict[str, Tool]:
     for name, path in paths.items():
         if ":" not in str(path):
             raise UserError(
-                f"{key}.{name}: {path} is no function; give it as my_module:my_function."
+                f"tools.{name}: {path} is no function; give it as my_module:my_function."
             )
-        where = f"{key}.{name} = {path}"
+        where = f"tools.{name} = {path}"
         tools[name] = make_tool(import_function(path, where), name, where)
     return tools
 
@@ -268,17 +268,6 @@ def make_tool(function: Callable[..., Any], name: str, where: str) -> Tool:
     if not own.get("description"):
         raise UserError(f"{where}: its docstring does not say what the tool does.")
     return Tool(name, function, {**schema, "function": {**own, "name": name}})
-
-
-def served_tool(
-    name: str,
-    description: str | None,
-    parameters: Mapping[str, Any],
-    call: Callable[..., Any],
-) -> Tool:
-    """Returns a server's tool, whose arguments the server describes by a JSON schema."""
-    own = {"name": name, "description": description or "", "parameters": dict(parameters)}
-    return Tool(name, call, {"type": "function", "function": own})
 
 
 def calls_of(message: Message) -> list[Mapping[str, Any]]:

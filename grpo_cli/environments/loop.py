@@ -301,7 +301,9 @@ class _Episodes:
         return replace(sampling, max_tokens=most, min_tokens=shortest, stop=stop)
 
     def take(self, *, exact: bool = False) -> list[Work]:
-        self._collect()
+        with contextlib.suppress(queue.Empty):  # processes the answers that are there already
+            while self.num_waiting:
+                self._take_answer(*self.answers.get_nowait())
         kinds = self._kinds(exact)
         self.ready = []
         return [self._work(piece, episodes) for piece, episodes in kinds.items()]
@@ -327,7 +329,7 @@ class _Episodes:
             1,
             piece,
             [derive_seed(self.seeds[e.number], e.sample, e.pieces) for e in episodes],
-            [self._conversation(e) for e in episodes],
+            [e.number * self.num_generations + e.sample for e in episodes],
         )
         return request, partial(self.grown, episodes)
 
@@ -346,12 +348,6 @@ class _Episodes:
         self.seconds_waited += time.monotonic() - begun
         return bool(self.ready)
 
-    def _collect(self) -> None:
-        """Processes the available answers without waiting."""
-        with contextlib.suppress(queue.Empty):
-            while self.num_waiting:
-                self._take_answer(*self.answers.get_nowait())
-
     def is_waiting(self) -> bool:
         return bool(self.num_waiting or self.ready)
 
@@ -361,9 +357,6 @@ class _Episodes:
 
     def notify(self, call: Callable[[], None]) -> None:
         self.call_when_ready = call
-
-    def _conversation(self, e: Episode) -> int:
-        return e.number * self.num_generations + e.sample
 
     def so_far(self, e: Episode) -> Prompt:
         """Returns an episode's prompt followed by its tokens so far."""
@@ -515,7 +508,7 @@ class _Episodes:
         if found.done:
             is_answer = dialogue.tools and not (found.messages or found.calls)
             self._end(e, "answered" if is_answer and found.reward is None else "env_done")
-        elif e.num_model_turns == settings.max_turns:
+        elif sum(turn.by == "model" for turn in e.turns) == settings.max_turns:
             self._end(e, "max_turns")
         else:
             turn = e.turns[exchange.turn]

@@ -23,7 +23,6 @@ from grpo_cli.environments.functions import (
     ToolError,
     as_text,
     clean_text,
-    served_tool,
 )
 from grpo_cli.environments.protocol import Observation
 from grpo_cli.errors import UserError
@@ -74,12 +73,21 @@ class McpTools(Adapted):
 
     async def open(self) -> None:
         """Connects and lists the tools, unless another rollout has done so."""
-        connection = await self._connected()
+        async with self._shared.setdefault("lock", asyncio.Lock()):
+            connection: _Connection | None = self._shared.get(self._server)
+            if connection is None or connection.error is not None:
+                connection = _Connection(self._server, self._env, self._headers)
+                await connection.open()
+                self._shared[self._server] = connection
         own: dict[str, Tool] = {}
         for tool in connection.tools:
-            own[tool.name] = served_tool(
-                tool.name, tool.description, tool.input_schema, self._caller(tool.name)
-            )
+            function = {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": dict(tool.input_schema),
+            }
+            schema = {"type": "function", "function": function}
+            own[tool.name] = Tool(tool.name, self._caller(tool.name), schema)
         self.functions = self._tools_of_recipe.joined(own, "environment.mcp")
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
@@ -91,16 +99,6 @@ class McpTools(Adapted):
         """Closes the connection if it belongs to this rollout alone."""
         if self._is_own and (connection := self._shared.pop(self._server, None)) is not None:
             await connection.close()
-
-    async def _connected(self) -> _Connection:
-        lock = self._shared.setdefault("lock", asyncio.Lock())
-        async with lock:
-            known: _Connection | None = self._shared.get(self._server)
-            if known is None or known.error is not None:
-                known = _Connection(self._server, self._env, self._headers)
-                await known.open()
-                self._shared[self._server] = known
-            return known
 
     def _caller(self, name: str) -> Any:
         async def call(**arguments: Any) -> str:
@@ -194,7 +192,10 @@ class _Connection:
             self.error = self._failed(str(error))
             self._leaves.set()
             raise self.error from error
-        text = _text(result)
+        if not result.content and result.structured_content is not None:
+            text = as_text(result.structured_content)
+        else:
+            text = "\n".join(b.text if b.type == "text" else f"[{b.type}]" for b in result.content)
         if result.is_error:
             raise ToolError(text)
         return text
@@ -207,10 +208,3 @@ class _Connection:
         self.error = self.error or self._failed("the connection was closed")
         self._leaves.set()
         await asyncio.wait({self._task})
-
-
-def _text(result: mcp.types.CallToolResult) -> str:
-    """Returns the text of a tool's result."""
-    if not result.content and result.structured_content is not None:
-        return as_text(result.structured_content)
-    return "\n".join(b.text if b.type == "text" else f"[{b.type}]" for b in result.content)

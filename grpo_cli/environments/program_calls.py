@@ -101,6 +101,7 @@ def _runner() -> str:
 def closed_program(text: str, at_end: bool = False) -> str | None:
     """Returns the source of the first closed Python block in a text; None if there is none.
 
+    The source lacks the common indentation of its lines.
     A line with only the fence closes a block. The last line counts only with its newline, since it
     may still grow.
 
@@ -118,16 +119,11 @@ def closed_program(text: str, at_end: bool = False) -> str | None:
                 inside = []
         elif found and found[3] == "" and len(found[2]) >= len(fence):
             if mark.lower() in _PYTHON:
-                return _source(inside, indent)
+                inside = [line.removeprefix(indent) for line in inside]
+                source = "".join(line + "\n" for line in inside)
+                first = next((line for line in inside if line.strip()), "")
+                return textwrap.dedent(source) if first[:1] in (" ", "\t") else source
             fence = ""
         else:
             inside.append(line)
     return None
-
-
-def _source(lines: Sequence[str], indent: str) -> str:
-    """Joins a block's lines to a program, without their common indentation."""
-    lines = [line.removeprefix(indent) for line in lines]
-    source = "".join(line + "\n" for line in lines)
-    first = next((line for line in lines if line.strip()), "")
-    return textwrap.dedent(source) if first[:1] in (" ", "\t") else source

@@ -37,7 +37,11 @@ def main() -> NoReturn:
     shown = fcntl.fcntl(1, fcntl.F_DUPFD, PRIVATE_FD)
     os.dup2(nowhere, 0)  # blocks must not read this stdin: they find end of file
     os.dup2(nowhere, 2)
-    _seed_everything()
+    # Makes SEED the default seed wherever a program would use a random one.
+    random.Random.__init__.__defaults__ = (SEED,)  # type: ignore[attr-defined]
+    random.Random.seed.__defaults__ = (SEED, 2)
+    random.seed(SEED)
+    sys.meta_path.insert(0, _NumpySeeding())  # type: ignore[arg-type]
     module = type(sys)("__main__")
     sys.modules["__main__"] = module  # dataclasses and pickle look names up in it
     open_, dup2, write, getpid, leave, said_of = open, os.dup2, os.write, os.getpid, os._exit, said
@@ -96,14 +100,6 @@ def said(error: BaseException) -> tuple[str, str]:
         text = "<its text cannot be shown>"
     status = "memory" if isinstance(error, MemoryError) else "error"
     return status, f"{name}: {text}"[:MOST_CHARACTERS] if text else name
-
-
-def _seed_everything() -> None:
-    """Makes `SEED` the default seed wherever a program would use a random one."""
-    random.Random.__init__.__defaults__ = (SEED,)  # type: ignore[attr-defined]
-    random.Random.seed.__defaults__ = (SEED, 2)
-    random.seed(SEED)
-    sys.meta_path.insert(0, _NumpySeeding())  # type: ignore[arg-type]
 
 
 class _NumpySeeding:

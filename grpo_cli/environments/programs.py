@@ -130,7 +130,16 @@ class ProgramDialogue:
     def reply_to(self, turn: Sequence[int], messages: Sequence[Message], limit: int) -> list[int]:
         """Returns the tokens of an output, whose length `Tools.output_characters` limits."""
         shown = "".join(f"```output\n{m['content']}\n```\n" for m in messages)
-        return self._encoded(shown if self._text(turn).endswith("\n") else "\n" + shown)
+        shown = shown if self._text(turn).endswith("\n") else "\n" + shown
+
+        def encoded(text: str) -> list[int]:
+            found: Any = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+            return list(found["input_ids"])
+
+        newline, both = encoded("\n"), encoded("\n" + shown)
+        if both[: len(newline)] == newline:  # avoids the leading space that some tokenizers add
+            return both[len(newline) :]
+        return encoded(shown)
 
     def _text(self, ids: Sequence[int]) -> str:
         """Decodes token ids, without special tokens."""
@@ -138,18 +147,6 @@ class ProgramDialogue:
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
-
-    def _encoded(self, text: str) -> list[int]:
-        """Encodes a string that follows a newline, without special tokens."""
-
-        def encoded(text: str) -> list[int]:
-            found: Any = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
-            return list(found["input_ids"])
-
-        newline, both = encoded("\n"), encoded("\n" + text)
-        if both[: len(newline)] == newline:  # avoids the leading space that some tokenizers add
-            return both[len(newline) :]
-        return encoded(text)
 
 
 class ProgramSessions:

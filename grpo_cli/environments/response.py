@@ -28,7 +28,6 @@ Schemas = Sequence[Mapping[str, Any]]
 MOST_CHARACTERS = 1_000_000  # maximum length of a turn; a longer one is not parsed
 MOST_CHARACTERS_OF_TEMPLATE = 100_000  # lower, since a template's regexes may be quadratic
 MOST_CALLS = 1_000  # maximum calls in a turn
-_THINK = ("<think>", "</think>")
 
 
 class MalformedCall(Exception):  # noqa: N818 - answered, not raised to a user
@@ -172,7 +171,8 @@ def _llama3(text: str, names: frozenset[str]) -> tuple[str, Calls]:
             return text, []
         is_call = isinstance(value, dict) and "name" in value
         if is_call and not marked and not calls:
-            is_call = bool(value.keys() & {"parameters", "arguments"}) or _is_in(value, names)
+            is_known = isinstance(value["name"], str) and value["name"] in names
+            is_call = is_known or bool(value.keys() & {"parameters", "arguments"})
         if not is_call:
             if marked or calls:
                 raise MalformedCall(_shown(f"A call must have a name and parameters: {rest}"))
@@ -180,10 +180,6 @@ def _llama3(text: str, names: frozenset[str]) -> tuple[str, Calls]:
         _more(calls, _named(value, rest))
         rest = rest[end:].lstrip(" \t\r\n;")
     return "", calls
-
-
-def _is_in(value: dict[str, Any], names: frozenset[str]) -> bool:
-    return isinstance(value["name"], str) and value["name"] in names
 
 
 def _mistral(text: str, names: frozenset[str]) -> tuple[str, Calls]:
@@ -220,7 +216,7 @@ def _without_thought(text: str, prefix: str) -> tuple[str | None, str]:
 
     Calls inside the block do not count.
     """
-    begin, end = _THINK
+    begin, end = "<think>", "</think>"
     inside = prefix.rstrip().endswith(begin)  # the generation prompt has opened the block
     if not inside:
         stripped = text.lstrip()

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,7 +28,6 @@ from grpo_cli.environments.deadlines import (
     seed_everything,
 )
 from grpo_cli.environments.functions import Failed
-from grpo_cli.environments.protocol import Observation
 from grpo_cli.errors import UserError
 from grpo_cli.scoring import processes
 from grpo_cli.scoring.guards import blame, described
@@ -188,25 +187,21 @@ class Host:
         self.reply(Reply(request.number, status, payload))
 
     async def _call(self, run: Run, request: Request) -> Any:
-        if request.kind == "reset":
-            name, row, seed = request.payload
-            return await self._reset(run, request.session, name, row, seed)
         if request.kind == "step":
             return await self._session(run, request.session).environment.step(request.payload)
         if request.kind == "finish":
             return await self._session(run, request.session).environment.finish()
-        assert request.kind == "schemas", request.kind
-        return await self._schemas(run, request.payload)
-
-    def _session(self, run: Run, number: int) -> _Session:
-        if number not in self._sessions:
-            assert not self.spec.has_state, "reset comes first"
-            self._sessions[number] = self._make(run, "")  # it has moved to this worker
-        return self._sessions[number]
-
-    async def _reset(
-        self, run: Run, number: int, name: str, row: Mapping[str, Any], seed: int
-    ) -> Observation:
+        if request.kind == "schemas":
+            session = self._make(run, request.payload)
+            try:
+                open_it = getattr(session.environment, "open", None)
+                if open_it is not None:  # MCP: the tools are known only from the server
+                    await open_it()
+                return [dict(schema) for schema in session.environment.schemas]
+            finally:
+                self._release(session, is_clean=False)
+        assert request.kind == "reset", request.kind
+        name, row, seed = request.payload
         seed_everything(seed)
         session = self._idle[name].pop() if self._idle[name] else self._make(run, name)
         session.streams = run.streams
@@ -215,23 +210,19 @@ class Host:
         except BaseException:
             self._release(session, is_clean=False)
             raise
-        self._sessions[number] = session
+        self._sessions[request.session] = session
         return first
+
+    def _session(self, run: Run, number: int) -> _Session:
+        if number not in self._sessions:
+            assert not self.spec.has_state, "reset comes first"
+            self._sessions[number] = self._make(run, "")  # it has moved to this worker
+        return self._sessions[number]
 
     def _make(self, run: Run, name: str) -> _Session:
         session = _Session(name, None, run.streams)  # type: ignore[arg-type]
         session.environment = self._maker.make(name)
         return session
-
-    async def _schemas(self, run: Run, name: str) -> list[dict[str, Any]]:
-        session = self._make(run, name)
-        try:
-            open_it = getattr(session.environment, "open", None)
-            if open_it is not None:  # MCP: the tools are known only from the server
-                await open_it()
-            return [dict(schema) for schema in session.environment.schemas]
-        finally:
-            self._release(session, is_clean=False)
 
     async def close(self) -> None:
         """Closes all environments; each has its deadline."""
