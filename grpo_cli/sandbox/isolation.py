@@ -122,9 +122,8 @@ def _limits(site_packages: bool) -> Level:
 def _user_guard(becomes: str | None, otherwise: str, on: bool = False) -> Guard:
     name = "another user"
     if becomes is not None:
-        return Guard(
-            name, True, "of its own" if process.has_own_uid() else f"{NOBODY}, shared by all"
-        )
+        is_own = process.spare_uid() not in (None, NOBODY)
+        return Guard(name, True, "of its own" if is_own else f"{NOBODY}, shared by all")
     if os.geteuid() == 0:
         otherwise = "this process may not become another user"
     return Guard(name, on, otherwise)

@@ -107,11 +107,6 @@ class Level:
     def has_own_pids(self) -> bool:
         return self.name == "namespaces"
 
-    @property
-    def may_reach_its_runner(self) -> bool:
-        """Whether a program runs as the runner's user, and so may limit it."""
-        return self.becomes is None
-
 
 _BOOTSTRAP = (
     "import marshal, sys\n"
@@ -275,14 +270,13 @@ class Sandbox:
         Raises:
             SandboxError: the sandbox failed for a reason other than the program.
         """
-        # A program with its runner's user may have blocked the runner, or spoiled the next run.
-        is_to_blame = self.level.may_reach_its_runner
         try:
             finished = self._receive(self.limits.seconds + GRACE_SECONDS)
         except EOFError:  # ended by the program, or along with it by a kernel short of memory
             finished = LOST
         except TimeoutError as error:
-            if not is_to_blame:
+            # Only a program with its runner's user can have blocked the runner.
+            if self.level.becomes is not None:
                 raise SandboxError(str(error)) from None
             finished = LOST
         if finished.status == "failed":  # before any program has run
@@ -323,7 +317,13 @@ class Sandbox:
         with contextlib.suppress(BrokenPipeError):
             stdin.close()
         self.results.close()
-        if not _ends(process, GRACE_SECONDS):
+        # Not `process.wait(GRACE_SECONDS)`, which polls in sleeps that are mostly too long.
+        handle = os.pidfd_open(process.pid)
+        try:
+            has_ended = _is_readable(handle, GRACE_SECONDS)
+        finally:
+            os.close(handle)
+        if not has_ended:
             process.kill()
         process.wait()
         os.set_blocking(stderr.fileno(), False)
@@ -334,20 +334,11 @@ class Sandbox:
 
     def _remove_folder(self) -> None:
         if self.folder is not None:
-            if self.folder.is_there():
+            if os.path.lexists(self.folder.path):
                 # A program can remove the mark, but not its own user.
                 has_own = self.uid not in (None, NOBODY)
                 _kill_marked(self.folder.path, self.uid if has_own else None)
             self.folder.remove()
-
-
-def _ends(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Waits for a process; `Popen.wait` with a timeout polls in sleeps that are mostly too long."""
-    handle = os.pidfd_open(process.pid)
-    try:
-        return _is_readable(handle, seconds)
-    finally:
-        os.close(handle)
 
 
 def _is_readable(fd: int, seconds: float) -> bool:
@@ -405,10 +396,6 @@ def _file_of(data: bytes) -> int:
     return fd
 
 
-def has_own_uid() -> bool:
-    return spare_uid() not in (None, NOBODY)
-
-
 @functools.cache
 def _uid_ranges() -> list[tuple[int, int]]:
     """Returns (first id, count) of the user ids in this process's user namespace."""
@@ -448,9 +435,6 @@ class _Folder:
             if _lock(self.lock):
                 return
             os.close(self.lock)
-
-    def is_there(self) -> bool:
-        return os.path.lexists(self.path)
 
     def remove(self) -> None:
         with contextlib.suppress(OSError):  # a later sweep removes the rest

@@ -40,7 +40,6 @@ KILL_SECONDS = 5.0
 MAX_FILES = 1000  # in the temporary folder: removing a file takes up to 4 ms on some disks
 PROGRAM_GONE = 99  # exit status of a judge whose program is gone
 MAX_PATH = 1000  # characters; checking deeper folders takes too long
-PAGE = resource.getpagesize()
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 
@@ -112,7 +111,11 @@ def _prepare(settings: Settings) -> None:
         _prctl(PR_SET_NO_NEW_PRIVS, 1)  # disables setuid programs such as sudo
         _prctl(PR_SET_DUMPABLE, 0)  # hides this process's memory from processes of the same user
     if settings.call_filter is not None:
-        _filter_calls(settings.call_filter)
+        import ctypes
+
+        rules = ctypes.create_string_buffer(settings.call_filter)
+        program = (ctypes.c_size_t * 2)(len(settings.call_filter) // 8, ctypes.addressof(rules))
+        _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(program))
     for folder in settings.in_memory:
         os.chmod(folder, 0o1777)
 
@@ -124,15 +127,6 @@ def _go_first(process: int | str) -> None:
             file.write("1000")
     except OSError:
         pass  # no /proc in the sandbox, or the process has ended
-
-
-def _filter_calls(call_filter: bytes) -> None:
-    """Applies a filter of system calls to this process and its descendants."""
-    import ctypes
-
-    rules = ctypes.create_string_buffer(call_filter)
-    program = (ctypes.c_size_t * 2)(len(call_filter) // 8, ctypes.addressof(rules))
-    _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(program))
 
 
 def _prctl(option: int, value: int, address: int = 0) -> None:
@@ -335,7 +329,7 @@ def _memory(processes: list[int]) -> int:
                 pages += int(file.read().split()[1])
         except OSError:
             pass
-    return pages * PAGE
+    return pages * resource.getpagesize()
 
 
 def _is_over_full(folder: str, limit: int) -> bool:
