@@ -152,23 +152,21 @@ class StopSignal:
         if self.signal is not None:
             return
         self.signal, self.ends_at = number, self.end
-        if number != signal.SIGINT or is_under_torchrun():
+        if number == signal.SIGINT and not is_under_torchrun():
+            what_next = "this step is finished and saved first; once more to stop at once"
+        else:
             self._set_end()
+            what_next = (
+                f"this step is finished and saved if that takes less than {self.grace:g} s, and "
+                "else saved as far as it is"
+            )
         with contextlib.suppress(RuntimeError):  # the signal may come during a write
-            self.say(f"stopping: {self._what_next(number)}")
+            self.say(f"stopping: {what_next}")
 
     def _set_end(self) -> None:
         """Limits the run to `grace` more seconds, or to an earlier known end."""
         ends = (time.time() + self.grace, self.end, self.ends_at)
         self.ends_at = min(end for end in ends if end is not None)
-
-    def _what_next(self, number: int) -> str:
-        if number == signal.SIGINT and not is_under_torchrun():
-            return "this step is finished and saved first; once more to stop at once"
-        return (
-            f"this step is finished and saved if that takes less than {self.grace:g} s, and else "
-            "saved as far as it is"
-        )
 
     @property
     def is_requested(self) -> bool:

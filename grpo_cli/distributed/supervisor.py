@@ -419,8 +419,12 @@ class Supervisor:
             self._stacks.flush()
             faulthandler.dump_traceback(self._stacks, all_threads=True)
         frozen = [process for process in stall.frozen if is_local(process)]
-        for process in frozen:
-            _abort(process)
+        for process in frozen:  # each first dumps its stacks: faulthandler needs no GIL
+            if hasattr(resource, "prlimit"):
+                with contextlib.suppress(OSError, ValueError):
+                    resource.prlimit(process["pid"], resource.RLIMIT_CORE, (0, 0))  # no core dump
+            _send(process, signal.SIGABRT)
+            _send(process, signal.SIGCONT)  # a stopped process receives SIGABRT only now
         time.sleep(1.0)
         for process in frozen:
             _send(process, signal.SIGKILL)
@@ -510,15 +514,6 @@ def _message(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "stopped at once by Ctrl-C"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _abort(process: dict[str, Any]) -> None:
-    """Kills a frozen process, which first dumps its stacks: faulthandler needs no GIL."""
-    if hasattr(resource, "prlimit"):
-        with contextlib.suppress(OSError, ValueError):
-            resource.prlimit(process["pid"], resource.RLIMIT_CORE, (0, 0))  # no core dump
-    _send(process, signal.SIGABRT)
-    _send(process, signal.SIGCONT)  # a stopped process receives signals only when it continues
 
 
 def _send(process: dict[str, Any], number: int) -> None:

@@ -32,7 +32,6 @@ from grpo_cli.distributed.heartbeat import Interrupt, waiting
 from grpo_cli.errors import TrainingError, UserError
 
 CHUNK = 2**24  # elements whose gradients are summed in one call
-GLOO_THREADS = 1
 
 T = TypeVar("T")
 
@@ -309,7 +308,7 @@ class _SingleThreadedGloo(metaclass=_GlooType):
     def __new__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         gloo: Any = dist.ProcessGroupGloo  # its stub lacks the options
         options = gloo._Options()
-        options._threads = GLOO_THREADS
+        options._threads = 1
         options._timeout = timeout
         # PyTorch's own choice of devices, which it makes only if no options are passed.
         names = os.environ.get("GLOO_SOCKET_IFNAME", "")
