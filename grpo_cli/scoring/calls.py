@@ -64,7 +64,7 @@ class BoundReward:
         """Returns whether the function is called with this argument of STANDARD."""
         # A cached call must depend neither on the step nor on an unnamed argument.
         named = self.signature.standard if self.cache else STANDARD
-        return name in named and self.signature.takes_standard(name)
+        return name in named and (name in self.signature.standard or self.signature.open_ended)
 
     def arguments(self, samples: Sequence[Sample], state: TrainerState) -> dict[str, Any]:
         """Returns the function's arguments, with None for log_metric and log_extra."""

@@ -140,10 +140,6 @@ class Signature:
         is_column = name in self.required + self.optional
         return is_column or (self.open_ended and name not in self.arguments)
 
-    def takes_standard(self, name: str) -> bool:
-        """Returns whether the function is called with this argument of STANDARD."""
-        return name in self.standard or self.open_ended
-
 
 def _without_default(parameters: Iterable[inspect.Parameter]) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.default is p.empty)
