@@ -195,8 +195,8 @@ class Deadlines:
             if run.timer is not None:
                 run.timer.cancel()
 
-    def _drive(self, run: Run, coroutine: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
-        return _awaited(_Slices(self, run, coroutine))
+    async def _drive(self, run: Run, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return await _Slices(self, run, coroutine)
 
     def _now(self, run: Run, slack: float = 0.0) -> Start:
         return Start(time.monotonic() + slack, run.busy, self._busy)
@@ -281,10 +281,6 @@ class _Slices:
                 advance = functools.partial(self.coroutine.throw, error)
             else:
                 advance = functools.partial(self.coroutine.send, answer)
-
-
-async def _awaited(slices: _Slices) -> Any:
-    return await slices
 
 
 async def result_of(value: Any) -> Any:

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from grpo_cli.environments.protocol import Message, Observation, ToolCall
 from grpo_cli.records import Completion, Turn, counts_by_tool
@@ -175,8 +175,4 @@ class Episode:
 
 def has_same_effect(a: Observation, b: Observation) -> bool:
     """Returns whether two observations have the same messages, reward and done."""
-
-    def told(o: Observation) -> tuple[Any, ...]:
-        return list(o.messages), o.reward, o.done
-
-    return told(a) == told(b)
+    return (list(a.messages), a.reward, a.done) == (list(b.messages), b.reward, b.done)

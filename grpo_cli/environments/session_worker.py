@@ -82,12 +82,8 @@ class Host:
     _idle: defaultdict[str, list[_Session]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
-        self._maker = Maker(self.spec, self.deadlines)
+        self.maker = Maker(self.spec, self.deadlines)
         self._closing: set[asyncio.Task[Any]] = set()
-
-    def preload(self) -> None:
-        """Imports the classes and tools, so that imports do not count in a call's deadline."""
-        self._maker.preload()
 
     def take(self, request: Request) -> None:
         """Starts a call. Each call gets one reply, except `abandon`, which gets none."""
@@ -138,11 +134,8 @@ class Host:
         if is_clean and session.environment.is_reusable:
             self._idle[session.name].append(session)
             return
-
-        def late() -> None:
-            task.cancel()
-
-        task = asyncio.ensure_future(self._close(Run(0, session.streams, late), session))
+        run = Run(0, session.streams, lambda: task.cancel())
+        task = asyncio.ensure_future(self._close(run, session))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
@@ -221,7 +214,7 @@ class Host:
 
     def _make(self, run: Run, name: str) -> _Session:
         session = _Session(name, None, run.streams)  # type: ignore[arg-type]
-        session.environment = self._maker.make(name)
+        session.environment = self.maker.make(name)
         return session
 
     async def close(self) -> None:
@@ -234,7 +227,7 @@ class Host:
                 self._release(session, is_clean=False)
         while self._closing:
             await asyncio.wait(set(self._closing))
-        await self._maker.close()
+        await self.maker.close()
 
 
 def main() -> None:
@@ -251,8 +244,9 @@ def main() -> None:
             pipe.send(message)
 
     host = Host(spec, Deadlines(spec.seconds, mark, interrupt=True), reply)
-    with contextlib.suppress(Exception, SystemExit):  # the first call reports the error
-        host.preload()
+    # Imports do not count in a call's deadline. The first call reports an error.
+    with contextlib.suppress(Exception, SystemExit):
+        host.maker.preload()
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     leaving: list[asyncio.Task[None]] = []
