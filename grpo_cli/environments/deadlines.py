@@ -125,7 +125,7 @@ class Run:
 
     number: int
     streams: Streams
-    late: Callable[[], None]  # called if the deadline passes between slices
+    late: Callable[[], object]  # called if the deadline passes between slices
     start: Start = Start(0.0, 0.0, 0.0)
     busy: float = 0.0  # seconds in its slices
     timer: asyncio.TimerHandle | None = None
