@@ -32,9 +32,17 @@ class StopStrings:
         If called after each token, it is True at the first token that completes a stop string. A
         stop string that was complete before the last token does not count.
         """
-        if not self.stop or not ids or not self._may_complete(ids[-1]):
+        if not self.stop or not ids:
             return False
-        tail = self._tail(ids)
+        look = self._look(ids[-1])
+        if UNFINISHED not in look and self.last.isdisjoint(look):
+            return False
+        tail: list[int] = []  # the last tokens that have text, with room for one cut character
+        for token in reversed(ids):
+            if self._look(token):
+                tail.insert(0, token)
+            if len(tail) == self.enough + LONGEST_CHARACTER - 1:
+                break
         # A tail that begins inside a character can garble the characters after it (Llama's byte
         # tokens). Hence several beginnings are tried, one of which lies between two characters.
         for begin in range(max(0, len(tail) - self.enough), -1, -1):
@@ -62,26 +70,12 @@ class StopStrings:
                 return end
         return None
 
-    def _tail(self, ids: Sequence[int]) -> list[int]:
-        """Returns the last tokens that have text, with room for one cut character."""
-        tail: list[int] = []
-        for token in reversed(ids):
-            if self._look(token):
-                tail.append(token)
-            if len(tail) == self.enough + LONGEST_CHARACTER - 1:
-                break
-        return tail[::-1]
-
     def _completes(self, ids: Sequence[int]) -> bool:
         """Confirms by decoding all ids that the last token completes a stop string."""
         text, before = self._decode(ids), self._decode(ids[:-1])
         pairs = enumerate(zip(text, before, strict=False))
         same = next((i for i, (a, b) in pairs if a != b), min(len(text), len(before)))
         return any(text.find(s, max(0, same - len(s) + 1)) >= 0 for s in self.stop)
-
-    def _may_complete(self, token: int) -> bool:
-        look = self._look(token)
-        return UNFINISHED in look or not self.last.isdisjoint(look)
 
     def _look(self, token: int) -> str:
         """Returns all characters that a token can add to a string; "" for an unknown token."""

@@ -40,14 +40,12 @@ class CachedDecoder:
     def decode(self, states: Sequence[DecodingState]) -> None:
         """Decodes every row from its prompt to its last token."""
         for state in states:
-            self._decode(state)
-
-    def _decode(self, state: DecodingState) -> None:
-        at_once = max(1, self.max_rows // state.num_generations)
-        # Prompts of similar length are grouped to reduce padding.
-        order = sorted(range(len(state.prompts)), key=lambda i: len(state.prompts[i]))
-        for start in range(0, len(order), at_once):
-            self._batch(state, order[start : start + at_once])
+            at_once = max(1, self.max_rows // state.num_generations)
+            # Prompts of similar length are grouped to reduce padding.
+            lengths = [len(prompt) for prompt in state.prompts]
+            order = sorted(range(len(lengths)), key=lengths.__getitem__)
+            for start in range(0, len(order), at_once):
+                self._batch(state, order[start : start + at_once])
 
     def _batch(self, state: DecodingState, numbers: Sequence[int]) -> None:
         """Decodes the prompts with these indices, which are sorted by length."""

@@ -225,8 +225,7 @@ class TransformersGenerator(Generator):
                         direct=self.direct,
                     ).decode(states, arrived)
                 else:
-                    for state in states:
-                        self.decoder(self.policy, rows).decode([state])
+                    self.decoder(self.policy, rows).decode(states)
             except attention.UnsupportedModelError as error:  # longer than the checked prompts
                 self.fall_back(str(error))
                 self.direct = None

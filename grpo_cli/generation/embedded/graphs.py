@@ -45,17 +45,12 @@ class CudaGraphs:
             try:
                 function()
             except BaseException:
-                abandon(graph)
+                with contextlib.suppress(RuntimeError):  # adds nothing to the first error
+                    graph.capture_end()
                 raise
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph.replay
-
-
-def abandon(graph: torch.cuda.CUDAGraph) -> None:
-    """Ends a failed capture; the error of the end adds nothing to the first."""
-    with contextlib.suppress(RuntimeError):
-        graph.capture_end()
 
 
 @dataclass

@@ -339,9 +339,12 @@ class StaticDecoding:
             batch = batches[0]
         if batch is None or not batch.steps_left or row_bucket(len(batch)) <= batch.size // 2:
             self.release()
-            batch = self._moved(batches)
-        if batch is None:
-            return None
+            sources, keys = list(sources_of(batches)), batches[0].keys
+            bucket = Bucket([source.row for source in sources], keys)
+            begins = not any(isinstance(batch, StaticBatch) for batch in batches)
+            if begins and bucket.bytes > SHARE * free_memory(keys.device):
+                return None
+            batch = StaticBatch(self.direct, bucket, sources)
         steps = min(STEPS, batch.steps_left)
         for _ in range(steps):
             # The first step of a bucket does the one-time set-up; the second is captured.
@@ -355,12 +358,3 @@ class StaticDecoding:
     def release(self) -> None:
         """Frees the captured step and its memory."""
         self.replay = None
-
-    def _moved(self, batches: Sequence[StaticBatch | DecodeBatch]) -> StaticBatch | None:
-        """Moves the rows of batches into a new bucket; returns None if memory is too small."""
-        sources, keys = list(sources_of(batches)), batches[0].keys
-        bucket = Bucket([source.row for source in sources], keys)
-        begins = not any(isinstance(batch, StaticBatch) for batch in batches)
-        if begins and bucket.bytes > SHARE * free_memory(keys.device):
-            return None
-        return StaticBatch(self.direct, bucket, sources)

@@ -40,9 +40,12 @@ def over_http(prompt: Prompt) -> dict[str, Any]:
     given: dict[str, Any] = {"token_ids": given_ids(prompt)}
     if prompt.images:
         given["return_token_ids"] = True
-        given["content_parts"] = [
-            {"type": "image_url", "url": _data_url(image.open())} for image in prompt.images
-        ]
+        given["content_parts"] = []
+        for image in prompt.images:
+            file = io.BytesIO()
+            image.open().save(file, "PNG", compress_level=FAST)
+            url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+            given["content_parts"].append({"type": "image_url", "url": url})
     return given
 
 
@@ -59,9 +62,3 @@ def check_ids(prompt: Prompt, found: Sequence[int] | None) -> None:
             "model's processor does. Use generation=transformers.",
             alone=True,
         )
-
-
-def _data_url(image: Any) -> str:
-    file = io.BytesIO()
-    image.save(file, "PNG", compress_level=FAST)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

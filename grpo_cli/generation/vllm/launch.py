@@ -33,8 +33,6 @@ from grpo_cli.generation.vllm.server_log import failure, last_lines, log_path, t
 from grpo_cli.generation.vllm.settings import of_head
 
 MODULE = "vllm.entrypoints.openai.api_server"
-EXTENSION = "grpo_cli.generation.vllm.worker.WorkerExtension"
-MIDDLEWARE = "grpo_cli.generation.vllm.server_key.KeyMiddleware"
 GIB = 2**30
 
 POLL_SECONDS = 0.2  # interval between checks of the server
@@ -125,8 +123,8 @@ class ServerPlan:
             "generation_config": "vllm",
             "logprobs_mode": "processed_logprobs",
             "enable_scale_out": True,
-            "worker_extension_cls": EXTENSION,
-            "middleware": MIDDLEWARE,
+            "worker_extension_cls": "grpo_cli.generation.vllm.worker.WorkerExtension",
+            "middleware": "grpo_cli.generation.vllm.server_key.KeyMiddleware",
             "weight_transfer_config": {"backend": self.backend},
             "disable_uvicorn_access_log": True,  # keeps the log short, for errors
             "max_model_len": self.max_model_len,

@@ -54,16 +54,13 @@ class Load:
             home: address of the preferred server; if it is full, the least busy one is used.
         """
         with self.lock:
-            order = sorted(live, key=lambda s: (s.url != home, self.rows[s.url]))
-            server = next((s for s in order if self._has_room(s, rows)), None)
-            if server is not None:
-                self.rows[server.url] += rows
-                self.requests[server.url] += 1
-            return server
-
-    def _has_room(self, server: Server, rows: int) -> bool:
-        busy = self.rows[server.url]
-        return self.requests[server.url] < SOCKETS and not (busy and busy + rows > self.most_rows)
+            for server in sorted(live, key=lambda s: (s.url != home, self.rows[s.url])):
+                busy, requests = self.rows[server.url], self.requests[server.url]
+                if requests < SOCKETS and not (busy and busy + rows > self.most_rows):
+                    self.rows[server.url] += rows
+                    self.requests[server.url] += 1
+                    return server
+            return None
 
     def give_back(self, server: Server, rows: int) -> None:
         """Releases the server from a finished request."""
