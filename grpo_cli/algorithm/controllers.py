@@ -38,7 +38,10 @@ class AdaptiveEntropyBonus:
 
     def value(self, config: Loss) -> float:
         """Returns the coefficient for this optimizer step."""
-        return applied_coef(self._coef(config), self.entropy, config.entropy_target)
+        coef = config.entropy_coef
+        if config.entropy_target is not None and self.adapted is not None:
+            coef = self.adapted
+        return applied_coef(coef, self.entropy, config.entropy_target)
 
     def update(self, config: Loss, entropy: float) -> None:
         """Updates the coefficient from the entropy measured in an optimizer step."""
@@ -47,11 +50,6 @@ class AdaptiveEntropyBonus:
         self.entropy = entropy
         coef = config.entropy_coef if self.adapted is None else self.adapted
         self.adapted = adapted_coef(coef, entropy, config.entropy_target)
-
-    def _coef(self, config: Loss) -> float:
-        if config.entropy_target is None or self.adapted is None:
-            return config.entropy_coef
-        return self.adapted
 
 
 def adapted_beta(beta: float, kl: float, target: float) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,9 +91,6 @@ def saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
             seen[storage._cdata] = storage
         return tensor
 
-    def unpack(tensor: Any) -> Any:
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         # Counted at the end, when the gathered weights of a sharded model are empty.
         yield lambda: sum(storage.nbytes() for storage in seen.values())

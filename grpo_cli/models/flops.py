@@ -21,7 +21,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -66,7 +66,12 @@ def params_in_products(model: PreTrainedModel, *, trained: bool = False) -> int 
     experts = num_experts(config)
     experts_per_token = getattr(config, "num_experts_per_tok", None)
     total, routed = 0, 0
-    for path, module in _modules_of_text(model):
+    modules = [*model.named_modules()]
+    if config is not model.config:  # without the vision tower
+        modules = [*model.get_decoder().named_modules()]
+        if (head := model.get_output_embeddings()) is not None:
+            modules.append(("head", head))
+    for path, module in modules:
         in_expert = ".experts." in f".{path}."  # not `shared_experts`, which every token uses
         for name, weight in module.named_parameters(recurse=False):
             if weight.ndim < 2 or name.endswith("bias") or isinstance(module, nn.Embedding):
@@ -85,16 +90,6 @@ def params_in_products(model: PreTrainedModel, *, trained: bool = False) -> int 
     if not experts or not isinstance(experts_per_token, int):
         return None
     return total + int(routed * experts_per_token // experts)
-
-
-def _modules_of_text(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the (name, module) pairs of the language model."""
-    if model.config.get_text_config() is model.config:
-        yield from model.named_modules()
-        return
-    yield from model.get_decoder().named_modules()
-    if (head := model.get_output_embeddings()) is not None:
-        yield "head", head
 
 
 def forward_flops(

@@ -23,17 +23,16 @@ class RouterRecorder:
         self.experts_per_token = k
         self.kept: list[Tensor] | None = None  # None: not recording
         recorder = recorder_of(model)
-        for name, module in model.named_modules():
-            named = recorder.layer_name is None or name.endswith(f".{recorder.layer_name}")
-            if named and isinstance(module, recorder.target_class):
-                module.register_forward_hook(self._keep(recorder.index))
+        index = recorder.index
 
-    def _keep(self, index: int) -> Any:
         def keep(module: nn.Module, args: Any, output: Any) -> None:
             if self.kept is not None:  # None when gradient checkpointing recomputes a layer
                 self.kept.append(output[index] if isinstance(output, tuple) else output)
 
-        return keep
+        for name, module in model.named_modules():
+            named = recorder.layer_name is None or name.endswith(f".{recorder.layer_name}")
+            if named and isinstance(module, recorder.target_class):
+                module.register_forward_hook(keep)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[Tensor]]:

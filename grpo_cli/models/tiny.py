@@ -267,14 +267,9 @@ def _texts(pair: tuple[object, object]) -> list[str]:
     if not isinstance(solution, list):
         return [*parts, str(solution)]
     # Includes the markup of calls, which takes more tokens than their contents.
-    return [
-        *parts,
-        *(text for m in solution for text in (m["role"], m["content"], *map(_call, _calls(m)))),
-    ]
-
-
-def _calls(message: Mapping[str, Any]) -> list[Any]:
-    return list(message.get("tool_calls") or [])
+    for m in solution:
+        parts += [m["role"], m["content"], *map(_call, m.get("tool_calls") or [])]
+    return parts
 
 
 def _call(call: Mapping[str, Any]) -> str:
