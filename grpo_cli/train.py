@@ -24,7 +24,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from grpo_cli.algorithm.batch import collate
 from grpo_cli.algorithm.loss import (
@@ -251,22 +250,15 @@ def forward(
     run: Run, step: Step, coefficients: Coefficients, micro_batch: list[Rollout]
 ) -> LossOutput:
     """Computes the loss of a micro-batch."""
-    logprobs, entropies = policy_outputs(run, step, coefficients, micro_batch)
-    batch = collate(micro_batch, run.workers.device)
-    routing = run.policy_logprobs.routing
-    return grpo_loss(step.recipe.loss, batch, logprobs, entropies, coefficients, routing)
-
-
-def policy_outputs(
-    run: Run, step: Step, coefficients: Coefficients, micro_batch: list[Rollout]
-) -> tuple[Tensor, Tensor | None]:
-    """Computes the policy's log-probabilities, and its entropies if they are measured."""
-    return run.policy_logprobs(
+    logprobs, entropies = run.policy_logprobs(
         micro_batch,
         step.recipe.generation.temperature,
         entropy=step.measures_entropy,
         entropy_gradient=coefficients.entropy > 0,
     )
+    batch = collate(micro_batch, run.workers.device)
+    routing = run.policy_logprobs.routing
+    return grpo_loss(step.recipe.loss, batch, logprobs, entropies, coefficients, routing)
 
 
 def split_by_gradient(

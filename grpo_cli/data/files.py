@@ -72,9 +72,18 @@ def load_local(path: Path, subset: str | None, split: str, key: str) -> Any:
     Raises:
         UserError: no such path or split, a malformed line, files of different columns or formats.
     """
-    if is_saved_to_disk(path):
-        return _saved_to_disk(path, split, key)
-    return load_files(find_files(path, subset, split, key), key, path)
+    if not is_saved_to_disk(path):
+        return load_files(find_files(path, subset, split, key), key, path)
+    import datasets
+
+    try:
+        found = datasets.load_from_disk(str(path))
+    except Exception as error:  # damaged files: each format raises its own errors
+        raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
+    if not isinstance(found, datasets.DatasetDict):
+        return found
+    _check_split(split, list(found), path, key)
+    return found[split]
 
 
 def find_files(path: Path, subset: str | None, split: str, key: str) -> list[Path]:
@@ -101,19 +110,6 @@ def find_files(path: Path, subset: str | None, split: str, key: str) -> list[Pat
 def is_saved_to_disk(path: Path) -> bool:
     """Returns whether a folder was written by `save_to_disk` of `datasets`."""
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
-
-
-def _saved_to_disk(path: Path, split: str, key: str) -> Any:
-    import datasets
-
-    try:
-        found = datasets.load_from_disk(str(path))
-    except Exception as error:  # damaged files: each format raises its own errors
-        raise UserError(f"{key} = {path}: cannot be read: {reason(error)}") from error
-    if not isinstance(found, datasets.DatasetDict):
-        return found
-    _check_split(split, list(found), path, key)
-    return found[split]
 
 
 def _shards(path: Path, subset: str | None, split: str, key: str) -> list[Path]:

@@ -41,8 +41,9 @@ class RowStream:
     def read(self, start: int) -> Iterator[dict[str, Any]]:
         """Yields the rows starting at `start`, all with the same columns."""
         names = self.config.columns
-        left = itertools.islice(_rows(self.config, start), _left(self.config, start))
-        for row in left:
+        limit = self.config.train_limit
+        left = None if limit is None else max(limit - start, 0)
+        for row in itertools.islice(_rows(self.config, start), left):
             yield {name: row.get(names.get(name, name)) for name in self.columns}
 
 
@@ -67,10 +68,6 @@ def open_stream(config: Dataset) -> RowStream:
     stream = RowStream(source, columns, Rows(source, columns, []), config)
     block = list(itertools.islice(stream.read(0), size))
     return RowStream(source, columns, Rows(source, columns, block), config)
-
-
-def _left(config: Dataset, start: int) -> int | None:
-    return None if config.train_limit is None else max(config.train_limit - start, 0)
 
 
 def _rows(config: Dataset, start: int) -> Iterator[dict[str, Any]]:

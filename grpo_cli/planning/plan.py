@@ -133,7 +133,10 @@ def single_changes(plan: Plan) -> list[Change]:
     """Returns single changes that lower the peak by more than 1 %."""
     job, found = plan.job, []
     for words in candidates(job):
-        recipe = with_words(job.recipe, words)
+        recipe = job.recipe
+        for word in words.split():
+            key, _, text = word.partition("=")
+            recipe = with_values(recipe, PARTS.get(word, {key: yaml.safe_load(text)}))
         most = recipe.generation.max_completion_tokens
         lengths = job.lengths
         lengths = replace(lengths, longest=min(lengths.longest, most), mean=min(lengths.mean, most))
@@ -165,14 +168,6 @@ def candidates(job: Job) -> list[str]:
     if shorter >= 64:
         found.append(f"generation.max_completion_tokens={shorter}")
     return found
-
-
-def with_words(recipe: Recipe, words: str) -> Recipe:
-    """Returns the recipe changed by words such as "loss.beta=0.0 adapter=lora"."""
-    for word in words.split():
-        key, _, text = word.partition("=")
-        recipe = with_values(recipe, PARTS.get(word, {key: yaml.safe_load(text)}))
-    return recipe
 
 
 def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
