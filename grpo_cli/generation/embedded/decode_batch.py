@@ -204,11 +204,10 @@ class DecodeBatch:
         if self.mask is not None:
             self.mask = self.mask[order]
         if 0 < 2 * len(order) <= self.keys.shape[1]:  # frees the memory of ended rows
-
-            def copy(cache: Tensor, new: Tensor) -> None:
-                new[:, :, :, :used] = cache[:, :, :, :used]
-
-            self._move(self.keys.shape[3], copy)
+            self._move(
+                self.keys.shape[3],
+                lambda cache, new: new[:, :, :, :used].copy_(cache[:, :, :, :used]),
+            )
         if self.prompt_columns or not order:
             return order
         left = {row // self.num_generations for row in self.rows}
