@@ -187,7 +187,16 @@ class Pusher:
         )
 
     def _start(self, checkpoint: Path) -> None:
-        given = json.dumps([self.config.repo, self.config.private, self._uploads(checkpoint)])
+        # The arguments of `HfApi.upload_folder`, for each upload.
+        common = {
+            "folder_path": str(checkpoint),
+            "commit_message": checkpoint.name.replace("-", " "),
+        }
+        uploads: list[dict[str, Any]] = [{**common, "ignore_patterns": [f"{TRAINING}/*"]}]
+        if self.config.strategy == "checkpoint":
+            # The repository may hold more shards, of an earlier checkpoint.
+            uploads.append({**common, "path_in_repo": LAST_CHECKPOINT, "delete_patterns": ["*"]})
+        given = json.dumps([self.config.repo, self.config.private, uploads])
         self.failed = None
         try:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115
@@ -224,15 +233,3 @@ class Pusher:
             f"hub: {checkpoint.name} could not be pushed ({why}); the run continues, and the next "
             "checkpoint is the next attempt"
         )
-
-    def _uploads(self, checkpoint: Path) -> list[dict[str, Any]]:
-        """Returns the arguments of `HfApi.upload_folder`, for each upload of a checkpoint."""
-        common = {
-            "folder_path": str(checkpoint),
-            "commit_message": checkpoint.name.replace("-", " "),
-        }
-        model = {**common, "ignore_patterns": [f"{TRAINING}/*"]}
-        if self.config.strategy != "checkpoint":
-            return [model]
-        # The repository may hold more shards, of an earlier checkpoint.
-        return [model, {**common, "path_in_repo": LAST_CHECKPOINT, "delete_patterns": ["*"]}]

@@ -149,7 +149,14 @@ class Reporter:
                     "those after it until they can be; the run continues"
                 )
             self.skips_completions = True
-        self.trackers.table([in_table(row) for row in rows], step)
+        read = ("step", "prompt", "completion", "advantage")  # by people, as are the rewards
+        self.trackers.table(
+            [
+                {k: row[k] for k in row if k in read or k.startswith(("reward", "extras/"))}
+                for row in rows
+            ],
+            step,
+        )
         self.console.print(completions_table(step, rows[:1]))
 
     def rewind(self, step: int) -> None:
@@ -314,12 +321,6 @@ def completion_row(
     }
 
 
-def in_table(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the cells of a completion that are readable for people."""
-    read = ("step", "prompt", "completion", "advantage")
-    return {k: row[k] for k in row if k in read or k.startswith(("reward", "extras/"))}
-
-
 def completions_table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:
     """Returns completions as a table to be printed, with a column for each reward."""
     numbers = [*(key for key in rows[0] if key.startswith("rewards/")), "reward", "advantage"]
@@ -350,9 +351,16 @@ def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     import pyarrow.parquet
 
     names = list(dict.fromkeys(name for row in rows for name in row))
-    columns = {
-        name: parquet_column([row.get(name) for row in rows]) for name in names if name != IMAGES
-    }
+    columns: dict[str, Any] = {}
+    for name in names:
+        if name == IMAGES:
+            continue
+        values = [row.get(name) for row in rows]
+        try:
+            columns[name] = pyarrow.array(values)
+        except (pyarrow.ArrowException, TypeError, OverflowError):  # no common type
+            texts = [json.dumps(v, ensure_ascii=False, default=str) for v in values]
+            columns[name] = pyarrow.array(texts)
     with replaced(path) as partial:
         table = pyarrow.table(columns)
         if IMAGES in names:
@@ -382,16 +390,6 @@ def _write_with_images(path: Path, table: Any, images: Sequence[list[Any]]) -> N
                 part = pyarrow.array(images[start:end], field.type)
                 writer.write_table(table.slice(start, end - start).append_column(field, part))
                 start, held = end, 0
-
-
-def parquet_column(values: list[Any]) -> Any:
-    """Makes a pyarrow column, of JSON strings if the values have no common type."""
-    import pyarrow
-
-    try:
-        return pyarrow.array(values)
-    except (pyarrow.ArrowException, TypeError, OverflowError):
-        return pyarrow.array([json.dumps(v, ensure_ascii=False, default=str) for v in values])
 
 
 def closing_table(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> Table:

@@ -41,7 +41,14 @@ def health(run: Followed) -> Health:
     """
     status, age = run.status, run.age
     if status is None or age is None:
-        return _health_without_status(run)
+        # The run has just begun, or its status.json is lost.
+        if run.holds_lock:
+            return Health("training" if run.step else "starting", "runs; it has no status.json")
+        if run.summary is not None:
+            return Health("ended", f"ended after step {run.step}")
+        if run.holds_lock is None:
+            return Health("unknown", "of another node, and without status.json: may run or not")
+        return Health("stopped", "does not run, and has not ended")
     state, where = str(status.get("state")), activity(status)
     if state in ENDS:
         message = status.get("message")
@@ -54,17 +61,6 @@ def health(run: Followed) -> Health:
     if age > 3 * FRESH_SECONDS:
         return Health(state, f"{where}; no news for {duration(age)}")
     return Health(state, where)
-
-
-def _health_without_status(run: Followed) -> Health:
-    """Returns the state of a run that has just begun, or whose status.json is lost."""
-    if run.holds_lock:
-        return Health("training" if run.step else "starting", "runs; it has no status.json")
-    if run.summary is not None:
-        return Health("ended", f"ended after step {run.step}")
-    if run.holds_lock is None:
-        return Health("unknown", "of another node, and without status.json: may run or not")
-    return Health("stopped", "does not run, and has not ended")
 
 
 def activity(status: Mapping[str, Any]) -> str:
