@@ -320,38 +320,32 @@ def _problem_text(
 
 
 def _rollout(prompt: Prompt, sample: Sample) -> Rollout:
-    from grpo_cli.records import Completion, Rollout
+    from grpo_cli.records import Completion, Rollout, Turn
 
-    columns = sample.columns
+    columns, episode = sample.columns, sample.episode
     ids = _numbers(sample.ids)
     logprobs = _numbers(columns.get("sampling_logprobs"))
     sampled = _numbers(columns.get("sampled"))
     found = {name: columns.get(name) for name in COUNTED}
     counts: dict[str, Any] = {name: n for name, n in found.items() if isinstance(n, int)}
+    of_episode: dict[str, Any] = {}
+    if episode is not None:
+        of_episode = {
+            "messages": tuple(episode["messages"]),
+            "turns": tuple(Turn(**turn) for turn in episode["turns"]),
+            "stop_reason": episode["stop_reason"],
+            "env_rewards": episode["rewards"],
+            "env_metrics": episode["metrics"],
+        }
     completion = Completion(
         ids,
         logprobs if len(logprobs) == len(ids) else [0.0] * len(ids),
         "length" if columns.get("finish_reason") == "length" else "stop",
         is_sampled=sampled if sampled and len(sampled) == len(ids) else None,
         **counts,
-        **_fields_of_episode(sample.episode),
+        **of_episode,
     )
     return Rollout(prompt, completion, sample.text)
-
-
-def _fields_of_episode(episode: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Converts a stored episode to the fields of its completion."""
-    from grpo_cli.records import Turn
-
-    if episode is None:
-        return {}
-    return {
-        "messages": tuple(episode["messages"]),
-        "turns": tuple(Turn(**turn) for turn in episode["turns"]),
-        "stop_reason": episode["stop_reason"],
-        "env_rewards": episode["rewards"],
-        "env_metrics": episode["metrics"],
-    }
 
 
 def _numbers(cell: Iterable[Any] | str | None) -> list[Any]:
