@@ -273,7 +273,8 @@ class Checkpointer:
                 raise job.error
             small = sum(map(len, job.small.values()))
             tensors = [piece.tensor for piece in job.pieces.values()]
-            return shards.size_on_disk(tensors) + small + job.model_bytes
+            on_disk = sum(tensor.nbytes + shards.OVERHEAD for tensor in tensors)
+            return on_disk + small + job.model_bytes
 
         def finish() -> None:
             files = {name: entry for part in written for name, entry in part.items()}
@@ -429,7 +430,12 @@ def load(path: Path, parts: Parts) -> None:
         targets |= {f"{part}.{name}": tensor.detach() for name, tensor in tensors.items()}
     targets |= optimizer_targets(parts, stored)
     stored.read_into(targets)
-    set_numbers(parts, targets)
+    # Tensors that stand for plain numbers become numbers in the optimizer's state.
+    trained = parts.trained()
+    for name, tensor in targets.items():
+        if name.endswith(shards.NUMBER):
+            of, _, key = name.removeprefix("optimizer.").removesuffix(shards.NUMBER).rpartition(".")
+            parts.optimizer.state[trained[of]][key] = tensor.item()
 
 
 def check_fits(part: str, tensors: dict[str, Tensor], stored: Shards) -> None:
@@ -490,15 +496,6 @@ def new_state(
         buffer: Tensor = optimizer.get_state_buffer(p, dtype=dtype)
         return buffer
     return torch.zeros_like(p.detach(), dtype=dtype, memory_format=torch.preserve_format)
-
-
-def set_numbers(parts: Parts, read: Mapping[str, Tensor]) -> None:
-    """Stores the tensors that stand for plain numbers as numbers in the optimizer's state."""
-    trained = parts.trained()
-    for name, tensor in read.items():
-        if name.endswith(shards.NUMBER):
-            of, _, key = name.removeprefix("optimizer.").removesuffix(shards.NUMBER).rpartition(".")
-            parts.optimizer.state[trained[of]][key] = tensor.item()
 
 
 def has_reference(path: Path) -> bool:

@@ -135,7 +135,9 @@ def write(folder: Path, files: Mapping[str, Entry]) -> None:
     """
     if wrong := wrong_size(folder, files):
         raise OSError(f"{wrong}; is it a file system that all processes share?")
-    listed = {name: asdict(files[name]) for name in sorted(files) if not is_editable(name)}
+    listed = {
+        name: asdict(files[name]) for name in sorted(files) if Path(name).name not in EDITABLE
+    }
     content = {"version": VERSION, "files": listed}
     write_file(folder / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())
 
@@ -163,11 +165,6 @@ def read(folder: Path) -> dict[str, Entry]:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise Damaged(f"is damaged ({MANIFEST}: names {name}, which is no file of it)")
     return files
-
-
-def is_editable(name: str) -> bool:
-    """Returns whether users may edit a file of a checkpoint without damaging it."""
-    return Path(name).name in EDITABLE
 
 
 def listed(folder: Path, *, model_only: bool = False) -> tuple[dict[str, Entry], str | None]:

@@ -11,7 +11,7 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -295,8 +295,3 @@ _KNOWN = {
     (filesystem.__name__, "_StorageInfo"),
 }
 _MODULES = {module for module, _ in _KNOWN}
-
-
-def size_on_disk(tensors: Iterable[Tensor]) -> int:
-    """Estimates the bytes of tensors in a checkpoint."""
-    return sum(tensor.nbytes + OVERHEAD for tensor in tensors)
