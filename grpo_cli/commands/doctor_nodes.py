@@ -243,7 +243,13 @@ def judge_facts(settings: Settings, reports: Mapping[int, Facts]) -> Iterator[st
         if rank not in reports:
             yield f"{name}: has not arrived; {_named(here)} waited for it"
     for key in reports[0]["equal"]:
-        yield from _different(nodes, {r: f["equal"][key] for r, f in reports.items()}, key)
+        values = {r: f["equal"][key] for r, f in sorted(reports.items())}
+        # The most frequent value; among equally frequent ones, the first node's.
+        usual = Counter(values.values()).most_common(1)[0][0]
+        others = [nodes[r] for r, v in values.items() if v == usual]
+        for rank, value in values.items():
+            if value != usual:
+                yield f"{nodes[rank]}: {key} is {value}; {usual} on {_named(others)}"
     for rank, facts in sorted(reports.items()):
         yield from (f"{nodes[rank]}: {problem}" for problem in facts["problems"])
 
@@ -253,15 +259,6 @@ def judge_sums(settings: Settings, sums: Mapping[int, str]) -> Iterator[str]:
     for rank, name in enumerate(settings.names):
         if problem := sums.get(rank, "has not come back from the sum over all nodes"):
             yield f"{name}: {problem}"
-
-
-def _different(nodes: Sequence[str], values: Mapping[int, Any], what: str) -> Iterator[str]:
-    # The most frequent value; among equally frequent ones, the first node's.
-    usual = Counter(values[rank] for rank in sorted(values)).most_common(1)[0][0]
-    others = [nodes[r] for r, v in sorted(values.items()) if v == usual]
-    for rank, value in sorted(values.items()):
-        if value != usual:
-            yield f"{nodes[rank]}: {what} is {value}; {usual} on {_named(others)}"
 
 
 def _named(names: Sequence[str]) -> str:

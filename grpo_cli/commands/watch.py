@@ -48,7 +48,13 @@ def main(argv: list[str]) -> None:
     run = Followed(RunFolder.open(given, starting=True))
     console = Console(highlight=False)
     if settings.once or not console.is_terminal or console.is_dumb_terminal:
-        print_block(run)
+        # One block without control characters.
+        console = Console(
+            highlight=False, color_system=None, force_terminal=False, legacy_windows=False
+        )
+        run.poll()
+        for row in view(run, console):
+            console.print(row, soft_wrap=True)
     else:
         follow(run, console, settings.every)
 
@@ -63,13 +69,3 @@ def follow(run: Followed, console: Console, every: float) -> None:
             run.poll()
             live.update(Group(*view(run, console, console.height)), refresh=True)
             time.sleep(every)
-
-
-def print_block(run: Followed) -> None:
-    """Prints the view as one block without control characters."""
-    console = Console(
-        highlight=False, color_system=None, force_terminal=False, legacy_windows=False
-    )
-    run.poll()
-    for row in view(run, console):
-        console.print(row, soft_wrap=True)
