@@ -70,8 +70,13 @@ def _is_share(value: Any) -> bool:
 
 
 def _share(text: str, script: str) -> float | None:
+    text = _without_fences(text)
+    for opening, closing in (("$$", "$$"), (r"\[", r"\]"), (r"\(", r"\)")):
+        text = _without(text, opening, closing)
+    for pattern in (_INLINE_CODE, _DOLLARS, _COMMAND, _TAG):
+        text = pattern.sub(" ", text)
     others, unwanted = _patterns(script)
-    letters = others.sub("", _prose(text))
+    letters = others.sub("", text)
     return len(unwanted.sub("", letters)) / len(letters) if letters else None
 
 
@@ -83,15 +88,6 @@ def _patterns(script: str) -> tuple[Any, Any]:
     wanted = "".join(rf"\p{{Script={name}}}" for name in MIXTURES.get(script, (script,)))
     # Letters that scripts share, such as the mathematical italics, say nothing of the language.
     return regex.compile(r"[\P{L}\p{Script=Common}]+"), regex.compile(rf"[^{wanted}]+")
-
-
-def _prose(text: str) -> str:
-    text = _without_fences(text)
-    for opening, closing in (("$$", "$$"), (r"\[", r"\]"), (r"\(", r"\)")):
-        text = _without(text, opening, closing)
-    for pattern in (_INLINE_CODE, _DOLLARS, _COMMAND, _TAG):
-        text = pattern.sub(" ", text)
-    return text
 
 
 def _without_fences(text: str) -> str:

@@ -189,7 +189,10 @@ def _is_right(text: str, golds: Sequence[str], rules: list[Rules], anywhere: boo
         stated = [*(stated or []), *([] if anywhere else _last_line(text))]
     if any(_equals(gold, one, rules) for gold in golds for one in stated):
         return True
-    return anywhere and any(_found_in(text, gold, rules) for gold in golds)
+    if not anywhere:
+        return False
+    found = _as_read(text[-MAX_ANSWER_CHARACTERS:])  # what Math-Verify finds at the text's end
+    return bool(found) and any(_equals(gold, found, rules) for gold in golds)
 
 
 _DIGIT_OR_FORMULA = re.compile(r"[0-9$\\]")
@@ -209,21 +212,16 @@ def _marked(text: str) -> list[str] | None:
         return [hashes.strip("* ")]
     announced: str | None = announced_answer(inside)
     if announced is not None:
-        return _readings(announced)
+        whole = [announced, announced.rstrip("!")]  # a factorial, or the end of a sentence
+        if not isinstance(read(announced), Words):
+            return whole
+        value = without_remark(announced)
+        return whole if denies(announced[len(value) :]) else [*whole, value]
     if tagged is None:
         return None
     if isinstance(read(tagged), Words) and _DIGIT_OR_FORMULA.search(tagged):
         return [tagged, *_last_line(tagged)]
     return [tagged]
-
-
-def _readings(body: str) -> list[str]:
-    """Lists the readings of a stated answer: whole, or without the remark or mark after it."""
-    whole = [body, body.rstrip("!")]  # a factorial, or the end of a sentence
-    if not isinstance(read(body), Words):
-        return whole
-    value = without_remark(body)
-    return whole if denies(body[len(value) :]) else [*whole, value]
 
 
 def _last_line(text: str) -> list[str]:
@@ -329,12 +327,6 @@ def _equals(gold: str, stated: str, rules: list[Rules]) -> bool:
         if same(wanted, given, rule) or (not rule.strict and _verify(f"${gold}$", f"${stated}$")):
             return True
     return False
-
-
-def _found_in(text: str, gold: str, rules: list[Rules]) -> bool:
-    """Returns whether what Math-Verify finds at the end of a text equals the gold answer."""
-    found = _as_read(text[-MAX_ANSWER_CHARACTERS:])
-    return bool(found) and _equals(gold, found, rules)
 
 
 def _as_read(text: str) -> str:
