@@ -96,7 +96,10 @@ def publishable(tree: Any, key: str = "") -> Any:
         return [publishable(value, key) for value in tree]
     if _is_plain_secret(key, tree):
         return "(not shown)"
-    return _without_home(masked(tree)) if isinstance(tree, str) else tree
+    if not isinstance(tree, str):
+        return tree
+    text, home = masked(tree), str(Path.home())
+    return re.sub(rf"{re.escape(home)}(?=/|$)", "~", text) if len(home) > 1 else text
 
 
 def publishable_command(words: Iterable[str]) -> list[str]:
@@ -111,11 +114,6 @@ def publishable_command(words: Iterable[str]) -> list[str]:
 def _is_plain_secret(key: str, value: Any) -> bool:
     is_text = isinstance(value, str) and bool(value) and not _is_interpolation(value)
     return is_text and SECRET_KNOB.search(key.rpartition(".")[2]) is not None
-
-
-def _without_home(text: str) -> str:
-    home = str(Path.home())
-    return re.sub(rf"{re.escape(home)}(?=/|$)", "~", text) if len(home) > 1 else text
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

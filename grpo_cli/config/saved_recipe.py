@@ -20,20 +20,16 @@ def as_yaml(recipe: Recipe) -> str:
     # A new run must not inherit the stored run's folder.
     for own in ("output_dir", "overwrite", "resume", "resume_changed"):
         del values[own]
-    values["schedules"] = _by_section(values["schedules"])
+    # {loss.beta: …} becomes {loss: {beta: …}}, which an override can reach.
+    schedules: dict[str, Any] = {}
+    for key, schedule in values["schedules"].items():
+        section, _, name = key.partition(".")
+        schedules.setdefault(section, {})[name] = schedule
+    values["schedules"] = schedules
     text: str = yaml.safe_dump(
         {"defaults": defaults, **values}, sort_keys=False, allow_unicode=True
     )
     return text
-
-
-def _by_section(schedules: dict[str, Any]) -> dict[str, Any]:
-    """Nests {loss.beta: …} as {loss: {beta: …}}, which an override can reach."""
-    out: dict[str, Any] = {}
-    for key, schedule in schedules.items():
-        section, _, name = key.partition(".")
-        out.setdefault(section, {})[name] = schedule
-    return out
 
 
 def groups() -> list[str]:
