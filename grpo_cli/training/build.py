@@ -258,7 +258,14 @@ def make_networks(
     if reference_model is not None:
         reference = Reference(make_logprobs(reference_model, recipe, workers, reporter))
     elif recipe.needs_reference:
-        reference = adapter_reference(model, recipe, workers, reporter)
+        config = adapters.config_on(model)
+        assert config is not None
+        fresh = recipe.adapter.path is None and adapters.begins_as_base(config)
+        reference = AdapterReference(
+            lambda entered: logprobs_of(model, entered, recipe, workers, reporter),
+            workers.autocast,
+            keeps_copy=recipe.loss.reference_every > 0 or not fresh,
+        )
     optimizer = optimizers.make(recipe.optimizer, model, offload=recipe.distributed.offload)
     return Networks(policy_logprobs, reference, optimizer, router_coef)
 
@@ -336,20 +343,6 @@ def make_logprobs(
     """Places a model on the processes' devices, and returns its `PolicyLogprobs`."""
     workers.place(model)
     return logprobs_of(model, workers.autocast, recipe, workers, reporter)
-
-
-def adapter_reference(
-    model: PreTrainedModel, recipe: Recipe, workers: Workers, reporter: Reporter
-) -> AdapterReference:
-    """Returns the reference of a placed policy that has an adapter."""
-    config = adapters.config_on(model)
-    assert config is not None
-    fresh = recipe.adapter.path is None and adapters.begins_as_base(config)
-    return AdapterReference(
-        lambda entered: logprobs_of(model, entered, recipe, workers, reporter),
-        workers.autocast,
-        keeps_copy=recipe.loss.reference_every > 0 or not fresh,
-    )
 
 
 def logprobs_of(

@@ -52,7 +52,11 @@ def of_run(prepared: Prepared) -> Contents:
     found = dict(_of_data(prepared))
     if recipe.model.path is not None and recipe.model.build is None:
         folder = _model_folder(recipe.model, recipe.model.path)
-        found["tokenizer"] = _of_tokenizer(folder)
+        if provenance.is_cached(folder):  # where any tool may add files of the same commit
+            found["tokenizer"] = {"commit": folder.name}
+        else:
+            files = _matching(folder, TOKENIZER)
+            found["tokenizer"] = {file.name: file_hash(file) for file in files}
         template = recipe.model.chat_template
         if template and (file := sources.template_file(template)) is not None:
             found["tokenizer"]["model.chat_template"] = file_hash(file)
@@ -187,16 +191,6 @@ def _model_folder(model: Model, path: str) -> Path:
         config = cached_file(path, "config.json", revision=model.revision)
     assert config is not None, "loaded before"
     return Path(config).parent
-
-
-def _of_tokenizer(folder: Path) -> dict[str, str]:
-    """Returns the hashes of a tokenizer's files, or the commit of a model in the hub's cache.
-
-    Files in the cache are not hashed, since any tool may add files of the same commit.
-    """
-    if provenance.is_cached(folder):
-        return {"commit": folder.name}
-    return {file.name: file_hash(file) for file in _matching(folder, TOKENIZER)}
 
 
 def _matching(folder: Path, patterns: tuple[str, ...]) -> list[Path]:

@@ -75,15 +75,13 @@ def prompts_of(groups: Sequence[Group]) -> dict[int, dict[str, Any]]:
     return {
         g.prompt_index: {
             "row": g.prompt.row,
-            "images": [_bytes_of(image) for image in g.prompt.images],
+            "images": [  # tensors of bytes load without pickle
+                torch.frombuffer(bytearray(image.encoded()["bytes"]), dtype=torch.uint8)
+                for image in g.prompt.images
+            ],
         }
         for g in groups
     }
-
-
-def _bytes_of(image: StoredImage) -> torch.Tensor:
-    """Returns an encoded image as a tensor of bytes, which loads without pickle."""
-    return torch.frombuffer(bytearray(image.encoded()["bytes"]), dtype=torch.uint8)
 
 
 class KeptPrompts(PromptStream):

@@ -125,7 +125,10 @@ def collect_informative(run: Run, recipe: Recipe, clock: Clock) -> StepBatch:
         number = min(wanted, math.ceil((wanted - len(usable)) / share))
         groups, fresh = _sample(run, recipe, number, clock, sessions)
         sampled |= fresh
-        informative = {p for p, group in fresh.items() if _has_signal(run, recipe, group)}
+        try:
+            informative = {p for p, group in fresh.items() if has_signal(recipe, group)}
+        except ValueError as error:
+            raise TrainingError(f"step {run.state.step + 1}: {error}") from error
         own += [g for g in groups if g.prompt_index in informative]
         usable |= {p: fresh[p] for p in informative}
         queue.signal_share = (len(usable) - carried) / len(sampled)
@@ -157,13 +160,6 @@ def use_samplers_logprobs(rollout: Rollout, step: int) -> None:
     sampled_at = rollout.completion.sampled_at
     if sampled_at is not None and sampled_at < step:
         rollout.old_logprobs = torch.tensor(rollout.completion.sampling_logprobs)
-
-
-def _has_signal(run: Run, recipe: Recipe, group: Sequence[RolloutStats]) -> bool:
-    try:
-        return has_signal(recipe, group)
-    except ValueError as error:
-        raise TrainingError(f"step {run.state.step + 1}: {error}") from error
 
 
 def _sample(
