@@ -18,6 +18,8 @@ SPECIAL := gpu or vllm or slurm or real
 DEFAULT_TIER := not ($(SPECIAL)) and not slow and (smoke or not (runs or programs))
 RUNS_TIER := not ($(SPECIAL)) and not slow and not smoke and (runs or programs)
 SLOW_TIER := not ($(SPECIAL)) and slow
+# What a reader of PyTorch's documentation would stumble over.
+AVOIDED := anew|goes on|strays|such a one|take part|returns what|what stands for
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -81,6 +83,8 @@ lint: .venv/dev.stamp ## Check style, formatting, the order of the packages (one
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_budget.py
+	@! grep -rnwiE "$(AVOIDED)" --include=*.py --include=*.md --include=*.yaml grpo_cli rewards recipes scripts docs *.md \
+		|| { echo "words that lint refuses: say it in the field's terms" >&2; exit 1; }
 
 format: .venv/dev.stamp ## Correct style and formatting where a tool can
 	$(BIN)/ruff check --fix --exit-zero --quiet .
@@ -89,7 +93,7 @@ format: .venv/dev.stamp ## Correct style and formatting where a tool can
 types: .venv/dev.stamp ## Check the types
 	$(BIN)/mypy
 
-docs: .venv/dev.stamp ## Write the generated parts of docs/ anew: knobs, memory, models
+docs: .venv/dev.stamp ## Rewrite the generated parts of docs/: knobs, memory, models
 	$(BIN)/python scripts/make_docs.py
 
 docs-site: .venv/docs.stamp ## Build the documentation as a site, in site/

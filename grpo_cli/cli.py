@@ -61,7 +61,7 @@ grpo: train language models with GRPO
   grpo eval CHECKPOINT [key=value ...]       evaluate a checkpoint, or any model on benchmark=NAME
   grpo score reward=NAME input=FILE          try reward functions on stored completions
   grpo show RUN [--step=N]                   print a run's completions, turn by turn
-  grpo watch RUN                             show a run while it goes on, or after it
+  grpo watch RUN                             show a run while it runs, or after it
   grpo explain recipe=NAME KEY               print a knob's value and the place that sets it
   grpo report RUN [OTHER]                    write a run, or two, as one HTML file to look through
   grpo replay RUN --step=N                   recompute a kept step and compare its metrics

@@ -208,7 +208,7 @@ def final_box(text: str) -> str | None:
 _BETWEEN_BOXES = re.compile(
     r"[\s$\\()\[\],;.]{0,20}(?:and|or|和|或|\\text\{\s*(?:and|or)\s*\})?[\s$\\()\[\],;.]{0,20}"
 )
-# What goes on beside a box, so that its content is not the answer: half of \boxed{7}, \boxed{7}^2.
+# Text beside a box, so that its content is not the answer: half of \boxed{7}, \boxed{7}^2.
 _BEFORE_BOX = re.compile(
     r"\\(?:[dt]?frac|sqrt|overline|x?cancel)\s*(?:\{[^{}]*\})?\s*\{\s*\Z|(?:\\neg|~~|<del>|<!--)\s*\Z"
     r"|[+/*^]\s*\Z|[0-9A-Za-z)]\s*-\Z"

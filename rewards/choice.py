@@ -60,7 +60,7 @@ class _Patterns:
     """Patterns of the options of one set of letters."""
 
     option: re.Pattern[str]  # the whole text is a letter, perhaps with the option's text after it
-    stated: re.Pattern[str]  # a text that goes on begins with a letter
+    stated: re.Pattern[str]  # text that follows begins with a letter
     alone: re.Pattern[str]  # the whole text is a letter
     another: re.Pattern[str]  # what follows a letter names another
     correct: re.Pattern[str]  # "option B is correct"

@@ -294,7 +294,7 @@ _TAIL_WORD = (
     r"(?!(?:and|or|but|while|when|who|which|that|got|was|were|more|less|fewer|times|than|dozen|fails?|half"
     r"|halves|thirds|quarters|squared|cubed|hours?\s+ago)\b)[A-Za-z/²³°'^-]+[23]?"
 )
-# The unit or noun after the value, and where it goes on what belongs to the sentence.
+# The unit or noun after the value, and what follows of the sentence.
 _TAIL = re.compile(
     rf"(?P<noun>(?:\s*(?!(?:to|in|on|of|for|from|at|by|with|left|each)\b){_TAIL_WORD}(?:\s+(?!(?:to|in|on|of|for|from|at|by|with|left|each)\b)"
     rf"{_TAIL_WORD}){{0,3}}|(?:\s*[{CHINESE}/]){{1,8}}|\s*[°€£¥%]))?(?:\s+{_TAIL_WORD}){{0,7}}"

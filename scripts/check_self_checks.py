@@ -94,7 +94,7 @@ def sample(model: PreTrainedModel, tokenizer: Any, count: int, seed: int) -> lis
 def reason(
     computation: str, precision: str, model: PreTrainedModel, rollouts: Sequence[Rollout]
 ) -> str:
-    """Returns what the check of a computation says; "" if it finds nothing."""
+    """Returns the fault that the check of a computation reports; "" if none."""
     said: list[str] = []
     if computation == "engine":
         generator = TransformersGenerator(model, [], say=said.append, autocast=autocast(precision))

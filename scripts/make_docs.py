@@ -1,6 +1,6 @@
 """Writes the tables in docs/: knobs.md, memory (memory.md) and model families (models.md).
 
-python scripts/make_docs.py            write it anew
+python scripts/make_docs.py            rewrite it
 python scripts/make_docs.py --check    only say whether it is up to date (exit code 1: it is not)
 """
 

@@ -117,7 +117,7 @@ def train(tree: Path, name: str, words: Sequence[str], folder: Path) -> None:
 
 
 def numbers(folder: Path) -> dict[str, Any]:
-    """Returns what is compared of a run: hashes of weights by file, metrics by step and key."""
+    """Returns the compared numbers of a run: hashes of weights by file, metrics by step and key."""
     *_, last = sorted((folder / "checkpoints").glob("step-*"), key=lambda p: int(p.name[5:]))
     found: dict[str, Any] = {
         file.name: hashlib.sha256(file.read_bytes()).hexdigest()

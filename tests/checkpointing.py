@@ -93,7 +93,7 @@ def two_processes(folder: Path, workers: Workers) -> None:
     again = make_parts(make_model(2), "ddp", 2)
     checkpointer.load(folder / "fsdp2-True", again)
     assert same(whole(again), expected), "ddp has not loaded what fsdp2 saved"
-    train(sharded, 1)  # goes on as the first did
+    train(sharded, 1)  # continues as the first did
     gathered = whole(sharded)
     for name, tensor in whole(replicated).items():
         torch.testing.assert_close(gathered[name], tensor, rtol=1e-4, atol=1e-5)

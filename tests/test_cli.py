@@ -473,7 +473,7 @@ def test_a_damaged_checkpoint_is_skipped(
     assert code == 2
     listed = ", ".join(f"run/checkpoints/step-{step}" for step in (2, 3))
     assert f"resume: none of {listed} is whole" in err
-    assert "begin anew with overwrite=true" in err
+    assert "start over with overwrite=true" in err
 
 
 @pytest.mark.runs

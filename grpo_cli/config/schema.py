@@ -343,7 +343,7 @@ class Reward:
 
 @dataclass
 class Callback:
-    """A class of the user's own whose methods are called as the run goes on."""
+    """A class of the user's own whose methods are called during the run."""
 
     path: str = knob(
         "",

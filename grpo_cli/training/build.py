@@ -534,7 +534,7 @@ def checkpoint_to_resume(prepared: Prepared, workers: Workers, reporter: Reporte
     if candidates and path is None:
         names = ", ".join(map(paths.shown, sorted(candidates, key=paths.step_of)))
         raise UserError(
-            f"resume: none of {names} is whole; begin anew with "
+            f"resume: none of {names} is whole; start over with "
             "overwrite=true, or give another with resume=PATH."
         )
     return path

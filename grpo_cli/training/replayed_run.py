@@ -82,7 +82,7 @@ def restore(folder: Path, path: Path, device: str | None, trust: bool = True) ->
         UserError: the step is damaged or of another version, or the model is gone.
     """
     if wrong := manifest.verify(path):
-        raise UserError(f"{path}: {wrong}; resume the run before this step to keep it anew.")
+        raise UserError(f"{path}: {wrong}; resume the run before this step to keep it again.")
     saved = checkpointer.load_state(path)
     own = saved[ENTRY]
     if not trust:

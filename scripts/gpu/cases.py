@@ -27,7 +27,7 @@ class Setting:
         return "cpu" if self.dry else "cuda"
 
     def run_program(self, command: Sequence[str]) -> str:
-        """Runs a program; returns what it has printed.
+        """Runs a program; returns its output.
 
         The output goes into the log at once, so that it is there if the case is cut off.
 

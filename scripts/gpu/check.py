@@ -4,8 +4,8 @@
 
 The cases of a stage run one after another in one process (importing torch takes long). A case that
 raises becomes a row with the reason, and the next one runs. If a case ends the process, the stage
-goes on with the next case in another process; after the stage's seconds it is cut off. Every row is
-written at once: FOLDER/results.jsonl has a row for each case, FOLDER/table.md a Markdown table for
+continues with the next case in another process; after the stage's seconds it is cut off. Each row
+is written at once: FOLDER/results.jsonl has a row for each case, FOLDER/table.md a Markdown table for
 each stage, FOLDER/log what the cases print.
 """
 
@@ -157,7 +157,7 @@ def machine() -> dict[str, Any]:
 
 
 def output(command: list[str]) -> str:
-    """Returns what a program prints; "" if it is not there or fails."""
+    """Returns the output of a program; "" if it is missing or fails."""
     if shutil.which(command[0]) is None:
         return ""
     done = subprocess.run(command, capture_output=True, text=True)

@@ -20,7 +20,7 @@ from tests import programs
 from tests.runs_on_disk import NOW, write_completions, write_run
 from tests.tables import table
 
-# GRPO_WRITE_SNAPSHOTS=1 writes them anew.
+# GRPO_WRITE_SNAPSHOTS=1 rewrites them.
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 TEXTS = ["The answer is 2.", "It is\nthree.", "漢字 かな", "2"]
 
@@ -67,7 +67,7 @@ def test_the_block_of_text(
 @table(
     ("words", "said"),
     [
-        ([], "Shows a run that goes on"),
+        ([], "Shows a run while it runs"),
         (["gone"], "RUN = gone: there is no such folder."),
         (["empty"], "RUN = empty: this is no folder of a run"),
         (["--once"], "grpo watch: give one run, such as outputs/NAME; got nothing."),

@@ -229,7 +229,7 @@ def test_different_judges_are_refused(tmp_path: Path) -> None:
 
     assert against("b", judged(reward="length")) == (
         f"{plain} and {tmp_path / 'b' / 'eval.json'}: the reward of gsm8k differs, math and "
-        "length; judge both alike (grpo eval completions=FOLDER judges completions anew)."
+        "length; judge both alike (grpo eval completions=FOLDER judges completions again)."
     )
     assert "the args of gsm8k differs, {} and {'units': True};" in against(
         "c", judged(args={"units": True})
@@ -350,7 +350,7 @@ HOLDS, CAUTIOUS = (0.93, 0.97), (0.95, 1.0)
 @pytest.mark.parametrize(
     ("problems", "completions", "beta", "redrawn", "solved", "limits"),
     [
-        # B is A, but for a share of the problems drawn anew and a share of what is wrong solved.
+        # B is A, but for a share of the problems drawn again and a share of what is wrong solved.
         (100, 1, (1.0, 1.0), 0.2, 0.1, HOLDS),
         (250, 1, (0.3, 0.3), 0.1, 0.05, HOLDS),
         (250, 1, (2.0, 0.1), 0.1, 0.0, HOLDS),  # 16 problems differ

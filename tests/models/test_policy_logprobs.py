@@ -25,7 +25,7 @@ from tests.models.families import Family
 from tests.models.test_architectures import make
 
 QUICK, CHUNKED, PACKED = ForwardMode(True, True), ForwardMode(False, True), ForwardMode(True, False)
-WAYS = pytest.mark.parametrize("mode", [QUICK, CHUNKED, PACKED, SIMPLEST], ids=str)
+MODES = pytest.mark.parametrize("mode", [QUICK, CHUNKED, PACKED, SIMPLEST], ids=str)
 # The second prompt's first completion is one token, which packed is no segment at all.
 SHAPES = [(7, [4, 9, 5, 4]), (1, [1, 6]), (3, [1, 1]), (5, [8])]
 
@@ -86,7 +86,7 @@ def unpadded(rows: Tensor | None, lengths: Sequence[int]) -> list[Tensor]:
     return [row[:n] for row, n in zip(rows, lengths, strict=True)]
 
 
-@WAYS
+@MODES
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_every_way_gives_the_models_values_and_gradient(
     llama: PreTrainedModel, mode: ForwardMode, temperature: float
@@ -118,7 +118,7 @@ def test_every_way_gives_the_models_values_and_gradient(
         assert not row[len(truth) :].any()
 
 
-@WAYS
+@MODES
 def test_every_way_gives_the_gradient_of_entropies(
     llama: PreTrainedModel, mode: ForwardMode
 ) -> None:
@@ -134,7 +134,7 @@ def test_every_way_gives_the_gradient_of_entropies(
     assert (mine - expected).abs().max() < 1e-6 * expected.abs().max()
 
 
-@WAYS
+@MODES
 def test_tokens_that_were_not_sampled_are_left_out(
     llama: PreTrainedModel, mode: ForwardMode
 ) -> None:

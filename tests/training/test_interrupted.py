@@ -1,4 +1,4 @@
-"""A run that has to end in the middle of a step goes on there, and is the same run in the end."""
+"""A run that has to end in the middle of a step resumes there, and ends as the same run."""
 
 import re
 import signal

@@ -1,4 +1,4 @@
-"""The loop on a tiny model: it learns, its gradient ignores micro-batches, it stops and goes on."""
+"""The loop on a tiny model: it learns, its gradient ignores micro-batches, it stops and resumes."""
 
 import json
 import math

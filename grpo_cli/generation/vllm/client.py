@@ -233,7 +233,7 @@ class Server:
                 raise self.lost(
                     path,
                     f"it sampled with weights {found}, which this run has not sent in time; it was "
-                    "started anew, or another run sends it weights too",
+                    "restarted, or another run sends it weights too",
                 )
             group.append(completion(choice["token_ids"], logprobs, choice["finish_reason"], oldest))
         return group

@@ -228,7 +228,7 @@ def test_weights_that_the_run_has_not_sent(fake: FakeVllm, versions: list[str]) 
         generated(fake, lambda version: 0 if version == "good" else -1)
     assert str(error.value) == (
         f"server {fake.url}: {GENERATE} failed: it sampled with weights {sorted(versions)}, which "
-        "this run has not sent in time; it was started anew, or another run sends it weights too."
+        "this run has not sent in time; it was restarted, or another run sends it weights too."
     )
 
 

@@ -23,7 +23,7 @@ LIMIT = 2**20
 RUN = "run"  # whose weights they are
 
 
-class Odd(nn.Module):
+class MixedTypes(nn.Module):
     """Several dtypes, a weight larger than a bucket, one of no axis, a frozen one, a tied head."""
 
     def __init__(self, seed: int = 0) -> None:
@@ -64,7 +64,7 @@ def bits(weight: Tensor) -> bytes:
 
 
 def test_every_parameter_is_there_once_under_its_first_name() -> None:
-    model = Odd()
+    model = MixedTypes()
     infos = Weights(model).infos()
     assert [i.name for i in infos] == NAMES
     assert infos[2] == WeightInfo("narrow", (5, 3), torch.bfloat16)
@@ -104,7 +104,7 @@ def test_buckets_of_sixteen_bytes(infos: list[WeightInfo], cut: list[str]) -> No
 
 @pytest.mark.parametrize("limit", [1, 60, 9000, 2**21, 2**30])
 def test_what_is_flattened_is_found_again(limit: int) -> None:
-    model = Odd()
+    model = MixedTypes()
     passing, found = iter(Weights(model)), {}
     for bucket in buckets(Weights(model).infos(), limit):
         flat = flattened(passing, bucket)
@@ -185,7 +185,7 @@ def test_every_weight_arrives_on_every_worker_of_every_server(
 ) -> None:
     links = linked(fakes, transfer, tmp_path)
     for seed, version in ((0, "run:0"), (1, "run:1")):  # and again, over the same links
-        model = Odd(seed)
+        model = MixedTypes(seed)
         for fake in fakes:
             fake.calls.clear()
         assert send(links, Weights(model), version, "wait") == {}
@@ -203,9 +203,9 @@ def test_servers_are_told_how_to_wait_for_what_is_under_way(
     fakes: list[FakeVllm], tmp_path: Path
 ) -> None:
     links = linked(fakes, "gloo", tmp_path)
-    send(links, Weights(Odd()), "v", "wait")
+    send(links, Weights(MixedTypes()), "v", "wait")
     assert [fake.calls.count("/reset_prefix_cache") for fake in fakes] == [1, 1]
-    send(links, Weights(Odd()), "w", "keep")
+    send(links, Weights(MixedTypes()), "w", "keep")
     assert [fake.calls.count("/reset_prefix_cache") for fake in fakes] == [1, 1], "it is in use"
     assert [fake.pauses for fake in fakes] == [["wait", "keep"]] * 2
 
@@ -222,7 +222,7 @@ def test_servers_are_told_how_to_wait_for_what_is_under_way(
 def test_a_server_that_fails_drops_out_and_the_others_go_on(
     fakes: list[FakeVllm], tmp_path: Path, transfer: str, call: str
 ) -> None:
-    model = Odd()
+    model = MixedTypes()
     links = linked(fakes, transfer, tmp_path)
     bad, good = fakes
     bad.faults[call] = bad.fail
@@ -381,7 +381,7 @@ def test_a_folder_holds_the_newest_weights_of_one_server(
     left_over.parent.mkdir()
     left_over.write_bytes(b"")
     links = linked(fakes, "disk", tmp_path)
-    large, small = Odd(), nn.Linear(2, 1)
+    large, small = MixedTypes(), nn.Linear(2, 1)
     for model, files in ((large, 5), (small, 1)):
         send(links, Weights(model), "v", "wait")
         names = [f"model-{i:05d}.safetensors" for i in range(files)]
