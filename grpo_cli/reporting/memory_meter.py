@@ -20,7 +20,6 @@ import psutil
 import torch
 
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-HIGHEST = "5"  # resets the peak resident memory
 CPU_STEPS = range(1, 4)  # steps that are measured on a CPU, counted from 0
 
 
@@ -62,7 +61,7 @@ class MemoryMeter:
             return
         give_back()
         with suppress(OSError):
-            CLEAR.write_text(HIGHEST)
+            CLEAR.write_text("5")  # resets the peak resident memory
 
     def _highest(self) -> int:
         if self.device.type == "cuda":

@@ -15,7 +15,6 @@ from typing import Any
 from grpo_cli.config.schema import Recipe
 from grpo_cli.errors import UserError
 
-TABLE = "completions"
 TABLES = ("trackio", "wandb")  # trackers that accept tables
 # Returns, from accelerate's tracker, the id by which a resumed run continues its curves.
 IDS: dict[str, Callable[[Any], str]] = {
@@ -98,7 +97,7 @@ class Trackers:
         def send(name: str, tracker: Any) -> None:
             if name in TABLES:
                 table = importlib.import_module(name).Table(dataframe=frame)
-                tracker.log({TABLE: table}, step=step)
+                tracker.log({"completions": table}, step=step)
 
         self._each("completions", send)
 

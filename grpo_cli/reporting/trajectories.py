@@ -53,7 +53,9 @@ def body(sample: Sample, prompt_characters: int | None = None) -> list[Text]:
 
 def _shortened(sample: Sample, most: int | None) -> Iterator[Text]:
     """Yields the messages of the prompt, or the end of the last one."""
-    messages = [_message(m, foreign=True) for m in _prompt(sample)]
+    prompt = sample.prompt
+    stored = [{"role": "prompt", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = [_message(m, foreign=True) for m in stored]
     if most is None or sum(len(m) for m in messages) <= most:
         yield from messages
         return
@@ -109,13 +111,6 @@ def _calls(message: Mapping[str, Any]) -> Iterator[str]:
             pairs = (f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())
             arguments = ", ".join(pairs)
         yield f"{function.get('name')}({arguments})"
-
-
-def _prompt(sample: Sample) -> Sequence[Mapping[str, Any]]:
-    if isinstance(sample.prompt, str):
-        return [{"role": "prompt", "content": sample.prompt}]
-    messages: list[Mapping[str, Any]] = list(sample.prompt)
-    return messages
 
 
 def _pictures(images: Sequence[StoredImage]) -> str:

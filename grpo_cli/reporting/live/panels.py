@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 from rich.console import Console
@@ -37,7 +37,6 @@ GAP = 2  # characters between two curves
 TWO_COLUMNS = 70  # width from which curves are drawn in two columns
 ALARMS = 3  # number of alarms that are shown
 PROMPT_CHARACTERS = 200  # shown of the prompt's end
-NOT_RECORDED = "not recorded"
 
 
 def stacked(lines: Sequence[Text], width: int) -> Text:
@@ -161,17 +160,14 @@ def number(value: float) -> str:
 def stages(run: Followed, width: int) -> Text:
     """Draws the stages of the newest step, its rates, memory and checkpoints."""
     seconds = figures.stage_seconds(run.newest)
-    rows = [_times(run, seconds)] if seconds else []
+    rows = []
+    if seconds:
+        total = math.fsum(seconds.values())
+        longest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:5]
+        named = (f"{SHORT.get(name, name)} {seconds[name]:.3g}" for name in longest)
+        idle = f", idle {100 * seconds['idle'] / total:.0f} %" if "idle" in seconds else ""
+        rows.append(Text(f"step {run.step:,}: {total:.3g} s{idle}: {', '.join(named)}"))
     return stacked([*rows, Text(" · ".join(_rates(run)))], width)
-
-
-def _times(run: Followed, seconds: Mapping[str, float]) -> Text:
-    """Returns the seconds of the longest stages, and the idle share of the step."""
-    total = math.fsum(seconds.values())
-    order = sorted(seconds, key=seconds.__getitem__, reverse=True)
-    named = (f"{SHORT.get(name, name)} {seconds[name]:.3g}" for name in order[:5])
-    idle = f", idle {100 * seconds['idle'] / total:.0f} %" if "idle" in seconds else ""
-    return Text(f"step {run.step:,}: {total:.3g} s{idle}: {', '.join(named)}")
 
 
 def _rates(run: Followed) -> Iterator[str]:
@@ -184,7 +180,7 @@ def _rates(run: Followed) -> Iterator[str]:
     if "cuda_reserved" in memory:
         peak = f", peak {size(memory['cuda_peak'])}" if "cuda_peak" in memory else ""
         yield f"GPU {size(memory['cuda_reserved'])}{peak}"
-    yield f"memory {size(memory['rss']) if 'rss' in memory else NOT_RECORDED}"
+    yield f"memory {size(memory['rss']) if 'rss' in memory else 'not recorded'}"
     steps = run.checkpoints
     listed = ", ".join(map(str, steps[-3:]))
     more = f" of {len(steps)}" if len(steps) > 3 else ""

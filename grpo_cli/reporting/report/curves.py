@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MOST_POINTS = 2_500  # points of a curve; a longer run is drawn as means over steps
-DIGITS = 5  # significant digits of a value
 
 
 def columns(metrics: Sequence[Mapping[str, Any]], most: int = MOST_POINTS) -> dict[str, Any]:
@@ -33,7 +32,7 @@ def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return rounded(sum(values) / len(values)) if values else None
 
 
-def rounded(value: float, digits: int = DIGITS) -> float | None:
+def rounded(value: float, digits: int = 5) -> float | None:
     """Returns a value with a number of significant digits; None for NaN and infinity."""
     if not math.isfinite(value):
         return None

@@ -35,8 +35,6 @@ SCRIPTS = (
     "time.js", "rewards.js", "tokens.js", "conversation.js", "completions.js", "recipe.js",
     "compare.js", "main.js",
 )  # fmt: skip
-STYLES = ("vendor/uPlot.min.css", "style.css")
-LEVEL = 6  # compression level of gzip
 NAME = "report.html"  # in the run's folder
 
 
@@ -111,7 +109,7 @@ def html(runs: Sequence[RunData], compared: dict[str, Any] | None = None) -> str
         .encode("utf-8", "replace")
         .decode(),
         blocks={name: Markup(block) for name, block in blocks.items()},
-        style=Markup("\n".join(map(_asset, STYLES))),
+        style=Markup("\n".join(map(_asset, ("vendor/uPlot.min.css", "style.css")))),
         script=Markup(script),
         script_hash=f"sha256-{digest}",
     )
@@ -141,7 +139,7 @@ def masked_tree(value: Any, mask: Callable[[str], str]) -> Any:
 
 def packed(data: bytes) -> str:
     """Returns bytes as gzip in base64, the same for the same bytes."""
-    return base64.b64encode(gzip.compress(data, LEVEL, mtime=0)).decode("ascii")
+    return base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode("ascii")
 
 
 def _asset(name: str) -> str:
