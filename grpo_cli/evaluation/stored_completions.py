@@ -33,7 +33,6 @@ OWN = (
     "token_advantages", "tool_calls", "tool_errors", "tool_timeouts",
 )  # fmt: skip
 COUNTED = ("tool_calls", "tool_errors", "tool_timeouts")
-OWN_PREFIXES = ("rewards/", "extras/")
 
 
 @dataclass(frozen=True)
@@ -224,7 +223,7 @@ def _with_own_answers(
         columns = {
             name: cell
             for name, cell in first.columns.items()
-            if name not in OWN and not name.startswith(OWN_PREFIXES)
+            if name not in OWN and not name.startswith(("rewards/", "extras/"))
         }
         problems.append(Problem(row, columns, group))
     return problems
