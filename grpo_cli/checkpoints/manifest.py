@@ -32,7 +32,6 @@ CARD = "README.md"
 EDITABLE = (CARD, ADAPTER_CONFIG)  # not in the manifest
 VERSION = 1
 BLOCK_BYTES = 2**22  # bytes read and hashed at a time
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -264,7 +263,7 @@ def reason(error: BaseException, folder: Path, needed: int) -> str:
     """Describes briefly why writing to `folder` failed; includes the free space on a full disk."""
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""
-        if error.errno in FULL:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             try:
                 free = f"{in_words(free_bytes(folder))} free, "
             except OSError:  # the folder itself is gone
