@@ -64,7 +64,6 @@ class Settings:
 TRUST = "trust=true"
 SHORT = ("mode", "metric", "num_samples", "temperature", "top_p", "k", "limit")
 MANY = 10**6  # completions
-LISTS = ("mode", "metric", "k")
 
 
 def main(argv: list[str]) -> None:
@@ -110,7 +109,7 @@ def spelt_out(word: str) -> list[str]:
     if not equals:
         return [word]
     if key in SHORT:
-        value = f"[{value.strip('[]')}]" if key in LISTS else value
+        value = f"[{value.strip('[]')}]" if key in ("mode", "metric", "k") else value
         return [f"eval.{key}={value}"]
     if key != "benchmark":
         return [word]
@@ -139,7 +138,7 @@ def as_override(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def evaluate_checkpoint(path: str, overrides: list[str], trust: bool = False) -> None:
+def evaluate_checkpoint(path: str, overrides: list[str], trust: bool) -> None:
     """Evaluates a model on benchmarks, or on the held-out rows of the recipe stored with it.
 
     Args:

@@ -99,7 +99,6 @@ SET_BY_SCRIPT = (
     "signal", "ntasks", "ntasks-per-node", "requeue", "no-requeue", "open-mode", "output", "array",
     "wait", "parsable", "nodelist", "kill-on-bad-exit", "chdir",
 )  # fmt: skip
-SET_FOR_SERVE = ("model", "host", "port", "log")
 
 
 USAGE = """\
@@ -149,7 +148,7 @@ def _check_together(settings: Settings) -> None:
     if s.serve and not s.vllm_nodes:
         raise UserError(f"serve.{next(iter(s.serve))}: is only read with vllm_nodes.")
     for name in s.serve:
-        if name in SET_FOR_SERVE:
+        if name in ("model", "host", "port", "log"):
             raise UserError(f"serve.{name}: cannot be set: the script sets it.")
     if s.setup is not None and not Path(s.setup).expanduser().is_file():
         raise UserError(f"setup = {s.setup}: there is no such file.")
