@@ -97,7 +97,10 @@ def code(
     The result of the tests is recorded as `code_reason`: "passed", or the first failure in a line.
     A row without tests gives None. A sandbox that fails by itself raises.
     """
-    limits = _limits(seconds=seconds, memory_mb=memory_mb)
+    try:
+        limits = sandbox.Limits(seconds=seconds, memory_mb=memory_mb)
+    except ValueError as error:
+        raise ValueError(f"code: {error}") from None
     if not isinstance(total_seconds, (int, float)) or not total_seconds > 0:
         raise ValueError(f"code: total_seconds is {total_seconds!r}; it must be above 0.")
     if guards not in sandbox.GUARDS:
@@ -136,13 +139,6 @@ def code(
     if log_extra is not None:
         log_extra("code_reason", reasons)
     return values
-
-
-def _limits(**values: Any) -> sandbox.Limits:
-    try:
-        return sandbox.Limits(**values)
-    except ValueError as error:
-        raise ValueError(f"code: {error}") from None
 
 
 def program(text: str) -> str:

@@ -133,7 +133,13 @@ def _check_references(schema: Any, kind: Any, must: str) -> None:
 
 def _is_valid(text: str, validator: Any) -> bool:
     try:
-        return bool(validator.is_valid(_parsed(_json_part(text))))
+        found = json.loads(
+            _json_part(text),
+            object_pairs_hook=_object,
+            parse_constant=_no_number,
+            parse_float=_finite,
+        )
+        return bool(validator.is_valid(found))
     except (ValueError, RecursionError, OverflowError):  # the last where an int is no float
         return False
 
@@ -151,15 +157,6 @@ def _json_part(text: str) -> str:
         else:
             fenced.append(line)
     return text if last is None else last
-
-
-def _parsed(text: str) -> Any:
-    return json.loads(
-        text,
-        object_pairs_hook=_object,
-        parse_constant=_no_number,
-        parse_float=_finite,
-    )
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
