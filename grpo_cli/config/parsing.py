@@ -40,7 +40,6 @@ E = TypeVar("E", Reward, Benchmark, Callback, HeldOut, MixturePart, Schedule)
 # Mappings whose keys appear in names of folders and metrics.
 NAMED = ("benchmark", "dataset.mixture", "dataset.held_out", "callbacks")
 SCHEDULABLE = tuple(key for key, f in knobs() if f.metadata.get("schedulable"))
-LOSS_ARGS = "loss.args."  # schedulable too; checked by `algorithm/objective.py`
 SCHEDULED_SECTIONS = {key.partition(".")[0] for key in SCHEDULABLE}
 
 
@@ -137,7 +136,8 @@ def _by_knob(tree: dict[str, Any]) -> dict[str, Any]:
     """
     out: dict[str, Any] = {}
     for key, value in _schedule_entries(tree):
-        if key not in SCHEDULABLE and not key.startswith(LOSS_ARGS):
+        # The loss checks its own arguments (`algorithm/objective.py`).
+        if key not in SCHEDULABLE and not key.startswith("loss.args."):
             beside = [k for k in SCHEDULABLE if k.partition(".")[0] == key.partition(".")[0]]
             raise UserError(
                 f"schedules.{key}: is no scalar that can follow the step; there are "
@@ -365,9 +365,9 @@ def _wrong_type(key: str, reason: str) -> str:
     return f"{key} = {'null' if value == 'None' else value}: must be {what}{or_null}."
 
 
-def no_such_key(key: str, where: str = "") -> str:
+def no_such_key(key: str) -> str:
     """Returns the message for an unknown key, with the nearest known key."""
-    return f"{key}: there is no such key{where}.{nearest_key(key)}"
+    return f"{key}: there is no such key.{nearest_key(key)}"
 
 
 def nearest_key(key: str, known: Collection[str] = ()) -> str:
