@@ -63,8 +63,10 @@ def plan_of(
     """
     notes: list[str] = []
     rows, tokenizer = local_rows(recipe), None
-    if recipe.model.build is not None:
-        config, tokenizer = built(recipe, rows)
+    if (build := recipe.model.build) is not None:
+        pairs = list(data.solution_pairs(rows, recipe.dataset)) if rows and build.merges else []
+        tokenizer = tiny.tokenizer_of(build, pairs)
+        config = tiny.config_of(build, len(tokenizer), tokenizer.eos_token_id)  # no vision tower
     else:
         config = config_of(recipe)
     dtype = getattr(torch, recipe.arithmetic_dtype)
@@ -106,17 +108,6 @@ def config_of(recipe: Recipe) -> PretrainedConfig:
             f"model.path = {path}: its config.json, which is all that a plan reads, cannot be "
             f"read; {instead}."
         ) from error
-
-
-def built(
-    recipe: Recipe, rows: data.Rows | None
-) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """Returns config (without vision tower) and tokenizer of the model that the recipe builds."""
-    build = recipe.model.build
-    assert build is not None
-    pairs = list(data.solution_pairs(rows, recipe.dataset)) if rows and build.merges else []
-    tokenizer = tiny.tokenizer_of(build, pairs)
-    return tiny.config_of(build, len(tokenizer), tokenizer.eos_token_id), tokenizer
 
 
 def local_rows(recipe: Recipe) -> data.Rows | None:

@@ -17,7 +17,6 @@ from grpo_cli.distributed.workers import Workers
 from grpo_cli.evaluation.improvement import Measured, has_improved
 from grpo_cli.training.rollouts.credit import ZERO_ADVANTAGE
 
-HOUR = 3600.0
 KL_STEPS = 5  # measurements in a row above max_kl: the KL of one batch is noisy
 
 
@@ -70,7 +69,7 @@ class StopRules:
             seconds: time of the run so far, on this process.
         """
         if self.config.hours is not None:
-            self.hours = workers.max(seconds) / HOUR
+            self.hours = workers.max(seconds) / 3600
         if ZERO_ADVANTAGE in metrics:
             self.no_gradient = self.no_gradient + 1 if metrics[ZERO_ADVANTAGE] == 1 else 0
         kl, limit = metrics.get("kl", math.nan), self.config.max_kl
