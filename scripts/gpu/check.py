@@ -4,8 +4,8 @@
 
 The cases of a stage run one after another in one process (importing torch takes long). A case that
 raises becomes a row with the reason, and the next one runs. If a case ends the process, the stage
-continues with the next case in another process; after the stage's seconds it is cut off. Each row
-is written at once: FOLDER/results.jsonl has a row for each case, FOLDER/table.md a Markdown table for
+continues with the next case in another process; after the stage's seconds it is cut off. Rows are
+written at once: FOLDER/results.jsonl has a row for each case, FOLDER/table.md a Markdown table for
 each stage, FOLDER/log what the cases print.
 """
 
