@@ -16,7 +16,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from transformers.utils import cached_file
@@ -213,3 +213,8 @@ def _file_of(function: RewardFunction) -> Path | None:
     module = sys.modules.get(inspect.unwrap(function).__module__)
     file = getattr(module, "__file__", None)
     return None if file is None else Path(file)
+
+
+def as_json(contents: Mapping[str, Mapping[str, str]]) -> bytes:
+    """Returns the bytes of a checkpoint's training/contents.json."""
+    return (json.dumps(contents, indent=1) + "\n").encode()

@@ -25,7 +25,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.records import Group
 from grpo_cli.reporting.machine import processor
 from grpo_cli.reporting.model_card import model_card
-from grpo_cli.training import step_progress
+from grpo_cli.training import contents, step_progress
 from grpo_cli.training.rollouts import prefetch
 from grpo_cli.training.rollouts.prefetch import PrefetchedGroups
 from grpo_cli.training.rollouts.stored_groups import (
@@ -172,7 +172,7 @@ def _write(run: Run, path: Path, *, wait: bool) -> None:
         saved_recipe.as_yaml(run.recipe),
         run.vision or run.tokenizer,
         with_model=writes_model(run),
-        contents=(json.dumps(run.contents, indent=1) + "\n").encode(),
+        contents=contents.as_json(run.contents),
         card=card_of(run) if workers.is_main else "",
         outdated=lambda: checkpointer.outdated(run.folder, newest=path, **keeping(run)),
         done=done,
