@@ -138,7 +138,7 @@ def test_images_that_were_not_written_are_told(tmp_path: Path) -> None:
     read = load(tmp_path / "a.parquet", {}, "input")
     assert read[0].images == ()
     check_images([s.columns for s in read[2:4]], "input")
-    with pytest.raises(UserError, match=r"a\.parquet: holds no images.* log\.images=true"):
+    with pytest.raises(UserError, match=r"a\.parquet: holds no images, which the rewards read"):
         check_images([s.columns for s in read], "input")
 
 
