@@ -105,7 +105,7 @@ bench: .venv-bench/made.stamp ## Measure time and memory of a step beside TRL's;
 gpu-pack: .venv/dev.stamp ## Put the wheels that a GPU machine without a network lacks into .gpu-pack
 	$(BIN)/python scripts/gpu/pack.py $(ARGS)
 
-gpu-check: .venv/dev.stamp ## Check grpo on this machine's GPU in 9 minutes (without a network: scripts/gpu/check.sh)
+gpu-check: .venv/dev.stamp ## Check grpo on this machine's GPU (without a network: scripts/gpu/check.sh)
 	PYTHON=$(BIN)/python scripts/gpu/check.sh $(ARGS)
 
 clean: ## Remove .venv, caches and build leftovers; outputs/ stays

@@ -86,7 +86,9 @@ def take_step(run: Run, step: Step) -> None:
     Raises:
         Interrupted: the run has to end before the step could be finished.
     """
-    batch = step.batch or step.keep(collect(run, step.recipe, step.clock))  # sample and score
+    batch = step.batch  # None, unless the step was interrupted after sampling
+    if batch is None:
+        batch = step.keep(collect(run, step.recipe, step.clock))  # sample and score
     kept_steps.keep(run, step)  # for `grpo replay`, if log.keep_steps names the step
     run.queue.prefetch(step.number)
     run.generator.offload()
@@ -109,8 +111,8 @@ def fill_logprobs(run: Run, step: Step, batch: StepBatch) -> StepStats:
     """
     recipe, loss = step.recipe, step.recipe.loss
     kl_in_reward = run.reference is not None and loss.kl_in == "reward"
-    every = [r for g in batch.groups for r in g.rollouts]
-    rollouts = [r for r in every if (r.is_scored if kl_in_reward else r.loss_tokens)]
+    everything = [r for g in batch.groups for r in g.rollouts]
+    rollouts = [r for r in everything if (r.is_scored if kl_in_reward else r.loss_tokens)]
     if step.num_updates > 1 or kl_in_reward:
         with step.clock.stage("old_logprobs"):
             logprob_passes.fill_old_logprobs(run, recipe, rollouts)
@@ -130,8 +132,8 @@ def update_policy(run: Run, step: Step) -> dict[str, float]:
         TrainingError: a loss or a gradient is not finite; its optimizer step was not taken.
     """
     rate = learning_rate(step.recipe.optimizer, step.number, step.recipe.steps)
-    for parameters in run.optimizer.param_groups:
-        parameters["lr"] = rate
+    for param_group in run.optimizer.param_groups:
+        param_group["lr"] = rate
     for update in step.updates():  # num_iterations × minibatches
         optimizer_step(run, step, update)
     metrics = step.update_metrics()

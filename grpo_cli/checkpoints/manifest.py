@@ -162,7 +162,7 @@ def read(folder: Path) -> dict[str, Entry]:
         raise Damaged(f"is damaged ({MANIFEST}: names no file)")
     for name in files:
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise Damaged(f"is damaged ({MANIFEST}: names {name}, which is no file of it)")
+            raise Damaged(f"is damaged ({MANIFEST}: names {name}, which is outside of it)")
     return files
 
 
@@ -190,7 +190,7 @@ def wrong_size(folder: Path, files: Mapping[str, Entry]) -> str | None:
         if found.st_size != entry.bytes:
             return f"{name}: {found.st_size:,} bytes, {entry.bytes:,} expected"
         if not stat.S_ISREG(found.st_mode):  # reading a device may never end
-            return f"{name}: is no file"
+            return f"{name}: is not a regular file"
     return None
 
 
@@ -206,15 +206,15 @@ def wrong_content(folder: Path, files: Mapping[str, Entry]) -> str | None:
         except OSError as error:
             return f"{name}: {error.strerror}"
         if sha256.hexdigest() != entry.sha256:
-            return f"{name}: holds other bytes than were written"
+            return f"{name}: its contents have changed since it was written"
     return None
 
 
-def split_evenly(files: Mapping[str, Entry], processes: int) -> list[dict[str, Entry]]:
-    """Splits files into one part per process, with about equal bytes."""
+def split_evenly(files: Mapping[str, Entry], parts: int) -> list[dict[str, Entry]]:
+    """Splits files into so many parts, with about equal bytes."""
     names = list(files)
-    parts = split_balanced([files[name].bytes for name in names], processes)
-    return [{names[i]: files[names[i]] for i in part} for part in parts]
+    split = split_balanced([files[name].bytes for name in names], parts)
+    return [{names[i]: files[names[i]] for i in part} for part in split]
 
 
 def check(path: Path, *, model_only: bool = False) -> None:
@@ -228,7 +228,8 @@ def check(path: Path, *, model_only: bool = False) -> None:
         names = ", ".join(p.name for p in beside if p.name != path.name) or "none"
         changed = " If you changed it on purpose, use a copy without its folder training."
         raise UserError(
-            f"checkpoint = {path}: {wrong}; beside it lie {names}.{changed if model_only else ''}"
+            f"checkpoint = {path}: {wrong}; other checkpoints of this run: {names}."
+            f"{changed if model_only else ''}"
         )
 
 

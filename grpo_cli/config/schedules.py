@@ -80,7 +80,7 @@ def at_step(recipe: Recipe, step: int) -> tuple[Recipe, dict[str, float]]:
 
 
 def steps_to_check(recipe: Recipe) -> list[int]:
-    """Returns the steps at which scheduled scalars are checked: about 500 for a long run."""
+    """Returns the steps at which scheduled scalars are checked: of a long run, 500 to 1,000."""
     if not recipe.schedules:
         return [0]
     some = set(range(0, recipe.steps, max(1, recipe.steps // 500))) | {recipe.steps - 1}

@@ -969,7 +969,8 @@ class Optimizer:
     )
     min_learning_rate: float = knob(
         0.0,
-        "Final learning rate of the linear, cosine and wsd schedules.",
+        "Learning rate that the linear, cosine and wsd schedules fall towards; the step after the "
+        "last would have it.",
         ge=0,
         read_if=("optimizer.schedule", "linear", "cosine", "wsd"),
     )

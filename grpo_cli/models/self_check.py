@@ -32,7 +32,10 @@ from grpo_cli.records import Rollout, sampled_mask
 TOLERANCE = {torch.float64: (1e-6, 1e-7, 1e-5), torch.float32: (2e-3, 2e-4, 1e-2)}
 # In 16 bit: factor for the simplest mode's error, and errors (nats, relative) that always pass.
 TIMES, FLOOR, GRADIENT_FLOOR = 3.0, 1e-3, 1e-2
-ADVICE = ": a fault, not rounding; the run is right and slower; please report the model's name"
+ADVICE = (
+    ": this is a bug, not rounding. grpo uses a slower computation that is correct; please report "
+    "the model's name"
+)
 HALVES = (torch.bfloat16, torch.float16)
 
 

@@ -639,8 +639,8 @@ SHARD = "training/shards/__0_0.distcp"
     ("damage", "name", "said"),
     [
         (cut, SHARD, f"{SHARD}: "),
-        (flip, "training/shards/.metadata", ".metadata: holds other bytes"),
-        (flip, "model.safetensors", "model.safetensors: holds other bytes"),
+        (flip, "training/shards/.metadata", ".metadata: its contents have changed"),
+        (flip, "model.safetensors", "model.safetensors: its contents have changed"),
         (Path.unlink, "training/state.pt", "state.pt: missing"),
         (Path.unlink, "training/manifest.json", "manifest.json: missing"),
     ],

@@ -45,9 +45,9 @@ def test_a_file_that_was_not_written_as_was_said_makes_no_manifest(tmp_path: Pat
     [
         ("training/shards/a", b"012345678", "training/shards/a: 9 bytes, 10 expected"),
         ("training/shards/a", b"", "training/shards/a: 0 bytes, 10 expected"),
-        ("training/shards/a", b"0123456788", "training/shards/a: holds other bytes"),
+        ("training/shards/a", b"0123456788", "training/shards/a: its contents have changed"),
         ("training/shards/a", None, "training/shards/a: missing"),
-        ("config.json", b"[]", "config.json: holds other bytes"),
+        ("config.json", b"[]", "config.json: its contents have changed"),
         (manifest.MANIFEST, None, "training/manifest.json: missing"),
         (manifest.MANIFEST, b"", "training/manifest.json: cannot be read: JSONDecodeError"),
         (manifest.MANIFEST, b'{"version": 1}', "training/manifest.json: cannot be read: KeyError"),
@@ -57,7 +57,7 @@ def test_a_file_that_was_not_written_as_was_said_makes_no_manifest(tmp_path: Pat
             (
                 manifest.MANIFEST,
                 json.dumps({"version": 1, "files": {name: {"bytes": 0, "sha256": ""}}}).encode(),
-                f"names {name}, which is no file of it",
+                f"names {name}, which is outside of it",
             )
             for name in ("/dev/zero", "../other/a")
         ),
@@ -100,7 +100,7 @@ def test_a_device_is_no_file_of_a_checkpoint(folder: Path) -> None:
     (folder / "config.json").unlink()
     (folder / "config.json").symlink_to("/dev/zero")
     entries = manifest.read(folder) | {"config.json": Entry(0, "")}
-    assert manifest.wrong_size(folder, entries) == "config.json: is no file"
+    assert manifest.wrong_size(folder, entries) == "config.json: is not a regular file"
 
 
 def test_an_evaluation_reads_only_the_files_of_the_model(folder: Path) -> None:
@@ -108,9 +108,7 @@ def test_an_evaluation_reads_only_the_files_of_the_model(folder: Path) -> None:
     assert manifest.verify(folder) is not None
     assert manifest.verify(folder, model_only=True) is None
     (folder / "config.json").write_bytes(b"[]")
-    with pytest.raises(
-        UserError, match=r"is damaged \(config.json: holds other bytes than were wr"
-    ):
+    with pytest.raises(UserError, match=r"is damaged \(config.json: its contents have changed"):
         manifest.check(folder, model_only=True)
 
 
@@ -130,7 +128,7 @@ def test_what_is_hashed_is_what_is_in_the_file(tmp_path: Path) -> None:
 def test_a_full_disk_is_remembered_by_what_writes_to_it() -> None:
     with open("/dev/full", "wb", buffering=0) as file:
         stream = Hashing(file)
-        with pytest.raises(Exception, match=r"."):
+        with pytest.raises((OSError, RuntimeError)):
             torch.save(torch.arange(1000), stream)
     assert stream.error is not None
     assert stream.error.errno == errno.ENOSPC

@@ -163,7 +163,7 @@ def test_a_damaged_checkpoint_is_not_exported(
         UserError, match=r"is damaged \(training/shards/__0_0.distcp: 100 bytes"
     ) as e:
         export.export(path, tmp_path / "out")
-    assert str(e.value).endswith("beside it lie step-3, step-10.")
+    assert str(e.value).endswith("other checkpoints of this run: step-3, step-10.")
     assert not (tmp_path / "out").exists()
 
 

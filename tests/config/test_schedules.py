@@ -40,7 +40,7 @@ def test_wsd_decays_in_the_last_tenth() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_schedules_end_at_the_minimum(schedule: str) -> None:
+def test_the_step_after_the_last_would_have_the_minimum(schedule: str) -> None:
     config = Optimizer(learning_rate=1.0, schedule=schedule, warmup_steps=2, min_learning_rate=0.1)
     assert learning_rate(config, 10, 10) == pytest.approx(0.1)
     falling = rates(10, schedule=schedule, warmup_steps=2, min_learning_rate=0.1)[2:]

@@ -22,7 +22,7 @@ from tests.models.test_policy_logprobs import make_rollouts
 
 
 def outcome(*apart: float, gradient: float = 1.0) -> Outcome:
-    """Log-probabilities that many nats off -2, and a gradient of one element."""
+    """Log-probabilities of -2 plus each offset in nats, and a gradient of one element."""
     right = torch.full((len(apart),), -2.0).double()
     return Outcome(right + torch.tensor(apart).double(), torch.tensor([gradient]))
 
@@ -30,13 +30,13 @@ def outcome(*apart: float, gradient: float = 1.0) -> Outcome:
 @pytest.mark.parametrize(
     ("dtype", "largest", "mean"), [(torch.float64, 1e-6, 1e-7), (torch.float32, 2e-3, 2e-4)]
 )
-def test_a_difference_of_float32_is_compared_with_a_constant(
+def test_differences_are_compared_with_the_tolerance_of_the_dtype(
     dtype: torch.dtype, largest: float, mean: float
 ) -> None:
     right = outcome(*[0.0] * 5)
     assert difference(outcome(*[-0.99 * mean] * 5), right, dtype) is None
     assert difference(outcome(*[1.01 * mean] * 5), right, dtype)
-    # The mean of five is a fifth of what a single one is.
+    # One token off by x changes the mean of five by x / 5.
     assert difference(outcome(0, 0, 0, 0, 4.9 * mean), right, dtype) is None
     assert difference(outcome(0, 0, -5.1 * mean, 0, 0), right, dtype) == (
         f"log-probabilities differ by {1.02 * mean:.1e} nats on average, {5.1 * mean:.1e} at most, "

@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_not_trained_on(tmp_path: Path) -> None:
     recipe.model.path = str(tmp_path)
     check_model_path(recipe)
     (tmp_path / "model.safetensors").write_bytes(b"abd")
-    with pytest.raises(UserError, match=r"is damaged \(model.safetensors: holds other bytes than"):
+    with pytest.raises(UserError, match=r"is damaged \(model.safetensors: its contents"):
         check_model_path(recipe)
 
 

@@ -1,6 +1,6 @@
 """Reads the last lines of the log of a `grpo serve` server.
 
-Importing this file is cheap, since the trainer also uses it when a server fails.
+It imports neither torch nor vLLM: a trainer that lacks vLLM reads the log here when a server fails.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def tail_of(url: str, lines: int = 8) -> str | None:
 
 
 def text_of(log: Path) -> str:
-    """Returns the end of a log."""
+    """Returns the last 64 KiB of a log; "" if it cannot be read."""
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 2**16))
         return file.read().decode("utf-8", "replace")
