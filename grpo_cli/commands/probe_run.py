@@ -16,7 +16,7 @@ from grpo_cli.generation.factory import make_generator
 from grpo_cli.models.vision import has_images
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter, completion_row, write_parquet
-from grpo_cli.reporting.run_folder import write_text
+from grpo_cli.reporting.status import write_text
 from grpo_cli.scoring.registry import TrainerState
 from grpo_cli.training import build
 from grpo_cli.training.prepare import Prepared

@@ -20,7 +20,7 @@ from grpo_cli.reporting.reporter import (
     with_interval,
     write_parquet,
 )
-from grpo_cli.reporting.run_folder import write_text
+from grpo_cli.reporting.status import write_text
 
 WRITTEN = ("eval.json", "completions.parquet", "table.md")
 

@@ -44,8 +44,8 @@ from grpo_cli.reporting import tracking
 from grpo_cli.reporting.alarms import Alarms, Raised
 from grpo_cli.reporting.metric_names import SHORT, measure_of
 from grpo_cli.reporting.progress import Bar, clock
-from grpo_cli.reporting.run_folder import ALARMS, METRICS, read_lines, replaced, write_text
-from grpo_cli.reporting.status import Status
+from grpo_cli.reporting.run_folder import ALARMS, METRICS, read_lines
+from grpo_cli.reporting.status import Status, replaced, write_text
 
 ROW_GROUP_BYTES = 2**28  # bytes of images in memory while completions are written
 LONGEST = 5  # stages in a step's line of times

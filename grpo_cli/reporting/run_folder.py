@@ -12,12 +12,10 @@ For example, with `run = RunFolder.open("outputs/demo")`:
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -194,21 +192,3 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         raise UserError(f"{path}: is no JSON object.")
     return found
-
-
-@contextlib.contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """Yields a path to write, which then replaces a file: a reader sees the old one or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file atomically."""
-    with replaced(path) as partial:
-        partial.write_text(text, encoding="utf-8")

@@ -59,7 +59,7 @@ from grpo_cli.records import Prompt
 from grpo_cli.reporting.hub import Pusher
 from grpo_cli.reporting.progress import Bar
 from grpo_cli.reporting.reporter import Reporter, readable
-from grpo_cli.reporting.run_folder import write_text
+from grpo_cli.reporting.status import write_text
 from grpo_cli.training import contents, resume
 from grpo_cli.training.callbacks import Callbacks
 from grpo_cli.training.plan import PlanRecord

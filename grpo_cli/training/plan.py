@@ -26,8 +26,8 @@ from grpo_cli.planning.plan import Change, Plan, changes, predict, rounded
 from grpo_cli.planning.sizes import sizes_of
 from grpo_cli.records import Prompt
 from grpo_cli.reporting.memory_meter import MemoryMeter
-from grpo_cli.reporting.run_folder import write_text
 from grpo_cli.reporting.stage_clock import STAGES
+from grpo_cli.reporting.status import write_text
 from grpo_cli.training import prepare
 
 NAME = "plan.json"

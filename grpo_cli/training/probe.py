@@ -7,7 +7,7 @@ from grpo_cli.errors import CannotLearn
 from grpo_cli.evaluation.probe.run import Policy, Size, run_probe
 from grpo_cli.evaluation.probe.verdict import verdict_lines
 from grpo_cli.models.policy_logprobs import PolicyLogprobs
-from grpo_cli.reporting.run_folder import write_text
+from grpo_cli.reporting.status import write_text
 from grpo_cli.training.run import Run
 
 COMPLETIONS = 256

@@ -215,7 +215,6 @@ def test_a_run_trains_and_resumes(
     changes: dict[str, Any] = {
         "model": {"path": str(tmp_path / "model")},
         "steps": 2,
-        "update__old_logprobs": "computed",
         "generation__temperature": 2.0,
         "checkpoint__every": 1,
         "eval__at_start": False,

@@ -27,7 +27,8 @@ from grpo_cli import __version__
 from grpo_cli.config.interpolation import masker
 from grpo_cli.reporting.report import completions, curves, facts
 from grpo_cli.reporting.report.completions import Completions, Limits
-from grpo_cli.reporting.run_folder import RunFolder, write_text
+from grpo_cli.reporting.run_folder import RunFolder
+from grpo_cli.reporting.status import write_text
 
 # In the order in which they run.
 SCRIPTS = (
