@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import itertools
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -135,13 +136,19 @@ class ColocatedGenerator(VllmGenerator):
         self.apart = _Apart()
         self.max_model_len = vllm.max_model_len or self.longest
         self._check_lengths(self.longest_prompt, setup.recipe.longest_completion)
+        name = f"grpo-{workers.first(secrets.token_hex(8))}"
         with self.apart():
             os.environ |= environment(workers)
             try:
                 from vllm import LLM
 
-                sizes = self.max_model_len, self.lora_rank, self.most_images
-                self.llm = LLM(**engine_args(setup.recipe, model, workers, *sizes))
+                # Imported late: the file imports vLLM.
+                from grpo_cli.generation.vllm.worker import own_shared_memory
+
+                shares = workers.device.type == "cpu" and workers.size > 1
+                with own_shared_memory(name) if shares else contextlib.nullcontext():
+                    sizes = self.max_model_len, self.lora_rank, self.most_images
+                    self.llm = LLM(**engine_args(setup.recipe, model, workers, *sizes))
             except Exception as error:  # vLLM, torch and kernels raise many types
                 lines = str(error).strip().splitlines() or [type(error).__name__]
                 said = f"vLLM did not start with {model}: {' '.join(lines[:4])}"

@@ -8,10 +8,13 @@ layerwise reload; only this file depends on that.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +50,31 @@ def refresh_packed_heads(model: nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
+
+
+@contextlib.contextmanager
+def own_shared_memory(name: str) -> Iterator[None]:
+    """Gives the shared memory of a CPU tensor-parallel group a name that is unique to this run.
+
+    vLLM derives the name from the address of the group, which is the same for all engines that
+    torchrun has started. It removes the name in a destructor, which does not run in a killed
+    process: a later run on the node would not start. At the end of the block all processes have
+    mapped the memory, and the name is removed.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    of_vllm = _CPUSHMDistributed.make_group_name
+
+    def own(communicator: Any) -> str:
+        return f"{name}-{of_vllm(communicator).lstrip('/')}"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(own)
+    try:
+        yield
+    finally:
+        _CPUSHMDistributed.make_group_name = staticmethod(of_vllm)
+        for left in Path("/dev/shm").glob(f"{name}-*"):
+            left.unlink(missing_ok=True)
 
 
 @dataclass

@@ -378,6 +378,17 @@ def test_who_slept_wakes_with_weights_before_the_cache(level: int) -> None:
     assert fake.calls == [f"sleep {level}", "wake weights", *loads, "wake kv_cache"]
 
 
+@pytest.fixture
+def left_by_a_killed_run() -> Iterator[None]:
+    """Shared memory of the name that vLLM gives to every run of two tensor-parallel processes."""
+    left = Path("/dev/shm/-tp:0-[0-1]-cpushm_0")
+    left.touch()
+    yield
+    left.unlink()
+    assert not list(left.parent.glob("grpo-*"))
+
+
+@pytest.mark.usefixtures("left_by_a_killed_run")
 def test_two_processes_divide_the_prompts(tmp_path: Path) -> None:
     """With an engine each, and as one engine over both. Nothing trains: the two are comparable."""
     found = {}
