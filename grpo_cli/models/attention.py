@@ -42,7 +42,7 @@ from grpo_cli.models.kernels.arithmetic import merge as merge
 from grpo_cli.models.kernels.base import Kernel
 from grpo_cli.models.kernels.flex import block_mask
 from grpo_cli.models.kernels.plain import Bucket, Plain
-from grpo_cli.models.kernels.varlen import HALVES, Ragged, Varlen
+from grpo_cli.models.kernels.varlen import HALVES, Ragged, RepeatedVarlen
 from grpo_cli.models.memory import is_out_of_memory
 
 NAME = "grpo_sdpa"  # registered implementation; equals sdpa unless `attending` is passed
@@ -263,4 +263,4 @@ class Layout:
 
 def usual_kernel(query: Tensor) -> Kernel:
     """Returns the default kernel for queries [N, Hq, D]."""
-    return Varlen() if query.is_cuda and query.dtype in HALVES else Plain()
+    return RepeatedVarlen() if query.is_cuda and query.dtype in HALVES else Plain()

@@ -37,8 +37,9 @@ from grpo_cli.models.families import (
     without_router_logits,
 )
 from grpo_cli.models.kernels import choice
-from grpo_cli.models.kernels.base import Kernel, Needs
+from grpo_cli.models.kernels.base import Kernel
 from grpo_cli.models.kernels.plain import Plain
+from grpo_cli.models.kernels.table import Needs
 from grpo_cli.models.loading import inference
 from grpo_cli.models.routers import RouterRecorder
 from grpo_cli.models.self_check import Outcome

@@ -2,40 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from grpo_cli.models.attention import Layout
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Describes the attention that a kernel must compute."""
-
-    device: torch.device
-    dtype: torch.dtype
-    head_dim: int
-    heads: int
-    key_heads: int
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, device: torch.device) -> Needs:
-        """Reads a model's config, and autocast's dtype if it is enabled."""
-        config = model.config.get_text_config(decoder=True)
-        layers = getattr(config, "per_layer_config", None) or [config]  # for unequal layers
-        heads = int(layers[0].num_attention_heads)
-        dims = [getattr(c, "head_dim", None) or c.hidden_size // heads for c in layers]
-        key_heads = getattr(layers[0], "num_key_value_heads", None) or heads
-        dtype = model.dtype
-        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device.type)
-        return cls(device, dtype, int(max(dims)), heads, int(key_heads))
 
 
 class Kernel(Protocol):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from grpo_cli.models.attention import Layout, Prefix, UnsupportedModelError
-from grpo_cli.models.kernels.base import Kernel, Needs
+from grpo_cli.models.kernels.base import Kernel
+from grpo_cli.models.kernels.table import Needs
 
 # Tolerance for the relative error ‖value − expected‖ / ‖expected‖, by dtype.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-2}

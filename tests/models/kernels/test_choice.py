@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_cli.models.kernels.base import Needs
-from grpo_cli.models.kernels.choice import candidates, choose
+from grpo_cli.models.kernels.choice import choose
 from grpo_cli.models.kernels.plain import Plain
-from grpo_cli.models.kernels.varlen import Varlen
+from grpo_cli.models.kernels.table import TABLE, Needs, Row
+from grpo_cli.models.kernels.varlen import RepeatedVarlen, Varlen
 from tests.conftest import CPU
 from tests.models.kernels.fakes import Calls
 
@@ -24,8 +24,9 @@ HERE = Needs(CPU, torch.float32, 16, 4, 2)  # where kernels of these tests are r
 @pytest.mark.parametrize(
     ("needs", "names"),
     [
-        (HALF, ["varlen", "flex", "plain"]),
-        (replace(HALF, dtype=torch.float16), ["varlen", "flex", "plain"]),
+        (HALF, ["varlen", "varlen", "flex", "plain"]),
+        (replace(HALF, dtype=torch.float16), ["varlen", "varlen", "flex", "plain"]),
+        (replace(HALF, key_heads=4), ["varlen", "flex", "plain"]),
         (replace(HALF, head_dim=512), ["flex", "plain"]),
         (replace(HALF, head_dim=60), ["flex", "plain"]),
         (replace(HALF, dtype=torch.float32), ["plain"]),
@@ -35,7 +36,7 @@ HERE = Needs(CPU, torch.float32, 16, 4, 2)  # where kernels of these tests are r
     ids=str,
 )
 def test_the_order_of_each_case(needs: Needs, names: list[str]) -> None:
-    assert [*candidates(needs)] == names
+    assert [r.name for r in TABLE if r.fits(needs)] == names
 
 
 class Off(Plain):
@@ -58,16 +59,19 @@ class Broken(Plain):
         raise RuntimeError("no kernel image is available\nmore")
 
 
-def outcome(**kernels: Any) -> tuple[Any, list[str]]:
+def row(name: str, kernel: Any) -> Row:
+    return Row(name, lambda: kernel, lambda needs: True)
+
+
+def outcome(*rows: Row) -> tuple[Any, list[str]]:
     notes: list[str] = []
-    tried = {name: lambda kernel=kernel: kernel for name, kernel in kernels.items()}
-    return choose(HERE, say=notes.append, kernels={**tried, "plain": Plain}), notes
+    return choose(HERE, say=notes.append, table=[*rows, TABLE[-1]]), notes
 
 
 def test_the_first_that_passes_is_taken() -> None:
     calls = Calls()
     right = Varlen(calls.varlen, calls.varlen_backward)
-    kernel, notes = outcome(first=right, second=Plain())
+    kernel, notes = outcome(row("first", right), row("second", Plain()))
     assert (kernel, notes) == (right, [])
     assert {c.key_heads for c in calls.made} == {2}
 
@@ -84,10 +88,25 @@ def test_the_first_that_passes_is_taken() -> None:
     ids=["output", "dq", "dk", "dv", "fails"],
 )
 def test_one_that_is_wrong_or_fails_is_noted_and_the_next_is_taken(kernel: Any, why: str) -> None:
-    taken, notes = outcome(new=kernel)
+    taken, notes = outcome(row("new", kernel))
     assert type(taken) is Plain
     (note,) = notes
     assert note.startswith(f"note: attention kernel new is not used ({why}")
+
+
+def test_grouped_heads_that_are_refused_are_repeated() -> None:
+    calls = Calls()
+
+    def ungrouped(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        if query.shape[1] != key.shape[1]:
+            raise RuntimeError("heads")
+        return calls.varlen(query, key, *args, **kwargs)
+
+    rows = [
+        row("varlen", kind(ungrouped, calls.varlen_backward)) for kind in (Varlen, RepeatedVarlen)
+    ]
+    kernel, notes = outcome(*rows)
+    assert (type(kernel), len(notes)) == (RepeatedVarlen, 1)
 
 
 def test_processes_take_the_same() -> None:
@@ -98,8 +117,9 @@ def test_processes_take_the_same() -> None:
         asked.append(reason)
         return next(reasons)
 
-    both = {"new": Plain, "plain": Plain}
-    kernel = choose(HERE, say=lambda text: None, agree_on=agree_on, kernels=both)
+    kernel = choose(
+        HERE, say=lambda text: None, agree_on=agree_on, table=[row("new", Plain()), TABLE[-1]]
+    )
     assert (type(kernel), asked) == (Plain, [None])
 
 

@@ -9,7 +9,7 @@ import torch
 
 from grpo_cli.models.kernels.base import ByParts
 from grpo_cli.models.kernels.plain import Plain
-from grpo_cli.models.kernels.varlen import Varlen
+from grpo_cli.models.kernels.varlen import RepeatedVarlen, Varlen
 from tests.models.kernels.fakes import Calls
 from tests.models.kernels.layouts import DTYPES, GROUPS, assert_same, make_heads, make_layout
 
@@ -25,17 +25,28 @@ def test_ragged_by_hand() -> None:
     assert len(make_layout([(4, [])]).ragged) == 1
 
 
+def kernels(calls: Calls) -> dict[str, Varlen]:
+    """Each kernel with functions that record their arguments and compute the right result."""
+    return {
+        "varlen": Varlen(calls.varlen, calls.varlen_backward),
+        "repeated varlen": RepeatedVarlen(calls.varlen, calls.varlen_backward),
+    }
+
+
 @DTYPES
 @pytest.mark.parametrize("name", GROUPS)
-def test_it_gives_one_softmax(name: str, dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize("kernel", kernels(Calls()))
+def test_each_kernel_gives_one_softmax(
+    kernel: str, name: str, dtype: torch.dtype, tolerance: float
+) -> None:
     calls = Calls()
-    kernel = Varlen(calls.varlen, calls.varlen_backward)
-    assert_same(GROUPS[name], 4, 2, dtype, tolerance, kernel)
+    assert_same(GROUPS[name], 4, 2, dtype, tolerance, kernels(calls)[kernel])
     parts = 2 if any(completions for _, completions in GROUPS[name]) else 1
     assert [c.is_backward for c in calls.made] == [False] * parts + [True] * parts
     assert [c.causal for c in calls.made] == [True, False][:parts] * 2, "segments, then prefixes"
     assert {c.scale for c in calls.made} == {0.3}
-    assert {c.key_heads for c in calls.made} == {2}, "groups are the operator's"
+    # Only where the operator may refuse groups are key heads repeated.
+    assert {c.key_heads for c in calls.made} == {4 if kernel == "repeated varlen" else 2}
 
 
 def names(op: Any) -> tuple[list[str], list[str]]:
@@ -63,12 +74,13 @@ def test_cudas_kernels_take_what_they_are_given() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [Varlen, RepeatedVarlen])
 @pytest.mark.parametrize("name", GROUPS)
-def test_cudas_kernels_give_what_buckets_give(name: str) -> None:
+def test_cudas_kernels_give_what_buckets_give(name: str, kernel: type[Varlen]) -> None:
     inputs, grad = make_heads(GROUPS[name], 4, 2, torch.bfloat16)
     q, k, v, grad = (t.cuda().repeat(1, 1, 8) for t in (*inputs, grad))  # heads of 64
     found = []
-    for each in (Varlen(), Plain()):
+    for each in (kernel(), Plain()):
         assert isinstance(each, ByParts)
         layout = make_layout(GROUPS[name], torch.device("cuda"), each)
         given = [t.clone().requires_grad_() for t in (q, k, v)]
