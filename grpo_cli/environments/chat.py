@@ -9,17 +9,18 @@
     ids += sampled_next
 
 A conversation is never rendered again: ids that are decoded and re-encoded differ from the sampled
-ones, and a template may change earlier messages. A reply's tokens are the difference of an example
-conversation rendered with and without it. Control tokens in its contents are marked before, so that
-a tool's output cannot become a control token (`control_tokens.py`).
+ones, and a template may change earlier messages. The chat template is rendered once for each shape
+of a reply (its roles and names), with markers instead of the contents. The contents are encoded
+separately, so that a tool's output cannot become a control token.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.data import conversations
@@ -34,10 +35,49 @@ if TYPE_CHECKING:
     from grpo_cli.models.vision import VisionProcessor
     from grpo_cli.records import Prompt
 
+# A marker replaces the content of message N. The probe in it shows how the template changes text.
+_PROBE = "\"\\\n\t<é>'"
+_MARKER = re.compile(r"( {3})?marker(\d{1,4})begin(.{1,60}?)marker\2end( {3})?", re.DOTALL)
+_MOST_SHAPES = 1_000
 _CONTROL = {n: "\N{REPLACEMENT CHARACTER}" for n in (*range(32), 127) if chr(n) not in "\t\n\r"}
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _ARGUMENT = ("argument_key", "argument_value")
-_CALL_ID = "call00000"  # nine characters, as Mistral's templates require
+_REFUSALS = (ValueError, TypeError, KeyError, AttributeError)
+
+
+def _marked(number: int) -> str:
+    return f"   marker{number}begin{_PROBE}marker{number}end   "
+
+
+# Known changes of content by templates: changed probe -> function that makes the same change.
+_CHANGES: dict[str, Callable[[str], str]] = {
+    _PROBE: lambda text: text,
+    json.dumps(_PROBE, ensure_ascii=False)[1:-1]: lambda t: json.dumps(t, ensure_ascii=False)[1:-1],
+    json.dumps(_PROBE)[1:-1]: lambda t: json.dumps(t)[1:-1],
+}
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """The place of a message's content in a rendered reply."""
+
+    number: int  # index of the message
+    change: Callable[[str], str]  # the template's change of the content
+    strip_left: bool
+    strip_right: bool
+
+    def changed(self, text: str) -> str:
+        if self.strip_left:
+            text = text.lstrip()
+        return self.change(text.rstrip() if self.strip_right else text)
+
+
+@dataclass(frozen=True)
+class _Skeleton:
+    """A rendered reply without contents: ids of the template, and gaps for the contents."""
+
+    end: int  # the token that ends the model's turn
+    parts: Sequence[Sequence[int] | _Gap]
 
 
 class Chat:
@@ -72,8 +112,8 @@ class Chat:
         # `all_special_tokens` lacks tokens without a role such as eos, for example <|im_start|>.
         marked = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
         self._special = {*marked, *tokenizer.all_special_tokens}
+        self._shapes: dict[tuple[Any, ...], _Skeleton] = {}
         self._parser: ResponseParser | None = None
-        self._example_turn = functools.lru_cache(1000)(self._rendered_example_turn)
         self._prefix: str | None = None
 
     # The hooks of `loop.Dialogue`: in a chat, a turn ends where sampling stops
@@ -147,14 +187,17 @@ class Chat:
 
     def _reads_a_call(self, parser: ResponseParser) -> bool:
         """Returns whether a parser reads a call that the template has rendered."""
-        name = min(self._tool_names)
+        name, arguments = min(self._tool_names), dict([_ARGUMENT])
+        begin = self._render([_user(0)], generation_prompt=True)
+        message = _assistant("", [(name, arguments)])
+        whole = self._render([_user(0), message])
+        text = self._up_to_eos(whole[len(begin) :])[0] if whole.startswith(begin) else ""
         try:
-            begin, text, _ = self._turn(_assistant("", [(name, _CALL_ID)]))
             found = parser.parse(text, begin, self.tools)
-        except (_Refused, MalformedCall):
+        except MalformedCall:
             return False
         calls = [c["function"] for c in found.get("tool_calls", [])]
-        return [(c["name"], c["arguments"]) for c in calls] == [(name, dict([_ARGUMENT]))]
+        return [(c["name"], c["arguments"]) for c in calls] == [(name, arguments)]
 
     # Replies
 
@@ -166,28 +209,26 @@ class Chat:
         Args:
             messages: the reply, with the roles tool, user or system.
             ended_by_eos: whether the turn's last token is an eos; otherwise an end token is added.
-            limit: about the maximum tokens of one message's content; a longer one is cut in its
-                middle.
+            limit: maximum tokens of one message's content; a longer one is cut in its middle.
 
         Raises:
             TrainingError: the template cannot render such messages.
         """
-        shown = [
-            {
-                **self._with_safe_names(m),
-                "content": self.control.mark(self._shortened(m["content"], limit)),
-            }
-            for m in messages
-        ]
+        messages = [self._with_safe_names(m) for m in messages]
         try:
-            end, text = self._reply_text(shown)
+            skeleton = self._skeleton(messages)
         except _Refused as error:
             roles = ", ".join(str(m["role"]) for m in messages)
             raise TrainingError(
                 f"the chat template cannot render a reply of the environment ({roles}): {error}"
             ) from error
-        ids = self.control.encode_behind(text, end)
-        return ids if ended_by_eos else [end, *ids]
+        ids = [] if ended_by_eos else [skeleton.end]
+        for part in skeleton.parts:
+            if isinstance(part, _Gap):
+                ids += self._content_ids(messages[part.number]["content"], part, limit)
+            else:
+                ids += part
+        return ids
 
     def turn_ids(self, message: Message) -> list[int]:
         """Returns the tokens, with the eos, of a model turn that renders an assistant message.
@@ -195,7 +236,14 @@ class Chat:
         Raises:
             UserError: the template does not render the message after its generation prompt.
         """
-        _, text, end = self._turn(message)
+        begin = self._render([_user(0)], generation_prompt=True)
+        whole = self._render([_user(0), message])
+        if not whole.startswith(begin):
+            raise UserError(
+                "the chat template begins a message of the assistant otherwise than the generation "
+                "prompt; set model.chat_template to another."
+            )
+        text, end = self._up_to_eos(whole[len(begin) :])
         return [*self.control.encode(text), end]
 
     def episode_ids(
@@ -310,14 +358,11 @@ class Chat:
                 self._check_prefixes(self._example("tool" in replies, "user" in replies, thought))
             if "tool" in replies and self.tools:
                 self._check_nothing_is_dropped()
-            name = min(self._tool_names, default="tool")
-            tools = [_tool(name, n) for n in range(2)]
-            shapes = {"tool": (tools[:1], tools), "user": ([_user(0)],)}
+            user = {"role": "user", "content": ""}
+            tool = {**user, "role": "tool", "name": min(self._tool_names, default="tool")}
+            shapes = {"tool": ([tool], [tool, tool]), "user": ([user],)}
             for messages in (shape for role in replies for shape in shapes[role]):
-                _, text = self._reply_text(messages)
-                if any(m["content"] not in text for m in messages):
-                    role = messages[0]["role"]
-                    raise _Refused(f"the chat template drops the text of a message of {role}")
+                self._skeleton(messages)
         except _Refused as error:
             another = "hermes (ChatML with tool calls) or another" if self.tools else "another"
             raise UserError(f"{error}; set model.chat_template to {another}.") from error
@@ -327,7 +372,7 @@ class Chat:
     def _example(self, tool: bool, user: bool, thought: str) -> list[Message]:
         """Returns an example conversation with replies of tools, of the user, or of both."""
         name = min(self._tool_names, default="tool")
-        call = [(name, _CALL_ID)]
+        call = [(name, dict([_ARGUMENT]))]
         said = f"{thought}{_MARKED_TEXT}"
         messages = [_user(0)]
         if tool:
@@ -385,7 +430,7 @@ class Chat:
 
     def _check_nothing_is_dropped(self) -> None:
         name = min(self._tool_names)
-        messages = [_user(0), _assistant("", [(name, _CALL_ID)]), _tool(name, 1)]
+        messages = [_user(0), _assistant("", [(name, dict([_ARGUMENT]))]), _tool(name, 1)]
         nothing, call, result = (self._render(messages[:n]) for n in (1, 2, 3))
         parts = {"name": name, "argument's name": _ARGUMENT[0], "argument's value": _ARGUMENT[1]}
         for part, text in parts.items():
@@ -412,7 +457,7 @@ class Chat:
                     **self.template_kwargs,
                 )
             )
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (jinja2.TemplateError, *_REFUSALS) as error:
             last = _described(messages, len(messages) - 1)
             reason = str(error).split("\n")[0]
             raise _Refused(
@@ -420,51 +465,52 @@ class Chat:
                 f"with {last}: {reason}"
             ) from error
 
-    def _reply_text(self, messages: Sequence[Message]) -> tuple[int, str]:
-        """Renders a reply after an example turn of the model.
+    def _skeleton(self, messages: Sequence[Message]) -> _Skeleton:
+        shape = tuple((m["role"], m.get("name"), m.get("tool_call_id")) for m in messages)
+        if shape not in self._shapes:
+            if len(self._shapes) >= _MOST_SHAPES:
+                self._shapes.clear()
+            self._shapes[shape] = self._make_skeleton(messages)
+        return self._shapes[shape]
 
-        Returns:
-            (the token that ends the model's turn, the text between it and the next turn).
-        """
-        messages = [dict(m) for m in messages]
-        answered = [m for m in messages if m["role"] == "tool"]
+    def _make_skeleton(self, messages: Sequence[Message]) -> _Skeleton:
+        marked = [{**m, "content": _marked(n)} for n, m in enumerate(messages)]
+        answered = [m for m in marked if m["role"] == "tool"]
         for n, m in enumerate(answered):
             m.setdefault("tool_call_id", f"call{n:05}")
-        calls = [(m.get("name", "tool"), m["tool_call_id"]) for m in answered]
-        for some in (calls, calls[:1]):  # Llama 3 renders messages with one call only
-            try:
-                turn = self._example_turn(tuple(some))
-                rendered = self._render(
-                    [_user(0), _assistant(_MARKED_TEXT, some), *messages], generation_prompt=True
-                )
-                break
-            except _Refused:
-                if len(some) < 2:
-                    raise
-        before, end = turn
-        if not rendered.startswith(before):
-            raise _Refused("the chat template changes a turn of the assistant when a reply follows")
-        return end, rendered[len(before) :]
-
-    def _rendered_example_turn(self, calls: tuple[tuple[str, str], ...]) -> tuple[str, int]:
-        """Returns an example conversation up to the eos of the model's turn, and this eos."""
-        begin, text, end = self._turn(_assistant(_MARKED_TEXT, calls))
-        return begin + text + str(self.tokenizer.convert_ids_to_tokens(end)), end
-
-    def _turn(self, message: Message) -> tuple[str, str, int]:
-        """Renders an assistant message after a message of the user.
-
-        Returns:
-            (the conversation with its generation prompt, the turn without its eos, the eos).
-        """
-        begin = self._render([_user(0)], generation_prompt=True)
-        whole = self._render([_user(0), message])
-        if not whole.startswith(begin):
-            raise _Refused(
-                "the chat template begins a message of the assistant otherwise than the generation "
-                "prompt"
+        calls = [(m.get("name", "tool"), dict([_ARGUMENT]), m["tool_call_id"]) for m in answered]
+        try:
+            rendered = self._render(
+                [_user(0), _assistant(_MARKED_TEXT, calls), *marked], generation_prompt=True
             )
-        text = whole[len(begin) :]
+        except _Refused:
+            if len(calls) < 2:
+                raise
+            rendered = self._render(  # Llama 3 renders messages with one call only
+                [_user(0), _assistant(_MARKED_TEXT, calls[:1]), *marked], generation_prompt=True
+            )
+        tail = self._after_assistant(rendered)
+        _, end = self._up_to_eos(tail)
+        end_text = str(self.tokenizer.convert_ids_to_tokens(end))
+        reply = tail[tail.index(end_text) + len(end_text) :]
+        parts = self._parts(reply, end)
+        gaps = {part.number for part in parts if isinstance(part, _Gap)}
+        for n, message in enumerate(messages):
+            if n not in gaps:
+                raise _Refused(
+                    f"the chat template drops the text of a message of {message['role']}"
+                )
+        return _Skeleton(end, parts)
+
+    def _after_assistant(self, rendered: str) -> str:
+        """Returns the rendered conversation from the assistant's last marked text on."""
+        at = max(rendered.rfind(text) for text in (_MARKED_TEXT, _ARGUMENT[1]))
+        if at < 0:
+            raise _Refused("the chat template drops the messages of the assistant")
+        return rendered[at:]
+
+    def _up_to_eos(self, text: str) -> tuple[str, int]:
+        """Returns the text before the first eos, and the eos id."""
         found = self._first_eos(text)
         if found is None:
             raise _Refused(
@@ -472,7 +518,7 @@ class Chat:
                 f"sampling ({self._names_of_eos()})"
             )
         at, eos = found
-        return begin, text[:at], eos
+        return text[:at], eos
 
     def _first_eos(self, text: str) -> tuple[int, int] | None:
         """Returns the (character index, id) of the first eos in a text, or None."""
@@ -480,24 +526,49 @@ class Chat:
         places = [(text.find(name), eos) for name, eos in names.items() if name in text]
         return min(places) if places else None
 
+    def _parts(self, rendered: str, after: int) -> list[Sequence[int] | _Gap]:
+        """Splits a rendered text at its markers: ids, as encoded after a token, and gaps."""
+        parts: list[Sequence[int] | _Gap] = []
+        at = 0
+
+        def written(text: str) -> None:
+            if text:
+                parts.append(self.control.encode_behind(text, None if parts else after))
+
+        for found in _MARKER.finditer(rendered):
+            written(rendered[at : found.start()])
+            left, number, probe, right = found.groups()
+            if probe not in _CHANGES:
+                raise _Refused(
+                    f"the chat template changes the text of a message ({_PROBE!r} to {probe!r})"
+                )
+            parts.append(_Gap(int(number), _CHANGES[probe], not left, not right))
+            at = found.end()
+        written(rendered[at:])
+        return parts
+
     # Tokens
 
-    def _shortened(self, text: str, limit: int) -> str:
-        """Cleans a string, and cuts its middle out if it has more than `limit` tokens."""
-        # Very long strings are cut before they are encoded: encoding ten megabytes takes seconds.
-        most = 16 * limit
-        head, tail = text, ""
-        if is_precut := len(text) > 2 * most:
-            head, tail = text[:most], text[-most:]
-        ids = self.control.encode_plain(_cleaned(head))
-        if not is_precut and len(ids) <= limit:
-            return _cleaned(text)
-        rest = self.control.encode_plain(_cleaned(tail)) if is_precut else ids
-        mark = self.control.encode_plain("\n[... a part of the text is left out ...]\n")
+    def _content_ids(self, content: str, gap: _Gap, limit: int) -> list[int]:
+        """Returns at most `limit` tokens of a content, none of them a control token."""
+        text, left_out = _precut(content, limit)
+        ids = [*self.control.encode_plain(gap.changed(text[0]))]
+        if not left_out and len(ids) <= limit:
+            return ids
+        rest = self.control.encode_plain(gap.changed(text[1])) if left_out else ids
+        mark = self.control.encode_plain(gap.change("\n[... a part of the text is left out ...]\n"))
         if 2 * len(mark) > limit:
             mark = self.control.encode_plain("...")[: limit // 2]
         most = limit - len(mark)
-        return self._text(ids[: most - most // 2] + mark + rest[len(rest) - most // 2 :])
+        return ids[: most - most // 2] + mark + rest[len(rest) - most // 2 :]
+
+    def _shortened(self, text: str, limit: int) -> str:
+        """Shortens a string to about `limit` tokens."""
+        parts, left_out = _precut(text, limit)
+        ids = self.control.encode_plain(parts[0]) if not left_out else []
+        if not left_out and len(ids) <= limit:
+            return _cleaned(text)
+        return self._text(self._content_ids(text, _Gap(0, lambda t: t, False, False), limit))
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
@@ -512,7 +583,7 @@ class Chat:
         return safe
 
 
-class _Refused(UserError):  # noqa: N818 - or becomes a TrainingError
+class _Refused(Exception):  # noqa: N818 - becomes a UserError or a TrainingError
     """The chat template cannot render a conversation, or renders it unusably."""
 
 
@@ -526,21 +597,20 @@ def _user(number: int) -> Message:
 def _tool(name: str, number: int) -> Message:
     return {
         "role": "tool", "name": name, "content": f"{_MARKED_TEXT}{number}",
-        "tool_call_id": _CALL_ID,
+        "tool_call_id": "call00000",
     }  # fmt: skip
 
 
-def _assistant(content: str, calls: Sequence[tuple[str, str]] = ()) -> Message:
-    """Returns a message of the model with calls, given as (name, id)."""
+def _assistant(content: str, calls: Sequence[tuple[Any, ...]] = ()) -> Message:
     message: Message = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
             {
                 "type": "function",
-                "id": call_id,
-                "function": {"name": name, "arguments": dict([_ARGUMENT])},
+                "id": rest[0] if rest else "call00000",
+                "function": {"name": name, "arguments": arguments},
             }
-            for name, call_id in calls
+            for name, arguments, *rest in calls
         ]
     return message
 
@@ -549,6 +619,17 @@ def _described(messages: Sequence[Message], n: int) -> str:
     message = messages[n]
     called = " with a tool call" if message.get("tool_calls") else ""
     return f"{message['role']}{called}"
+
+
+def _precut(text: str, limit: int) -> tuple[tuple[str, str], bool]:
+    """Returns the (beginning, end) of a string, and whether the middle was cut out.
+
+    Very long strings are cut before they are encoded, since encoding ten megabytes takes seconds.
+    """
+    most = 16 * limit
+    if len(text) <= 2 * most:
+        return (_cleaned(text), ""), False
+    return (_cleaned(text[:most]), _cleaned(text[-most:])), True
 
 
 def _cleaned(text: str) -> str:

@@ -99,6 +99,11 @@ def test_a_template_that_cannot_grow_is_refused(
     assert "set model.chat_template to" in str(error.value)
 
 
+@pytest.mark.parametrize("family", ["tiny", "hermes", "qwen2_5", "llama3", "mistral", "gemma"])
+def test_without_tools_no_role_for_tools_is_needed(make: Make, family: str) -> None:
+    make(family, tools=[]).check()
+
+
 CALL_PART = "{{- c.function.arguments | tojson }}"
 
 
@@ -107,6 +112,7 @@ CALL_PART = "{{- c.function.arguments | tojson }}"
     [
         ('{"name": "\' + c.function.name', '{"name": "\' + "f"', "drops the name of a tool call"),
         (CALL_PART, "{{- {'argument_key': 1} | tojson }}", "drops the argument's value of"),
+        (CALL_PART, "{{- c.function.arguments.values() | list }}", "drops the argument's name of"),
         ("+ m.content + '\n</tool_r", "+ '\n</tool_r", "drops the result of a tool call"),
         ("{{- '<|im_end|>\n' }}", "", "does not end message 2"),
         (
@@ -119,12 +125,14 @@ CALL_PART = "{{- c.function.arguments | tojson }}"
             "add_generation_prompt %}{{ raise_exception('no') }}",
             ": no;",
         ),
+        (CALL_PART, "{{- '' + c.function.arguments }}", "refuses a conversation of 2 messages"),
         ("<tool_call>", "<the_call>", "no format reads a tool call"),
         (
             "'<|im_start|>assistant\n' }}{% endif",
             "'<|im_start|>assistant\n' + '!' * (messages | length > 2) }}{% endif",
             "generation prompt of the chat template behind message 4 (tool)",
         ),
+        ("+ m.content + '\n</tool_r", "+ m.content | upper + '\n</tool_r", "drops the result"),
     ],
 )
 def test_a_template_that_drops_or_changes_something_is_refused(
@@ -179,12 +187,12 @@ def words(rng: random.Random) -> str:
 
 @pytest.mark.parametrize("family", WITH_TOOLS)
 def test_random_conversations_are_what_the_template_renders(make: Make, family: str) -> None:
-    """The ids decode to the rendered text, turn by turn."""
+    """200 for each of five families: the ids decode to the rendered text, turn by turn."""
     chat = make(family)
     rng = random.Random(family)
     thought = "<think>\nhm\n</think>\n\n" if family == "qwen3_5" else ""
     sends_user = family not in ("qwen3_5", "mistral")  # which would move tools, or drop thoughts
-    for _ in range(30):
+    for _ in range(200):
         messages: list[dict[str, Any]] = [{"role": "user", "content": words(rng)}]
         text = chat._render(messages, generation_prompt=True)
         ids = chat.control.encode(text)
@@ -315,7 +323,7 @@ def test_a_long_text_is_cut_in_its_middle(make: Make) -> None:
     def shown(text: str, limit: int) -> str:
         ids = chat.reply_ids([result(text)], ended_by_eos=True, limit=limit)
         empty = chat.reply_ids([result("")], ended_by_eos=True, limit=limit)
-        assert len(ids) - len(empty) <= limit + 6  # a character that is cut becomes U+FFFD
+        assert len(ids) - len(empty) <= limit
         return decoded(chat, ids).split("tool\n")[1].split("<|im_end|>")[0]
 
     assert shown("0123456789", 10) == "0123456789"
@@ -330,6 +338,19 @@ def test_a_long_text_is_cut_in_its_middle(make: Make) -> None:
 def test_a_reply_that_the_template_refuses_stops_the_run(make: Make) -> None:
     with pytest.raises(TrainingError, match=r"cannot render a reply .* \(tool\): .*alternate"):
         make("gemma", tools=[]).reply_ids([result("6")], ended_by_eos=True, limit=9)
+
+
+def test_many_ids_of_calls_do_not_fill_the_memory(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_cli.environments.chat._MOST_SHAPES", 3)
+    chat = make("mistral")
+    for n in range(10):
+        text = decoded(
+            chat, chat.reply_ids([result("6", tool_call_id=f"a{n:08}")], ended_by_eos=True, limit=9)
+        )
+        assert f'"call_id": "a{n:08}"' in text
+        assert len(chat._shapes) <= 3
 
 
 def test_a_message_of_the_model_has_no_special_tokens(make: Make) -> None:
