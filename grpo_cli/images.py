@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import math
+import struct
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -191,7 +192,15 @@ class StoredImage:
             raise ImageError(
                 f"{self.place}: the image has more than {MOST_PIXELS:,} pixels; store it smaller"
             ) from error
-        except (OSError, ValueError, SyntaxError, EOFError, TypeError, MemoryError) as error:
+        except (
+            OSError,
+            ValueError,
+            SyntaxError,
+            EOFError,
+            TypeError,
+            MemoryError,
+            struct.error,
+        ) as error:
             reason = str(error).split("\n")[0] or type(error).__name__
             reason = reason.split(" <")[0]  # "cannot identify image file <_io.BytesIO ...>"
             raise ImageError(f"{self.place}: the image cannot be read: {reason}") from error

@@ -126,7 +126,7 @@ async def judge(
 
     A row that lacks a column which the template names gives None.
     """
-    _check(pattern or PATTERN, base_url, low, high)
+    _check(pattern or PATTERN, base_url, low, high, request_timeout)
     client = _client(base_url, api_key_env, max_retries, request_timeout)
     options = {"temperature": temperature, "max_tokens": max_tokens}
     request = {
@@ -156,7 +156,7 @@ async def judge(
     return [value for value, _ in graded]
 
 
-def _check(pattern: str, base_url: str, low: float, high: float) -> None:
+def _check(pattern: str, base_url: str, low: float, high: float, request_timeout: float) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
@@ -169,8 +169,12 @@ def _check(pattern: str, base_url: str, low: float, high: float) -> None:
             f"judge: base_url is {base_url!r}; it must be an address such as "
             "http://localhost:8000/v1."
         )
-    if not -math.inf < low < high < math.inf:
-        raise ValueError(f"judge: low is {low!r} and high {high!r}; low must be below high.")
+    are_numbers = all(isinstance(value, int | float) for value in (low, high, request_timeout))
+    if not (are_numbers and -math.inf < low < high < math.inf and request_timeout > 0):
+        raise ValueError(
+            f"judge: low is {low!r}, high {high!r} and request_timeout {request_timeout!r}; low "
+            "must be below high, and request_timeout above 0."
+        )
 
 
 # What the judge is asked.

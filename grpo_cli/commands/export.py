@@ -175,9 +175,11 @@ def export(
             # The config last: without one, an incomplete folder is no model.
             copy_others(files, out, dtype)
     except BaseException as error:  # also a Ctrl-C
-        shutil.rmtree(out, ignore_errors=True)
-        if was_there:
-            out.mkdir(exist_ok=True)
+        if was_there:  # perhaps a link or a mount
+            for left in out.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        else:
+            shutil.rmtree(out, ignore_errors=True)
         if not isinstance(error, OSError | SafetensorError):
             raise
         raise TrainingError(f"{path}: could not be exported to {out}: {error}.") from error

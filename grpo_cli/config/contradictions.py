@@ -50,6 +50,7 @@ def contradictions(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     yield from _of_evaluation(recipe, given)
     yield from _of_hub(recipe)
     yield from _no_votes(recipe)
+    yield from _no_such_metric(recipe)
     for name, benchmark in recipe.benchmark.items():
         yield from _of_benchmark(f"benchmark.{name}", benchmark, recipe.eval.mode)
 
@@ -427,6 +428,23 @@ def _no_votes(recipe: Recipe) -> Iterator[str]:
             f"eval.metric = maj: completions of {listed(voteless)} have no final answers to vote "
             f"on; the rewards that judge such are {listed(WITH_AN_ANSWER)}."
         )
+
+
+def _no_such_metric(recipe: Recipe) -> Iterator[str]:
+    """Yields a message if `eval.best` names a metric that no evaluation has."""
+    config, name = recipe.eval, recipe.eval.best
+    first, _, rest = name.rpartition("/")
+    known = ["accuracy", "reward", "mean_length", "clipped_ratio", "no_answer", "completions"]
+    named = recipe.benchmark or recipe.dataset.held_out
+    if config.num_samples > 1:
+        known += [f"{kind}@{config.num_samples}" for kind in ("mean", "pass", "maj")]
+    free = "rewards/" in name or "clip_ratio" in name or "tool_" in name or name.count("/") > 1
+    is_sampled = config.num_samples > 1 and rest.startswith(("mean@", "pass@", "maj@"))
+    if not free and not is_sampled and rest not in known:
+        yield f"eval.best = {name}: there is no such number; there are {listed(known)}."
+    elif first and not free and first not in named:
+        kind = "held-out set" if recipe.dataset.held_out and not recipe.benchmark else "benchmark"
+        yield f"eval.best = {name}: {first} is no {kind} of the recipe; there are {listed(named)}."
 
 
 def notices(recipe: Recipe) -> Iterator[str]:

@@ -131,11 +131,14 @@ def with_steps(recipe: Recipe, prompts: int) -> Recipe:
 def _by_knob(tree: dict[str, Any]) -> dict[str, Any]:
     """Flattens schedules to full keys, from {loss: {beta: {to: 0}}} or {loss.beta: {to: 0}}.
 
+    The command line's entries by section override a file's dotted entries, which come first.
+
     Raises:
-        UserError: a key that cannot be scheduled, or one that is written in both forms.
+        UserError: a key that cannot be scheduled, or a dotted key that is given twice.
     """
     out: dict[str, Any] = {}
-    for key, value in _schedule_entries(tree):
+    entries = ((name, e) for name in tree for e in _schedule_entries({name: tree[name]}))
+    for name, (key, value) in entries:
         # The loss checks its own arguments (`algorithm/objective.py`).
         if key not in SCHEDULABLE and not key.startswith("loss.args."):
             beside = [k for k in SCHEDULABLE if k.partition(".")[0] == key.partition(".")[0]]
@@ -143,9 +146,10 @@ def _by_knob(tree: dict[str, Any]) -> dict[str, Any]:
                 f"schedules.{key}: is no scalar that can follow the step; there are "
                 f"{listed(beside or SCHEDULABLE)}.{nearest_key(key, SCHEDULABLE)}"
             )
-        if key in out:
+        if key in out and key == name:
             raise UserError(f"schedules.{key}: is there twice; write it by section, once.")
-        out[key] = value
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = out[key] | value if both else value
     return out
 
 

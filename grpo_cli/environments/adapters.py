@@ -19,7 +19,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Annotated, Any, Literal
 
@@ -534,7 +534,10 @@ def observed(value: Any) -> Observation:
     if not isinstance(value, (Mapping, Observation)):
         kind = "None" if value is None else f"a {type(value).__name__}"
         raise Broken(f"it returned {kind}, not an Observation")
-    given = dict(value) if isinstance(value, Mapping) else vars(value)
+    if isinstance(value, Mapping):
+        given = dict(value)
+    else:  # a subclass may have fields of its own
+        given = {field.name: getattr(value, field.name) for field in fields(Observation)}
     found: _Observation = checked(_Observation, given, "its observation")
     return Observation(
         messages=[m.model_dump(exclude_none=True) for m in found.messages],

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -257,6 +258,9 @@ def main() -> None:
                 request = pipe.recv()
             except (EOFError, OSError):
                 os._exit(0)
+            except Exception:  # a message that cannot be read: the run sees the exit
+                traceback.print_exc()
+                os._exit(1)
             loop.call_soon_threadsafe(take, request)
 
     def take(request: Request | str) -> None:

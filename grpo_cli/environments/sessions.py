@@ -127,6 +127,7 @@ class _Worker(Worker):
     calls: dict[int, _Call] = field(default_factory=dict)  # pending calls by number
     sessions: set[Session] = field(default_factory=set)
     asked: float = 0.0  # time of the last message to it
+    running: int = 0  # number of the call that held the thread when it was killed; 0: none
 
 
 class Sessions(Workers[_Worker]):
@@ -272,20 +273,30 @@ class Sessions(Workers[_Worker]):
         is_idle = found is not None and not (found.sessions or found.queue or found.calls)
         if is_idle or len(self.workers) == self.size:
             return found
-        with tempfile.TemporaryFile() as shared:
-            shared.truncate(Mark.SIZE)
-            worker = self.start_worker(self.spec, [shared.fileno()])
-            if worker is not None:
-                worker.mark = Mark(shared.fileno())
+        try:
+            with tempfile.TemporaryFile() as shared:
+                shared.truncate(Mark.SIZE)
+                mark = Mark(shared.fileno())
+                worker = self.start_worker(self.spec, [shared.fileno()])
+        except OSError as error:  # a full /tmp, or too many open files
+            if not self.workers:
+                self.start_error = str(error)
+            return found
+        if worker is not None:
+            worker.mark = mark
         return worker or found
 
     def _send(self, worker: _Worker) -> None:
         queue, worker.queue = worker.queue, []
-        for call in queue:
+        for number, call in enumerate(queue):
             try:
                 worker.pipe.send(call.request)
-            except OSError:  # it died, and its end of file is read next
-                pass
+            except OSError:  # it died, or a call that holds the GIL keeps it from reading
+                worker.queue = queue[number:]
+                running, until, _ = worker.mark.read()
+                is_late = running != 0 and time.monotonic() > until
+                self.dismiss(worker, overrun(self.spec.seconds) if is_late else None, late=is_late)
+                return
             except Exception as error:  # a row that cannot be pickled
                 text = f"its row or message cannot be sent: {type(error).__name__}: {error}"
                 call.fail(EnvironmentFailure("env_error", text))
@@ -332,9 +343,14 @@ class Sessions(Workers[_Worker]):
         elif worker.process.poll() is not None:  # a child process may keep its socket open
             self.dismiss(worker)
 
+    def dismiss(self, worker: _Worker, reason: str | None = None, *, late: bool = False) -> None:
+        """Notes which call holds the thread, then kills the worker."""
+        worker.running = worker.mark.read()[0]  # before the kill, during which another may begin
+        super().dismiss(worker, reason, late=late)
+
     def lost(self, worker: _Worker, reason: str, *, late: bool) -> None:
         """Moves or fails the calls of a worker that has been killed."""
-        running = worker.mark.read()[0]
+        running = worker.running
         # Between slices the culprit is unknown, so every pending call is a suspect.
         suspects = {running} if running in worker.calls else set(worker.calls)
         for session in worker.sessions:

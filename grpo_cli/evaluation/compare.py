@@ -181,7 +181,7 @@ def check_same_problems(one: Stored, other: Stored, in_both: Collection[tuple[st
         name, common = key[0], one.counts[key].keys() & other.counts[key].keys()
         different = []
         for row in sorted(common):
-            a, b = (json.loads(stored.problems[name][row]) for stored in (one, other))
+            a, b = (json.loads(stored.problems[name][row] or "{}") for stored in (one, other))
             shared = [QUESTION] if QUESTION in a and QUESTION in b else [c for c in a if c in b]
             if any(not same_json(a[column], b[column]) for column in shared):
                 different.append(row)

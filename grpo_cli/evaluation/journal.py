@@ -45,7 +45,7 @@ class Journal:
                     line = json.loads(text)
                 except json.JSONDecodeError:
                     continue
-                if line["key"] == self.key:
+                if line.get("key") == self.key and "task" in line:
                     self.completions[line["task"], line["row"]] = line["completions"]
 
     @property

@@ -47,6 +47,13 @@ OF_SAMPLING = (  # read with eval.sampling=training
     "generation.temperature", "generation.top_p", "generation.top_k", "generation.min_p",
 )  # fmt: skip
 # Sections of the recipe's held-out rows, which benchmarks replace.
+WITHOUT_EFFECT = {  # on an evaluation's numbers; model.path is the checkpoint
+    "model": ("path", "build", "freeze", "compile", "gradient_checkpointing"),
+    "generation": (
+        "num_generations", "max_num_seqs", "max_logp_difference", "dynamic_sampling",
+    ),
+    "eval": OF_TRAINING_IN_EVAL,
+}  # fmt: skip
 OF_ROWS = ("dataset", "reward", "environment", "episode", "tools", "rollout")
 # Keys that are read when stored completions are scored.
 READ_OF_COMPLETIONS = (
@@ -188,7 +195,14 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 
     values = dataclasses.asdict(recipe)
     values["eval"]["temperature"] = recipe.evaluation_temperature
-    del values["model"]["path"]  # the checkpoint
+    if recipe.eval.sampling != "training":
+        for key in ("temperature", "top_p", "top_k", "min_p"):
+            del values["generation"][key]
+    for section, keys in WITHOUT_EFFECT.items():
+        for key in keys:
+            del values[section][key]
+    vllm = values["generation"]["vllm"]
+    values["generation"]["vllm"] = {k: vllm[k] for k in ("regex", "json_schema", "dtype")}
     names = ["seed", "mixed_precision", "model", "eval", "generation"]
     if recipe.benchmark:
         defaults = as_recorded(Benchmark())

@@ -22,6 +22,7 @@ from grpo_cli.data.stored_completions import find as find_file
 from grpo_cli.data.stored_completions import load as load_file
 from grpo_cli.errors import UserError, listed
 from grpo_cli.evaluation import benchmarks
+from grpo_cli.scoring import registry
 
 if TYPE_CHECKING:
     from grpo_cli.records import Group, Prompt, Rollout
@@ -88,6 +89,13 @@ def load(
     path = find_file(path, "completions")
     samples = _of_task(load_file(path, columns, "completions"), path, name, mode)
     samples = _with_canonical_names(samples, config)
+    function = registry.resolve(config.reward, f"benchmark.{name}.reward")
+    needs_ids = "completion_ids" in registry.Signature.of(function).needed_standard
+    if needs_ids and any(s.ids is None for s in samples):
+        raise UserError(
+            f"benchmark.{name}.reward: {config.reward} needs completion_ids, and {path} has no "
+            "column of that name; what `grpo eval` has written has one."
+        )
     limits = [n for n in (config.limit, limit) if n is not None]
     rows, is_written = None, "benchmark" in samples[0].columns
     if all(column in samples[0].columns for column in benchmarks.needed_columns(name, config)):
@@ -197,12 +205,13 @@ def _cell(sample: Sample, column: str, path: Path) -> Any:
     """Returns a cell that must not be null; `row` and `sample` become integers."""
     value = sample.columns[column]
     is_number = column in ("row", "sample")
-    if value is None or (is_number and not str(value).isdecimal()):
+    digits = str(value).removesuffix(".0")  # pandas makes floats of a column with an empty cell
+    if value is None or (is_number and not digits.isdecimal()):
         must = "a whole number, 0 or more" if is_number else "a value"
         raise UserError(
             f"completions = {path}, row {sample.row}: {column} is {value!r}; it must be {must}."
         )
-    return int(value) if is_number else value
+    return int(digits) if is_number else value
 
 
 def _with_own_answers(
@@ -219,6 +228,13 @@ def _with_own_answers(
     problems = []
     for number, group in enumerate(_by_problem(samples, path)):
         first = group[0]
+        for column in benchmarks.gold_columns(name, config):
+            for other in group:
+                if other.columns.get(column) != first.columns.get(column):
+                    raise UserError(
+                        f"completions = {path}: rows {first.row} and {other.row} are of one problem "
+                        f"and have different {column!r}."
+                    )
         row = _cell(first, "row", path) if _has(first, "row") else number
         columns = {
             name: cell

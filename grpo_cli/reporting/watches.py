@@ -176,4 +176,9 @@ class Watches:
         The state of a rule that was removed is dropped: if it is set again, it starts over.
         """
         names = {watch.name for watch in watches}
-        self.states = {name: State(**state) for name, state in saved.items() if name in names}
+        known = State.__dataclass_fields__
+        self.states = {
+            name: State(**{k: v for k, v in state.items() if k in known})
+            for name, state in saved.items()
+            if name in names
+        }

@@ -72,7 +72,7 @@ class Workers(Generic[AnyWorker]):
         self.lock = threading.Lock()  # guards `ended`, and the calls that callers hand over
         self.ended: str | None = None  # reason of the end
         self._failed_starts = 0  # consecutive failures
-        self._start_error: str | None = None  # why no process could be started
+        self.start_error: str | None = None  # why no process could be started
         self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
         self._ring.setblocking(False)
@@ -127,9 +127,9 @@ class Workers(Generic[AnyWorker]):
         try:
             while self.ended is None:
                 self.take_calls()
-                if self._start_error is not None:
-                    self._could_not_start(self._start_error)
-                    self._start_error = None
+                if self.start_error is not None:
+                    self._could_not_start(self.start_error)
+                    self.start_error = None
                     time.sleep(RETRY_SECONDS)
                     continue
                 self._wait()
@@ -181,7 +181,7 @@ class Workers(Generic[AnyWorker]):
                 if_it_fails.pop_all()
         except OSError as error:  # no more processes, or no such interpreter
             if not self.workers:  # else the existing workers suffice
-                self._start_error = str(error)
+                self.start_error = str(error)
             return None
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # may stop within a message
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", MESSAGE_SECONDS, 0))

@@ -45,6 +45,17 @@ def load_one(name: str, config: Callback) -> Loaded:
         raise UserError(f"{where}: {method} is never called; there are {listed(HOOKS)}.{hint}")
     if not hooks:
         raise UserError(f"{where}: has nothing to call; it needs one or more of {listed(HOOKS)}.")
+    for hook in hooks:
+        function = getattr(found, hook)
+        if inspect.iscoroutinefunction(function):
+            raise UserError(f"{where}: {hook} is async; it must be an ordinary method.")
+        is_static = isinstance(inspect.getattr_static(found, hook), (staticmethod, classmethod))
+        try:
+            inspect.signature(function).bind(*[None] * (1 if is_static else 2))
+        except TypeError as error:
+            raise UserError(
+                f"{where}: {hook} must take one argument, the event ({error})."
+            ) from error
     has_state = hasattr(found, "state_dict")
     if has_state != hasattr(found, "load_state_dict"):
         raise UserError(f"{where}: of state_dict and load_state_dict it has one; it needs both.")

@@ -91,6 +91,7 @@ class StopRules:
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restores the counts that `to_state` returned."""
         for name, value in saved.items():
-            setattr(self, name, value)
+            if hasattr(self, name):
+                setattr(self, name, value)
         if self.reference is not None:
             self.reference = Measured(**saved["reference"])

@@ -502,7 +502,15 @@ def test_several_schedules() -> None:
     }
 
 
-def test_both_forms_of_a_schedule_are_ambiguous() -> None:
+def test_an_entry_by_section_overrides_a_files_dotted_entry() -> None:
+    # As in `recipe=mine.yaml schedules.loss.beta.to=0.2`.
+    file = {"loss.beta": {"to": 0.1, "shape": "cosine"}, "loss.epsilon": {"to": 0.3}}
+    tree = {**file, "loss": {"beta": {"to": 0.2}, "epsilon": None}}
+    parsed = parse({**recipe(), "schedules": tree})
+    assert parsed.schedules == {"loss.beta": Schedule(to=0.2, shape="cosine")}
+
+
+def test_the_other_way_round_is_ambiguous() -> None:
     tree = {"loss": {"beta": {"to": 0.2}}, "loss.beta": {"to": 0.1}}
     found = refused({**recipe(), "schedules": tree})
     assert found == "schedules.loss.beta: is there twice; write it by section, once."

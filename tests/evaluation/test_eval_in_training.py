@@ -88,6 +88,8 @@ def test_evaluations_before_and_after(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["eval.best=one/maj@4"], "eval.best = one/maj@4: there is no such number; there are"),
+        (["eval.best=six/accuracy"], "eval.best = six/accuracy: six is no benchmark"),
         (["eval.best=one/kind/x/acc"], "the evaluation gives no such number; there are"),
         (["eval.patience=3", "eval.every=0"], "eval.patience = 3: is only read when eval.every"),
         (["reward.exact_match=null"], "reward: at least one is needed to train"),

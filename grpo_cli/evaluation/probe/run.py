@@ -254,7 +254,7 @@ def sampler_gaps(policy: Policy, recipe: Recipe, rollouts: Sequence[Rollout]) ->
                 found = logprobs([r], temperature)[0][0].cpu()
             gap = (found - torch.tensor(r.completion.sampling_logprobs)).abs()  # [C]
             gap = gap[r.completion.sampled_mask]
-            gaps += gap[~gap.isnan()].tolist()
+            gaps += gap[gap.isfinite()].tolist()
     return gaps
 
 

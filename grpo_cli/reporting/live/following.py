@@ -73,13 +73,10 @@ class Followed:
 
         Args:
             now: a monotonic time in seconds.
-
-        Raises:
-            UserError: a file is damaged.
         """
         try:
             self._read_changed()
-        except OSError:  # a file of a network disk that was replaced meanwhile
+        except (OSError, UserError):  # replaced meanwhile on a network disk, or damaged
             self._stamps.clear()
         self.holds_lock = self.folder.is_running
         self._read_status(time.monotonic() if now is None else now)
