@@ -232,8 +232,8 @@ def _with_own_answers(
             for other in group:
                 if other.columns.get(column) != first.columns.get(column):
                     raise UserError(
-                        f"completions = {path}: rows {first.row} and {other.row} are of one problem "
-                        f"and have different {column!r}."
+                        f"completions = {path}: rows {first.row} and {other.row} are of one "
+                        f"problem and have different {column!r}."
                     )
         row = _cell(first, "row", path) if _has(first, "row") else number
         columns = {
