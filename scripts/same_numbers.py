@@ -1,6 +1,6 @@
 """Compares the numbers of two commits: `python scripts/same_numbers.py BASE [--runs dapo,real]`.
 
-BASE is checked out beside the work tree. Both train the same runs on this machine, each on one
+BASE is unpacked beside the work tree. Both train the same runs on this machine, each on one
 thread, with micro-batches and oneDNN's instruction set fixed. The weights (by their hash) and the
 metrics that `COMPARED` names have to be equal to the last digit. BASE's own copy of this script,
 where it has one, says how a run is written there: a knob may have another name.
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import json
 import os
 import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -166,13 +168,12 @@ def main() -> int:
     chosen = given.runs.split(",") if given.runs else list(runs())
     with tempfile.TemporaryDirectory(prefix="same-numbers-") as scratch:
         base = Path(scratch) / "base"
-        git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--detach", "--quiet", str(base), given.base], check=True)
-        try:
-            with ThreadPoolExecutor(given.jobs) as pool:
-                equal = list(pool.map(lambda name: compare(name, base, Path(scratch)), chosen))
-        finally:
-            subprocess.run([*git, "remove", "--force", str(base)], check=True)
+        git = ["git", "-C", str(ROOT), "archive", given.base]
+        content = subprocess.run(git, check=True, stdout=subprocess.PIPE).stdout
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+            archive.extractall(base, filter="data")
+        with ThreadPoolExecutor(given.jobs) as pool:
+            equal = list(pool.map(lambda name: compare(name, base, Path(scratch)), chosen))
     print(f"{sum(equal)} of {len(equal)} runs equal")
     return int(not all(equal))
 
