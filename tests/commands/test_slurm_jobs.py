@@ -228,7 +228,7 @@ def test_a_node_trains_and_another_serves(cluster: Cluster) -> None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     job = cluster.submit(
         cluster.folder / "serves", "vllm_nodes=1", "steps=2", f"python={VLLM_PYTHON}",
-        "model.build.hidden_size=64",  # vLLM has no attention for narrower heads
+        "model.build.hidden_size=128",  # vLLM has no attention for narrower heads
     )  # fmt: skip
     assert job.until_over(500) == "COMPLETED", job.everything()
     assert job.steps() == [1, 2]
