@@ -168,8 +168,7 @@ def main() -> int:
     chosen = given.runs.split(",") if given.runs else list(runs())
     with tempfile.TemporaryDirectory(prefix="same-numbers-") as scratch:
         base = Path(scratch) / "base"
-        git = ["git", "-C", str(ROOT), "archive", given.base]
-        content = subprocess.run(git, check=True, stdout=subprocess.PIPE).stdout
+        content = subprocess.check_output(["git", "-C", str(ROOT), "archive", given.base])
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
             archive.extractall(base, filter="data")
         with ThreadPoolExecutor(given.jobs) as pool:
