@@ -125,7 +125,7 @@ def run(root: Path, job: Job) -> list[Step]:
         raise SystemExit(f"{job.workload.name}, {job.side}: ended with {done.returncode}\n{tail}")
     steps: list[Step] = json.loads((output / "result.json").read_text())
     shutil.rmtree(output)  # a run leaves a checkpoint
-    assert len(steps) == job.steps, "a process does the steps that it is told to"
+    assert len(steps) == job.steps, "the number of steps differs from the job's"
     assert min(step["shortest"] for step in steps) >= job.workload.min_tokens
     counted = steps[WARM_UP:]
     seen = "; ".join(
@@ -139,7 +139,7 @@ def run(root: Path, job: Job) -> list[Step]:
 def compare(
     root: Path, workload: Workload, sides: Sequence[str], rounds: int, bf16: bool
 ) -> tuple[dict[str, Rounds], dict[str, Rounds]]:
-    """Returns the counted steps of each side, and those of one more turn, for memory."""
+    """Returns the counted steps of each side: of timed turns, and of one that measures memory."""
     folder = root / workload.name
     make_folder(folder, workload, WARM_UP + workload.steps)
 

@@ -71,25 +71,15 @@ WORKLOADS = {
         Workload("short", (12, 12), limit=24, prompts=64, min_tokens=24),
         Workload("lora", (30, 130), limit=512, prompts=3, model="110m", lora_rank=16, steps=1),
         Workload(
-            "real",
-            (0, 0),
-            limit=64,
-            prompts=16,
-            micro_batch=8,
-            steps=2,
+            "real", (0, 0), limit=64, prompts=16, micro_batch=8, steps=2,
             questions="chat_sums_train.jsonl",
         ),
         Workload(
-            "real-256",
-            (0, 0),
-            limit=256,
-            prompts=16,
-            micro_batch=8,
-            steps=1,
+            "real-256", (0, 0), limit=256, prompts=16, micro_batch=8, steps=1,
             questions="gsm8k_train.jsonl.gz",
         ),
     )
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

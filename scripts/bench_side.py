@@ -1,6 +1,6 @@
 """One side of the benchmark, in a process of its own: `python bench_side.py JOB`, by bench.py.
 
-- ours: what `grpo train` does with the job's recipe; times are those of its metrics.jsonl.
+- ours: `grpo train` with the job's recipe; the times are read from its metrics.jsonl.
 - trl: TRL with its defaults, one optimizer step a batch. Where it is open what belongs to a stage,
   it is left out: a step is `training_step`, clipping and `optimizer.step`, without loading rows,
   zeroing gradients, schedule and logging; generation is `_generate_single_turn`, without tokenizing
@@ -96,8 +96,8 @@ def synchronize(device: torch.device) -> None:
 def peak_memory(device: torch.device) -> Iterator[list[int]]:
     """Gives a list that holds, afterwards, the bytes in use at the start and the most inside.
 
-    On a GPU by torch's own count; else a thread looks at the process's resident memory. That falls
-    when memory is freed only if malloc is told to give it back: `bench.py` does so.
+    On a GPU by torch's own count; else a thread looks at the process's resident memory. It falls
+    after memory is freed only with malloc's settings in `bench.py`.
     """
     seen: list[int] = []
     gc.collect()

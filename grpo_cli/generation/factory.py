@@ -79,9 +79,7 @@ def make_generator(
     for name in ("stop_token_ids", "logit_bias"):
         for token in getattr(recipe.generation, name):
             if not 0 <= token < size:
-                raise UserError(
-                    f"generation.{name}: {token} is no token of the model (0 to {size - 1})."
-                )
+                raise UserError(f"generation.{name}: {token} must be from 0 to {size - 1}.")
     engine = engine_class(recipe.generation.engine)
     setup = EngineSetup(recipe, model, tokenizer, sorted(eos_ids), workers, prompts, say)
     return engine.make(setup)

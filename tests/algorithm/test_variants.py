@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_cli.algorithm.variants import apply, parameters
+from grpo_cli.algorithm import advantages, losses
+from grpo_cli.algorithm.variants import apply, parameters, readers
 from grpo_cli.config.schema import Advantage
 
 TENSORS = {"rewards": torch.tensor(2.0), "lengths": torch.tensor(3.0), "mask": torch.tensor(5.0)}
@@ -24,10 +26,6 @@ def swapped(lengths: Tensor, rewards: Tensor) -> Tensor:
     return lengths - rewards
 
 
-def nothing() -> Tensor:
-    return torch.tensor(7.0)
-
-
 def knobs_only(*, k: int) -> Tensor:
     return torch.tensor(float(k))
 
@@ -35,7 +33,6 @@ def knobs_only(*, k: int) -> Tensor:
 def test_parameters_by_name_and_in_order() -> None:
     assert parameters(difference) == (("rewards", "lengths"), ("k", "scale"))
     assert parameters(swapped) == (("lengths", "rewards"), ())
-    assert parameters(nothing) == ((), ())
     assert parameters(knobs_only) == ((), ("k",))
 
 
@@ -47,7 +44,6 @@ def test_apply_passes_by_name(settings: Any) -> None:
     for tensors in (TENSORS, backwards):
         assert apply(difference, tensors, settings).item() == 2.0 - 30.0
         assert apply(swapped, tensors, settings).item() == 1.0
-        assert apply(nothing, tensors, settings).item() == 7.0
         assert apply(knobs_only, tensors, settings).item() == 10.0
 
 
@@ -58,5 +54,9 @@ def test_what_a_function_names_has_to_be_there() -> None:
         apply(difference, TENSORS, SimpleNamespace(k=1))
 
 
-def test_what_is_passed_is_the_tensor_itself() -> None:
-    assert apply(lambda mask: mask, TENSORS, None) is TENSORS["mask"]
+@pytest.mark.parametrize("function", [*losses.POLICY.values(), *advantages.RULES.values()])
+def test_a_loss_and_its_metrics_agree_on_the_defaults(function: Any) -> None:
+    defaults: dict[str, Any] = {}
+    for reader in readers(function):
+        for name, p in inspect.signature(reader).parameters.items():
+            assert defaults.setdefault(name, p.default) == p.default, name

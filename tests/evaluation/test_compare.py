@@ -350,7 +350,7 @@ HOLDS, CAUTIOUS = (0.93, 0.97), (0.95, 1.0)
 @pytest.mark.parametrize(
     ("problems", "completions", "beta", "redrawn", "solved", "limits"),
     [
-        # B is A, but for a share of the problems drawn again and a share of what is wrong solved.
+        # B is A with a share `redrawn` of the problems and a share `solved` of the wrong answers.
         (100, 1, (1.0, 1.0), 0.2, 0.1, HOLDS),
         (250, 1, (0.3, 0.3), 0.1, 0.05, HOLDS),
         (250, 1, (2.0, 0.1), 0.1, 0.0, HOLDS),  # 16 problems differ

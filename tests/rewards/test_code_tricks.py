@@ -1,7 +1,7 @@
 """Programs that want a reward from `code`, and what each is worth.
 
-Rows of `code_tricks.jsonl` solve nothing and get 0, but for one honest program for each of its
-tests. Rows of `code_attack.jsonl` were tried by an attacker who knew the design.
+The programs of `code_tricks.jsonl` solve nothing and get 0, except one honest program for each
+test. Those of `code_attack.jsonl` were tried by an attacker who knew the design.
 """
 
 import json

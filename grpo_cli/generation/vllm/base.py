@@ -78,9 +78,8 @@ class VllmGenerator(Generator, ABC):
     def params(self, request: Request, seed: int) -> dict[str, Any]:
         """Returns the fields of vLLM's SamplingParams for a prompt with this seed."""
         sampling = replace(request.sampling, never=image_tokens(self.policy.config))
-        return sampling_params(
-            sampling, request.num_generations, self.eos_ids, seed, self.structured
-        )
+        n = request.num_generations
+        return sampling_params(sampling, n, self.eos_ids, seed, self.structured)
 
     def weights(self) -> Weights:
         """Returns the weights that an update sends: the adapter's, or all."""

@@ -21,6 +21,7 @@ from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.vllm import images, server_key
 from grpo_cli.generation.vllm.requests import completion, prompt_logprobs
 from grpo_cli.generation.vllm.server_log import tail_of
+from grpo_cli.generation.vllm.settings import START_SECONDS
 from grpo_cli.generation.vllm.weight_check import Scored
 from grpo_cli.records import Completion, Prompt
 
@@ -31,7 +32,6 @@ REQUEST_SECONDS = 3600.0
 UPDATE_SECONDS = 300.0  # timeout of a bucket of weights, or of a call that handles all weights
 PROBE = 5.0  # seconds between two probes of a server
 MORE_ABOUT_KEYS = f"set ${server_key.KEY} to the key of its `grpo serve`"
-START_SECONDS = 1200.0  # timeout for the servers when a run starts: a large model takes long
 # Fields in which the configs of server and policy must agree; the weight check finds the rest.
 SHAPE = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",

@@ -30,7 +30,7 @@ from grpo_cli.config.knob import knob
 from grpo_cli.errors import TrainingError, UserError
 from grpo_cli.generation.vllm import lora, server_key
 from grpo_cli.generation.vllm.server_log import failure, last_lines, log_path, text_of
-from grpo_cli.generation.vllm.settings import of_head
+from grpo_cli.generation.vllm.settings import START_SECONDS, of_head
 
 MODULE = "vllm.entrypoints.openai.api_server"
 GIB = 2**30
@@ -283,13 +283,14 @@ def wait_until_ready(
     server: subprocess.Popen[bytes], plan: ServerPlan, log: Path, noted: list[int]
 ) -> None:
     begin = spoken = time.monotonic()
-    settings = plan.settings
     while not noted:
         if server.poll() is not None:
             raise TrainingError(failure("the server ended while it started", log))
-        if is_healthy(settings.host, settings.port, plan.key):
+        if is_healthy(plan.settings.host, plan.settings.port, plan.key):
             return
         now = time.monotonic()
+        if now - begin > START_SECONDS:
+            raise TrainingError(failure(f"the server is not ready after {START_SECONDS:g} s", log))
         if now - spoken >= REPORT_SECONDS:
             spoken = now
             last = last_lines(text_of(log), 1).partition("] ")  # strips vLLM's [file:line]

@@ -10,6 +10,8 @@ from typing import Any
 
 from grpo_cli.config.schema import CHANGING, Recipe, Vllm
 
+START_SECONDS = 1200.0  # for a server to be ready: a large model takes long to load
+
 # Engine arguments that no engine accepts, with the reason or the setting to use instead.
 REFUSED_ANYWHERE = {
     "quantization": "weights are sent as they are trained, which a quantized engine cannot take",
