@@ -35,10 +35,7 @@ CASES = {  # words of `grpo train`
     "50M, LoRA": f"{LARGE} adapter=lora adapter.rank=16",
     "50M, checkpointing": f"{LARGE} model.gradient_checkpointing=true",
 }
-ALWAYS = (
-    "steps=3 device=cpu eval.at_start=false eval.at_end=false eval.every=0 checkpoint.every=0 "
-    "log.report=false"
-)
+ALWAYS = "steps=3 device=cpu dataset.eval=null eval.every=0 checkpoint.every=0 log.report=false"
 
 
 def main() -> None:

@@ -46,8 +46,7 @@ def main() -> None:
         "train",
         "recipe=arithmetic_tiny",
         f"steps={STEP + 1}",
-        "eval.every=0",
-        "eval.at_end=false",
+        "dataset.eval=null",
     ]
     said = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(said):

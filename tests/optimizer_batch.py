@@ -21,7 +21,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from grpo_cli import train
-from grpo_cli.config.schema import Distributed, Log, Loss, Optimizer, Recipe
+from grpo_cli.config.schema import Distributed, Loss, Optimizer, Recipe
 from grpo_cli.distributed import fsdp
 from grpo_cli.distributed.fsdp import full_tensor
 from grpo_cli.distributed.workers import Workers, exit_process
@@ -195,7 +195,6 @@ def all_gradients(
         recipe = Recipe(
             loss=loss,
             optimizer=Optimizer(max_grad_norm=1e9),
-            log=Log(entropy_every=1),
         )
         run = partial_run(
             workers,

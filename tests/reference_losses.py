@@ -129,7 +129,7 @@ def clipped(completion: Completion, around: Around) -> list[Tensor]:
     """
     s = around.settings
     epsilon_high = s["epsilon"] if s["epsilon_high"] is None else s["epsilon_high"]
-    delta = math.inf if s["delta"] is None else s["delta"]
+    delta = math.inf if s.get("delta") is None else s["delta"]
     losses = []
     for ratio, advantage in zip(
         ratios(completion, s["ratio_level"]), completion.advantages, strict=True

@@ -47,7 +47,6 @@ TINY = [
     "prompts_per_step=4",
     "eval.every=0",
     "eval.at_start=false",
-    "eval.at_end=false",
     "dataset.eval_limit=8",
 ]
 
@@ -640,9 +639,7 @@ def test_a_sigterm_ends_a_run_whose_reward_hangs(wait: str, message: str, tmp_pa
 
 @pytest.mark.runs
 def test_train_then_eval(tmp_path: Path, grpo: Callable[..., tuple[int, str, str]]) -> None:
-    code, out, err = grpo(
-        "train", "output_dir=run", "steps=2", *TINY, "eval.at_start=true", "eval.at_end=true"
-    )
+    code, out, err = grpo("train", "output_dir=run", "steps=2", *TINY, "eval.at_start=true")
     assert code == 0, err
     assert "last checkpoint: run/checkpoints/step-2" in out
     assert (tmp_path / "run" / "completions" / "step-1.parquet").exists()

@@ -237,8 +237,7 @@ def grpo_train(
         "grpo_cli.cli",
         "train",
         "recipe=arithmetic_tiny",
-        "eval.at_start=false",
-        "eval.at_end=false",
+        "dataset.eval=null",
     ]
     command += ["overwrite=true", "log.report=false", *words]
     environment = {**os.environ, **CPU, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

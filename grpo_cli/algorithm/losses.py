@@ -135,7 +135,7 @@ def _delta_is_below_the_clip(
     if delta is None or delta >= 1 + high:
         return None
     return (
-        f"loss.delta = {delta:g}: must be >= 1 + epsilon_high = {1 + high:g}{{at}}; "
+        f"loss.args.delta = {delta:g}: must be >= 1 + epsilon_high = {1 + high:g}{{at}}; "
         "a lower one would also cut what positive advantages may gain."
     )
 
@@ -147,7 +147,9 @@ def clipped(
     *,
     epsilon: float,
     epsilon_high: float | None,
-    delta: float | None,
+    delta: Annotated[
+        float | None, Arg("Upper bound of the ratio for negative advantages; null: none.", gt=1)
+    ] = None,
 ) -> Tensor:
     """−min(min(ρ, δ)·A, clip(ρ, 1−ε, 1+ε_high)·A).
 
@@ -351,7 +353,7 @@ def clip_cov(
 
     Clip-Cov (arXiv 2505.22617, eq. 10); `token_selection.clip_cov` selects them. Divided by tokens.
     """
-    loss = clipped(ratio, advantages, epsilon=epsilon, epsilon_high=epsilon_high, delta=None)
+    loss = clipped(ratio, advantages, epsilon=epsilon, epsilon_high=epsilon_high)
     return loss * (1 - cov_selected)
 
 

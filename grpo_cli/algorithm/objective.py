@@ -188,7 +188,8 @@ def _argument_problems(
             values[arg] = float(values[arg])
         value = values[arg]
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if own.kind in (float, int, bool, str) and type(value) is not own.kind:
+        has_type = type(value) is own.kind or (value is None and own.is_optional)
+        if own.kind in (float, int, bool, str) and not has_type:
             yield f"{key} = {as_written(value)}: must be of type {own.kind.__name__}."
             continue
         yield from violation(key, value, own.metadata)

@@ -90,7 +90,8 @@ def parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str
 class OwnArgument:
     """A keyword-only parameter of a function or its traits that is not a knob of the section."""
 
-    kind: Any  # the annotated type; inspect.Parameter.empty if there is none
+    kind: Any  # the annotated type without None; inspect.Parameter.empty if there is none
+    is_optional: bool  # whether the annotation allows None
     default: Any  # inspect.Parameter.empty if the recipe must set it
     arg: Arg
 
@@ -133,9 +134,11 @@ def own_arguments(function: Callable[..., Any], section: object) -> dict[str, Ow
             hint = hints.get(name, p.empty)
             extras = getattr(hint, "__metadata__", ())
             arg = next((extra for extra in extras if isinstance(extra, Arg)), Arg())
-            found = OwnArgument(
-                getattr(hint, "__origin__", hint) if extras else hint, p.default, arg
-            )
+            kind = getattr(hint, "__origin__", hint) if extras else hint
+            types = [t for t in typing.get_args(kind) if t is not type(None)]
+            is_optional = type(None) in typing.get_args(kind)
+            kind = types[0] if is_optional and len(types) == 1 else kind
+            found = OwnArgument(kind, is_optional, p.default, arg)
             if name not in out or out[name].default is p.empty:
                 out[name] = found
     return out

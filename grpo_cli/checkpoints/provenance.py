@@ -155,15 +155,18 @@ ALLOWED: dict[str, Any] = {
         ),
     },
     "adapter": {
-        **_these("method rank alpha dropout target_modules sync"),
-        "args": {**_these("target_parameters modules_to_save"), "init_lora_weights": _word},
+        **_these("method rank alpha target_modules sync"),
+        "args": {
+            **_these("lora_dropout target_parameters modules_to_save"),
+            "init_lora_weights": _word,
+        },
         "path": _model,
     },
     "dataset": {
         **_these(
             "subset train_split eval_split columns prompt system chat final_assistant solution "
-            "max_prompt_tokens max_pixels bad_images bad_tests shuffle streaming "
-            "shuffle_buffer train_limit eval_limit test_split_size"
+            "max_prompt_tokens max_pixels bad_rows shuffle streaming "
+            "train_limit eval_limit test_split_size"
         ),
         "train": _data,
         "eval": _data,
@@ -191,7 +194,7 @@ ALLOWED: dict[str, Any] = {
             "args": ARGS,
         }
     },
-    "scoring": _these("workers worker_memory_gb try_out max_steps_without_reward"),
+    "scoring": _these("workers worker_memory_gb"),
     "generation": {
         **_these(
             "num_generations max_completion_tokens min_completion_tokens stop temperature top_p "
@@ -202,20 +205,19 @@ ALLOWED: dict[str, Any] = {
         "engine": _word,
         "vllm": {
             **_these(
-                "regex check_weights max_model_len tensor_parallel memory "
-                "sleep dtype eager prefetch_steps in_flight"
+                "regex check_weights tensor_parallel memory sleep dtype prefetch_steps in_flight"
             ),
             "json_schema": _json_text,
         },
         "tools": {
-            **_these("max_calls seconds output_characters memory_mb site_packages"),
+            **_these("max_calls seconds"),
             "guards": _guards,
         },
     },
     "episode": _these("max_turns turn_tokens reply_tokens order credit"),
     "loss": {
         **_these(
-            "ratio_level normalize epsilon epsilon_high delta mask_truncated beta kl_estimator "
+            "ratio_level normalize epsilon epsilon_high mask_truncated beta kl_estimator "
             "kl_in kl_bias_correction kl_target reference_every reference_alpha entropy_coef "
             "entropy_target "
             "router_aux_loss_coef top_entropy sampling_correction sampling_cap sampling_floor "
@@ -227,7 +229,7 @@ ALLOWED: dict[str, Any] = {
     "advantage": {**_these("scale"), "rule": _word, "args": {"*": _number, "baseline": _word}},
     "optimizer": {
         **_these(
-            "learning_rate betas eps weight_decay no_decay max_grad_norm schedule "
+            "learning_rate betas weight_decay no_decay max_grad_norm schedule "
             "warmup_steps min_learning_rate"
         ),
         "algorithm": _optimizer,
@@ -239,8 +241,8 @@ ALLOWED: dict[str, Any] = {
     "schedules": {"*": {**SCHEDULE, "*": SCHEDULE}},  # stored by section, parsed by full key
     "distributed": _these("strategy reshard_after_forward offload stall_minutes"),
     "eval": _these(
-        "every at_start at_end num_samples sampling temperature top_p max_completion_tokens "
-        "accuracy mode metric k limit best patience"
+        "every at_start num_samples sampling temperature top_p max_completion_tokens "
+        "accuracy mode metric k limit best"
     ),
 }  # fmt: skip
 

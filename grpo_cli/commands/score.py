@@ -200,8 +200,7 @@ def _score_file(
     scorer = Scorer(recipe.reward, [*samples[0].columns], str(path), executor, run, "columns")
     check_ids(scorer, samples, path)
     scorer.check_images([sample.columns for sample in samples], "input")
-    if recipe.scoring.try_out:  # a mistake in the arguments fails on any completion
-        scorer.try_out(replace(samples[0], text=MADE_UP))
+    scorer.try_out(replace(samples[0], text=MADE_UP))  # finds mistakes in the arguments
     console = Console(highlight=False)
     for description in scorer.descriptions:
         console.print(description, soft_wrap=True, markup=False)

@@ -218,12 +218,11 @@ def _of_training(recipe: Recipe, given: Collection[str]) -> Iterator[str]:
     if len(recipe.optimizer.betas) != 2:
         yield f"optimizer.betas = {recipe.optimizer.betas}: must be two numbers."
     # The recipe's own values are allowed, so that it can be tried with another optimizer.
-    if recipe.optimizer.algorithm not in ADAM:
-        for key in sorted({"optimizer.betas", "optimizer.eps"} & {*given}):
-            yield (
-                f"{key}: is only read with optimizer.algorithm = {' or '.join(ADAM)}; it is "
-                f"{recipe.optimizer.algorithm}."
-            )
+    if recipe.optimizer.algorithm not in ADAM and "optimizer.betas" in given:
+        yield (
+            f"optimizer.betas: is only read with optimizer.algorithm = {' or '.join(ADAM)}; "
+            f"it is {recipe.optimizer.algorithm}."
+        )
     distributed = recipe.distributed
     if distributed.offload == "all" and distributed.strategy != "fsdp2":
         yield (

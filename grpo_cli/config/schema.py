@@ -145,7 +145,6 @@ class Adapter:
     alpha: float = knob(
         32.0, "Scale of the adapter: its product is multiplied by alpha/rank.", gt=0
     )
-    dropout: float = knob(0.0, "Dropout rate of the adapter's input.", ge=0, lt=1)
     target_modules: Any = knob(
         "all-linear",
         "Modules that get an adapter: all-linear (every linear layer except the output head), a "
@@ -158,8 +157,8 @@ class Adapter:
     )
     args: dict[str, Any] = knob(
         {},
-        "Further fields of peft's LoraConfig, such as target_parameters, modules_to_save, "
-        "init_lora_weights or rank_pattern.",
+        "Further fields of peft's LoraConfig, such as lora_dropout, target_parameters, "
+        "modules_to_save, init_lora_weights or rank_pattern.",
     )
     sync: str = knob(
         "merge",
@@ -264,16 +263,10 @@ class Dataset:
         "no image is resized. The tokens of an image grow with its pixels in most models.",
         ge=1,
     )
-    bad_images: str = knob(
+    bad_rows: str = knob(
         "stop",
-        "Treatment of a row with an image that cannot be read: stop with an error, or drop the "
-        "row.",
-        choices=("stop", "drop"),
-    )
-    bad_tests: str = knob(
-        "stop",
-        "Treatment of a row that a reward refuses, such as tests of `code` that test nothing: stop "
-        "with an error, or drop the row.",
+        "Treatment of a row with an image that cannot be read, or that a reward refuses, such as "
+        "tests of `code` that test nothing: stop with an error, or drop the row.",
         choices=("stop", "drop"),
     )
     shuffle: bool = knob(
@@ -283,12 +276,6 @@ class Dataset:
         False,
         "Read the training rows while training, instead of all at the start; for data that does "
         "not fit into memory.",
-    )
-    shuffle_buffer: int = knob(
-        1000,
-        "Rows that a stream reads and shuffles together.",
-        ge=1,
-        read_if=("dataset.streaming",),
     )
     train_limit: int | None = knob(None, "Use only the first N training rows.", ge=1)
     eval_limit: int | None = knob(None, "Use only the first N held-out rows.", ge=1)
@@ -446,15 +433,6 @@ class Scoring:
     worker_memory_gb: float | None = knob(
         4.0, "Address space of one reward worker process, in GiB; null: no limit.", gt=0
     )
-    try_out: bool = knob(
-        True, "Call every reward on one row with a made-up completion before a model is loaded."
-    )
-    max_steps_without_reward: int = knob(
-        10,
-        "Steps in a row in which every reward of every completion is None, after which the run "
-        "ends; 0: it never does.",
-        ge=0,
-    )
 
 
 @read_if("generation.engine", "vllm_server")
@@ -487,12 +465,6 @@ class _VllmServers:
 @read_if("generation.engine", "vllm_colocate")
 @dataclass
 class _VllmColocated:
-    max_model_len: int | None = knob(
-        None,
-        "Length limit of a prompt with its completion, in tokens; null: from the data and the "
-        "other limits.",
-        ge=2,
-    )
     tensor_parallel: int = knob(
         1, "Training processes that share one engine; must divide their number.", ge=1
     )
@@ -510,10 +482,12 @@ class _VllmColocated:
         "with mixed_precision=fp16, else model.dtype.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    eager: bool | None = knob(
-        None, "Run the engine without compilation and CUDA graphs; null: true on the CPU."
+    engine_args: dict[str, Any] = knob(
+        {},
+        "Other engine arguments of vLLM, such as block_size. Unless they are set here, "
+        "max_model_len follows from the data and the other limits, and enforce_eager is true on "
+        "the CPU.",
     )
-    engine_args: dict[str, Any] = knob({}, "Other engine arguments of vLLM, such as block_size.")
 
 
 @read_if("generation.engine", "vllm_colocate", "vllm_server")
@@ -544,17 +518,10 @@ class Tools:
         "Wall-clock limit of one program, including the earlier programs that it continues.",
         gt=0,
     )
-    output_characters: int = knob(
-        1000, "Largest number of characters of a program's output that the model sees.", ge=1
-    )
-    memory_mb: int = knob(1024, "Memory limit of one program, in MiB.", ge=1)
     guards: str = knob(
         "auto",
         "Sandbox level for programs; limits does without namespaces, see docs/sandbox.md.",
         choices=("auto", "namespaces", "limits"),
-    )
-    site_packages: bool = knob(
-        True, "Let programs import the packages installed beside grpo, such as sympy."
     )
 
 
@@ -773,12 +740,6 @@ class Loss:
         ge=0,
         schedulable=True,
     )
-    delta: float | None = knob(
-        None,
-        "Upper bound of the ratio for negative advantages (two-sided clipping); null: none.",
-        gt=1,
-        schedulable=True,
-    )
     mask_truncated: bool = knob(
         False,
         "Exclude completions that reached the length limit from the loss; their rewards still "
@@ -923,7 +884,7 @@ class Schedule:
     )
 
 
-ADAM = ("adamw", "muon")  # optimizers that read betas and eps
+ADAM = ("adamw", "muon")  # optimizers that read betas
 
 
 @dataclass
@@ -941,9 +902,6 @@ class Optimizer:
     learning_rate: float = knob(1e-6, "Peak learning rate.", ge=0)
     betas: list[float] = knob(
         [0.9, 0.999], "Decay rates of AdamW's two moments, also of muon's AdamW.", ge=0, lt=1
-    )
-    eps: float = knob(
-        1e-8, "Term added to the root of AdamW's second moment, also of muon's AdamW.", gt=0
     )
     weight_decay: float = knob(
         0.0,
@@ -995,8 +953,9 @@ class Eval:
     """Held-out evaluation, during training and by `grpo eval`."""
 
     every: int = knob(0, "Evaluate every N steps; 0: never during training.", ge=0)
-    at_start: bool = knob(True, "Evaluate before the first step.")
-    at_end: bool = knob(True, "Evaluate after the last step.")
+    at_start: bool = knob(
+        True, "Evaluate before the first step; after the last step a run always evaluates."
+    )
     accuracy: str | None = knob(
         None, "Reward function whose value 1 counts as correct; null: the recipe's first reward."
     )
@@ -1048,10 +1007,6 @@ class Eval:
         "Metric whose best value decides which checkpoint is kept as the best, as `eval/` "
         "names it, such as gsm8k/maj@8.",
     )
-    patience: int = knob(
-        0, "End the run after this many evaluations in a row without a new best; 0: never.", ge=0,
-        read_if=("eval.every",),
-    )  # fmt: skip
 
     @property
     def drawn_at(self) -> float:
@@ -1151,9 +1106,6 @@ class Log:
         "print the first; 0: never.",
         ge=0,
     )
-    entropy_every: int = knob(
-        10, "Measure the entropy every N steps if nothing else needs it; 0: never.", ge=0
-    )
     report: bool = knob(
         True, "Write report.html when the run ends, as `grpo report RUN` does at any time."
     )
@@ -1201,12 +1153,7 @@ class Hub:
     repo: str | None = knob(
         None,
         "Model repository on the hub, as owner/name or name, that checkpoints are pushed to in the "
-        "background; null: none.",
-    )
-    private: bool = knob(
-        True,
-        "Make a new repository on the hub private; an existing one stays as it is.",
-        read_if=("hub.repo",),
+        "background; a new one is private; null: none.",
     )
     strategy: str = knob(
         "every_save",

@@ -189,7 +189,7 @@ def encode(
                 ids = control.encode(vision.expanded(written[number], own.images))
             except ImageError as error:
                 if on_bad_image is None:
-                    raise UserError(f"{error} (dataset.bad_images=drop drops the row).") from error
+                    raise UserError(f"{error} (dataset.bad_rows=drop drops the row).") from error
                 on_bad_image(str(error))
                 continue
             except ValueError as error:

@@ -1,6 +1,6 @@
 """Streams rows while a run trains on them, for data that does not fit into memory.
 
-Rows are read in blocks of `dataset.shuffle_buffer`, and each block is shuffled by (seed, epoch, its
+Rows are read in blocks of `BLOCK_ROWS`, and each block is shuffled by (seed, epoch, its
 first row). The list of blocks and their first rows allows exact resuming.
 """
 
@@ -26,6 +26,7 @@ from grpo_cli.errors import TrainingError, UserError
 if TYPE_CHECKING:
     from grpo_cli.records import Prompt
 
+BLOCK_ROWS = 1000  # read and shuffled together, as by shuffle() of `datasets`
 KEPT = 4  # blocks in memory: a step may need prompts of the previous block
 
 
@@ -56,7 +57,7 @@ def open_stream(config: Dataset) -> RowStream:
     source = config.train
     if source is None:
         raise UserError("dataset.train: no data; give a file or a hub name.")
-    size = min(config.shuffle_buffer, config.train_limit or config.shuffle_buffer)
+    size = min(BLOCK_ROWS, config.train_limit or BLOCK_ROWS)
     rows = list(itertools.islice(_rows(config, 0), size))
     if not rows:
         raise UserError(f"dataset.train = {source}: the data set is empty.")
@@ -120,20 +121,18 @@ class StreamedPrompts(PromptStream):
         make_prompts: Callable[[Rows, bool], list[Prompt]],
         seed: int,
         shuffle: bool,
-        buffer: int,
     ) -> None:
         """Reads the first block.
 
         Args:
             make_prompts: returns the prompts of rows without dropped ones; its second argument
                 allows an empty result.
-            buffer: number of rows of a block.
 
         Raises:
             UserError: no row of the first block is short enough.
         """
         super().__init__([], seed, shuffle)
-        self.rows, self.make_prompts, self.buffer = rows, make_prompts, buffer
+        self.rows, self.make_prompts = rows, make_prompts
         self.blocks: list[Block] = []  # all blocks so far
         self._prompts: OrderedDict[int, list[Prompt]] = OrderedDict()  # by block number
         self._next = (0, 0)  # epoch and row of the next block
@@ -174,7 +173,7 @@ class StreamedPrompts(PromptStream):
         began_again = False
         while True:
             epoch, row = self._next
-            rows = self._read(epoch, row, self.buffer)
+            rows = self._read(epoch, row, BLOCK_ROWS)
             if not rows:
                 if began_again:
                     raise TrainingError(

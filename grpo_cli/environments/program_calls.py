@@ -20,13 +20,14 @@ from grpo_cli.environments import program_runner
 from grpo_cli.environments.functions import shortened
 from grpo_cli.errors import UserError
 
+OUTPUT_CHARACTERS = 1000  # that the model sees of a program's output
 _PYTHON = ("python", "py", "python3")
 _FENCE_LINE = re.compile(r"([ \t]*+)(`{3,}+)[ \t]*+([^`\s]*+)[^`]*+")  # possessive: linear time
 
 
 def limits_of(tools: Tools) -> sandbox.Limits:
     """Returns the sandbox limits of one call."""
-    return sandbox.Limits(seconds=tools.seconds, memory_mb=tools.memory_mb)
+    return sandbox.Limits(seconds=tools.seconds)
 
 
 def describe(tools: Tools) -> str:
@@ -37,7 +38,7 @@ def describe(tools: Tools) -> str:
     """
     sandbox.sweep()  # removes leftovers of killed runs
     try:
-        return sandbox.describe(tools.guards, tools.site_packages)
+        return sandbox.describe(tools.guards, site_packages=True)
     except sandbox.SandboxError as error:
         raise UserError(f"tools: {error}") from error
 
@@ -64,7 +65,7 @@ def execute(blocks: Sequence[str], tools: Tools) -> Answer:
         given,
         limits=limits_of(tools),
         guards=tools.guards,
-        site_packages=tools.site_packages,
+        site_packages=True,
     )
     parts = finished.stdout.split(token)
     if len(parts) == 3:
@@ -74,7 +75,7 @@ def execute(blocks: Sequence[str], tools: Tools) -> Answer:
         status, error, keeps = _stopped(finished, tools)
     # The partial output of a program stopped for time or memory depends on the machine.
     output = parts[0].rstrip("\n") if status in ("ok", "error", "output") else ""
-    shown = [shortened(part, tools.output_characters) for part in (output, error) if part]
+    shown = [shortened(part, OUTPUT_CHARACTERS) for part in (output, error) if part]
     return Answer("\n".join(shown), status, keeps)
 
 

@@ -128,7 +128,7 @@ class ProgramDialogue:
         return message
 
     def reply_to(self, turn: Sequence[int], messages: Sequence[Message], limit: int) -> list[int]:
-        """Returns the tokens of an output, whose length `Tools.output_characters` limits."""
+        """Returns the tokens of an output, which has at most `OUTPUT_CHARACTERS` characters."""
         shown = "".join(f"```output\n{m['content']}\n```\n" for m in messages)
         shown = shown if self._text(turn).endswith("\n") else "\n" + shown
 

@@ -24,7 +24,7 @@ OF_TRAINING = (
     "loss", "advantage", "optimizer", "update", "stop", "checkpoint", "log", "tracking",
     "hub",
 )  # fmt: skip
-OF_TRAINING_IN_EVAL = ("every", "at_start", "at_end", "best", "patience")
+OF_TRAINING_IN_EVAL = ("every", "at_start", "best")
 NOT_READ = (  # keys of other sections that a check of the recipe could refuse
     "generation.vllm.prefetch_steps", "generation.vllm.in_flight", "distributed.offload",
 )  # fmt: skip
@@ -34,8 +34,8 @@ REFUSED = (
     *NOT_READ, "resume", "resume_changed", "steps", "epochs", "prompts_per_step", "probe",
     "schedules.", "callbacks", "adapter.", "model.build.", "model.freeze",
     "model.gradient_checkpointing", "model.compile", "dataset.solution",
-    "dataset.max_prompt_tokens", "dataset.bad_tests", "dataset.shuffle", "dataset.streaming",
-    "dataset.shuffle_buffer", "dataset.mixture", "generation.max_logp_difference",
+    "dataset.max_prompt_tokens", "dataset.shuffle", "dataset.streaming",
+    "dataset.mixture", "generation.max_logp_difference",
     "generation.dynamic_sampling",
 )  # fmt: skip
 MEANT = {  # keys of training -> the keys that evaluation reads instead
@@ -54,6 +54,7 @@ WITHOUT_EFFECT = {  # on an evaluation's numbers; model.path is the checkpoint
     ),
     "eval": OF_TRAINING_IN_EVAL,
 }  # fmt: skip
+OF_ANY_ROWS = ("dataset.max_pixels", "dataset.bad_rows")  # also of benchmarks
 OF_ROWS = ("dataset", "reward", "environment", "episode", "tools", "rollout")
 # Keys that are read when stored completions are scored.
 READ_OF_COMPLETIONS = (
@@ -95,7 +96,7 @@ def check_rows(overrides: Sequence[str], recipe: Recipe) -> None:
         key = key_set_by(word)
         if recipe.dataset.test_split_size is None and key.startswith("dataset.train"):
             raise UserError(f"{word}: is only read in training.")
-        if recipe.benchmark and is_among(key, of_rows) and key != "dataset.max_pixels":
+        if recipe.benchmark and is_among(key, of_rows) and key not in OF_ANY_ROWS:
             raise UserError(
                 f"{word}: is about the recipe's held-out rows, and benchmarks are evaluated in "
                 f"their place: {listed(recipe.benchmark)}."

@@ -79,7 +79,6 @@ def config_of(adapter: Adapter, base: str, revision: str | None) -> LoraConfig:
         "revision": revision,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
-        "lora_dropout": adapter.dropout,
         "target_modules": targets if isinstance(targets, str) else [*targets],
         **KINDS[adapter.method],
     }

@@ -27,7 +27,6 @@ SET_BY = {
     "lr": "optimizer.learning_rate",
     "weight_decay": "optimizer.weight_decay",
     "betas": "optimizer.betas",
-    "eps": "optimizer.eps",
 }
 NORMS = (r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")  # transformers' own
 
@@ -136,7 +135,7 @@ def _set(config: Optimizer) -> dict[str, Any]:
     """Returns the arguments that have their own knobs."""
     values: dict[str, Any] = {"lr": config.learning_rate}
     if config.algorithm in ADAM:
-        values |= {"betas": (config.betas[0], config.betas[1]), "eps": config.eps}
+        values |= {"betas": (config.betas[0], config.betas[1])}
     return values
 
 

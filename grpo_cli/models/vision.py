@@ -362,7 +362,7 @@ def sound_images(say: Callable[[str], None] | None) -> Callable[[Prompt], bool]:
         except ImageError as error:
             if say is None:
                 raise TrainingError(
-                    f"{error}. dataset.bad_images=drop leaves such rows out; resume=auto continues."
+                    f"{error}. dataset.bad_rows=drop leaves such rows out; resume=auto continues."
                 ) from error
             say(f"note: {error}; another prompt takes its place")
             return False

@@ -21,6 +21,7 @@ EQUAL_STEPS = 3  # steps in a row without any advantage
 ONE_REWARD, ONE_REWARD_STEPS = 0.95, 20  # one reward's share of the advantage's variance
 CONSTANT_STEPS = 50  # steps in which a reward has one value
 MOSTLY_TRUNCATED_STEPS = 10
+STEPS_WITHOUT_REWARD = 10  # in a row; more are a fault of the rewards or of the data
 MISMATCH = ("sampling/sampling_logp_difference/mean", STALENESS)
 
 
@@ -37,7 +38,6 @@ class Alarms:
     def __init__(self, recipe: Recipe) -> None:
         self.alarms = [*_of_rewards(recipe), *_of_completions(), *_of_updates()]
         self.watches = Watches()
-        self.most_without_reward = recipe.scoring.max_steps_without_reward
 
     def follow(self, step: int, metrics: Metrics) -> list[Raised]:
         """Follows one step; returns the alarms whose episodes begin, each with its sentence."""
@@ -55,13 +55,13 @@ class Alarms:
         """Checks that there are rewards at all.
 
         Raises:
-            TrainingError: no completion of max_steps_without_reward steps in a row had a reward.
+            TrainingError: no completion of STEPS_WITHOUT_REWARD steps in a row had a reward.
         """
         without = self.watches.states["no_reward"].beyond
-        if 0 < self.most_without_reward <= without:
+        if without >= STEPS_WITHOUT_REWARD:
             raise TrainingError(
                 f"step {step}: no completion of the last {without} steps had a reward (every "
-                "function returned None); scoring.max_steps_without_reward=0 continues."
+                "function returned None)."
             )
 
     def to_state(self) -> dict[str, dict[str, Any]]:

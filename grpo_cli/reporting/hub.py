@@ -37,10 +37,10 @@ UPLOAD = """
 import json, sys
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
-repo, private, uploads = json.loads(sys.argv[1])
+repo, uploads = json.loads(sys.argv[1])
 try:
     api = HfApi()
-    repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
+    repo = api.create_repo(repo, private=True, exist_ok=True).repo_id
     for upload in uploads:
         api.upload_folder(repo_id=repo, **upload)
 except HfHubHTTPError as error:
@@ -80,7 +80,7 @@ def check(recipe: Recipe) -> str | None:
         )
     api = HfApi()
     try:
-        created = api.create_repo(repo, private=recipe.hub.private, exist_ok=True)
+        created = api.create_repo(repo, private=True, exist_ok=True)
         api.auth_check(created.repo_id, write=True)
     except HfHubHTTPError as error:
         status = error.response.status_code
@@ -196,7 +196,7 @@ class Pusher:
         if self.config.strategy == "checkpoint":
             # The repository may hold more shards, of an earlier checkpoint.
             uploads.append({**common, "path_in_repo": LAST_CHECKPOINT, "delete_patterns": ["*"]})
-        given = json.dumps([self.config.repo, self.config.private, uploads])
+        given = json.dumps([self.config.repo, uploads])
         self.failed = None
         try:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115

@@ -682,7 +682,7 @@ def make_stream(
     recipe, parts = prepared.recipe, prepared.train
     seed, shuffle = recipe.seed, recipe.dataset.shuffle
     say = once(reporter.say)  # every epoch reads each image again
-    is_sound = sound_images(say if recipe.dataset.bad_images == "drop" else None)
+    is_sound = sound_images(say if recipe.dataset.bad_rows == "drop" else None)
 
     if parts.keys() == {""} and (stream := parts[""].stream) is not None:
         template_kwargs = recipe.model.chat_template_kwargs
@@ -701,9 +701,7 @@ def make_stream(
             )
             return prompts
 
-        streamed = data.StreamedPrompts(
-            stream, of_block, seed, shuffle, recipe.dataset.shuffle_buffer
-        )
+        streamed = data.StreamedPrompts(stream, of_block, seed, shuffle)
         streamed.is_sound = is_sound
         return streamed
 
@@ -761,7 +759,7 @@ def can_be_read(prompt: Prompt, dataset: Dataset, say: Callable[[str], None]) ->
     """Returns whether all images of a held-out prompt can be decoded; called before the run starts.
 
     Raises:
-        UserError: an image cannot be decoded, and dataset.bad_images=stop.
+        UserError: an image cannot be decoded, and dataset.bad_rows=stop.
     """
     try:
         for image in prompt.images:
@@ -769,7 +767,7 @@ def can_be_read(prompt: Prompt, dataset: Dataset, say: Callable[[str], None]) ->
     except ImageError as error:
         drop = on_bad_image(dataset, say)
         if drop is None:
-            raise UserError(f"{error} (dataset.bad_images=drop drops the row).") from error
+            raise UserError(f"{error} (dataset.bad_rows=drop drops the row).") from error
         drop(str(error))
         return False
     return True
@@ -789,7 +787,7 @@ def once(say: Callable[[str], None]) -> Callable[[str], None]:
 
 def on_bad_image(dataset: Dataset, say: Callable[[str], None]) -> data.OnBadImage | None:
     """Returns the callback that reports a dropped row, or None if a bad image is an error."""
-    if dataset.bad_images == "stop":
+    if dataset.bad_rows == "stop":
         return None
     return lambda message: say(f"note: {message}; the row is dropped")
 

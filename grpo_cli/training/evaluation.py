@@ -21,8 +21,7 @@ def is_due(run: Run) -> bool:
         return False
     if step == 0:
         return config.at_start and run.state.before is None
-    at_end = config.at_end and run.is_over
-    return at_end or (config.every > 0 and step % config.every == 0)
+    return run.is_over or (config.every > 0 and step % config.every == 0)
 
 
 def evaluate(run: Run) -> dict[str, float]:
@@ -58,9 +57,7 @@ def evaluate(run: Run) -> dict[str, float]:
     if value is None:  # no reason to lose the trained steps
         run.reporter.say(f"note: eval.best = {best}: there is no such number")
     elif is_better(value, state):
-        state.best_value, state.best_step, state.worse = value, state.step, 0
-    else:
-        state.worse += 1
+        state.best_value, state.best_step = value, state.step
     if run.recipe.stop.plateau:
         follow_plateau(run, metrics, found)
     run.callbacks.evaluated(run, metrics)

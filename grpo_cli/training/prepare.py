@@ -278,7 +278,7 @@ def benches_of(recipe: Recipe, executor: RewardExecutor) -> dict[str, LoadedBenc
         run = values_of_run(recipe, limit or recipe.generation.max_completion_tokens)
         renaming = f"benchmark.{name}.columns"
         scorer = Scorer(rewards, rows.columns, rows.source, executor, run, renaming)
-        if recipe.scoring.try_out and os.environ.get("LOCAL_RANK", "0") == "0":  # once a node
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # once a node
             row, most = rows.rows[0], recipe.dataset.max_pixels
             columns = data.other_columns(row) | images.of_columns(rows, 0, row, most)
             prompt = [{"role": "user", "content": ""}] if benchmark.chat else ""
@@ -296,7 +296,7 @@ def scorer_of_training(
 ) -> Scorer:
     """Returns the scorer of training, after trying the rewards on the first row of each data set.
 
-    With dataset.bad_tests=drop it removes the rows that a reward refuses from `train`.
+    With dataset.bad_rows=drop it removes the rows that a reward refuses from `train`.
 
     Raises:
         UserError: as `make_scorer`; for a mixture it names the data set.
@@ -367,7 +367,7 @@ def make_scorer(
     """
     run = values_of_run(recipe, limit)
     scorer = Scorer(recipe.reward, rows.columns, rows.source, executor, run, renaming)
-    if recipe.scoring.try_out and os.environ.get("LOCAL_RANK", "0") == "0":  # once a node
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # once a node
         try:
             sample = first_sample(recipe, rows, dataset, more)
             if sample is not None:
@@ -382,15 +382,15 @@ def scorable(scorer: Scorer, rows: data.Rows, dataset: Dataset) -> data.Rows:
     """Returns the rows that no reward refuses.
 
     Raises:
-        UserError: a reward refuses rows and dataset.bad_tests=stop, or no row is left.
+        UserError: a reward refuses rows and dataset.bad_rows=stop, or no row is left.
     """
     refused = scorer.refused(rows)
     if not refused:
         return rows
     few = "; ".join(f"row {rows.line(n)}: {why.rstrip('.')}" for n, why in [*refused.items()][:3])
     said = f"{rows.source}: {len(refused):,} of {len(rows.rows):,} rows cannot be scored. {few}."
-    if dataset.bad_tests == "stop":
-        raise UserError(f"{said} dataset.bad_tests=drop leaves such rows out.")
+    if dataset.bad_rows == "stop":
+        raise UserError(f"{said} dataset.bad_rows=drop leaves such rows out.")
     kept = [number for number in range(len(rows.rows)) if number not in refused]
     if not kept:
         raise UserError(f"{said} No row is left.")
@@ -400,13 +400,13 @@ def scorable(scorer: Scorer, rows: data.Rows, dataset: Dataset) -> data.Rows:
 def first_sample(
     recipe: Recipe, rows: data.Rows, dataset: Dataset, more: Mapping[str, Any]
 ) -> Sample | None:
-    """Returns the first row as rewards receive it; with bad_images=drop, the first readable row.
+    """Returns the first row as rewards receive it; with bad_rows=drop, the first readable row.
 
     Returns:
         None if no row is left.
 
     Raises:
-        UserError: an image of the first row cannot be read, and dataset.bad_images=stop.
+        UserError: an image of the first row cannot be read, and dataset.bad_rows=stop.
     """
     episode = MADE_UP_EPISODE if recipe.has_episodes else None
     for number, row in enumerate(rows.rows):
@@ -421,9 +421,9 @@ def first_sample(
                 for image in of_row.images:
                     image.open()
             except ImageError as error:
-                if dataset.bad_images == "stop":
+                if dataset.bad_rows == "stop":
                     raise UserError(
-                        f"{error}. dataset.bad_images=drop leaves such rows out."
+                        f"{error}. dataset.bad_rows=drop leaves such rows out."
                     ) from error
                 continue
         return Sample(line, prompt, MADE_UP, (0,), columns, episode=episode)
@@ -502,11 +502,11 @@ def check_dtype(recipe: Recipe) -> None:
     for problem in contradictions.of_dtype(recipe):
         raise UserError(problem)
     smallest = 2.0**-24  # the smallest number of float16 above 0
-    reads_eps = recipe.optimizer.algorithm in ADAM
-    if recipe.model.dtype == "float16" and reads_eps and recipe.optimizer.eps < smallest:
+    eps = recipe.optimizer.args.get("eps", 1e-8)
+    if dtype == "float16" and recipe.optimizer.algorithm in ADAM and eps < smallest:
         raise UserError(
-            f"model.dtype = float16: optimizer.eps = {recipe.optimizer.eps:g} is 0 in it, so that "
-            "AdamW divides by 0; use model.dtype=bfloat16 or float32, or optimizer.eps=1e-4."
+            f"model.dtype = float16: eps = {eps:g} of AdamW is 0 in it, so that it divides by 0; "
+            "use model.dtype=bfloat16 or float32, or optimizer.args.eps=1e-4."
         )
 
 

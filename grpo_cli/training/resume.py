@@ -281,7 +281,8 @@ class StoredRun:
         beta = AdaptiveBeta(entry.pop("beta"))
         bonus = AdaptiveEntropyBonus(entry.pop("entropy_coef"), entry.pop("entropy"))
         own = {f.name: entry.pop(f.name) for f in fields(cls)[3:]}
-        return cls(State(**entry), beta, bonus, **own)
+        state = State(**{f.name: entry[f.name] for f in fields(State)})
+        return cls(state, beta, bonus, **own)
 
 
 def check_optimizer(recipe: Recipe, path: Path) -> None:
@@ -307,7 +308,7 @@ def check_optimizer(recipe: Recipe, path: Path) -> None:
 
 
 def check_adapter(recipe: Recipe, stored: Mapping[str, Any], path: Path) -> None:
-    """Checks the adapter of a resumed run and its base model; dropout and sync may be changed.
+    """Checks the adapter of a resumed run and its base model; only sync may be changed.
 
     With another method or alpha, tensors of the same shapes can mean another model.
 
@@ -325,7 +326,7 @@ def check_adapter(recipe: Recipe, stored: Mapping[str, Any], path: Path) -> None
             "which is another model under the adapter; give another output_dir to begin a run."
         )
     before, now = dict(stored["adapter"]), asdict(recipe.adapter)
-    for knob in (knob for knob in now if knob not in ("dropout", "path", "sync")):
+    for knob in (knob for knob in now if knob not in ("path", "sync")):
         if before[knob] != now[knob]:
             raise UserError(
                 f"adapter.{knob} = {now[knob]}: {shown} was trained with {before[knob]}, and a "

@@ -23,6 +23,8 @@ from grpo_cli.reporting.stage_clock import Clock, possible_stages
 from grpo_cli.training.run import Run
 from grpo_cli.training.step_progress import StepBatch, StepProgress
 
+ENTROPY_EVERY = 10  # steps; the metric costs a softmax over the vocabulary
+
 
 @dataclass
 class Step:
@@ -49,8 +51,7 @@ class Step:
     @property
     def measures_entropy(self) -> bool:
         """Whether the entropy is measured at this step, which costs a softmax."""
-        every = self.recipe.log.entropy_every
-        is_logged = every > 0 and (self.number == 0 or (self.number + 1) % every == 0)
+        is_logged = self.number == 0 or (self.number + 1) % ENTROPY_EVERY == 0
         return self.has_entropy_bonus or is_logged
 
     @property

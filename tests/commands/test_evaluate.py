@@ -78,7 +78,7 @@ def test_what_evaluation_reads_is_not(word: str) -> None:
 
 @pytest.mark.parametrize(
     "word",
-    ["dataset.eval=a.jsonl", "reward=math", "eval.accuracy=math", "dataset.bad_images=drop"],
+    ["dataset.eval=a.jsonl", "reward=math", "eval.accuracy=math", "dataset.system=S"],
 )
 def test_held_out_rows_are_not_those_of_benchmarks(word: str) -> None:
     check_rows([word], Recipe())
@@ -89,7 +89,7 @@ def test_held_out_rows_are_not_those_of_benchmarks(word: str) -> None:
 
 @pytest.mark.parametrize(
     "word",
-    ["eval.temperature=1", "seed=1", "scoring.try_out=false", "benchmark.own.shots=2", "reward=x"],
+    ["eval.temperature=1", "seed=1", "scoring.max_steps=1", "benchmark.own.shots=2", "reward=x"],
 )
 def test_of_completions_that_are_there_less_is_read(word: str) -> None:
     check_read_of_completions(["-m", "benchmark=own", "benchmark.own.args.units=true", "eval.k=2"])
@@ -130,7 +130,6 @@ def composed(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"eval.patience": 3},
         {"schedules": {"loss.beta": {"begin": 9, "end": 2, "to": 1}}},
         {"generation.tools.seconds": 9.0},
     ],

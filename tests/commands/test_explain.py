@@ -48,7 +48,7 @@ def test_a_section_and_entries(capsys: pytest.CaptureFixture[str]) -> None:
         "1e-06",
         f"recipes/math_qwen.yaml, line {place}",
     ]
-    assert by_key["optimizer.eps"] == ["1e-08", "default"]
+    assert by_key["optimizer.warmup_steps"][1] == "default"
     assert by_key["reward.near.function"][0] == "mine:near"
     assert by_key["reward.near.weight"] == ["1.0", "default"]
     assert by_key["optimizer.schedule"][1].startswith("recipes/optimizer/adamw_cosine.yaml, line ")

@@ -62,7 +62,7 @@ RECIPES: dict[str, list[str]] = {
                       "update.minibatches=2"],
     "top-entropy": [*SUMS, "loss.top_entropy=0.3", "update.num_iterations=2"],
     "dropout": [*SUMS, "model.dropout=0.1", "update.tokens_per_micro_batch=60", "loss.beta=0.02"],
-    "dropout-lora": [*LORA, "adapter.dropout=0.2", "update.minibatches=2",
+    "dropout-lora": [*LORA, "adapter.args.lora_dropout=0.2", "update.minibatches=2",
                      "update.tokens_per_micro_batch=60"],
     "dr-grpo": [*SUMS, "loss=dr_grpo", "advantage.scale=none",
                        "update.tokens_per_micro_batch=60"],

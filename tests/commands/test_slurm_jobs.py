@@ -37,6 +37,8 @@ def evens(completions, **_):
 
 
 def fails(completions, **_):
+    if completions == ["The answer is 0."]:  # rewards are tried out on it before training
+        return [0.0]
     raise RuntimeError("only in training")
 """
 
@@ -195,7 +197,7 @@ def test_a_job_goes_on_where_it_was(cluster: Cluster, unbroken: Job) -> None:
 
 def test_an_error_in_training_ends_the_job(cluster: Cluster) -> None:
     words = ["processes_per_node=2", "+reward.fails.function=slurm_rewards:fails"]
-    job = cluster.submit(cluster.folder / "fails", *words, "scoring.try_out=false")
+    job = cluster.submit(cluster.folder / "fails", *words)
     assert job.until_over() == "FAILED", job.everything()
     assert "reward 'fails' raised RuntimeError: only in training" in job.log()
     assert "training ended with 1" in job.log()

@@ -20,8 +20,13 @@ from tests.data.test_files import write
 ROWS = [{"q": f"{n:03}", "answer": str(n)} for n in range(20)]
 
 
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_cli.data.streaming.BLOCK_ROWS", 6)
+
+
 def config(source: Path | str, **settings: Any) -> Dataset:
-    settings = {"streaming": True, "shuffle_buffer": 6, "prompt": "{q}", **settings}
+    settings = {"streaming": True, "prompt": "{q}", **settings}
     return Dataset(train=str(source), **settings)
 
 
@@ -33,7 +38,6 @@ def stream(tokenizer: PreTrainedTokenizerFast, config: Dataset, seed: int = 0) -
         ],
         seed,
         config.shuffle,
-        config.shuffle_buffer,
     )
 
 

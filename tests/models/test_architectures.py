@@ -217,8 +217,7 @@ def test_a_run_trains_and_resumes(
         "steps": 2,
         "generation__temperature": 2.0,
         "checkpoint__every": 1,
-        "eval__at_start": False,
-        "eval__at_end": False,
+        "dataset__eval": None,
     }
     straight = trained(tmp_path, **changes)
     for line in metrics(straight):

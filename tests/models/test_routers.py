@@ -108,8 +108,7 @@ def changes_for(name: str, tokenizer: PreTrainedTokenizerFast, folder: Path, **c
         "generation__temperature": 2.0,
         "steps": 2,
         "checkpoint__every": 1,
-        "eval__at_start": False,
-        "eval__at_end": False,
+        "dataset__eval": None,
     }
 
 

@@ -332,7 +332,7 @@ def test_an_image_that_cannot_be_read_ends_the_run_or_is_left_out(tmp_path: Path
     said: list[str] = []
     assert not vision.sound_images(said.append)(bad)
     assert "x, row 3: the image cannot be read" in said[0]
-    with pytest.raises(TrainingError, match=r"row 3.*bad_images=drop"):
+    with pytest.raises(TrainingError, match=r"row 3.*bad_rows=drop"):
         vision.sound_images(None)(bad)
     assert vision.sound_images(None)(loaded.mixed()[0])
 

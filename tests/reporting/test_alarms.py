@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from grpo_cli.config.schema import Recipe, Reward, Scoring
+from grpo_cli.config.schema import Recipe, Reward
 from grpo_cli.errors import TrainingError
 from grpo_cli.reporting.alarms import Alarms
 from tests.tables import table
@@ -132,8 +132,9 @@ def test_an_episode_is_told_once_and_a_second_one_again() -> None:
     assert found == [(53, "length"), (92, "length")]
 
 
-def test_steps_without_any_reward_end_the_run() -> None:
-    alarms = Alarms(Recipe(scoring=Scoring(max_steps_without_reward=3)))
+def test_steps_without_any_reward_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_cli.reporting.alarms.STEPS_WITHOUT_REWARD", 3)
+    alarms = Alarms(Recipe())
     nothing, something = ({"reward": r, "frac_zero_advantage": 0.0} for r in (NAN, 0.5))
     for step, metrics in enumerate([nothing, nothing, something, nothing, nothing], start=1):
         alarms.follow(step, metrics)
@@ -141,5 +142,3 @@ def test_steps_without_any_reward_end_the_run() -> None:
     alarms.follow(6, nothing)
     with pytest.raises(TrainingError, match="step 6: no completion of the last 3 steps"):
         alarms.check_rewards(6)
-    alarms.most_without_reward = 0
-    alarms.check_rewards(6)

@@ -96,8 +96,7 @@ def until(condition: Callable[[], bool]) -> None:
 def test_the_start_creates_what_is_missing(server: FakeHub) -> None:
     assert hub.check(recipe(repo="x")) is None
     assert server.private == {("models", "me/x"): True}
-    assert hub.check(recipe(repo="me/x", private=False)) is None
-    assert server.private["models", "me/x"], "one that is there stays as it is"
+    assert hub.check(recipe(repo="me/x")) is None
     assert hub.check(recipe()) is None
 
 
@@ -145,13 +144,13 @@ def test_a_hub_that_is_not_there_is_a_note(
 def test_every_save_is_pushed_over_the_one_before(
     pusher: Callable[..., Pusher], server: FakeHub, tmp_path: Path, lines: list[str]
 ) -> None:
-    live = pusher(repo="x", private=False)
+    live = pusher(repo="x")
     live.push(checkpoint(tmp_path, 1), last=False)
     until(lambda: not live.in_use())
     live.push(checkpoint(tmp_path, 2), last=True)
     live.finish()
     assert lines == [f"pushed to {server.url}/x"]
-    assert server.private == {("models", "me/x"): False}
+    assert server.private == {("models", "me/x"): True}
     assert [message for _, _, message in server.commits] == ["step 1", "step 2"]
     assert {*server.model("me/x")} == {
         ".gitattributes", "README.md", "config.json", "model.safetensors",

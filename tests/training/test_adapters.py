@@ -53,7 +53,7 @@ def digest(path: Path) -> str:
     [
         ["loss.beta=0.05"],
         ["loss.beta=0.05", "loss.reference_every=1", "loss.reference_alpha=0.5"],
-        ["adapter=dora", "adapter.dropout=0.2", "adapter.args.modules_to_save=[norm]"],
+        ["adapter=dora", "adapter.args.lora_dropout=0.2", "adapter.args.modules_to_save=[norm]"],
         [*QUANTIZED, "adapter=qlora", "loss.beta=0.05", "model.gradient_checkpointing=true"],
     ],
     ids=["off", "moving", "dora", "qlora"],

@@ -259,7 +259,7 @@ if __name__ == "__main__":
         "main": {"path": "__main__:Recorder"},
         "shared": {"path": "__main__:Shared"},
     }
-    live = trained(Path(sys.argv[1]), callbacks=both, eval__at_start=False, eval__at_end=False)
+    live = trained(Path(sys.argv[1]), callbacks=both, dataset__eval=None)
     state, rank = live.state, metrics(live)[-1]["callbacks/shared/rank"]
     print(
         f"rank {live.workers.rank}: {len(SEEN)} events, ends at {state.step}, "

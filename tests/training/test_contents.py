@@ -128,9 +128,9 @@ def stream(file: Path, **settings: Any) -> Contents:
 def test_a_stream_by_sizes_and_first_rows(tmp_path: Path) -> None:
     answers = [str(n % 10) for n in range(1200)]
     file = write_rows(tmp_path / "s.jsonl", *answers)
-    before = stream(file, shuffle_buffer=50)
+    before = stream(file)
     assert [*before["dataset.train"]] == ["s.jsonl", "first 1,000 rows"]
-    assert before == stream(file, shuffle_buffer=70, train_limit=80)
+    assert before == stream(file, train_limit=80)
     write_rows(file, *answers, "1")
     assert contents.differences(before, stream(file)) == {"dataset.train": ["s.jsonl"]}
     write_rows(file, *answers[:999], "x", *answers[1000:])

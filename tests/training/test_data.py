@@ -166,10 +166,10 @@ def test_mistakes_about_a_mixture(tmp_path: Path, changes: dict[str, Any], expec
     assert expected in str(error.value)
 
 
-def test_a_streamed_run_is_resumed_exactly(tmp_path: Path) -> None:
+def test_a_streamed_run_is_resumed_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_cli.data.streaming.BLOCK_ROWS", 7)
     stream = {
         "dataset__streaming": True,
-        "dataset__shuffle_buffer": 7,
         "dataset__solution": None,
         "model__build__warmup_steps": 0,
         "generation__dynamic_sampling": True,  # groups are left over

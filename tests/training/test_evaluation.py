@@ -25,7 +25,6 @@ from tests.training.test_train import built, metrics, recipe, trained
         ({"every": 2}, 4, True),
         ({"every": 2}, 5, False),
         ({}, 8, True),  # the end
-        ({"at_end": False}, 8, False),
     ],
 )
 def test_when_an_evaluation_is_due(config: dict[str, Any], step: int, expected: bool) -> None:

@@ -91,7 +91,7 @@ IMAGES = [
     "model.build.vision_layers=1",
     "update.tokens_per_micro_batch=null",  # measured, and again with the first images
 ]
-ADAPTED = [*HARD, "adapter=lora", "adapter.dropout=0.1"]
+ADAPTED = [*HARD, "adapter=lora", "adapter.args.lora_dropout=0.1"]
 
 # What can be the moment, and how often it comes in a step of one process, about.
 HAPPENS = {

@@ -101,7 +101,7 @@ def test_weights_of_16_bits_are_refused(tmp_path: Path, dtype: str) -> None:
     with pytest.raises(
         UserError, match=rf"{dtype}: .*mixed_precision = fp16 .*model\.dtype=float32"
     ):
-        built(tmp_path, mixed_precision="fp16", model__dtype=dtype, optimizer__eps=1e-4)
+        built(tmp_path, mixed_precision="fp16", model__dtype=dtype, optimizer__args={"eps": 1e-4})
 
 
 def test_the_stored_type_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

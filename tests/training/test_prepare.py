@@ -71,12 +71,12 @@ def test_resume_takes_the_folder_of_a_run(tmp_path: Path, monkeypatch: pytest.Mo
 def test_an_eps_that_the_dtype_rounds_to_zero_is_refused(
     dtype: str, eps: float, refused: bool
 ) -> None:
-    recipe = Recipe(model=Model(dtype=dtype), optimizer=Optimizer(eps=eps))
+    recipe = Recipe(model=Model(dtype=dtype), optimizer=Optimizer(args={"eps": eps}))
     assert (float(torch.tensor(eps).to(getattr(torch, dtype))) == 0) == refused
     if not refused:
         check_dtype(recipe)
         return
-    with pytest.raises(UserError, match=r"optimizer\.eps = 1e-08 is 0 in it"):
+    with pytest.raises(UserError, match="eps = 1e-08 of AdamW is 0 in it"):
         check_dtype(recipe)
 
 
@@ -222,16 +222,16 @@ def test_rows_that_a_reward_refuses_stop_a_run_or_are_left_out() -> None:
         "rows.jsonl: 3 of 5 rows cannot be scored. row 4: reward.code: the tests use eval, which "
         "can run what a program returns; row 6: reward.code: the test 'pass' tests nothing; row 9: "
         "reward.code: the tests 'max(1) or min(2)' have no name that must be the program's; add "
-        "`from solution import NAME`. dataset.bad_tests=drop leaves such rows out."
+        "`from solution import NAME`. dataset.bad_rows=drop leaves such rows out."
     )
     with pytest.raises(UserError) as raised:
         prepare.scorable(scorer, rows, Dataset())
     assert str(raised.value) == said
-    kept = prepare.scorable(scorer, rows, Dataset(bad_tests="drop"))
+    kept = prepare.scorable(scorer, rows, Dataset(bad_rows="drop"))
     assert (kept.lines, list(kept.column("tests"))) == ([2, 8], [[tests[0]], [tests[3]]])
     alone = data.select_rows(rows, [2])
     with pytest.raises(UserError, match="No row is left"):
-        prepare.scorable(scorer, alone, Dataset(bad_tests="drop"))
+        prepare.scorable(scorer, alone, Dataset(bad_rows="drop"))
 
 
 MOVES = """

@@ -13,6 +13,7 @@ from grpo_cli import train
 from grpo_cli.errors import CannotLearn
 from grpo_cli.evaluation.probe.run import Policy, ProbeResult, Size, run_probe
 from grpo_cli.training import probe
+from grpo_cli.training.prepare import MADE_UP
 from grpo_cli.training.run import Run
 from tests.fake_vllm import serving
 from tests.training.rollouts.test_prefetch import SamplingVllm, serve
@@ -34,6 +35,8 @@ def noisy(completions: list[str], **_: Any) -> list[float]:
 
 
 def broken(completions: list[str], **_: Any) -> list[float]:
+    if completions == [MADE_UP]:  # rewards are tried out on it before the run
+        return [0.0]
     raise RuntimeError("no such file")
 
 
@@ -44,7 +47,6 @@ def rigged(folder: Path, answers: list[str], **changes: Any) -> Run:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings: dict[str, Any] = {
         "reward": {"digit": {"function": f"{HERE}:digit"}},
-        "scoring__try_out": False,
         "generation__max_completion_tokens": 1,
         "prompts_per_step": len(rows),
         "steps": 1,

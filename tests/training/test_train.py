@@ -92,7 +92,8 @@ SEEN: list[TrainerState] = []
 
 def watched(completion_ids: list[list[int]], trainer_state: TrainerState) -> list[float | None]:
     """As `evens`; keeps the states that it is called with."""
-    SEEN.append(trainer_state)
+    if completion_ids != [(0,)]:  # the completion on which rewards are tried out
+        SEEN.append(trainer_state)
     return evens(completion_ids)
 
 
@@ -341,7 +342,6 @@ def test_a_resumed_run_shows_rewards_the_same_state(tmp_path: Path) -> None:
     changes: dict[str, Any] = {
         "reward": {"watched": {"function": "tests.training.test_train:watched"}},
         "eval": {"every": 1, "best": "reward"},
-        "scoring": {"try_out": False},
     }
 
     def states() -> list[dict[str, Any]]:
@@ -432,7 +432,8 @@ def test_a_reward_that_changes_the_working_folder_does_not_move_the_run(
     monkeypatch.setenv("ELSEWHERE", str(tmp_path / "elsewhere"))
     changes: dict[str, Any] = {}
     if streaming:  # in blocks, so that the file is opened again
-        changes = {"dataset__streaming": True, "dataset__shuffle_buffer": 3}
+        monkeypatch.setattr("grpo_cli.data.streaming.BLOCK_ROWS", 3)
+        changes = {"dataset__streaming": True}
         changes |= {"model__build__warmup_steps": 0, "dataset__solution": None}
     live = trained(
         Path("here"),
@@ -561,8 +562,9 @@ def test_beta_follows_its_target(tmp_path: Path) -> None:
     assert betas == pytest.approx([0.1, 0.098, 0.098 * 1.02, 0.098 * 1.02**2])
 
 
-def test_the_entropy_bonus_raises_entropy(tmp_path: Path) -> None:
-    changes = {"log__entropy_every": 1, "optimizer__learning_rate": 3e-3, "steps": 6}
+def test_the_entropy_bonus_raises_entropy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_cli.training.step.ENTROPY_EVERY", 1)
+    changes = {"optimizer__learning_rate": 3e-3, "steps": 6}
     plain = metrics(trained(tmp_path / "a", **changes))
     bonus = metrics(trained(tmp_path / "b", loss__entropy_coef=1.0, **changes))
     assert bonus[0]["entropy"] == pytest.approx(plain[0]["entropy"])

@@ -244,9 +244,9 @@ def test_a_broken_picture_stops_the_run_or_is_left_out(
     ended = train(parts, tmp_path / "stops", data=data)
     assert ended.returncode != 0
     assert f"row {row}, column 'image': the image cannot be read" in ended.stdout + ended.stderr
-    assert "bad_images=drop" in ended.stdout + ended.stderr
+    assert "bad_rows=drop" in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr
-    ended = train(parts, tmp_path / "drops", "dataset.bad_images=drop", data=data)
+    ended = train(parts, tmp_path / "drops", "dataset.bad_rows=drop", data=data)
     assert ended.returncode == 0, ended.stderr
     told = f"row {row}, column 'image': the image cannot be read"
     assert ended.stdout.count(told) == 1  # not in each of the four epochs
@@ -256,7 +256,7 @@ def test_a_broken_picture_stops_the_run_or_is_left_out(
 @pytest.mark.parametrize(
     ("prompts", "pictures", "words", "sentence"),
     [
-        (["a", "b"], [b"no", b"no"], ["dataset.bad_images=drop"], "no row is left, since no row's"),
+        (["a", "b"], [b"no", b"no"], ["dataset.bad_rows=drop"], "no row is left, since no row's"),
         (
             ["a", "<image> b"],
             [png(0), None],
@@ -290,7 +290,7 @@ def test_a_model_of_text_refuses_images(parts: Path, tmp_path: Path) -> None:
 def test_broken_held_out_pictures_are_left_out_at_the_start(parts: Path, tmp_path: Path) -> None:
     write(parts / "held_out.parquet", [png(0), png(1)[:300], png(2)])
     held_out = f"dataset.eval={parts / 'held_out.parquet'}", "eval.accuracy=bright", "eval.every=4"
-    ended = train(parts, tmp_path / "drops", *held_out, "dataset.bad_images=drop")
+    ended = train(parts, tmp_path / "drops", *held_out, "dataset.bad_rows=drop")
     assert ended.returncode == 0, ended.stderr
     assert "row 1, column 'image': the image cannot be read" in ended.stdout
     ended = train(parts, tmp_path / "stops", *held_out)

@@ -74,7 +74,7 @@ def engine_args(
         "dtype": dtype_of(recipe),
         "max_model_len": max_model_len,
         "tensor_parallel_size": vllm.tensor_parallel,
-        "enforce_eager": on_cpu if vllm.eager is None else vllm.eager,
+        "enforce_eager": on_cpu,
         "enable_sleep_mode": vllm.sleep > 0,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
@@ -134,7 +134,7 @@ class ColocatedGenerator(VllmGenerator):
         self.has_weights = True  # False after a sleep of level 2
         self.sleeping: list[str] = []  # vLLM's tags of sleeping memory
         self.apart = _Apart()
-        self.max_model_len = vllm.max_model_len or self.longest
+        self.max_model_len = vllm.engine_args.get("max_model_len") or self.longest
         self._check_lengths(self.longest_prompt, setup.recipe.longest_completion)
         name = f"grpo-{workers.first(secrets.token_hex(8))}"
         with self.apart():
@@ -212,7 +212,7 @@ class ColocatedGenerator(VllmGenerator):
                     hand_over(i, repeated(group, request.num_generations))
 
     def _check_lengths(self, longest_prompt: int, max_tokens: int) -> None:
-        whose = "generation.vllm.max_model_len"
+        whose = "generation.vllm.engine_args.max_model_len"
         check_lengths(longest_prompt, max_tokens, self.max_model_len, whose)
 
     def offload(self) -> None:

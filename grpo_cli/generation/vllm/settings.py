@@ -42,10 +42,8 @@ REFUSED = {
     "revision": "write model.revision",
     "trust_remote_code": "write model.trust_remote_code",
     "dtype": "write generation.vllm.dtype",
-    "max_model_len": "write generation.vllm.max_model_len",
     "tensor_parallel_size": "write generation.vllm.tensor_parallel",
     "gpu_memory_utilization": "write generation.vllm.memory",
-    "enforce_eager": "write generation.vllm.eager",
     "enable_sleep_mode": "write generation.vllm.sleep",
     "max_num_seqs": "write generation.max_num_seqs",
 }

@@ -106,7 +106,7 @@ def test_the_fixed_tokens(prompts: list[list[int]], rows: list[list[int]]) -> No
 def test_the_fixed_tokens_of_images() -> None:
     """Prompts with images come first, whole; the tokens behind the image are compared.
 
-    One whose image is broken is left out: dataset.bad_images=drop lets the run go on without it.
+    One whose image is broken is left out: dataset.bad_rows=drop lets the run go on without it.
     """
     image = StoredImage(Image.new("RGB", (4, 4)), "row 0")
     broken = Prompt(4, [1, 9, 5], "", {}, images=(StoredImage(b"GIF", "row 4"),))

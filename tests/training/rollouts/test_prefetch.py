@@ -309,9 +309,7 @@ def test_servers_draw_what_the_embedded_engine_draws(tmp_path: Path, fakes: list
 def test_completions_are_as_old_as_the_recipe_allows(
     tmp_path: Path, fakes: list[FakeVllm], overlap: int, ages: list[int]
 ) -> None:
-    live, drawn = trained(
-        tmp_path, eval__at_start=False, eval__at_end=False, **serve(fakes, prefetch_steps=overlap)
-    )
+    live, drawn = trained(tmp_path, dataset__eval=None, **serve(fakes, prefetch_steps=overlap))
     found = metrics(live)
     assert [m["staleness/max"] for m in found] == [m["staleness/mean"] for m in found] == ages
     assert [[d[0] for d in step] for step in drawn] == [
@@ -336,7 +334,7 @@ TIMES = r"time|per_second|mfu|seconds|overlap/"
 
 @pytest.mark.runs
 def test_stop_and_resume_is_the_same_run(tmp_path: Path, fakes: list[FakeVllm]) -> None:
-    changes = {"eval__at_start": False, "eval__at_end": False, **serve(fakes, prefetch_steps=2)}
+    changes = {"dataset__eval": None, **serve(fakes, prefetch_steps=2)}
     straight, expected = trained(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
     halted, first = trained(tmp_path, stop_after=2, output_dir=str(tmp_path / "halted"), **changes)
     assert len(halted.queue.prefetched) == 2
@@ -359,8 +357,7 @@ def test_a_run_that_is_stopped_does_not_wait_for_what_is_not_done(
     """Of steps 2 and 3, the first is done; the other is sampled anew, from the same place."""
     changes = {
         "steps": 4,
-        "eval__at_start": False,
-        "eval__at_end": False,
+        "dataset__eval": None,
         **serve(fakes, prefetch_steps=2),
     }
     live = built(tmp_path, **changes)
@@ -393,9 +390,7 @@ def test_a_run_that_is_stopped_does_not_wait_for_what_is_not_done(
 def test_a_batch_that_failed_is_no_reason_to_lose_a_checkpoint(
     tmp_path: Path, fakes: list[FakeVllm]
 ) -> None:
-    live = built(
-        tmp_path, eval__at_start=False, eval__at_end=False, **serve(fakes, prefetch_steps=2)
-    )
+    live = built(tmp_path, dataset__eval=None, **serve(fakes, prefetch_steps=2))
 
     def fails(arrived: prefetch.Arrived) -> list[Group]:
         raise TrainingError("no server is left")
@@ -416,16 +411,14 @@ def halted(
     """A run that was stopped after its first step, with those of two more steps begun."""
     folder, fake = tmp_path_factory.mktemp("halted"), SamplingVllm(policy)
     changes = serve([fake], prefetch_steps=2)
-    trained(folder, stop_after=1, eval__at_start=False, eval__at_end=False, **changes)
+    trained(folder, stop_after=1, dataset__eval=None, **changes)
     return folder, fake
 
 
 def going_on(halted: tuple[Path, FakeVllm], **changes: Any) -> run.Run:
     folder, fake = halted
     known = serve([fake], prefetch_steps=2)
-    live = built(
-        folder, resume="auto", eval__at_start=False, eval__at_end=False, **(known | changes)
-    )
+    live = built(folder, resume="auto", dataset__eval=None, **(known | changes))
     live.close()
     return live
 
